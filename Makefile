@@ -1,0 +1,37 @@
+# Each target makes what it needs on first use, and starts at once afterwards.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test test-slow check bench clean
+
+demo: $(READY)  ## two workers on this machine train a small language model, in under two minutes
+	$(BIN)/potluck demo
+
+test: $(READY)  ## everything that takes seconds
+	$(BIN)/pytest
+
+test-slow: $(READY)  ## everything that takes minutes
+	$(BIN)/pytest -m slow
+
+check: $(READY)  ## style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(READY)  ## side by side with bare PyTorch; writes bench/results/
+	$(BIN)/python -m bench
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+# torch is installed first and pinned: an unpinned one may bring gigabytes of CUDA along.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Potluck needs Python 3.11 or newer; say which with: make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 1; }
+	@echo "Setting up $(VENV) (once; about a minute and a half)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@

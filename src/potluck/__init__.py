@@ -1,0 +1,59 @@
+"""Potluck trains one PyTorch model on whatever machines people bring. The public names, and nothing else.
+
+They are found when they are first used, so that `import potluck`, and the command line, do not wait for torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from potluck.agree.policy import ApplyPolicy, Sync
+    from potluck.shard.strategy import NoShard, ShardingStrategy
+    from potluck.train.checkpoint import CheckpointConfig
+    from potluck.train.engine import Engine, init
+    from potluck.train.recipe import RunConfig
+    from potluck.train.replica import StepConfig
+    from potluck.train.schedule import ScheduleConfig
+    from potluck.train.trainer import FitConfig, Trainer
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "ApplyPolicy": "agree.policy",
+    "CheckpointConfig": "train.checkpoint",
+    "Engine": "train.engine",
+    "FitConfig": "train.trainer",
+    "NoShard": "shard.strategy",
+    "RunConfig": "train.recipe",
+    "ScheduleConfig": "train.schedule",
+    "ShardingStrategy": "shard.strategy",
+    "StepConfig": "train.replica",
+    "Sync": "agree.policy",
+    "Trainer": "train.trainer",
+    "init": "train.engine",
+}
+
+__all__ = [
+    "ApplyPolicy",
+    "CheckpointConfig",
+    "Engine",
+    "FitConfig",
+    "NoShard",
+    "RunConfig",
+    "ScheduleConfig",
+    "ShardingStrategy",
+    "StepConfig",
+    "Sync",
+    "Trainer",
+    "init",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"potluck has no public name {name!r}; it has {', '.join(__all__)}")
+    return getattr(import_module(f"potluck.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

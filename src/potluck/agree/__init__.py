@@ -1,0 +1,1 @@
+"""When replicas become one again. Pure: no sockets, no clock, no collectives."""

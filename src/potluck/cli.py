@@ -1,0 +1,151 @@
+"""The command line. Each command is a dataclass whose fields are its options; imports no torch by itself."""
+
+import json
+import sys
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from potluck import __version__
+from potluck.errors import ConfigError, PotluckError
+from potluck.train.launch import launch
+from potluck.train.order import Order, WorkersConfig, built_in_recipes, workers_of
+
+Settings = Annotated[
+    tyro.conf.UseAppendAction[list[str]],
+    tyro.conf.arg(
+        name="set", metavar="A.B=VALUE", help="Change a setting of the recipe, such as fit.epochs=3. May be repeated."
+    ),
+]
+Workers = Annotated[int | None, tyro.conf.arg(aliases=["-n"], metavar="N", help="Worker processes on this machine.")]
+Data = Annotated[tuple[str, ...], tyro.conf.arg(metavar="PATH ...", help="Text files, or folders of them.")]
+Out = Annotated[str | None, tyro.conf.arg(metavar="FOLDER", help="The run folder, instead of runs/NAME.")]
+
+
+@dataclass
+class Demo:
+    """Two workers on this machine train a small language model, in under two minutes.
+
+    The text is the source of Python's standard library, so nothing is downloaded.
+    """
+
+    data: Data = ()
+    workers: Workers = None
+    out: Out = None
+    settings: Settings = field(default_factory=list)
+
+    def __call__(self) -> int:
+        print("Potluck: two processes on this machine become one training run.", flush=True)
+        return _train("demo", self.data, self.workers, self.out, self.settings, resume=False)
+
+
+@dataclass
+class Train:
+    """Train a recipe: a file, or a built-in one by its name."""
+
+    recipe: Annotated[
+        tyro.conf.Positional[str],
+        tyro.conf.arg(metavar="RECIPE", help=f"A TOML file, or one of: {', '.join(built_in_recipes())}."),
+    ]
+    data: Data = ()
+    workers: Workers = None
+    out: Out = None
+    resume: Annotated[bool, tyro.conf.arg(help="Go on from the newest checkpoint of the run folder.")] = False
+    settings: Settings = field(default_factory=list)
+
+    def __call__(self) -> int:
+        return _train(self.recipe, self.data, self.workers, self.out, self.settings, resume=self.resume)
+
+
+@dataclass
+class Run:
+    """Run your own script on several workers. It calls potluck.init(), and runs under torchrun too.
+
+    Everything after the script's name is passed to the script.
+    """
+
+    script: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="SCRIPT [ARGUMENTS ...]", help="A Python file.")]
+    workers: Annotated[int, tyro.conf.arg(aliases=["-n"], metavar="N", help="Worker processes on this machine.")] = 2
+    threads: Annotated[
+        int | None, tyro.conf.arg(metavar="N", help="Threads of each worker, instead of an even share of the cores.")
+    ] = None
+
+    def __call__(self, *arguments: str) -> int:
+        if not Path(self.script).is_file():
+            raise ConfigError(f"There is no script {self.script}.")
+        try:
+            config = WorkersConfig(count=self.workers, threads=self.threads)
+        except ValueError as error:
+            raise ConfigError(f"--workers: {error}.") from None
+        return launch([self.script, *arguments], config)
+
+
+@dataclass
+class Doctor:
+    """Say what this machine brings, and what is wrong, with the fix."""
+
+    def __call__(self) -> int:
+        from potluck.doctor import examine
+
+        return examine()
+
+
+COMMANDS = (
+    Annotated[Demo, tyro.conf.subcommand("demo")]
+    | Annotated[Train, tyro.conf.subcommand("train")]
+    | Annotated[Run, tyro.conf.subcommand("run")]
+    | Annotated[Doctor, tyro.conf.subcommand("doctor")]
+)
+DESCRIPTION = """Train one PyTorch model on whatever machines people bring.
+
+Start with `potluck demo`. Then `potluck train RECIPE` for the built-in model on your text, or
+`potluck run -n 2 your_script.py` for your own model."""
+
+
+def main() -> None:
+    arguments = sys.argv[1:]
+    if arguments in (["--version"], ["-V"]):
+        print(f"potluck {__version__}")
+        return
+    ours, scripts = _split(arguments)
+    command = tyro.cli(
+        COMMANDS,
+        args=ours or ["--help"],
+        prog="potluck",
+        description=DESCRIPTION,
+        config=(tyro.conf.FlagCreatePairsOff,),
+    )
+    try:
+        code = command(*scripts) if isinstance(command, Run) else command()
+    except PotluckError as error:
+        print(f"potluck: {error}", file=sys.stderr)
+        code = error.exit_code
+    except KeyboardInterrupt:
+        code = 130
+    sys.exit(code)
+
+
+def _train(
+    recipe: str, data: tuple[str, ...], workers: int | None, out: str | None, settings: list[str], *, resume: bool
+) -> int:
+    extra = [f"data.paths={json.dumps(list(data))}"] if data else []
+    extra += [f"workers.count={workers}"] if workers is not None else []
+    order = Order(recipe=recipe, settings=(*settings, *extra), out=out, resume=resume)
+    return launch(["--recipe", json.dumps(asdict(order))], workers_of(order))
+
+
+def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Ours, and what follows the script of `run`: those are the script's own."""
+    if not arguments or arguments[0] != "run":
+        return arguments, []
+    index = 1
+    while index < len(arguments) and arguments[index].startswith("-"):
+        takes_value = "=" not in arguments[index] and arguments[index] not in ("-h", "--help")
+        index += 2 if takes_value else 1
+    return arguments[: index + 1], arguments[index + 1 :]
+
+
+if __name__ == "__main__":
+    main()

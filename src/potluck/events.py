@@ -1,0 +1,163 @@
+"""What happened in a run, as records. The terminal, the log, the pictures and TensorBoard all read these.
+
+Knows nothing of who listens, nor of torch.
+"""
+
+import json
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunStarted:
+    name: str
+    folder: str
+    workers: int
+    device: str
+    parameters: int
+    unit: str
+    """What a sample is counted in: rows or tokens."""
+    batch_size: int
+    steps_total: int
+    from_step: int
+    """Where a resumed run goes on; 0 for a new one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerStep:
+    """One worker's part of one step."""
+
+    rank: int
+    rows: int
+    samples: float
+    busy_s: float
+    """Computing: data, forward, backward and the optimizer."""
+    wait_s: float
+    """Waiting for the others' gradients after its own were done."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepDone:
+    step: int
+    epoch: int
+    rows_seen: int
+    """Rows of all epochs so far."""
+    samples: float
+    """What this step's mean was over, in the run's unit."""
+    loss: float
+    lr: float
+    grad_norm: float
+    seconds: float
+    workers: tuple[WorkerStep, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepSkipped:
+    step: int
+    in_a_row: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Validated:
+    step: int
+    loss: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EpochDone:
+    epoch: int
+    used: int
+    total: int
+    same_weights: bool
+    sentence: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointSaved:
+    step: int
+    folder: str
+    stall_s: float
+    """How long training stood still for it: the copy to host memory."""
+    bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointPassedOver:
+    folder: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunEnded:
+    reason: str
+    """finished, interrupted, or the sentence of the error that ended it."""
+    step: int
+    rows_seen: int
+    seconds: float
+    loss: float | None
+    validation_loss: float | None
+    skipped: int
+
+
+Event = RunStarted | StepDone | StepSkipped | Validated | EpochDone | CheckpointSaved | CheckpointPassedOver | RunEnded
+Listener = Callable[[Event], None]
+
+
+def kind_of(event: object) -> str:
+    """StepDone -> step_done."""
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", type(event).__name__).lower()
+
+
+class EventLog:
+    """Hands each event to every listener, one at a time, from whatever thread it comes."""
+
+    def __init__(self) -> None:
+        self.listeners: list[Listener] = []
+        self._lock = threading.RLock()
+
+    def emit(self, event: Event) -> None:
+        with self._lock:
+            for listener in self.listeners:
+                listener(event)
+
+
+class EventFile:
+    """A listener that appends each event to a file as one JSON line, written through at once."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", encoding="utf-8")
+
+    def __call__(self, event: Event) -> None:
+        # JSON has no NaN: a reader of another language would stumble over it.
+        record = {"event": kind_of(event), "time": round(time.time(), 3)} | _finite(asdict(event))
+        self._file.write(json.dumps(record, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_events(path: Path) -> Iterator[dict[str, Any]]:
+    """Every whole line; a line that a crash cut short is passed over."""
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            yield json.loads(line)
+        except json.JSONDecodeError:
+            continue
+
+
+def _finite(value: Any) -> Any:
+    match value:
+        case dict():
+            return {key: _finite(item) for key, item in value.items()}
+        case list() | tuple():
+            return [_finite(item) for item in value]
+        case float() if value != value or value in (float("inf"), float("-inf")):
+            return str(value)
+    return value

@@ -1,0 +1,1 @@
+"""Workers and the work they were given."""

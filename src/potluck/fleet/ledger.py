@@ -1,0 +1,68 @@
+"""Which ranges of an epoch were trained; proves that each sample was used exactly once. Pure.
+
+A range is a half-open interval of positions in the epoch's shuffled order.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+Range = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """What the ranges of all workers add up to."""
+
+    total: int
+    used: int
+    """Positions that were trained at least once."""
+    repeated: int
+    """Positions that were trained more than once."""
+    outside: int
+    """Positions that the epoch does not have."""
+
+    @property
+    def holds(self) -> bool:
+        return self.used == self.total and not self.repeated and not self.outside
+
+    def __str__(self) -> str:
+        if self.holds:
+            return f"each of its {self.total:,} samples was used exactly once"
+        faults = {
+            "not used": self.total - self.used,
+            "used more than once": self.repeated,
+            "outside the epoch": self.outside,
+        }
+        return f"of its {self.total:,} samples, " + ", ".join(
+            f"{count:,} {fault}" for fault, count in faults.items() if count
+        )
+
+
+class Ledger:
+    """One worker's own record of an epoch. Neighbouring ranges are kept as one."""
+
+    def __init__(self, ranges: Iterable[Range] = ()) -> None:
+        self.ranges: list[Range] = list(ranges)
+
+    def record(self, start: int, end: int) -> None:
+        if start >= end:
+            return
+        if self.ranges and self.ranges[-1][1] == start:
+            start = self.ranges.pop()[0]
+        self.ranges.append((start, end))
+
+
+def prove(ranges: Iterable[Range], total: int) -> Proof:
+    """Every worker's ranges against the epoch's [0, total)."""
+    used = repeated = outside = 0
+    reached = 0
+    twice_until = 0
+    for start, end in sorted(ranges):
+        outside += max(0, end - max(start, total))
+        start, end = min(start, total), min(end, total)
+        used += max(0, end - max(start, reached))
+        again_from, again_until = max(start, twice_until), min(end, reached)
+        repeated += max(0, again_until - again_from)
+        twice_until = max(twice_until, again_until)
+        reached = max(reached, end)
+    return Proof(total, used, repeated, outside)

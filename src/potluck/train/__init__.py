@@ -1,0 +1,1 @@
+"""What a person runs: the trainer, its engine, and what they need."""

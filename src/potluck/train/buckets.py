@@ -1,0 +1,158 @@
+"""Gradients in flat buckets, each summed over the ranks as soon as the backward has filled it.
+
+Does what DistributedDataParallel's reducer does, and three things it does not (docs/decisions/0003):
+it sums instead of averaging, so that shares may differ; a rank without rows can take part; and buckets
+never change their order, so that a resumed run adds in the same order.
+Knows nothing of who is at the other end: `start_sum` is handed in.
+"""
+
+import time
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+
+from potluck.errors import ConfigError
+from potluck.train.link import Pending
+
+FIRST_BYTES = 1 << 20
+"""The first bucket is small, so that the first sum starts early in the backward."""
+BUCKET_BYTES = 25 << 20
+
+
+class Bucket:
+    """Some parameters' gradients, end to end in one flat tensor."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self.parameters = parameters
+        first = parameters[0]
+        total = sum(parameter.numel() for parameter in parameters)
+        self.flat = torch.zeros(total, dtype=first.dtype, device=first.device)  # [sum of numel]
+        pieces = torch.split(self.flat, [parameter.numel() for parameter in parameters])
+        self.views = [piece.view_as(p) for piece, p in zip(pieces, parameters, strict=True)]
+        self.missing = len(parameters)
+        """How many gradients of the step's last backward have yet to arrive."""
+        self.arrived = [False] * len(parameters)
+        """Which gradients any backward of this step has given."""
+
+    def take(self, index: int) -> None:
+        """Moves a fresh gradient into its view; later backwards of the step then add to the view in place."""
+        parameter, view = self.parameters[index], self.views[index]
+        assert parameter.grad is not None
+        if parameter.grad.data_ptr() != view.data_ptr():
+            view.copy_(parameter.grad)
+            parameter.grad = view
+        self.arrived[index] = True
+
+    def complete(self) -> None:
+        """Zeros for what no backward of this rank has given."""
+        for parameter, view, arrived in zip(self.parameters, self.views, self.arrived, strict=True):
+            if not arrived:
+                view.zero_()
+                parameter.grad = view
+
+    def reset(self) -> None:
+        self.missing = len(self.parameters)
+        self.arrived = [False] * len(self.parameters)
+
+
+class Buckets:
+    """The gradients of one model. For each step: arm, backward (many times), finish."""
+
+    def __init__(
+        self,
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        start_sum: Callable[[Tensor], Pending],
+    ) -> None:
+        self._start_sum = start_sum
+        self._communicate = False
+        self._pending: list[Pending] = []
+        trained = [(name, p) for name, p in named_parameters if p.requires_grad]
+        self.names = {id(parameter): name for name, parameter in trained}
+        # The backward reaches the last layers first, so the buckets start from the end.
+        self.buckets = [Bucket(group) for group in _group([p for _, p in reversed(trained)])]
+        for bucket in self.buckets:
+            for index, parameter in enumerate(bucket.parameters):
+                parameter.register_post_accumulate_grad_hook(self._hook(bucket, index))  # type: ignore[no-untyped-call]
+
+    @property
+    def flats(self) -> list[Tensor]:
+        return [bucket.flat for bucket in self.buckets]
+
+    def arm(self, *, communicate: bool) -> None:
+        """Before each backward. Only the step's last one communicates."""
+        self._communicate = communicate
+
+    def finish(self) -> float:
+        """Starts what the backward has not, and waits for all sums. Returns the seconds spent waiting."""
+        for bucket in self.buckets[len(self._pending) :]:
+            bucket.complete()
+            self._pending.append(self._start_sum(bucket.flat))
+        start = time.perf_counter()
+        for pending in self._pending:
+            pending.wait()
+        return time.perf_counter() - start
+
+    def arrivals(self) -> list[bool]:
+        """For each parameter in bucket order: whether this rank's backwards gave it a gradient."""
+        return [arrived for bucket in self.buckets for arrived in bucket.arrived]
+
+    def drop(self, used: list[bool]) -> None:
+        """No gradient for what no rank used, as in one process: an optimizer must not decay or move it."""
+        parameters = (parameter for bucket in self.buckets for parameter in bucket.parameters)
+        for parameter, was_used in zip(parameters, used, strict=True):
+            if not was_used:
+                parameter.grad = None
+
+    def reset(self) -> None:
+        """After the optimizer's step. The next backward brings fresh gradients."""
+        self._pending.clear()
+        self._communicate = False
+        for bucket in self.buckets:
+            bucket.reset()
+            for parameter in bucket.parameters:
+                parameter.grad = None
+
+    def _hook(self, bucket: Bucket, index: int) -> Callable[[Tensor], None]:
+        def on_gradient(parameter: Tensor) -> None:
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                raise ConfigError(
+                    f"The gradient of {self.names[id(parameter)]} is sparse, and sparse gradients cannot be"
+                    " averaged between workers. Make its layer with sparse=False."
+                )
+            bucket.take(index)
+            if self._communicate:
+                bucket.missing -= 1
+                self._start_full_buckets()
+
+        return on_gradient
+
+    def _start_full_buckets(self) -> None:
+        # Always in the order of the list: ranks that summed in different orders would add up the wrong tensors.
+        while len(self._pending) < len(self.buckets):
+            bucket = self.buckets[len(self._pending)]
+            if bucket.missing:
+                return
+            self._pending.append(self._start_sum(bucket.flat))
+
+
+def _group(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Runs of parameters of one type and device, cut where they would outgrow a bucket."""
+    groups: list[list[nn.Parameter]] = []
+    size = 0
+    for parameter in parameters:
+        bytes_ = parameter.numel() * parameter.element_size()
+        limit = FIRST_BYTES if len(groups) == 1 else BUCKET_BYTES
+        fits = (
+            groups
+            and size + bytes_ <= limit
+            and groups[-1][0].dtype == parameter.dtype
+            and groups[-1][0].device == parameter.device
+        )
+        if fits:
+            groups[-1].append(parameter)
+            size += bytes_
+        else:
+            groups.append([parameter])
+            size = bytes_
+    return groups

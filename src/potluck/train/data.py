@@ -1,0 +1,288 @@
+"""Text to tokens; an epoch to ranges; ranges to batches; and where an epoch stands.
+
+Knows nothing of models. A batch is the rows of one step over all workers; each worker gets a range of it,
+in micro-batches.
+"""
+
+import itertools
+import sysconfig
+import zlib
+from collections.abc import Callable, Iterator, Sequence, Sized
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from potluck.agree.policy import share_out
+from potluck.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataConfig:
+    paths: tuple[str, ...] = ()
+    """Text files, or folders of them; empty: the source of this Python's standard library."""
+    validation: float = 0.05
+    """The share of the text, at its end, that is never trained on."""
+    limit_bytes: int | None = None
+    """Read about this much at the most."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.validation < 1:
+            raise ValueError(f"validation is a share of the text, in [0, 1), not {self.validation}")
+        if self.limit_bytes is not None and self.limit_bytes < 1:
+            raise ValueError(f"limit_bytes must be at least 1, not {self.limit_bytes}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchConfig:
+    size: int = 32
+    """Rows per step, over all workers together."""
+    micro_size: int | None = None
+    """Rows that go through the model at once on one worker; none: a worker's whole part."""
+    fetchers: int = 0
+    """Processes on each worker that fetch rows ahead of the model; 0: rows are fetched when they are needed."""
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise ValueError(f"size must be at least 1, not {self.size}")
+        if self.micro_size is not None and self.micro_size < 1:
+            raise ValueError(f"micro_size must be at least 1, not {self.micro_size}")
+        if self.fetchers < 0:
+            raise ValueError(f"fetchers must be at least 0, not {self.fetchers}")
+
+
+class TextWindows(Dataset[Tensor]):
+    """Bytes cut into rows of context + 1 tokens, so that each of context tokens has a next one."""
+
+    def __init__(self, text: bytes, context: int) -> None:
+        self.tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(0)
+        self.context = context
+
+    def __len__(self) -> int:
+        return max(0, (len(self.tokens) - 1) // self.context)
+
+    def __getitem__(self, row: int) -> Tensor:
+        return self.tokens[row * self.context : (row + 1) * self.context + 1]
+
+
+def read_windows(config: DataConfig, context: int) -> tuple[TextWindows, TextWindows]:
+    """The training rows and the validation rows."""
+    text = read_text(config)
+    cut = len(text) - int(len(text) * config.validation)
+    training, validation = TextWindows(text[:cut], context), TextWindows(text[cut:], context)
+    if not len(training):
+        raise ConfigError(
+            f"The text has {len(text):,} bytes, of which {cut:,} are for training, and one row needs {context + 1:,}."
+            " Give more text with data.paths, or set a smaller model.context."
+        )
+    return training, validation
+
+
+def read_text(config: DataConfig) -> bytes:
+    limit = config.limit_bytes or 1 << 62
+    files = [file for path in config.paths for file in _files_below(Path(path))] or _standard_library()
+    found = bytearray()
+    for file in files:
+        if len(found) >= limit:
+            break
+        try:
+            text = file.read_bytes()
+        except OSError as error:
+            raise ConfigError(f"Cannot read {file}: {error.strerror}.") from None
+        if b"\0" not in text[:8192]:
+            found += text[: limit - len(found)]
+    if not found:
+        raise ConfigError(f"There is no text in {', '.join(config.paths)}. Name files or folders that hold some.")
+    return bytes(found)
+
+
+def _files_below(path: Path) -> list[Path]:
+    if not path.exists():
+        raise ConfigError(f"There is no file or folder {path}. Give data.paths (or --data) one that exists.")
+    if path.is_file():
+        return [path]
+    inside = (p for p in path.rglob("*") if not any(part.startswith(".") for part in p.relative_to(path).parts))
+    return sorted(p for p in inside if p.is_file())
+
+
+def _standard_library() -> list[Path]:
+    """Its modules, mixed by a fixed rule, so that the end of the text is like its beginning."""
+    folder = Path(sysconfig.get_path("stdlib"))
+    files = sorted(folder.glob("*.py"), key=lambda file: zlib.crc32(file.name.encode()))
+    if not files:
+        raise ConfigError(f"This Python has no library source in {folder}. Name some text with --data.")
+    return files
+
+
+@dataclass(slots=True)
+class Position:
+    """Where an epoch stands, whoever trained it so far."""
+
+    epoch: int = 0
+    row: int = 0
+    """Rows of this epoch's shuffled order that are done."""
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """A range of the epoch's shuffled order that goes through the model at once."""
+
+    start: int
+    end: int
+    last: bool
+    """Whether this worker's part of the step ends here."""
+    step_end: int
+    """Where the whole step ends, over all workers."""
+
+
+def plan_step(row: int, rows: int, batch: BatchConfig, shares: Sequence[float], rank: int) -> list[MicroBatch]:
+    """This rank's micro-batches of the step that starts at `row`. A rank without rows gets one that is empty."""
+    step_end = min(row + batch.size, rows)
+    parts = share_out(step_end - row, shares)
+    start = row + sum(parts[:rank])
+    end = start + parts[rank]
+    size = batch.micro_size or max(1, end - start)
+    cuts = [*range(start, end, size), end] if end > start else [start, end]
+    return [MicroBatch(a, b, b == end, step_end) for a, b in itertools.pairwise(cuts)]
+
+
+class Loader:
+    """This worker's micro-batches. Each pass gives the rest of the current epoch.
+
+    `current` is the micro-batch that was given last; whoever trains it moves `position` when its step is done.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch: BatchConfig,
+        *,
+        shares: Sequence[float],
+        rank: int,
+        device: torch.device,
+        seed: int = 0,
+        collate: Callable[[list[Any]], Any] | None = None,
+    ) -> None:
+        self.dataset = as_dataset(dataset)
+        self.batch = batch
+        self.rows = len(self.dataset)
+        self.position = Position()
+        self.seed = seed
+        self.current: MicroBatch | None = None
+        self.on_empty: Callable[[], None] = lambda: None
+        """Called for a step in which this worker has no rows."""
+        self.on_epoch_end: Callable[[], None] = lambda: None
+        self.is_stopped: Callable[[], bool] = lambda: False
+        self._shares = shares
+        self._rank = rank
+        self._device = device
+        self._collate = collate
+        if self.rows == 0:
+            raise ConfigError("The dataset is empty.")
+
+    def __iter__(self) -> Iterator[Any]:
+        fetched = iter(self._fetch(self._order()))
+        for micro in self._micro_batches():
+            self._insist_on_step()
+            if self.is_stopped():
+                return
+            self.current = micro
+            if micro.start == micro.end:
+                self.on_empty()
+            else:
+                yield to_device(next(fetched), self._device)
+        self._insist_on_step()
+        if self.is_stopped() and self.position.row < self.rows:
+            return
+        self.current = None
+        self.on_epoch_end()
+        self.position = Position(self.position.epoch + 1)
+
+    def once(self) -> Iterator[Any]:
+        """This worker's rows of the dataset in their own order, for looking and not for training."""
+        for batch in self._fetch(torch.arange(self.rows)):
+            yield to_device(batch, self._device)
+
+    def __len__(self) -> int:
+        """How many micro-batches the rest of this epoch has for this worker."""
+        return sum(micro.start < micro.end for micro in self._micro_batches())
+
+    def _micro_batches(self) -> Iterator[MicroBatch]:
+        row = self.position.row
+        while row < self.rows:
+            planned = plan_step(row, self.rows, self.batch, self._shares, self._rank)
+            yield from planned
+            row = planned[-1].step_end
+
+    def _order(self) -> Tensor:
+        """The epoch's shuffled order: the same on every rank, and after a restart."""
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.position.epoch)
+        return torch.randperm(self.rows, generator=generator)
+
+    def _fetch(self, order: Tensor) -> DataLoader[Any]:
+        indices = (order[m.start : m.end].tolist() for m in self._micro_batches() if m.start < m.end)
+        # A generator of its own: a DataLoader draws its seed from the default one, and a resumed run would draw
+        # once more often than a run that was never stopped.
+        options: dict[str, Any] = {
+            "generator": torch.Generator(),
+            "pin_memory": self._device.type == "cuda",
+            "num_workers": self.batch.fetchers,
+        }
+        if isinstance(self.dataset, TensorRows):
+            return DataLoader(self.dataset, batch_size=None, sampler=indices, **options)
+        return DataLoader(self.dataset, batch_sampler=indices, collate_fn=self._collate, **options)
+
+    def _insist_on_step(self) -> None:
+        """A forgotten step() would leave the other workers waiting for this one's gradients."""
+        done = self.current
+        if done is not None and done.last and self.position.row < done.step_end:
+            raise ConfigError(
+                f"The batch that ends at row {done.step_end} was given out, but step() was not called after it."
+                " Call backward() and step() for every batch of the loader."
+            )
+
+
+class TensorRows(Dataset[Any]):
+    """Tensors of one length: a list of rows is read from each at once."""
+
+    def __init__(self, *tensors: Tensor) -> None:
+        self.tensors = tensors
+
+    def __len__(self) -> int:
+        return len(self.tensors[0])
+
+    def __getitem__(self, rows: list[int]) -> Any:
+        found = tuple(tensor[rows] for tensor in self.tensors)
+        return found if len(found) > 1 else found[0]
+
+
+def as_dataset(data: Any) -> Any:
+    """A map-style dataset as it is; a tensor, or several of one length, as one."""
+    if isinstance(data, Tensor):
+        return TensorRows(data)
+    if isinstance(data, tuple | list) and data and all(isinstance(item, Tensor) for item in data):
+        if len({len(item) for item in data}) > 1:
+            raise ConfigError(f"The tensors differ in length: {', '.join(str(len(item)) for item in data)}.")
+        return TensorRows(*data)
+    if not isinstance(data, Sized) or not hasattr(data, "__getitem__"):
+        raise ConfigError(
+            f"A dataset needs __len__ and __getitem__ (map-style), and {type(data).__name__} lacks one of them."
+            " Each sample is used exactly once, so their number must be known."
+        )
+    return data
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    match batch:
+        case Tensor():
+            return batch.to(device, non_blocking=True)
+        case dict():
+            return {key: to_device(value, device) for key, value in batch.items()}
+        case tuple() if hasattr(batch, "_fields"):
+            return type(batch)(*(to_device(value, device) for value in batch))
+        case list() | tuple():
+            return type(batch)(to_device(value, device) for value in batch)
+    return batch

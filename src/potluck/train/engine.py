@@ -1,0 +1,514 @@
+"""The engine of a run, behind both doors: Trainer, and your own loop.
+
+    fleet = potluck.init()
+    model, optimizer, loader = fleet.prepare(model, optimizer, dataset, batch_size=32)
+    for batch in loader:
+        loss = loss_of(model, batch)
+        fleet.backward(loss, samples=len(batch))
+        fleet.step()
+
+It knows where the run stands (step, rows, position in the epoch) and makes every decision that all workers must
+make alike: to apply a gradient or to skip it, to stop, to have ended an epoch.
+"""
+
+import json
+import math
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, overload
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from potluck.agree.policy import ApplyPolicy, Sync
+from potluck.errors import CheckpointError, ConfigError, Diverged
+from potluck.events import (
+    CheckpointPassedOver,
+    CheckpointSaved,
+    EpochDone,
+    EventLog,
+    StepDone,
+    StepSkipped,
+    WorkerStep,
+)
+from potluck.fleet.ledger import Ledger, prove
+from potluck.shard.strategy import NoShard, ShardingStrategy
+from potluck.train import checkpoint, state
+from potluck.train.data import BatchConfig, Loader, MicroBatch, Position, as_dataset
+from potluck.train.link import Alone, Link, choose_device, connect
+from potluck.train.replica import Replica, StepConfig
+
+PATIENCE_S = 600.0
+"""How long a worker may be silent before the others give it up. A dead one is noticed at once."""
+
+
+def init(
+    policy: ApplyPolicy = Sync(),
+    strategy: ShardingStrategy = NoShard(),
+    *,
+    step: StepConfig = StepConfig(),
+    patience_s: float = PATIENCE_S,
+) -> "Engine":
+    """Joins the run that `potluck run` or torchrun started; started by neither, it is a run of one worker."""
+    device = choose_device()
+    return Engine(connect(device, patience_s), device, policy=policy, strategy=strategy, step=step)
+
+
+class Pulse(NamedTuple):
+    """What each worker tells all others once per step."""
+
+    samples: float
+    loss_sum: float
+    rows: float
+    busy_s: float
+    wait_s: float
+    has_unused: float
+    wants_stop: float
+
+
+class Engine:
+    def __init__(
+        self,
+        link: Link | None = None,
+        device: torch.device | None = None,
+        *,
+        policy: ApplyPolicy = Sync(),
+        strategy: ShardingStrategy = NoShard(),
+        step: StepConfig = StepConfig(),
+    ) -> None:
+        self.link = link or Alone()
+        self.device = device or torch.device("cpu")
+        self.policy = policy
+        self.strategy = strategy
+        self.config = step
+        self.events = EventLog()
+        self.after_step: list[Callable[[], None]] = []
+        """Called on every worker after each step, also after one in which this worker had no rows."""
+        self.lr_factor: Callable[[int], float] | None = None
+        """The share of its peak that the learning rate has for the step which ends at so many rows; none: yours."""
+        self.step_number = 0
+        self.rows_seen = 0
+        self.skipped = 0
+        self.stopping = False
+        """Every worker has agreed to stop after the step that is done."""
+        self.replica: Replica | None = None
+        self.loader: Loader | None = None
+        self._skipped_in_a_row = 0
+        self._wants_stop = False
+        self._ledger = Ledger()
+        self._trained: MicroBatch | None = None
+        self._writers: dict[Path, checkpoint.Writer] = {}
+        self._unit = 1.0
+        self._start_of_step()
+
+    @property
+    def rank(self) -> int:
+        return self.link.rank
+
+    @property
+    def world(self) -> int:
+        return self.link.world
+
+    @overload
+    def prepare(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]: ...
+
+    @overload
+    def prepare(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        dataset: Any,
+        *,
+        batch_size: int,
+        micro_batch_size: int | None = None,
+        fetchers: int = 0,
+        collate: Callable[[list[Any]], Any] | None = None,
+        seed: int = 0,
+    ) -> tuple[nn.Module, Optimizer, Loader]: ...
+
+    def prepare(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        dataset: Any = None,
+        *,
+        batch_size: int = 0,
+        micro_batch_size: int | None = None,
+        fetchers: int = 0,
+        collate: Callable[[list[Any]], Any] | None = None,
+        seed: int = 0,
+    ) -> Any:
+        """Readies model and optimizer, and gives a loader of this worker's share.
+
+        `batch_size` is the rows of one step over all workers together, so that the numbers do not depend on how many
+        there are. Without a dataset you bring your own batches; their sizes may differ between workers.
+        """
+        self.replica = Replica(model, optimizer, self.link, self.device, self.config)
+        if dataset is None:
+            return model, optimizer
+        try:
+            batch = BatchConfig(size=batch_size, micro_size=micro_batch_size, fetchers=fetchers)
+        except ValueError as error:
+            raise ConfigError(f"batch {error}.") from None
+        # A power of two, so that it changes no digit of any gradient; it only keeps sums in the range of means.
+        self._unit = 2.0 ** -round(math.log2(batch.size))
+        self.loader = Loader(
+            dataset,
+            batch,
+            shares=self._shares(batch.size),
+            rank=self.rank,
+            device=self.device,
+            seed=seed,
+            collate=collate,
+        )
+        self.loader.on_empty = self._step_without_rows
+        self.loader.on_epoch_end = self._end_of_epoch
+        self.loader.is_stopped = lambda: self.stopping
+        return model, optimizer, self.loader
+
+    def backward(self, loss: Tensor, *, samples: float, last: bool | None = None) -> None:
+        """The gradient of a mean over `samples`, weighted by them: rows, or tokens, as you count.
+
+        `last` says whether the next call is step(); the loader knows it, and without one it is taken to be so.
+        """
+        replica = self._prepared()
+        micro = self.loader.current if self.loader is not None else None
+        if last is None:
+            last = micro is None or micro.last
+        replica.arm(last=last)
+        (loss * (samples * self._unit)).backward()  # type: ignore[no-untyped-call]
+        self._loss_sum += loss.detach() * samples
+        self._samples += samples
+        self._is_last = last
+        if micro is None:
+            self._rows += int(samples)
+        elif micro is not self._trained:  # several backwards of one batch still use its rows once
+            self._rows += micro.end - micro.start
+            self._ledger.record(micro.start, micro.end)
+            self._trained = micro
+
+    def step(self) -> StepDone | StepSkipped | None:
+        """Steps the optimizer once the step's last micro-batch is done; before that it does nothing.
+
+        All workers apply the mean over all their samples, or skip the step together if it is not finite.
+        """
+        if not self._is_last:
+            return None
+        replica = self._prepared()
+        busy_s = time.perf_counter() - self._started
+        wait_s = replica.finish()
+        # The step's only wait for the device: two numbers come to the host together.
+        norm, loss_sum = torch.stack([replica.norm().to(self.device), self._loss_sum]).tolist()
+        pulses = self._exchange(busy_s, wait_s, loss_sum)
+        if any(pulse.has_unused for pulse in pulses):
+            replica.drop_unused()
+        samples = sum(pulse.samples for pulse in pulses)
+        scale = 1 / (samples * self._unit) if samples else math.nan
+        norm *= scale
+        loss = sum(pulse.loss_sum for pulse in pulses) / samples if samples else math.nan
+        self._advance(sum(int(pulse.rows) for pulse in pulses))
+        self.stopping = any(pulse.wants_stop for pulse in pulses)
+        event = self._apply(pulses, scale, norm, loss)
+        self.events.emit(event)
+        for call in self.after_step:
+            call()
+        self._start_of_step()
+        return event
+
+    def request_stop(self) -> None:
+        """Asks all workers to stop together after the step in which they hear of it."""
+        self._wants_stop = True
+
+    def evaluate(self, loss_of: Callable[[nn.Module, Any], Any], dataset: Any, batch_size: int) -> float:
+        """The mean loss over a dataset, each worker computing its share. Nothing is trained."""
+        model = self._prepared().model
+        rows = as_dataset(dataset)
+        loader = Loader(
+            rows,
+            BatchConfig(size=max(1, len(rows)), micro_size=max(1, batch_size // self.world)),
+            shares=self._shares(None),
+            rank=self.rank,
+            device=self.device,
+        )
+        total = count = 0.0
+        was_training = model.training
+        model.eval()
+        with torch.no_grad():
+            for batch in loader.once():
+                loss, samples = loss_and_samples(loss_of(model, batch), batch)
+                total += loss.item() * samples
+                count += samples
+        model.train(was_training)
+        sums = self.link.gather_rows([total, count])
+        return sum(row[0] for row in sums) / sum(row[1] for row in sums)
+
+    def save(self, folder: str | Path, *, keep_last: int = 2) -> None:
+        """Saves a checkpoint below `folder`. Returns once it is in host memory; the disk is written meanwhile."""
+        replica = self._prepared()
+        started = time.perf_counter()
+        writer = self._writers.setdefault(Path(folder), checkpoint.Writer(Path(folder), keep_last))
+        writer.wait()  # one snapshot in memory at a time
+        randoms = self.link.gather_bytes(state.random_state())
+        if self.rank != 0:
+            return
+        tensors, skeleton = state.optimizer_state(replica.optimizer, replica.names)
+        body = self._where() | {"optimizer": skeleton}
+        files = {
+            checkpoint.MODEL: state.model_state(replica.model),
+            checkpoint.OPTIMIZER: tensors,
+            checkpoint.RANDOM: {str(rank): state.bytes_tensor(data) for rank, data in enumerate(randoms)},
+        }
+        snapshot = checkpoint.Snapshot(body, files)
+        stall_s = time.perf_counter() - started
+        step = self.step_number
+        writer.start(
+            snapshot,
+            lambda place: self.events.emit(
+                CheckpointSaved(step=step, folder=str(place), stall_s=stall_s, bytes=snapshot.bytes)
+            ),
+        )
+
+    def load(self, folder: str | Path) -> bool:
+        """Goes on from the newest whole checkpoint below `folder`, on any number of workers. False if there is none."""
+        replica = self._prepared()
+        found, error = self._find(Path(folder)) if self.rank == 0 else (None, None)
+        told = {"body": found and found[1], "error": error}
+        told = json.loads(self.link.gather_bytes(json.dumps(told).encode() if self.rank == 0 else b"")[0])
+        if told["error"]:
+            raise CheckpointError(told["error"])
+        if told["body"] is None:
+            return False
+        body = told["body"]
+        path = found[0] if found else None
+        if path is not None:
+            replica.model.load_state_dict(checkpoint.read(path, checkpoint.MODEL))
+        for tensor in replica.model.state_dict().values():
+            self.link.broadcast(tensor)
+        tensors = self._share_tensors(checkpoint.read(path, checkpoint.OPTIMIZER) if path else {})
+        state.load_optimizer(replica.optimizer, replica.names, tensors, body["optimizer"])
+        self._stand_at(body)
+        self._restore_random(self._share_tensors(checkpoint.read(path, checkpoint.RANDOM) if path else {}), body)
+        return True
+
+    def wait_for_saves(self) -> None:
+        for writer in self._writers.values():
+            writer.wait()
+
+    def close(self) -> None:
+        """Ends what is still being written, and leaves the group."""
+        self.wait_for_saves()
+        self.link.close()
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def seed_random(self, seed: int) -> None:
+        """Every worker draws its own numbers, the same in every run of this seed and this many workers."""
+        mixed = (seed * 1_000_003 + self.step_number) * 1_009 + self.rank
+        torch.manual_seed(mixed)
+        random.seed(mixed)
+        np.random.seed(mixed % (1 << 32))
+
+    # What a step is made of
+
+    def _start_of_step(self) -> None:
+        self._started = time.perf_counter()
+        self._loss_sum = torch.zeros((), device=self.device)
+        self._samples = 0.0
+        self._rows = 0
+        self._is_last = False
+
+    def _exchange(self, busy_s: float, wait_s: float, loss_sum: float) -> list[Pulse]:
+        mine = Pulse(
+            samples=self._samples,
+            loss_sum=loss_sum,
+            rows=self._rows,
+            busy_s=busy_s,
+            wait_s=wait_s,
+            has_unused=self._prepared().has_unused,
+            wants_stop=self._wants_stop,
+        )
+        return [Pulse(*row) for row in self.link.gather_rows(mine)]
+
+    def _advance(self, rows: int) -> None:
+        self.step_number += 1
+        self.rows_seen += rows
+        if self.loader is not None and self.loader.current is not None:
+            self.loader.position.row = self.loader.current.step_end
+
+    def _apply(self, pulses: list[Pulse], scale: float, norm: float, loss: float) -> StepDone | StepSkipped:
+        replica = self._prepared()
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            replica.drop()
+            return self._skip(pulses, norm)
+        self._skipped_in_a_row = 0
+        if self.lr_factor is not None:
+            for group in replica.optimizer.param_groups:
+                group["lr"] = group.setdefault("initial_lr", group["lr"]) * self.lr_factor(self.rows_seen)
+        clip = self.config.clip
+        replica.apply(scale if clip is None else scale * min(1.0, clip / (norm + 1e-6)))
+        samples = sum(pulse.samples for pulse in pulses)
+        replica.average_buffers(self._samples / samples)
+        return StepDone(
+            step=self.step_number,
+            epoch=self.loader.position.epoch if self.loader is not None else 0,
+            rows_seen=self.rows_seen,
+            samples=samples,
+            loss=loss,
+            lr=float(replica.optimizer.param_groups[0]["lr"]),
+            grad_norm=norm,
+            seconds=time.perf_counter() - self._started,
+            workers=tuple(
+                WorkerStep(rank=rank, rows=int(p.rows), samples=p.samples, busy_s=p.busy_s, wait_s=p.wait_s)
+                for rank, p in enumerate(pulses)
+            ),
+        )
+
+    def _skip(self, pulses: list[Pulse], norm: float) -> StepSkipped:
+        self.skipped += 1
+        self._skipped_in_a_row += 1
+        culprits = [str(rank) for rank, pulse in enumerate(pulses) if not math.isfinite(pulse.loss_sum)]
+        what = f"the loss of worker {' and '.join(culprits)}" if culprits else f"the gradient's norm ({norm})"
+        reason = f"{what} is not finite"
+        if self._skipped_in_a_row >= self.config.nonfinite_limit:
+            raise Diverged(
+                f"Step {self.step_number} was the {self._skipped_in_a_row}th in a row to be skipped: {reason}. The"
+                " weights are those of the last good step. Try a lower learning rate, a longer warm-up, step.clip,"
+                " or fp32, and look at the data around there."
+            )
+        return StepSkipped(step=self.step_number, in_a_row=self._skipped_in_a_row, reason=reason)
+
+    def _step_without_rows(self) -> None:
+        """This worker has no part of the step, and takes part with a gradient of zero."""
+        self._is_last = True
+        self.step()
+
+    def _end_of_epoch(self) -> None:
+        assert self.loader is not None
+        mine = json.dumps([self._prepared().fingerprint(), self._ledger.ranges]).encode()
+        told = [json.loads(data) for data in self.link.gather_bytes(mine)]
+        proof = prove(((a, b) for _, ranges in told for a, b in ranges), self.loader.rows)
+        same = len({fingerprint for fingerprint, _ in told}) == 1
+        weights = "all workers hold the same weights" if same else "THE WORKERS' WEIGHTS DIFFER"
+        self._ledger = Ledger()
+        epoch = self.loader.position.epoch
+        self.events.emit(
+            EpochDone(
+                epoch=epoch,
+                used=proof.used,
+                total=proof.total,
+                same_weights=same,
+                sentence=f"Epoch {epoch + 1}: {proof}" + (f"; {weights}." if self.world > 1 else "."),
+            )
+        )
+
+    def _shares(self, batch_size: int | None) -> tuple[float, ...]:
+        shares = self.policy.shares or (1.0,) * self.world
+        if len(shares) != self.world:
+            raise ConfigError(f"policy.shares has {len(shares)} numbers, and there are {self.world} workers.")
+        if batch_size is not None and batch_size < self.world:
+            raise ConfigError(
+                f"A batch of {batch_size} does not fit {self.world} workers: each needs at least one row. Use a batch"
+                f" size of at least {self.world}, or fewer workers."
+            )
+        return shares
+
+    def _prepared(self) -> Replica:
+        if self.replica is None:
+            raise ConfigError("Call prepare(model, optimizer, ...) first.")
+        return self.replica
+
+    # Where the run stands, in a checkpoint
+
+    def _where(self) -> dict[str, Any]:
+        position = self.loader.position if self.loader is not None else Position()
+        return {
+            "step": self.step_number,
+            "rows_seen": self.rows_seen,
+            "skipped": self.skipped,
+            "workers": self.world,
+            "epoch": position.epoch,
+            "row": position.row,
+            "rows_in_epoch": self.loader.rows if self.loader is not None else 0,
+            "seed": self.loader.seed if self.loader is not None else 0,
+        }
+
+    def _stand_at(self, body: dict[str, Any]) -> None:
+        self.step_number = body["step"]
+        self.rows_seen = body["rows_seen"]
+        self.skipped = body["skipped"]
+        if self.loader is not None:
+            self.loader.position = Position(body["epoch"], body["row"])
+            self.loader.seed = body["seed"]
+            self.loader.current = None
+        # What was trained before the checkpoint is rank 0's to tell, since those workers may be gone.
+        self._ledger = Ledger([(0, body["row"])] if self.rank == 0 and body["row"] else [])
+
+    def _find(self, folder: Path) -> tuple[tuple[Path, dict[str, Any]] | None, str | None]:
+        """On rank 0: the newest whole checkpoint, or the sentence that says why it cannot be used here."""
+        replica = self._prepared()
+        try:
+            found = checkpoint.newest(
+                folder,
+                lambda path, reason: self.events.emit(CheckpointPassedOver(folder=str(path), reason=reason)),
+            )
+            if found is not None:
+                path, body = found
+                state.check_model(replica.model, checkpoint.read(path, checkpoint.MODEL), str(path))
+                if self.loader is not None and body["rows_in_epoch"] not in (0, self.loader.rows):
+                    raise CheckpointError(
+                        f"{path} stands in an epoch of {body['rows_in_epoch']:,} rows, and the data now has"
+                        f" {self.loader.rows:,}. Go on with the same data, or start anew in another folder."
+                    )
+            return found, None
+        except CheckpointError as error:
+            return None, str(error)
+
+    def _share_tensors(self, mine: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Rank 0's tensors on every rank."""
+        specs = [[name, list(t.shape), str(t.dtype).removeprefix("torch.")] for name, t in mine.items()]
+        told = json.loads(self.link.gather_bytes(json.dumps(specs).encode())[0])
+        shared = {}
+        for name, shape, dtype in told:
+            shared[name] = mine.get(name, torch.empty(shape, dtype=getattr(torch, dtype)))
+            self.link.broadcast(shared[name])
+        return shared
+
+    def _restore_random(self, states: dict[str, Tensor], body: dict[str, Any]) -> None:
+        if body["workers"] == self.world:
+            state.set_random_state(states[str(self.rank)].numpy().tobytes())
+        else:
+            self.seed_random(body["seed"])
+
+
+def loss_and_samples(result: Any, batch: Any) -> tuple[Tensor, float]:
+    """What a loss function gave: a mean over the batch's rows, or (mean, how many samples it is over)."""
+    if isinstance(result, tuple):
+        loss, samples = result
+        return loss, float(samples)
+    return result, float(rows_of(batch))
+
+
+def rows_of(batch: Any) -> int:
+    """The length of the first tensor in a batch."""
+    match batch:
+        case Tensor():
+            return len(batch)
+        case dict():
+            return rows_of(next(iter(batch.values())))
+        case list() | tuple():
+            return rows_of(batch[0])
+    raise ConfigError(
+        f"Cannot tell how many rows a batch of type {type(batch).__name__} has. Let the loss function return"
+        " (loss, samples)."
+    )

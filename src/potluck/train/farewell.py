@@ -1,0 +1,74 @@
+"""What a person sees when a recipe's run has ended: the figures, the curve, a paragraph, and what to try next."""
+
+import shutil
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.panel import Panel
+from rich.text import Text
+
+from potluck.train.model import GPT
+from potluck.train.order import Order
+from potluck.train.picture import draw_losses
+from potluck.train.progress import count, duration
+from potluck.train.trainer import Summary
+
+PROMPT = "def "
+LENGTH = 400
+
+
+def say_farewell(summary: Summary, model: GPT, order: Order) -> None:
+    console = Console(highlight=False, soft_wrap=True)
+    curve = draw_losses(summary.folder / "events.jsonl", summary.folder / "loss.png")
+    exported = _export(summary)
+    tokens = summary.rows_seen * model.config.context
+    validation = f", validation loss {summary.validation_loss:.4f}" if summary.validation_loss is not None else ""
+    skipped = f", {summary.skipped} skipped" if summary.skipped else ""
+    loss = f", loss {summary.loss:.4f}" if summary.loss is not None else ""
+    console.print(
+        f"\nFinished {summary.steps:,} steps ({count(tokens)} tokens) in {duration(summary.seconds)}{loss}"
+        f"{validation}{skipped}.",
+        style="bold",
+    )
+    with console.status("The model writes a paragraph ..."):
+        paragraph = write_paragraph(model)
+    console.print(Panel(Text(paragraph), title="What the model wrote", title_align="left", style="dim"))
+    rows = {
+        "loss curve": curve,
+        "checkpoint": summary.checkpoint,
+        "weights": exported,
+        "events": summary.folder / "events.jsonl",
+    }
+    for name, path in rows.items():
+        if path is not None:
+            console.print(f"  {name:<12} {path}")
+    console.print("\nWhat to try next", style="bold")
+    for command, what in _next(summary.folder, order):
+        console.print(f"  {command}\n      {what}")
+
+
+def write_paragraph(model: GPT) -> str:
+    device = next(model.parameters()).device
+    start = torch.tensor(list(PROMPT.encode()), dtype=torch.long, device=device)
+    written = bytes(model.write(start, LENGTH).clamp(max=255).tolist()).decode("utf-8", errors="replace")
+    return "".join(character for character in written if character.isprintable() or character == "\n")
+
+
+def _export(summary: Summary) -> Path | None:
+    """The weights alone, as one file that safetensors.torch.load_file reads."""
+    if summary.checkpoint is None:
+        return None
+    return Path(shutil.copy(summary.checkpoint / "model.safetensors", summary.folder / "model.safetensors"))
+
+
+def _next(folder: Path, order: Order) -> list[tuple[str, str]]:
+    return [
+        (f"potluck train {order.recipe} --data YOUR_TEXT", "the same model on your own files or folders"),
+        (
+            f"potluck train {folder}/run.toml --out {folder} --resume --set fit.epochs=2",
+            "one more epoch, from where this run ended",
+        ),
+        ("potluck run -n 2 examples/own_loop.py", "your own loop on the same engine"),
+        ("potluck doctor", "what this machine brings, and what would make it faster"),
+    ]

@@ -1,0 +1,177 @@
+"""Link: over what replicas talk. Here: a fixed process group of torch.distributed, or nobody.
+
+A link of one answers at once, so callers never ask how many ranks there are.
+Nothing that travels is pickled: only tensors and bytes.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from potluck.errors import ConfigError, WorkerLost
+
+RENDEZVOUS = "POTLUCK_RENDEZVOUS"
+"""Set by our launcher: a file through which the ranks of one machine find each other, so that no port is opened."""
+
+
+class Pending(Protocol):
+    def wait(self) -> None: ...
+
+
+class Link(Protocol):
+    rank: int
+    world: int
+
+    def start_sum(self, tensor: Tensor) -> Pending:
+        """Begins to replace `tensor` by its sum over all ranks. Every rank starts the same sums in the same order."""
+        ...
+
+    def gather_rows(self, row: Sequence[float]) -> list[list[float]]:
+        """Every rank's row of numbers, in order of rank."""
+        ...
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """Every rank's bytes, in order of rank."""
+        ...
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Replaces `tensor` by rank 0's."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class _Done:
+    def wait(self) -> None:
+        pass
+
+
+class Alone:
+    """A link of one."""
+
+    rank = 0
+    world = 1
+
+    def start_sum(self, tensor: Tensor) -> Pending:
+        return _Done()
+
+    def gather_rows(self, row: Sequence[float]) -> list[list[float]]:
+        return [list(row)]
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        return [data]
+
+    def broadcast(self, tensor: Tensor) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class _Sum:
+    def __init__(self, work: dist.Work) -> None:
+        self._work = work
+
+    def wait(self) -> None:
+        with _peers_may_vanish():
+            self._work.wait()
+
+
+class GroupLink:
+    """All ranks of the default process group."""
+
+    def __init__(self, *, owned: bool) -> None:
+        self.rank = dist.get_rank()
+        self.world = dist.get_world_size()
+        self._owned = owned
+        """Whether we made the group, and so end it."""
+
+    def start_sum(self, tensor: Tensor) -> Pending:
+        with _peers_may_vanish():
+            work = dist.all_reduce(tensor, async_op=True)
+        assert work is not None
+        return _Sum(work)
+
+    def gather_rows(self, row: Sequence[float]) -> list[list[float]]:
+        return [found.tolist() for found in self._gather(torch.tensor(row, dtype=torch.float64))]
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        sizes = [int(found) for found in self._gather(torch.tensor(len(data)))]
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else 0
+        return [found[:size].numpy().tobytes() for found, size in zip(self._gather(padded), sizes, strict=True)]
+
+    def broadcast(self, tensor: Tensor) -> None:
+        with _peers_may_vanish():
+            dist.broadcast(tensor, src=0)
+
+    def close(self) -> None:
+        if self._owned and dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _gather(self, tensor: Tensor) -> list[Tensor]:
+        found = [torch.empty_like(tensor) for _ in range(self.world)]
+        with _peers_may_vanish():
+            dist.all_gather(found, tensor)
+        return found
+
+
+@contextmanager
+def _peers_may_vanish() -> Iterator[None]:
+    """Backends say in many words that a peer is gone; we say it in one."""
+    try:
+        yield
+    except RuntimeError as error:  # DistBackendError and DistNetworkError are RuntimeErrors
+        raise WorkerLost(f"Another worker stopped answering: {str(error).strip().splitlines()[0]}") from error
+
+
+def choose_device() -> torch.device:
+    """This rank's GPU, shared round robin when there are more ranks than GPUs; else the CPU."""
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        return device
+    return torch.device("cpu")
+
+
+def connect(device: torch.device, patience_s: float) -> Link:
+    """Joins whatever started us: our launcher, torchrun, or a group the caller made; else we are alone."""
+    if dist.is_initialized():
+        return GroupLink(owned=False)
+    rendezvous = os.environ.get(RENDEZVOUS)
+    if rendezvous is None and "RANK" not in os.environ:
+        return Alone()
+    try:
+        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    except (KeyError, ValueError):
+        raise ConfigError(
+            "RANK is set but RANK and WORLD_SIZE are not both whole numbers. Start the script with"
+            " `potluck run -n 2 script.py` or torchrun, or unset RANK."
+        ) from None
+    if world == 1 and rendezvous is not None:
+        return Alone()
+    with _peers_may_vanish():
+        dist.init_process_group(
+            backend=_backend(device),
+            init_method=f"file://{rendezvous}" if rendezvous else "env://",
+            rank=rank,
+            world_size=world,
+            timeout=timedelta(seconds=patience_s),
+        )
+    return GroupLink(owned=True)
+
+
+def _backend(device: torch.device) -> str:
+    """NCCL where each rank has a GPU of its own: it refuses two ranks on one, and Gloo does not."""
+    if device.type != "cuda":
+        return "gloo"
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", 1)))
+    if dist.is_nccl_available() and ranks_here <= torch.cuda.device_count():
+        return "cpu:gloo,cuda:nccl"
+    return "gloo"

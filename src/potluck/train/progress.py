@@ -1,0 +1,172 @@
+"""The terminal: a live view where there is one, plain lines elsewhere. Reads events and knows nothing else."""
+
+import sys
+import time
+from collections import deque
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from potluck.events import (
+    CheckpointPassedOver,
+    CheckpointSaved,
+    EpochDone,
+    Event,
+    RunEnded,
+    RunStarted,
+    StepDone,
+    StepSkipped,
+    Validated,
+)
+
+LINE_EVERY_S = 5.0
+"""Without a terminal, one line at most this often."""
+RECENT_STEPS = 20
+
+
+class Progress:
+    """A listener. Give it a console to see what a person would."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console or Console(file=sys.stdout, highlight=False, soft_wrap=not sys.stdout.isatty())
+        self._live: Live | None = None
+        self._run: RunStarted | None = None
+        self._last: StepDone | None = None
+        self._validation: float | None = None
+        self._skipped = 0
+        self._recent: deque[tuple[float, StepDone]] = deque(maxlen=RECENT_STEPS)
+        self._line_at = -LINE_EVERY_S
+
+    def __call__(self, event: Event) -> None:
+        match event:
+            case RunStarted():
+                self._start(event)
+            case StepDone():
+                self._last = event
+                self._recent.append((time.perf_counter(), event))
+                self._show_step()
+            case StepSkipped():
+                self._skipped += 1
+                self.say(f"Step {event.step} was skipped on all workers: {event.reason}.", style="yellow")
+            case Validated():
+                self._validation = event.loss
+                if self._live is None:
+                    self.say(f"step {event.step}: validation loss {event.loss:.4f}")
+            case EpochDone():
+                self.say(event.sentence, style="green" if event.same_weights and event.used == event.total else "red")
+            case CheckpointPassedOver():
+                self.say(f"Passed over a checkpoint: {event.reason}", style="yellow")
+            case CheckpointSaved():
+                if self._live is None:
+                    self.say(f"step {event.step}: saved {event.folder} ({size(event.bytes)})")
+            case RunEnded():
+                self.close()
+
+    def say(self, text: str, style: str = "") -> None:
+        self.console.print(Text(text, style=style))
+
+    def close(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def _start(self, run: RunStarted) -> None:
+        self._run = run
+        who = f"{run.workers} workers" if run.workers > 1 else "1 worker"
+        self.say(
+            f"Training {count(run.parameters)} parameters on {who} ({run.device}): {run.steps_total:,} steps of"
+            f" {run.batch_size:,} rows, in {run.folder}"
+        )
+        if run.from_step:
+            self.say(f"Going on from step {run.from_step:,}.")
+        if self.console.is_terminal:
+            self._live = Live(self._picture(), console=self.console, refresh_per_second=4)
+            self._live.start()
+
+    def _show_step(self) -> None:
+        if self._live is not None:
+            self._live.update(self._picture())
+            return
+        assert self._run is not None and self._last is not None
+        now = time.perf_counter()
+        if now - self._line_at >= LINE_EVERY_S or self._last.step == self._run.steps_total:
+            self._line_at = now
+            waits = " ".join(f"{w.rank}:{share(w.wait_s, w.busy_s)}" for w in self._last.workers)
+            waiting = f", waiting {waits}" if len(self._last.workers) > 1 else ""
+            self.say(f"{self._headline()}{waiting}")
+
+    def _headline(self) -> str:
+        run, last = self._run, self._last
+        assert run is not None
+        if last is None:
+            return f"step 0/{run.steps_total:,}, computing the first one"
+        validation = f", validation {self._validation:.4f}" if self._validation is not None else ""
+        skipped = f", {self._skipped} skipped" if self._skipped else ""
+        return (
+            f"step {last.step:,}/{run.steps_total:,}, loss {last.loss:.4f}{validation}, "
+            f"{self._rate():,.0f} {run.unit}/s, {duration(self._left_s())} left{skipped}"
+        )
+
+    def _picture(self) -> Group:
+        assert self._run is not None
+        done = self._last.step if self._last is not None else self._run.from_step
+        bar = ProgressBar(total=self._run.steps_total, completed=done, width=60)
+        table = Table(box=None, pad_edge=False, header_style="dim")
+        for name in ("worker", "rows", "busy", "waiting", f"{self._run.unit}/s"):
+            table.add_column(name, justify="left" if name == "worker" else "right", min_width=9)
+        for worker in self._last.workers if self._last is not None else ():
+            took = max(worker.busy_s + worker.wait_s, 1e-9)
+            table.add_row(
+                f"{worker.rank}",
+                f"{worker.rows:,}",
+                f"{worker.busy_s * 1000:,.0f} ms",
+                share(worker.wait_s, worker.busy_s),
+                f"{worker.samples / took:,.0f}",
+            )
+        return Group(Text(self._headline(), style="bold"), bar, table)
+
+    def _rate(self) -> float:
+        """Samples per second over the last steps."""
+        first, last = self._recent[0], self._recent[-1]
+        if len(self._recent) < 2:
+            return first[1].samples / max(first[1].seconds, 1e-9)
+        samples = sum(step.samples for _, step in list(self._recent)[1:])
+        return samples / max(last[0] - first[0], 1e-9)
+
+    def _left_s(self) -> float:
+        assert self._run is not None
+        first, last = self._recent[0], self._recent[-1]
+        each = last[1].seconds
+        if len(self._recent) > 1:
+            each = (last[0] - first[0]) / (last[1].step - first[1].step)
+        return each * (self._run.steps_total - last[1].step)
+
+
+def share(part: float, rest: float) -> str:
+    return f"{100 * part / max(part + rest, 1e-9):.0f} %"
+
+
+def duration(seconds: float) -> str:
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def count(number: float) -> str:
+    for limit, suffix in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= limit:
+            return f"{number / limit:.3g}{suffix}"
+    return f"{number:.0f}"
+
+
+def size(number: float) -> str:
+    for limit, suffix in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if number >= limit:
+            return f"{number / limit:.3g} {suffix}"
+    return f"{number:.0f} bytes"

@@ -1,0 +1,131 @@
+"""Recipes: a run of the built-in model, written down as TOML.
+
+RunConfig joins the dataclasses that live beside their owners; `cook` builds what they name and trains it. Every worker
+of the run calls `main` with the same arguments.
+"""
+
+import itertools
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from potluck.agree.policy import ApplyPolicy, Sync
+from potluck.config import from_toml, to_toml
+from potluck.errors import ConfigError
+from potluck.shard.strategy import NoShard, ShardingStrategy
+from potluck.train.data import BatchConfig, DataConfig, read_windows
+from potluck.train.engine import Engine, init
+from potluck.train.model import GPT, ModelConfig, next_token_loss
+from potluck.train.order import Order, WorkersConfig, find_recipe
+from potluck.train.replica import StepConfig
+from potluck.train.trainer import FitConfig, Summary, Trainer, make_folder
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerConfig:
+    name: Literal["adamw", "sgd"] = "adamw"
+    lr: float = 3e-4
+    """The peak of the schedule."""
+    weight_decay: float = 0.1
+    """For matrices only; norms are never decayed."""
+    betas: tuple[float, ...] = (0.9, 0.95)
+    """Of AdamW: how long its two means remember. SGD takes the first as its momentum."""
+
+    def __post_init__(self) -> None:
+        if not self.lr > 0:
+            raise ValueError(f"lr must be above 0, not {self.lr}")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas are two numbers in [0, 1), not {list(self.betas)}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunConfig:
+    name: str
+    """Names the run folder."""
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    batch: BatchConfig = BatchConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    step: StepConfig = StepConfig()
+    fit: FitConfig = FitConfig()
+    workers: WorkersConfig = WorkersConfig()
+    policy: ApplyPolicy = Sync()
+    strategy: ShardingStrategy = NoShard()
+
+    def __post_init__(self) -> None:
+        if not self.name or Path(self.name).name != self.name or self.name.startswith("."):
+            raise ValueError(f"name must be a plain word for a folder, not {self.name!r}")
+        if self.model.vocab < 256:
+            raise ValueError(f"model.vocab must be at least 256 for text read byte by byte, not {self.model.vocab}")
+
+
+def cook(config: RunConfig, order: Order, engine: Engine) -> tuple[Summary, GPT]:
+    """Trains the recipe in its run folder. Called on every worker."""
+    training, validation = read_windows(config.data, config.model.context)
+    folder = Path(engine.link.gather_bytes(str(_run_folder(config, order, engine.rank)).encode())[0].decode())
+    torch.manual_seed(config.fit.seed)
+    model = GPT(config.model).to(engine.device)
+    trainer = Trainer(
+        model,
+        _optimizer(model, config.optimizer),
+        training,
+        loss=next_token_loss,
+        batch_size=config.batch,
+        folder=folder,
+        validation=validation,
+        engine=engine,
+        config=replace(config.fit, unit="tokens"),
+    )
+    if engine.rank == 0:
+        make_folder(folder)
+        (folder / "run.toml").write_text(to_toml(config), encoding="utf-8")
+    return trainer.fit(resume=order.resume), model
+
+
+def main(arguments: list[str]) -> None:
+    """One worker of a recipe's run; the launcher passes the order as JSON."""
+    order = Order(**json.loads(arguments[0]))
+    text, source = find_recipe(order.recipe)
+    config = from_toml(RunConfig, text, source=source, overrides=tuple(order.settings))
+    with init(config.policy, config.strategy, step=config.step, patience_s=config.workers.patience_s) as engine:
+        summary, model = cook(config, order, engine)
+        if engine.rank == 0:
+            from potluck.train.farewell import say_farewell
+
+            say_farewell(summary, model, order)
+
+
+def _run_folder(config: RunConfig, order: Order, rank: int) -> Path | str:
+    """Rank 0 decides. A new run never takes over a folder that holds one."""
+    if rank != 0:
+        return ""
+    wanted = Path(order.out) if order.out else Path("runs") / config.name
+    taken = (wanted / "checkpoints").exists()
+    if order.resume:
+        if not taken:
+            raise ConfigError(
+                f"There is no run to resume in {wanted}. Leave out --resume, or name its folder with --out."
+            )
+        return wanted
+    if taken and order.out:
+        raise ConfigError(
+            f"{wanted} already holds a run. Go on with it by --resume, or name another folder with --out."
+        )
+    numbered = (wanted.with_name(f"{wanted.name}-{number}") for number in itertools.count(2))
+    return wanted if not taken else next(path for path in numbered if not (path / "checkpoints").exists())
+
+
+def _optimizer(model: GPT, config: OptimizerConfig) -> torch.optim.Optimizer:
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
+    others = [parameter for parameter in model.parameters() if parameter.dim() < 2]
+    groups = [
+        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    if config.name == "sgd":
+        return torch.optim.SGD(groups, lr=config.lr, momentum=config.betas[0])
+    # One kernel for all parameters, on CPUs and GPUs alike.
+    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.betas[0], config.betas[1]), fused=True)

@@ -1,0 +1,148 @@
+"""A model's, an optimizer's and the generators' state, as tensors in host memory and JSON. Nothing is pickled."""
+
+import json
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load, save
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from potluck.errors import CheckpointError
+
+
+def model_state(model: nn.Module) -> dict[str, Tensor]:
+    """A copy in host memory of all that the model's state_dict holds."""
+    return {name: to_host(tensor) for name, tensor in model.state_dict().items()}
+
+
+def check_model(model: nn.Module, saved: dict[str, Tensor], source: str) -> None:
+    """The first parameter that differs is named; nothing has been changed by then."""
+    mine = model.state_dict()
+    for name, tensor in mine.items():
+        if name not in saved:
+            raise CheckpointError(f"{source} is of another model: it has no parameter {name}.")
+        if saved[name].shape != tensor.shape or saved[name].dtype != tensor.dtype:
+            raise CheckpointError(
+                f"{source} is of another model: its {name} is {_shape(saved[name])}, and this model's is"
+                f" {_shape(tensor)}."
+            )
+    for name in saved:
+        if name not in mine:
+            raise CheckpointError(f"{source} is of another model: its parameter {name} is not in this one.")
+
+
+def optimizer_state(optimizer: Optimizer, names: dict[int, str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Any optimizer's state as (tensors on the host, JSON). Keyed by the parameters' names."""
+    state = optimizer.state_dict()
+    tensors: dict[str, Tensor] = {}
+    order = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
+    groups = [{**group, "params": [order[i] for i in group["params"]]} for group in state["param_groups"]]
+    skeleton = {
+        "class": type(optimizer).__name__,
+        "groups": _flatten(groups, "groups", tensors),
+        "state": {order[i]: _flatten(value, order[i], tensors) for i, value in state["state"].items()},
+    }
+    return tensors, skeleton
+
+
+def load_optimizer(
+    optimizer: Optimizer, names: dict[int, str], tensors: dict[str, Tensor], skeleton: dict[str, Any]
+) -> None:
+    """The reverse of optimizer_state, into an optimizer of the same class over the same parameters."""
+    if skeleton["class"] != type(optimizer).__name__:
+        raise CheckpointError(
+            f"The checkpoint holds the state of {skeleton['class']}, and this run uses {type(optimizer).__name__}."
+        )
+    order = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
+    groups = _unflatten(skeleton["groups"], tensors)
+    if [name for group in groups for name in group["params"]] != order:
+        raise CheckpointError("The checkpoint's optimizer has other parameter groups than this run's.")
+    index = {name: i for i, name in enumerate(order)}
+    optimizer.load_state_dict(
+        {
+            "param_groups": [{**group, "params": [index[n] for n in group["params"]]} for group in groups],
+            "state": {index[name]: _unflatten(value, tensors) for name, value in skeleton["state"].items()},
+        }
+    )
+
+
+def random_state() -> bytes:
+    """The state of every generator that a training step may draw from, on this rank."""
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    states = {
+        "torch": torch.get_rng_state(),
+        "python": _json_tensor(random.getstate()),
+        "numpy": _json_tensor([kind, np.asarray(keys).tolist(), position, has_gauss, cached]),
+    }
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return save(states)
+
+
+def set_random_state(data: bytes) -> None:
+    states = load(data)
+    torch.set_rng_state(states["torch"])
+    version, internal, gauss = _tensor_json(states["python"])
+    random.setstate((version, tuple(internal), gauss))
+    kind, keys, *rest = _tensor_json(states["numpy"])
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+
+def _flatten(value: Any, key: str, tensors: dict[str, Tensor]) -> Any:
+    """JSON in which each tensor is replaced by its key in `tensors`."""
+    match value:
+        case Tensor():
+            tensors[key] = to_host(value)
+            return {"tensor": key}
+        case None | bool() | int() | float() | str():
+            return value
+        case list() | tuple():
+            kind = "list" if isinstance(value, list) else "tuple"
+            return {kind: [_flatten(item, f"{key}/{i}", tensors) for i, item in enumerate(value)]}
+        case dict():
+            return {"dict": {str(k): _flatten(item, f"{key}/{k}", tensors) for k, item in value.items()}}
+    raise CheckpointError(
+        f"The optimizer's {key} is a {type(value).__name__}, which has no place in a checkpoint that is never pickled."
+        " Tensors, numbers, strings, lists and dictionaries have."
+    )
+
+
+def _unflatten(value: Any, tensors: dict[str, Tensor]) -> Any:
+    if not isinstance(value, dict):
+        return value
+    ((kind, content),) = value.items()
+    match kind:
+        case "tensor":
+            return tensors[content]
+        case "dict":
+            return {key: _unflatten(item, tensors) for key, item in content.items()}
+        case "list":
+            return [_unflatten(item, tensors) for item in content]
+        case "tuple":
+            return tuple(_unflatten(item, tensors) for item in content)
+    raise CheckpointError(f"The checkpoint's optimizer state holds an unknown kind {kind!r}.")
+
+
+def bytes_tensor(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _json_tensor(value: Any) -> Tensor:
+    return bytes_tensor(json.dumps(value).encode())
+
+
+def _tensor_json(tensor: Tensor) -> Any:
+    return json.loads(tensor.numpy().tobytes())
+
+
+def _shape(tensor: Tensor) -> str:
+    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"

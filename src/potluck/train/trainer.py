@@ -1,0 +1,317 @@
+"""Trainer: a whole run from one call, on the engine that your own loop would use.
+
+    potluck.Trainer(model, optimizer, dataset, loss=loss_of, batch_size=32, folder="runs/mine").fit()
+
+`loss(model, batch)` gives the mean over the batch's rows, or (mean, samples) to count in something else.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from potluck.errors import ConfigError, Interrupted, PotluckError
+from potluck.events import (
+    CheckpointSaved,
+    EpochDone,
+    Event,
+    EventFile,
+    RunEnded,
+    RunStarted,
+    StepDone,
+    Validated,
+)
+from potluck.train.checkpoint import CheckpointConfig
+from potluck.train.data import BatchConfig, as_dataset
+from potluck.train.engine import Engine, init, loss_and_samples
+from potluck.train.progress import Progress
+from potluck.train.schedule import ScheduleConfig
+
+LossFunction = Callable[[nn.Module, Any], Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FitConfig:
+    """How long a run is, and what it does on the way."""
+
+    epochs: int = 1
+    """Passes over the data; in each, every row is used exactly once."""
+    max_steps: int | None = None
+    """Stop after this many steps, even within an epoch."""
+    validate_every: int | None = None
+    """Look at the validation loss after each this many steps; none: at the end of each epoch."""
+    unit: str = "rows"
+    """What the loss function counts its samples in; only shown."""
+    schedule: ScheduleConfig | None = None
+    """How the learning rate moves; none: it stays."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """When to save, and how much to keep."""
+    seed: int = 0
+    """Where the order of rows, and each worker's random numbers, start from."""
+    tensorboard: bool = False
+    """Also write the curves for TensorBoard, into the run folder."""
+    progress: bool = True
+    """Show the run in the terminal."""
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "max_steps", "validate_every"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, not {value}")
+        if self.seed < 0:
+            raise ValueError(f"seed must be at least 0, not {self.seed}")
+
+
+@dataclass
+class Summary:
+    """What a run came to."""
+
+    folder: Path
+    steps: int = 0
+    rows_seen: int = 0
+    seconds: float = 0.0
+    loss: float | None = None
+    validation_loss: float | None = None
+    skipped: int = 0
+    checkpoint: Path | None = None
+    epochs: list[str] = field(default_factory=list)
+    """Each epoch's proof that every sample was used once, as a sentence."""
+
+    def __call__(self, event: Event) -> None:
+        match event:
+            case StepDone():
+                self.loss = event.loss
+            case Validated():
+                self.validation_loss = event.loss
+            case EpochDone():
+                self.epochs.append(event.sentence)
+            case CheckpointSaved():
+                self.checkpoint = Path(event.folder)
+
+
+class Trainer:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        dataset: Any,
+        *,
+        loss: LossFunction,
+        batch_size: int | BatchConfig,
+        folder: str | Path,
+        validation: Any = None,
+        engine: Engine | None = None,
+        config: FitConfig = FitConfig(),
+    ) -> None:
+        self.engine = engine or init()
+        self.loss = loss
+        self.folder = Path(folder)
+        self.config = config
+        self.batch = batch_size if isinstance(batch_size, BatchConfig) else BatchConfig(size=batch_size)
+        self._validation = as_dataset(validation) if validation is not None else None
+        self.model, self.optimizer, self._loader = self.engine.prepare(
+            model,
+            optimizer,
+            dataset,
+            batch_size=self.batch.size,
+            micro_batch_size=self.batch.micro_size,
+            fetchers=self.batch.fetchers,
+            seed=config.seed,
+        )
+        rows = self._loader.rows
+        steps_per_epoch = -(-rows // self.batch.size)
+        self.steps_total = min(config.epochs * steps_per_epoch, config.max_steps or 1 << 62)
+        self.rows_total = min(config.epochs * rows, self.steps_total * self.batch.size)
+        if (schedule := config.schedule) is not None:
+            self.engine.lr_factor = lambda rows_seen: schedule.factor(rows_seen, self.rows_total)
+        self.summary = Summary(self.folder)
+        self._validated_at = self._saved_at = -1
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
+
+    def fit(self, *, resume: bool = False) -> Summary:
+        """Trains until the end, or until Ctrl-C, which saves first. `resume` goes on from the newest checkpoint."""
+        engine = self.engine
+        started = time.perf_counter()
+        with self._listening(), _on_interrupt(engine.request_stop):
+            if not (resume and engine.load(self.checkpoints)):
+                engine.seed_random(self.config.seed)
+            self._emit_start()
+            reason = "finished"
+            try:
+                self._run()
+                if engine.stopping and not self._is_over:
+                    reason = "interrupted"
+            except PotluckError as error:
+                reason = str(error)
+                raise
+            finally:
+                self._emit_end(reason, time.perf_counter() - started)
+        if reason == "interrupted":
+            raise Interrupted(f"Stopped after step {engine.step_number}. Saved in {self.summary.checkpoint}.")
+        return self.summary
+
+    def _run(self) -> None:
+        self.model.train()
+        self.engine.after_step.append(self._after_step)
+        try:
+            while not self._is_over and not self.engine.stopping:
+                for batch in self._loader:
+                    loss, samples = loss_and_samples(self.loss(self.model, batch), batch)
+                    self.engine.backward(loss, samples=samples)
+                    self.engine.step()
+        finally:
+            self.engine.after_step.remove(self._after_step)
+        if self._is_over:
+            self._validate()
+        self._save()
+        self.engine.wait_for_saves()
+
+    @property
+    def _is_over(self) -> bool:
+        return self.engine.step_number >= self.steps_total
+
+    def _after_step(self) -> None:
+        """On every worker alike, so that what follows may talk to the others."""
+        step = self.engine.step_number
+        at_end_of_epoch = self._loader.position.row == self._loader.rows
+        every = self.config.validate_every
+        if not self.engine.stopping and (at_end_of_epoch if every is None else step % every == 0):
+            self._validate()
+        if self.config.checkpoint.every is not None and step % self.config.checkpoint.every == 0:
+            self._save()
+        if self._is_over:
+            self.engine.stopping = True
+
+    def _validate(self) -> None:
+        if self._validation is None or not len(self._validation) or self._validated_at == self.engine.step_number:
+            return
+        self._validated_at = self.engine.step_number
+        rows_at_once = self.batch.micro_size or self.batch.size
+        loss = self.engine.evaluate(self.loss, self._validation, rows_at_once)
+        self.engine.events.emit(Validated(step=self.engine.step_number, loss=loss))
+
+    def _save(self) -> None:
+        if self._saved_at != self.engine.step_number:
+            self._saved_at = self.engine.step_number
+            self.engine.save(self.checkpoints, keep_last=self.config.checkpoint.keep_last)
+
+    def _emit_start(self) -> None:
+        engine = self.engine
+        self.engine.events.emit(
+            RunStarted(
+                name=self.folder.name,
+                folder=str(self.folder),
+                workers=engine.world,
+                device=str(engine.device),
+                parameters=sum(parameter.numel() for parameter in self.model.parameters()),
+                unit=self.config.unit,
+                batch_size=self.batch.size,
+                steps_total=self.steps_total,
+                from_step=engine.step_number,
+            )
+        )
+
+    def _emit_end(self, reason: str, seconds: float) -> None:
+        summary, engine = self.summary, self.engine
+        summary.steps, summary.rows_seen = engine.step_number, engine.rows_seen
+        summary.seconds, summary.skipped = seconds, engine.skipped
+        engine.events.emit(
+            RunEnded(
+                reason=reason,
+                step=summary.steps,
+                rows_seen=summary.rows_seen,
+                seconds=seconds,
+                loss=summary.loss,
+                validation_loss=summary.validation_loss,
+                skipped=summary.skipped,
+            )
+        )
+
+    @contextmanager
+    def _listening(self) -> Iterator[None]:
+        """Rank 0 alone keeps the run folder, and speaks."""
+        listeners = self.engine.events.listeners
+        before = list(listeners)
+        listeners.append(self.summary)
+        if self.engine.rank != 0:
+            yield
+            listeners[:] = before
+            return
+        make_folder(self.folder)
+        file = EventFile(self.folder / "events.jsonl")
+        listeners.append(file)
+        if self.config.tensorboard:
+            listeners.append(_tensorboard(self.folder))
+        progress = Progress() if self.config.progress else None
+        if progress is not None:
+            listeners.append(progress)
+        try:
+            yield
+        finally:
+            if progress is not None:
+                progress.close()
+            file.close()
+            listeners[:] = before
+
+
+def make_folder(folder: Path) -> None:
+    """The run folder, seen to be writable before anything is computed."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".probe-{os.getpid()}"
+        probe.write_bytes(b"potluck")
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(
+            f"Cannot write to the run folder {folder}: {error.strerror}. Choose another with --out."
+        ) from None
+
+
+def _tensorboard(folder: Path) -> Callable[[Event], None]:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise ConfigError("fit.tensorboard needs TensorBoard: pip install 'potluck[tensorboard]'.") from None
+    writer = SummaryWriter(str(folder / "tensorboard"))
+
+    def on_event(event: Event) -> None:
+        match event:
+            case StepDone():
+                for name in ("loss", "lr", "grad_norm"):
+                    writer.add_scalar(f"train/{name}", getattr(event, name), event.step)
+            case Validated():
+                writer.add_scalar("validation/loss", event.loss, event.step)
+            case RunEnded():
+                writer.close()
+
+    return on_event
+
+
+@contextmanager
+def _on_interrupt(request_stop: Callable[[], None]) -> Iterator[None]:
+    """The first Ctrl-C asks for a stop; the second is Python's own."""
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        request_stop()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    try:
+        before = signal.signal(signal.SIGINT, on_signal)
+    except ValueError:  # not the main thread: whoever owns that decides
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

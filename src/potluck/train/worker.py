@@ -1,0 +1,76 @@
+"""What a worker process runs: a script of yours, or a recipe. Our errors leave as sentences, not as stacks of frames.
+
+python -m potluck.train.worker script.py [arguments]
+python -m potluck.train.worker --recipe ORDER
+"""
+
+import os
+import runpy
+import sys
+import threading
+import traceback
+from pathlib import Path
+
+from potluck.errors import Interrupted, PotluckError
+from potluck.train.launch import LAST_WORDS, PARENT_PIPE
+
+
+def main() -> None:
+    _end_with_parent()
+    code = 0
+    try:
+        _run(sys.argv[1:])
+    except PotluckError as error:
+        _leave_words(f"potluck: {error}")
+        code = error.exit_code
+    except KeyboardInterrupt:
+        code = Interrupted.exit_code
+    except Exception as error:
+        traceback.print_exc()
+        _leave_words("".join(traceback.format_exception_only(error)).strip())
+        code = 1
+    _exit(code)
+
+
+def _run(arguments: list[str]) -> None:
+    if arguments[0] == "--recipe":
+        from potluck.train.recipe import main as cook
+
+        cook(arguments[1:])
+        return
+    sys.argv = arguments
+    sys.path[0] = str(Path(arguments[0]).resolve().parent)
+    runpy.run_path(arguments[0], run_name="__main__")
+
+
+def _end_with_parent() -> None:
+    """The launcher holds the other end of a pipe. When that closes it is gone, however it went, and so are we."""
+    number = os.environ.pop(PARENT_PIPE, None)
+    if number is None:
+        return
+
+    def wait_for_end() -> None:
+        os.read(int(number), 1)
+        os._exit(1)
+
+    threading.Thread(target=wait_for_end, name="parent watch", daemon=True).start()
+
+
+def _leave_words(words: str) -> None:
+    path = os.environ.get(LAST_WORDS)
+    if path is not None:
+        Path(path).write_text(words, encoding="utf-8")
+    else:
+        print(words, file=sys.stderr)
+
+
+def _exit(code: int) -> None:
+    """Threads of a broken process group can hold up the interpreter's own way out; a clean end takes that way."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code:
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    main()
