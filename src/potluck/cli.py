@@ -142,8 +142,7 @@ def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
         return arguments, []
     index = 1
     while index < len(arguments) and arguments[index].startswith("-"):
-        takes_value = "=" not in arguments[index] and arguments[index] not in ("-h", "--help")
-        index += 2 if takes_value else 1
+        index += 2 if arguments[index] in ("-n", "--workers", "--threads") else 1
     return arguments[: index + 1], arguments[index + 1 :]
 
 

@@ -36,7 +36,7 @@ class WorkerStep:
     rows: int
     samples: float
     busy_s: float
-    """Computing: data, forward, backward and the optimizer."""
+    """Computing: data, forward and backward, and the optimizer of the step before."""
     wait_s: float
     """Waiting for the others' gradients after its own were done."""
 
@@ -59,6 +59,7 @@ class StepDone:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepSkipped:
     step: int
+    loss: float
     in_a_row: int
     reason: str
 

@@ -7,7 +7,7 @@ Knows nothing of who is at the other end: `start_sum` is handed in.
 """
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -61,16 +61,16 @@ class Buckets:
 
     def __init__(
         self,
-        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        model: nn.Module,
+        blocks: Sequence[nn.Module],
         start_sum: Callable[[Tensor], Pending],
     ) -> None:
         self._start_sum = start_sum
         self._communicate = False
         self._pending: list[Pending] = []
-        trained = [(name, p) for name, p in named_parameters if p.requires_grad]
-        self.names = {id(parameter): name for name, parameter in trained}
+        self.names = {id(parameter): name for name, parameter in model.named_parameters()}
         # The backward reaches the last layers first, so the buckets start from the end.
-        self.buckets = [Bucket(group) for group in _group([p for _, p in reversed(trained)])]
+        self.buckets = [Bucket(group) for group in group_units(list(reversed(find_units(model, blocks))))]
         for bucket in self.buckets:
             for index, parameter in enumerate(bucket.parameters):
                 parameter.register_post_accumulate_grad_hook(self._hook(bucket, index))  # type: ignore[no-untyped-call]
@@ -136,23 +136,34 @@ class Buckets:
             self._pending.append(self._start_sum(bucket.flat))
 
 
-def _group(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Runs of parameters of one type and device, cut where they would outgrow a bucket."""
-    groups: list[list[nn.Parameter]] = []
-    size = 0
-    for parameter in parameters:
-        bytes_ = parameter.numel() * parameter.element_size()
-        limit = FIRST_BYTES if len(groups) == 1 else BUCKET_BYTES
-        fits = (
-            groups
-            and size + bytes_ <= limit
-            and groups[-1][0].dtype == parameter.dtype
-            and groups[-1][0].device == parameter.device
-        )
-        if fits:
-            groups[-1].append(parameter)
-            size += bytes_
+def find_units(model: nn.Module, blocks: Sequence[nn.Module]) -> list[list[nn.Parameter]]:
+    """Trained parameters that the backward completes together: those of one repeated block, or of one layer."""
+    home = {id(p): f"block {index}" for index, block in enumerate(blocks) for p in block.parameters()}
+    units: dict[str, list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            units.setdefault(home.get(id(parameter), name.rpartition(".")[0]), []).append(parameter)
+    return list(units.values())
+
+
+def group_units(units: list[list[nn.Parameter]]) -> list[list[nn.Parameter]]:
+    """Units in buckets. A bucket ends where a unit does, unless one unit outgrows it.
+
+    Within a block the first parameter is the last to get its gradient: a bucket that held only the end of a block
+    would wait for what is not its own, and all later ones with it.
+    """
+    pieces = [piece for unit in units for piece in _pack([[parameter] for parameter in reversed(unit)], BUCKET_BYTES)]
+    return _pack(pieces, FIRST_BYTES)
+
+
+def _pack(runs: list[list[nn.Parameter]], first_limit: int) -> list[list[nn.Parameter]]:
+    """Joins neighbours of one type and device as long as they fit."""
+    packed: list[list[nn.Parameter]] = []
+    for run in runs:
+        limit = first_limit if len(packed) == 1 else BUCKET_BYTES
+        alike = packed and (packed[-1][0].dtype, packed[-1][0].device) == (run[0].dtype, run[0].device)
+        if alike and sum(parameter.nbytes for parameter in packed[-1] + run) <= limit:
+            packed[-1] = packed[-1] + run
         else:
-            groups.append([parameter])
-            size = bytes_
-    return groups
+            packed.append(run)
+    return packed

@@ -83,7 +83,8 @@ def read_windows(config: DataConfig, context: int) -> tuple[TextWindows, TextWin
 
 def read_text(config: DataConfig) -> bytes:
     limit = config.limit_bytes or 1 << 62
-    files = [file for path in config.paths for file in _files_below(Path(path))] or _standard_library()
+    named = [file for path in config.paths for file in _files_below(Path(path))]
+    files = named if config.paths else _standard_library()
     found = bytearray()
     for file in files:
         if len(found) >= limit:
@@ -228,7 +229,8 @@ class Loader:
         # once more often than a run that was never stopped.
         options: dict[str, Any] = {
             "generator": torch.Generator(),
-            "pin_memory": self._device.type == "cuda",
+            # Only rows that came from other processes: a tensor that is on the GPU already cannot be pinned.
+            "pin_memory": self._device.type == "cuda" and self.batch.fetchers > 0,
             "num_workers": self.batch.fetchers,
         }
         if isinstance(self.dataset, TensorRows):

@@ -96,10 +96,13 @@ class Engine:
         self.skipped = 0
         self.stopping = False
         """Every worker has agreed to stop after the step that is done."""
+        self.last_epoch: EpochDone | None = None
+        """What was proved of the epoch that ended last."""
         self.replica: Replica | None = None
         self.loader: Loader | None = None
         self._skipped_in_a_row = 0
         self._wants_stop = False
+        self._optimizer_s = 0.0
         self._ledger = Ledger()
         self._trained: MicroBatch | None = None
         self._writers: dict[Path, checkpoint.Writer] = {}
@@ -200,10 +203,10 @@ class Engine:
         if not self._is_last:
             return None
         replica = self._prepared()
-        busy_s = time.perf_counter() - self._started
-        wait_s = replica.finish()
-        # The step's only wait for the device: two numbers come to the host together.
-        norm, loss_sum = torch.stack([replica.norm().to(self.device), self._loss_sum]).tolist()
+        if self.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()  # else busy would be the time to launch kernels
+        busy_s = time.perf_counter() - self._started + self._optimizer_s
+        wait_s, norm, loss_sum = self._reduce(replica)
         pulses = self._exchange(busy_s, wait_s, loss_sum)
         if any(pulse.has_unused for pulse in pulses):
             replica.drop_unused()
@@ -213,7 +216,9 @@ class Engine:
         loss = sum(pulse.loss_sum for pulse in pulses) / samples if samples else math.nan
         self._advance(sum(int(pulse.rows) for pulse in pulses))
         self.stopping = any(pulse.wants_stop for pulse in pulses)
+        exchanged = time.perf_counter()
         event = self._apply(pulses, scale, norm, loss)
+        self._optimizer_s = time.perf_counter() - exchanged
         self.events.emit(event)
         for call in self.after_step:
             call()
@@ -328,6 +333,15 @@ class Engine:
         self._rows = 0
         self._is_last = False
 
+    def _reduce(self, replica: Replica) -> tuple[float, float, float]:
+        """Ends the sums over all ranks: (seconds waited for them, the gradient's norm, this worker's loss sum)."""
+        wait_s = replica.finish()
+        started = time.perf_counter()
+        norm, loss_sum = torch.stack([replica.norm().to(self.device), self._loss_sum]).tolist()
+        if self.device.type == "cuda" and self.world > 1:  # there, finish() only put the sums in line
+            wait_s += time.perf_counter() - started
+        return wait_s, norm, loss_sum
+
     def _exchange(self, busy_s: float, wait_s: float, loss_sum: float) -> list[Pulse]:
         mine = Pulse(
             samples=self._samples,
@@ -350,7 +364,7 @@ class Engine:
         replica = self._prepared()
         if not (math.isfinite(loss) and math.isfinite(norm)):
             replica.drop()
-            return self._skip(pulses, norm)
+            return self._skip(pulses, norm, loss)
         self._skipped_in_a_row = 0
         if self.lr_factor is not None:
             for group in replica.optimizer.param_groups:
@@ -374,7 +388,7 @@ class Engine:
             ),
         )
 
-    def _skip(self, pulses: list[Pulse], norm: float) -> StepSkipped:
+    def _skip(self, pulses: list[Pulse], norm: float, loss: float) -> StepSkipped:
         self.skipped += 1
         self._skipped_in_a_row += 1
         culprits = [str(rank) for rank, pulse in enumerate(pulses) if not math.isfinite(pulse.loss_sum)]
@@ -382,11 +396,11 @@ class Engine:
         reason = f"{what} is not finite"
         if self._skipped_in_a_row >= self.config.nonfinite_limit:
             raise Diverged(
-                f"Step {self.step_number} was the {self._skipped_in_a_row}th in a row to be skipped: {reason}. The"
-                " weights are those of the last good step. Try a lower learning rate, a longer warm-up, step.clip,"
+                f"Stopped after {self._skipped_in_a_row} skipped steps in a row, at step {self.step_number}: {reason}."
+                " The weights are those of the last good step. Try a lower learning rate, a longer warm-up, step.clip,"
                 " or fp32, and look at the data around there."
             )
-        return StepSkipped(step=self.step_number, in_a_row=self._skipped_in_a_row, reason=reason)
+        return StepSkipped(step=self.step_number, loss=loss, in_a_row=self._skipped_in_a_row, reason=reason)
 
     def _step_without_rows(self) -> None:
         """This worker has no part of the step, and takes part with a gradient of zero."""
@@ -402,15 +416,14 @@ class Engine:
         weights = "all workers hold the same weights" if same else "THE WORKERS' WEIGHTS DIFFER"
         self._ledger = Ledger()
         epoch = self.loader.position.epoch
-        self.events.emit(
-            EpochDone(
-                epoch=epoch,
-                used=proof.used,
-                total=proof.total,
-                same_weights=same,
-                sentence=f"Epoch {epoch + 1}: {proof}" + (f"; {weights}." if self.world > 1 else "."),
-            )
+        self.last_epoch = EpochDone(
+            epoch=epoch,
+            used=proof.used,
+            total=proof.total,
+            same_weights=same,
+            sentence=f"Epoch {epoch + 1}: {proof}" + (f"; {weights}." if self.world > 1 else "."),
         )
+        self.events.emit(self.last_epoch)
 
     def _shares(self, batch_size: int | None) -> tuple[float, ...]:
         shares = self.policy.shares or (1.0,) * self.world

@@ -14,7 +14,7 @@ import torch
 
 from potluck.agree.policy import ApplyPolicy, Sync
 from potluck.config import from_toml, to_toml
-from potluck.errors import ConfigError
+from potluck.errors import ConfigError, Interrupted
 from potluck.shard.strategy import NoShard, ShardingStrategy
 from potluck.train.data import BatchConfig, DataConfig, read_windows
 from potluck.train.engine import Engine, init
@@ -82,7 +82,10 @@ def cook(config: RunConfig, order: Order, engine: Engine) -> tuple[Summary, GPT]
     if engine.rank == 0:
         make_folder(folder)
         (folder / "run.toml").write_text(to_toml(config), encoding="utf-8")
-    return trainer.fit(resume=order.resume), model
+    try:
+        return trainer.fit(resume=order.resume), model
+    except Interrupted as error:
+        raise Interrupted(f"{error} Go on with: potluck train {folder}/run.toml --out {folder} --resume") from None
 
 
 def main(arguments: list[str]) -> None:

@@ -58,7 +58,7 @@ class Replica:
         self._check()
         self._same_start()
         _switch_on(model, device, config)
-        self._buckets = Buckets(model.named_parameters(), link.start_sum) if link.world > 1 else None
+        self._buckets = Buckets(model, find_blocks(model), link.start_sum) if link.world > 1 else None
         self._shared_buffers = [b for name, b in model.named_buffers() if name in set(model.state_dict())]
 
     def arm(self, *, last: bool) -> None:

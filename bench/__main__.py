@@ -1,0 +1,29 @@
+"""The command: measures what is named, then writes the table and the picture of all that was ever measured here."""
+
+import argparse
+from importlib import import_module
+
+from bench import report
+
+BY_DEFAULT = ("step_time", "memory", "startup")
+NAMES = (*BY_DEFAULT, "h200")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench", description="Potluck side by side with bare PyTorch.")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)}; none: all but h200")
+    parser.add_argument("--quick", action="store_true", help="only see that it works; results go to bench/results/raw")
+    parser.add_argument("--summary", action="store_true", help="measure nothing; write table and picture again")
+    chosen = parser.parse_args()
+    if unknown := set(chosen.names) - set(NAMES):
+        parser.error(f"there is no benchmark {', '.join(sorted(unknown))}; there are {', '.join(NAMES)}")
+    folder = report.RESULTS / "raw" if chosen.quick else report.RESULTS
+    for name in () if chosen.summary else chosen.names or BY_DEFAULT:
+        result = import_module(f"bench.{name}").measure(chosen.quick)
+        if result is not None:
+            report.write(folder, name, result, quick=chosen.quick)
+    report.summarize(folder)
+
+
+if __name__ == "__main__":
+    main()

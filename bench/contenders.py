@@ -1,0 +1,105 @@
+"""The two sides: a bare PyTorch loop as a careful person would write it, and Potluck's engine in a loop of one's own.
+
+Both train the same model from the same weights on the same rows, so that their weights stay close; `distance` says
+how close. Potluck's engine is imported only by its own side, so that the memory of the bare one is its own.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import AdamW
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from potluck.train.model import GPT, ModelConfig, next_token_loss
+
+CLIP = 1.0
+LEARNING_RATE = 3e-4
+GPT_20M = ModelConfig(dim=384, layers=11, heads=6, context=256)  # 19.7 million parameters
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    model: ModelConfig
+    rows_per_rank: int
+    steps: int
+    """How many steps the rows are for. An epoch never ends while we measure."""
+    device: torch.device = torch.device("cpu")
+    fast: bool = False
+    """bf16 autocast and compiled blocks."""
+
+    def build(self) -> tuple[GPT, AdamW]:
+        torch.manual_seed(1)
+        model = GPT(self.model).to(self.device)
+        return model, AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+
+    def tokens(self, world: int) -> Tensor:  # [rows, context + 1]
+        draw = torch.Generator().manual_seed(0)
+        shape = (self.steps * self.rows_per_rank * world, self.model.context + 1)
+        return torch.randint(self.model.vocab, shape, generator=draw, dtype=torch.int32)
+
+
+class Bare:
+    """DistributedDataParallel where there are several ranks, and nothing around the model where there is one."""
+
+    def __init__(self, task: Task, *, bucket_view: bool = True) -> None:
+        self.task = task
+        self.weights, self.optimizer = task.build()
+        if task.fast:
+            for block in self.weights.blocks:
+                block.compile()
+        rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        self.model: nn.Module = self.weights
+        if world > 1:
+            self.model = DistributedDataParallel(self.weights, gradient_as_bucket_view=bucket_view)
+        rows = TensorDataset(task.tokens(world))
+        sampler = DistributedSampler(rows, world, rank)
+        pinned = task.device.type == "cuda"
+        self.batches = iter(DataLoader(rows, task.rows_per_rank, sampler=sampler, pin_memory=pinned))
+
+    def step(self) -> float:
+        rows = next(self.batches)[0].to(self.task.device, non_blocking=True)
+        with torch.autocast(self.task.device.type, torch.bfloat16, enabled=self.task.fast):
+            loss, _ = next_token_loss(self.model, rows)
+        loss.backward()
+        clip_grad_norm_(self.model.parameters(), CLIP)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss.item()
+
+
+class Ours:
+    """The same through potluck.init, prepare, backward and step."""
+
+    def __init__(self, task: Task) -> None:
+        import potluck
+
+        config = potluck.StepConfig(clip=CLIP, precision="bf16" if task.fast else "fp32", compile=task.fast)
+        self.engine = potluck.init(step=config)
+        world = self.engine.world
+        self.weights, optimizer = task.build()
+        self.model, _, loader = self.engine.prepare(
+            self.weights, optimizer, task.tokens(world), batch_size=task.rows_per_rank * world
+        )
+        self.batches = iter(loader)
+
+    def step(self) -> float:
+        rows = next(self.batches)
+        loss, samples = next_token_loss(self.model, rows)
+        self.engine.backward(loss, samples=samples)
+        return self.engine.step().loss
+
+
+def distance(ours: nn.Module, bare: nn.Module) -> float:
+    """|ours - bare| / |bare| over all weights. A loop that left out part of the work would be far away."""
+    with torch.no_grad():
+        pairs = list(zip(ours.parameters(), bare.parameters(), strict=True))
+        apart = sum((a - b).square().sum().item() for a, b in pairs)
+        return (apart / sum(b.square().sum().item() for _, b in pairs)) ** 0.5
+
+
+def parameters_of(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())

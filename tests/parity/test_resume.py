@@ -1,0 +1,189 @@
+"""A run that was stopped and resumed ends with the very weights of a run that was not."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.ranks import run_ranks
+from torch import Tensor, nn
+
+import potluck
+from potluck import CheckpointConfig, FitConfig, ScheduleConfig
+from potluck.errors import CheckpointError, Interrupted
+from potluck.events import read_events
+
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),
+    "sgd": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=1e-2),
+    "rprop": lambda p: torch.optim.Rprop(p, lr=1e-2),
+}
+
+
+def make_model() -> nn.Module:
+    """Dropout draws random numbers at every step, so a resumed run must go on drawing the same ones."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.BatchNorm1d(8), nn.Linear(8, 2))
+
+
+def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return F.mse_loss(model(batch[0]), batch[1])
+
+
+def fit(folder: str, *, stop_at: int | None = None, resume: bool = False, optimizer: str = "adamw") -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(2)
+    data = (torch.randn(30, 4, generator=generator), torch.randn(30, 2, generator=generator))
+    with potluck.init() as fleet:
+        model = make_model()
+        if stop_at is not None:
+            fleet.after_step.append(lambda: fleet.request_stop() if fleet.step_number == stop_at - 1 else None)
+        trainer = potluck.Trainer(
+            model,
+            OPTIMIZERS[optimizer](model.parameters()),
+            data,
+            loss=loss_of,
+            batch_size=6,
+            folder=folder,
+            validation=data,
+            engine=fleet,
+            config=FitConfig(
+                epochs=3,
+                schedule=ScheduleConfig(),
+                checkpoint=CheckpointConfig(every=4, keep_last=3),
+                validate_every=3,
+                progress=False,
+            ),
+        )
+        said = ""
+        try:
+            trainer.fit(resume=resume)
+        except Interrupted as error:
+            said = str(error)
+        state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        return {"state": state, "said": said, "step": fleet.step_number, "sentences": trainer.summary.epochs}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("stop_at", [2, 5, 7])
+def test_a_resumed_run_ends_with_bit_identical_weights(tmp_path: Path, optimizer: str, stop_at: int) -> None:
+    whole = run_ranks(2, fit_whole, str(tmp_path / "whole"), optimizer)
+    stopped = run_ranks(2, fit_until, str(tmp_path / "part"), stop_at, optimizer)
+    assert stopped[0]["step"] == stop_at
+    assert f"Stopped after step {stop_at}. Saved in" in stopped[0]["said"]
+    resumed = run_ranks(2, fit_on, str(tmp_path / "part"), optimizer)
+    for name, expected in whole[0]["state"].items():
+        assert torch.equal(resumed[0]["state"][name], expected), name
+    assert whole[0]["step"] == resumed[0]["step"] == 15
+    for sentence in resumed[0]["sentences"]:
+        assert "each of its 30 samples was used exactly once; all workers hold the same weights" in sentence
+
+
+def fit_whole(folder: str, optimizer: str) -> dict[str, Any]:
+    return fit(folder, optimizer=optimizer)
+
+
+def fit_until(folder: str, stop_at: int, optimizer: str) -> dict[str, Any]:
+    return fit(folder, stop_at=stop_at, optimizer=optimizer)
+
+
+def fit_on(folder: str, optimizer: str = "adamw") -> dict[str, Any]:
+    return fit(folder, resume=True, optimizer=optimizer)
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_a_checkpoint_loads_on_another_number_of_workers(tmp_path: Path, world: int) -> None:
+    run_ranks(2, fit_until, str(tmp_path), 7, "adamw")
+    found = run_ranks(world, fit_on, str(tmp_path))
+    assert found[0]["step"] == 15
+    assert all("exactly once" in sentence for sentence in found[0]["sentences"])
+    steps = [record["step"] for record in read_events(tmp_path / "events.jsonl") if record["event"] == "step_done"]
+    assert steps == list(range(1, 16))
+
+
+def test_a_damaged_checkpoint_is_named_and_passed_over(tmp_path: Path) -> None:
+    whole = run_ranks(1, fit_whole, str(tmp_path), "adamw")
+    newest = tmp_path / "checkpoints" / "step-00000015"
+    data = bytearray((newest / "model.safetensors").read_bytes())
+    data[-1] ^= 1
+    (newest / "model.safetensors").write_bytes(data)
+    found = run_ranks(1, fit_on, str(tmp_path))
+    passed = [r for r in read_events(tmp_path / "events.jsonl") if r["event"] == "checkpoint_passed_over"]
+    assert [Path(record["folder"]).name for record in passed] == ["step-00000015"]
+    assert "model.safetensors does not match its checksum" in passed[0]["reason"]
+    for name, expected in whole[0]["state"].items():
+        assert torch.equal(found[0]["state"][name], expected), name
+
+
+def load_into_another_model(folder: str) -> str:
+    with potluck.init() as fleet:
+        model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.BatchNorm1d(8), nn.Linear(8, 5))
+        fleet.prepare(model, torch.optim.AdamW(model.parameters()))
+        try:
+            fleet.load(folder)
+        except CheckpointError as error:
+            return str(error)
+        return ""
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_the_first_parameter_that_differs(tmp_path: Path) -> None:
+    run_ranks(1, fit_until, str(tmp_path), 2, "adamw")
+    for said in run_ranks(2, load_into_another_model, str(tmp_path / "checkpoints")):
+        assert "its 3.weight is (2, 8) float32, and this model's is (5, 8) float32" in said
+
+
+def load_with_another_optimizer(folder: str) -> str:
+    with potluck.init() as fleet:
+        model = make_model()
+        fleet.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        try:
+            fleet.load(folder)
+        except CheckpointError as error:
+            return str(error)
+        return ""
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path: Path) -> None:
+    run_ranks(1, fit_until, str(tmp_path), 2, "adamw")
+    for said in run_ranks(2, load_with_another_optimizer, str(tmp_path / "checkpoints")):
+        assert said == "The checkpoint holds the state of AdamW, and this run uses SGD."
+
+
+def load_on_other_data(folder: str) -> str:
+    with potluck.init() as fleet:
+        model = make_model()
+        fleet.prepare(model, torch.optim.AdamW(model.parameters()), torch.zeros(31, 4), batch_size=6)
+        try:
+            fleet.load(folder)
+        except CheckpointError as error:
+            return str(error)
+        return ""
+
+
+def test_a_checkpoint_within_an_epoch_of_other_data_is_refused(tmp_path: Path) -> None:
+    run_ranks(1, fit_until, str(tmp_path), 2, "adamw")
+    said = run_ranks(1, load_on_other_data, str(tmp_path / "checkpoints"))[0]
+    assert "stands in an epoch of 30 rows, and the data now has 31" in said
+
+
+def own_loop(folder: str, resume: bool) -> Tensor:
+    with potluck.init() as fleet:
+        model = make_model()
+        data = torch.arange(48, dtype=torch.float32).reshape(12, 4)
+        _, _, loader = fleet.prepare(model, torch.optim.AdamW(model.parameters()), data, batch_size=4)
+        assert fleet.load(folder) == resume
+        torch.manual_seed(fleet.rank) if not resume else None
+        while loader.position.epoch < 4:
+            for batch in loader:
+                fleet.backward(model(batch).square().mean(), samples=len(batch))
+                fleet.step()
+            if loader.position.epoch == 2 and not resume:
+                fleet.save(folder)
+        return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+def test_your_own_loop_saves_and_goes_on_too(tmp_path: Path) -> None:
+    whole = run_ranks(2, own_loop, str(tmp_path), False)
+    assert torch.equal(run_ranks(2, own_loop, str(tmp_path), True)[0], whole[0])

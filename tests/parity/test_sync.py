@@ -1,0 +1,480 @@
+"""Sync against plain PyTorch in one process: the same batches must give the same weights."""
+
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from tests.ranks import RankFailed, run_ranks
+from torch import Tensor, nn
+
+import potluck
+from potluck import StepConfig, Sync
+from potluck.errors import ConfigError
+from potluck.train.link import GroupLink
+
+ROWS, FEATURES = 37, 5
+
+
+def make_model(seed: int = 3) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(FEATURES, 7), nn.Tanh(), nn.Linear(7, 3))
+
+
+def make_data(rows: int = ROWS) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(11)
+    return torch.randn(rows, FEATURES, generator=generator), torch.randn(rows, 3, generator=generator)
+
+
+def flat(model: nn.Module) -> Tensor:
+    return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),
+    "adamw_fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2),
+}
+
+
+def plain(optimizer_name: str, batch_size: int, epochs: int, clip: float | None = None) -> tuple[Tensor, list[float]]:
+    """One process, plain PyTorch, over the same order of rows."""
+    model = make_model()
+    optimizer = OPTIMIZERS[optimizer_name](model.parameters())
+    x, y = make_data()
+    losses = []
+    for epoch in range(epochs):
+        order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(epoch))
+        for rows in order.split(batch_size):
+            loss = F.mse_loss(model(x[rows]), y[rows])
+            loss.backward()
+            if clip is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    return flat(model), losses
+
+
+def ours(
+    optimizer_name: str,
+    batch_size: int,
+    epochs: int,
+    micro_batch_size: int | None = None,
+    shares: tuple[float, ...] = (),
+    clip: float | None = None,
+    delay_s: float = 0.0,
+) -> dict[str, Any]:
+    with potluck.init(Sync(shares=shares), step=StepConfig(clip=clip)) as fleet:
+        if delay_s:
+            slow_down(fleet.link, delay_s)
+        model = make_model(seed=3 + fleet.rank)  # every rank starts from rank 0's weights
+        optimizer = OPTIMIZERS[optimizer_name](model.parameters())
+        model, optimizer, loader = fleet.prepare(
+            model, optimizer, make_data(), batch_size=batch_size, micro_batch_size=micro_batch_size
+        )
+        losses: list[float] = []
+        sentences: list[str] = []
+        rows = 0
+
+        def listen(event: Any) -> None:
+            if type(event).__name__ == "StepDone":
+                losses.append(event.loss)
+            elif type(event).__name__ == "EpochDone":
+                sentences.append(event.sentence)
+
+        fleet.events.listeners.append(listen)
+        for _ in range(epochs):
+            for x, y in loader:
+                rows += len(x)
+                fleet.backward(F.mse_loss(model(x), y), samples=len(x))
+                fleet.step()
+        return {"weights": flat(model), "losses": losses, "rows": rows, "sentences": sentences}
+
+
+def slow_down(link: Any, delay_s: float) -> None:
+    """Collectives that come late on one rank must change nothing."""
+    start = link.start_sum
+
+    def late(tensor: Tensor) -> Any:
+        time.sleep(delay_s * link.rank)
+        return start(tensor)
+
+    link.start_sum = late
+
+
+def assert_close(found: Tensor, expected: Tensor, tolerance: float = 1e-6) -> None:
+    error = (found - expected).norm() / expected.norm()
+    assert error < tolerance, f"relative error {error:.2e}"
+
+
+@pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
+def test_any_optimizer_ends_where_one_process_ends(optimizer_name: str) -> None:
+    expected, losses = plain(optimizer_name, batch_size=8, epochs=2)
+    found = run_ranks(2, ours, optimizer_name, 8, 2)
+    # Optimizers that divide by a root of squares turn the last bit of a small gradient into a larger one.
+    assert_close(found[0]["weights"], expected, 1e-6 if optimizer_name == "sgd" else 1e-5)
+    torch.testing.assert_close(torch.tensor(found[0]["losses"]), torch.tensor(losses), rtol=1e-5, atol=1e-6)
+    assert torch.equal(found[0]["weights"], found[1]["weights"])
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("micro_batch_size", [None, 2])
+def test_any_number_of_workers_and_micro_batches_gives_the_same_weights(
+    world: int, micro_batch_size: int | None
+) -> None:
+    # 37 rows in batches of 12: the last step of an epoch has one row, so all workers but one have none.
+    expected, losses = plain("sgd", batch_size=12, epochs=2)
+    found = run_ranks(world, ours, "sgd", 12, 2, micro_batch_size)
+    for result in found:
+        assert torch.equal(result["weights"], found[0]["weights"])
+        assert len(result["losses"]) == len(losses) == 8
+        assert all("each of its 37 samples was used exactly once" in sentence for sentence in result["sentences"])
+        assert len(result["sentences"]) == 2
+    assert_close(found[0]["weights"], expected)
+    assert sum(result["rows"] for result in found) == 2 * ROWS
+
+
+def test_one_worker_is_plain_pytorch_to_the_bit() -> None:
+    def train(step: Any) -> Tensor:
+        model = make_model()
+        step(model, torch.optim.AdamW(model.parameters(), lr=1e-2), *make_data(32))
+        return flat(model)
+
+    def bare(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> None:
+        for _ in range(5):
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def engine(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> None:
+        fleet = potluck.Engine()
+        fleet.prepare(model, optimizer)
+        for _ in range(5):
+            fleet.backward(F.mse_loss(model(x), y), samples=32)
+            fleet.step()
+
+    # 32 is a power of two, so weighing by it and dividing by it again changes no digit.
+    assert torch.equal(train(engine), train(bare))
+
+
+def test_ten_rows_beside_two_give_the_gradient_of_twelve() -> None:
+    expected, _ = plain("sgd", batch_size=12, epochs=1)
+    found = run_ranks(2, ours, "sgd", 12, 1, None, (10.0, 2.0))
+    assert [result["rows"] for result in found] == [31, 6]
+    assert_close(found[0]["weights"], expected)
+
+
+def gradient_of_unequal_rows() -> Tensor:
+    with potluck.init() as fleet:
+        model = make_model()
+        model, _ = fleet.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        before = flat(model).clone()
+        x, y = make_data(12)
+        mine = slice(0, 10) if fleet.rank == 0 else slice(10, 12)
+        fleet.backward(F.mse_loss(model(x[mine]), y[mine]), samples=len(x[mine]))
+        fleet.step()
+        return before - flat(model)
+
+
+def ddp_gradient_of_unequal_rows() -> Tensor:
+    import os
+
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo", f"file://{os.environ['POTLUCK_RENDEZVOUS']}", rank=rank, world_size=2)
+    model = nn.parallel.DistributedDataParallel(make_model())
+    x, y = make_data(12)
+    mine = slice(0, 10) if rank == 0 else slice(10, 12)
+    F.mse_loss(model(x[mine]), y[mine]).backward()
+    return torch.cat([parameter.grad.reshape(-1) for parameter in model.parameters()])
+
+
+def test_the_gradient_of_unequal_rows_is_that_of_the_whole_batch_where_ddps_is_not() -> None:
+    model = make_model()
+    x, y = make_data(12)
+    F.mse_loss(model(x), y).backward()
+    expected = torch.cat([parameter.grad.reshape(-1) for parameter in model.parameters()])
+    assert_close(run_ranks(2, gradient_of_unequal_rows)[0], expected, 1e-6)
+    ddp = run_ranks(2, ddp_gradient_of_unequal_rows)[0]
+    assert (ddp - expected).norm() / expected.norm() > 0.05
+
+
+def test_clipping_is_by_the_norm_of_the_whole_gradient() -> None:
+    expected, _ = plain("sgd", batch_size=12, epochs=1, clip=0.05)
+    unclipped, _ = plain("sgd", batch_size=12, epochs=1)
+    found = run_ranks(2, ours, "sgd", 12, 1, 3, (2.0, 1.0), 0.05)
+    assert_close(found[0]["weights"], expected)
+    assert (unclipped - expected).norm() / expected.norm() > 0.01  # it did clip
+
+
+def test_late_collectives_change_nothing() -> None:
+    expected = run_ranks(3, ours, "adamw", 12, 1)
+    found = run_ranks(3, ours, "adamw", 12, 1, None, (), None, 0.01)
+    assert torch.equal(found[0]["weights"], expected[0]["weights"])
+
+
+# Which backwards communicate
+
+
+def count_sums(micro_batch_size: int) -> list[int]:
+    """How many sums were started by the end of each backward of one step."""
+    with potluck.init() as fleet:
+        started = 0
+        start = fleet.link.start_sum
+
+        def counted(tensor: Tensor) -> Any:
+            nonlocal started
+            started += 1
+            return start(tensor)
+
+        fleet.link.start_sum = counted  # type: ignore[method-assign]
+        model = make_model()
+        model, _, loader = fleet.prepare(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), make_data(8), batch_size=8,
+            micro_batch_size=micro_batch_size,
+        )  # fmt: skip
+        counts = []
+        for x, y in loader:
+            fleet.backward(F.mse_loss(model(x), y), samples=len(x))
+            counts.append(started)
+            fleet.step()
+        return counts
+
+
+def test_only_the_last_micro_batch_communicates_and_it_does_so_during_the_backward() -> None:
+    for counts in run_ranks(2, count_sums, 1):
+        assert counts == [0, 0, 0, 1]  # the one bucket of this small model, before step() was called
+
+
+# Models that are not a plain chain
+
+
+class Odd(nn.Module):
+    """Tied weights, a frozen part, a part used by even rows only, one used by nobody, and running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(FEATURES, FEATURES)
+        self.again = nn.Linear(FEATURES, FEATURES)
+        self.again.weight = self.first.weight
+        self.frozen = nn.Linear(FEATURES, FEATURES).requires_grad_(False)
+        self.sometimes = nn.Linear(FEATURES, FEATURES)
+        self.never = nn.Linear(FEATURES, FEATURES)
+        self.norm = nn.BatchNorm1d(FEATURES)
+        self.last = nn.Linear(FEATURES, 3)
+
+    def forward(self, x: Tensor, *, extra: bool) -> Tensor:
+        x = self.again(torch.tanh(self.first(x)))
+        x = self.frozen(x)
+        if extra:
+            x = x + self.sometimes(x)
+        return self.last(x)
+
+
+def odd(batch_norm: bool = False) -> dict[str, Tensor]:
+    with potluck.init() as fleet:
+        torch.manual_seed(5)
+        model = Odd()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.5)
+        fleet.prepare(model, optimizer)
+        x, y = make_data(12)
+        mine = slice(0, 8) if fleet.rank == 0 else slice(8, 12)
+        for step in range(4):
+            extra = step == 1 and fleet.rank == 0
+            if batch_norm:
+                model.norm(x[mine])
+            fleet.backward(F.mse_loss(model(x[mine], extra=extra), y[mine]), samples=len(x[mine]))
+            fleet.step()
+        return dict(model.state_dict())
+
+
+def test_tied_frozen_and_unused_parameters_are_as_in_one_process() -> None:
+    torch.manual_seed(5)
+    model = Odd()
+    start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.5)
+    x, y = make_data(12)
+    for step in range(4):
+        parts = [slice(0, 8), slice(8, 12)]
+        losses = [
+            F.mse_loss(model(x[part], extra=step == 1 and i == 0), y[part]) * len(x[part])
+            for i, part in enumerate(parts)
+        ]
+        (sum(losses) / 12).backward()  # type: ignore[union-attr]
+        optimizer.step()
+        optimizer.zero_grad()
+    found = run_ranks(2, odd)
+    for name, expected in model.state_dict().items():
+        torch.testing.assert_close(
+            found[0][name], expected, rtol=1e-4, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}"
+        )
+        assert torch.equal(found[0][name], found[1][name]), name
+    # Weight decay would have moved these, had they got a gradient of zeros instead of none.
+    assert torch.equal(found[0]["never.weight"], start["never.weight"])
+    assert torch.equal(found[0]["frozen.weight"], start["frozen.weight"])
+    assert not torch.equal(found[0]["sometimes.weight"], start["sometimes.weight"])
+
+
+def test_running_statistics_become_one() -> None:
+    found = run_ranks(2, odd, True)
+    assert not torch.equal(found[0]["norm.running_mean"], torch.zeros(FEATURES))
+    for name in ("norm.running_mean", "norm.running_var", "norm.num_batches_tracked"):
+        assert torch.equal(found[0][name], found[1][name])
+    assert found[0]["norm.num_batches_tracked"] == 4
+
+
+# Language models count tokens
+
+
+def padded_tokens() -> Tensor:
+    """Each rank's mean is over its own unpadded tokens."""
+    with potluck.init() as fleet:
+        torch.manual_seed(1)
+        model = nn.Embedding(10, 10)
+        fleet.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        tokens = torch.tensor([[1, 2, 3, 4, 5, 6], [7, 8, -100, -100, -100, -100]])[fleet.rank]
+        kept = tokens[tokens >= 0]
+        fleet.backward(F.cross_entropy(model(kept[:-1]), kept[1:]), samples=len(kept) - 1)
+        fleet.step()
+        return model.weight.detach()
+
+
+def test_tokens_weigh_alike_however_the_padding_falls() -> None:
+    torch.manual_seed(1)
+    model = nn.Embedding(10, 10)
+    logits = torch.cat([model(torch.tensor([1, 2, 3, 4, 5])), model(torch.tensor([7]))])
+    F.cross_entropy(logits, torch.tensor([2, 3, 4, 5, 6, 8])).backward()
+    expected = model.weight.detach() - model.weight.grad
+    assert_close(run_ranks(2, padded_tokens)[0], expected, 1e-6)
+
+
+# What is refused
+
+
+def forget_step() -> str:
+    with potluck.init() as fleet:
+        model = make_model()
+        _, _, loader = fleet.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), make_data(), batch_size=4)
+        try:
+            for x, y in loader:
+                fleet.backward(F.mse_loss(model(x), y), samples=len(x))
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+
+def test_a_forgotten_step_is_said() -> None:
+    assert all("step() was not called" in said for said in run_ranks(2, forget_step))
+
+
+def different_models() -> str:
+    with potluck.init() as fleet:
+        model = nn.Linear(4, 4 + fleet.rank)
+        try:
+            fleet.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+
+def test_different_models_are_told_apart_by_the_first_parameter_that_differs() -> None:
+    said = run_ranks(2, different_models)
+    assert "on worker 0 it has weight (4, 4) torch.float32 where worker 1 has weight (5, 4)" in said[0]
+
+
+def too_small_a_batch() -> str:
+    with potluck.init() as fleet:
+        model = make_model()
+        try:
+            fleet.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), make_data(), batch_size=2)
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+
+def test_a_batch_smaller_than_the_fleet_is_refused() -> None:
+    assert "A batch of 2 does not fit 3 workers" in run_ranks(3, too_small_a_batch)[0]
+
+
+def sparse() -> str:
+    with potluck.init() as fleet:
+        model = nn.Embedding(10, 4, sparse=True)
+        fleet.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        try:
+            fleet.backward(model(torch.tensor([1, 2])).sum(), samples=2)
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+
+def test_sparse_gradients_are_refused_by_name() -> None:
+    assert "The gradient of weight is sparse" in run_ranks(2, sparse)[0]
+
+
+def another_models_optimizer() -> str:
+    with potluck.init() as fleet:
+        try:
+            fleet.prepare(make_model(), torch.optim.SGD(make_model().parameters(), lr=0.1))
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+
+def test_an_optimizer_of_another_model_is_refused() -> None:
+    assert "not one of the model's" in another_models_optimizer()
+
+
+# The group
+
+
+def vanish() -> str:
+    import os
+
+    with potluck.init() as fleet:
+        assert isinstance(fleet.link, GroupLink)
+        if fleet.rank == 1:
+            os._exit(9)
+        from potluck.errors import WorkerLost
+
+        try:
+            fleet.link.start_sum(torch.ones(10)).wait()
+        except WorkerLost as error:
+            raise RuntimeError(f"noticed: {error}") from None
+        return ""
+
+
+def test_a_vanished_peer_is_noticed_at_once() -> None:
+    start = time.monotonic()
+    with pytest.raises(RankFailed, match=r"noticed: Another worker stopped answering|died without a word"):
+        run_ranks(2, vanish)
+    assert time.monotonic() - start < 20
+
+
+def several_buckets() -> dict[str, Any]:
+    from potluck.train import buckets
+
+    buckets.BUCKET_BYTES = buckets.FIRST_BYTES = 16  # less than any parameter
+    with potluck.init() as fleet:
+        model = make_model()
+        model, _, loader = fleet.prepare(
+            model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), make_data(), batch_size=12
+        )
+        assert fleet.replica is not None and fleet.replica._buckets is not None
+        sizes = [len(bucket.parameters) for bucket in fleet.replica._buckets.buckets]
+        for _ in range(2):
+            for x, y in loader:
+                fleet.backward(F.mse_loss(model(x), y), samples=len(x))
+                fleet.step()
+        return {"weights": flat(model), "sizes": sizes}
+
+
+def test_many_buckets_give_what_one_gives() -> None:
+    expected, _ = plain("sgd", batch_size=12, epochs=2)
+    found = run_ranks(2, several_buckets)
+    assert found[0]["sizes"] == [1, 1, 1, 1]
+    assert_close(found[0]["weights"], expected)

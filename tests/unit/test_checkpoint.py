@@ -1,0 +1,216 @@
+"""What is on the disk is whole or not there, whatever happens while it is written."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from potluck.errors import CheckpointError
+from potluck.train import checkpoint, state
+from potluck.train.checkpoint import Snapshot, Writer, check, newest, prune, write
+
+
+def snapshot(step: int, size: int = 10) -> Snapshot:
+    tensors = {"a": torch.full((size,), float(step)), "b": torch.arange(4, dtype=torch.int64)}
+    return Snapshot({"step": step}, {"model": tensors})
+
+
+def found(folder: Path) -> tuple[int | None, list[str]]:
+    passed: list[str] = []
+    best = newest(folder, lambda path, reason: passed.append(f"{path.name}: {reason}"))
+    return (best[1]["step"] if best else None), passed
+
+
+def test_what_is_written_is_read_again(tmp_path: Path) -> None:
+    place = write(tmp_path, snapshot(7))
+    assert place.name == "step-00000007"
+    assert found(tmp_path) == (7, [])
+    assert torch.equal(load_file(place / "model.safetensors")["a"], torch.full((10,), 7.0))
+
+
+def test_the_newest_is_the_highest_step_not_the_last_name(tmp_path: Path) -> None:
+    for step in (99_999_999, 100_000_000, 5):
+        write(tmp_path, snapshot(step))
+    assert found(tmp_path)[0] == 100_000_000
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda p: (p / "model.safetensors").unlink(), "No such file"),
+        (lambda p: (p / "model.safetensors").write_bytes(b""), "does not match its checksum"),
+        (lambda p: (p / "manifest.json").write_text("{"), "manifest.json"),
+        (lambda p: (p / "manifest.json").write_text("[]"), "manifest.json"),
+        (lambda p: (p / "manifest.json").unlink(), "No such file"),
+        (
+            lambda p: (p / "manifest.json").write_text(
+                (p / "manifest.json").read_text().replace('"step": 2', '"step": 3')
+            ),
+            "does not match its own checksum",
+        ),
+    ],
+)
+def test_any_damage_is_found_and_the_one_before_is_used(tmp_path: Path, damage: object, said: str) -> None:
+    write(tmp_path, snapshot(1))
+    damage(write(tmp_path, snapshot(2)))  # type: ignore[operator]
+    step, passed = found(tmp_path)
+    assert step == 1
+    assert len(passed) == 1 and said in passed[0] and "step-00000002" in passed[0]
+
+
+def test_a_manifest_cannot_name_a_file_elsewhere(tmp_path: Path) -> None:
+    place = write(tmp_path, snapshot(1))
+    manifest = json.loads((place / "manifest.json").read_text())
+    manifest["body"]["files"] = {"../../etc/passwd": {"bytes": 1, "sha256": "0"}}
+    manifest["sha256"] = checkpoint._body_sha256(manifest["body"])
+    (place / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match="not a file in it"):
+        check(place)
+
+
+def test_only_the_last_few_are_kept(tmp_path: Path) -> None:
+    for step in range(1, 6):
+        write(tmp_path, snapshot(step))
+    (tmp_path / ".writing-step-00000009-1").mkdir()
+    prune(tmp_path, keep_last=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000004", "step-00000005"]
+
+
+def test_an_empty_or_missing_folder_has_none(tmp_path: Path) -> None:
+    assert found(tmp_path) == (None, [])
+    assert found(tmp_path / "nowhere") == (None, [])
+
+
+KILLED = """
+import sys
+from pathlib import Path
+import torch
+from potluck.train.checkpoint import Snapshot, write, prune
+folder = Path(sys.argv[1])
+step = 0
+while True:
+    step += 1
+    write(folder, Snapshot({"step": step}, {"model": {"a": torch.full((300_000,), float(step))}}))
+    prune(folder, 2)
+    print(step, flush=True)
+"""
+
+
+def test_a_kill_at_any_moment_leaves_a_whole_one(tmp_path: Path) -> None:
+    generator = random.Random(0)
+    leftovers = 0
+    for attempt in range(6):
+        folder = tmp_path / str(attempt)
+        process = subprocess.Popen(
+            [sys.executable, "-c", KILLED, str(folder)], stdout=subprocess.PIPE, text=True, stderr=subprocess.DEVNULL
+        )
+        assert process.stdout is not None
+        for _ in range(3):
+            last = int(process.stdout.readline())
+        time.sleep(generator.uniform(0, 0.02))  # into the middle of a later write, not to wait for anything
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        last = max([last, *(int(line) for line in process.stdout.read().split())])
+        step, passed = found(folder)
+        assert step is not None and step >= last, "a checkpoint that was reported as written is gone"
+        assert not passed
+        saved = load_file(folder / f"step-{step:08d}" / "model.safetensors")["a"]
+        assert torch.equal(saved, torch.full_like(saved, float(step)))
+        leftovers += any(path.name.startswith(".") for path in folder.iterdir())
+    assert leftovers, "no kill fell into a write, so this proved nothing"
+
+
+def test_the_writer_reports_what_went_wrong_at_the_next_wait(tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("in the way")
+    writer = Writer(blocked / "checkpoints", keep_last=2)
+    writer.start(snapshot(1), lambda place: None)
+    with pytest.raises(CheckpointError, match=r"Cannot write the checkpoint of step 1 .*: Not a directory"):
+        writer.wait()
+    writer.wait()  # said once
+
+
+def test_a_full_disk_is_a_sentence_and_the_last_checkpoint_stays_whole(tmp_path: Path) -> None:
+    small = tmp_path / "small"
+    small.mkdir()
+    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", small]).returncode:
+        pytest.skip("mounting a small file system needs root")
+    try:
+        write(small, snapshot(1, size=100_000))
+        with pytest.raises(CheckpointError, match=r"4,000,\d+ bytes are needed and [\d,]+ are free"):
+            write(small, snapshot(2, size=1_000_000))
+        assert found(small) == (1, [])
+    finally:
+        subprocess.run(["umount", small], check=True)
+
+
+# State as tensors and JSON
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: torch.optim.AdamW(p, amsgrad=True),
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+        lambda p: torch.optim.SGD(p, lr=0.1),
+        lambda p: torch.optim.Adagrad(p),
+        lambda p: torch.optim.Adadelta(p),
+        lambda p: torch.optim.ASGD(p),
+        lambda p: torch.optim.Adafactor(p),
+        lambda p: torch.optim.AdamW([{"params": [p[0]], "lr": 1e-2}, {"params": [p[1]]}], lr=torch.tensor(1e-3)),
+    ],
+)
+def test_any_optimizers_state_survives_json_and_safetensors(make: object, tmp_path: Path) -> None:
+    def stepped(optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter], times: int) -> None:
+        for i in range(times):
+            for parameter in parameters:
+                parameter.grad = torch.full_like(parameter, 0.1 * (i + 1))
+            optimizer.step()
+
+    def fresh() -> tuple[list[torch.nn.Parameter], torch.optim.Optimizer, dict[int, str]]:
+        parameters = [torch.nn.Parameter(torch.ones(3, 2)), torch.nn.Parameter(torch.ones(4))]
+        return parameters, make(parameters), {id(parameters[0]): "x", id(parameters[1]): "y"}  # type: ignore[operator]
+
+    parameters, optimizer, names = fresh()
+    stepped(optimizer, parameters, 3)
+    tensors, skeleton = state.optimizer_state(optimizer, names)
+    place = write(tmp_path, Snapshot({"step": 1, "optimizer": skeleton}, {"optimizer": tensors}))
+    others, other, other_names = fresh()
+    for mine, theirs in zip(others, parameters, strict=True):
+        mine.data.copy_(theirs.data)
+    state.load_optimizer(other, other_names, checkpoint.read(place, "optimizer"), check(place)["optimizer"])
+    stepped(optimizer, parameters, 2)
+    stepped(other, others, 2)
+    for mine, theirs in zip(others, parameters, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_an_optimizer_with_a_function_in_it_is_refused_by_name() -> None:
+    parameter = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    optimizer.param_groups[0]["hook"] = print
+    with pytest.raises(CheckpointError, match="groups/0/hook is a builtin_function_or_method"):
+        state.optimizer_state(optimizer, {id(parameter): "x"})
+
+
+def test_every_generator_goes_on_from_where_it_was() -> None:
+    def draw() -> tuple[Tensor, float, float]:
+        return torch.rand(3), random.gauss(0, 1), float(np.random.standard_normal())
+
+    draw()
+    saved = state.random_state()
+    first = draw()
+    draw()
+    state.set_random_state(saved)
+    again = draw()
+    assert torch.equal(first[0], again[0]) and first[1:] == again[1:]

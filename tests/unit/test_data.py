@@ -1,0 +1,150 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from potluck.errors import ConfigError
+from potluck.train.data import BatchConfig, DataConfig, Loader, plan_step, read_text, read_windows
+
+CPU = torch.device("cpu")
+
+
+@given(
+    row=st.integers(0, 50),
+    rows=st.integers(51, 80),
+    size=st.integers(1, 40),
+    micro=st.none() | st.integers(1, 9),
+    shares=st.lists(st.floats(0.1, 10), min_size=1, max_size=5),
+)
+def test_a_steps_parts_are_complete_disjoint_and_no_larger_than_asked(
+    row: int, rows: int, size: int, micro: int | None, shares: list[float]
+) -> None:
+    batch = BatchConfig(size=size, micro_size=micro)
+    plans = [plan_step(row, rows, batch, shares, rank) for rank in range(len(shares))]
+    covered = [position for plan in plans for part in plan for position in range(part.start, part.end)]
+    assert covered == list(range(row, min(row + size, rows)))
+    for plan in plans:
+        assert [part.last for part in plan] == [False] * (len(plan) - 1) + [True]
+        assert {part.step_end for part in plan} == {min(row + size, rows)}
+        assert micro is None or all(part.end - part.start <= micro for part in plan)
+
+
+def drain(loader: Loader) -> list[Any]:
+    """As the engine does: a step is done once its last micro-batch was given."""
+
+    def done() -> None:
+        assert loader.current is not None
+        if loader.current.last:
+            loader.position.row = loader.current.step_end
+
+    loader.on_empty = done
+    batches = []
+    for batch in loader:
+        batches.append(batch)
+        done()
+    return batches
+
+
+def loader_of(data: Any, rank: int = 0, world: int = 1, **batch: Any) -> Loader:
+    return Loader(data, BatchConfig(**batch), shares=[1.0] * world, rank=rank, device=CPU)
+
+
+@pytest.mark.parametrize("fetchers", [0, 2])
+def test_each_row_of_an_epoch_is_given_once_in_a_new_order_each_time(fetchers: int) -> None:
+    loaders = [
+        loader_of(torch.arange(23), rank=rank, world=3, size=7, micro_size=2, fetchers=fetchers) for rank in range(3)
+    ]
+    epochs = []
+    for _ in range(2):
+        given = torch.cat([batch for loader in loaders for batch in drain(loader)])
+        assert sorted(given.tolist()) == list(range(23))
+        epochs.append(given.tolist())
+    assert epochs[0] != epochs[1] and epochs[0] != sorted(epochs[0])
+
+
+class Pairs:
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"x": torch.full((2,), float(index)), "y": index}
+
+
+def test_map_style_datasets_and_tensors_alike() -> None:
+    batch = drain(loader_of(Pairs(), size=6))[0]
+    assert batch["x"].shape == (6, 2) and sorted(batch["y"].tolist()) == list(range(6))
+    x, y = drain(loader_of((torch.zeros(6, 2), torch.arange(6)), size=6))[0]
+    assert x.shape == (6, 2) and sorted(y.tolist()) == list(range(6))
+    assert drain(loader_of(torch.arange(6), size=4))[1].shape == (2,)
+
+
+def test_a_collate_function_is_used() -> None:
+    loader = Loader(Pairs(), BatchConfig(size=6), shares=[1.0], rank=0, device=CPU, collate=len)
+    assert drain(loader) == [6]
+
+
+def test_the_length_is_the_micro_batches_that_are_left() -> None:
+    loader = loader_of(torch.arange(10), size=4, micro_size=2)
+    assert len(loader) == 5
+    loader.position.row = 8
+    assert len(loader) == 1
+
+
+def test_looking_ahead_draws_no_random_number() -> None:
+    torch.manual_seed(0)
+    expected = torch.rand(1)
+    torch.manual_seed(0)
+    drain(loader_of(Pairs(), size=2))
+    assert torch.equal(torch.rand(1), expected)
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (torch.empty(0, 3), "The dataset is empty"),
+        (iter([1, 2]), "needs __len__ and __getitem__"),
+        ((torch.zeros(3), torch.zeros(4)), "differ in length: 3, 4"),
+    ],
+)
+def test_data_that_cannot_be_trained_on_is_refused(data: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        loader_of(data, size=1)
+
+
+# Text
+
+
+def test_text_is_cut_into_rows_and_its_end_is_kept_for_validation(tmp_path: Path) -> None:
+    text = bytes(range(128, 256)) * 8
+    (tmp_path / "a.txt").write_bytes(text)
+    training, validation = read_windows(DataConfig(paths=(str(tmp_path),), validation=0.25), context=10)
+    assert (len(training), len(validation)) == (76, 25)
+    assert bytes(training[1].tolist()) == text[10:21]
+    assert bytes(validation[0].tolist()) == text[768:779]
+
+
+def test_folders_are_read_in_order_without_hidden_or_binary_files(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / ".git").mkdir()
+    for name, content in {"b": b"two ", "sub/c": b"three", "a": b"one ", ".git/x": b"no", "z": b"\0no"}.items():
+        (tmp_path / name).write_bytes(content)
+    assert read_text(DataConfig(paths=(str(tmp_path),))) == b"one two three"
+    assert read_text(DataConfig(paths=(str(tmp_path),), limit_bytes=6)) == b"one tw"
+
+
+def test_the_standard_library_is_there_and_mixed() -> None:
+    text = read_text(DataConfig(limit_bytes=200_000))
+    assert len(text) == 200_000 and b"def " in text and b"import " in text
+
+
+def test_missing_empty_and_short_text_are_sentences(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"There is no file or folder .*nowhere"):
+        read_text(DataConfig(paths=(str(tmp_path / "nowhere"),)))
+    with pytest.raises(ConfigError, match="There is no text in"):
+        read_text(DataConfig(paths=(str(tmp_path),)))
+    (tmp_path / "short").write_text("abc")
+    with pytest.raises(ConfigError, match=r"The text has 3 bytes, .* and one row needs 11"):
+        read_windows(DataConfig(paths=(str(tmp_path),)), context=10)

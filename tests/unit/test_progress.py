@@ -1,0 +1,101 @@
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from potluck.events import (
+    CheckpointSaved,
+    EpochDone,
+    Event,
+    EventFile,
+    RunEnded,
+    RunStarted,
+    StepDone,
+    StepSkipped,
+    Validated,
+    WorkerStep,
+    read_events,
+)
+from potluck.train.picture import draw_losses, running_mean
+from potluck.train.progress import Progress, count, duration, size
+
+
+def story() -> list[Event]:
+    workers = tuple(WorkerStep(rank=r, rows=4, samples=400.0, busy_s=0.3, wait_s=0.1 * r) for r in range(2))
+    steps: list[Event] = [
+        StepDone(step=step, epoch=0, rows_seen=8 * step, samples=800.0, loss=5.0 - step, lr=1e-3, grad_norm=1.0,
+                 seconds=0.4, workers=workers)
+        for step in (1, 2, 4)
+    ]  # fmt: skip
+    return [
+        RunStarted(name="x", folder="runs/x", workers=2, device="cpu", parameters=1_350_000, unit="tokens",
+                   batch_size=8, steps_total=4, from_step=0),
+        *steps[:2],
+        StepSkipped(step=3, loss=float('nan'), in_a_row=1, reason="the loss of worker 1 is not finite"),
+        Validated(step=2, loss=3.25),
+        steps[2],
+        CheckpointSaved(step=4, folder="runs/x/checkpoints/step-00000004", stall_s=0.01, bytes=16_000_000),
+        EpochDone(epoch=0, used=32, total=32, same_weights=True, sentence="Epoch 1: each of its 32 samples was used"),
+        RunEnded(reason="finished", step=4, rows_seen=32, seconds=2.0, loss=1.0, validation_loss=3.25, skipped=1),
+    ]  # fmt: skip
+
+
+def test_plain_lines_where_there_is_no_terminal() -> None:
+    out = io.StringIO()
+    progress = Progress(Console(file=out, width=200))
+    for event in story():
+        progress(event)
+    said = out.getvalue()
+    assert "\x1b" not in said
+    assert "Training 1.35M parameters on 2 workers (cpu): 4 steps of 8 rows, in runs/x" in said
+    assert "step 1/4, loss 4.0000, 2,000 tokens/s, 1 s left, waiting 0:0 % 1:25 %" in said
+    assert "Step 3 was skipped on all workers: the loss of worker 1 is not finite." in said
+    assert "step 4/4, loss 1.0000, validation 3.2500" in said and "1 skipped" in said
+    assert "saved runs/x/checkpoints/step-00000004 (16 MB)" in said
+    assert "Epoch 1: each of its 32 samples was used" in said
+
+
+def test_a_live_view_with_a_line_per_worker_on_a_terminal() -> None:
+    out = io.StringIO()
+    progress = Progress(Console(file=out, width=100, force_terminal=True, color_system=None))
+    for event in story():
+        progress(event)
+    last_view = out.getvalue().rsplit("worker", 1)[1]
+    assert "0" in last_view and "300 ms" in last_view and "25 %" in last_view
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [(duration(5), "5 s"), (duration(125), "2 min 5 s"), (duration(7265), "2 h 1 min"), (count(999), "999"),
+     (count(1.35e6), "1.35M"), (count(9e8), "900M"), (size(16.3e6), "16.3 MB"), (size(12), "12 bytes")],
+)  # fmt: skip
+def test_numbers_read_well(found: str, expected: str) -> None:
+    assert found == expected
+
+
+def test_events_survive_a_crash_and_have_no_nan(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    file = EventFile(path)
+    for event in story():
+        file(event)
+    file(Validated(step=9, loss=float("nan")))
+    file.close()
+    path.write_text(path.read_text() + '{"event": "step_do')
+    records = list(read_events(path))
+    assert len(records) == len(story()) + 1
+    assert records[1]["workers"][1]["wait_s"] == pytest.approx(0.1)
+    assert records[-1]["loss"] == "nan"
+
+
+def test_the_picture_is_a_png(tmp_path: Path) -> None:
+    file = EventFile(tmp_path / "events.jsonl")
+    for event in story():
+        file(event)
+    file.close()
+    picture = draw_losses(tmp_path / "events.jsonl", tmp_path / "loss.png")
+    assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 10_000
+
+
+def test_a_running_mean_starts_from_the_first_value() -> None:
+    assert running_mean([2.0, 4.0], keep=0.5) == [2.0, 3.0]
