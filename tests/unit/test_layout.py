@@ -22,7 +22,7 @@ MAY_IMPORT = {
 }
 GROUND = {"errors", "events", "config"}
 
-PURE = ["agree/*.py", "wire/*.py", "fleet/ledger.py", "train/schedule.py"]
+PURE = ["agree/*.py", "wire/*.py", "fleet/ledger.py", "train/schedule.py", "train/pulse.py"]
 IMPURE = {"socket", "asyncio", "threading", "time", "torch.distributed", "subprocess", "random"}
 WITHOUT_TORCH = ["__init__.py", "cli.py", "config.py", "errors.py", "events.py", "train/order.py", "train/launch.py"]
 

@@ -42,7 +42,9 @@ class Ledger:
     """One worker's own record of an epoch. Neighbouring ranges are kept as one."""
 
     def __init__(self, ranges: Iterable[Range] = ()) -> None:
-        self.ranges: list[Range] = list(ranges)
+        self.ranges: list[Range] = []
+        for start, end in ranges:
+            self.record(start, end)
 
     def record(self, start: int, end: int) -> None:
         if start >= end:

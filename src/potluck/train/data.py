@@ -288,3 +288,18 @@ def to_device(batch: Any, device: torch.device) -> Any:
         case list() | tuple():
             return type(batch)(to_device(value, device) for value in batch)
     return batch
+
+
+def rows_of(batch: Any) -> int:
+    """The length of the first tensor in a batch."""
+    match batch:
+        case Tensor():
+            return len(batch)
+        case dict():
+            return rows_of(next(iter(batch.values())))
+        case list() | tuple():
+            return rows_of(batch[0])
+    raise ConfigError(
+        f"Cannot tell how many rows a batch of type {type(batch).__name__} has. Let the loss function return"
+        " (loss, samples)."
+    )

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, overload
+from typing import Any, overload
 
 import numpy as np
 import torch
@@ -27,21 +27,14 @@ from torch.optim import Optimizer
 
 from potluck.agree.policy import ApplyPolicy, Sync
 from potluck.errors import CheckpointError, ConfigError, Diverged
-from potluck.events import (
-    CheckpointPassedOver,
-    CheckpointSaved,
-    EpochDone,
-    EventLog,
-    StepDone,
-    StepSkipped,
-    WorkerStep,
-)
+from potluck.events import EpochDone, EventLog, StepDone, StepSkipped
 from potluck.fleet.ledger import Ledger, prove
 from potluck.shard.strategy import NoShard, ShardingStrategy
-from potluck.train import checkpoint, state
-from potluck.train.data import BatchConfig, Loader, MicroBatch, Position, as_dataset
+from potluck.train.data import BatchConfig, Loader, MicroBatch, Position, as_dataset, rows_of
 from potluck.train.link import Alone, Link, choose_device, connect
+from potluck.train.pulse import Pulse, Verdict, decide_step, worker_steps
 from potluck.train.replica import Replica, StepConfig
+from potluck.train.saves import Saves, Standing
 
 PATIENCE_S = 600.0
 """How long a worker may be silent before the others give it up. A dead one is noticed at once."""
@@ -57,18 +50,6 @@ def init(
     """Joins the run that `potluck run` or torchrun started; started by neither, it is a run of one worker."""
     device = choose_device()
     return Engine(connect(device, patience_s), device, policy=policy, strategy=strategy, step=step)
-
-
-class Pulse(NamedTuple):
-    """What each worker tells all others once per step."""
-
-    samples: float
-    loss_sum: float
-    rows: float
-    busy_s: float
-    wait_s: float
-    has_unused: float
-    wants_stop: float
 
 
 class Engine:
@@ -105,7 +86,7 @@ class Engine:
         self._optimizer_s = 0.0
         self._ledger = Ledger()
         self._trained: MicroBatch | None = None
-        self._writers: dict[Path, checkpoint.Writer] = {}
+        self._saves = Saves(self.link, self.events)
         self._unit = 1.0
         self._start_of_step()
 
@@ -210,14 +191,11 @@ class Engine:
         pulses = self._exchange(busy_s, wait_s, loss_sum)
         if any(pulse.has_unused for pulse in pulses):
             replica.drop_unused()
-        samples = sum(pulse.samples for pulse in pulses)
-        scale = 1 / (samples * self._unit) if samples else math.nan
-        norm *= scale
-        loss = sum(pulse.loss_sum for pulse in pulses) / samples if samples else math.nan
+        verdict = decide_step(pulses, norm, self._unit, self.config.clip)
         self._advance(sum(int(pulse.rows) for pulse in pulses))
         self.stopping = any(pulse.wants_stop for pulse in pulses)
         exchanged = time.perf_counter()
-        event = self._apply(pulses, scale, norm, loss)
+        event = self._apply(pulses, verdict)
         self._optimizer_s = time.perf_counter() - exchanged
         self.events.emit(event)
         for call in self.after_step:
@@ -254,55 +232,20 @@ class Engine:
 
     def save(self, folder: str | Path, *, keep_last: int = 2) -> None:
         """Saves a checkpoint below `folder`. Returns once it is in host memory; the disk is written meanwhile."""
-        replica = self._prepared()
-        started = time.perf_counter()
-        writer = self._writers.setdefault(Path(folder), checkpoint.Writer(Path(folder), keep_last))
-        writer.wait()  # one snapshot in memory at a time
-        randoms = self.link.gather_bytes(state.random_state())
-        if self.rank != 0:
-            return
-        tensors, skeleton = state.optimizer_state(replica.optimizer, replica.names)
-        body = self._where() | {"optimizer": skeleton}
-        files = {
-            checkpoint.MODEL: state.model_state(replica.model),
-            checkpoint.OPTIMIZER: tensors,
-            checkpoint.RANDOM: {str(rank): state.bytes_tensor(data) for rank, data in enumerate(randoms)},
-        }
-        snapshot = checkpoint.Snapshot(body, files)
-        stall_s = time.perf_counter() - started
-        step = self.step_number
-        writer.start(
-            snapshot,
-            lambda place: self.events.emit(
-                CheckpointSaved(step=step, folder=str(place), stall_s=stall_s, bytes=snapshot.bytes)
-            ),
-        )
+        self._saves.save(Path(folder), self._prepared(), self._standing(), keep_last)
 
     def load(self, folder: str | Path) -> bool:
         """Goes on from the newest whole checkpoint below `folder`, on any number of workers. False if there is none."""
-        replica = self._prepared()
-        found, error = self._find(Path(folder)) if self.rank == 0 else (None, None)
-        told = {"body": found and found[1], "error": error}
-        told = json.loads(self.link.gather_bytes(json.dumps(told).encode() if self.rank == 0 else b"")[0])
-        if told["error"]:
-            raise CheckpointError(told["error"])
-        if told["body"] is None:
+        standing = self._saves.load(Path(folder), self._prepared(), self._check_standing)
+        if standing is None:
             return False
-        body = told["body"]
-        path = found[0] if found else None
-        if path is not None:
-            replica.model.load_state_dict(checkpoint.read(path, checkpoint.MODEL))
-        for tensor in replica.model.state_dict().values():
-            self.link.broadcast(tensor)
-        tensors = self._share_tensors(checkpoint.read(path, checkpoint.OPTIMIZER) if path else {})
-        state.load_optimizer(replica.optimizer, replica.names, tensors, body["optimizer"])
-        self._stand_at(body)
-        self._restore_random(self._share_tensors(checkpoint.read(path, checkpoint.RANDOM) if path else {}), body)
+        self._stand_at(standing)
+        if standing["workers"] != self.world:
+            self.seed_random(standing["seed"])
         return True
 
     def wait_for_saves(self) -> None:
-        for writer in self._writers.values():
-            writer.wait()
+        self._saves.wait()
 
     def close(self) -> None:
         """Ends what is still being written, and leaves the group."""
@@ -360,47 +303,39 @@ class Engine:
         if self.loader is not None and self.loader.current is not None:
             self.loader.position.row = self.loader.current.step_end
 
-    def _apply(self, pulses: list[Pulse], scale: float, norm: float, loss: float) -> StepDone | StepSkipped:
+    def _apply(self, pulses: list[Pulse], verdict: Verdict) -> StepDone | StepSkipped:
         replica = self._prepared()
-        if not (math.isfinite(loss) and math.isfinite(norm)):
+        if verdict.fault is not None:
             replica.drop()
-            return self._skip(pulses, norm, loss)
+            return self._skip(verdict.loss, verdict.fault)
         self._skipped_in_a_row = 0
         if self.lr_factor is not None:
             for group in replica.optimizer.param_groups:
                 group["lr"] = group.setdefault("initial_lr", group["lr"]) * self.lr_factor(self.rows_seen)
-        clip = self.config.clip
-        replica.apply(scale if clip is None else scale * min(1.0, clip / (norm + 1e-6)))
-        samples = sum(pulse.samples for pulse in pulses)
-        replica.average_buffers(self._samples / samples)
+        replica.apply(verdict.scale)
+        replica.average_buffers(self._samples / verdict.samples)
         return StepDone(
             step=self.step_number,
             epoch=self.loader.position.epoch if self.loader is not None else 0,
             rows_seen=self.rows_seen,
-            samples=samples,
-            loss=loss,
+            samples=verdict.samples,
+            loss=verdict.loss,
             lr=float(replica.optimizer.param_groups[0]["lr"]),
-            grad_norm=norm,
+            grad_norm=verdict.norm,
             seconds=time.perf_counter() - self._started,
-            workers=tuple(
-                WorkerStep(rank=rank, rows=int(p.rows), samples=p.samples, busy_s=p.busy_s, wait_s=p.wait_s)
-                for rank, p in enumerate(pulses)
-            ),
+            workers=worker_steps(pulses),
         )
 
-    def _skip(self, pulses: list[Pulse], norm: float, loss: float) -> StepSkipped:
+    def _skip(self, loss: float, fault: str) -> StepSkipped:
         self.skipped += 1
         self._skipped_in_a_row += 1
-        culprits = [str(rank) for rank, pulse in enumerate(pulses) if not math.isfinite(pulse.loss_sum)]
-        what = f"the loss of worker {' and '.join(culprits)}" if culprits else f"the gradient's norm ({norm})"
-        reason = f"{what} is not finite"
         if self._skipped_in_a_row >= self.config.nonfinite_limit:
             raise Diverged(
-                f"Stopped after {self._skipped_in_a_row} skipped steps in a row, at step {self.step_number}: {reason}."
+                f"Stopped after {self._skipped_in_a_row} skipped steps in a row, at step {self.step_number}: {fault}."
                 " The weights are those of the last good step. Try a lower learning rate, a longer warm-up, step.clip,"
                 " or fp32, and look at the data around there."
             )
-        return StepSkipped(step=self.step_number, loss=loss, in_a_row=self._skipped_in_a_row, reason=reason)
+        return StepSkipped(step=self.step_number, loss=loss, in_a_row=self._skipped_in_a_row, reason=fault)
 
     def _step_without_rows(self) -> None:
         """This worker has no part of the step, and takes part with a gradient of zero."""
@@ -441,67 +376,37 @@ class Engine:
             raise ConfigError("Call prepare(model, optimizer, ...) first.")
         return self.replica
 
-    # Where the run stands, in a checkpoint
+    # Where the run stands
 
-    def _where(self) -> dict[str, Any]:
+    def _standing(self) -> Standing:
         position = self.loader.position if self.loader is not None else Position()
         return {
             "step": self.step_number,
             "rows_seen": self.rows_seen,
             "skipped": self.skipped,
-            "workers": self.world,
             "epoch": position.epoch,
             "row": position.row,
             "rows_in_epoch": self.loader.rows if self.loader is not None else 0,
             "seed": self.loader.seed if self.loader is not None else 0,
         }
 
-    def _stand_at(self, body: dict[str, Any]) -> None:
-        self.step_number = body["step"]
-        self.rows_seen = body["rows_seen"]
-        self.skipped = body["skipped"]
+    def _check_standing(self, path: Path, standing: Standing) -> None:
+        if self.loader is not None and standing["rows_in_epoch"] not in (0, self.loader.rows):
+            raise CheckpointError(
+                f"{path} stands in an epoch of {standing['rows_in_epoch']:,} rows, and the data now has"
+                f" {self.loader.rows:,}. Go on with the same data, or start anew in another folder."
+            )
+
+    def _stand_at(self, standing: Standing) -> None:
+        self.step_number = standing["step"]
+        self.rows_seen = standing["rows_seen"]
+        self.skipped = standing["skipped"]
         if self.loader is not None:
-            self.loader.position = Position(body["epoch"], body["row"])
-            self.loader.seed = body["seed"]
+            self.loader.position = Position(standing["epoch"], standing["row"])
+            self.loader.seed = standing["seed"]
             self.loader.current = None
         # What was trained before the checkpoint is rank 0's to tell, since those workers may be gone.
-        self._ledger = Ledger([(0, body["row"])] if self.rank == 0 and body["row"] else [])
-
-    def _find(self, folder: Path) -> tuple[tuple[Path, dict[str, Any]] | None, str | None]:
-        """On rank 0: the newest whole checkpoint, or the sentence that says why it cannot be used here."""
-        replica = self._prepared()
-        try:
-            found = checkpoint.newest(
-                folder,
-                lambda path, reason: self.events.emit(CheckpointPassedOver(folder=str(path), reason=reason)),
-            )
-            if found is not None:
-                path, body = found
-                state.check_model(replica.model, checkpoint.read(path, checkpoint.MODEL), str(path))
-                if self.loader is not None and body["rows_in_epoch"] not in (0, self.loader.rows):
-                    raise CheckpointError(
-                        f"{path} stands in an epoch of {body['rows_in_epoch']:,} rows, and the data now has"
-                        f" {self.loader.rows:,}. Go on with the same data, or start anew in another folder."
-                    )
-            return found, None
-        except CheckpointError as error:
-            return None, str(error)
-
-    def _share_tensors(self, mine: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Rank 0's tensors on every rank."""
-        specs = [[name, list(t.shape), str(t.dtype).removeprefix("torch.")] for name, t in mine.items()]
-        told = json.loads(self.link.gather_bytes(json.dumps(specs).encode())[0])
-        shared = {}
-        for name, shape, dtype in told:
-            shared[name] = mine.get(name, torch.empty(shape, dtype=getattr(torch, dtype)))
-            self.link.broadcast(shared[name])
-        return shared
-
-    def _restore_random(self, states: dict[str, Tensor], body: dict[str, Any]) -> None:
-        if body["workers"] == self.world:
-            state.set_random_state(states[str(self.rank)].numpy().tobytes())
-        else:
-            self.seed_random(body["seed"])
+        self._ledger = Ledger([(0, standing["row"])] if self.rank == 0 else [])
 
 
 def loss_and_samples(result: Any, batch: Any) -> tuple[Tensor, float]:
@@ -510,18 +415,3 @@ def loss_and_samples(result: Any, batch: Any) -> tuple[Tensor, float]:
         loss, samples = result
         return loss, float(samples)
     return result, float(rows_of(batch))
-
-
-def rows_of(batch: Any) -> int:
-    """The length of the first tensor in a batch."""
-    match batch:
-        case Tensor():
-            return len(batch)
-        case dict():
-            return rows_of(next(iter(batch.values())))
-        case list() | tuple():
-            return rows_of(batch[0])
-    raise ConfigError(
-        f"Cannot tell how many rows a batch of type {type(batch).__name__} has. Let the loss function return"
-        " (loss, samples)."
-    )

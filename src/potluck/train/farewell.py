@@ -14,8 +14,8 @@ from potluck.train.picture import draw_losses
 from potluck.train.progress import count, duration
 from potluck.train.trainer import Summary
 
-PROMPT = "def "
-LENGTH = 400
+PROMPT = "    def __init__(self, "
+LENGTH = 320
 
 
 def say_farewell(summary: Summary, model: GPT, order: Order) -> None:

@@ -113,7 +113,8 @@ class Progress:
     def _picture(self) -> Group:
         assert self._run is not None
         done = self._last.step if self._last is not None else self._run.from_step
-        bar = ProgressBar(total=self._run.steps_total, completed=done, width=60)
+        bar = Table.grid()  # a bar by itself would not end its line
+        bar.add_row(ProgressBar(total=self._run.steps_total, completed=done, width=60))
         table = Table(box=None, pad_edge=False, header_style="dim")
         for name in ("worker", "rows", "busy", "waiting", f"{self._run.unit}/s"):
             table.add_column(name, justify="left" if name == "worker" else "right", min_width=9)
@@ -166,7 +167,7 @@ def count(number: float) -> str:
 
 
 def size(number: float) -> str:
-    for limit, suffix in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+    for limit, suffix in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if number >= limit:
             return f"{number / limit:.3g} {suffix}"
     return f"{number:.0f} bytes"

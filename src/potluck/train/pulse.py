@@ -1,0 +1,63 @@
+"""What workers tell each other once per step, and what all of them conclude from it. Pure.
+
+Every worker hears the same pulses and so reaches the same verdict: to apply the step or to skip it.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from potluck.events import WorkerStep
+
+
+class Pulse(NamedTuple):
+    """One worker's part of one step."""
+
+    samples: float
+    loss_sum: float
+    rows: float
+    busy_s: float
+    wait_s: float
+    has_unused: float
+    """Whether some parameter got no gradient on this worker."""
+    wants_stop: float
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    samples: float
+    loss: float
+    """The mean over the samples of all workers."""
+    norm: float
+    """Of the gradient of that mean, before clipping."""
+    scale: float
+    """What turns the summed gradient into the one to apply."""
+    fault: str | None
+    """Why the step is skipped, as part of a sentence; none: it is applied."""
+
+
+def decide_step(pulses: Sequence[Pulse], norm_of_sum: float, unit: float, clip: float | None) -> Verdict:
+    """`unit` is what each worker's gradient was multiplied by, beside its number of samples."""
+    samples = sum(pulse.samples for pulse in pulses)
+    if not samples:
+        return Verdict(0.0, math.nan, math.nan, math.nan, "the step has no samples")
+    loss = sum(pulse.loss_sum for pulse in pulses) / samples
+    scale = 1 / (samples * unit)
+    norm = norm_of_sum * scale
+    culprits = [str(rank) for rank, pulse in enumerate(pulses) if not math.isfinite(pulse.loss_sum)]
+    fault = None
+    if culprits:
+        fault = f"the loss of worker {' and '.join(culprits)} is not finite"
+    elif not math.isfinite(norm):
+        fault = f"the gradient's norm ({norm}) is not finite"
+    elif clip is not None:
+        scale *= min(1.0, clip / (norm + 1e-6))
+    return Verdict(samples, loss, norm, scale, fault)
+
+
+def worker_steps(pulses: Sequence[Pulse]) -> tuple[WorkerStep, ...]:
+    return tuple(
+        WorkerStep(rank=rank, rows=int(p.rows), samples=p.samples, busy_s=p.busy_s, wait_s=p.wait_s)
+        for rank, p in enumerate(pulses)
+    )
