@@ -5,7 +5,7 @@ PotluckError            anything we say on purpose: a sentence, never a stack of
     CheckpointError     a checkpoint cannot be used here, or cannot be written
   Diverged              the loss or the gradient stayed non-finite
   WorkerLost            a peer stopped; whoever started it knows why
-  Interrupted           you pressed Ctrl-C; the run is saved
+  Interrupted           you pressed Ctrl-C, or the system asked for an end; the run is saved
 """
 
 from typing import ClassVar
@@ -31,5 +31,11 @@ class WorkerLost(PotluckError):
     exit_code = 75
 
 
-class Interrupted(PotluckError):
+class Interrupted(PotluckError, SystemExit):
+    """Also a SystemExit: uncaught, it ends a script with this exit code and without a stack of frames."""
+
     exit_code = 130
+
+    def __init__(self, sentence: str) -> None:
+        super().__init__(sentence)
+        self.code = self.exit_code

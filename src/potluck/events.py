@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from potluck.errors import ConfigError
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunStarted:
@@ -137,8 +139,13 @@ class EventFile:
     def __call__(self, event: Event) -> None:
         # JSON has no NaN: a reader of another language would stumble over it.
         record = {"event": kind_of(event), "time": round(time.time(), 3)} | _finite(asdict(event))
-        self._file.write(json.dumps(record, allow_nan=False) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(record, allow_nan=False) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise ConfigError(
+                f"Cannot write to {self._file.name}: {error.strerror}. Free some space, then go on with --resume."
+            ) from None
 
     def close(self) -> None:
         self._file.close()

@@ -1,5 +1,6 @@
 """As a person would: the installed command, real processes, what they print and how they exit."""
 
+import contextlib
 import json
 import os
 import re
@@ -75,8 +76,14 @@ def steps(folder: Path) -> list[int]:
 
 
 def children(pid: int) -> list[int]:
-    found = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True).stdout
-    return [int(line) for line in found.split()]
+    """In order of birth, and so of rank."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and is_alive(int(entry.name)):
+            with contextlib.suppress(OSError, IndexError):
+                if int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1]) == pid:
+                    found.append(int(entry.name))
+    return sorted(found)
 
 
 def is_alive(pid: int) -> bool:
@@ -215,6 +222,32 @@ def test_ctrl_c_finishes_the_step_saves_says_where_and_exits_130(place: Path) ->
     again = run(place, *command[1].split(), "--set", f"fit.max_steps={int(found[1]) + 2}")
     assert again.returncode == 0, again.stderr
     assert f"Going on from step {int(found[1])}." in again.stdout
+
+
+def test_a_script_without_our_launcher_stops_alike(place: Path) -> None:
+    text = (ROOT / "examples" / "trainer.py").read_text().replace("epochs=4", "epochs=4000")
+    (place / "script.py").write_text(text)
+    process = subprocess.Popen(
+        [sys.executable, "script.py"], cwd=place, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    wait_until(lambda: len(steps(place / "runs" / "sines")) >= 3)
+    process.send_signal(signal.SIGTERM)
+    _, stderr = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert re.fullmatch(r"potluck: Stopped after step \d+\. Saved in runs/sines/checkpoints/step-\d+\.\n", stderr)
+
+
+def test_no_space_for_a_checkpoint_is_said_before_anything_is_computed(place: Path) -> None:
+    small = place / "small"
+    small.mkdir()
+    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", small]).returncode:
+        pytest.skip("mounting a small file system needs root")
+    try:
+        done = run(place, "train", "tiny.toml", "--out", "small/run", "--set", "model.dim=128")
+        assert done.returncode == 2
+        assert re.search(r"The run folder small/run has [\d.]+ MB left, and one checkpoint takes about", done.stderr)
+    finally:
+        subprocess.run(["umount", small], check=True)
 
 
 def test_a_second_ctrl_c_stops_at_once(place: Path) -> None:

@@ -93,6 +93,39 @@ def fit_on(folder: str, optimizer: str = "adamw") -> dict[str, Any]:
     return fit(folder, resume=True, optimizer=optimizer)
 
 
+def train_while_the_disk_is_slow(folder: str) -> dict[str, Any]:
+    """The write of step 2 ends only when step 5 is done: training must not wait for it."""
+    import threading
+
+    from potluck.train import checkpoint
+
+    steps_done, seen = threading.Event(), []
+    write = checkpoint.write
+
+    def slow_write(*arguments: Any) -> Path:
+        seen.append(steps_done.wait(30))
+        return write(*arguments)
+
+    checkpoint.write = slow_write
+    with potluck.init() as fleet:
+        model = make_model()
+        fleet.prepare(model, torch.optim.AdamW(model.parameters()))
+        for step in range(1, 6):
+            fleet.backward(model(torch.ones(4, 4) * step).square().mean(), samples=4)
+            fleet.step()
+            if step == 2:
+                fleet.save(folder)
+                expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        steps_done.set()
+        fleet.wait_for_saves()
+    saved = checkpoint.read(Path(folder) / "step-00000002", "model")
+    return {"waited": seen, "same": all(torch.equal(saved[name], expected[name]) for name in expected)}
+
+
+def test_training_goes_on_while_a_checkpoint_is_written_and_does_not_change_it(tmp_path: Path) -> None:
+    assert run_ranks(1, train_while_the_disk_is_slow, str(tmp_path)) == [{"waited": [True], "same": True}]
+
+
 @pytest.mark.parametrize("world", [1, 3])
 def test_a_checkpoint_loads_on_another_number_of_workers(tmp_path: Path, world: int) -> None:
     run_ranks(2, fit_until, str(tmp_path), 7, "adamw")

@@ -185,8 +185,9 @@ class Loader:
             raise ConfigError("The dataset is empty.")
 
     def __iter__(self) -> Iterator[Any]:
-        fetched = iter(self._fetch(self._order()))
-        for micro in self._micro_batches():
+        row = self.position.row
+        fetched = iter(self._fetch(self._order(), row))
+        for micro in self._micro_batches(row):
             self._insist_on_step()
             if self.is_stopped():
                 return
@@ -204,15 +205,14 @@ class Loader:
 
     def once(self) -> Iterator[Any]:
         """This worker's rows of the dataset in their own order, for looking and not for training."""
-        for batch in self._fetch(torch.arange(self.rows)):
+        for batch in self._fetch(torch.arange(self.rows), 0):
             yield to_device(batch, self._device)
 
     def __len__(self) -> int:
         """How many micro-batches the rest of this epoch has for this worker."""
-        return sum(micro.start < micro.end for micro in self._micro_batches())
+        return sum(micro.start < micro.end for micro in self._micro_batches(self.position.row))
 
-    def _micro_batches(self) -> Iterator[MicroBatch]:
-        row = self.position.row
+    def _micro_batches(self, row: int) -> Iterator[MicroBatch]:
         while row < self.rows:
             planned = plan_step(row, self.rows, self.batch, self._shares, self._rank)
             yield from planned
@@ -223,8 +223,8 @@ class Loader:
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.position.epoch)
         return torch.randperm(self.rows, generator=generator)
 
-    def _fetch(self, order: Tensor) -> DataLoader[Any]:
-        indices = (order[m.start : m.end].tolist() for m in self._micro_batches() if m.start < m.end)
+    def _fetch(self, order: Tensor, row: int) -> DataLoader[Any]:
+        indices = (order[m.start : m.end].tolist() for m in self._micro_batches(row) if m.start < m.end)
         # A generator of its own: a DataLoader draws its seed from the default one, and a resumed run would draw
         # once more often than a run that was never stopped.
         options: dict[str, Any] = {

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from potluck.agree.policy import ApplyPolicy, Sync
+from potluck.agree.policy import ApplyPolicy, Sync, share_out
 from potluck.errors import CheckpointError, ConfigError, Diverged
 from potluck.events import EpochDone, EventLog, StepDone, StepSkipped
 from potluck.fleet.ledger import Ledger, prove
@@ -364,10 +364,10 @@ class Engine:
         shares = self.policy.shares or (1.0,) * self.world
         if len(shares) != self.world:
             raise ConfigError(f"policy.shares has {len(shares)} numbers, and there are {self.world} workers.")
-        if batch_size is not None and batch_size < self.world:
+        if batch_size is not None and 0 in (parts := share_out(batch_size, shares)):
             raise ConfigError(
-                f"A batch of {batch_size} does not fit {self.world} workers: each needs at least one row. Use a batch"
-                f" size of at least {self.world}, or fewer workers."
+                f"A batch of {batch_size} does not fit {self.world} workers: each needs at least one row, and they"
+                f" would have {', '.join(map(str, parts))}. Use a larger batch, fewer workers, or more even shares."
             )
         return shares
 

@@ -156,30 +156,26 @@ def _report(worker: Worker) -> int:
 
 
 class _Interrupts:
-    """Ctrl-C: the first is passed on to the workers, who finish their step; the second ends everything."""
+    """Ctrl-C or SIGTERM: the first is passed on to the workers, who finish their step; the second ends everything."""
 
     def __init__(self, processes: "list[subprocess.Popen[bytes]]") -> None:
         self.count = 0
         self._processes = processes
 
     def __enter__(self) -> None:
-        self._before = signal.signal(signal.SIGINT, self._on_interrupt)
-        self._before_term = signal.signal(signal.SIGTERM, self._on_terminate)
+        self._before = {n: signal.signal(n, self._on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
 
     def __exit__(self, *_: object) -> None:
-        signal.signal(signal.SIGINT, self._before)
-        signal.signal(signal.SIGTERM, self._before_term)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
-    def _on_interrupt(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.count += 1
         if self.count == 1:
             _say("Finishing this step. Ctrl-C again stops at once.")
             for process in self._processes:
                 if process.poll() is None:
-                    process.send_signal(signal.SIGINT)
-
-    def _on_terminate(self, number: int, frame: FrameType | None) -> None:
-        sys.exit(128 + number)
+                    process.send_signal(number)
 
 
 def _end(processes: "list[subprocess.Popen[bytes]]", first: signal.Signals) -> None:

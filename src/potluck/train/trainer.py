@@ -6,19 +6,22 @@
 """
 
 import os
+import shutil
 import signal
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 from torch.optim import Optimizer
 
-from potluck.errors import ConfigError, Interrupted, PotluckError
+from potluck.errors import ConfigError, Interrupted
 from potluck.events import (
     CheckpointSaved,
     EpochDone,
@@ -32,7 +35,8 @@ from potluck.events import (
 from potluck.train.checkpoint import CheckpointConfig
 from potluck.train.data import BatchConfig, as_dataset
 from potluck.train.engine import Engine, init, loss_and_samples
-from potluck.train.progress import Progress
+from potluck.train.launch import LAST_WORDS
+from potluck.train.progress import Progress, size
 from potluck.train.schedule import ScheduleConfig
 
 LossFunction = Callable[[nn.Module, Any], Any]
@@ -147,19 +151,26 @@ class Trainer:
             if not (resume and engine.load(self.checkpoints)):
                 engine.seed_random(self.config.seed)
             self._emit_start()
-            reason = "finished"
+            reason = "failed"
             try:
                 self._run()
-                if engine.stopping and not self._is_over:
-                    reason = "interrupted"
-            except PotluckError as error:
-                reason = str(error)
+                reason = "finished" if self._is_over else "interrupted"
+            except BaseException as error:
+                reason = str(error) or type(error).__name__
                 raise
             finally:
                 self._emit_end(reason, time.perf_counter() - started)
         if reason == "interrupted":
-            raise Interrupted(f"Stopped after step {engine.step_number}. Saved in {self.summary.checkpoint}.")
+            self._leave()
         return self.summary
+
+    def _leave(self) -> NoReturn:
+        """Says where the run is saved; our launcher does so itself."""
+        where = f" Saved in {self.summary.checkpoint}." if self.engine.rank == 0 else ""
+        error = Interrupted(f"Stopped after step {self.engine.step_number}.{where}")
+        if self.engine.rank == 0 and LAST_WORDS not in os.environ:
+            print(f"potluck: {error}", file=sys.stderr)
+        raise error
 
     def _run(self) -> None:
         self.model.train()
@@ -248,7 +259,7 @@ class Trainer:
             yield
             listeners[:] = before
             return
-        make_folder(self.folder)
+        make_folder(self.folder, needed_bytes=3 * sum(p.nbytes for p in self.model.parameters()))
         file = EventFile(self.folder / "events.jsonl")
         listeners.append(file)
         if self.config.tensorboard:
@@ -265,8 +276,8 @@ class Trainer:
             listeners[:] = before
 
 
-def make_folder(folder: Path) -> None:
-    """The run folder, seen to be writable before anything is computed."""
+def make_folder(folder: Path, needed_bytes: int = 0) -> None:
+    """The run folder, seen to be writable and to have room before anything is computed."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f".probe-{os.getpid()}"
@@ -276,6 +287,12 @@ def make_folder(folder: Path) -> None:
         raise ConfigError(
             f"Cannot write to the run folder {folder}: {error.strerror}. Choose another with --out."
         ) from None
+    free = shutil.disk_usage(folder).free
+    if free < needed_bytes:
+        raise ConfigError(
+            f"The run folder {folder} has {size(free)} left, and one checkpoint takes about {size(needed_bytes)}."
+            " Free some space, or choose another with --out."
+        )
 
 
 def _tensorboard(folder: Path) -> Callable[[Event], None]:
@@ -300,18 +317,23 @@ def _tensorboard(folder: Path) -> Callable[[Event], None]:
 
 @contextmanager
 def _on_interrupt(request_stop: Callable[[], None]) -> Iterator[None]:
-    """The first Ctrl-C asks for a stop; the second is Python's own."""
+    """The first Ctrl-C, or the system's SIGTERM, asks for a stop; the next one has its usual effect."""
+    usual: dict[int, Any] = {}
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         request_stop()
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        restore()
 
-    try:
-        before = signal.signal(signal.SIGINT, on_signal)
-    except ValueError:  # not the main thread: whoever owns that decides
+    def restore() -> None:
+        for number, handler in usual.items():
+            signal.signal(number, handler)
+
+    if threading.current_thread() is not threading.main_thread():  # whoever owns that one decides
         yield
         return
+    for number in (signal.SIGINT, signal.SIGTERM):
+        usual[number] = signal.signal(number, on_signal)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        restore()
