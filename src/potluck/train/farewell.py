@@ -51,7 +51,9 @@ def say_farewell(summary: Summary, model: GPT, order: Order) -> None:
 def write_paragraph(model: GPT) -> str:
     device = next(model.parameters()).device
     start = torch.tensor(list(PROMPT.encode()), dtype=torch.long, device=device)
-    written = bytes(model.write(start, LENGTH).clamp(max=255).tolist()).decode("utf-8", errors="replace")
+    written = bytes(model.write(start, LENGTH, temperature=0.8).clamp(max=255).tolist()).decode(
+        "utf-8", errors="replace"
+    )
     return "".join(character for character in written if character.isprintable() or character == "\n")
 
 

@@ -108,7 +108,7 @@ class GPT(nn.Module):
         return self.lm_head(self.final_norm(x))  # type: ignore[no-any-return]
 
     @torch.no_grad()
-    def write(self, start: Tensor, length: int, *, temperature: float = 0.7, seed: int = 0) -> Tensor:
+    def write(self, start: Tensor, length: int, *, temperature: float = 1.0, seed: int = 0) -> Tensor:
         """Goes on from `start` (a row of tokens) for `length` more, each drawn from the model's own distribution."""
         draw = torch.Generator().manual_seed(seed)
         tokens = start

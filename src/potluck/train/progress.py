@@ -53,7 +53,9 @@ class Progress:
                 self.say(f"Step {event.step} was skipped on all workers: {event.reason}.", style="yellow")
             case Validated():
                 self._validation = event.loss
-                if self._live is None:
+                if self._live is not None:
+                    self._live.update(self._picture())
+                else:
                     self.say(f"step {event.step}: validation loss {event.loss:.4f}")
             case EpochDone():
                 self.say(event.sentence, style="green" if event.same_weights and event.used == event.total else "red")
