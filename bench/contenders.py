@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from potluck.train.model import GPT, ModelConfig, next_token_loss
 
@@ -41,6 +41,11 @@ class Task:
         shape = (self.steps * self.rows_per_rank * world, self.model.context + 1)
         return torch.randint(self.model.vocab, shape, generator=draw, dtype=torch.int32)
 
+    def order(self, rank: int, world: int) -> list[list[int]]:
+        """A rank's rows of each step: those that Potluck's loader gives it."""
+        shuffled = torch.randperm(len(self.tokens(world)), generator=torch.Generator().manual_seed(0))
+        return [step.tolist() for step in shuffled.split(self.rows_per_rank)[rank::world]]
+
 
 class Bare:
     """DistributedDataParallel where there are several ranks, and nothing around the model where there is one."""
@@ -56,9 +61,8 @@ class Bare:
         if world > 1:
             self.model = DistributedDataParallel(self.weights, gradient_as_bucket_view=bucket_view)
         rows = TensorDataset(task.tokens(world))
-        sampler = DistributedSampler(rows, world, rank)
         pinned = task.device.type == "cuda"
-        self.batches = iter(DataLoader(rows, task.rows_per_rank, sampler=sampler, pin_memory=pinned))
+        self.batches = iter(DataLoader(rows, batch_sampler=task.order(rank, world), pin_memory=pinned))
 
     def step(self) -> float:
         rows = next(self.batches)[0].to(self.task.device, non_blocking=True)

@@ -19,9 +19,27 @@ Settings = Annotated[
         name="set", metavar="A.B=VALUE", help="Change a setting of the recipe, such as fit.epochs=3. May be repeated."
     ),
 ]
-Workers = Annotated[int | None, tyro.conf.arg(aliases=["-n"], metavar="N", help="Worker processes on this machine.")]
-Data = Annotated[tuple[str, ...], tyro.conf.arg(metavar="PATH ...", help="Text files, or folders of them.")]
-Out = Annotated[str | None, tyro.conf.arg(metavar="FOLDER", help="The run folder, instead of runs/NAME.")]
+Workers = Annotated[
+    int | None,
+    tyro.conf.arg(
+        aliases=["-n"],
+        metavar="N",
+        help="Worker processes on this machine.",
+        help_behavior_hint="(default: the recipe's)",
+    ),
+]
+Data = Annotated[
+    tuple[str, ...],
+    tyro.conf.arg(
+        metavar="PATH ...",
+        help="Text files, or folders of them.",
+        help_behavior_hint="(default: the recipe's, or the standard library)",
+    ),
+]
+Out = Annotated[
+    str | None,
+    tyro.conf.arg(metavar="FOLDER", help="The run folder.", help_behavior_hint="(default: runs/NAME, numbered)"),
+]
 
 
 @dataclass
@@ -37,7 +55,7 @@ class Demo:
     settings: Settings = field(default_factory=list)
 
     def __call__(self) -> int:
-        print("Potluck: two processes on this machine become one training run.", flush=True)
+        print("Potluck: several processes on this machine become one training run.", flush=True)
         return _train("demo", self.data, self.workers, self.out, self.settings, resume=False)
 
 
@@ -63,7 +81,7 @@ class Train:
 class Run:
     """Run your own script on several workers. It calls potluck.init(), and runs under torchrun too.
 
-    Everything after the script's name is passed to the script.
+    Options come before the script: everything after its name is passed to it.
     """
 
     script: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="SCRIPT [ARGUMENTS ...]", help="A Python file.")]
@@ -78,7 +96,7 @@ class Run:
         try:
             config = WorkersConfig(count=self.workers, threads=self.threads)
         except ValueError as error:
-            raise ConfigError(f"--workers: {error}.") from None
+            raise ConfigError(f"Workers: {error}.") from None
         return launch([self.script, *arguments], config)
 
 

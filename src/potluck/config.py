@@ -5,7 +5,6 @@ Knows no dataclass of its own: each lives beside its owner, and train/recipe.py 
 
 import dataclasses
 import difflib
-import re
 import tomllib
 import types
 import typing
@@ -54,18 +53,13 @@ def from_dict(cls: type[T], data: Mapping[str, Any], path: str = "") -> T:
 
 def to_dict(config: Any) -> dict[str, Any]:
     """The reverse of from_dict. None is left out, since TOML has no word for it."""
-    kind = {"kind": kind_name(type(config))} if hasattr(type(config), "kind") else {}
+    kind = {"kind": config.kind} if hasattr(type(config), "kind") else {}
     pairs = ((field.name, getattr(config, field.name)) for field in dataclasses.fields(config))
     return kind | {name: _plain(value) for name, value in pairs if value is not None}
 
 
 def to_toml(config: Any) -> str:
     return tomli_w.dumps(to_dict(config))
-
-
-def kind_name(variant: type) -> str:
-    """NoShard -> no_shard: how TOML names one variant of a union."""
-    return re.sub(r"(?<!^)(?=[A-Z])", "_", variant.__name__).lower()
 
 
 def _plain(value: Any) -> Any:
@@ -134,9 +128,9 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
 
 
 def _convert_variant(options: list[Any], value: Any, path: str) -> Any:
-    """`kind = "no_shard"` or just the string "no_shard" chooses the dataclass of that name."""
+    """`kind = "no_shard"`, or just the string "no_shard", chooses the dataclass whose `kind` that is."""
     table = {"kind": value} if isinstance(value, str) else value
-    by_name = {kind_name(option): option for option in options}
+    by_name = {option.kind: option for option in options}
     if not isinstance(table, dict) or "kind" not in table:
         raise ConfigError(f"{path} needs a kind, one of {', '.join(by_name)}.")
     kind = table["kind"]

@@ -13,26 +13,32 @@ from pathlib import Path
 
 from rich.console import Console
 
+from potluck.train.launch import usable_cores
 from potluck.train.progress import size
 
 BACKEND_PROBE = """
-import sys, time, torch, torch.distributed as dist
-import potluck
-from potluck.train.link import connect, choose_device
-device = choose_device() if sys.argv[1] == "nccl" else torch.device("cpu")
-link = connect(device, 30)
-tensor = torch.ones(4_000_000, device=device)
-link.start_sum(tensor).wait()
-assert tensor[0].item() == link.world
-best = float("inf")
-for _ in range(5):
+import os, sys, time, torch, torch.distributed as dist
+backend, rank, world = sys.argv[1], int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
+if backend == "nccl":
+    torch.cuda.set_device(device)
+dist.init_process_group(backend, "file://" + os.environ["POTLUCK_RENDEZVOUS"], rank=rank, world_size=world)
+def average():
+    tensor = torch.ones(4_000_000, device=device)
     start = time.perf_counter()
-    link.start_sum(tensor).wait()
-    best = min(best, time.perf_counter() - start)
-if link.rank == 0:
-    print(f"{tensor.nbytes / best:.0f}")
-link.close()
+    dist.all_reduce(tensor)
+    assert tensor[0].item() == world
+    return tensor.nbytes / (time.perf_counter() - start)
+rate = max(average() for _ in range(6))
+if rank == 0:
+    print(f"{rate:.0f}")
+dist.destroy_process_group()
 """
+WAYS_OUT = {
+    "gloo": "If a firewall guards the loopback interface, allow it; if the interface is not called lo, name it in"
+    " GLOO_SOCKET_IFNAME.",
+    "nccl": "Set NCCL_DEBUG=INFO and run it again to see why; until it works, workers can share over Gloo.",
+}
 
 
 @dataclass
@@ -70,8 +76,7 @@ def examine(console: Console | None = None) -> int:
 
 def look_at_machine(findings: Findings) -> None:
     memory = _memory_bytes()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    findings.brings["cores"] = f"{cores} ({platform.machine()}, {platform.system()})"
+    findings.brings["cores"] = f"{usable_cores()} ({platform.machine()}, {platform.system()})"
     if memory is not None:
         findings.brings["memory"] = f"{size(memory[1])} free of {size(memory[0])}"
         if memory[1] < 1e9:
@@ -163,20 +168,17 @@ def try_backends(findings: Findings) -> None:
         findings.wrong.append("This torch is built without torch.distributed, so there can be only one worker.")
         return
     backends = {"gloo": 2}
-    if torch.cuda.is_available() and dist.is_nccl_available() and torch.cuda.device_count() > 1:
+    if torch.cuda.is_available() and dist.is_nccl_available():
         backends["nccl"] = torch.cuda.device_count()
     for name, workers in backends.items():
+        label = f"{name}, {workers} worker{'s' if workers > 1 else ''}"
         code, said = _launch_probe(name, workers)
         if code == 0 and said.split():
-            rate = float(said.split()[-1])
-            findings.brings[f"{name}, {workers} workers"] = f"works, averages {size(rate)}/s"
+            findings.brings[label] = f"works, averages {size(float(said.split()[-1]))}/s"
         else:
-            findings.brings[f"{name}, {workers} workers"] = "does not work"
-            findings.wrong.append(
-                f"Two workers on this machine cannot talk over {name}: {(said.strip() or str(code)).splitlines()[-1]}."
-                " If a firewall guards the loopback interface, allow it; if the interface is not called lo, name it in"
-                " GLOO_SOCKET_IFNAME."
-            )
+            reason = (said.strip() or str(code)).splitlines()[-1]
+            findings.brings[label] = "does not work"
+            findings.wrong.append(f"Workers on this machine cannot talk over {name}: {reason}. {WAYS_OUT[name]}")
 
 
 def _launch_probe(backend: str, workers: int) -> tuple[int, str]:

@@ -134,7 +134,8 @@ class EventFile:
     """A listener that appends each event to a file as one JSON line, written through at once."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("a", encoding="utf-8")
+        self._file = path.open("a+", encoding="utf-8")
+        self._end_torn_line(path)
 
     def __call__(self, event: Event) -> None:
         # JSON has no NaN: a reader of another language would stumble over it.
@@ -149,6 +150,12 @@ class EventFile:
 
     def close(self) -> None:
         self._file.close()
+
+    def _end_torn_line(self, path: Path) -> None:
+        """A crash may have cut the last line; the next event must not become part of it."""
+        text = path.read_bytes()
+        if text and not text.endswith(b"\n"):
+            self._file.write("\n")
 
 
 def read_events(path: Path) -> Iterator[dict[str, Any]]:

@@ -118,6 +118,18 @@ def test_a_recipe_trains_and_tells_all_that_a_person_wants_to_know(place: Path) 
     model.load_state_dict(load_file(folder / "model.safetensors"))
 
 
+def test_two_runs_at_once_in_one_folder_are_refused(place: Path) -> None:
+    first = start(place, "train", "tiny.toml", "--out", "both", "--set", "fit.epochs=1000")
+    wait_until(lambda: len(steps(place / "both")) >= 1)
+    second = run(
+        place, "train", "tiny.toml", "--out", "both", "--resume" if (place / "both/checkpoints").exists() else "-n2"
+    )
+    first.send_signal(signal.SIGINT)
+    assert first.wait(30) == 130
+    first.communicate()
+    assert second.returncode == 2 and "Another run is using both right now." in second.stderr
+
+
 def test_a_second_run_takes_a_folder_of_its_own_and_never_the_firsts(place: Path) -> None:
     short = ("train", "tiny.toml", "--set", "fit.max_steps=2")
     assert run(place, *short).returncode == 0
@@ -143,6 +155,8 @@ def test_a_second_run_takes_a_folder_of_its_own_and_never_the_firsts(place: Path
         (("train", "tiny.toml", "--set", "batch.size=1"), "A batch of 1 does not fit 2 workers"),
         (("train", "tiny.toml", "--out", "/proc/potluck"), "Cannot write to the run folder /proc/potluck"),
         (("train", "tiny.toml", "--out", "text/run"), "Cannot write to the run folder text/run: Not a directory"),
+        (("train", "tiny.toml", "--set", "model.dim=1000000"), "Make model.dim or model.layers smaller"),
+        (("train", "tiny.toml", "--set", "optimizer.lr=inf"), "lr must be above 0, not inf"),
         (("train", "tiny.toml", "--resume"), "There is no run to resume in runs/tiny."),
         (("train", "tiny.toml", "--set", "policy.kind=sync", "--set", "policy.shares=[1]"), "shares has 1 numbers"),
         (("run", "nothing.py"), "There is no script nothing.py."),
@@ -248,6 +262,73 @@ def test_no_space_for_a_checkpoint_is_said_before_anything_is_computed(place: Pa
         assert re.search(r"The run folder small/run has [\d.]+ MB left, and one checkpoint takes about", done.stderr)
     finally:
         subprocess.run(["umount", small], check=True)
+
+
+def test_nobody_leaves_before_the_checkpoint_is_on_the_disk(place: Path) -> None:
+    """The disk takes longer than the launcher's patience with stragglers."""
+    text = (
+        (ROOT / "examples" / "trainer.py")
+        .read_text()
+        .replace("epochs=4", "epochs=4000")
+        .replace("every=100", "every=10**9")
+    )
+    slow = (
+        "import time\nfrom potluck.train import checkpoint\nwrite = checkpoint.write\n"
+        "def slow_write(*arguments):\n    time.sleep(5)\n    return write(*arguments)\n"
+        "checkpoint.write = slow_write\n"
+    )
+    (place / "script.py").write_text(slow + text)
+    process = start(place, "run", "-n", "2", "script.py")
+    wait_until(lambda: len(steps(place / "runs" / "sines")) >= 3)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=40)
+    assert process.returncode == 130, stderr
+    found = re.search(r"Saved in (\S+)\.", stderr)
+    assert found and (place / found[1] / "manifest.json").exists()
+
+
+def test_the_first_to_fail_is_named_even_if_another_fails_because_of_it(place: Path) -> None:
+    (place / "bad.py").write_text(
+        "import os, torch, torch.distributed as dist\n"
+        "rank = int(os.environ['RANK'])\n"
+        "dist.init_process_group('gloo', f\"file://{os.environ['POTLUCK_RENDEZVOUS']}\", rank=rank, world_size=2)\n"
+        "if rank == 1: raise KeyError('salt')\n"
+        "dist.all_reduce(torch.ones(1))\n"
+    )
+    done = run(place, "run", "-n", "2", "bad.py")
+    assert "Worker 1 failed, so the others stopped too. Its last words: KeyError: 'salt'" in done.stderr
+
+
+def test_every_line_of_every_worker_is_heard(place: Path) -> None:
+    (place / "talk.py").write_text("for i in range(2000): print('line', i)\n")
+    done = run(place, "run", "-n", "3", "talk.py")
+    assert done.stdout.count("line") == 2000 and done.stderr.count("line") == 4000
+
+
+def test_a_refused_resume_changes_nothing_and_a_new_setting_takes_effect(place: Path) -> None:
+    assert run(place, "train", "tiny.toml", "--set", "fit.max_steps=2").returncode == 0
+    kept = (place / "runs" / "tiny" / "run.toml").read_text()
+    again = ("train", "runs/tiny/run.toml", "--out", "runs/tiny", "--resume")
+    assert run(place, *again, "--set", "model.dim=32").returncode == 2
+    assert (place / "runs" / "tiny" / "run.toml").read_text() == kept
+    assert run(place, *again, "--set", "fit.max_steps=3", "--set", "optimizer.lr=0.5").returncode == 0
+    rates = [r["lr"] for r in read_events(place / "runs/tiny/events.jsonl") if r["event"] == "step_done"]
+    assert len(rates) == 3 and rates[2] > 0.01
+
+
+def test_the_demo_trains(place: Path) -> None:
+    done = run(place, "demo", "--set", "fit.max_steps=3")
+    assert done.returncode == 0, done.stderr
+    assert "Training 870k parameters on 2 workers" in done.stdout and "What the model wrote" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_the_whole_demo_learns_within_two_minutes_of_training(place: Path) -> None:
+    done = run(place, "demo", timeout_s=300)
+    found = re.search(r"Finished .* in (.+), loss [\d.]+, validation loss ([\d.]+)", done.stdout)
+    assert found and float(found[2]) < 1.9
+    print(f"trained for {found[1]}")
 
 
 def test_a_second_ctrl_c_stops_at_once(place: Path) -> None:

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from tests.ranks import run_ranks
 from torch import Tensor, nn
 
 import potluck
 from potluck import CheckpointConfig, FitConfig, StepConfig
 from potluck.errors import Interrupted
 from potluck.train.model import GPT, ModelConfig, next_token_loss
+from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

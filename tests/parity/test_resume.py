@@ -1,18 +1,21 @@
 """A run that was stopped and resumed ends with the very weights of a run that was not."""
 
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.ranks import run_ranks
 from torch import Tensor, nn
 
 import potluck
 from potluck import CheckpointConfig, FitConfig, ScheduleConfig
 from potluck.errors import CheckpointError, Interrupted
 from potluck.events import read_events
+from potluck.train.data import BatchConfig
+from tests.ranks import RankFailed, run_ranks
 
 OPTIMIZERS: dict[str, Any] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),
@@ -148,6 +151,117 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(tmp_path: Path) -> None:
     assert "model.safetensors does not match its checksum" in passed[0]["reason"]
     for name, expected in whole[0]["state"].items():
         assert torch.equal(found[0]["state"][name], expected), name
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_from_nothing(tmp_path: Path) -> None:
+    run_ranks(1, fit_until, str(tmp_path), 2, "adamw")
+    (tmp_path / "checkpoints" / "step-00000002" / "manifest.json").write_text("{}")
+    with pytest.raises(RankFailed, match=r"Every checkpoint in .* is damaged"):
+        run_ranks(1, fit_on, str(tmp_path))
+
+
+def test_a_new_run_does_not_take_over_the_folder_of_another(tmp_path: Path) -> None:
+    run_ranks(1, fit_until, str(tmp_path), 2, "adamw")
+    with pytest.raises(RankFailed, match="already holds a run"):
+        run_ranks(1, fit_whole, str(tmp_path), "adamw")
+
+
+# What else a run may go through before and after it is stopped
+
+
+class Noisy(torch.utils.data.Dataset[Tensor]):
+    """Each row has noise of its own, drawn when it is fetched; one row is not a number."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, row: int) -> Tensor:
+        x = torch.randn(4) + np.random.standard_normal() + random.random()
+        return x * float("nan") if row == 5 else x
+
+
+def fit_noisy(folder: str, config: FitConfig, batch: BatchConfig, resume: bool, stop_at: int = 0) -> dict[str, Any]:
+    with potluck.init() as fleet:
+        model = make_model()
+        if stop_at:
+            fleet.after_step.append(lambda: fleet.request_stop() if fleet.step_number == stop_at - 1 else None)
+        seen: list[Tensor] = []
+
+        def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+            seen.append(x)
+            return model(x).square().mean()
+
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        trainer = potluck.Trainer(
+            model, optimizer, Noisy(), loss=loss_of, batch_size=batch, folder=folder, engine=fleet, config=config
+        )
+        try:
+            trainer.fit(resume=resume)
+        except Interrupted:
+            assert stop_at
+        state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        summary = trainer.summary
+        rows = torch.cat(seen or [torch.ones(1)])
+        return {"state": state, "steps": summary.steps, "rows": summary.rows_seen, "seen": rows,
+                "sentences": summary.epochs, "skipped": summary.skipped, "total": trainer.rows_total,
+                "lr": optimizer.param_groups[0]["lr"]}  # fmt: skip
+
+
+def quiet(**settings: Any) -> FitConfig:
+    return FitConfig(progress=False, checkpoint=CheckpointConfig(every=1), **settings)
+
+
+@pytest.mark.parametrize("fetchers", [0, 2])
+@pytest.mark.parametrize("stop_at", [1, 3, 6])
+def test_skipped_steps_random_rows_and_fetchers_resume_to_the_bit(tmp_path: Path, fetchers: int, stop_at: int) -> None:
+    batch, config = BatchConfig(size=8, fetchers=fetchers), quiet(epochs=2, max_steps=5)
+    if stop_at > 5:
+        config = quiet(epochs=3)
+    whole = run_ranks(2, fit_noisy, str(tmp_path / "whole"), config, batch, False)
+    assert whole[0]["skipped"] >= 1
+    run_ranks(2, fit_noisy, str(tmp_path / "part"), config, batch, False, stop_at)
+    resumed = run_ranks(2, fit_noisy, str(tmp_path / "part"), config, batch, True)
+    for name, expected in whole[0]["state"].items():
+        assert torch.equal(resumed[0]["state"][name], expected), name
+        assert torch.equal(whole[1]["state"][name], expected), name
+        assert torch.isfinite(expected).all(), name
+    assert resumed[0]["steps"] == whole[0]["steps"]
+
+
+@pytest.mark.parametrize("fetchers", [0, 2])
+def test_random_rows_differ_between_epochs_and_workers(tmp_path: Path, fetchers: int) -> None:
+    found = run_ranks(2, fit_noisy, str(tmp_path), quiet(epochs=2), BatchConfig(size=8, fetchers=fetchers), False)
+    drawn = torch.cat([result["seen"] for result in found])
+    drawn = drawn[torch.isfinite(drawn).all(dim=1)]
+    assert len(torch.unique(drawn, dim=0)) == len(drawn) == 46
+    assert (
+        "each of its 24 samples was used exactly once, 8 of them in steps that were skipped" in found[0]["sentences"][0]
+    )
+
+
+@pytest.mark.parametrize(("before", "after"), [(4, 12), (12, 4)])
+def test_another_batch_size_on_resume_still_trains_each_row_once(tmp_path: Path, before: int, after: int) -> None:
+    run_ranks(1, fit_noisy, str(tmp_path), quiet(), BatchConfig(size=before), False, 1)
+    found = run_ranks(1, fit_noisy, str(tmp_path), quiet(), BatchConfig(size=after), True)[0]
+    assert found["rows"] == found["total"] == 24
+    assert "each of its 24 samples was used exactly once" in found["sentences"][0]
+
+
+@pytest.mark.parametrize(("max_steps", "rows"), [(2, 20), (3, 24), (4, 34), (None, 72)])
+def test_the_schedule_knows_how_many_rows_a_run_has(tmp_path: Path, max_steps: int | None, rows: int) -> None:
+    config = quiet(epochs=3, max_steps=max_steps, schedule=ScheduleConfig(warmup=0, floor=0))
+    found = run_ranks(1, fit_noisy, str(tmp_path), config, BatchConfig(size=10), False)[0]
+    assert found["total"] == found["rows"] == rows
+    assert found["lr"] == pytest.approx(0, abs=1e-9)  # the cosine ends where the run does
+
+
+def test_the_learning_rate_does_not_depend_on_the_number_of_workers(tmp_path: Path) -> None:
+    rates = []
+    for world in (1, 2):
+        run_ranks(world, fit_whole, str(tmp_path / str(world)), "adamw")
+        records = read_events(tmp_path / str(world) / "events.jsonl")
+        rates.append([record["lr"] for record in records if record["event"] == "step_done"])
+    assert rates[0] == rates[1] and len(set(rates[0])) > 10
 
 
 def load_into_another_model(folder: str) -> str:

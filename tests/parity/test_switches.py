@@ -5,13 +5,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.ranks import run_ranks
 from torch import Tensor, nn
 
 import potluck
 from potluck import StepConfig
 from potluck.errors import ConfigError
 from potluck.train.model import GPT, ModelConfig, next_token_loss
+from tests.ranks import run_ranks
 
 TINY = ModelConfig(dim=16, layers=2, heads=2, context=8)
 

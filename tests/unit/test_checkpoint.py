@@ -79,11 +79,27 @@ def test_a_manifest_cannot_name_a_file_elsewhere(tmp_path: Path) -> None:
 
 
 def test_only_the_last_few_are_kept(tmp_path: Path) -> None:
-    for step in range(1, 6):
-        write(tmp_path, snapshot(step))
+    places = [write(tmp_path, snapshot(step)) for step in range(1, 6)]
     (tmp_path / ".writing-step-00000009-1").mkdir()
-    prune(tmp_path, keep_last=2)
+    prune(tmp_path, keep_last=2, newest=places[-1])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000004", "step-00000005"]
+
+
+def test_the_one_just_written_always_stays_and_what_comes_after_it_is_not_ours_to_remove(tmp_path: Path) -> None:
+    for step in (10, 20, 40, 50):
+        write(tmp_path, snapshot(step))
+    prune(tmp_path, keep_last=2, newest=write(tmp_path, snapshot(30)))
+    assert [path.name[-2:] for path in sorted(tmp_path.iterdir())] == ["20", "30", "40", "50"]
+
+
+def test_a_step_that_is_saved_again_takes_a_place_of_its_own_and_is_the_newer(tmp_path: Path) -> None:
+    first = write(tmp_path, snapshot(3))
+    again = Snapshot({"step": 3, "again": True}, snapshot(3).files)
+    second = write(tmp_path, again)
+    assert (first.name, second.name) == ("step-00000003", "step-00000003-2")
+    assert newest(tmp_path, lambda path, reason: None)[1]["again"]  # type: ignore[index]
+    prune(tmp_path, keep_last=1, newest=second)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000003-2"]
 
 
 def test_an_empty_or_missing_folder_has_none(tmp_path: Path) -> None:
@@ -100,8 +116,8 @@ folder = Path(sys.argv[1])
 step = 0
 while True:
     step += 1
-    write(folder, Snapshot({"step": step}, {"model": {"a": torch.full((300_000,), float(step))}}))
-    prune(folder, 2)
+    place = write(folder, Snapshot({"step": step}, {"model": {"a": torch.full((300_000,), float(step))}}))
+    prune(folder, 2, place)
     print(step, flush=True)
 """
 
@@ -140,6 +156,16 @@ def test_the_writer_reports_what_went_wrong_at_the_next_wait(tmp_path: Path) -> 
     writer.wait()  # said once
 
 
+def test_whatever_goes_wrong_in_the_background_is_raised_in_the_foreground(tmp_path: Path) -> None:
+    def broken(place: Path) -> None:
+        raise RuntimeError("nobody listens")
+
+    writer = Writer(tmp_path, keep_last=2)
+    writer.start(snapshot(1), broken)
+    with pytest.raises(RuntimeError, match="nobody listens"):
+        writer.wait()
+
+
 def test_a_full_disk_is_a_sentence_and_the_last_checkpoint_stays_whole(tmp_path: Path) -> None:
     small = tmp_path / "small"
     small.mkdir()
@@ -150,6 +176,7 @@ def test_a_full_disk_is_a_sentence_and_the_last_checkpoint_stays_whole(tmp_path:
         with pytest.raises(CheckpointError, match=r"4,000,\d+ bytes are needed and [\d,]+ are free"):
             write(small, snapshot(2, size=1_000_000))
         assert found(small) == (1, [])
+        assert [path.name for path in small.iterdir()] == ["step-00000001"]
     finally:
         subprocess.run(["umount", small], check=True)
 

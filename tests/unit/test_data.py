@@ -106,6 +106,11 @@ def test_looking_ahead_draws_no_random_number() -> None:
     [
         (torch.empty(0, 3), "The dataset is empty"),
         (iter([1, 2]), "needs __len__ and __getitem__"),
+        (None, "needs __len__ and __getitem__"),
+        ({"x": torch.zeros(3)}, "dict is neither"),
+        (([1, 2], [3, 4]), "tuple is neither"),
+        (torch.tensor(3.0), "Tensor is neither"),
+        ("text", "str is neither"),
         ((torch.zeros(3), torch.zeros(4)), "differ in length: 3, 4"),
     ],
 )

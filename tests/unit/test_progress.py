@@ -1,4 +1,5 @@
 import io
+import re
 from pathlib import Path
 
 import pytest
@@ -62,7 +63,8 @@ def test_a_live_view_with_a_line_per_worker_on_a_terminal() -> None:
     for event in story():
         progress(event)
     last_view = out.getvalue().rsplit("worker", 1)[1]
-    assert "0" in last_view and "300 ms" in last_view and "25 %" in last_view
+    assert re.search(r"^0 +4 +300 ms +0 % +1,333", last_view, re.MULTILINE)
+    assert re.search(r"^1 +4 +300 ms +25 % +1,000", last_view, re.MULTILINE)
 
 
 @pytest.mark.parametrize(
@@ -98,4 +100,4 @@ def test_the_picture_is_a_png(tmp_path: Path) -> None:
 
 
 def test_a_running_mean_starts_from_the_first_value() -> None:
-    assert running_mean([2.0, 4.0], keep=0.5) == [2.0, 3.0]
+    assert running_mean([2.0, 4.0, 9.0, 9.0], keep=0.5) == [2.0, 3.0, 6.0, 7.5]

@@ -14,14 +14,6 @@ def test_it_rises_in_a_line_and_falls_along_a_cosine() -> None:
     assert schedule.factor(2000, 1000) == pytest.approx(0.2)
 
 
-def test_it_depends_on_rows_alone() -> None:
-    """A run of 10 steps of 100 rows and one of 100 steps of 10 rows agree wherever they have seen the same rows."""
-    schedule = ScheduleConfig()
-    assert [schedule.factor(rows, 1000) for rows in range(100, 1001, 100)] == [
-        schedule.factor(10 * step, 1000) for step in range(10, 101, 10)
-    ]
-
-
 def test_no_warmup_starts_at_the_peak_and_a_floor_of_one_stays_there() -> None:
     assert ScheduleConfig(warmup=0).factor(0, 10) == 1.0
     assert ScheduleConfig(warmup=0, floor=1).factor(7, 10) == 1.0

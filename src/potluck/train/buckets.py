@@ -30,8 +30,8 @@ class Bucket:
         self.flat = torch.zeros(total, dtype=first.dtype, device=first.device)  # [sum of numel]
         pieces = torch.split(self.flat, [parameter.numel() for parameter in parameters])
         self.views = [piece.view_as(p) for piece, p in zip(pieces, parameters, strict=True)]
-        self.missing = len(parameters)
-        """How many gradients of the step's last backward have yet to arrive."""
+        self.missing = set(range(len(parameters)))
+        """Which gradients of the step's last backward have yet to arrive."""
         self.arrived = [False] * len(parameters)
         """Which gradients any backward of this step has given."""
 
@@ -52,7 +52,7 @@ class Bucket:
                 parameter.grad = view
 
     def reset(self) -> None:
-        self.missing = len(self.parameters)
+        self.missing = set(range(len(self.parameters)))
         self.arrived = [False] * len(self.parameters)
 
 
@@ -122,7 +122,12 @@ class Buckets:
                 )
             bucket.take(index)
             if self._communicate:
-                bucket.missing -= 1
+                if index not in bucket.missing:
+                    raise ConfigError(
+                        f"{self.names[id(parameter)]} got a gradient twice in one backward, as reentrant activation"
+                        " checkpointing does. Use use_reentrant=False."
+                    )
+                bucket.missing.remove(index)
                 self._start_full_buckets()
 
         return on_gradient

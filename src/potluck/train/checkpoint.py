@@ -6,6 +6,7 @@ before it whole. Knows nothing of links: rank 0 alone touches the disk.
 """
 
 import hashlib
+import itertools
 import json
 import mmap
 import os
@@ -26,7 +27,7 @@ from potluck.errors import CheckpointError
 
 FORMAT = 1
 MODEL, OPTIMIZER, RANDOM = "model", "optimizer", "random"
-_NAME = re.compile(r"step-(\d{8,})")
+_NAME = re.compile(r"step-(\d{8,})(?:-(\d+))?")
 _WRITING, _LEAVING = ".writing-", ".leaving-"
 
 
@@ -65,11 +66,13 @@ class Snapshot:
 
 def write(folder: Path, snapshot: Snapshot) -> Path:
     """Writes a checkpoint below `folder` and returns where it is. Whole or not at all."""
-    place = folder / f"step-{snapshot.step:08d}"
+    place = _free_place(folder, snapshot.step)
+    aside = folder / f"{_WRITING}{place.name}-{os.getpid()}"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        if not folder.exists():
+            folder.mkdir(parents=True)
+            _sync(folder.parent)
         _insist_on_space(folder, snapshot.bytes)
-        aside = folder / f"{_WRITING}{place.name}-{os.getpid()}"
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir()
         sums = {}
@@ -83,11 +86,10 @@ def write(folder: Path, snapshot: Snapshot) -> Path:
         manifest.write_text(json.dumps({"sha256": _body_sha256(body), "body": body}, indent=1), encoding="utf-8")
         _sync(manifest)
         _sync(aside)
-        if place.exists():  # a run that went back to an older checkpoint passes the same step again
-            _remove(place)
         aside.rename(place)
         _sync(folder)
     except (OSError, SafetensorError) as error:
+        shutil.rmtree(aside, ignore_errors=True)
         reason = getattr(error, "strerror", None) or str(error)
         raise CheckpointError(
             f"Cannot write the checkpoint of step {snapshot.step} to {folder}: {reason}. Checkpoints that were there"
@@ -96,9 +98,13 @@ def write(folder: Path, snapshot: Snapshot) -> Path:
     return place
 
 
-def prune(folder: Path, keep_last: int) -> None:
-    """Removes all but the newest few, and what killed writers left behind."""
-    for path in _found(folder)[keep_last:]:
+def prune(folder: Path, keep_last: int, newest: Path) -> None:
+    """Removes all but `newest` and the few before it, and what killed writers left behind.
+
+    What comes after `newest` stays: it is damaged and was passed over, or not ours.
+    """
+    found = _found(folder)
+    for path in found[found.index(newest) + keep_last :]:
         _remove(path)
     for leftover in [*folder.glob(f"{_WRITING}*"), *folder.glob(f"{_LEAVING}*")]:
         shutil.rmtree(leftover, ignore_errors=True)
@@ -109,9 +115,9 @@ class Writer:
 
     def __init__(self, folder: Path, keep_last: int) -> None:
         self.folder = folder
-        self._keep_last = keep_last
+        self.keep_last = keep_last
         self._thread: threading.Thread | None = None
-        self._error: CheckpointError | None = None
+        self._error: Exception | None = None
 
     def start(self, snapshot: Snapshot, on_saved: Callable[[Path], None]) -> None:
         """Begins to write. Waits for the one before it, if that is still being written."""
@@ -120,9 +126,9 @@ class Writer:
         def work() -> None:
             try:
                 place = write(self.folder, snapshot)
-                prune(self.folder, self._keep_last)
+                prune(self.folder, self.keep_last, place)
                 on_saved(place)
-            except CheckpointError as error:
+            except Exception as error:  # raised by the next wait(), where somebody hears of it
                 self._error = error
 
         self._thread = threading.Thread(target=work, name="checkpoint writer")
@@ -151,6 +157,10 @@ def newest(folder: Path, pass_over: Callable[[Path, str], None]) -> tuple[Path, 
     return None
 
 
+def holds_any(folder: Path) -> bool:
+    return bool(_found(folder))
+
+
 def check(path: Path) -> dict[str, Any]:
     """The manifest's body, once every file's checksum is right."""
     try:
@@ -163,7 +173,7 @@ def check(path: Path) -> dict[str, Any]:
         for name, expected in body["files"].items():
             if Path(name).name != name:
                 raise CheckpointError(f"{path} is damaged: its manifest names {name!r}, which is not a file in it.")
-            if file_sha256(path / name) != expected["sha256"]:
+            if (path / name).stat().st_size != expected["bytes"] or file_sha256(path / name) != expected["sha256"]:
                 raise CheckpointError(f"{path} is damaged: {name} does not match its checksum.")
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = getattr(error, "strerror", None) or f"{type(error).__name__} in its manifest.json"
@@ -189,8 +199,15 @@ def _found(folder: Path) -> list[Path]:
     """Checkpoints, newest first."""
     if not folder.is_dir():
         return []
-    matches = [(int(found[1]), path) for path in folder.iterdir() if (found := _NAME.fullmatch(path.name))]
-    return [path for _, path in sorted(matches, reverse=True)]
+    matches = [(found, path) for path in folder.iterdir() if (found := _NAME.fullmatch(path.name))]
+    return [path for _, path in sorted(((int(m[1]), int(m[2] or 1)), path) for m, path in matches)][::-1]
+
+
+def _free_place(folder: Path, step: int) -> Path:
+    """A run that went back to an older checkpoint passes a step again: what is there stays until the new one is."""
+    name = f"step-{step:08d}"
+    numbered = (folder / f"{name}-{number}" for number in itertools.count(2))
+    return next(path for path in itertools.chain([folder / name], numbered) if not path.exists())
 
 
 def _remove(path: Path) -> None:

@@ -5,16 +5,18 @@ in micro-batches.
 """
 
 import itertools
+import random
 import sysconfig
 import zlib
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from potluck.agree.policy import share_out
 from potluck.errors import ConfigError
@@ -90,11 +92,12 @@ def read_text(config: DataConfig) -> bytes:
         if len(found) >= limit:
             break
         try:
-            text = file.read_bytes()
+            with file.open("rb") as opened:
+                text = opened.read(config.limit_bytes and limit - len(found))
         except OSError as error:
             raise ConfigError(f"Cannot read {file}: {error.strerror}.") from None
         if b"\0" not in text[:8192]:
-            found += text[: limit - len(found)]
+            found += text
     if not found:
         raise ConfigError(f"There is no text in {', '.join(config.paths)}. Name files or folders that hold some.")
     return bytes(found)
@@ -180,7 +183,7 @@ class Loader:
         self._shares = shares
         self._rank = rank
         self._device = device
-        self._collate = collate
+        self.collate = collate
         if self.rows == 0:
             raise ConfigError("The dataset is empty.")
 
@@ -220,11 +223,16 @@ class Loader:
 
     def _order(self) -> Tensor:
         """The epoch's shuffled order: the same on every rank, and after a restart."""
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.position.epoch)
+        generator = torch.Generator().manual_seed(mix(self.seed, self.position.epoch))
         return torch.randperm(self.rows, generator=generator)
 
     def _fetch(self, order: Tensor, row: int) -> DataLoader[Any]:
-        indices = (order[m.start : m.end].tolist() for m in self._micro_batches(row) if m.start < m.end)
+        parts = (m for m in self._micro_batches(row) if m.start < m.end)
+        indices: Iterator[list[int]] = (order[m.start : m.end].tolist() for m in parts)
+        dataset = self.dataset
+        if self.batch.fetchers:
+            dataset, epoch = SeededRows(dataset), self.position.epoch
+            indices = ([mix(self.seed, epoch, m.start), *order[m.start : m.end].tolist()] for m in parts)
         # A generator of its own: a DataLoader draws its seed from the default one, and a resumed run would draw
         # once more often than a run that was never stopped.
         options: dict[str, Any] = {
@@ -233,9 +241,9 @@ class Loader:
             "pin_memory": self._device.type == "cuda" and self.batch.fetchers > 0,
             "num_workers": self.batch.fetchers,
         }
-        if isinstance(self.dataset, TensorRows):
-            return DataLoader(self.dataset, batch_size=None, sampler=indices, **options)
-        return DataLoader(self.dataset, batch_sampler=indices, collate_fn=self._collate, **options)
+        if isinstance(self.dataset, TensorRows) and self.collate is None:
+            return DataLoader(dataset, batch_size=None, sampler=indices, **options)
+        return DataLoader(dataset, batch_sampler=indices, collate_fn=self.collate, **options)
 
     def _insist_on_step(self) -> None:
         """A forgotten step() would leave the other workers waiting for this one's gradients."""
@@ -245,6 +253,39 @@ class Loader:
                 f"The batch that ends at row {done.step_end} was given out, but step() was not called after it."
                 " Call backward() and step() for every batch of the loader."
             )
+
+
+class SeededRows(Dataset[Any]):
+    """A dataset in a fetching process, whose random numbers depend on the rows asked for and on nothing before them.
+
+    The first of the rows asked for is the seed.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __getitem__(self, rows: list[int]) -> Any:  # of TensorRows, which draw nothing
+        return self.dataset[rows[1:]]
+
+    def __getitems__(self, rows: list[int]) -> list[Any]:
+        seed_everything(rows[0])
+        if hasattr(self.dataset, "__getitems__"):
+            return list(self.dataset.__getitems__(rows[1:]))
+        return [self.dataset[row] for row in rows[1:]]
+
+
+def mix(*numbers: int) -> int:
+    """One seed from several numbers, the same on every machine."""
+    mixed = 0
+    for number in numbers:
+        mixed = (mixed * 1_000_003 + number) % (1 << 63)
+    return mixed
+
+
+def seed_everything(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % (1 << 32))
 
 
 class TensorRows(Dataset[Any]):
@@ -263,16 +304,17 @@ class TensorRows(Dataset[Any]):
 
 def as_dataset(data: Any) -> Any:
     """A map-style dataset as it is; a tensor, or several of one length, as one."""
-    if isinstance(data, Tensor):
+    if isinstance(data, Tensor) and data.dim():
         return TensorRows(data)
-    if isinstance(data, tuple | list) and data and all(isinstance(item, Tensor) for item in data):
+    if isinstance(data, tuple) and data and all(isinstance(item, Tensor) and item.dim() for item in data):
         if len({len(item) for item in data}) > 1:
             raise ConfigError(f"The tensors differ in length: {', '.join(str(len(item)) for item in data)}.")
         return TensorRows(*data)
-    if not isinstance(data, Sized) or not hasattr(data, "__getitem__"):
+    not_rows = isinstance(data, IterableDataset | Mapping | tuple | str | bytes | Tensor)
+    if not_rows or not isinstance(data, Sized) or not hasattr(data, "__getitem__"):
         raise ConfigError(
-            f"A dataset needs __len__ and __getitem__ (map-style), and {type(data).__name__} lacks one of them."
-            " Each sample is used exactly once, so their number must be known."
+            f"A dataset needs __len__ and __getitem__ (map-style), or is a tensor or a tuple of tensors;"
+            f" {type(data).__name__} is neither. Each sample is used exactly once, so their number must be known."
         )
     return data
 

@@ -7,20 +7,22 @@
         fleet.backward(loss, samples=len(batch))
         fleet.step()
 
+In the last step of an epoch there may be fewer rows than workers; one that has none takes part from within the loader,
+and its loop body does not run. What must happen at every step on every worker, such as a scheduler's step, belongs in
+`fleet.after_step`. An optimizer.zero_grad() is not needed, and does nothing.
+
 It knows where the run stands (step, rows, position in the epoch) and makes every decision that all workers must
 make alike: to apply a gradient or to skip it, to stop, to have ended an epoch.
 """
 
 import json
 import math
-import random
 import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, overload
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -30,14 +32,21 @@ from potluck.errors import CheckpointError, ConfigError, Diverged
 from potluck.events import EpochDone, EventLog, StepDone, StepSkipped
 from potluck.fleet.ledger import Ledger, prove
 from potluck.shard.strategy import NoShard, ShardingStrategy
-from potluck.train.data import BatchConfig, Loader, MicroBatch, Position, as_dataset, rows_of
+from potluck.train.data import (
+    BatchConfig,
+    Loader,
+    MicroBatch,
+    Position,
+    as_dataset,
+    mix,
+    rows_of,
+    seed_everything,
+)
 from potluck.train.link import Alone, Link, choose_device, connect
+from potluck.train.order import PATIENCE_S
 from potluck.train.pulse import Pulse, Verdict, decide_step, worker_steps
 from potluck.train.replica import Replica, StepConfig
 from potluck.train.saves import Saves, Standing
-
-PATIENCE_S = 600.0
-"""How long a worker may be silent before the others give it up. A dead one is noticed at once."""
 
 
 def init(
@@ -77,11 +86,14 @@ class Engine:
         self.skipped = 0
         self.stopping = False
         """Every worker has agreed to stop after the step that is done."""
+        self.loaded_from: Path | None = None
         self.last_epoch: EpochDone | None = None
         """What was proved of the epoch that ended last."""
         self.replica: Replica | None = None
         self.loader: Loader | None = None
         self._skipped_in_a_row = 0
+        self._skipped_rows = 0
+        """Of the epoch that is under way."""
         self._wants_stop = False
         self._optimizer_s = 0.0
         self._ledger = Ledger()
@@ -132,7 +144,13 @@ class Engine:
         `batch_size` is the rows of one step over all workers together, so that the numbers do not depend on how many
         there are. Without a dataset you bring your own batches; their sizes may differ between workers.
         """
+        if self.replica is not None:
+            raise ConfigError(
+                "prepare() was called already, and a run trains one model with one optimizer. Put several models into"
+                " one nn.Module, and their parameters into groups of one optimizer."
+            )
         self.replica = Replica(model, optimizer, self.link, self.device, self.config)
+        self.replica.remember_buffers()
         if dataset is None:
             return model, optimizer
         try:
@@ -150,6 +168,7 @@ class Engine:
             seed=seed,
             collate=collate,
         )
+        self._insist_on_same_data(self.loader)
         self.loader.on_empty = self._step_without_rows
         self.loader.on_epoch_end = self._end_of_epoch
         self.loader.is_stopped = lambda: self.stopping
@@ -161,13 +180,18 @@ class Engine:
         `last` says whether the next call is step(); the loader knows it, and without one it is taken to be so.
         """
         replica = self._prepared()
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise ConfigError(f"backward() takes the mean loss, a tensor of one number, not {_tell(loss)}.")
+        if not (math.isfinite(samples) and samples >= 0):
+            raise ConfigError(f"backward() takes how many samples the loss is a mean over, not {samples}.")
         micro = self.loader.current if self.loader is not None else None
         if last is None:
             last = micro is None or micro.last
         replica.arm(last=last)
-        (loss * (samples * self._unit)).backward()  # type: ignore[no-untyped-call]
-        self._loss_sum += loss.detach() * samples
-        self._samples += samples
+        if samples:  # a mean over nothing is not a number, and weighs nothing
+            (loss * (samples * self._unit)).backward()  # type: ignore[no-untyped-call]
+            self._loss_sum += loss.detach().reshape(()) * samples
+            self._samples += samples
         self._is_last = last
         if micro is None:
             self._rows += int(samples)
@@ -181,9 +205,12 @@ class Engine:
 
         All workers apply the mean over all their samples, or skip the step together if it is not finite.
         """
-        if not self._is_last:
-            return None
         replica = self._prepared()
+        if not self._is_last:
+            micro = self.loader.current if self.loader is not None else None
+            if micro is not None and micro.last and micro is not self._trained:
+                raise ConfigError("step() was called before backward(). Call backward(loss, samples=...) first.")
+            return None
         if self.device.type == "cuda":
             torch.cuda.current_stream().synchronize()  # else busy would be the time to launch kernels
         busy_s = time.perf_counter() - self._started + self._optimizer_s
@@ -198,6 +225,7 @@ class Engine:
         event = self._apply(pulses, verdict)
         self._optimizer_s = time.perf_counter() - exchanged
         self.events.emit(event)
+        self._insist_on_progress(event)
         for call in self.after_step:
             call()
         self._start_of_step()
@@ -217,21 +245,28 @@ class Engine:
             shares=self._shares(None),
             rank=self.rank,
             device=self.device,
+            collate=self.loader.collate if self.loader is not None else None,
         )
         total = count = 0.0
-        was_training = model.training
+        were_training = [module for module in model.modules() if module.training]
         model.eval()
         with torch.no_grad():
             for batch in loader.once():
                 loss, samples = loss_and_samples(loss_of(model, batch), batch)
-                total += loss.item() * samples
-                count += samples
-        model.train(was_training)
+                if samples:
+                    total += loss.item() * samples
+                    count += samples
+        for module in were_training:
+            module.training = True
         sums = self.link.gather_rows([total, count])
-        return sum(row[0] for row in sums) / sum(row[1] for row in sums)
+        counted = sum(row[1] for row in sums)
+        return sum(row[0] for row in sums) / counted if counted else math.nan
 
     def save(self, folder: str | Path, *, keep_last: int = 2) -> None:
-        """Saves a checkpoint below `folder`. Returns once it is in host memory; the disk is written meanwhile."""
+        """Saves a checkpoint below `folder`: call it on every worker.
+
+        Returns once it is in host memory; the disk is written meanwhile.
+        """
         self._saves.save(Path(folder), self._prepared(), self._standing(), keep_last)
 
     def load(self, folder: str | Path) -> bool:
@@ -240,17 +275,21 @@ class Engine:
         if standing is None:
             return False
         self._stand_at(standing)
+        self.loaded_from = Path(standing["path"])
         if standing["workers"] != self.world:
             self.seed_random(standing["seed"])
         return True
 
     def wait_for_saves(self) -> None:
-        self._saves.wait()
+        """Until every checkpoint is on the disk: call it on every worker."""
+        self._saves.wait_together()
 
     def close(self) -> None:
         """Ends what is still being written, and leaves the group."""
-        self.wait_for_saves()
-        self.link.close()
+        try:
+            self._saves.wait()
+        finally:
+            self.link.close()
 
     def __enter__(self) -> "Engine":
         return self
@@ -262,10 +301,7 @@ class Engine:
 
     def seed_random(self, seed: int) -> None:
         """Every worker draws its own numbers, the same in every run of this seed and this many workers."""
-        mixed = (seed * 1_000_003 + self.step_number) * 1_009 + self.rank
-        torch.manual_seed(mixed)
-        random.seed(mixed)
-        np.random.seed(mixed % (1 << 32))
+        seed_everything(mix(seed, self.step_number, self.rank))
 
     # What a step is made of
 
@@ -275,6 +311,8 @@ class Engine:
         self._samples = 0.0
         self._rows = 0
         self._is_last = False
+        if self.replica is not None:
+            self.replica.remember_buffers()
 
     def _reduce(self, replica: Replica) -> tuple[float, float, float]:
         """Ends the sums over all ranks: (seconds waited for them, the gradient's norm, this worker's loss sum)."""
@@ -307,7 +345,13 @@ class Engine:
         replica = self._prepared()
         if verdict.fault is not None:
             replica.drop()
-            return self._skip(verdict.loss, verdict.fault)
+            replica.restore_buffers()
+            self.skipped += 1
+            self._skipped_in_a_row += 1
+            self._skipped_rows += sum(int(pulse.rows) for pulse in pulses)
+            return StepSkipped(
+                step=self.step_number, loss=verdict.loss, in_a_row=self._skipped_in_a_row, reason=verdict.fault
+            )
         self._skipped_in_a_row = 0
         if self.lr_factor is not None:
             for group in replica.optimizer.param_groups:
@@ -326,16 +370,13 @@ class Engine:
             workers=worker_steps(pulses),
         )
 
-    def _skip(self, loss: float, fault: str) -> StepSkipped:
-        self.skipped += 1
-        self._skipped_in_a_row += 1
-        if self._skipped_in_a_row >= self.config.nonfinite_limit:
+    def _insist_on_progress(self, event: StepDone | StepSkipped) -> None:
+        if isinstance(event, StepSkipped) and event.in_a_row >= self.config.nonfinite_limit:
             raise Diverged(
-                f"Stopped after {self._skipped_in_a_row} skipped steps in a row, at step {self.step_number}: {fault}."
+                f"Stopped after {event.in_a_row} skipped steps in a row, at step {event.step}: {event.reason}."
                 " The weights are those of the last good step. Try a lower learning rate, a longer warm-up, step.clip,"
                 " or fp32, and look at the data around there."
             )
-        return StepSkipped(step=self.step_number, loss=loss, in_a_row=self._skipped_in_a_row, reason=fault)
 
     def _step_without_rows(self) -> None:
         """This worker has no part of the step, and takes part with a gradient of zero."""
@@ -348,17 +389,31 @@ class Engine:
         told = [json.loads(data) for data in self.link.gather_bytes(mine)]
         proof = prove(((a, b) for _, ranges in told for a, b in ranges), self.loader.rows)
         same = len({fingerprint for fingerprint, _ in told}) == 1
-        weights = "all workers hold the same weights" if same else "THE WORKERS' WEIGHTS DIFFER"
-        self._ledger = Ledger()
+        weights = "all workers hold the same weights"
+        if not same:
+            self._prepared().align()
+            weights = "THE WORKERS' WEIGHTS HAD DRIFTED APART, and are worker 0's again"
+        skipped = f", {self._skipped_rows:,} of them in steps that were skipped" if self._skipped_rows else ""
+        self._ledger, self._skipped_rows = Ledger(), 0
         epoch = self.loader.position.epoch
         self.last_epoch = EpochDone(
             epoch=epoch,
             used=proof.used,
             total=proof.total,
             same_weights=same,
-            sentence=f"Epoch {epoch + 1}: {proof}" + (f"; {weights}." if self.world > 1 else "."),
+            sentence=f"Epoch {epoch + 1}: {proof}{skipped}" + (f"; {weights}." if self.world > 1 else "."),
         )
         self.events.emit(self.last_epoch)
+
+    def _insist_on_same_data(self, loader: Loader) -> None:
+        """Workers that planned different steps would wait for each other for ever."""
+        mine = f"{loader.rows:,} rows in batches of {loader.batch.size:,}, shuffled by seed {loader.seed}"
+        for rank, theirs in enumerate(self.link.gather_bytes(mine.encode())):
+            if theirs.decode() != mine:
+                raise ConfigError(
+                    f"The data differs between workers: worker {self.rank} has {mine}, and worker {rank}"
+                    f" {theirs.decode()}. Give every worker the whole dataset; it is shared out here."
+                )
 
     def _shares(self, batch_size: int | None) -> tuple[float, ...]:
         shares = self.policy.shares or (1.0,) * self.world
@@ -384,6 +439,7 @@ class Engine:
             "step": self.step_number,
             "rows_seen": self.rows_seen,
             "skipped": self.skipped,
+            "skipped_rows": self._skipped_rows,
             "epoch": position.epoch,
             "row": position.row,
             "rows_in_epoch": self.loader.rows if self.loader is not None else 0,
@@ -401,6 +457,7 @@ class Engine:
         self.step_number = standing["step"]
         self.rows_seen = standing["rows_seen"]
         self.skipped = standing["skipped"]
+        self._skipped_rows = standing["skipped_rows"]
         if self.loader is not None:
             self.loader.position = Position(standing["epoch"], standing["row"])
             self.loader.seed = standing["seed"]
@@ -411,7 +468,17 @@ class Engine:
 
 def loss_and_samples(result: Any, batch: Any) -> tuple[Tensor, float]:
     """What a loss function gave: a mean over the batch's rows, or (mean, how many samples it is over)."""
-    if isinstance(result, tuple):
-        loss, samples = result
-        return loss, float(samples)
-    return result, float(rows_of(batch))
+    if not isinstance(result, tuple):
+        return result, float(rows_of(batch))
+    if len(result) != 2 or not (isinstance(result[1], int | float) or getattr(result[1], "numel", lambda: 0)() == 1):
+        raise ConfigError(
+            "A loss function returns the mean loss over the batch's rows, or (mean loss, number of samples), not"
+            f" {_tell(result)}."
+        )
+    return result[0], float(result[1])
+
+
+def _tell(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return f"a tuple of {len(value)}" if isinstance(value, tuple) else f"a {type(value).__name__}"

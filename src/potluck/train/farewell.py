@@ -18,7 +18,7 @@ PROMPT = "    def __init__(self, "
 LENGTH = 320
 
 
-def say_farewell(summary: Summary, model: GPT, order: Order) -> None:
+def say_farewell(summary: Summary, model: GPT, order: Order, *, epochs: int) -> None:
     console = Console(highlight=False, soft_wrap=True)
     curve = draw_losses(summary.folder / "events.jsonl", summary.folder / "loss.png")
     exported = _export(summary)
@@ -44,7 +44,7 @@ def say_farewell(summary: Summary, model: GPT, order: Order) -> None:
         if path is not None:
             console.print(f"  {name:<12} {path}")
     console.print("\nWhat to try next", style="bold")
-    for command, what in _next(summary.folder, order):
+    for command, what in _next(summary.folder, order, epochs):
         console.print(f"  {command}\n      {what}")
 
 
@@ -61,16 +61,19 @@ def _export(summary: Summary) -> Path | None:
     """The weights alone, as one file that safetensors.torch.load_file reads."""
     if summary.checkpoint is None:
         return None
-    return Path(shutil.copy(summary.checkpoint / "model.safetensors", summary.folder / "model.safetensors"))
+    try:
+        return Path(shutil.copy(summary.checkpoint / "model.safetensors", summary.folder / "model.safetensors"))
+    except OSError:  # no room for a copy: the weights are in the checkpoint all the same
+        return summary.checkpoint / "model.safetensors"
 
 
-def _next(folder: Path, order: Order) -> list[tuple[str, str]]:
+def _next(folder: Path, order: Order, epochs: int) -> list[tuple[str, str]]:
     return [
         (f"potluck train {order.recipe} --data YOUR_TEXT", "the same model on your own files or folders"),
         (
-            f"potluck train {folder}/run.toml --out {folder} --resume --set fit.epochs=2",
+            f"potluck train {folder}/run.toml --out {folder} --resume --set fit.epochs={epochs + 1}",
             "one more epoch, from where this run ended",
         ),
-        ("potluck run -n 2 examples/own_loop.py", "your own loop on the same engine"),
+        ("potluck run -n 2 YOUR_SCRIPT.py", "your own loop on the same engine, as in examples/own_loop.py"),
         ("potluck doctor", "what this machine brings, and what would make it faster"),
     ]

@@ -4,6 +4,7 @@ Imports no torch. A worker that fails ends the others within seconds, and its la
 ourselves are killed, however, the workers see our pipe close and end too.
 """
 
+import contextlib
 import os
 import signal
 import socket
@@ -20,6 +21,8 @@ from typing import IO
 from potluck.errors import Interrupted, WorkerLost
 from potluck.train.order import WorkersConfig
 
+RENDEZVOUS = "POTLUCK_RENDEZVOUS"
+"""Tells workers the file through which they find each other, so that no port is opened for it."""
 LAST_WORDS = "POTLUCK_LAST_WORDS"
 PARENT_PIPE = "POTLUCK_PARENT_PIPE"
 GRACE_S = 3.0
@@ -32,10 +35,20 @@ class Worker:
     rank: int
     process: subprocess.Popen[bytes]
     last_words: Path
+    forwarder: threading.Thread | None
 
     @property
-    def failed(self) -> bool:
-        return self.process.poll() not in (None, 0)
+    def is_alive(self) -> bool:
+        return self.process.poll() is None
+
+    @property
+    def code(self) -> int:
+        return self.process.returncode
+
+    def signal(self, number: int) -> None:
+        """To the worker and whatever it has started: it leads a session of its own."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
 
     def words(self) -> str:
         try:
@@ -56,25 +69,27 @@ def launch(command: list[str], config: WorkersConfig) -> int:
                 team.append(_start(rank, command, environment, Path(folder), read_end))
             return _watch(team)
         finally:
-            _end([worker.process for worker in team], signal.SIGKILL)
+            _end(team, signal.SIGKILL)
             os.close(read_end)
             os.close(write_end)
 
 
 def _shared_environment(config: WorkersConfig, folder: Path) -> dict[str, str]:
-    threads = config.threads or max(1, (os.cpu_count() or 1) // config.count)
+    threads = config.threads or max(1, usable_cores() // config.count)
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
     chosen = {
         "WORLD_SIZE": str(config.count),
         "LOCAL_WORLD_SIZE": str(config.count),
-        "POTLUCK_RENDEZVOUS": str(folder / "rendezvous"),
+        RENDEZVOUS: str(folder / "rendezvous"),
         # Only for scripts that make a process group themselves; ours meets through the file above.
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(_free_port()),
     }
     unless_set = {
         "OMP_NUM_THREADS": str(threads),
-        # Gloo would otherwise listen on whatever interface this machine's name resolves to.
-        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+        # They would otherwise listen on whatever interface this machine's name resolves to.
+        "GLOO_SOCKET_IFNAME": loopback,
+        "NCCL_SOCKET_IFNAME": loopback,
     }
     if config.threads is not None:
         chosen["OMP_NUM_THREADS"] = str(threads)
@@ -94,9 +109,11 @@ def _start(rank: int, command: list[str], shared: dict[str, str], folder: Path, 
         pass_fds=(read_end,),
         start_new_session=True,  # Ctrl-C reaches us alone, and we pass it on exactly once
     )
+    forwarder = None
     if process.stdout is not None:
-        threading.Thread(target=_forward, args=(process.stdout, rank), daemon=True).start()
-    return Worker(rank, process, last_words)
+        forwarder = threading.Thread(target=_forward, args=(process.stdout, rank), daemon=True)
+        forwarder.start()
+    return Worker(rank, process, last_words, forwarder)
 
 
 def _forward(stream: IO[bytes], rank: int) -> None:
@@ -107,40 +124,38 @@ def _forward(stream: IO[bytes], rank: int) -> None:
 
 def _watch(team: list[Worker]) -> int:
     """Until all have ended, or one has failed and the rest have been ended."""
-    processes = [worker.process for worker in team]
-    interrupts = _Interrupts(processes)
+    interrupts = _Interrupts(team)
+    ended: list[Worker] = []  # in the order in which they did
     with interrupts:
-        while all(worker.process.poll() is None for worker in team):
-            time.sleep(POLL_S)
+        while len(ended) < len(team) and not _cause(ended, interrupts):
             if interrupts.count > 1:
                 _say("Stopped at once. The last checkpoint is whole.")
                 return Interrupted.exit_code
-        while any(process.poll() is None for process in processes) and not any(w.failed for w in team):
             time.sleep(POLL_S)
-        if not any(worker.failed for worker in team):
+            ended += [worker for worker in team if worker not in ended and not worker.is_alive]
+        if all(worker.code == 0 for worker in ended):
             return 0
-        cause = _find_cause(team)
-        _end(processes, signal.SIGTERM)
-        return _report(cause)
+        _let_the_others_end(team, ended)
+        return _report(_cause(ended, interrupts) or next(worker for worker in ended if worker.code))
 
 
-def _find_cause(team: list[Worker]) -> Worker:
-    """The worker that failed by itself. Those that only lost a peer say so by their exit code."""
-    first = next(worker for worker in team if worker.failed)
+def _cause(ended: list[Worker], interrupts: "_Interrupts") -> Worker | None:
+    """The first worker that failed by itself. One that only lost a peer, or was asked to stop, did not."""
+    excused = {0, WorkerLost.exit_code} | ({Interrupted.exit_code} if interrupts.count else set())
+    return next((worker for worker in ended if worker.code not in excused), None)
+
+
+def _let_the_others_end(team: list[Worker], ended: list[Worker]) -> None:
+    """They notice by themselves that a peer is gone, and are ended if they do not."""
     deadline = time.monotonic() + GRACE_S
-    while time.monotonic() < deadline:
-        own = [w for w in team if w.failed and w.process.returncode != WorkerLost.exit_code]
-        if own and all(worker.process.poll() is not None for worker in team):
-            return own[0]
-        if all(worker.process.poll() is not None for worker in team):
-            break
+    while any(worker.is_alive for worker in team) and time.monotonic() < deadline:
         time.sleep(POLL_S)
-    own = [w for w in team if w.failed and w.process.returncode != WorkerLost.exit_code]
-    return own[0] if own else first
+        ended += [worker for worker in team if worker not in ended and not worker.is_alive]
+    _end(team, signal.SIGTERM)
 
 
 def _report(worker: Worker) -> int:
-    code, words = worker.process.returncode, worker.words()
+    code, words = worker.code, worker.words()
     if code < 0:
         name = signal.Signals(-code).name
         hint = " This is often the system running out of memory." if -code == signal.SIGKILL else ""
@@ -158,9 +173,9 @@ def _report(worker: Worker) -> int:
 class _Interrupts:
     """Ctrl-C or SIGTERM: the first is passed on to the workers, who finish their step; the second ends everything."""
 
-    def __init__(self, processes: "list[subprocess.Popen[bytes]]") -> None:
+    def __init__(self, team: list[Worker]) -> None:
         self.count = 0
-        self._processes = processes
+        self._team = team
 
     def __enter__(self) -> None:
         self._before = {n: signal.signal(n, self._on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
@@ -173,23 +188,28 @@ class _Interrupts:
         self.count += 1
         if self.count == 1:
             _say("Finishing this step. Ctrl-C again stops at once.")
-            for process in self._processes:
-                if process.poll() is None:
-                    process.send_signal(number)
+            for worker in self._team:
+                if worker.is_alive:
+                    worker.process.send_signal(number)
 
 
-def _end(processes: "list[subprocess.Popen[bytes]]", first: signal.Signals) -> None:
+def _end(team: list[Worker], first: signal.Signals) -> None:
     """Ends what still runs: with the given signal, and after a second with SIGKILL."""
-    for process in processes:
-        if process.poll() is None:
-            process.send_signal(first)
+    for worker in team:
+        worker.signal(first)
     deadline = time.monotonic() + 1.0
-    while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
+    while any(worker.is_alive for worker in team) and time.monotonic() < deadline:
         time.sleep(POLL_S)
-    for process in processes:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
+    for worker in team:
+        worker.signal(signal.SIGKILL)
+        worker.process.wait()
+        if worker.forwarder is not None:
+            worker.forwarder.join(timeout=1.0)
+
+
+def usable_cores() -> int:
+    """Those that this process may run on, which may be fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _free_port() -> int:

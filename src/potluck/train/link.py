@@ -5,6 +5,7 @@ Nothing that travels is pickled: only tensors and bytes.
 """
 
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -15,9 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from potluck.errors import ConfigError, WorkerLost
-
-RENDEZVOUS = "POTLUCK_RENDEZVOUS"
-"""Set by our launcher: a file through which the ranks of one machine find each other, so that no port is opened."""
+from potluck.train.launch import RENDEZVOUS
 
 
 class Pending(Protocol):
@@ -122,12 +121,18 @@ class GroupLink:
         return found
 
 
+_GONE = re.compile("closed|reset|timed out|timeout|aborted|refused|broken pipe|unreachable", re.IGNORECASE)
+
+
 @contextmanager
 def _peers_may_vanish() -> Iterator[None]:
     """Backends say in many words that a peer is gone; we say it in one."""
     try:
         yield
-    except RuntimeError as error:  # DistBackendError and DistNetworkError are RuntimeErrors
+    except RuntimeError as error:
+        # Backends also refuse what they cannot do (a type, a shape), and that is nobody's death.
+        if not (isinstance(error, dist.DistBackendError | dist.DistNetworkError) or _GONE.search(str(error))):
+            raise
         raise WorkerLost(f"Another worker stopped answering: {str(error).strip().splitlines()[0]}") from error
 
 

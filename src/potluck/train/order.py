@@ -10,6 +10,8 @@ from pathlib import Path
 from potluck.config import from_dict, parse_toml
 from potluck.errors import ConfigError
 
+PATIENCE_S = 600.0
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkersConfig:
@@ -17,7 +19,7 @@ class WorkersConfig:
     """Worker processes on this machine."""
     threads: int | None = None
     """Threads that each computes with; none: this machine's cores, shared evenly."""
-    patience_s: float = 600.0
+    patience_s: float = PATIENCE_S
     """How long a worker may be silent before the others give it up. A dead one is noticed at once."""
 
     def __post_init__(self) -> None:

@@ -35,8 +35,9 @@ def draw_losses(events: Path, picture: Path) -> Path:
 
 
 def running_mean(values: list[float], keep: float = 0.95) -> list[float]:
-    """An exponential mean that does not start from zero."""
+    """An exponential mean that is a plain one as long as there are few values, so that it starts where they do."""
     means: list[float] = []
-    for value in values:
-        means.append(value if not means else keep * means[-1] + (1 - keep) * value)
+    for index, value in enumerate(values):
+        kept = min(keep, index / (index + 1))
+        means.append(kept * (means[-1] if means else 0.0) + (1 - kept) * value)
     return means

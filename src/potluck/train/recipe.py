@@ -6,6 +6,8 @@ of the run calls `main` with the same arguments.
 
 import itertools
 import json
+import math
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -15,13 +17,15 @@ import torch
 from potluck.agree.policy import ApplyPolicy, Sync
 from potluck.config import from_toml, to_toml
 from potluck.errors import ConfigError, Interrupted
+from potluck.events import Event, RunStarted
 from potluck.shard.strategy import NoShard, ShardingStrategy
 from potluck.train.data import BatchConfig, DataConfig, read_windows
 from potluck.train.engine import Engine, init
 from potluck.train.model import GPT, ModelConfig, next_token_loss
 from potluck.train.order import Order, WorkersConfig, find_recipe
+from potluck.train.progress import count, size
 from potluck.train.replica import StepConfig
-from potluck.train.trainer import FitConfig, Summary, Trainer, make_folder
+from potluck.train.trainer import FitConfig, Summary, Trainer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,8 +39,10 @@ class OptimizerConfig:
     """Of AdamW: how long its two means remember. SGD takes the first as its momentum."""
 
     def __post_init__(self) -> None:
-        if not self.lr > 0:
+        if not (self.lr > 0 and math.isfinite(self.lr)):
             raise ValueError(f"lr must be above 0, not {self.lr}")
+        if not (self.weight_decay >= 0 and math.isfinite(self.weight_decay)):
+            raise ValueError(f"weight_decay must be at least 0, not {self.weight_decay}")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas are two numbers in [0, 1), not {list(self.betas)}")
 
@@ -66,6 +72,7 @@ def cook(config: RunConfig, order: Order, engine: Engine) -> tuple[Summary, GPT]
     """Trains the recipe in its run folder. Called on every worker."""
     training, validation = read_windows(config.data, config.model.context)
     folder = Path(engine.link.gather_bytes(str(_run_folder(config, order, engine.rank)).encode())[0].decode())
+    _insist_on_memory(config, engine)
     torch.manual_seed(config.fit.seed)
     model = GPT(config.model).to(engine.device)
     trainer = Trainer(
@@ -80,8 +87,7 @@ def cook(config: RunConfig, order: Order, engine: Engine) -> tuple[Summary, GPT]
         config=replace(config.fit, unit="tokens"),
     )
     if engine.rank == 0:
-        make_folder(folder)
-        (folder / "run.toml").write_text(to_toml(config), encoding="utf-8")
+        engine.events.listeners.append(lambda event: _keep_recipe(event, folder, config))
     try:
         return trainer.fit(resume=order.resume), model
     except Interrupted as error:
@@ -98,7 +104,32 @@ def main(arguments: list[str]) -> None:
         if engine.rank == 0:
             from potluck.train.farewell import say_farewell
 
-            say_farewell(summary, model, order)
+            say_farewell(summary, model, order, epochs=config.fit.epochs)
+
+
+def _insist_on_memory(config: RunConfig, engine: Engine) -> None:
+    """A model that cannot fit is refused before the system ends somebody for it."""
+    with torch.device("meta"):
+        parameters = sum(parameter.numel() for parameter in GPT(config.model).parameters())
+    needed = 16 * parameters  # weights, gradients and AdamW's two means, in fp32
+    if engine.device.type == "cuda":
+        has, where = torch.cuda.mem_get_info(engine.device)[1], "this GPU"
+    else:
+        needed *= config.workers.count
+        has, where = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "this machine"
+    if needed > has:
+        raise ConfigError(
+            f"A model of {count(parameters)} parameters needs {size(needed)} of memory to be trained here, and {where}"
+            f" has {size(has)}. Make model.dim or model.layers smaller, or use fewer workers."
+        )
+
+
+def _keep_recipe(event: Event, folder: Path, config: RunConfig) -> None:
+    """Once the run has really started: a resume that was refused must not change what the folder says."""
+    if isinstance(event, RunStarted):
+        aside = folder / ".run.toml"
+        aside.write_text(to_toml(config), encoding="utf-8")
+        aside.rename(folder / "run.toml")
 
 
 def _run_folder(config: RunConfig, order: Order, rank: int) -> Path | str:

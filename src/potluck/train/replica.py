@@ -9,7 +9,7 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.utils.checkpoint
@@ -20,6 +20,8 @@ from potluck.errors import ConfigError
 from potluck.train.buckets import Buckets
 from potluck.train.link import Link
 
+Precision = Literal["fp32", "bf16"]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepConfig:
@@ -27,7 +29,7 @@ class StepConfig:
 
     clip: float | None = None
     """The largest norm that the whole gradient may have; none: no limit."""
-    precision: Literal["fp32", "bf16"] = "fp32"
+    precision: Precision = "fp32"
     """bf16 runs the forward under autocast; parameters, gradients and optimizer stay as they are."""
     compile: bool = False
     """torch.compile for the model's repeated blocks, or for the whole model if it has none."""
@@ -39,6 +41,8 @@ class StepConfig:
     def __post_init__(self) -> None:
         if self.clip is not None and not self.clip > 0:
             raise ValueError(f"clip must be above 0, not {self.clip}; leave it out for no limit")
+        if self.precision not in get_args(Precision):
+            raise ValueError(f"precision must be one of {', '.join(get_args(Precision))}, not {self.precision!r}")
         if self.nonfinite_limit < 1:
             raise ValueError(f"nonfinite_limit must be at least 1, not {self.nonfinite_limit}")
 
@@ -49,6 +53,11 @@ class Replica:
     def __init__(
         self, model: nn.Module, optimizer: Optimizer, link: Link, device: torch.device, config: StepConfig
     ) -> None:
+        if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer):
+            raise ConfigError(
+                f"prepare() takes a torch.nn.Module and a torch.optim.Optimizer, not {type(model).__name__} and"
+                f" {type(optimizer).__name__}."
+            )
         self.model = model.to(device)
         self.optimizer = optimizer
         self.link = link
@@ -58,11 +67,28 @@ class Replica:
         self._check()
         self._same_start()
         _switch_on(model, device, config)
+        # Each step forgets its gradients by itself: a zero_grad() out of habit would drop those of earlier parts of it.
+        optimizer.zero_grad = lambda set_to_none=True: None  # type: ignore[method-assign]
         self._buckets = Buckets(model, find_blocks(model), link.start_sum) if link.world > 1 else None
-        self._shared_buffers = [b for name, b in model.named_buffers() if name in set(model.state_dict())]
+        self._trained_ids = {id(parameter) for parameter in self.trained}
+        kept = set(model.state_dict())
+        self._buffers = [buffer for name, buffer in model.named_buffers() if name in kept]
+        self._buffers_before: list[Tensor] = []
+        self._is_armed_for_last = False
 
     def arm(self, *, last: bool) -> None:
-        """Before each backward: only the step's last one talks to the other ranks."""
+        """Before each backward: only the step's last backward talks to the other ranks."""
+        if self._is_armed_for_last:
+            raise ConfigError(
+                "backward() was called again after the backward that ended this step. Where several backwards make"
+                " one step, pass last=False to all but the last of them."
+            )
+        self._is_armed_for_last = last
+        if any(p.requires_grad and id(p) not in self._trained_ids for p in self.model.parameters()):
+            raise ConfigError(
+                "A parameter that was frozen at prepare() requires a gradient now. Unfreeze it before prepare(); an"
+                " optimizer that does not hold it will leave it as it is."
+            )
         if self._buckets is not None:
             self._buckets.arm(communicate=last)
 
@@ -74,7 +100,7 @@ class Replica:
         """Parameters that no rank used get no gradient, as in one process. A collective where there are several."""
         if self._buckets is None:
             return
-        used = torch.tensor(self._buckets.arrivals(), dtype=torch.uint8)
+        used = torch.tensor(self._buckets.arrivals(), dtype=torch.int32)
         self.link.start_sum(used).wait()
         self._buckets.drop(used.bool().tolist())
 
@@ -97,17 +123,37 @@ class Replica:
         """Forgets the gradient."""
         if self._buckets is not None:
             self._buckets.reset()
-        self.optimizer.zero_grad(set_to_none=True)
+        for parameter in self.trained:
+            parameter.grad = None
+        self._is_armed_for_last = False
+
+    # Buffers that are saved with the model: running statistics and the like
+
+    def remember_buffers(self) -> None:
+        """At the start of a step."""
+        self._buffers_before = [buffer.clone() for buffer in self._buffers]
+
+    def restore_buffers(self) -> None:
+        """A step that is skipped leaves no trace in them either."""
+        for buffer, before in zip(self._buffers, self._buffers_before, strict=True):
+            buffer.copy_(before)
 
     def average_buffers(self, weight: float) -> None:
-        """Floating-point buffers (running statistics) become the mean over ranks, by weight; others are rank 0's."""
+        """What the step changed in floating-point ones becomes the mean over ranks, by weight; others are rank 0's."""
         if self.link.world == 1:
             return
-        for buffer in self._shared_buffers:
+        for buffer, before in zip(self._buffers, self._buffers_before, strict=True):
             if buffer.is_floating_point():
-                self.link.start_sum(buffer.mul_(weight)).wait()
+                change = (buffer - before).mul_(weight)
+                self.link.start_sum(change).wait()
+                buffer.copy_(before.add_(change))
             else:
                 self.link.broadcast(buffer)
+
+    def align(self) -> None:
+        """Every rank takes rank 0's values."""
+        for tensor in self.model.state_dict().values():
+            self.link.broadcast(tensor)
 
     def fingerprint(self) -> str:
         """A hash of every parameter's bytes: equal exactly when replicas are."""
@@ -120,7 +166,7 @@ class Replica:
         # A flat bucket holds zeros for what nobody used, so the norm over buckets is the norm over gradients.
         if self._buckets is not None:
             return self._buckets.flats
-        return [parameter.grad for parameter in self.trained if parameter.grad is not None]
+        return [_dense(parameter) for parameter in self.trained if parameter.grad is not None]
 
     def _check(self) -> None:
         if not self.trained:
@@ -137,7 +183,11 @@ class Replica:
     def _same_start(self) -> None:
         """Every rank has the same shapes, and starts from rank 0's values."""
         state = self.model.state_dict()
-        mine = [[name, list(tensor.shape), str(tensor.dtype)] for name, tensor in state.items()]
+        frozen = {name for name, parameter in self.model.named_parameters() if not parameter.requires_grad}
+        mine = [
+            [name, list(tensor.shape), str(tensor.dtype) + (", frozen" if name in frozen else "")]
+            for name, tensor in state.items()
+        ]
         for rank, theirs in enumerate(map(json.loads, self.link.gather_bytes(json.dumps(mine).encode()))):
             if theirs != mine:
                 first = next((a, b) for a, b in _padded(mine, theirs) if a != b)
@@ -145,8 +195,7 @@ class Replica:
                     f"The model differs between workers: on worker {self.link.rank} it has {_tell(first[0])}"
                     f" where worker {rank} has {_tell(first[1])}. Build the same model on every worker."
                 )
-        for tensor in state.values():
-            self.link.broadcast(tensor)
+        self.align()
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
@@ -160,6 +209,15 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
             if alike and len(children) >= 2 and parameters and len(children) > len(best):
                 best = children
     return best
+
+
+def _dense(parameter: nn.Parameter) -> Tensor:
+    """A gradient's numbers: of a sparse one, those that it holds."""
+    assert parameter.grad is not None
+    if parameter.grad.is_sparse:
+        parameter.grad = parameter.grad.coalesce()
+        return parameter.grad._values()
+    return parameter.grad
 
 
 def as_bytes(tensor: Tensor) -> memoryview:

@@ -29,10 +29,14 @@ class Saves:
         self._writers: dict[Path, checkpoint.Writer] = {}
 
     def save(self, folder: Path, replica: Replica, standing: Standing, keep_last: int) -> None:
-        """Returns once the checkpoint is in host memory; the disk is written meanwhile."""
-        started = time.perf_counter()
+        """Returns once the checkpoint is in host memory; the disk is written meanwhile.
+
+        One at a time: it waits for the write before it, if that has not ended yet.
+        """
         writer = self._writers.setdefault(folder, checkpoint.Writer(folder, keep_last))
-        writer.wait()  # one snapshot in memory at a time
+        writer.keep_last = keep_last
+        writer.wait()
+        started = time.perf_counter()
         randoms = self._link.gather_bytes(state.random_state())
         if self._link.rank != 0:
             return
@@ -61,10 +65,8 @@ class Saves:
         path, standing = self._find(folder, replica, check)
         if standing is None:
             return None
-        if path is not None:
-            replica.model.load_state_dict(checkpoint.read(path, checkpoint.MODEL))
-        for tensor in replica.model.state_dict().values():
-            self._link.broadcast(tensor)
+        replica.align()
+        replica.remember_buffers()
         tensors = self._share(checkpoint.read(path, checkpoint.OPTIMIZER) if path else {})
         state.load_optimizer(replica.optimizer, replica.names, tensors, standing["optimizer"])
         randoms = self._share(checkpoint.read(path, checkpoint.RANDOM) if path else {})
@@ -73,23 +75,43 @@ class Saves:
         return standing
 
     def wait(self) -> None:
-        """Until nothing is being written."""
+        """Until nothing is being written here."""
         for writer in self._writers.values():
             writer.wait()
+
+    def wait_together(self) -> None:
+        """On every worker alike, until nothing is being written anywhere. What went wrong is raised on all."""
+        error: Exception | None = None
+        try:
+            self.wait()
+        except Exception as caught:
+            error = caught
+        told = [data.decode() for data in self._link.gather_bytes(str(error or "").encode())]
+        if error is not None:
+            raise error
+        if any(told):
+            raise CheckpointError(next(sentence for sentence in told if sentence))
 
     def _find(
         self, folder: Path, replica: Replica, check: Callable[[Path, Standing], None]
     ) -> tuple[Path | None, Standing | None]:
-        """Where it stands, on every rank, and on rank 0 its path. A refusal is raised on every rank alike."""
+        """Where it stands, on every rank, and on rank 0 its path, with the model loaded from there.
+
+        A refusal is raised on every rank alike, before anything is changed.
+        """
         path, told = None, ""
         if self._link.rank == 0:
             try:
                 found = checkpoint.newest(folder, self._pass_over)
                 if found is not None:
                     path, standing = found
-                    state.check_model(replica.model, checkpoint.read(path, checkpoint.MODEL), str(path))
+                    tensors = checkpoint.read(path, checkpoint.MODEL)
+                    state.check_model(replica.model, tensors, str(path))
                     check(path, standing)
-                told = json.dumps({"standing": found and found[1]})
+                    replica.model.load_state_dict(tensors)
+                elif checkpoint.holds_any(folder):
+                    raise CheckpointError(f"Every checkpoint in {folder} is damaged. Start anew in another folder.")
+                told = json.dumps({"standing": found and found[1] | {"path": str(found[0])}})
             except CheckpointError as error:
                 told = json.dumps({"refusal": str(error)})
         answer = json.loads(self._link.gather_bytes(told.encode())[0])

@@ -58,7 +58,8 @@ def load_optimizer(
         )
     order = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
     groups = _unflatten(skeleton["groups"], tensors)
-    if [name for group in groups for name in group["params"]] != order:
+    mine = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    if [group["params"] for group in groups] != mine:
         raise CheckpointError("The checkpoint's optimizer has other parameter groups than this run's.")
     index = {name: i for i, name in enumerate(order)}
     optimizer.load_state_dict(

@@ -5,6 +5,7 @@
 `loss(model, batch)` gives the mean over the batch's rows, or (mean, samples) to count in something else.
 """
 
+import fcntl
 import os
 import shutil
 import signal
@@ -16,12 +17,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 from torch import nn
 from torch.optim import Optimizer
 
-from potluck.errors import ConfigError, Interrupted
+from potluck.errors import ConfigError, Interrupted, PotluckError
 from potluck.events import (
     CheckpointSaved,
     EpochDone,
@@ -32,7 +33,7 @@ from potluck.events import (
     StepDone,
     Validated,
 )
-from potluck.train.checkpoint import CheckpointConfig
+from potluck.train.checkpoint import CheckpointConfig, holds_any
 from potluck.train.data import BatchConfig, as_dataset
 from potluck.train.engine import Engine, init, loss_and_samples
 from potluck.train.launch import LAST_WORDS
@@ -70,8 +71,8 @@ class FitConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}")
-        if self.seed < 0:
-            raise ValueError(f"seed must be at least 0, not {self.seed}")
+        if not 0 <= self.seed < 1 << 63:
+            raise ValueError(f"seed must be at least 0 and below 2**63, not {self.seed}")
 
 
 @dataclass
@@ -97,6 +98,8 @@ class Summary:
                 self.validation_loss = event.loss
             case EpochDone():
                 self.epochs.append(event.sentence)
+                if event.used != event.total:
+                    raise PotluckError(f"{event.sentence} That is a fault in Potluck; please report it.")
             case CheckpointSaved():
                 self.checkpoint = Path(event.folder)
 
@@ -112,6 +115,7 @@ class Trainer:
         batch_size: int | BatchConfig,
         folder: str | Path,
         validation: Any = None,
+        collate: Callable[[list[Any]], Any] | None = None,
         engine: Engine | None = None,
         config: FitConfig = FitConfig(),
     ) -> None:
@@ -119,21 +123,19 @@ class Trainer:
         self.loss = loss
         self.folder = Path(folder)
         self.config = config
-        self.batch = batch_size if isinstance(batch_size, BatchConfig) else BatchConfig(size=batch_size)
+        self.batch = _batch(batch_size)
         self._validation = as_dataset(validation) if validation is not None else None
         self.model, self.optimizer, self._loader = self.engine.prepare(
             model,
             optimizer,
-            dataset,
+            as_dataset(dataset),
             batch_size=self.batch.size,
             micro_batch_size=self.batch.micro_size,
             fetchers=self.batch.fetchers,
+            collate=collate,
             seed=config.seed,
         )
-        rows = self._loader.rows
-        steps_per_epoch = -(-rows // self.batch.size)
-        self.steps_total = min(config.epochs * steps_per_epoch, config.max_steps or 1 << 62)
-        self.rows_total = min(config.epochs * rows, self.steps_total * self.batch.size)
+        self.steps_total, self.rows_total = self._length()
         if (schedule := config.schedule) is not None:
             self.engine.lr_factor = lambda rows_seen: schedule.factor(rows_seen, self.rows_total)
         self.summary = Summary(self.folder)
@@ -147,8 +149,8 @@ class Trainer:
         """Trains until the end, or until Ctrl-C, which saves first. `resume` goes on from the newest checkpoint."""
         engine = self.engine
         started = time.perf_counter()
-        with self._listening(), _on_interrupt(engine.request_stop):
-            if not (resume and engine.load(self.checkpoints)):
+        with self._listening(resume=resume), _on_interrupt(engine.request_stop):
+            if not (resume and self._load()):
                 engine.seed_random(self.config.seed)
             self._emit_start()
             reason = "failed"
@@ -190,7 +192,35 @@ class Trainer:
 
     @property
     def _is_over(self) -> bool:
-        return self.engine.step_number >= self.steps_total
+        steps, epochs = self.engine.step_number, self._loader.position.epoch
+        return epochs >= self.config.epochs or steps >= (self.config.max_steps or steps + 1)
+
+    def _length(self) -> tuple[int, int]:
+        """How many steps and rows the run has by its end, from where it stands now."""
+        position, rows, size = self._loader.position, self._loader.rows, self.batch.size
+        steps, rows_seen = self.engine.step_number, self.engine.rows_seen
+        left = (self.config.max_steps or 1 << 62) - steps
+        for epoch in range(position.epoch, self.config.epochs):
+            rows_left = rows - (position.row if epoch == position.epoch else 0)
+            taken = max(0, min(left, -(-rows_left // size)))
+            steps, left = steps + taken, left - taken
+            rows_seen += min(rows_left, taken * size)
+            if left <= 0:
+                break
+        return steps, rows_seen
+
+    def _load(self) -> bool:
+        """The optimizer's state comes from the checkpoint; its settings are those that this run was given."""
+        settings = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
+        if not self.engine.load(self.checkpoints):
+            return False
+        for group, given in zip(self.optimizer.param_groups, settings, strict=True):
+            group.pop("initial_lr", None)
+            group.update(given)
+        self.steps_total, self.rows_total = self._length()
+        self._saved_at = self.engine.step_number
+        self.summary.checkpoint = self.engine.loaded_from
+        return True
 
     def _after_step(self) -> None:
         """On every worker alike, so that what follows may talk to the others."""
@@ -250,16 +280,21 @@ class Trainer:
         )
 
     @contextmanager
-    def _listening(self) -> Iterator[None]:
+    def _listening(self, *, resume: bool) -> Iterator[None]:
         """Rank 0 alone keeps the run folder, and speaks."""
         listeners = self.engine.events.listeners
         before = list(listeners)
         listeners.append(self.summary)
         if self.engine.rank != 0:
-            yield
-            listeners[:] = before
+            try:
+                yield
+            finally:
+                listeners[:] = before
             return
+        if not resume and holds_any(self.checkpoints):
+            raise ConfigError(f"{self.folder} already holds a run. Go on with it by resuming, or name another folder.")
         make_folder(self.folder, needed_bytes=3 * sum(p.nbytes for p in self.model.parameters()))
+        lock = _lock(self.folder)
         file = EventFile(self.folder / "events.jsonl")
         listeners.append(file)
         if self.config.tensorboard:
@@ -273,6 +308,7 @@ class Trainer:
             if progress is not None:
                 progress.close()
             file.close()
+            lock.close()
             listeners[:] = before
 
 
@@ -293,6 +329,24 @@ def make_folder(folder: Path, needed_bytes: int = 0) -> None:
             f"The run folder {folder} has {size(free)} left, and one checkpoint takes about {size(needed_bytes)}."
             " Free some space, or choose another with --out."
         )
+
+
+def _batch(size: int | BatchConfig) -> BatchConfig:
+    if isinstance(size, BatchConfig):
+        return size
+    if not isinstance(size, int) or size < 1:
+        raise ConfigError(f"batch_size is the rows of a step, a whole number of at least 1, not {size!r}.")
+    return BatchConfig(size=size)
+
+
+def _lock(folder: Path) -> IO[bytes]:
+    """Held while the run lives; the system lets go of it however the run ends."""
+    file = (folder / ".lock").open("wb")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise ConfigError(f"Another run is using {folder} right now. Wait for it, or name another folder.") from None
+    return file
 
 
 def _tensorboard(folder: Path) -> Callable[[Event], None]:

@@ -4,6 +4,7 @@ python -m potluck.train.worker script.py [arguments]
 python -m potluck.train.worker --recipe ORDER
 """
 
+import atexit
 import os
 import runpy
 import sys
@@ -25,6 +26,8 @@ def main() -> None:
         code = error.exit_code
     except KeyboardInterrupt:
         code = Interrupted.exit_code
+    except SystemExit as error:
+        code = _exit_code(error)
     except Exception as error:
         traceback.print_exc()
         _leave_words("".join(traceback.format_exception_only(error)).strip())
@@ -64,12 +67,25 @@ def _leave_words(words: str) -> None:
         print(words, file=sys.stderr)
 
 
+def _exit_code(error: SystemExit) -> int:
+    """As Python has it: a number is the code, nothing is 0, and anything else is printed."""
+    if error.code is None or isinstance(error.code, int):
+        return error.code or 0
+    print(error.code, file=sys.stderr)
+    return 1
+
+
 def _exit(code: int) -> None:
-    """Threads of a broken process group can hold up the interpreter's own way out; a clean end takes that way."""
+    """Everything that Python does at its end, but not the end of native threads.
+
+    Those of a process group can hold it up when a peer is gone, and now and then abort it when all is well.
+    """
+    if not code:
+        threading._shutdown()  # type: ignore[attr-defined] # waits for the script's own threads
+        atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
-    if code:
-        os._exit(code)
+    os._exit(code)
 
 
 if __name__ == "__main__":
