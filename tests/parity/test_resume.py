@@ -69,8 +69,9 @@ def fit(folder: str, *, stop_at: int | None = None, resume: bool = False, optimi
         return {"state": state, "said": said, "step": fleet.step_number, "sentences": trainer.summary.epochs}
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("stop_at", [2, 5, 7])
+@pytest.mark.parametrize(
+    ("optimizer", "stop_at"), [("adamw", 2), ("adamw", 7), *((optimizer, 5) for optimizer in OPTIMIZERS)]
+)
 def test_a_resumed_run_ends_with_bit_identical_weights(tmp_path: Path, optimizer: str, stop_at: int) -> None:
     whole = run_ranks(2, fit_whole, str(tmp_path / "whole"), optimizer)
     stopped = run_ranks(2, fit_until, str(tmp_path / "part"), stop_at, optimizer)

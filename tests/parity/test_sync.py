@@ -529,7 +529,7 @@ def unfreeze() -> str:
 
 
 def test_unfreezing_after_prepare_is_refused() -> None:
-    assert "Unfreeze before prepare()" in run_ranks(2, unfreeze)[0]
+    assert "Unfreeze it before prepare()" in run_ranks(2, unfreeze)[0]
 
 
 def norms() -> list[float]:
