@@ -34,7 +34,7 @@ def draw_losses(events: Path, picture: Path) -> Path:
     return picture
 
 
-def running_mean(values: list[float], keep: float = 0.95) -> list[float]:
+def running_mean(values: list[float], keep: float = 0.9) -> list[float]:
     """An exponential mean that is a plain one as long as there are few values, so that it starts where they do."""
     means: list[float] = []
     for index, value in enumerate(values):
