@@ -1,7 +1,8 @@
 """The two sides: a bare PyTorch loop as a careful person would write it, and Potluck's engine in a loop of one's own.
 
 Both train the same model from the same weights on the same rows, so that their weights stay close for the first steps;
-`distance` says how close. (Later AdamW makes large steps of the last bits of small gradients.) Potluck's engine is imported only by its own side, so that the memory of the bare one is its own.
+`distance` says how close. (Later AdamW makes large steps of the last bits of small gradients.) Potluck's engine is
+imported only by its own side, so that the memory of the bare one is its own.
 """
 
 from dataclasses import dataclass
