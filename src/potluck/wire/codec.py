@@ -1,0 +1,161 @@
+"""Two encodings of the same messages, each a small table of how its fields travel.
+
+`bincode` is the published one: bincode 1.x in its default form. `entrenar` is what entrenar's own programs speak.
+Decoding is strict: a count is checked against the bytes that remain before anything is allocated, nothing may be left
+over, and every refusal names the field. Arrays are views of the payload, not copies.
+"""
+
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from potluck.errors import OurProtocolError, TheirProtocolError
+from potluck.wire.messages import MESSAGES, Kind, Message, layout
+
+_FIXED = {Kind.U8: struct.Struct("<B"), Kind.U32: struct.Struct("<I"), Kind.U64: struct.Struct("<Q")}
+_ARRAYS = {Kind.F32S: np.dtype("<f4"), Kind.U32S: np.dtype("<u4")}
+_U32, _U64 = _FIXED[Kind.U32], _FIXED[Kind.U64]
+MAX_FRAME_BYTES = (1 << 32) - 1
+"""What a frame's length can say."""
+
+
+@dataclass(frozen=True)
+class Codec:
+    name: str
+    tag: struct.Struct
+    first_tag: int
+    """The number of the first message."""
+    counts: dict[Kind, struct.Struct]
+    """How the number of elements is written before a string or an array."""
+    sizes_first: bool
+    """Whether component_sizes travel before the gradients that they measure."""
+
+    def fields(self, message: type[Message]) -> tuple[tuple[str, Kind], ...]:
+        found = layout(message)
+        if self.sizes_first:
+            return tuple(sorted(found, key=lambda field: _ENTRENAR_ORDER.get(field[0], 0)))
+        return found
+
+
+_ENTRENAR_ORDER = {"component_sizes": 1, "gradients": 2, "loss": 3, "global_loss": 3, "correct": 4, "total": 5}
+
+BINCODE = Codec("bincode", _U32, 0, {Kind.STRING: _U64, Kind.F32S: _U64, Kind.U32S: _U64}, sizes_first=False)
+ENTRENAR = Codec(
+    "entrenar", _FIXED[Kind.U8], 1, {Kind.STRING: _U32, Kind.F32S: _U64, Kind.U32S: _U32}, sizes_first=True
+)
+CODECS = {codec.name: codec for codec in (BINCODE, ENTRENAR)}
+
+
+def codec_of(payload: bytes | memoryview) -> str:
+    """Which encoding a joiner speaks, from the first byte of its first payload."""
+    match bytes(payload[:1]):
+        case b"\0":
+            return BINCODE.name
+        case b"\1":
+            return ENTRENAR.name
+    raise TheirProtocolError("The first payload is a JoinRequest in neither encoding.")
+
+
+def encode(message: Message, codec: str = "bincode") -> bytes:
+    """A whole frame: the payload behind its length."""
+    parts = encode_parts(message, codec)
+    return b"".join(parts)
+
+
+def encode_parts(message: Message, codec: str = "bincode") -> list[bytes | memoryview]:
+    """A frame in pieces, arrays as views: for sendmsg, which copies none of them."""
+    chosen = CODECS[codec]
+    parts: list[bytes | memoryview] = [chosen.tag.pack(MESSAGES.index(type(message)) + chosen.first_tag)]
+    for name, kind in chosen.fields(type(message)):
+        parts += _encode_field(chosen, kind, getattr(message, name), f"{type(message).__name__}.{name}")
+    _check_sizes(message, OurProtocolError)
+    length = sum(len(part) for part in parts)
+    if length > MAX_FRAME_BYTES:
+        raise OurProtocolError(
+            f"A {type(message).__name__} of {length:,} bytes does not fit one frame. Send it as blocks."
+        )
+    return [struct.pack(">I", length), *parts]
+
+
+def decode(payload: bytes | bytearray | memoryview, codec: str = "bincode") -> Message:
+    """The message of one payload. Its arrays are views of it, so the payload must not be written again."""
+    chosen = CODECS[codec]
+    reader = _Reader(memoryview(payload).cast("B"))
+    number = reader.fixed(chosen.tag, "the message's number") - chosen.first_tag
+    if not 0 <= number < len(MESSAGES):
+        raise TheirProtocolError(f"There is no message with the number {number + chosen.first_tag}.")
+    kind_of_message = MESSAGES[number]
+    values = {
+        name: _decode_field(chosen, kind, reader, f"{kind_of_message.__name__}.{name}")
+        for name, kind in chosen.fields(kind_of_message)
+    }
+    if reader.left:
+        raise TheirProtocolError(f"{kind_of_message.__name__} is followed by {reader.left:,} bytes too many.")
+    message = kind_of_message(**values)
+    _check_sizes(message, TheirProtocolError)
+    return message
+
+
+class _Reader:
+    """A payload, and how far it has been read."""
+
+    def __init__(self, payload: memoryview) -> None:
+        self._payload = payload
+        self._at = 0
+
+    @property
+    def left(self) -> int:
+        return len(self._payload) - self._at
+
+    def take(self, count: int, what: str) -> memoryview:
+        if count > self.left:
+            raise TheirProtocolError(f"{what} needs {count:,} bytes, and {self.left:,} are left.")
+        self._at += count
+        return self._payload[self._at - count : self._at]
+
+    def fixed(self, format_: struct.Struct, what: str) -> int:
+        return int(format_.unpack(self.take(format_.size, what))[0])
+
+
+def _encode_field(codec: Codec, kind: Kind, value: Any, what: str) -> list[bytes | memoryview]:
+    try:
+        match kind:
+            case Kind.F32:
+                return [np.asarray(value, "<f4").tobytes()]
+            case Kind.STRING:
+                text = value.encode()
+                return [codec.counts[kind].pack(len(text)), text]
+            case Kind.F32S | Kind.U32S:
+                array = np.ascontiguousarray(value, _ARRAYS[kind])
+                return [codec.counts[kind].pack(array.size), array.reshape(-1).view(np.uint8).data]
+        return [_FIXED[kind].pack(value)]
+    except (struct.error, AttributeError, ValueError, TypeError, OverflowError) as error:
+        raise OurProtocolError(f"{what} cannot be sent: {error}.") from None
+
+
+def _decode_field(codec: Codec, kind: Kind, reader: _Reader, what: str) -> Any:
+    match kind:
+        case Kind.F32:
+            return np.frombuffer(reader.take(4, what), "<f4")[0]
+        case Kind.STRING:
+            text = reader.take(reader.fixed(codec.counts[kind], what), what)
+            try:
+                return str(text, "utf-8")
+            except UnicodeDecodeError:
+                raise TheirProtocolError(f"{what} is not UTF-8.") from None
+        case Kind.F32S | Kind.U32S:
+            count = reader.fixed(codec.counts[kind], what)
+            return np.frombuffer(reader.take(4 * count, what), _ARRAYS[kind])
+    return reader.fixed(_FIXED[kind], what)
+
+
+def _check_sizes(message: Message, error: type[OurProtocolError | TheirProtocolError]) -> None:
+    sizes = getattr(message, "component_sizes", None)
+    if sizes is not None:
+        total, found = int(np.sum(sizes, dtype=np.uint64)), len(message.gradients)  # type: ignore[attr-defined]
+        if total != found:
+            raise error(
+                f"{type(message).__name__}.component_sizes add up to {total:,}, and there are {found:,} gradients."
+            )
