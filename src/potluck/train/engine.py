@@ -150,7 +150,6 @@ class Engine:
                 " one nn.Module, and their parameters into groups of one optimizer."
             )
         self.replica = Replica(model, optimizer, self.link, self.device, self.config)
-        self.replica.remember_buffers()
         if dataset is None:
             return model, optimizer
         try:

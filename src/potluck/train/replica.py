@@ -73,7 +73,7 @@ class Replica:
         self._trained_ids = {id(parameter) for parameter in self.trained}
         kept = set(model.state_dict())
         self._buffers = [buffer for name, buffer in model.named_buffers() if name in kept]
-        self._buffers_before: list[Tensor] = []
+        self.remember_buffers()
         self._is_armed_for_last = False
 
     def arm(self, *, last: bool) -> None:
@@ -131,7 +131,7 @@ class Replica:
 
     def remember_buffers(self) -> None:
         """At the start of a step."""
-        self._buffers_before = [buffer.clone() for buffer in self._buffers]
+        self._buffers_before: list[Tensor] = [buffer.clone() for buffer in self._buffers]
 
     def restore_buffers(self) -> None:
         """A step that is skipped leaves no trace in them either."""

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -28,6 +28,7 @@ from potluck.events import (
     EpochDone,
     Event,
     EventFile,
+    Listener,
     RunEnded,
     RunStarted,
     StepDone,
@@ -283,33 +284,29 @@ class Trainer:
     def _listening(self, *, resume: bool) -> Iterator[None]:
         """Rank 0 alone keeps the run folder, and speaks."""
         listeners = self.engine.events.listeners
-        before = list(listeners)
-        listeners.append(self.summary)
-        if self.engine.rank != 0:
-            try:
-                yield
-            finally:
-                listeners[:] = before
-            return
+        with ExitStack() as stack:
+            stack.callback(listeners.__setitem__, slice(None), list(listeners))
+            listeners.append(self.summary)
+            if self.engine.rank == 0:
+                listeners += self._open_folder(stack, resume=resume)
+            yield
+
+    def _open_folder(self, stack: ExitStack, *, resume: bool) -> list[Listener]:
+        """What listens on rank 0; the stack closes it."""
         if not resume and holds_any(self.checkpoints):
             raise ConfigError(f"{self.folder} already holds a run. Go on with it by resuming, or name another folder.")
         make_folder(self.folder, needed_bytes=3 * sum(p.nbytes for p in self.model.parameters()))
-        lock = _lock(self.folder)
+        stack.enter_context(_lock(self.folder))
         file = EventFile(self.folder / "events.jsonl")
-        listeners.append(file)
+        stack.callback(file.close)
+        opened: list[Listener] = [file]
         if self.config.tensorboard:
-            listeners.append(_tensorboard(self.folder))
-        progress = Progress() if self.config.progress else None
-        if progress is not None:
-            listeners.append(progress)
-        try:
-            yield
-        finally:
-            if progress is not None:
-                progress.close()
-            file.close()
-            lock.close()
-            listeners[:] = before
+            opened.append(_tensorboard(self.folder))
+        if self.config.progress:
+            progress = Progress()
+            stack.callback(progress.close)
+            opened.append(progress)
+        return opened
 
 
 def make_folder(folder: Path, needed_bytes: int = 0) -> None:

@@ -34,12 +34,10 @@ class Codec:
 
     def fields(self, message: type[Message]) -> tuple[tuple[str, Kind], ...]:
         found = layout(message)
-        if self.sizes_first:
-            return tuple(sorted(found, key=lambda field: _ENTRENAR_ORDER.get(field[0], 0)))
+        if self.sizes_first and "component_sizes" in dict(found):  # declared last, right after the gradients
+            return (*found[:-2], found[-1], found[-2])
         return found
 
-
-_ENTRENAR_ORDER = {"component_sizes": 1, "gradients": 2, "loss": 3, "global_loss": 3, "correct": 4, "total": 5}
 
 BINCODE = Codec("bincode", _U32, 0, {Kind.STRING: _U64, Kind.F32S: _U64, Kind.U32S: _U64}, sizes_first=False)
 ENTRENAR = Codec(

@@ -164,8 +164,16 @@ MESSAGES: tuple[type[Message], ...] = (
 
 def layout(message: type[Message]) -> tuple[tuple[str, Kind], ...]:
     """A message's fields in order of declaration, and how each travels."""
+    return _LAYOUTS[message]
+
+
+def _read_layout(message: type[Message]) -> tuple[tuple[str, Kind], ...]:
     hints = get_type_hints(message, include_extras=True)
     return tuple((field.name, get_args(hints[field.name])[1]) for field in fields(message))
+
+
+# Read once: annotations are slow to resolve, and a step sends many messages.
+_LAYOUTS = {message: _read_layout(message) for message in MESSAGES}
 
 
 def _bits(value: Any) -> object:
