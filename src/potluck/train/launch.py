@@ -136,13 +136,18 @@ def _watch(team: list[Worker]) -> int:
         if all(worker.code == 0 for worker in ended):
             return 0
         _let_the_others_end(team, ended)
-        return _report(_cause(ended, interrupts) or next(worker for worker in ended if worker.code))
+        return _report(_cause(ended, interrupts) or _speaker(ended))
 
 
 def _cause(ended: list[Worker], interrupts: "_Interrupts") -> Worker | None:
     """The first worker that failed by itself. One that only lost a peer, or was asked to stop, did not."""
     excused = {0, WorkerLost.exit_code} | ({Interrupted.exit_code} if interrupts.count else set())
     return next((worker for worker in ended if worker.code not in excused), None)
+
+
+def _speaker(ended: list[Worker]) -> Worker:
+    """Nobody failed by itself. Of those who were asked to stop, the lowest rank knows where the run was saved."""
+    return min((worker for worker in ended if worker.code), key=lambda w: (w.code != Interrupted.exit_code, w.rank))
 
 
 def _let_the_others_end(team: list[Worker], ended: list[Worker]) -> None:
