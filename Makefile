@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+FUZZ_SECONDS ?= 60
 
-.PHONY: demo test test-slow check bench clean
+.PHONY: demo test test-slow check fuzz bench clean
 
 demo: $(READY)  ## two workers on this machine train a small language model, in under two minutes
 	$(BIN)/potluck demo
@@ -20,6 +21,9 @@ check: $(READY)  ## style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+fuzz: $(READY)-to-fuzz  ## whatever bytes arrive: a minute, or FUZZ_SECONDS; what fails is kept in build/fuzz/
+	$(BIN)/python tests/fuzz/fuzz_wire.py -max_total_time=$(FUZZ_SECONDS)
+
 bench: $(READY)  ## side by side with bare PyTorch; writes bench/results/
 	$(BIN)/python -m bench
 
@@ -34,4 +38,8 @@ $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
 	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+$(READY)-to-fuzz: $(READY)
+	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[fuzz]'
 	@touch $@

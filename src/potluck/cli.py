@@ -93,11 +93,95 @@ class Run:
     def __call__(self, *arguments: str) -> int:
         if not Path(self.script).is_file():
             raise ConfigError(f"There is no script {self.script}.")
-        try:
-            config = WorkersConfig(count=self.workers, threads=self.threads)
-        except ValueError as error:
-            raise ConfigError(f"Workers: {error}.") from None
-        return launch([self.script, *arguments], config)
+        return launch([self.script, *arguments], _workers_config(self.workers, self.threads))
+
+
+@dataclass
+class Host:
+    """Lead a run that workers on any machine may join and leave at any time, and print the line to join it with.
+
+    The run goes on whoever is killed, the host included: start it again with --resume. What is trained is a recipe,
+    or a script of yours, of which every joiner needs a copy.
+    """
+
+    what: Annotated[
+        tyro.conf.Positional[str],
+        tyro.conf.arg(metavar="RECIPE|SCRIPT", help="A recipe, as for train; or a Python file, as for run."),
+    ]
+    data: Data = ()
+    workers: Annotated[
+        int, tyro.conf.arg(aliases=["-n"], metavar="N", help="Workers on this machine; 0: only those who join.")
+    ] = 1
+    threads: Annotated[
+        int | None, tyro.conf.arg(metavar="N", help="Threads of each worker, instead of an even share of the cores.")
+    ] = None
+    out: Out = None
+    resume: Annotated[bool, tyro.conf.arg(help="Go on with the run of the run folder.")] = False
+    host: Annotated[
+        str, tyro.conf.arg(metavar="ADDRESS", help="Where to listen; 0.0.0.0 lets other machines join, encrypted.")
+    ] = "127.0.0.1"
+    port: Annotated[int, tyro.conf.arg(metavar="N", help="0: any that is free, and the same again on --resume.")] = 0
+    address: Annotated[
+        str | None, tyro.conf.arg(metavar="NAME", help="How others reach this machine, for the invite.")
+    ] = None
+    patience: Annotated[
+        float, tyro.conf.arg(metavar="SECONDS", help="How long a worker may be silent before it is given up.")
+    ] = 30.0
+    at_least: Annotated[int, tyro.conf.arg(metavar="N", help="Workers to wait for before the first step.")] = 1
+    insecure: Annotated[
+        bool, tyro.conf.arg(help="No encryption and no secret; plain peers of the published protocol may join.")
+    ] = False
+    settings: Settings = field(default_factory=list)
+
+    def __call__(self) -> int:
+        from potluck.train.host import host
+        from potluck.train.order import host_order
+
+        return host(
+            host_order(
+                what=self.what,
+                settings=(*self.settings, *_data_setting(self.data)),
+                workers=self.workers,
+                threads=self.threads,
+                out=self.out,
+                resume=self.resume,
+                host=self.host,
+                port=self.port,
+                address=self.address,
+                patience_s=self.patience,
+                at_least=self.at_least,
+                insecure=self.insecure,
+            )
+        )
+
+
+@dataclass
+class Join:
+    """Join a run: paste the line that `potluck host` printed. Ctrl-C leaves it politely, and it goes on.
+
+    Without a script, what is trained comes from the host as a recipe, never as code. Options come before the invite.
+    """
+
+    invite: Annotated[
+        tyro.conf.Positional[str],
+        tyro.conf.arg(
+            metavar="INVITE [SCRIPT [ARGUMENTS ...]]", help="The line; or a file that holds it; or - to read it."
+        ),
+    ]
+    data: Annotated[
+        tuple[str, ...],
+        tyro.conf.arg(metavar="PATH ...", help="Where this machine has the text.", help_behavior_hint="(the host's)"),
+    ] = ()
+    workers: Annotated[int, tyro.conf.arg(aliases=["-n"], metavar="N", help="Worker processes on this machine.")] = 1
+    threads: Annotated[
+        int | None, tyro.conf.arg(metavar="N", help="Threads of each worker, instead of an even share of the cores.")
+    ] = None
+
+    def __call__(self, *arguments: str) -> int:
+        from potluck.train.join import join
+
+        config = _workers_config(self.workers, self.threads)
+        return join(self.invite, list(arguments), config, _data_setting(self.data))
 
 
 @dataclass
@@ -114,12 +198,15 @@ COMMANDS = (
     Annotated[Demo, tyro.conf.subcommand("demo")]
     | Annotated[Train, tyro.conf.subcommand("train")]
     | Annotated[Run, tyro.conf.subcommand("run")]
+    | Annotated[Host, tyro.conf.subcommand("host")]
+    | Annotated[Join, tyro.conf.subcommand("join")]
     | Annotated[Doctor, tyro.conf.subcommand("doctor")]
 )
 DESCRIPTION = """Train one PyTorch model on whatever machines people bring.
 
 Start with `potluck demo`. Then `potluck train RECIPE` for the built-in model on your text, or
-`potluck run -n 2 your_script.py` for your own model."""
+`potluck run -n 2 your_script.py` for your own model. `potluck host RECIPE` prints a line with which any
+other machine joins in, now or later."""
 
 
 def main() -> None:
@@ -136,7 +223,7 @@ def main() -> None:
         config=(tyro.conf.FlagCreatePairsOff,),
     )
     try:
-        code = command(*scripts) if isinstance(command, Run) else command()
+        code = command(*scripts) if isinstance(command, Run | Join) else command()
     except PotluckError as error:
         print(f"potluck: {error}", file=sys.stderr)
         code = error.exit_code
@@ -148,19 +235,30 @@ def main() -> None:
 def _train(
     recipe: str, data: tuple[str, ...], workers: int | None, out: str | None, settings: list[str], *, resume: bool
 ) -> int:
-    extra = [f"data.paths={json.dumps(list(data))}"] if data else []
+    extra = list(_data_setting(data))
     extra += [f"workers.count={workers}"] if workers is not None else []
     order = Order(recipe=recipe, settings=(*settings, *extra), out=out, resume=resume)
     return launch(["--recipe", json.dumps(asdict(order))], workers_of(order))
 
 
+def _data_setting(data: tuple[str, ...]) -> tuple[str, ...]:
+    return (f"data.paths={json.dumps(list(data))}",) if data else ()
+
+
+def _workers_config(count: int, threads: int | None) -> WorkersConfig:
+    try:
+        return WorkersConfig(count=count, threads=threads)
+    except ValueError as error:
+        raise ConfigError(f"Workers: {error}.") from None
+
+
 def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Ours, and what follows the script of `run`: those are the script's own."""
-    if not arguments or arguments[0] != "run":
+    """Ours, and what follows the script of `run`, or the invite of `join`: those are the script's own."""
+    if not arguments or arguments[0] not in ("run", "join"):
         return arguments, []
     index = 1
-    while index < len(arguments) and arguments[index].startswith("-"):
-        index += 2 if arguments[index] in ("-n", "--workers", "--threads") else 1
+    while index < len(arguments) and arguments[index].startswith("-") and arguments[index] != "-":
+        index += 2 if arguments[index] in ("-n", "--workers", "--threads", "--data") else 1
     return arguments[: index + 1], arguments[index + 1 :]
 
 

@@ -41,6 +41,8 @@ class WorkerStep:
     """Computing: data, forward and backward, and the optimizer of the step before."""
     wait_s: float
     """Waiting for the others' gradients after its own were done."""
+    name: str = ""
+    """Of a worker that joined a host."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,6 +99,38 @@ class CheckpointPassedOver:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerCame:
+    """A worker takes part from the next step on."""
+
+    worker: int
+    name: str
+    kind: str
+    step: int
+    workers: int
+    """How many take part now."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerWent:
+    worker: int
+    name: str
+    reason: str
+    polite: bool
+    """It said so before it went, and nothing was computed again."""
+    workers: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stalled:
+    """The others wait for a worker, or cannot use what it sent."""
+
+    worker: int
+    name: str
+    doing: str
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RunEnded:
     reason: str
     """finished, interrupted, or the sentence of the error that ended it."""
@@ -108,7 +142,19 @@ class RunEnded:
     skipped: int
 
 
-Event = RunStarted | StepDone | StepSkipped | Validated | EpochDone | CheckpointSaved | CheckpointPassedOver | RunEnded
+Event = (
+    RunStarted
+    | StepDone
+    | StepSkipped
+    | Validated
+    | EpochDone
+    | CheckpointSaved
+    | CheckpointPassedOver
+    | WorkerCame
+    | WorkerWent
+    | Stalled
+    | RunEnded
+)
 Listener = Callable[[Event], None]
 
 

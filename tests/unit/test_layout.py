@@ -22,7 +22,17 @@ MAY_IMPORT = {
 }
 GROUND = {"errors", "events", "config"}
 
-PURE = ["agree/*.py", "wire/*.py", "fleet/ledger.py", "train/schedule.py", "train/pulse.py"]
+PURE = [
+    "agree/*.py",
+    "wire/*.py",
+    "fleet/ledger.py",
+    "fleet/tree.py",
+    "fleet/coordinator.py",
+    "fleet/membership.py",
+    "fleet/description.py",
+    "train/schedule.py",
+    "train/pulse.py",
+]
 IMPURE = {"socket", "asyncio", "threading", "time", "torch.distributed", "subprocess", "random"}
 
 

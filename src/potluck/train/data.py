@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from potluck.agree.policy import share_out
 from potluck.errors import ConfigError
@@ -45,7 +45,11 @@ class BatchConfig:
     micro_size: int | None = None
     """Rows that go through the model at once on one worker; none: a worker's whole part."""
     fetchers: int = 0
-    """Processes on each worker that fetch rows ahead of the model; 0: rows are fetched when they are needed."""
+    """Processes on each worker that fetch rows ahead of the model; 0: rows are fetched when they are needed. Workers
+    of a host always do so."""
+    slices: int = 8
+    """Under a host: the fixed parts of a step's batch that are handed out, at least. More of them share out more
+    finely among workers of mixed speeds, and each is computed by itself."""
 
     def __post_init__(self) -> None:
         if self.size < 1:
@@ -54,6 +58,13 @@ class BatchConfig:
             raise ValueError(f"micro_size must be at least 1, not {self.micro_size}")
         if self.fetchers < 0:
             raise ValueError(f"fetchers must be at least 0, not {self.fetchers}")
+        if not 1 <= self.slices <= 1 << 16:
+            raise ValueError(f"slices must be between 1 and 65,536, not {self.slices}")
+
+    @property
+    def slice_count(self) -> int:
+        """Enough that no slice has more rows than go through the model at once."""
+        return min(self.size, max(self.slices, -(-self.size // self.micro_size) if self.micro_size else 1))
 
 
 class TextWindows(Dataset[Tensor]):
@@ -140,6 +151,8 @@ class MicroBatch:
     """Whether this worker's part of the step ends here."""
     step_end: int
     """Where the whole step ends, over all workers."""
+    number: int = 0
+    """Which of this worker's parts of the step it is."""
 
 
 def plan_step(row: int, rows: int, batch: BatchConfig, shares: Sequence[float], rank: int) -> list[MicroBatch]:
@@ -253,6 +266,48 @@ class Loader:
                 f"The batch that ends at row {done.step_end} was given out, but step() was not called after it."
                 " Call backward() and step() for every batch of the loader."
             )
+
+
+class SliceLoader(Loader):
+    """The slices that a host hands out, one by one. `plan` gives them until the epoch ends or the run stops."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.plan: Callable[[], Iterator[MicroBatch]] = lambda: iter(())
+        self.seed_of: Callable[[MicroBatch], int] = lambda micro: 0
+        self._ordered: tuple[tuple[int, int], Tensor] | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        for micro in self.plan():
+            self.current = micro
+            seed_everything(self.seed_of(micro))
+            yield to_device(self._rows_of(micro), self._device)
+        if self.position.row < self.rows:
+            return
+        self.current = None
+        self.on_epoch_end()
+        self.position = Position(self.position.epoch + 1)
+
+    def __len__(self) -> int:
+        """How many steps the rest of this epoch has; which slices of them are this worker's is not known before."""
+        return -(-(self.rows - self.position.row) // self.batch.size)
+
+    def take(self, start: int, end: int) -> Any:
+        """Rows by themselves, for looking and not for training."""
+        return to_device(self._rows_of(MicroBatch(start, end, True, end)), self._device)
+
+    def _rows_of(self, micro: MicroBatch) -> Any:
+        key = (self.seed, self.position.epoch)
+        if self._ordered is None or self._ordered[0] != key:
+            self._ordered = key, self._order()
+        rows = self._ordered[1][micro.start : micro.end].tolist()
+        if isinstance(self.dataset, TensorRows) and self.collate is None:
+            return self.dataset[rows]
+        if hasattr(self.dataset, "__getitems__"):
+            found = list(self.dataset.__getitems__(rows))
+        else:
+            found = [self.dataset[row] for row in rows]
+        return (self.collate or default_collate)(found)
 
 
 class SeededRows(Dataset[Any]):

@@ -17,6 +17,7 @@ make alike: to apply a gradient or to skip it, to stop, to have ended an epoch.
 
 import json
 import math
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +31,7 @@ from torch.optim import Optimizer
 from potluck.agree.policy import ApplyPolicy, Sync, share_out
 from potluck.errors import CheckpointError, ConfigError, Diverged
 from potluck.events import EpochDone, EventLog, StepDone, StepSkipped
+from potluck.fleet.invite import INVITE, read_invite
 from potluck.fleet.ledger import Ledger, prove
 from potluck.shard.strategy import NoShard, ShardingStrategy
 from potluck.train.data import (
@@ -56,8 +58,12 @@ def init(
     step: StepConfig = StepConfig(),
     patience_s: float = PATIENCE_S,
 ) -> "Engine":
-    """Joins the run that `potluck run` or torchrun started; started by neither, it is a run of one worker."""
+    """Joins the run that `potluck join`, `potluck run` or torchrun started; started by none, it is a run of one."""
     device = choose_device()
+    if INVITE in os.environ:
+        from potluck.train.elastic import ElasticEngine
+
+        return ElasticEngine.join(read_invite(None), device, policy=policy, strategy=strategy, step=step)
     return Engine(connect(device, patience_s), device, policy=policy, strategy=strategy, step=step)
 
 
@@ -86,6 +92,12 @@ class Engine:
         self.skipped = 0
         self.stopping = False
         """Every worker has agreed to stop after the step that is done."""
+        self.replaying = False
+        """A step is applied that others have taken before this worker came."""
+        self.samples_per_row = 1.0
+        """How many samples a row counts as; only for peers of a host that cannot say."""
+        self.told: dict[str, Any] = {}
+        """What a host shows of the run: its name, the unit of samples, how many steps there are."""
         self.loaded_from: Path | None = None
         self.last_epoch: EpochDone | None = None
         """What was proved of the epoch that ended last."""
@@ -109,6 +121,21 @@ class Engine:
     @property
     def world(self) -> int:
         return self.link.world
+
+    @property
+    def keeps_folder(self) -> bool:
+        """Whether this worker writes the run folder."""
+        return self.rank == 0
+
+    @property
+    def is_led(self) -> bool:
+        """Whether a host leads this worker: it keeps the run's folder, and hands out the work."""
+        return False
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this worker shows the run to a person."""
+        return self.rank == 0
 
     @overload
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]: ...
@@ -158,17 +185,7 @@ class Engine:
             raise ConfigError(f"batch {error}.") from None
         # A power of two, so that it changes no digit of any gradient; it only keeps sums in the range of means.
         self._unit = 2.0 ** -round(math.log2(batch.size))
-        self.loader = Loader(
-            dataset,
-            batch,
-            shares=self._shares(batch.size),
-            rank=self.rank,
-            device=self.device,
-            seed=seed,
-            collate=collate,
-        )
-        self._insist_on_same_data(self.loader)
-        self.loader.on_empty = self._step_without_rows
+        self.loader = self._make_loader(dataset, batch, seed, collate)
         self.loader.on_epoch_end = self._end_of_epoch
         self.loader.is_stopped = lambda: self.stopping
         return model, optimizer, self.loader
@@ -179,10 +196,7 @@ class Engine:
         `last` says whether the next call is step(); the loader knows it, and without one it is taken to be so.
         """
         replica = self._prepared()
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise ConfigError(f"backward() takes the mean loss, a tensor of one number, not {_tell(loss)}.")
-        if not (math.isfinite(samples) and samples >= 0):
-            raise ConfigError(f"backward() takes how many samples the loss is a mean over, not {samples}.")
+        _insist_on_mean(loss, samples)
         micro = self.loader.current if self.loader is not None else None
         if last is None:
             last = micro is None or micro.last
@@ -279,6 +293,10 @@ class Engine:
             self.seed_random(standing["seed"])
         return True
 
+    def last_words(self) -> str:
+        """Where the run stands when it is stopped."""
+        return f"Stopped after step {self.step_number}."
+
     def wait_for_saves(self) -> None:
         """Until every checkpoint is on the disk: call it on every worker."""
         self._saves.wait_together()
@@ -303,6 +321,22 @@ class Engine:
         seed_everything(mix(seed, self.step_number, self.rank))
 
     # What a step is made of
+
+    def _make_loader(
+        self, dataset: Any, batch: BatchConfig, seed: int, collate: Callable[[list[Any]], Any] | None
+    ) -> Loader:
+        loader = Loader(
+            dataset,
+            batch,
+            shares=self._shares(batch.size),
+            rank=self.rank,
+            device=self.device,
+            seed=seed,
+            collate=collate,
+        )
+        self._insist_on_same_data(loader)
+        loader.on_empty = self._step_without_rows
+        return loader
 
     def _start_of_step(self) -> None:
         self._started = time.perf_counter()
@@ -352,9 +386,7 @@ class Engine:
                 step=self.step_number, loss=verdict.loss, in_a_row=self._skipped_in_a_row, reason=verdict.fault
             )
         self._skipped_in_a_row = 0
-        if self.lr_factor is not None:
-            for group in replica.optimizer.param_groups:
-                group["lr"] = group.setdefault("initial_lr", group["lr"]) * self.lr_factor(self.rows_seen)
+        self._set_lr(replica)
         replica.apply(verdict.scale)
         replica.average_buffers(self._samples / verdict.samples)
         return StepDone(
@@ -368,6 +400,11 @@ class Engine:
             seconds=time.perf_counter() - self._started,
             workers=worker_steps(pulses),
         )
+
+    def _set_lr(self, replica: Replica) -> None:
+        if self.lr_factor is not None:
+            for group in replica.optimizer.param_groups:
+                group["lr"] = group.setdefault("initial_lr", group["lr"]) * self.lr_factor(self.rows_seen)
 
     def _insist_on_progress(self, event: StepDone | StepSkipped) -> None:
         if isinstance(event, StepSkipped) and event.in_a_row >= self.config.nonfinite_limit:
@@ -463,6 +500,13 @@ class Engine:
             self.loader.current = None
         # What was trained before the checkpoint is rank 0's to tell, since those workers may be gone.
         self._ledger = Ledger([(0, standing["row"])] if self.rank == 0 else [])
+
+
+def _insist_on_mean(loss: Any, samples: float) -> None:
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise ConfigError(f"backward() takes the mean loss, a tensor of one number, not {_tell(loss)}.")
+    if not (math.isfinite(samples) and samples >= 0):
+        raise ConfigError(f"backward() takes how many samples the loss is a mean over, not {samples}.")
 
 
 def loss_and_samples(result: Any, batch: Any) -> tuple[Tensor, float]:

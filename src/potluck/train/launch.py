@@ -25,6 +25,8 @@ RENDEZVOUS = "POTLUCK_RENDEZVOUS"
 """Tells workers the file through which they find each other, so that no port is opened for it."""
 LAST_WORDS = "POTLUCK_LAST_WORDS"
 PARENT_PIPE = "POTLUCK_PARENT_PIPE"
+QUIET = "POTLUCK_QUIET"
+"""Set for workers whose host shows the run."""
 GRACE_S = 3.0
 """How long the others have to end by themselves, once one has failed, before they are ended."""
 POLL_S = 0.02
@@ -63,21 +65,31 @@ def launch(command: list[str], config: WorkersConfig) -> int:
         read_end, write_end = os.pipe()
         team: list[Worker] = []
         try:
-            environment = _shared_environment(config, Path(folder))
+            environment = worker_environment(config) | _group_environment(config, Path(folder))
             environment[PARENT_PIPE] = str(read_end)
             for rank in range(config.count):
-                team.append(_start(rank, command, environment, Path(folder), read_end))
+                team.append(start_worker(rank, command, environment, Path(folder), read_end))
             return _watch(team)
         finally:
-            _end(team, signal.SIGKILL)
+            end_workers(team, signal.SIGKILL)
             os.close(read_end)
             os.close(write_end)
 
 
-def _shared_environment(config: WorkersConfig, folder: Path) -> dict[str, str]:
+def worker_environment(config: WorkersConfig) -> dict[str, str]:
+    """Ours, and what a worker computes with."""
     threads = config.threads or max(1, usable_cores() // config.count)
+    unless_set = {"OMP_NUM_THREADS": str(threads)}
+    chosen = {"OMP_NUM_THREADS": str(threads)} if config.threads is not None else {}
+    return unless_set | dict(os.environ) | chosen
+
+
+def _group_environment(config: WorkersConfig, folder: Path) -> dict[str, str]:
+    """How workers of one group find each other."""
     loopback = "lo0" if sys.platform == "darwin" else "lo"
-    chosen = {
+    # They would otherwise listen on whatever interface this machine's name resolves to.
+    unless_set = {name: loopback for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name not in os.environ}
+    return unless_set | {
         "WORLD_SIZE": str(config.count),
         "LOCAL_WORLD_SIZE": str(config.count),
         RENDEZVOUS: str(folder / "rendezvous"),
@@ -85,18 +97,9 @@ def _shared_environment(config: WorkersConfig, folder: Path) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(_free_port()),
     }
-    unless_set = {
-        "OMP_NUM_THREADS": str(threads),
-        # They would otherwise listen on whatever interface this machine's name resolves to.
-        "GLOO_SOCKET_IFNAME": loopback,
-        "NCCL_SOCKET_IFNAME": loopback,
-    }
-    if config.threads is not None:
-        chosen["OMP_NUM_THREADS"] = str(threads)
-    return unless_set | dict(os.environ) | chosen
 
 
-def _start(rank: int, command: list[str], shared: dict[str, str], folder: Path, read_end: int) -> Worker:
+def start_worker(rank: int, command: list[str], shared: dict[str, str], folder: Path, read_end: int) -> Worker:
     last_words = folder / f"last-words-{rank}"
     environment = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank), LAST_WORDS: str(last_words)}
     speaks_freely = rank == 0  # it has the terminal; the others' lines are marked with their rank
@@ -156,7 +159,7 @@ def _let_the_others_end(team: list[Worker], ended: list[Worker]) -> None:
     while any(worker.is_alive for worker in team) and time.monotonic() < deadline:
         time.sleep(POLL_S)
         ended += [worker for worker in team if worker not in ended and not worker.is_alive]
-    _end(team, signal.SIGTERM)
+    end_workers(team, signal.SIGTERM)
 
 
 def _report(worker: Worker) -> int:
@@ -198,7 +201,7 @@ class _Interrupts:
                     worker.process.send_signal(number)
 
 
-def _end(team: list[Worker], first: signal.Signals) -> None:
+def end_workers(team: list[Worker], first: signal.Signals) -> None:
     """Ends what still runs: with the given signal, and after a second with SIGKILL."""
     for worker in team:
         worker.signal(first)

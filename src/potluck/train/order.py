@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
+import tomli_w
+
 from potluck.config import from_dict, parse_toml
 from potluck.errors import ConfigError
 
@@ -41,6 +43,25 @@ class Order:
     resume: bool = False
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostOrder:
+    folder: Path
+    recipe: str
+    """TOML; empty where a script is trained."""
+    command: tuple[str, ...]
+    """What a worker on this machine runs."""
+    workers: WorkersConfig
+    local: int
+    """Workers on this machine."""
+    host: str
+    port: int
+    address: str | None
+    patience_s: float
+    at_least: int
+    insecure: bool
+    resume: bool
+
+
 def find_recipe(name: str) -> tuple[str, str]:
     """A recipe's text, and where it came from: a file, or a built-in one by its name or as recipes/NAME.toml."""
     path = Path(name)
@@ -67,3 +88,67 @@ def workers_of(order: Order) -> WorkersConfig:
     if not isinstance(table, dict):
         raise ConfigError(f"workers is a table of settings, such as workers.count=2, not {table!r}.")
     return from_dict(WorkersConfig, table, "workers")
+
+
+def host_order(
+    *,
+    what: str,
+    settings: tuple[str, ...],
+    workers: int,
+    threads: int | None,
+    out: str | None,
+    resume: bool,
+    host: str,
+    port: int,
+    address: str | None,
+    patience_s: float,
+    at_least: int,
+    insecure: bool,
+) -> HostOrder:
+    """What `potluck host` is asked for, checked before anything is started."""
+    if workers < 0 or at_least < 1 or not patience_s > 0 or not 0 <= port < 1 << 16:
+        raise ConfigError("--workers is at least 0, --at-least 1, --patience above 0, and --port below 65,536.")
+    if what.endswith(".py"):
+        if not Path(what).is_file():
+            raise ConfigError(f"There is no script {what}.")
+        recipe, name = "", Path(what).stem
+        command: tuple[str, ...] = (what,)
+    else:
+        text, source = find_recipe(what)
+        table = parse_toml(text, source=source, overrides=settings)
+        name = str(table.get("name", "run"))
+        if threads is None and isinstance(table.get("workers"), dict):
+            threads = from_dict(WorkersConfig, table["workers"], "workers").threads
+        recipe, command = tomli_w.dumps(table), ("--join", "[]")
+    folder = Path(out) if out else Path("runs") / name
+    if out is None and not resume:
+        folder = _free_folder(folder)
+    if resume and not (folder / "journal.sqlite").exists():
+        raise ConfigError(f"There is no run to resume in {folder}. Leave out --resume, or name its folder with --out.")
+    try:
+        config = WorkersConfig(count=max(1, workers), threads=threads)
+    except ValueError as error:
+        raise ConfigError(f"Workers: {error}.") from None
+    return HostOrder(
+        folder=folder,
+        recipe=recipe,
+        command=command,
+        workers=config,
+        local=workers,
+        host=host,
+        port=port,
+        address=address,
+        patience_s=patience_s,
+        at_least=at_least,
+        insecure=insecure,
+        resume=resume,
+    )
+
+
+def _free_folder(wanted: Path) -> Path:
+    """A new run never takes over a folder that holds one."""
+    number, found = 2, wanted
+    while (found / "journal.sqlite").exists() or (found / "checkpoints").exists():
+        found = wanted.with_name(f"{wanted.name}-{number}")
+        number += 1
+    return found

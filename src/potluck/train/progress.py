@@ -17,9 +17,12 @@ from potluck.events import (
     Event,
     RunEnded,
     RunStarted,
+    Stalled,
     StepDone,
     StepSkipped,
     Validated,
+    WorkerCame,
+    WorkerWent,
 )
 
 LINE_EVERY_S = 5.0
@@ -64,6 +67,14 @@ class Progress:
             case CheckpointSaved():
                 if self._live is None:
                     self.say(f"step {event.step}: saved {event.folder} ({size(event.bytes)})")
+            case WorkerCame():
+                self.say(f"{event.name} joined ({event.kind}); {_workers(event.workers)} now.", style="cyan")
+            case WorkerWent():
+                how = "left" if event.polite else f"is lost ({event.reason}); the others compute its part again"
+                self.say(f"{event.name} {how}; {_workers(event.workers)} now.", style="yellow")
+            case Stalled():
+                for_s = f" for {event.seconds:.0f} s" if event.seconds else ""
+                self.say(f"Waiting for {event.name}: {event.doing}{for_s}.", style="yellow")
             case RunEnded():
                 self.close()
 
@@ -92,11 +103,13 @@ class Progress:
         if self._live is not None:
             self._live.update(self._picture())
             return
-        assert self._run is not None and self._last is not None
+        if self._run is None:
+            return
+        assert self._last is not None
         now = time.perf_counter()
         if now - self._line_at >= LINE_EVERY_S or self._last.step == self._run.steps_total:
             self._line_at = now
-            waits = " ".join(f"{w.rank}:{share(w.wait_s, w.busy_s)}" for w in self._last.workers)
+            waits = " ".join(f"{w.name or w.rank}:{share(w.wait_s, w.busy_s)}" for w in self._last.workers)
             waiting = f", waiting {waits}" if len(self._last.workers) > 1 else ""
             self.say(f"{self._headline()}{waiting}")
 
@@ -123,7 +136,7 @@ class Progress:
         for worker in self._last.workers if self._last is not None else ():
             took = max(worker.busy_s + worker.wait_s, 1e-9)
             table.add_row(
-                f"{worker.rank}",
+                worker.name or f"{worker.rank}",
                 f"{worker.rows:,}",
                 f"{worker.busy_s * 1000:,.0f} ms",
                 share(worker.wait_s, worker.busy_s),
@@ -146,6 +159,10 @@ class Progress:
         if len(self._recent) > 1:
             each = (last[0] - first[0]) / (last[1].step - first[1].step)
         return each * (self._run.steps_total - last[1].step)
+
+
+def _workers(count: int) -> str:
+    return f"{count} workers" if count != 1 else "1 worker"
 
 
 def share(part: float, rest: float) -> str:

@@ -44,14 +44,18 @@ def decide_step(pulses: Sequence[Pulse], norm_of_sum: float, unit: float, clip: 
         return Verdict(0.0, math.nan, math.nan, math.nan, "the step has no samples")
     loss = sum(pulse.loss_sum for pulse in pulses) / samples
     scale = 1 / (samples * unit)
-    norm = norm_of_sum * scale
     culprits = [str(rank) for rank, pulse in enumerate(pulses) if not math.isfinite(pulse.loss_sum)]
-    fault = None
-    if culprits:
-        fault = f"the loss of worker {' and '.join(culprits)} is not finite"
-    elif not math.isfinite(norm):
+    fault = f"the loss of worker {' and '.join(culprits)} is not finite" if culprits else None
+    return decide_mean(samples, loss, norm_of_sum * scale, scale, clip, fault)
+
+
+def decide_mean(
+    samples: float, loss: float, norm: float, scale: float, clip: float | None, fault: str | None = None
+) -> Verdict:
+    """`norm` is the mean gradient's; `scale` turns what there is into that mean."""
+    if fault is None and not math.isfinite(norm):
         fault = f"the gradient's norm ({norm}) is not finite"
-    elif clip is not None:
+    if fault is None and clip is not None:
         scale *= min(1.0, clip / (norm + 1e-6))
     return Verdict(samples, loss, norm, scale, fault)
 

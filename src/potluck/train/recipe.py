@@ -18,9 +18,12 @@ from potluck.agree.policy import ApplyPolicy, Sync
 from potluck.config import from_toml, to_toml
 from potluck.errors import ConfigError, Interrupted
 from potluck.events import Event, RunStarted
+from potluck.fleet.invite import read_invite
 from potluck.shard.strategy import NoShard, ShardingStrategy
 from potluck.train.data import BatchConfig, DataConfig, read_windows
+from potluck.train.elastic import ElasticEngine
 from potluck.train.engine import Engine, init
+from potluck.train.link import choose_device
 from potluck.train.model import GPT, ModelConfig, next_token_loss
 from potluck.train.order import Order, WorkersConfig, find_recipe
 from potluck.train.progress import count, size
@@ -71,8 +74,11 @@ class RunConfig:
 def cook(config: RunConfig, order: Order, engine: Engine) -> tuple[Summary, GPT]:
     """Trains the recipe in its run folder. Called on every worker."""
     training, validation = read_windows(config.data, config.model.context)
-    folder = Path(engine.link.gather_bytes(str(_run_folder(config, order, engine.rank)).encode())[0].decode())
+    folder = Path("runs") / config.name  # where a host leads, it keeps its own
+    if not engine.is_led:
+        folder = Path(engine.link.gather_bytes(str(_run_folder(config, order, engine.rank)).encode())[0].decode())
     _insist_on_memory(config, engine)
+    engine.samples_per_row = float(config.model.context)
     torch.manual_seed(config.fit.seed)
     model = GPT(config.model).to(engine.device)
     trainer = Trainer(
@@ -86,11 +92,13 @@ def cook(config: RunConfig, order: Order, engine: Engine) -> tuple[Summary, GPT]
         engine=engine,
         config=replace(config.fit, unit="tokens"),
     )
-    if engine.rank == 0:
+    if engine.keeps_folder:
         engine.events.listeners.append(lambda event: _keep_recipe(event, folder, config))
     try:
         return trainer.fit(resume=order.resume), model
     except Interrupted as error:
+        if engine.is_led:
+            raise
         raise Interrupted(f"{error} Go on with: potluck train {folder}/run.toml --out {folder} --resume") from None
 
 
@@ -101,10 +109,26 @@ def main(arguments: list[str]) -> None:
     config = from_toml(RunConfig, text, source=source, overrides=tuple(order.settings))
     with init(config.policy, config.strategy, step=config.step, patience_s=config.workers.patience_s) as engine:
         summary, model = cook(config, order, engine)
-        if engine.rank == 0:
+        if engine.keeps_folder:
             from potluck.train.farewell import say_farewell
 
             say_farewell(summary, model, order, epochs=config.fit.epochs)
+
+
+def join(arguments: list[str]) -> None:
+    """One worker of the run that the invite names: the recipe comes from the host, as TOML and never as code."""
+    settings = tuple(json.loads(arguments[0]))
+    device = choose_device()
+    engine = ElasticEngine.join(read_invite(None), device)
+    with engine:
+        text = engine.client.welcome.recipe if engine.client.welcome is not None else ""
+        if not text:
+            raise ConfigError(
+                "This host trains a script, not a recipe. Join with your copy of it: potluck join - SCRIPT"
+            )
+        config = from_toml(RunConfig, text, source="the host's recipe", overrides=settings)
+        engine.configure(config.policy, config.strategy, config.step)
+        cook(config, Order(recipe="the host's"), engine)
 
 
 def _insist_on_memory(config: RunConfig, engine: Engine) -> None:
@@ -115,7 +139,7 @@ def _insist_on_memory(config: RunConfig, engine: Engine) -> None:
     if engine.device.type == "cuda":
         has, where = torch.cuda.mem_get_info(engine.device)[1], "this GPU"
     else:
-        needed *= config.workers.count
+        needed *= 1 if engine.is_led else config.workers.count
         has, where = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "this machine"
     if needed > has:
         raise ConfigError(

@@ -92,6 +92,10 @@ class Replica:
         if self._buckets is not None:
             self._buckets.arm(communicate=last)
 
+    def disarm(self) -> None:
+        """Another slice begins, whose backwards are its own."""
+        self._is_armed_for_last = False
+
     def finish(self) -> float:
         """Ends the sums over all ranks. Returns the seconds spent waiting for them."""
         return self._buckets.finish() if self._buckets is not None else 0.0

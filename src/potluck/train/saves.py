@@ -40,15 +40,7 @@ class Saves:
         randoms = self._link.gather_bytes(state.random_state())
         if self._link.rank != 0:
             return
-        tensors, skeleton = state.optimizer_state(replica.optimizer, replica.names)
-        snapshot = checkpoint.Snapshot(
-            standing | {"optimizer": skeleton, "workers": self._link.world},
-            {
-                checkpoint.MODEL: state.model_state(replica.model),
-                checkpoint.OPTIMIZER: tensors,
-                checkpoint.RANDOM: {str(rank): state.bytes_tensor(data) for rank, data in enumerate(randoms)},
-            },
-        )
+        snapshot = take_snapshot(replica, standing, randoms)
         stall_s = time.perf_counter() - started
         writer.start(
             snapshot,
@@ -131,3 +123,16 @@ class Saves:
             shared[name] = mine[name] if name in mine else torch.empty(shape, dtype=getattr(torch, dtype))
             self._link.broadcast(shared[name])
         return shared
+
+
+def take_snapshot(replica: Replica, standing: Standing, randoms: list[bytes]) -> checkpoint.Snapshot:
+    """A copy in host memory. `randoms`: each worker's random state, or none where it does not matter."""
+    tensors, skeleton = state.optimizer_state(replica.optimizer, replica.names)
+    return checkpoint.Snapshot(
+        standing | {"optimizer": skeleton, "workers": len(randoms)},
+        {
+            checkpoint.MODEL: state.model_state(replica.model),
+            checkpoint.OPTIMIZER: tensors,
+            checkpoint.RANDOM: {str(rank): state.bytes_tensor(data) for rank, data in enumerate(randoms)},
+        },
+    )

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any, NoReturn
@@ -150,8 +150,9 @@ class Trainer:
         """Trains until the end, or until Ctrl-C, which saves first. `resume` goes on from the newest checkpoint."""
         engine = self.engine
         started = time.perf_counter()
+        engine.told = asdict(self._run_started())
         with self._listening(resume=resume), _on_interrupt(engine.request_stop):
-            if not (resume and self._load()):
+            if not ((resume or engine.is_led) and self._load()):
                 engine.seed_random(self.config.seed)
             self._emit_start()
             reason = "failed"
@@ -169,9 +170,11 @@ class Trainer:
 
     def _leave(self) -> NoReturn:
         """Says where the run is saved; our launcher does so itself."""
-        where = f" Saved in {self.summary.checkpoint}." if self.engine.rank == 0 else ""
+        where = f" Saved in {self.summary.checkpoint}." if self.engine.keeps_folder else ""
         error = Interrupted(f"Stopped after step {self.engine.step_number}.{where}")
-        if self.engine.rank == 0 and LAST_WORDS not in os.environ:
+        if self.engine.is_led:
+            error = Interrupted(self.engine.last_words())
+        if self.engine.speaks and LAST_WORDS not in os.environ:
             print(f"potluck: {error}", file=sys.stderr)
         raise error
 
@@ -225,6 +228,8 @@ class Trainer:
 
     def _after_step(self) -> None:
         """On every worker alike, so that what follows may talk to the others."""
+        if self.engine.replaying:
+            return
         step = self.engine.step_number
         at_end_of_epoch = self._loader.position.row == self._loader.rows
         every = self.config.validate_every
@@ -249,19 +254,20 @@ class Trainer:
             self.engine.save(self.checkpoints, keep_last=self.config.checkpoint.keep_last)
 
     def _emit_start(self) -> None:
+        self.engine.events.emit(self._run_started())
+
+    def _run_started(self) -> RunStarted:
         engine = self.engine
-        self.engine.events.emit(
-            RunStarted(
-                name=self.folder.name,
-                folder=str(self.folder),
-                workers=engine.world,
-                device=str(engine.device),
-                parameters=sum(parameter.numel() for parameter in self.model.parameters()),
-                unit=self.config.unit,
-                batch_size=self.batch.size,
-                steps_total=self.steps_total,
-                from_step=engine.step_number,
-            )
+        return RunStarted(
+            name=self.folder.name,
+            folder=str(self.folder),
+            workers=engine.world,
+            device=str(engine.device),
+            parameters=sum(parameter.numel() for parameter in self.model.parameters()),
+            unit=self.config.unit,
+            batch_size=self.batch.size,
+            steps_total=self.steps_total,
+            from_step=engine.step_number,
         )
 
     def _emit_end(self, reason: str, seconds: float) -> None:
@@ -287,8 +293,12 @@ class Trainer:
         with ExitStack() as stack:
             stack.callback(listeners.__setitem__, slice(None), list(listeners))
             listeners.append(self.summary)
-            if self.engine.rank == 0:
+            if self.engine.keeps_folder:
                 listeners += self._open_folder(stack, resume=resume)
+            if self.config.progress and self.engine.speaks:
+                progress = Progress()
+                stack.callback(progress.close)
+                listeners.append(progress)
             yield
 
     def _open_folder(self, stack: ExitStack, *, resume: bool) -> list[Listener]:
@@ -302,10 +312,6 @@ class Trainer:
         opened: list[Listener] = [file]
         if self.config.tensorboard:
             opened.append(_tensorboard(self.folder))
-        if self.config.progress:
-            progress = Progress()
-            stack.callback(progress.close)
-            opened.append(progress)
         return opened
 
 

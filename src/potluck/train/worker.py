@@ -2,6 +2,7 @@
 
 python -m potluck.train.worker script.py [arguments]
 python -m potluck.train.worker --recipe ORDER
+python -m potluck.train.worker --join SETTINGS
 """
 
 import atexit
@@ -40,6 +41,11 @@ def _run(arguments: list[str]) -> None:
         from potluck.train.recipe import main as cook
 
         cook(arguments[1:])
+        return
+    if arguments[0] == "--join":
+        from potluck.train.recipe import join
+
+        join(arguments[1:])
         return
     sys.argv = arguments
     sys.path[0] = str(Path(arguments[0]).resolve().parent)

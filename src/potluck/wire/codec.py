@@ -12,10 +12,15 @@ from typing import Any
 import numpy as np
 
 from potluck.errors import OurProtocolError, TheirProtocolError
-from potluck.wire.messages import MESSAGES, Kind, Message, layout
+from potluck.wire.messages import MESSAGES, PUBLISHED, Hello, Kind, Message, layout
 
 _FIXED = {Kind.U8: struct.Struct("<B"), Kind.U32: struct.Struct("<I"), Kind.U64: struct.Struct("<Q")}
-_ARRAYS = {Kind.F32S: np.dtype("<f4"), Kind.U32S: np.dtype("<u4")}
+_F64 = struct.Struct("<d")
+_ARRAYS: dict[Kind, np.dtype[Any]] = {
+    Kind.F32S: np.dtype("<f4"),
+    Kind.U32S: np.dtype("<u4"),
+    Kind.F64S: np.dtype("<f8"),
+}
 _U32, _U64 = _FIXED[Kind.U32], _FIXED[Kind.U64]
 MAX_FRAME_BYTES = (1 << 32) - 1
 """What a frame's length can say."""
@@ -31,6 +36,8 @@ class Codec:
     """How the number of elements is written before a string or an array."""
     sizes_first: bool
     """Whether component_sizes travel before the gradients that they measure."""
+    messages: tuple[type[Message], ...]
+    """Those that it knows, in order of their numbers."""
 
     def fields(self, message: type[Message]) -> tuple[tuple[str, Kind], ...]:
         found = layout(message)
@@ -39,21 +46,28 @@ class Codec:
         return found
 
 
-BINCODE = Codec("bincode", _U32, 0, {Kind.STRING: _U64, Kind.F32S: _U64, Kind.U32S: _U64}, sizes_first=False)
+_COUNTED = (Kind.STRING, Kind.F32S, Kind.U32S, Kind.F64S, Kind.BYTES)
+BINCODE = Codec("bincode", _U32, 0, dict.fromkeys(_COUNTED, _U64), sizes_first=False, messages=MESSAGES)
 ENTRENAR = Codec(
-    "entrenar", _FIXED[Kind.U8], 1, {Kind.STRING: _U32, Kind.F32S: _U64, Kind.U32S: _U32}, sizes_first=True
+    "entrenar",
+    _FIXED[Kind.U8],
+    1,
+    {Kind.STRING: _U32, Kind.F32S: _U64, Kind.U32S: _U32},
+    sizes_first=True,
+    messages=PUBLISHED,
 )
 CODECS = {codec.name: codec for codec in (BINCODE, ENTRENAR)}
+_HELLO = MESSAGES.index(Hello)
 
 
 def codec_of(payload: bytes | memoryview) -> str:
-    """Which encoding a joiner speaks, from the first byte of its first payload."""
-    match bytes(payload[:1]):
-        case b"\0":
-            return BINCODE.name
-        case b"\1":
-            return ENTRENAR.name
-    raise TheirProtocolError("The first payload is a JoinRequest in neither encoding.")
+    """Which encoding a joiner speaks, from the first byte of its first payload: a JoinRequest in either, or a Hello."""
+    first = payload[0] if len(payload) else None
+    if first in (0, _HELLO):
+        return BINCODE.name
+    if first == 1:
+        return ENTRENAR.name
+    raise TheirProtocolError("The first payload is a JoinRequest in neither encoding, and no Hello.")
 
 
 def encode(message: Message, codec: str = "bincode") -> bytes:
@@ -65,7 +79,9 @@ def encode(message: Message, codec: str = "bincode") -> bytes:
 def encode_parts(message: Message, codec: str = "bincode") -> list[bytes | memoryview]:
     """A frame in pieces, arrays as views: for sendmsg, which copies none of them."""
     chosen = CODECS[codec]
-    parts: list[bytes | memoryview] = [chosen.tag.pack(MESSAGES.index(type(message)) + chosen.first_tag)]
+    if type(message) not in chosen.messages:
+        raise OurProtocolError(f"{type(message).__name__} does not travel as {codec}.")
+    parts: list[bytes | memoryview] = [chosen.tag.pack(chosen.messages.index(type(message)) + chosen.first_tag)]
     for name, kind in chosen.fields(type(message)):
         parts += _encode_field(chosen, kind, getattr(message, name), f"{type(message).__name__}.{name}")
     _check_sizes(message, OurProtocolError)
@@ -81,10 +97,7 @@ def decode(payload: bytes | bytearray | memoryview, codec: str = "bincode") -> M
     """The message of one payload. Its arrays are views of it, so the payload must not be written again."""
     chosen = CODECS[codec]
     reader = _Reader(memoryview(payload).cast("B"))
-    number = reader.fixed(chosen.tag, "the message's number") - chosen.first_tag
-    if not 0 <= number < len(MESSAGES):
-        raise TheirProtocolError(f"There is no message with the number {number + chosen.first_tag}.")
-    kind_of_message = MESSAGES[number]
+    kind_of_message = _read_tag(chosen, reader)
     values = {
         name: _decode_field(chosen, kind, reader, f"{kind_of_message.__name__}.{name}")
         for name, kind in chosen.fields(kind_of_message)
@@ -94,6 +107,77 @@ def decode(payload: bytes | bytearray | memoryview, codec: str = "bincode") -> M
     message = kind_of_message(**values)
     _check_sizes(message, TheirProtocolError)
     return message
+
+
+@dataclass(frozen=True)
+class Bulk:
+    """The beginning of a message with gradients: all that comes before them, so that they need not be kept."""
+
+    message: type[Message]
+    fields: dict[str, Any]
+    start: int
+    """Where the gradients begin in the payload."""
+    count: int
+    """How many there are."""
+    codec: str
+
+    def finish(self, tail: memoryview) -> dict[str, Any]:
+        """The fields that come after the gradients, from the bytes after them."""
+        chosen = CODECS[self.codec]
+        reader, name = _Reader(tail), self.message.__name__
+        rest = [(field, kind) for field, kind in chosen.fields(self.message) if field not in self.fields][1:]
+        found = {field: _decode_field(chosen, kind, reader, f"{name}.{field}") for field, kind in rest}
+        if reader.left:
+            raise TheirProtocolError(f"{name} is followed by {reader.left:,} bytes too many.")
+        sizes = (self.fields | found).get("component_sizes")
+        if sizes is not None and int(np.sum(sizes, dtype=np.uint64)) != self.count:
+            raise TheirProtocolError(
+                f"{name}.component_sizes add up to {int(np.sum(sizes, dtype=np.uint64)):,}, and there are"
+                f" {self.count:,} gradients."
+            )
+        return found
+
+
+def is_bulk(message: type[Message]) -> bool:
+    return any(kind is Kind.F32S for _, kind in layout(message))
+
+
+def peek(payload: memoryview, codec: str) -> type[Message]:
+    """Which message a payload is, from its beginning."""
+    return _read_tag(CODECS[codec], _Reader(payload))
+
+
+def open_bulk(begun: memoryview, length: int, codec: str) -> Bulk | None:
+    """What a payload's first bytes tell of it; none if they are too few. `length` is the whole payload's."""
+    chosen = CODECS[codec]
+    reader = _Reader(begun)
+    message = _read_tag(chosen, reader)
+    found: dict[str, Any] = {}
+    try:
+        for name, kind in chosen.fields(message):
+            if kind is Kind.F32S:
+                count = reader.fixed(chosen.counts[kind], name)
+                start = len(begun) - reader.left
+                if 4 * count > length - start:
+                    raise OverflowError(
+                        f"{message.__name__}.{name} needs {4 * count:,} bytes, and {length - start:,} are left."
+                    )
+                return Bulk(message, found, start, count, codec)
+            found[name] = _decode_field(chosen, kind, reader, name)
+    except TheirProtocolError:
+        if len(begun) < length:
+            return None
+        raise
+    except OverflowError as error:
+        raise TheirProtocolError(str(error)) from None
+    raise TheirProtocolError(f"{message.__name__} has no gradients.")
+
+
+def _read_tag(codec: Codec, reader: "_Reader") -> type[Message]:
+    number = reader.fixed(codec.tag, "the message's number") - codec.first_tag
+    if not 0 <= number < len(codec.messages):
+        raise TheirProtocolError(f"There is no message with the number {number + codec.first_tag}.")
+    return codec.messages[number]
 
 
 class _Reader:
@@ -125,7 +209,12 @@ def _encode_field(codec: Codec, kind: Kind, value: Any, what: str) -> list[bytes
             case Kind.STRING:
                 text = value.encode()
                 return [codec.counts[kind].pack(len(text)), text]
-            case Kind.F32S | Kind.U32S:
+            case Kind.F64:
+                return [_F64.pack(value)]
+            case Kind.BYTES:
+                data = memoryview(value).cast("B")
+                return [codec.counts[kind].pack(len(data)), data]
+            case Kind.F32S | Kind.U32S | Kind.F64S:
                 array = np.ascontiguousarray(value, _ARRAYS[kind])
                 return [codec.counts[kind].pack(array.size), array.reshape(-1).view(np.uint8).data]
         return [_FIXED[kind].pack(value)]
@@ -143,9 +232,13 @@ def _decode_field(codec: Codec, kind: Kind, reader: _Reader, what: str) -> Any:
                 return str(text, "utf-8")
             except UnicodeDecodeError:
                 raise TheirProtocolError(f"{what} is not UTF-8.") from None
-        case Kind.F32S | Kind.U32S:
+        case Kind.F64:
+            return _F64.unpack(reader.take(8, what))[0]
+        case Kind.BYTES:
+            return reader.take(reader.fixed(codec.counts[kind], what), what)
+        case Kind.F32S | Kind.U32S | Kind.F64S:
             count = reader.fixed(codec.counts[kind], what)
-            return np.frombuffer(reader.take(4 * count, what), _ARRAYS[kind])
+            return np.frombuffer(reader.take(_ARRAYS[kind].itemsize * count, what), _ARRAYS[kind])
     return reader.fixed(_FIXED[kind], what)
 
 

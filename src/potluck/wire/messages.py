@@ -1,9 +1,10 @@
-"""Every message of the published protocol, in the order of its declaration, which is its number on the wire.
+"""Every message, in the order of its declaration, which is its number on the wire: the published eleven, then ours.
 
 A field's annotation says how it travels; the codecs know nothing else of a message. Floats are numpy's, since Python's
 own would lose the payload of a NaN.
 """
 
+import struct
 from dataclasses import dataclass, fields
 from enum import Enum, auto
 from typing import Annotated, Any, get_args, get_type_hints
@@ -22,6 +23,10 @@ class Kind(Enum):
     STRING = auto()
     F32S = auto()
     U32S = auto()
+    # Only in our own messages:
+    F64 = auto()
+    F64S = auto()
+    BYTES = auto()
 
 
 U8 = Annotated[int, Kind.U8]
@@ -31,6 +36,9 @@ F32 = Annotated[np.float32, Kind.F32]
 String = Annotated[str, Kind.STRING]
 F32s = Annotated[npt.NDArray[np.float32], Kind.F32S]
 U32s = Annotated[npt.NDArray[np.uint32], Kind.U32S]
+F64 = Annotated[float, Kind.F64]
+F64s = Annotated[npt.NDArray[np.float64], Kind.F64S]
+Bytes = Annotated[bytes | memoryview, Kind.BYTES]
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,7 +155,204 @@ class AveragedNonBlockGradient(Message):
     gradients: F32s
 
 
-MESSAGES: tuple[type[Message], ...] = (
+# Our own, from variant 11 on. They travel as bincode, and only to a peer that opened with Hello.
+
+
+@dataclass(frozen=True, eq=False)
+class Hello(Message):
+    """worker -> coordinator, the first of all: who I am, and the secret of the invite."""
+
+    protocol: U32
+    secret: String
+    name: String
+    kind: String
+    """Workers of one kind compute the same bits: device, processor, torch and threads."""
+
+
+@dataclass(frozen=True, eq=False)
+class Welcome(Message):
+    """coordinator -> worker"""
+
+    worker_id: U32
+    patience_ms: U64
+    recipe: String
+    """What the host trains, as TOML; empty: bring your own script."""
+
+
+@dataclass(frozen=True, eq=False)
+class Refusal(Message):
+    """coordinator -> worker, the last before the connection closes: why, as a sentence."""
+
+    code: U32
+    sentence: String
+
+
+@dataclass(frozen=True, eq=False)
+class Ready(Message):
+    """worker -> coordinator: I have built this model and this data, and hold the weights of this step."""
+
+    description: String
+    step: U64
+    digest: String
+    holds: U8
+    """0: weights of my own making; 1: weights of this run."""
+
+
+@dataclass(frozen=True, eq=False)
+class Admitted(Message):
+    """coordinator -> worker: your weights are the run's (wait 0), or the run's will be sent to you (wait 1)."""
+
+    step: U64
+    wait: U8
+    position: String
+    """Where the run stands, as JSON."""
+
+
+@dataclass(frozen=True, eq=False)
+class Work(Message):
+    """coordinator -> worker: compute these nodes of this step's tree of slices."""
+
+    step: U64
+    epoch: U64
+    row: U64
+    rows: U64
+    """The whole step's: positions [row, row + rows) of the epoch's shuffled order."""
+    slices: U32
+    nodes: U32s
+    """first, last + 1, first, last + 1, ..."""
+
+
+@dataclass(frozen=True, eq=False)
+class SliceReport(Message):
+    """worker -> coordinator, before the payloads of its nodes: what each slice came to."""
+
+    step: U64
+    slices: U32s
+    samples: F64s
+    loss_sums: F64s
+    busy_s: F64
+    used: Bytes
+    """One bit per parameter: whether it got a gradient."""
+
+
+@dataclass(frozen=True, eq=False)
+class Committed(Message):
+    """coordinator -> worker, after the last average of the step: it is on record; apply it."""
+
+    step: U64
+    rows: U64
+    samples: F64
+    loss: F64
+    used: Bytes
+    leader: U32
+    stop: U8
+    workers: String
+    """Who computed what, and the epoch's proof if it ends here, as JSON."""
+
+
+@dataclass(frozen=True, eq=False)
+class Applied(Message):
+    """worker -> coordinator: my optimizer has stepped, and this is the hash of my parameters."""
+
+    step: U64
+    digest: String
+    lr: F64
+    norm: F64
+    fault: String
+    """Why every worker skipped the step, if it did."""
+
+
+@dataclass(frozen=True, eq=False)
+class Leave(Message):
+    """worker -> coordinator. `finished`: the run is over for all; else only I go."""
+
+    finished: U8
+    reason: String
+
+
+@dataclass(frozen=True, eq=False)
+class EvaluateNext(Message):
+    """worker -> coordinator: a range of the validation rows, please; and what the one before it came to."""
+
+    step: U64
+    rows: U64
+    size: U64
+    start: U64
+    end: U64
+    """The range that was done; start == end: none yet."""
+    loss_sum: F64
+    samples: F64
+
+
+@dataclass(frozen=True, eq=False)
+class EvaluateRange(Message):
+    """coordinator -> worker"""
+
+    step: U64
+    start: U64
+    end: U64
+
+
+@dataclass(frozen=True, eq=False)
+class Evaluated(Message):
+    """coordinator -> worker: every range is done."""
+
+    step: U64
+    loss_sum: F64
+    samples: F64
+
+
+@dataclass(frozen=True, eq=False)
+class SaveDue(Message):
+    """worker -> coordinator: the state after this step is to be kept."""
+
+    step: U64
+    keep_last: U32
+
+
+@dataclass(frozen=True, eq=False)
+class Saved(Message):
+    """coordinator -> worker: it is on the host's disk, or `error` says why not."""
+
+    step: U64
+    folder: String
+    error: String
+
+
+@dataclass(frozen=True, eq=False)
+class StateRequest(Message):
+    """coordinator -> worker: send me your state as of the end of this step, or of a later one."""
+
+    transfer: U64
+    step: U64
+
+
+@dataclass(frozen=True, eq=False)
+class StateBegin(Message):
+    """both ways: a parcel of files follows; header lists them as JSON. Transfer 0 is a save that nobody asked for."""
+
+    transfer: U64
+    step: U64
+    header: String
+
+
+@dataclass(frozen=True, eq=False)
+class StateChunk(Message):
+    """both ways"""
+
+    transfer: U64
+    data: Bytes
+
+
+@dataclass(frozen=True, eq=False)
+class StateMore(Message):
+    """coordinator -> worker: so many more chunks may be on their way."""
+
+    transfer: U64
+    chunks: U32
+
+
+PUBLISHED: tuple[type[Message], ...] = (
     JoinRequest,
     JoinAccepted,
     ShardAssignment,
@@ -160,6 +365,28 @@ MESSAGES: tuple[type[Message], ...] = (
     NonBlockGradientPayload,
     AveragedNonBlockGradient,
 )
+OURS: tuple[type[Message], ...] = (
+    Hello,
+    Welcome,
+    Refusal,
+    Ready,
+    Admitted,
+    Work,
+    SliceReport,
+    Committed,
+    Applied,
+    Leave,
+    EvaluateNext,
+    EvaluateRange,
+    Evaluated,
+    SaveDue,
+    Saved,
+    StateRequest,
+    StateBegin,
+    StateChunk,
+    StateMore,
+)
+MESSAGES = PUBLISHED + OURS
 
 
 def layout(message: type[Message]) -> tuple[tuple[str, Kind], ...]:
@@ -177,4 +404,8 @@ _LAYOUTS = {message: _read_layout(message) for message in MESSAGES}
 
 
 def _bits(value: Any) -> object:
-    return value.tobytes() if isinstance(value, np.ndarray | np.float32) else value
+    if isinstance(value, np.ndarray | np.float32):
+        return value.tobytes()
+    if isinstance(value, memoryview | bytearray):
+        return bytes(value)
+    return struct.pack("<d", value) if isinstance(value, float) else value

@@ -1,0 +1,429 @@
+"""A worker's side of the coordinator's protocol: join, heartbeat, work, payloads, averages, catching up.
+
+One thread reads, one writes; the training thread calls what is here and never touches a socket. A connection that is
+lost is made again by whoever waits for the next message. Knows nothing of torch: gradients are numpy arrays.
+"""
+
+import contextlib
+import json
+import random
+import socket
+import ssl
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from potluck.errors import ConfigError, PotluckError, TheirProtocolError, WorkerLost
+from potluck.fleet.coordinator import PROTOCOL
+from potluck.fleet.description import Description
+from potluck.fleet.invite import Invite, check_pin, client_context
+from potluck.fleet.pipe import Pipe
+from potluck.wire.codec import decode, encode_parts, is_bulk, open_bulk, peek
+from potluck.wire.messages import (
+    AveragedBlockGradient,
+    AveragedNonBlockGradient,
+    BlockGradientPayload,
+    Heartbeat,
+    Hello,
+    Message,
+    NonBlockGradientPayload,
+    Refusal,
+    StateChunk,
+    StateMore,
+    Welcome,
+)
+
+Floats = npt.NDArray[np.float32]
+HEAD_BYTES = 64
+CONTROL_BYTES = 64 << 20
+BUFFER_BYTES = 4 << 20
+FIRST_WAIT_S, LONGEST_WAIT_S = 0.05, 5.0
+GIVE_UP = 20
+"""Times `patience` without a host: then the worker ends."""
+
+
+@dataclass
+class Lost:
+    """In place of a message: the connection is gone, and why."""
+
+    why: str
+
+
+@dataclass
+class Means:
+    """The averages of one step, as they arrive."""
+
+    step: int
+    parts: list[Floats]
+    left: int
+
+
+@dataclass
+class _Parcel:
+    transfer: int
+    chunks: Iterator[bytes]
+    credit: int = 0
+    cancelled: bool = False
+    done: Callable[[], None] = lambda: None
+
+
+@dataclass
+class _Session:
+    """One connection's threads and queues."""
+
+    pipe: Pipe
+    inbox: deque[Message | Lost] = field(default_factory=deque)
+    outbox: deque[tuple[Message, Callable[[], None] | None]] = field(default_factory=deque)
+    parcels: list[_Parcel] = field(default_factory=list)
+    unsent: int = 0
+    lost: str | None = None
+
+
+class Client:
+    def __init__(self, invite: Invite, *, name: str, kind: str, say: Callable[[str], None]) -> None:
+        self.invite = invite
+        self.name = name
+        self.kind = kind
+        self.say = say
+        self.welcome: Welcome | None = None
+        self.description: Description | None = None
+        self._session: _Session | None = None
+        self._change = threading.Condition()
+        self._means: dict[int, Means] = {}
+        self._spare: list[list[Floats]] = []
+        self._since = 0
+        self._backoff_s = FIRST_WAIT_S
+        self._draw = random.Random()
+        self._closed = False
+
+    @property
+    def patience_s(self) -> float:
+        return self.welcome.patience_ms / 1000 if self.welcome is not None else 10.0
+
+    @property
+    def worker_id(self) -> int:
+        return self.welcome.worker_id if self.welcome is not None else 0
+
+    # Connecting
+
+    def connect(self, *, again: bool = False) -> Welcome:
+        """Joins, or joins again after a loss: with waits that grow, and differ from worker to worker."""
+        started = time.monotonic()
+        told = False
+        while True:
+            try:
+                return self._connect_once()
+            except (OSError, ssl.SSLError) as error:
+                waited = time.monotonic() - started
+                if not again and isinstance(error, ConnectionRefusedError) and waited > 10:
+                    raise ConfigError(
+                        f"Nobody listens at {self.invite.host} port {self.invite.port}. Is the host running, and is"
+                        " the invite its newest?"
+                    ) from None
+                if waited > GIVE_UP * self.patience_s:
+                    raise WorkerLost(f"The host has not been back for {waited:.0f} s: {error}.") from None
+                if not told and waited > 1.0:
+                    self.say(f"The host at {self.invite.host}:{self.invite.port} does not answer; trying again.")
+                    told = True
+                time.sleep(self._backoff_s * self._draw.uniform(0.5, 1.0))
+                self._backoff_s = min(LONGEST_WAIT_S, self._backoff_s * 2)
+
+    def _connect_once(self) -> Welcome:
+        connection = socket.create_connection((self.invite.host, self.invite.port), timeout=10.0)
+        try:
+            for option in (socket.SO_RCVBUF, socket.SO_SNDBUF):
+                with contextlib.suppress(OSError):
+                    connection.setsockopt(socket.SOL_SOCKET, option, BUFFER_BYTES)
+            if self.invite.pin is not None:
+                encrypted = client_context().wrap_socket(connection, server_hostname=self.invite.host)
+                check_pin(encrypted, self.invite)
+                connection = encrypted
+            pipe = Pipe(connection)
+            pipe.send(encode_parts(Hello(PROTOCOL, self.invite.secret, self.name, self.kind)))
+            answer = self._first_answer(pipe)
+        except TheirProtocolError as error:
+            connection.close()
+            raise ConfigError(str(error)) from None
+        except BaseException:
+            connection.close()
+            raise
+        if not isinstance(answer, Welcome):
+            raise ConfigError(f"The host answered with a {type(answer).__name__}.")
+        self.welcome = answer
+        self._backoff_s = FIRST_WAIT_S
+        with self._change:
+            self._session = session = _Session(pipe)
+            self._means.clear()
+        for target, name in ((self._read, "client reader"), (self._write, "client writer")):
+            threading.Thread(target=target, args=(session,), name=name, daemon=True).start()
+        return answer
+
+    def _first_answer(self, pipe: Pipe) -> Message:
+        try:
+            answer = self._read_message(pipe)
+        except ConnectionResetError:
+            answer = None
+        if answer is None:
+            raise ConfigError(
+                "The host closed the connection without a word: the invite's secret is not (or no longer) the right"
+                " one. Ask for a new invite."
+            )
+        if isinstance(answer, Refusal):
+            raise ConfigError(answer.sentence)
+        return answer
+
+    def close(self) -> None:
+        """Once everything queued has left."""
+        self._closed = True
+        session = self._session
+        if session is None:
+            return
+        deadline = time.monotonic() + 2.0
+        with self._change:
+            while session.outbox and session.lost is None and time.monotonic() < deadline:
+                self._change.wait(0.1)
+            self._change.notify_all()
+        session.pipe.close()
+
+    # Sending
+
+    def send(self, message: Message, before: Callable[[], None] | None = None) -> None:
+        """Puts a message in line; arrays in it must stay as they are until flush(). `before` is called first."""
+        with self._change:
+            session = self._session
+            if session is None or session.lost is not None:
+                return  # whoever waits for an answer will hear of it
+            session.outbox.append((message, before))
+            session.unsent += 1
+            self._change.notify_all()
+
+    def send_part(self, step: int, part: int, gradients: Floats, before: Callable[[], None] | None = None) -> None:
+        assert self.description is not None
+        found = self.description.parts[part]
+        if found.block is None:
+            self.send(NonBlockGradientPayload(step, self.worker_id, found.component or 0, gradients), before)
+        else:
+            sizes = np.array(found.sizes, "<u4")
+            message = BlockGradientPayload(step, self.worker_id, found.block, self.description.blocks, gradients, sizes)
+            self.send(message, before)
+
+    def send_parcel(self, begin: Message, transfer: int, chunks: Iterator[bytes], done: Callable[[], None]) -> None:
+        """Chunk by chunk, as the other end takes them, and only while nothing else is in line."""
+        with self._change:
+            session = self._session
+            if session is None or session.lost is not None:
+                done()
+                return
+            session.outbox.append((begin, None))
+            session.unsent += 1
+            session.parcels.append(_Parcel(transfer, chunks, done=done))
+            self._change.notify_all()
+
+    def flush(self) -> None:
+        """Until all that was put in line has left, or the connection is lost."""
+        with self._change:
+            session = self._session
+            while session is not None and session.unsent and session.lost is None and session is self._session:
+                self._change.wait(1.0)
+
+    # Receiving
+
+    def receive(self, timeout_s: float | None = None) -> Message | Lost | None:
+        """The next message, or that the connection is lost; none if neither came in time."""
+        with self._change:
+            session = self._session
+            assert session is not None
+            deadline = None if timeout_s is None else time.monotonic() + timeout_s
+            while not session.inbox:
+                if session.lost is not None:
+                    return Lost(session.lost)
+                left = None if deadline is None else deadline - time.monotonic()
+                if left is not None and left <= 0:
+                    return None
+                self._change.wait(left)
+            return session.inbox.popleft()
+
+    def take_means(self, step: int) -> Means | None:
+        """The averages of a step, once all of them are here; none if the connection was lost before that."""
+        with self._change:
+            session = self._session
+            assert session is not None
+            while True:
+                found = self._means.get(step)
+                if found is not None and not found.left:
+                    for old in [number for number in self._means if number <= step]:
+                        del self._means[old]
+                    return found
+                if session.lost is not None:
+                    return None
+                self._change.wait()
+
+    def give_back(self, means: Means) -> None:
+        """Its arrays may be written again."""
+        with self._change:
+            if len(self._spare) < 2:
+                self._spare.append(means.parts)
+
+    def pass_over_until(self, step: int) -> None:
+        """Averages up to this step are already in the weights."""
+        with self._change:
+            self._since = step
+            for old in [number for number in self._means if number <= step]:
+                del self._means[old]
+
+    # Threads
+
+    def _read(self, session: _Session) -> None:
+        why = "the host closed the connection"
+        try:
+            while (message := self._read_message(session.pipe, session)) is not None:
+                self._take_in(session, message)
+        except (OSError, PotluckError) as error:
+            why = str(error)
+        with self._change:
+            session.lost = why
+            for parcel in session.parcels:
+                parcel.done()
+            session.parcels.clear()
+            self._change.notify_all()
+        session.pipe.close()
+
+    def _take_in(self, session: _Session, message: Message) -> None:
+        with self._change:
+            if isinstance(message, StateMore):
+                for parcel in session.parcels:
+                    if parcel.transfer == message.transfer:
+                        parcel.credit += message.chunks
+                        parcel.cancelled = not message.chunks
+            elif not isinstance(message, Heartbeat):
+                session.inbox.append(message)
+            self._change.notify_all()
+
+    def _read_message(self, pipe: Pipe, session: _Session | None = None) -> Message | None:
+        """The next message that is no average; those go where they belong."""
+        while True:
+            prefix = bytearray(4)
+            if not pipe.receive_all(memoryview(prefix)):
+                return None
+            length = int.from_bytes(prefix, "big")
+            head = memoryview(bytearray(min(length, HEAD_BYTES)))
+            _fill(pipe, head)
+            if session is not None and is_bulk(peek(head, "bincode")):
+                self._read_average(pipe, head, length)
+                continue
+            if length > CONTROL_BYTES:
+                raise TheirProtocolError(f"The host sent a frame of {length:,} bytes.")
+            payload = memoryview(bytearray(length))
+            payload[: len(head)] = head
+            _fill(pipe, payload[len(head) :])
+            return decode(payload)
+
+    def _read_average(self, pipe: Pipe, head: memoryview, length: int) -> None:
+        bulk = open_bulk(head, length, "bincode")
+        assert bulk is not None and self.description is not None
+        if bulk.message is AveragedBlockGradient:
+            key = ("block", bulk.fields["block_idx"])
+        elif bulk.message is AveragedNonBlockGradient:
+            key = ("component", bulk.fields["component"])
+        else:
+            raise TheirProtocolError(f"The host sent a {bulk.message.__name__}.")
+        keys = [part.key for part in self.description.parts]
+        if key not in keys or bulk.count != self.description.parts[keys.index(key)].floats:
+            raise TheirProtocolError(f"The host sent {bulk.count:,} averages for {key[0]} {key[1]}.")
+        index, step = keys.index(key), bulk.fields["step"]
+        means = self._means_of(step)
+        space = means.parts[index].view(np.uint8).data
+        over = head[bulk.start :]
+        have = min(len(over), len(space))
+        space[:have] = over[:have]
+        _fill(pipe, space[have:])
+        tail = memoryview(bytearray(length - bulk.start - 4 * bulk.count))
+        tail[: len(over) - have] = over[have:]
+        _fill(pipe, tail[len(over) - have :])
+        bulk.finish(tail)
+        with self._change:
+            means.left -= 1
+            if not means.left:
+                self._change.notify_all()
+
+    def _means_of(self, step: int) -> Means:
+        assert self.description is not None
+        with self._change:
+            if step <= self._since:  # already in the weights: received, and forgotten
+                return Means(step, self._new_parts(), len(self.description.parts))
+            if step not in self._means:
+                parts = self._spare.pop() if self._spare else self._new_parts()
+                self._means[step] = Means(step, parts, len(parts))
+            return self._means[step]
+
+    def _new_parts(self) -> list[Floats]:
+        assert self.description is not None
+        return [np.empty(part.floats, np.float32) for part in self.description.parts]
+
+    def _write(self, session: _Session) -> None:
+        try:
+            while True:
+                taken = self._next_out(session)
+                if taken is None:
+                    return
+                message, before = taken
+                if before is not None:
+                    before()
+                session.pipe.send(encode_parts(message))
+                with self._change:
+                    session.unsent -= 1
+                    if not session.unsent:
+                        self._change.notify_all()
+        except OSError:
+            session.pipe.close()  # the reader says why
+
+    def _next_out(self, session: _Session) -> tuple[Message, Callable[[], None] | None] | None:
+        """What is in line; else the next chunk of a parcel; else, after a while, a heartbeat."""
+        beat_s = self.patience_s / 4
+        until = time.monotonic() + beat_s
+        with self._change:
+            while session.lost is None and session is self._session:
+                if session.outbox:
+                    return session.outbox.popleft()
+                if (chunk := self._next_chunk(session)) is not None:
+                    session.unsent += 1
+                    return chunk, None
+                left = until - time.monotonic()
+                if left <= 0:
+                    session.unsent += 1
+                    return Heartbeat(self.name, int(time.time() * 1000)), None
+                if self._closed:
+                    return None
+                self._change.wait(left)
+        return None
+
+    def _next_chunk(self, session: _Session) -> StateChunk | None:
+        for parcel in list(session.parcels):
+            if parcel.cancelled:
+                session.parcels.remove(parcel)
+                parcel.done()
+            elif parcel.credit:
+                data = next(parcel.chunks, None)
+                if data is None:
+                    session.parcels.remove(parcel)
+                    parcel.done()
+                    continue
+                parcel.credit -= 1
+                return StateChunk(parcel.transfer, data)
+        return None
+
+
+def _fill(pipe: Pipe, space: memoryview) -> None:
+    if len(space) and not pipe.receive_all(space):
+        raise ConnectionResetError("it ended in the middle of a message")
+
+
+def position_of(text: str) -> dict[str, int]:
+    """Where the run stands, as the host tells it."""
+    found = json.loads(text)
+    return {name: int(found[name]) for name in ("step", "epoch", "row", "rows_seen")}

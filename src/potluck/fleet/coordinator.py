@@ -1,0 +1,1139 @@
+"""The protocol's state machine: (now, peer, message) -> effects. Pure: no sockets, no threads, no clock, no files.
+
+The server runs it behind real sockets, and the tests' fleet in one process with a clock of its own. It decides who is
+in, who computes which slices, when a step is done, who gives the weights to a newcomer, and when the run ends. It never
+sees gradients: only that they have all arrived.
+"""
+
+import hmac
+import json
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from potluck.errors import TheirProtocolError
+from potluck.events import CheckpointSaved, EpochDone, Event, Stalled, Validated, WorkerCame, WorkerWent
+from potluck.fleet.description import BUFFERS, Description
+from potluck.fleet.ledger import Range, prove
+from potluck.fleet.membership import Member, Membership, Phase
+from potluck.fleet.tree import Node, cover, decide_quotas, share_nodes, slice_rows
+from potluck.wire.messages import (
+    Admitted,
+    Applied,
+    Committed,
+    Evaluated,
+    EvaluateNext,
+    EvaluateRange,
+    Heartbeat,
+    Hello,
+    JoinAccepted,
+    JoinRequest,
+    Leave,
+    Message,
+    Ready,
+    Refusal,
+    Saved,
+    SaveDue,
+    ShardAssignment,
+    Shutdown,
+    SliceReport,
+    StateBegin,
+    StateChunk,
+    StateMore,
+    StateRequest,
+    Welcome,
+    Work,
+)
+
+PROTOCOL = 1
+CHUNKS_AHEAD = 4
+"""Of a parcel: so many may be on their way before the first has left here."""
+SAVE = 0
+"""The transfer that is a checkpoint for the host's disk; all others are for newcomers."""
+
+LEGAL: dict[Phase, tuple[type[Message], ...]] = {
+    Phase.GREETED: (Ready, Heartbeat, Leave),
+    Phase.CATCHING_UP: (Applied, Heartbeat, Leave, EvaluateNext, SaveDue),
+    Phase.READY: (
+        SliceReport,
+        Applied,
+        EvaluateNext,
+        SaveDue,
+        StateBegin,
+        StateChunk,
+        Heartbeat,
+        Leave,
+    ),
+}
+"""What a worker of ours may send. Gradients are not listed: the server takes them only where they were asked for."""
+
+
+# Effects: what the shell is to do, in this order
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    peer: int
+    message: Message
+    credit: tuple[int, int] | None = None
+    """(peer, transfer) to be told StateMore once this has left."""
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    peer: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Describe:
+    """The run is known now: its gradients' sizes above all."""
+
+    description: Description
+
+
+@dataclass(frozen=True, slots=True)
+class BeginStep:
+    step: int
+    slices: int
+    nodes: int
+    several: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Widen:
+    """Somebody sends several nodes of the step under way after all."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Expect:
+    """The peer will send these nodes: for each part in turn, each of them."""
+
+    peer: int
+    step: int
+    nodes: tuple[Node, ...]
+    weights: tuple[float, ...]
+    """For each node, what its gradients are multiplied by: 1 but for a plain peer, which sends means."""
+
+
+@dataclass(frozen=True, slots=True)
+class Discard:
+    """Whatever the peer still sends of this node is of no use."""
+
+    peer: int
+    node: Node
+
+
+@dataclass(frozen=True, slots=True)
+class SetScale:
+    step: int
+    scale: float
+    loss: float
+
+
+@dataclass(frozen=True, slots=True)
+class AbandonStep:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Subscribe:
+    """The peer gets every average from this step on."""
+
+    peer: int
+    since: int
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """To be on the disk before anything that follows it is sent."""
+
+    step: "StepRecord"
+
+
+@dataclass(frozen=True, slots=True)
+class Emit:
+    event: Event
+
+
+@dataclass(frozen=True, slots=True)
+class StepApplied:
+    """The first worker has applied a step: now all of it is known."""
+
+    record: "StepRecord"
+    lr: float
+    norm: float
+    fault: str
+
+
+@dataclass(frozen=True, slots=True)
+class SaveBegin:
+    peer: int
+    step: int
+    header: str
+    keep_last: int
+
+
+@dataclass(frozen=True, slots=True)
+class SaveChunk:
+    peer: int
+    data: bytes | memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class SaveAbort:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Restore:
+    """Nobody holds the weights: go back to the newest checkpoint and tell by restored()."""
+
+
+@dataclass(frozen=True, slots=True)
+class SendCheckpoint:
+    """The checkpoint that the run was restored from, to a newcomer."""
+
+    peer: int
+    transfer: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The run is over."""
+
+    reason: str
+    failed: bool = False
+
+
+Effect = (
+    Send
+    | Close
+    | Describe
+    | BeginStep
+    | Widen
+    | Expect
+    | Discard
+    | SetScale
+    | AbandonStep
+    | Subscribe
+    | Record
+    | Emit
+    | StepApplied
+    | SaveBegin
+    | SaveChunk
+    | SaveAbort
+    | Restore
+    | SendCheckpoint
+    | Finish
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One committed step, as the journal keeps it."""
+
+    step: int
+    epoch: int
+    row: int
+    rows: int
+    rows_seen: int
+    """Of all epochs, this step included."""
+    samples: float
+    loss: float
+    workers: tuple[dict[str, Any], ...]
+    ranges: tuple[tuple[int, int, int], ...]
+    """(first row, last + 1, worker id)"""
+
+
+@dataclass
+class Standing:
+    """Where the run stands: what a restart goes on from."""
+
+    step: int = 0
+    epoch: int = 0
+    row: int = 0
+    rows_seen: int = 0
+    ranges: list[Range] = field(default_factory=list)
+    """Of this epoch, committed."""
+
+    def position(self) -> str:
+        return json.dumps({"step": self.step, "epoch": self.epoch, "row": self.row, "rows_seen": self.rows_seen})
+
+
+@dataclass
+class Slice:
+    samples: float
+    loss_sum: float
+    worker_id: int
+
+
+@dataclass
+class StepUnderWay:
+    step: int
+    row: int
+    rows: int
+    slices: int
+    started: float
+    reports: dict[int, Slice] = field(default_factory=dict)
+    computed_by: dict[int, int] = field(default_factory=dict)
+    """slice -> worker id, once its payload is wholly in the sums."""
+    orphans: list[Node] = field(default_factory=list)
+    """Nodes that nobody has: there was no worker to take them."""
+    bad: dict[int, str] = field(default_factory=dict)
+    """slice -> who computed it badly."""
+    used: bytearray = field(default_factory=bytearray)
+    quotas: list[int] = field(default_factory=list)
+    peers: list[int] = field(default_factory=list)
+    busy: dict[int, float] = field(default_factory=dict)
+    """worker id -> seconds"""
+    loss: float = math.nan
+    samples: float = 0.0
+
+
+@dataclass
+class Evaluation:
+    rows: int
+    size: int
+    next: int = 0
+    returned: list[Range] = field(default_factory=list)
+    done: dict[int, tuple[int, float, float]] = field(default_factory=dict)
+    """start -> (end, loss sum, samples)"""
+    waiting: list[int] = field(default_factory=list)
+
+    def take(self) -> Range | None:
+        if self.returned:
+            return self.returned.pop()
+        if self.next >= self.rows:
+            return None
+        start = self.next
+        self.next = min(self.rows, start + self.size)
+        return start, self.next
+
+    @property
+    def is_done(self) -> bool:
+        return sum(end - start for start, (end, _, _) in self.done.items()) >= self.rows
+
+
+@dataclass
+class Transfer:
+    """The state of one worker, on its way to another."""
+
+    number: int
+    sponsor: int | None
+    """None: the host's own disk."""
+    to: int
+    step: int
+
+
+class Coordinator:
+    def __init__(
+        self,
+        *,
+        patience_s: float,
+        secret: str,
+        recipe: str = "",
+        at_least: int = 1,
+        plain_peers: bool = False,
+        standing: Standing | None = None,
+        previous: Standing | None = None,
+        description: Description | None = None,
+        next_id: int = 0,
+        expected: int = 0,
+    ) -> None:
+        """`expected`: how many workers were in when the coordinator before this one ended."""
+        self.patience_s = patience_s
+        self.recipe = recipe
+        self.at_least = at_least
+        self.plain_peers = plain_peers
+        self.standing = standing or Standing()
+        self.previous = previous
+        self.description = description
+        self.membership = Membership(next_id)
+        self.stopping = False
+        self.finished: str | None = None
+        self.refused: Counter[str] = Counter()
+        """What was turned away, by kind."""
+        self.now: StepUnderWay | None = None
+        self._secret = secret
+        self._expected = expected
+        self._alone_since: float | None = None
+        self._restoring = False
+        self._digests: dict[int, dict[str, str]] = {}
+        self._transfers: dict[int, Transfer] = {}
+        self._next_transfer = 1
+        self._waiting: list[tuple[int, Ready]] = []
+        """Newcomers for whom nobody has the weights yet."""
+        self._evaluations: dict[int, Evaluation] = {}
+        self._evaluated: dict[int, Evaluated] = {}
+        self._save_due: SaveDue | None = None
+        self._saving: int | None = None
+        """The peer whose state is on its way to the disk."""
+        self._saved = Saved(0, "", "")
+        self._records: dict[int, StepRecord] = {}
+        """Committed, and not yet told as applied."""
+        self._drifted = False
+        self._clock = 0.0
+        self._last_quotas: list[int] | None = None
+        self._last_peers: list[int] | None = None
+        self._save_leader = -1
+
+    # What comes in
+
+    def on_message(self, now: float, peer: int, message: Message) -> list[Effect]:
+        """A whole message of any kind but gradients."""
+        self._clock = now
+        member = self.membership.members.get(peer)
+        if member is None:
+            match message:
+                case Hello():
+                    return self._on_hello(now, peer, message)
+                case JoinRequest():
+                    return self._on_join_request(now, peer, message)
+            return self._refuse(peer, "unknown", "")
+        member.heard_at = now
+        if member.plain:
+            if isinstance(message, Heartbeat):
+                return [Send(peer, message)]
+            return self._refuse(peer, "illegal", f"{type(message).__name__} is not for a worker to send.")
+        if type(message) not in LEGAL[member.phase]:
+            return self._refuse(
+                peer, "illegal", f"{type(message).__name__} is not expected from a worker that is {member.phase.name}."
+            )
+        match message:
+            case Heartbeat():
+                return [Send(peer, message)]
+            case Ready():
+                return self._on_ready(now, member, message)
+            case SliceReport():
+                return self._on_report(now, member, message)
+            case Applied():
+                return self._on_applied(now, member, message)
+            case EvaluateNext():
+                return self._on_evaluate_next(member, message)
+            case SaveDue():
+                return self._on_save_due(member, message)
+            case StateBegin():
+                return self._on_state_begin(member, message)
+            case StateChunk():
+                return self._on_state_chunk(member, message)
+            case Leave():
+                return self._on_leave(now, member, message)
+        raise AssertionError(f"{type(message).__name__} is legal, and nothing is done with it")
+
+    def on_closed(self, now: float, peer: int, why: str) -> list[Effect]:
+        """The connection is gone, whoever closed it."""
+        member = self.membership.remove(peer)
+        self._waiting = [(p, ready) for p, ready in self._waiting if p != peer]
+        if member is None:
+            return []
+        effects: list[Effect] = [
+            Emit(
+                WorkerWent(
+                    worker=member.worker_id,
+                    name=member.name,
+                    reason=why,
+                    polite=member.leaving,
+                    workers=len(self.membership.ready),
+                )
+            )
+        ]
+        effects += self._end_transfers_of(peer)
+        effects += self._return_evaluations(member)
+        if self._saving == peer:
+            self._saving = None
+            effects += [SaveAbort(), *self._ask_for_save()]
+        if self.now is not None and (nodes := list(member.nodes)):
+            effects += self._hand_out(now, nodes)
+        if not self.membership.holders:
+            effects += self._nobody_holds(now)
+        if self._is_everybody_gone() and (self.finished or self.stopping):
+            effects.append(Finish(self.finished or "interrupted"))
+        return effects
+
+    def on_heard(self, now: float, peer: int) -> None:
+        """Any byte counts as life."""
+        if (member := self.membership.members.get(peer)) is not None:
+            member.heard_at = max(now, member.heard_at)
+
+    def on_tick(self, now: float) -> list[Effect]:
+        self._clock = now
+        effects: list[Effect] = []
+        for member in self.membership.late(now, self.patience_s):
+            silent_s = now - member.heard_at
+            why = f"silent for {silent_s:.1f} s while {member.doing(self.standing.step)}"
+            effects.append(Close(member.peer, why))
+            effects += self.on_closed(now, member.peer, why)
+        effects += self._tell_stalls(now)
+        if self._waiting and not self.membership.holders and not self._restoring:
+            waited_s = now - (self._alone_since if self._alone_since is not None else now)
+            if not self._expected or waited_s >= self.patience_s:
+                self._restoring = True
+                effects.append(Restore())
+        if self.finished and self._is_everybody_gone():
+            effects.append(Finish(self.finished))
+        return effects
+
+    def on_payload(self, now: float, peer: int, step: int, node: Node) -> list[Effect]:
+        """All parts of a node are in the sums."""
+        member = self.membership.members.get(peer)
+        if member is None or self.now is None or self.now.step != step or node not in member.nodes:
+            return []
+        member.heard_at = now
+        member.nodes.remove(node)
+        member.done += node[1] - node[0]
+        for number in range(*node):
+            self.now.computed_by.setdefault(number, member.worker_id)
+        return []
+
+    def on_plain_payload(self, now: float, peer: int, step: int, node: Node, loss: float) -> list[Effect]:
+        """A plain peer's loss, which comes after its gradients."""
+        if self.now is None or self.now.step != step or peer not in self.membership.members:
+            return []
+        for number in range(*node):
+            told = self.now.reports[number]
+            told.loss_sum = loss * told.samples
+        return self.on_payload(now, peer, step, node)
+
+    def on_bad(self, now: float, peer: int, step: int, node: Node, why: str) -> list[Effect]:
+        """A payload that must not reach the others. Its slices are computed again, one by one, by somebody else."""
+        member = self.membership.members.get(peer)
+        if member is None or self.now is None or self.now.step != step or node not in member.nodes:
+            return []
+        self.refused["bad payload"] += 1
+        member.nodes.remove(node)
+        again = [number for number in range(*node) if number in self.now.bad]
+        if again:
+            return self._give_up(member, again[0], why)
+        for number in range(*node):
+            self.now.bad[number] = member.name
+            self.now.reports.pop(number, None)
+        slices = [(number, number + 1) for number in range(*node)]
+        return [
+            Discard(peer, node),
+            Emit(
+                Stalled(
+                    worker=member.worker_id,
+                    name=member.name,
+                    doing=f"its gradient of slices {_tell(node)} of step {step} {why}; they are computed again",
+                    seconds=0.0,
+                )
+            ),
+            *self._hand_out(now, slices, avoid=peer),
+        ]
+
+    def on_mean(self, now: float, step: int) -> list[Effect]:
+        """Every part's average is formed, and on its way."""
+        if self.now is None or self.now.step != step:
+            return []
+        return self._commit(now)
+
+    def on_saved(self, now: float, step: int, folder: str, error: str, size: int = 0) -> list[Effect]:
+        self._saving = None
+        self._saved = Saved(step, folder, error)
+        if self._save_due is not None and step >= self._save_due.step:
+            self._save_due = None
+        effects: list[Effect] = [
+            Send(m.peer, self._saved) for m in self.membership.members.values() if not m.plain and not m.leaving
+        ]
+        effects += [Send(m.peer, Shutdown()) for m in self.membership.members.values() if m.leaving]
+        if not error:
+            effects.append(Emit(CheckpointSaved(step=step, folder=folder, stall_s=0.0, bytes=size)))
+        return effects + self._ask_for_save()
+
+    def restored(self, now: float, standing: Standing | None) -> list[Effect]:
+        """The run goes on from the newest checkpoint, or from its beginning where there is none."""
+        self._restoring = False
+        self._expected = 0
+        had = standing is not None
+        self.standing = standing or Standing()
+        self.previous = None
+        self._digests.clear()
+        waiting, self._waiting = self._waiting, []
+        effects: list[Effect] = []
+        for peer, ready in waiting:
+            member = self.membership.members.get(peer)
+            if member is None:
+                continue
+            if had and not self.membership.holders:
+                effects += self._send_checkpoint(member)
+            else:
+                effects += self._place(now, member, ready)
+        return effects
+
+    def request_stop(self, now: float) -> list[Effect]:
+        """Ctrl-C on the host: the step under way is the last, and is saved."""
+        self.stopping = True
+        if not self.membership.holders:
+            self.finished = "interrupted"
+            return [Finish("interrupted")]
+        return []
+
+    # Coming in
+
+    def _on_hello(self, now: float, peer: int, hello: Hello) -> list[Effect]:
+        if not hmac.compare_digest(hello.secret.encode(), self._secret.encode()):
+            return self._refuse(peer, "wrong secret", "")
+        if hello.protocol != PROTOCOL:
+            return self._refuse(
+                peer, "wrong version", f"This host speaks protocol {PROTOCOL}, and you speak {hello.protocol}."
+            )
+        if self.finished:
+            return self._refuse(peer, "too late", f"The run has ended: {self.finished}.")
+        member = self.membership.add(now, peer, hello.name, hello.kind, plain=False)
+        return [Send(peer, Welcome(member.worker_id, int(self.patience_s * 1000), self.recipe))]
+
+    def _on_join_request(self, now: float, peer: int, request: JoinRequest) -> list[Effect]:
+        if not self.plain_peers:
+            return self._refuse(peer, "plain peer", "")
+        if self.standing.step or self.finished:
+            self.refused["plain peer came late"] += 1
+            return [Send(peer, Shutdown()), Close(peer, "a plain peer cannot be given the weights, and the run is on")]
+        member = self.membership.add(now, peer, request.node_id, f"plain {request.backend}", plain=True)
+        self.membership.admit(member)
+        came = WorkerCame(
+            worker=member.worker_id, name=member.name, kind=member.kind, step=0, workers=len(self.membership.ready)
+        )
+        return [
+            Send(peer, JoinAccepted(member.worker_id, len(self.membership.ready))),
+            Subscribe(peer, 1),
+            Emit(came),
+            *self._start_step(now),
+        ]
+
+    def _on_ready(self, now: float, member: Member, ready: Ready) -> list[Effect]:
+        try:
+            described = Description.from_json(ready.description)
+        except TheirProtocolError as error:
+            return self._refuse(member.peer, "wrong model", str(error))
+        effects: list[Effect] = []
+        if self.description is None:
+            self.description = described
+            effects.append(Describe(described))
+        elif (difference := self.description.difference(described)) is not None:
+            return self._refuse(member.peer, "wrong model", difference)
+        return effects + self._place(now, member, ready)
+
+    def _place(self, now: float, member: Member, ready: Ready) -> list[Effect]:
+        """Whether a worker that has built its model may go on with its own weights, or where it gets the run's."""
+        step, under_way = self.standing.step, self.now.step if self.now is not None else None
+        known = self._digests.get(ready.step, {})
+        if not self.membership.holders:
+            if ready.holds and self.previous is not None and ready.step == self.previous.step:
+                # The step after it is on record, but nobody came back who had applied it: it is computed again.
+                self.standing, self.previous = self.previous, None
+                step = self.standing.step
+            is_origin = not ready.holds and step == 0 and not self._expected
+            if is_origin or (ready.holds and ready.step == step):
+                return self._admit(now, member, ready, since=step + 1)
+            self._waiting.append((member.peer, ready))
+            if self._alone_since is None:
+                self._alone_since = now
+            return self.on_tick(now) if not self._expected else []
+        if ready.holds and ready.step == under_way:
+            return self._admit(now, member, ready, since=ready.step + 1)
+        same = ready.digest in known.values()
+        if ready.step == step and (same or (ready.holds and not known)):
+            return self._admit(now, member, ready, since=step + 1)
+        return self._catch_up(member)
+
+    def _admit(self, now: float, member: Member, ready: Ready, since: int) -> list[Effect]:
+        member.applied, member.since = ready.step, since
+        self._digests.setdefault(ready.step, {}).setdefault(member.kind, ready.digest)
+        effects: list[Effect] = [
+            Send(member.peer, Admitted(ready.step, 0, self.standing.position())),
+            Subscribe(member.peer, since),
+            *self._take_in(now, member),
+        ]
+        self._alone_since = None
+        waiting, self._waiting = self._waiting, []
+        for peer, theirs in waiting:
+            if (other := self.membership.members.get(peer)) is not None:
+                effects += self._place(now, other, theirs)
+        return effects
+
+    def _take_in(self, now: float, member: Member) -> list[Effect]:
+        self.membership.admit(member)
+        came = WorkerCame(
+            worker=member.worker_id,
+            name=member.name,
+            kind=member.kind,
+            step=member.applied,
+            workers=len(self.membership.ready),
+        )
+        effects: list[Effect] = [Emit(came)]
+        if self.now is not None and self.now.orphans:
+            orphans, self.now.orphans = self.now.orphans, []
+            effects += self._hand_out(now, orphans)
+        return effects + self._start_step(now) + self._ask_for_save()
+
+    def _catch_up(self, member: Member) -> list[Effect]:
+        """The weights of a worker that has them, as of the end of the step under way, and the averages since."""
+        sponsor = min(self.membership.holders, key=lambda m: sum(t.sponsor == m.peer for t in self._transfers.values()))
+        after = self.now.step if self.now is not None else self.standing.step
+        member.phase, member.since = Phase.CATCHING_UP, after + 1
+        number = self._new_transfer(sponsor.peer, member.peer, after)
+        return [
+            Send(member.peer, Admitted(after, 1, self.standing.position())),
+            Subscribe(member.peer, after + 1),
+            Send(sponsor.peer, StateRequest(number, after)),
+        ]
+
+    def _send_checkpoint(self, member: Member) -> list[Effect]:
+        member.phase, member.since = Phase.CATCHING_UP, self.standing.step + 1
+        number = self._new_transfer(None, member.peer, self.standing.step)
+        return [
+            Send(member.peer, Admitted(self.standing.step, 1, self.standing.position())),
+            Subscribe(member.peer, self.standing.step + 1),
+            SendCheckpoint(member.peer, number),
+        ]
+
+    def _new_transfer(self, sponsor: int | None, to: int, step: int) -> int:
+        number, self._next_transfer = self._next_transfer, self._next_transfer + 1
+        self._transfers[number] = Transfer(number, sponsor, to, step)
+        return number
+
+    def _end_transfers_of(self, peer: int) -> list[Effect]:
+        effects: list[Effect] = []
+        for transfer in list(self._transfers.values()):
+            if transfer.to == peer:
+                del self._transfers[transfer.number]
+                if transfer.sponsor in self.membership.members:
+                    effects.append(Send(transfer.sponsor, StateMore(transfer.number, 0)))
+            elif transfer.sponsor == peer:
+                del self._transfers[transfer.number]
+                newcomer = self.membership.members.get(transfer.to)
+                if newcomer is not None and self.membership.holders:
+                    effects += self._catch_up(newcomer)
+        return effects
+
+    # A step
+
+    @property
+    def _described(self) -> Description:
+        assert self.description is not None
+        return self.description
+
+    def _start_step(self, now: float) -> list[Effect]:
+        ready = self.membership.ready
+        if self.now is not None or self.finished or not ready or self.description is None:
+            return []
+        if self.stopping and self.standing.step:
+            return []
+        if not self.standing.step and len(ready) < self.at_least:
+            return []
+        described, standing = self.description, self.standing
+        has_buffers = any(part.component == BUFFERS for part in described.parts)
+        working = [m for m in ready if not m.leaving and m.since <= standing.step + 1]
+        working = [m for m in working if not (m.plain and has_buffers)]  # they could not send them
+        if not any(not m.plain for m in working):
+            return []
+        rows = min(described.batch, described.rows - standing.row)
+        slices = min(described.slices, rows)
+        peers = [m.peer for m in working]
+        before = self._last_quotas if self._last_peers == peers else None
+        quotas = decide_quotas(slices, [m.speed for m in working], before)
+        shared = share_nodes(slices, quotas)
+        _spare_plain_peers(working, shared)
+        self._last_quotas, self._last_peers = quotas, peers
+        self.now = StepUnderWay(standing.step + 1, standing.row, rows, slices, now, quotas=quotas, peers=peers)
+        for member in self.membership.members.values():
+            member.nodes, member.done, member.busy_s = [], 0, 0.0
+            member.reported.clear()
+        several = any(len(nodes) > 1 for nodes in shared)
+        # A plain peer sends its parts in another order than ours, so that all of them must be able to wait.
+        count = 1 if any(m.plain for m in working) else sum(map(len, shared))
+        effects: list[Effect] = [BeginStep(self.now.step, slices, count, several)]
+        for member, nodes in zip(working, shared, strict=True):
+            effects += self._give(now, member, nodes)
+        return effects
+
+    def _give(self, now: float, member: Member, nodes: list[Node]) -> list[Effect]:
+        if not nodes or self.now is None:
+            return []
+        under = self.now
+        member.nodes = member.nodes + nodes
+        member.working_since = now
+        if not member.plain:
+            flat = np.array([edge for node in nodes for edge in node], "<u4")
+            work = Work(under.step, self.standing.epoch, under.row, under.rows, under.slices, flat)
+            return [Expect(member.peer, under.step, tuple(nodes), (1.0,) * len(nodes)), Send(member.peer, work)]
+        effects: list[Effect] = []
+        bounds = slice_rows(under.row, under.rows, under.slices)
+        for node in nodes:
+            start, end = bounds[node[0]][0], bounds[node[1] - 1][1]
+            weight = (end - start) * self._described.samples_per_row * self._described.unit
+            for number in range(*node):
+                samples = (bounds[number][1] - bounds[number][0]) * self._described.samples_per_row
+                under.reports[number] = Slice(samples, math.nan, member.worker_id)
+            effects.append(Expect(member.peer, under.step, (node,), (weight,)))
+            effects.append(Send(member.peer, ShardAssignment(under.step, start, end)))
+        return effects + self._scale()
+
+    def _hand_out(self, now: float, nodes: list[Node], avoid: int | None = None) -> list[Effect]:
+        """Nodes that have lost their worker, to the others, within the same step."""
+        assert self.now is not None
+        able = [m for m in self.membership.holders if m.since <= self.now.step and not m.leaving]
+        able = able or [m for m in self.membership.holders if m.since <= self.now.step]
+        able = able or [m for m in self.membership.ready if m.since <= self.now.step]
+        able = [m for m in able if m.peer != avoid] or able
+        if not able:
+            self.now.orphans += nodes
+            return []
+        slices = [number for node in nodes for number in range(*node)]
+        quotas = decide_quotas(len(slices), [m.speed for m in able], None)
+        effects: list[Effect] = [Widen(self.now.step)]
+        given = 0
+        for member, quota in zip(able, quotas, strict=True):
+            mine = set(slices[given : given + quota])
+            given += quota
+            # Within each lost node: what was already added of it must not be added again as part of a larger one.
+            parts = [
+                piece
+                for node in nodes
+                if (inside := sorted(mine & set(range(*node))))
+                for piece in cover(self.now.slices, inside[0], inside[-1] + 1)
+            ]
+            effects += self._give(now, member, parts)
+        return effects
+
+    def _on_report(self, now: float, member: Member, report: SliceReport) -> list[Effect]:
+        under = self.now
+        if under is None or report.step != under.step:
+            self.refused["stale report"] += 1
+            return []
+        mine = {number for node in member.nodes for number in range(*node)}
+        told = [int(number) for number in report.slices]
+        if not (len(told) == len(report.samples) == len(report.loss_sums)) or not mine.issuperset(told):
+            self.refused["foreign report"] += 1
+            return []
+        bad: list[Node] = []
+        for number, samples, loss_sum in zip(told, report.samples, report.loss_sums, strict=True):
+            member.reported.add(number)
+            if not (math.isfinite(loss_sum) and math.isfinite(samples) and samples >= 0):
+                bad += [node for node in member.nodes if node[0] <= number < node[1] and node not in bad]
+            else:
+                under.reports.setdefault(number, Slice(float(samples), float(loss_sum), member.worker_id))
+        _either(under.used, bytes(report.used))
+        member.measure(len(mine), report.busy_s)
+        member.busy_s += report.busy_s
+        under.busy[member.worker_id] = member.busy_s
+        effects: list[Effect] = []
+        for node in bad:
+            effects += self.on_bad(now, member.peer, under.step, node, "has a loss that is not finite")
+        return effects + self._scale()
+
+    def _scale(self) -> list[Effect]:
+        under = self.now
+        if under is None or len(under.reports) < under.slices:
+            return []
+        slices = [under.reports[number] for number in range(under.slices)]
+        under.samples = math.fsum(found.samples for found in slices)
+        # A plain peer that sends blocks never tells its loss.
+        told = [found for found in slices if not math.isnan(found.loss_sum)]
+        weight = math.fsum(found.samples for found in told)
+        under.loss = math.fsum(found.loss_sum for found in told) / weight if weight else math.nan
+        scale = 1 / (under.samples * self._described.unit) if under.samples else 0.0
+        return [SetScale(under.step, scale, under.loss)]
+
+    def _commit(self, now: float) -> list[Effect]:
+        under, standing, described = self.now, self.standing, self._described
+        assert under is not None
+        self._scale()  # plain peers tell their loss after their gradients
+        bounds = slice_rows(under.row, under.rows, under.slices)
+        by = {number: under.computed_by.get(number, under.reports[number].worker_id) for number in under.reports}
+        ranges = tuple((*bounds[number], by[number]) for number in sorted(by))
+        workers = tuple(
+            {
+                "rank": m.worker_id,
+                "name": m.name,
+                "rows": sum(end - start for start, end, who in ranges if who == m.worker_id),
+                "samples": sum(under.reports[n].samples for n in by if by[n] == m.worker_id),
+                "busy_s": round(under.busy.get(m.worker_id, 0.0), 6),
+                "wait_s": round(max(0.0, now - under.started - under.busy.get(m.worker_id, 0.0)), 6),
+            }
+            for m in self.membership.ready
+        )
+        record = StepRecord(
+            under.step,
+            standing.epoch,
+            under.row,
+            under.rows,
+            standing.rows_seen + under.rows,
+            under.samples,
+            under.loss,
+            workers,
+            ranges,
+        )
+        self.previous = Standing(standing.step, standing.epoch, standing.row, standing.rows_seen, list(standing.ranges))
+        standing.step, standing.row = under.step, under.row + under.rows
+        standing.rows_seen += under.rows
+        standing.ranges += [(start, end) for start, end, _ in ranges]
+        self._records[under.step] = record
+        for old in [step for step in self._digests if step < under.step - 2]:
+            del self._digests[old]
+        epoch = self._end_epoch() if standing.row >= described.rows else None
+        holders = self.membership.holders
+        told = json.dumps({"workers": workers, "epoch": epoch and _as_table(epoch), "seconds": now - under.started})
+        effects: list[Effect] = [Record(record)]
+        committed = Committed(
+            under.step,
+            under.rows,
+            under.samples,
+            under.loss,
+            bytes(under.used),
+            holders[0].worker_id if holders else 0,
+            int(self.stopping),
+            told,
+        )
+        for member in self.membership.members.values():
+            if not member.plain and member.phase is not Phase.GREETED and member.since <= under.step:
+                effects.append(Send(member.peer, committed))
+        if epoch is not None:
+            effects.append(Emit(epoch))
+        if self.stopping:
+            effects += [Send(m.peer, Shutdown()) for m in self.membership.members.values() if m.plain]
+        self.now = None
+        return effects + self._start_step(now)
+
+    def _end_epoch(self) -> EpochDone:
+        standing = self.standing
+        proof = prove(standing.ranges, self._described.rows)
+        weights = "all workers hold the same weights" if not self._drifted else "WORKERS' WEIGHTS HAD DRIFTED APART"
+        done = EpochDone(
+            epoch=standing.epoch,
+            used=proof.used if proof.holds else -1,
+            total=proof.total,
+            same_weights=not self._drifted,
+            sentence=f"Epoch {standing.epoch + 1}: {proof}; {weights}.",
+        )
+        standing.epoch, standing.row, standing.ranges = standing.epoch + 1, 0, []
+        self._drifted = False
+        return done
+
+    def _on_applied(self, now: float, member: Member, applied: Applied) -> list[Effect]:
+        member.applied = max(member.applied, applied.step)
+        effects: list[Effect] = []
+        if (record := self._records.pop(applied.step, None)) is not None:
+            effects.append(StepApplied(record, applied.lr, applied.norm, applied.fault))
+        right = self._digests.setdefault(applied.step, {}).setdefault(member.kind, applied.digest)
+        if applied.digest != right and member.phase is not Phase.GREETED:
+            return effects + self._on_drift(member, applied)
+        if member.phase is Phase.CATCHING_UP and applied.step >= self.standing.step:
+            for number in [t.number for t in self._transfers.values() if t.to == member.peer]:
+                del self._transfers[number]
+            member.since = min(member.since, applied.step + 1)
+            effects += self._take_in(now, member)
+        return effects
+
+    def _on_drift(self, member: Member, applied: Applied) -> list[Effect]:
+        """Its parameters are not the others': it gets theirs."""
+        self.refused["drifted"] += 1
+        self._drifted = True
+        others = [m for m in self.membership.holders if m is not member and m.applied >= applied.step - 1]
+        effects: list[Effect] = [
+            Emit(
+                Stalled(
+                    worker=member.worker_id,
+                    name=member.name,
+                    doing=f"its weights after step {applied.step} are not the others', and are sent to it anew",
+                    seconds=0.0,
+                )
+            )
+        ]
+        if not others:
+            return effects
+        nodes = list(member.nodes)
+        member.nodes = []
+        member.phase = Phase.CATCHING_UP
+        if nodes and self.now is not None:
+            effects += [Discard(member.peer, node) for node in nodes]
+            effects += self._hand_out(self._clock, nodes)
+        return effects + self._catch_up(member)
+
+    def _nobody_holds(self, now: float) -> list[Effect]:
+        self._alone_since = now
+        effects: list[Effect] = []
+        if self.now is not None:
+            self.now = None
+            effects.append(AbandonStep())
+        # Those who were being given weights wait anew.
+        for member in self.membership.members.values():
+            if member.phase is Phase.CATCHING_UP and not any(
+                t.to == member.peer and t.sponsor is None for t in self._transfers.values()
+            ):
+                member.phase = Phase.GREETED
+                self._waiting.append((member.peer, Ready("", 0, "", 0)))
+        self._expected = max(self._expected, 1)  # it may come back
+        return effects
+
+    def _give_up(self, member: Member, number: int, why: str) -> list[Effect]:
+        under = self.now
+        assert under is not None
+        start, end = slice_rows(under.row, under.rows, under.slices)[number]
+        first = under.bad[number]
+        who = f"on {first} and again on {member.name}" if first != member.name else f"twice on {member.name}"
+        self.finished = (
+            f"The gradient of slice {number} of step {under.step} {why}, {who}. It is positions {start} to {end - 1}"
+            f" of epoch {self.standing.epoch + 1}'s order. Look at those samples, or try a lower learning rate or"
+            " step.clip; the weights are those of the step before"
+        )
+        refusal = Refusal(4, self.finished + ".")
+        effects: list[Effect] = [Send(m.peer, refusal) for m in self.membership.members.values() if not m.plain]
+        effects += [Send(m.peer, Shutdown()) for m in self.membership.members.values() if m.plain]
+        return [*effects, AbandonStep(), Finish(self.finished + ".", failed=True)]
+
+    # Between steps
+
+    def _on_evaluate_next(self, member: Member, ask: EvaluateNext) -> list[Effect]:
+        if (done := self._evaluated.get(ask.step)) is not None:
+            member.evaluating = None
+            return [Send(member.peer, done)]
+        if not 0 < ask.rows <= 1 << 48 or not 0 < ask.size <= ask.rows:
+            return self._refuse(member.peer, "illegal", "EvaluateNext has no rows.")
+        evaluation = self._evaluations.setdefault(ask.step, Evaluation(ask.rows, ask.size))
+        if member.evaluating == (ask.start, ask.end) and ask.start < ask.end:
+            evaluation.done[ask.start] = (ask.end, ask.loss_sum, ask.samples)
+            member.evaluating = None
+        if evaluation.is_done:
+            total = math.fsum(loss for _, loss, _ in evaluation.done.values())
+            samples = math.fsum(samples for _, _, samples in evaluation.done.values())
+            done = Evaluated(ask.step, total, samples)
+            self._evaluated = {ask.step: done}
+            del self._evaluations[ask.step]
+            loss = total / samples if samples else math.nan
+            peers = [member.peer, *evaluation.waiting]
+            return [Emit(Validated(step=ask.step, loss=loss)), *(Send(peer, done) for peer in peers)]
+        return self._next_range(member, ask.step, evaluation)
+
+    def _next_range(self, member: Member, step: int, evaluation: Evaluation) -> list[Effect]:
+        found = evaluation.take()
+        if found is None:
+            evaluation.waiting.append(member.peer)
+            return []
+        member.evaluating = found
+        return [Send(member.peer, EvaluateRange(step, *found))]
+
+    def _return_evaluations(self, member: Member) -> list[Effect]:
+        effects: list[Effect] = []
+        for step, evaluation in self._evaluations.items():
+            evaluation.waiting = [peer for peer in evaluation.waiting if peer != member.peer]
+            if member.evaluating is not None:
+                evaluation.returned.append(member.evaluating)
+                member.evaluating = None
+                while evaluation.waiting and evaluation.returned:
+                    other = self.membership.members[evaluation.waiting.pop(0)]
+                    effects += self._next_range(other, step, evaluation)
+        return effects
+
+    def _on_save_due(self, member: Member, due: SaveDue) -> list[Effect]:
+        if self._saved.step >= due.step and self._saved.folder:
+            return [Send(member.peer, self._saved)]
+        if self._save_due is None or due.step > self._save_due.step:
+            self._save_due = due
+        return []
+
+    def _ask_for_save(self) -> list[Effect]:
+        """A checkpoint is due, and whoever was to send it is gone."""
+        holders = self.membership.holders
+        if self._save_due is None or self._saving is not None or not holders:
+            return []
+        if any(member.worker_id <= self._save_leader for member in holders):
+            return []
+        self._save_leader = holders[0].worker_id
+        return [Send(holders[0].peer, StateRequest(SAVE, self.standing.step))]
+
+    def _on_state_begin(self, member: Member, begin: StateBegin) -> list[Effect]:
+        if begin.transfer == SAVE:
+            if self._saving is not None:
+                return [Send(member.peer, StateMore(SAVE, 0))]
+            self._saving, self._save_leader = member.peer, member.worker_id
+            keep = self._save_due.keep_last if self._save_due is not None else 2
+            return [
+                SaveBegin(member.peer, begin.step, begin.header, keep),
+                Send(member.peer, StateMore(SAVE, CHUNKS_AHEAD)),
+            ]
+        transfer = self._transfers.get(begin.transfer)
+        if transfer is None or transfer.sponsor != member.peer:
+            return [Send(member.peer, StateMore(begin.transfer, 0))]
+        newcomer = self.membership.members[transfer.to]
+        newcomer.since = max(newcomer.since, begin.step + 1)
+        return [Send(transfer.to, begin), Send(member.peer, StateMore(begin.transfer, CHUNKS_AHEAD))]
+
+    def _on_state_chunk(self, member: Member, chunk: StateChunk) -> list[Effect]:
+        if chunk.transfer == SAVE:
+            return [SaveChunk(member.peer, chunk.data)] if self._saving == member.peer else []
+        transfer = self._transfers.get(chunk.transfer)
+        if transfer is None or transfer.sponsor != member.peer:
+            return []
+        return [Send(transfer.to, chunk, credit=(member.peer, chunk.transfer))]
+
+    # Going
+
+    def _on_leave(self, now: float, member: Member, leave: Leave) -> list[Effect]:
+        member.leaving = True
+        if leave.finished:
+            self.finished = self.finished or ("interrupted" if self.stopping else "finished")
+            others = [m for m in self.membership.members.values() if m is not member]
+            return [Send(m.peer, Shutdown()) for m in (member, *others)]
+        others = [m for m in self.membership.holders if m is not member and not m.leaving]
+        is_kept = self._saved.step >= self.standing.step and bool(self._saved.folder)
+        if member.is_ready and not others and self.standing.step and not is_kept and not self.stopping:
+            self._save_due = SaveDue(self.standing.step, self._save_due.keep_last if self._save_due else 2)
+            if self._saving is None:
+                self._save_leader = member.worker_id
+                return [Send(member.peer, StateRequest(SAVE, self.standing.step))]
+            return []
+        return [Send(member.peer, Shutdown())]
+
+    def _is_everybody_gone(self) -> bool:
+        return not self.membership.members
+
+    def _refuse(self, peer: int, kind: str, sentence: str) -> list[Effect]:
+        """Without a sentence the peer hears nothing at all."""
+        self.refused[kind] += 1
+        told: list[Effect] = [Send(peer, Refusal(1, sentence))] if sentence else []
+        return [*told, Close(peer, sentence or kind), *self.on_closed(self._clock, peer, sentence or kind)]
+
+    def _tell_stalls(self, now: float) -> list[Effect]:
+        """Whoever keeps the others waiting is named, with what it is doing and for how long."""
+        effects: list[Effect] = []
+        for member in self.membership.members.values():
+            if not member.nodes:
+                continue
+            seconds = now - member.working_since
+            if seconds > self.patience_s and now - member.warned_at > self.patience_s:
+                member.warned_at = now
+                doing = member.doing(self.standing.step)
+                effects.append(Emit(Stalled(worker=member.worker_id, name=member.name, doing=doing, seconds=seconds)))
+        return effects
+
+
+def _spare_plain_peers(working: list[Member], shared: list[list[Node]]) -> None:
+    """A plain peer sends one payload per step: of several nodes it keeps the largest, and ours take the others."""
+    ours = [index for index, member in enumerate(working) if not member.plain]
+    for index, member in enumerate(working):
+        if member.plain and len(shared[index]) > 1:
+            kept = max(shared[index], key=lambda node: node[1] - node[0])
+            shared[ours[0]] += [node for node in shared[index] if node != kept]
+            shared[index] = [kept]
+
+
+def _either(bits: bytearray, others: bytes) -> None:
+    if len(bits) < len(others):
+        bits.extend(bytes(len(others) - len(bits)))
+    for index, byte in enumerate(others):
+        bits[index] |= byte
+
+
+def _as_table(epoch: EpochDone) -> dict[str, Any]:
+    return {name: getattr(epoch, name) for name in ("epoch", "used", "total", "same_weights", "sentence")}
+
+
+def _tell(node: Node) -> str:
+    return str(node[0]) if node[1] - node[0] == 1 else f"{node[0]} to {node[1] - 1}"

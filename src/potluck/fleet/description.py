@@ -1,0 +1,114 @@
+"""What a run trains: the parts in which its gradient travels, and the numbers that every worker must share. Pure.
+
+The first worker that is ready describes the run; every other must describe the same.
+"""
+
+import json
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from potluck.errors import TheirProtocolError
+
+BUFFERS = 255
+"""The component that carries what a step changed in the model's buffers, such as running statistics."""
+MAX_FLOATS = (1 << 30) - 1024
+"""Of one part: with its head it must fit one frame, whose length is a u32."""
+MAX_PARTS = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Some parameters' gradients, end to end: a block, or a component outside the blocks."""
+
+    block: int | None
+    component: int | None
+    sizes: tuple[int, ...]
+
+    @property
+    def floats(self) -> int:
+        return sum(self.sizes)
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """As a message names it."""
+        return ("block", self.block) if self.block is not None else ("component", self.component or 0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Description:
+    parts: tuple[Part, ...]
+    """In the order in which the backward completes them, which is the order in which they travel."""
+    model: str
+    """A hash of every parameter's name, shape and type."""
+    rows: int
+    batch: int
+    slices: int
+    seed: int
+    unit: float
+    """What each gradient is multiplied by before it travels, beside its number of samples: a power of two."""
+    samples_per_row: float
+    """How many samples a row counts as, for peers that cannot say."""
+    policy: str
+    told: dict[str, Any]
+    """What a person is shown: name, parameters, unit of samples, steps. It may differ between workers."""
+
+    @property
+    def floats(self) -> int:
+        return sum(part.floats for part in self.parts)
+
+    @property
+    def blocks(self) -> int:
+        return sum(part.block is not None for part in self.parts)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "Description":
+        """Strict: every number is checked before anything is made of it."""
+        try:
+            table = json.loads(text)
+            parts = tuple(
+                Part(_whole(part["block"], none=True), _whole(part["component"], none=True), tuple(part["sizes"]))
+                for part in table.pop("parts")
+            )
+            described = cls(parts=parts, **table)
+            for part in parts:
+                if (part.block is None) == (part.component is None) or not 0 <= (part.component or 0) <= 255:
+                    raise ValueError("a part is either a block or a component below 256")
+                if not all(_whole(size) is not None for size in part.sizes) or not 0 < part.floats <= MAX_FLOATS:
+                    raise ValueError(f"a part has between 1 and {MAX_FLOATS:,} numbers")
+            if not 0 < len(parts) <= MAX_PARTS or len({part.key for part in parts}) != len(parts):
+                raise ValueError(f"there are between 1 and {MAX_PARTS:,} parts, no two alike")
+            for name in ("rows", "batch", "slices"):
+                if not _whole(getattr(described, name)):
+                    raise ValueError(f"{name} is at least 1")
+            if not (0 < described.unit <= 1 and 0 < described.samples_per_row < 1e12):
+                raise ValueError("unit lies in (0, 1], and samples_per_row above 0")
+            if not isinstance(described.told, dict) or described.slices > 1 << 16:
+                raise ValueError("told is a table, and slices at most 65,536")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise TheirProtocolError(f"Ready.description is not one: {error}.") from None
+        return described
+
+    def difference(self, other: "Description") -> str | None:
+        """The first thing that keeps two workers from training one model, as a sentence; none if nothing does."""
+        words = {
+            "model": "Your parameter names, shapes or types are not those that this run trains",
+            "parts": "Your gradient travels in other parts than this run's",
+            "policy": f"This run's policy is {self.policy}, and yours is {other.policy}",
+        }
+        for field in fields(self):
+            mine, theirs = getattr(self, field.name), getattr(other, field.name)
+            if field.name != "told" and mine != theirs:
+                otherwise = f"This run has {field.name} = {mine}, and you have {theirs}"
+                return f"{words.get(field.name, otherwise)}. Build the same model, data and settings on every worker."
+        return None
+
+
+def _whole(value: Any, *, none: bool = False) -> int | None:
+    if none and value is None:
+        return None
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"{value!r} is no whole number of at least 0")
+    return value

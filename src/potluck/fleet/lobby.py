@@ -1,0 +1,235 @@
+"""Those who knock: one thread for every connection that has not been let in to the floor yet.
+
+However many there are, and whatever they send, each costs a socket and a few kilobytes, and those who are still unknown
+after a while are closed. Knows frames, and nothing of what a message means.
+"""
+
+import contextlib
+import errno
+import selectors
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from potluck.errors import TheirProtocolError
+from potluck.wire.codec import codec_of
+from potluck.wire.frames import FrameReader
+
+UNKNOWN_BYTES = 4096
+"""The longest message of a peer that has not said who it is."""
+KNOWN_BYTES = 4 << 20
+"""The longest of one that has: a description of a model."""
+MOST_UNKNOWN = 512
+"""More strangers than this at once: the oldest goes."""
+
+
+@dataclass(eq=False)
+class Guest:
+    """One connection in the lobby."""
+
+    peer: int
+    socket: socket.socket
+    came_at: float
+    reader: FrameReader
+    codec: str | None = None
+    known: bool = False
+    """Let in: it is waiting, and not a stranger."""
+    shaking: bool = False
+    """In the middle of its TLS handshake."""
+    out: bytearray = field(default_factory=bytearray)
+    closing: bool = False
+
+
+class Lobby:
+    def __init__(
+        self,
+        listener: socket.socket,
+        tls: ssl.SSLContext | None,
+        *,
+        stranger_s: float,
+        on_payload: Callable[[Guest, memoryview], None],
+        on_closed: Callable[[Guest, str], None],
+        new_peer: Callable[[], int],
+    ) -> None:
+        self._listener = listener
+        self._tls = tls
+        self._stranger_s = stranger_s
+        self._on_payload = on_payload
+        self._on_closed = on_closed
+        self._new_peer = new_peer
+        self._guests: dict[int, Guest] = {}
+        self._strangers: dict[int, Guest] = {}
+        """In order of arrival."""
+        self._selector = selectors.DefaultSelector()
+        self._waker, self._wake = socket.socketpair()
+        self._lock = threading.RLock()
+        self._stopped = False
+        for end in (self._waker, self._wake, listener):
+            end.setblocking(False)
+        self._selector.register(listener, selectors.EVENT_READ)
+        self._selector.register(self._waker, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._run, name="lobby", daemon=True)
+        self.turned_away = 0
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopped = True
+        self._ring()
+        self._thread.join(timeout=5)
+        with self._lock:
+            for guest in list(self._guests.values()):
+                self._flush(guest)
+                self._drop(guest)
+        for end in (self._waker, self._wake, self._listener):
+            end.close()
+        self._selector.close()
+
+    def send(self, peer: int, data: bytes) -> None:
+        with self._lock:
+            guest = self._guests.get(peer)
+            if guest is not None:
+                guest.out += data
+                self._flush(guest)
+
+    def close(self, peer: int) -> None:
+        """After what it is still to be sent."""
+        with self._lock:
+            guest = self._guests.get(peer)
+            if guest is not None:
+                guest.closing = True
+                self._flush(guest)
+
+    def know(self, peer: int) -> None:
+        with self._lock:
+            if (guest := self._strangers.pop(peer, None)) is not None:
+                guest.known = True
+                guest.reader.limit_bytes = KNOWN_BYTES
+
+    def take_out(self, peer: int) -> Guest | None:
+        """It goes on to the floor: from now on its socket is somebody else's."""
+        with self._lock:
+            guest = self._guests.pop(peer, None)
+            if guest is not None:
+                self._strangers.pop(peer, None)
+                self._selector.unregister(guest.socket)
+            return guest
+
+    def _ring(self) -> None:
+        with contextlib.suppress(OSError):
+            self._wake.send(b"x")
+
+    def _run(self) -> None:
+        while not self._stopped:
+            for key, events in self._selector.select(timeout=0.5):
+                if key.fileobj is self._listener:
+                    self._accept()
+                elif key.fileobj is self._waker:
+                    with contextlib.suppress(OSError):
+                        self._waker.recv(4096)
+                else:
+                    self._serve(key.data, events)
+            self._tire_of_strangers()
+
+    def _accept(self) -> None:
+        for _ in range(64):  # then somebody else has a turn
+            try:
+                connection, _ = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if error.errno in (errno.EMFILE, errno.ENFILE):
+                    self._turn_away_oldest()
+                return
+            connection.setblocking(False)
+            guest = Guest(self._new_peer(), connection, time.monotonic(), FrameReader(UNKNOWN_BYTES))
+            if self._tls is not None:
+                guest.socket = self._tls.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
+                guest.shaking = True
+            with self._lock:
+                self._guests[guest.peer] = self._strangers[guest.peer] = guest
+                self._selector.register(guest.socket, selectors.EVENT_READ, guest)
+                if len(self._strangers) > MOST_UNKNOWN:
+                    self._turn_away_oldest()
+
+    def _serve(self, guest: Guest, events: int) -> None:
+        try:
+            if events & selectors.EVENT_WRITE:
+                with self._lock:
+                    self._flush(guest)
+            if events & selectors.EVENT_READ:
+                self._read(guest)
+        except TheirProtocolError as error:
+            self._end(guest, str(error))
+        except (OSError, ValueError):
+            self._end(guest, "the connection broke")
+
+    def _read(self, guest: Guest) -> None:
+        for _ in range(16):
+            if guest.peer not in self._guests or guest.closing:
+                return
+            try:
+                if guest.shaking:
+                    assert isinstance(guest.socket, ssl.SSLSocket)
+                    guest.socket.do_handshake()
+                    guest.shaking = False
+                count = guest.socket.recv_into(guest.reader.space())
+            except (BlockingIOError, ssl.SSLWantReadError):
+                return
+            except ssl.SSLWantWriteError:
+                self._selector.modify(guest.socket, selectors.EVENT_READ | selectors.EVENT_WRITE, guest)
+                return
+            if not count:
+                self._end(guest, "it closed the connection")
+                return
+            payload = guest.reader.filled(count)
+            if payload is not None:
+                if guest.codec is None:
+                    guest.codec = codec_of(payload)
+                self._on_payload(guest, payload)
+
+    def _flush(self, guest: Guest) -> None:
+        try:
+            while guest.out:
+                sent = guest.socket.send(guest.out)
+                del guest.out[:sent]
+        except (BlockingIOError, ssl.SSLWantWriteError, ssl.SSLWantReadError):
+            pass
+        except (OSError, ValueError):
+            guest.out.clear()
+            guest.closing = True
+        if guest.closing and not guest.out:
+            self._drop(guest)
+        elif guest.peer in self._guests and not self._stopped:
+            wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if guest.out else 0)
+            self._selector.modify(guest.socket, wanted, guest)
+
+    def _end(self, guest: Guest, why: str) -> None:
+        with self._lock:
+            is_here = guest.peer in self._guests
+            self._drop(guest)
+        if is_here:
+            self._on_closed(guest, why)
+
+    def _drop(self, guest: Guest) -> None:
+        self._strangers.pop(guest.peer, None)
+        if self._guests.pop(guest.peer, None) is not None:
+            with contextlib.suppress(KeyError, ValueError, OSError):
+                self._selector.unregister(guest.socket)
+            guest.socket.close()
+
+    def _turn_away_oldest(self) -> None:
+        with self._lock:
+            if self._strangers:
+                self.turned_away += 1
+                self._drop(next(iter(self._strangers.values())))
+
+    def _tire_of_strangers(self) -> None:
+        until = time.monotonic() - self._stranger_s
+        with self._lock:
+            while self._strangers and next(iter(self._strangers.values())).came_at < until:
+                self._turn_away_oldest()

@@ -1,0 +1,268 @@
+"""The weighted mean of a step's payloads, formed while their bytes still arrive.
+
+Payloads are taken in chunks. A chunk of a node waits for the same chunk of its sibling, is added to it, and the sum
+goes on as the parent's; the root's is the mean. Whoever comes second adds, and the additions, like the sockets' reads,
+run outside the interpreter lock. A worker that is lost in the middle of a payload leaves its finished chunks: whoever
+computes its slices again sends the same bits, of which the first part is passed over.
+Knows nothing of sockets: bytes are written into space(), and taken by filled().
+"""
+
+import math
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from potluck.errors import TheirProtocolError
+from potluck.fleet.tree import Node, children, path
+
+Floats = npt.NDArray[np.float32]
+
+CHUNK = 1 << 17
+"""Floats: half a megabyte, which stays in a core's own cache between the read and the addition."""
+WILD = 1e6
+"""A gradient this many times larger than any before it is taken for a fault."""
+
+
+@dataclass
+class _Step:
+    step: int
+    slices: int
+    left: list[int]
+    """Chunks of each part that are not done."""
+    done: bytearray
+    """For each chunk of all parts: whether its mean is there."""
+    window: int
+    """How many chunks beyond the first unfinished one may be on their way."""
+    scale: float = 0.0
+    low: int = 0
+    """The first chunk that is not done."""
+    waiting: dict[tuple[int, Node], Floats] = field(default_factory=dict)
+    """Chunks whose sibling has not come yet."""
+    given: dict[tuple[int, Node], int] = field(default_factory=dict)
+    """For each (part, node): how many of its chunks, from the first on, are in the sums."""
+    largest: float = 0.0
+
+
+class Mean:
+    """Of one step at a time. `on_part`, `on_done` and `on_bad` are called from whichever thread brought it about."""
+
+    def __init__(self, parts: Sequence[int], *, chunk: int = CHUNK) -> None:
+        self.chunk = chunk
+        self.sizes = list(parts)
+        self.flat: Floats = np.zeros(sum(parts), np.float32)
+        ends = np.cumsum(self.sizes)
+        self.results: list[Floats] = [self.flat[end - size : end] for size, end in zip(self.sizes, ends, strict=True)]
+        """The mean of each part, once on_part has told of it, until begin() of the next step."""
+        self._chunks = [-(-size // chunk) for size in self.sizes]
+        self._base = [sum(self._chunks[:part]) for part in range(len(parts))]
+        self._change = threading.Condition()
+        self._now: _Step | None = None
+        self._free: list[Floats] = []
+        self._unsent = [0] * len(parts)
+        self._largest = 0.0
+        self.on_part: Callable[[int, int], None] = lambda step, part: None
+        self.on_done: Callable[[int], None] = lambda step: None
+        self.on_bad: Callable[[int, int, Node, str], None] = lambda peer, step, node, why: None
+
+    def begin(self, step: int, slices: int, *, nodes: int, several: bool) -> None:
+        """`nodes`: how many will be sent of each part; `several`: whether some worker sends more than one."""
+        total = sum(self._chunks)
+        least = max(self._chunks) if several else 1
+        window = max(least, total // max(1, math.ceil(nodes / 2)))
+        with self._change:
+            self._forget()
+            self._now = _Step(step, slices, list(self._chunks), bytearray(total), window)
+            self._change.notify_all()
+
+    def abort(self) -> None:
+        """The step under way will not be finished."""
+        with self._change:
+            self._forget()
+            self._now = None
+            self._change.notify_all()
+
+    def set_scale(self, step: int, scale: float) -> None:
+        """What turns the sum into the mean. Told before the last of the payloads begins."""
+        with self._change:
+            if self._now is not None and self._now.step == step:
+                self._now.scale = scale
+
+    def widen(self, step: int) -> None:
+        """Some worker sends several nodes after all: whole parts must be able to wait for each other."""
+        with self._change:
+            if self._now is not None and self._now.step == step:
+                self._now.window = max(self._now.window, max(self._chunks))
+                self._change.notify_all()
+
+    def hold(self, part: int, receivers: int) -> None:
+        """So many have yet to be sent this part's mean; it is not overwritten before release() by each."""
+        with self._change:
+            self._unsent[part] += receivers
+
+    def release(self, part: int) -> None:
+        with self._change:
+            self._unsent[part] -= 1
+            if not self._unsent[part]:
+                self._change.notify_all()
+
+    def open(self, peer: int, step: int, part: int, node: Node, count: int, weight: float = 1.0) -> "Slot":
+        """Where the gradients of one payload go. A payload of a step that is not under way goes nowhere."""
+        if count != self.sizes[part]:
+            raise TheirProtocolError(f"The payload has {count:,} gradients, and this part has {self.sizes[part]:,}.")
+        with self._change:
+            now = self._now if self._now is not None and self._now.step == step else None
+        return Slot(self, now, peer, part, node, weight)
+
+    # From here on: for slots
+
+    def _forget(self) -> None:
+        if self._now is not None:
+            self._free += self._now.waiting.values()
+            self._largest = max(self._largest, self._now.largest)
+            self._now = None
+
+    def _take_buffer(self) -> Floats:
+        with self._change:
+            if self._free:
+                return self._free.pop()
+        return np.empty(self.chunk, np.float32)
+
+    def _give_buffer(self, buffer: Floats) -> None:
+        with self._change:
+            self._free.append(buffer)
+            # No more is kept than the step under way could need.
+            limit = 4 + (len(self._now.waiting) if self._now is not None else 0)
+            del self._free[max(limit, 64) :]
+
+    def _wait_for_turn(self, slot: "Slot", index: int) -> None:
+        """Until the chunk is near enough to the first unfinished one: so memory has a bound, however many send."""
+        with self._change:
+            while self._is_current(slot) and slot.step is not None and index >= slot.step.low + slot.step.window:
+                self._change.wait(1.0)
+
+    def _is_current(self, slot: "Slot") -> bool:
+        return slot.step is not None and slot.step is self._now and not slot.revoked
+
+    def _add(self, slot: "Slot", number: int, buffer: Floats, count: int) -> bool:
+        """One chunk of a node into the sums. Whether the buffer was kept."""
+        now, part = slot.step, slot.part
+        assert now is not None
+        index = self._base[part] + number
+        with self._change:
+            if not self._is_current(slot):
+                return False
+            if any(now.given.get((part, above), 0) > number for above in slot.above):
+                return False
+            if now.given.get((part, slot.node), 0) != number:
+                return False
+            now.given[part, slot.node] = number + 1
+        node = slot.node
+        for parent in reversed(slot.above[:-1]):
+            left, right = children(parent)
+            sibling = right if node == left else left
+            with self._change:
+                other = now.waiting.pop((index, sibling), None)
+                if other is None:
+                    now.waiting[index, node] = buffer
+                    return True
+            if parent == (0, now.slices):
+                break
+            np.add(other[:count], buffer[:count], out=buffer[:count])
+            self._give_buffer(other)
+            node = parent
+        else:
+            other = None
+        self._finish(now, part, number, index, buffer, other, count)
+        return False
+
+    def _finish(
+        self, now: _Step, part: int, number: int, index: int, buffer: Floats, other: Floats | None, count: int
+    ) -> None:
+        """The root's chunk: the mean, in its place."""
+        with self._change:
+            while self._unsent[part] and self._now is now:
+                self._change.wait(1.0)
+            if self._now is not now:
+                return
+        result = self.results[part][number * self.chunk : number * self.chunk + count]
+        if other is not None:
+            np.add(other[:count], buffer[:count], out=result)
+            self._give_buffer(other)
+            np.multiply(result, np.float32(now.scale), out=result)
+        else:
+            np.multiply(buffer[:count], np.float32(now.scale), out=result)
+        with self._change:
+            if self._now is not now:
+                return
+            now.done[index] = 1
+            now.left[part] -= 1
+            while now.low < len(now.done) and now.done[now.low]:
+                now.low += 1
+            is_part_done, is_done = now.left[part] == 0, now.low == len(now.done)
+            self._change.notify_all()
+        if is_part_done:
+            self.on_part(now.step, part)
+        if is_done:
+            self.on_done(now.step)
+
+
+class Slot:
+    """One payload on its way: for each of its chunks, fill space() and call filled()."""
+
+    def __init__(self, mean: Mean, step: _Step | None, peer: int, part: int, node: Node, weight: float) -> None:
+        self.step = step
+        self.part = part
+        self.node = node
+        self.peer = peer
+        self.revoked = False
+        self.above: list[Node] = path(step.slices, node) if step is not None else []
+        self._mean = mean
+        self._weight = weight
+        self._number = 0
+        self._left = mean.sizes[part]
+        self._buffer = mean._take_buffer()
+
+    @property
+    def is_full(self) -> bool:
+        return self._left == 0
+
+    @property
+    def count(self) -> int:
+        """Floats of the chunk that is arriving."""
+        return min(self._left, self._mean.chunk)
+
+    def space(self) -> memoryview:
+        """Where the next chunk's bytes go. May wait until there is room for it."""
+        if self.step is not None:
+            self._mean._wait_for_turn(self, self._mean._base[self.part] + self._number)
+        return self._buffer[: self.count].view(np.uint8).data
+
+    def filled(self) -> None:
+        count, chunk = self.count, self._buffer[: self.count]
+        if self.step is not None and not self.revoked and self._is_sane(chunk):
+            if self._weight != 1.0:
+                np.multiply(chunk, np.float32(self._weight), out=chunk)
+            if self._mean._add(self, self._number, self._buffer, count):
+                self._buffer = self._mean._take_buffer()
+        self._number += 1
+        self._left -= count
+
+    def close(self) -> None:
+        """Gives its memory back; call it however the payload ended."""
+        self._mean._give_buffer(self._buffer)
+
+    def _is_sane(self, chunk: Floats) -> bool:
+        assert self.step is not None
+        with np.errstate(over="ignore", invalid="ignore"):
+            size = math.sqrt(energy) if math.isfinite(energy := float(np.dot(chunk, chunk))) else math.inf
+        limit = WILD * self._mean._largest
+        if size == math.inf or (limit and size > limit):
+            self.revoked = True
+            why = "is not finite" if not np.isfinite(chunk).all() else "is wildly large"
+            self._mean.on_bad(self.peer, self.step.step, self.node, why)
+            return False
+        self.step.largest = max(self.step.largest, size)
+        return True

@@ -1,0 +1,107 @@
+"""Who is in, what each is doing, and who is late. Pure: the time comes in as an argument."""
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from potluck.fleet.tree import Node
+
+
+class Phase(Enum):
+    """How far a worker has come. What it may send depends on it."""
+
+    GREETED = auto()  # let in; it builds its model and its data
+    CATCHING_UP = auto()  # it gets the run's weights, and the averages since
+    READY = auto()  # it holds the run's weights and takes part
+
+
+@dataclass
+class Member:
+    """One connection's worker. Its id is never used again, by whomever."""
+
+    peer: int
+    worker_id: int
+    name: str
+    kind: str
+    plain: bool
+    """Speaks the published eleven messages and no other."""
+    heard_at: float
+    phase: Phase = Phase.GREETED
+    applied: int = 0
+    """The last step that its optimizer has taken."""
+    since: int = 1
+    """The first step whose average it gets."""
+    speed: float | None = None
+    """Slices per second, smoothed."""
+    nodes: list[Node] = field(default_factory=list)
+    """What it has been given of the step under way, and has not wholly sent."""
+    reported: set[int] = field(default_factory=set)
+    """Slices of that whose samples and loss it has told."""
+    done: int = 0
+    """Slices of the step under way that it has wholly sent."""
+    busy_s: float = 0.0
+    working_since: float = 0.0
+    evaluating: tuple[int, int] | None = None
+    leaving: bool = False
+    warned_at: float = 0.0
+
+    @property
+    def is_ready(self) -> bool:
+        return self.phase is Phase.READY
+
+    def measure(self, slices: int, busy_s: float) -> None:
+        if busy_s > 0:
+            speed = slices / busy_s
+            self.speed = speed if self.speed is None else 0.7 * self.speed + 0.3 * speed
+
+    def doing(self, committed: int) -> str:
+        """For a person who waits for it."""
+        if self.phase is Phase.GREETED:
+            return "building its model"
+        if self.phase is Phase.CATCHING_UP:
+            return "catching up"
+        if self.evaluating:
+            return "evaluating"
+        if self.nodes:
+            slices = [number for node in self.nodes for number in range(*node)]
+            if not self.reported.issuperset(slices):
+                return "computing its gradient"
+            return "sending its gradient"
+        if self.applied < committed:
+            return f"applying step {committed}"
+        return "waiting for the others"
+
+
+class Membership:
+    def __init__(self, next_id: int = 0) -> None:
+        self.members: dict[int, Member] = {}
+        self.generation = 0
+        """Counts changes of who takes part."""
+        self.next_id = next_id
+
+    def add(self, now: float, peer: int, name: str, kind: str, *, plain: bool) -> Member:
+        member = Member(peer, self.next_id, name, kind, plain, heard_at=now)
+        self.next_id += 1
+        self.members[peer] = member
+        return member
+
+    def remove(self, peer: int) -> Member | None:
+        member = self.members.pop(peer, None)
+        if member is not None and member.is_ready:
+            self.generation += 1
+        return member
+
+    def admit(self, member: Member) -> None:
+        member.phase = Phase.READY
+        self.generation += 1
+
+    @property
+    def ready(self) -> list[Member]:
+        return sorted((m for m in self.members.values() if m.is_ready), key=lambda m: m.worker_id)
+
+    @property
+    def holders(self) -> list[Member]:
+        """Those who can give the run's weights to others."""
+        return [member for member in self.ready if not member.plain]
+
+    def late(self, now: float, patience_s: float) -> list[Member]:
+        return [member for member in self.members.values() if now - member.heard_at > patience_s]

@@ -1,0 +1,93 @@
+"""A folder of files as a stream of chunks, and back: how a checkpoint travels to a newcomer, or to the host's disk.
+
+Knows nothing of what is in the files; a checkpoint's own checksums are checked by whoever unpacks it.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+from potluck.errors import TheirProtocolError
+
+CHUNK_BYTES = 1 << 20
+MAX_FILES = 64
+
+
+def pack(folder: Path) -> str:
+    """The header: every file's name and size, as JSON."""
+    return json.dumps([[file.name, file.stat().st_size] for file in sorted(folder.iterdir()) if file.is_file()])
+
+
+def chunks(folder: Path, header: str) -> Iterator[bytes]:
+    """The files that the header lists, end to end."""
+    for name, _ in json.loads(header):
+        with (folder / name).open("rb") as file:
+            while data := file.read(CHUNK_BYTES):
+                yield data
+
+
+class Unpacker:
+    """Writes a parcel's files into a folder. `limit_bytes` is the most that it may hold."""
+
+    def __init__(self, folder: Path, header: str, limit_bytes: int) -> None:
+        self.folder = folder
+        self.files = _read_header(header)
+        self.total = sum(size for _, size in self.files)
+        self.received = 0
+        if self.total > limit_bytes:
+            raise TheirProtocolError(f"A parcel of {self.total:,} bytes is larger than {limit_bytes:,}, the most here.")
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file: IO[bytes] | None = None
+        self._index = -1
+        self._left = 0
+        self._open_next()
+
+    @property
+    def is_complete(self) -> bool:
+        return self._file is None
+
+    def feed(self, data: bytes | memoryview) -> None:
+        rest = memoryview(data)
+        while rest:
+            if self._file is None:
+                raise TheirProtocolError(f"The parcel is followed by {len(rest):,} bytes too many.")
+            piece = rest[: self._left]
+            self._file.write(piece)
+            rest = rest[len(piece) :]
+            self._left -= len(piece)
+            self.received += len(piece)
+            if not self._left:
+                self._open_next()
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _open_next(self) -> None:
+        """Also makes files of no bytes."""
+        while True:
+            if self._file is not None:
+                self._file.close()
+                self._file = None
+            self._index += 1
+            if self._index == len(self.files):
+                return
+            name, self._left = self.files[self._index]
+            self._file = (self.folder / name).open("wb")
+            if self._left:
+                return
+
+
+def _read_header(header: str) -> list[tuple[str, int]]:
+    try:
+        files = [(str(name), int(size)) for name, size in json.loads(header)]
+    except (ValueError, TypeError):
+        raise TheirProtocolError("StateBegin.header is not a list of files.") from None
+    if not 0 < len(files) <= MAX_FILES:
+        raise TheirProtocolError(f"StateBegin.header lists {len(files)} files; between 1 and {MAX_FILES} are taken.")
+    for name, size in files:
+        if Path(name).name != name or name.startswith(".") or not name or size < 0:
+            raise TheirProtocolError(f"StateBegin.header names {name!r}, which is no plain file.")
+    return files

@@ -1,0 +1,94 @@
+"""A connection that one thread reads while another writes, encrypted or not. Knows nothing of messages."""
+
+import contextlib
+import select
+import socket
+import ssl
+import threading
+from collections.abc import Sequence
+
+_MOST_PARTS = 64
+"""Of one sendmsg; the system takes 1,024."""
+
+
+class Pipe:
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._is_closed = False
+        self._tls = connection if isinstance(connection, ssl.SSLSocket) else None
+        # An SSL object is not for two threads at once: each call holds this lock, and none of them waits inside.
+        self._lock = threading.Lock()
+        connection.setblocking(self._tls is None)
+        with contextlib.suppress(OSError):  # not every kind of socket has it
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def receive(self, space: memoryview) -> int:
+        """Waits for bytes and puts some into `space`. 0: the peer has ended."""
+        if self._tls is None:
+            return self._socket.recv_into(space)
+        while True:
+            try:
+                with self._lock:
+                    return self._tls.recv_into(space)
+            except ssl.SSLWantReadError:
+                self._wait(select.POLLIN)
+            except ssl.SSLWantWriteError:
+                self._wait(select.POLLOUT)
+
+    def receive_all(self, space: memoryview) -> bool:
+        """Until `space` is full. False: the peer ended before its first byte."""
+        have = 0
+        while have < len(space):
+            count = self.receive(space[have:])
+            if not count:
+                if have:
+                    raise ConnectionResetError("it ended in the middle of a message")
+                return False
+            have += count
+        return True
+
+    def send(self, parts: Sequence[bytes | memoryview]) -> None:
+        """All of the parts, one after the other, without joining them."""
+        if self._tls is not None:
+            for part in parts:
+                self._send_encrypted(memoryview(part).cast("B"))
+            return
+        rest = [memoryview(part).cast("B") for part in parts if len(part)]
+        while rest:
+            sent = self._socket.sendmsg(rest[:_MOST_PARTS])
+            while rest and sent >= len(rest[0]):
+                sent -= len(rest.pop(0))
+            if sent:
+                rest[0] = rest[0][sent:]
+
+    def close(self) -> None:
+        """Ends both directions; a thread that waits in either is woken."""
+        self._is_closed = True
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def release(self) -> None:
+        """Once no thread uses it any more."""
+        self.close()
+        with contextlib.suppress(OSError):
+            self._socket.close()
+
+    def _send_encrypted(self, rest: memoryview) -> None:
+        assert self._tls is not None
+        while rest:
+            try:
+                with self._lock:
+                    sent = self._tls.send(rest)
+                rest = rest[sent:]
+            except ssl.SSLWantWriteError:
+                self._wait(select.POLLOUT)
+            except ssl.SSLWantReadError:
+                self._wait(select.POLLIN)
+
+    def _wait(self, what: int) -> None:
+        poller = select.poll()
+        poller.register(self._socket, what)
+        while not self._is_closed:
+            if poller.poll(1000):
+                return
+        raise ConnectionAbortedError("closed here")

@@ -1,0 +1,627 @@
+"""Sockets, TLS and threads around coordinator.py.
+
+Newcomers knock in the lobby. Whoever takes part gets two threads: one reads its messages and lets its gradients flow
+into the mean, the other writes to it. All decisions are the coordinator's, made one at a time under one lock; the bytes
+of gradients pass outside of it.
+"""
+
+import contextlib
+import logging
+import socket
+import ssl
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from potluck.errors import ConfigError, TheirProtocolError
+from potluck.events import Event
+from potluck.fleet import coordinator as core
+from potluck.fleet.coordinator import Coordinator, Effect, Standing, StepRecord
+from potluck.fleet.description import BUFFERS, Description
+from potluck.fleet.journal import Journal
+from potluck.fleet.lobby import Guest, Lobby
+from potluck.fleet.mean import Mean, Slot
+from potluck.fleet.parcel import chunks, pack
+from potluck.fleet.pipe import Pipe
+from potluck.fleet.tree import Node
+from potluck.wire.codec import Bulk, decode, encode_parts, is_bulk, open_bulk, peek
+from potluck.wire.messages import (
+    AveragedBlockGradient,
+    AveragedGradient,
+    AveragedNonBlockGradient,
+    BlockGradientPayload,
+    GradientPayload,
+    Message,
+    NonBlockGradientPayload,
+    StateBegin,
+    StateChunk,
+    StateMore,
+)
+
+log = logging.getLogger("potluck.fleet")
+
+HEAD_BYTES = 64
+"""Enough of a payload to know what it is."""
+CONTROL_BYTES = 16 << 20
+"""The longest message without gradients."""
+TICK_S = 0.1
+BUFFER_BYTES = 4 << 20
+"""Of each socket, both ways: less makes two busy cores take turns more often than they need to."""
+
+
+class Saver(Protocol):
+    """What keeps checkpoints on the host's disk, and finds them again."""
+
+    def begin(self, step: int, header: str, keep_last: int, on_saved: Callable[[int, str, str, int], None]) -> None: ...
+    def feed(self, data: bytes | memoryview, taken: Callable[[], None]) -> None: ...
+    def abort(self) -> None: ...
+    def newest(self) -> tuple[Path, int] | None:
+        """The newest whole checkpoint and its step."""
+        ...
+
+
+@dataclass
+class _Expected:
+    """Payloads that a peer was asked for: for each part in turn, each node."""
+
+    step: int
+    nodes: tuple[Node, ...]
+    weights: tuple[float, ...]
+    at: int = 0
+
+
+@dataclass(eq=False)
+class Seat:
+    """One peer on the floor."""
+
+    peer: int
+    pipe: Pipe
+    codec: str
+    plain: bool
+    since: int
+    heard_at: float
+    expected: deque[_Expected] = field(default_factory=deque)
+    useless: set[tuple[int, Node]] = field(default_factory=set)
+    held: bool = False
+    """Its bytes are not being read, on purpose."""
+    slot: Slot | None = None
+    blocks: bool = True
+    """Whether it is sent averages part by part, or, as a plain peer that sends whole gradients, in one."""
+    queue: deque["_Out"] = field(default_factory=deque)
+    change: threading.Condition = field(default_factory=threading.Condition)
+    closing: bool = False
+    gone: bool = False
+
+
+@dataclass
+class _Out:
+    """Something to be written: a message, or the average of a part."""
+
+    message: Message | None
+    step: int = 0
+    part: int = -1
+    credit: tuple[int, int] | None = None
+
+
+class Server:
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        *,
+        host: str,
+        port: int,
+        tls: ssl.SSLContext | None,
+        journal: Journal | None = None,
+        saver: Saver | None = None,
+        on_event: Callable[[Event], None] = lambda event: None,
+        on_step: Callable[[StepRecord, float, float, str], None] = lambda record, lr, norm, fault: None,
+    ) -> None:
+        self.core = coordinator
+        self.journal = journal
+        self.saver = saver
+        self.on_event = on_event
+        self.on_step = on_step
+        self.on_described: Callable[[Description], None] = lambda description: None
+        self.finished: core.Finish | None = None
+        self.mean: Mean | None = None
+        self._loss = 0.0
+        self._seats: dict[int, Seat] = {}
+        self._next_peer = 0
+        self._lock = threading.RLock()
+        self._ended = threading.Event()
+        self._threads: list[threading.Thread] = []
+        self._restored: tuple[Path, int] | None = None
+        listener = _listen(host, port)
+        self.port: int = listener.getsockname()[1]
+        self._lobby = Lobby(
+            listener,
+            tls,
+            stranger_s=min(10.0, coordinator.patience_s),
+            on_payload=self._on_lobby_payload,
+            on_closed=lambda guest, why: self._act(lambda now: self.core.on_closed(now, guest.peer, why)),
+            new_peer=self._new_peer,
+        )
+        if coordinator.description is not None:
+            self._describe(coordinator.description)
+
+    def start(self) -> None:
+        self._lobby.start()
+        self._spawn(self._tick, "ticker")
+
+    def wait(self, timeout_s: float | None = None) -> core.Finish | None:
+        """Until the run is over; none if it is not by then."""
+        self._ended.wait(timeout_s)
+        return self.finished
+
+    def stop(self) -> None:
+        """Closes everything, once what is queued has left."""
+        self._ended.set()
+        deadline = time.monotonic() + 2.0
+        for seat in list(self._seats.values()):
+            with seat.change:
+                seat.closing = True
+                seat.change.notify_all()
+        while self._seats and time.monotonic() < deadline:
+            time.sleep(0.01)
+        for seat in list(self._seats.values()):
+            seat.pipe.close()
+        if self.mean is not None:
+            self.mean.abort()
+        self._lobby.stop()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(timeout=2.0)
+
+    def request_stop(self) -> None:
+        self._act(self.core.request_stop)
+
+    # Deciding and doing
+
+    def _act(self, decide: Callable[[float], list[Effect]]) -> None:
+        with self._lock:
+            for effect in decide(time.monotonic()):
+                self._do(effect)
+
+    def _do(self, effect: Effect) -> None:
+        match effect:
+            case core.Send():
+                self._send(effect)
+            case core.Close():
+                log.info("peer %d is closed: %s", effect.peer, effect.why)
+                self._close(effect.peer)
+            case core.Describe():
+                if self.journal is not None:
+                    self.journal.keep("description", effect.description.to_json())
+                self._describe(effect.description)
+            case core.BeginStep():
+                for seat in self._seats.values():
+                    seat.expected.clear()
+                    seat.useless.clear()
+                assert self.mean is not None
+                self.mean.begin(effect.step, effect.slices, nodes=effect.nodes, several=effect.several)
+            case core.Widen() if self.mean is not None:
+                self.mean.widen(effect.step)
+            case core.Expect() if effect.peer in self._seats:
+                self._seats[effect.peer].expected.append(_Expected(effect.step, effect.nodes, effect.weights))
+            case core.Discard() if effect.peer in self._seats:
+                seat = self._seats[effect.peer]
+                assert self.core.now is not None
+                seat.useless.add((self.core.now.step, effect.node))
+                if seat.slot is not None and seat.slot.node == effect.node:
+                    seat.slot.revoked = True
+            case core.SetScale() if self.mean is not None:
+                self._loss = effect.loss
+                self.mean.set_scale(effect.step, effect.scale)
+            case core.AbandonStep() if self.mean is not None:
+                self.mean.abort()
+            case core.Subscribe():
+                self._subscribe(effect)
+            case core.Record() if self.journal is not None:
+                self.journal.record(effect.step)
+            case core.Emit():
+                self.on_event(effect.event)
+            case core.StepApplied():
+                self.on_step(effect.record, effect.lr, effect.norm, effect.fault)
+            case core.SaveBegin():
+                self._save_begin(effect)
+            case core.SaveChunk() if self.saver is not None:
+                peer = effect.peer
+                self.saver.feed(effect.data, lambda: self._send_now(peer, StateMore(core.SAVE, 1)))
+            case core.SaveAbort() if self.saver is not None:
+                self.saver.abort()
+            case core.Restore():
+                self._restore()
+            case core.SendCheckpoint():
+                self._spawn(lambda: self._send_checkpoint(effect.peer, effect.transfer), "checkpoint sender")
+            case core.Finish():
+                self.finished = self.finished or effect
+                self._ended.set()
+
+    def _describe(self, description: Description) -> None:
+        self.mean = Mean([part.floats for part in description.parts])
+        self.mean.on_part = self._on_part
+        self.mean.on_done = self._on_mean
+        self.mean.on_bad = lambda peer, step, node, why: self._act(
+            lambda now: self.core.on_bad(now, peer, step, node, why)
+        )
+        self._parts = {part.key: index for index, part in enumerate(description.parts)}
+        # A whole gradient comes in the order of the model's parameters; parts come in the order of the backward.
+        self._forward = [i for i, part in reversed(list(enumerate(description.parts))) if part.component != BUFFERS]
+        self._tails = [np.array(part.sizes, "<u4") for part in description.parts]
+        largest = max(description.parts, key=lambda part: part.floats)
+        self._limit = max(CONTROL_BYTES, 4 * largest.floats + 4 * len(largest.sizes) + 256)
+        self._plain_limit = max(self._limit, 4 * description.floats + 256)
+        self.on_described(description)
+
+    def _restore(self) -> None:
+        """Back to the newest checkpoint, which the ledger then ends with."""
+        found = self.saver.newest() if self.saver is not None else None
+        standing: Standing | None = None
+        if found is not None and self.journal is not None:
+            standing = self.journal.standing(found[1])
+        if found is not None and standing is None and self.saver is not None:
+            raise ConfigError(
+                f"The checkpoint of step {found[1]} is there, but the journal does not know that step."
+                " Start anew in another folder."
+            )
+        self._restored = found
+        if self.journal is not None:
+            self.journal.rewind(standing.step if standing is not None else 0)
+        self._act(lambda now: self.core.restored(now, standing))
+
+    def _send_checkpoint(self, peer: int, transfer: int) -> None:
+        assert self._restored is not None
+        folder, step = self._restored
+        header = pack(folder)
+        self._send_now(peer, StateBegin(transfer, step, header))
+        for data in chunks(folder, header):
+            seat = self._seats.get(peer)
+            while seat is not None and len(seat.queue) > 8 and not seat.gone:
+                time.sleep(0.005)
+            self._send_now(peer, StateChunk(transfer, data))
+
+    def _save_begin(self, effect: core.SaveBegin) -> None:
+        def on_saved(step: int, folder: str, error: str, size: int) -> None:
+            self._act(lambda now: self.core.on_saved(now, step, folder, error, size))
+
+        if self.saver is None:
+            on_saved(effect.step, "", "This host keeps no checkpoints.", 0)
+            return
+        self.saver.begin(effect.step, effect.header, effect.keep_last, on_saved)
+
+    # Peers
+
+    def _new_peer(self) -> int:
+        with self._lock:
+            self._next_peer += 1
+            return self._next_peer
+
+    def _on_lobby_payload(self, guest: Guest, payload: memoryview) -> None:
+        assert guest.codec is not None
+        message = decode(payload, guest.codec)
+        self._act(lambda now: self.core.on_message(now, guest.peer, message))
+        if guest.peer in self.core.membership.members:
+            self._lobby.know(guest.peer)
+
+    def _subscribe(self, effect: core.Subscribe) -> None:
+        seat = self._seats.get(effect.peer)
+        if seat is not None:
+            seat.since = effect.since
+            return
+        guest = self._lobby.take_out(effect.peer)
+        if guest is None or guest.codec is None:
+            return
+        plain = self.core.membership.members[effect.peer].plain
+        for option in (socket.SO_RCVBUF, socket.SO_SNDBUF):
+            with contextlib.suppress(OSError):
+                guest.socket.setsockopt(socket.SOL_SOCKET, option, BUFFER_BYTES)
+        seat = Seat(guest.peer, Pipe(guest.socket), guest.codec, plain, effect.since, time.monotonic())
+        self._seats[guest.peer] = seat
+        if guest.out:
+            seat.pipe.send([bytes(guest.out)])
+        self._spawn(lambda: self._read(seat), f"reader {seat.peer}")
+        self._spawn(lambda: self._write(seat), f"writer {seat.peer}")
+
+    def _send(self, effect: core.Send) -> None:
+        seat = self._seats.get(effect.peer)
+        if seat is None:
+            codec = "bincode"
+            with contextlib.suppress(KeyError):
+                codec = self._lobby._guests[effect.peer].codec or codec
+            self._lobby.send(effect.peer, b"".join(encode_parts(effect.message, codec)))
+            return
+        _put(seat, _Out(effect.message, credit=effect.credit))
+
+    def _send_now(self, peer: int, message: Message) -> None:
+        with self._lock:
+            self._send(core.Send(peer, message))
+
+    def _close(self, peer: int) -> None:
+        seat = self._seats.get(peer)
+        if seat is None:
+            self._lobby.close(peer)
+            return
+        with seat.change:
+            seat.closing = True
+            seat.change.notify_all()
+        if self.core.membership.members.get(peer) is None and not seat.queue:
+            seat.pipe.close()
+
+    def _lost(self, seat: Seat, why: str) -> None:
+        with self._lock:
+            if self._seats.pop(seat.peer, None) is None:
+                return
+            seat.gone = True
+            if seat.slot is not None:
+                seat.slot.revoked = True
+            with seat.change:
+                unsent = [out.part for out in seat.queue if out.part >= 0]
+                seat.queue.clear()
+                seat.change.notify_all()
+            for part in unsent:
+                if self.mean is not None:
+                    self.mean.release(part)
+            seat.pipe.close()
+            self._act(lambda now: self.core.on_closed(now, seat.peer, why))
+
+    # Reading
+
+    def _read(self, seat: Seat) -> None:
+        why = "it closed the connection"
+        try:
+            while self._read_message(seat):
+                pass
+        except TheirProtocolError as error:
+            why = str(error)
+            self.core.refused["malformed"] += 1
+        except OSError as error:
+            why = f"the connection broke: {error.strerror or error}"
+        self._lost(seat, why)
+
+    def _read_message(self, seat: Seat) -> bool:
+        prefix = bytearray(4)
+        if not seat.pipe.receive_all(memoryview(prefix)):
+            return False
+        seat.heard_at = time.monotonic()
+        length = int.from_bytes(prefix, "big")
+        limit = self._plain_limit if seat.plain else self._limit
+        if length > limit:
+            raise TheirProtocolError(f"A frame of {length:,} bytes is longer than {limit:,}, the most here.")
+        head = memoryview(bytearray(min(length, HEAD_BYTES)))
+        self._fill(seat, head)
+        if is_bulk(peek(head, seat.codec)):
+            self._read_bulk(seat, head, length)
+            return True
+        payload = memoryview(bytearray(length))
+        payload[: len(head)] = head
+        self._fill(seat, payload[len(head) :])
+        message = decode(payload, seat.codec)
+        self._act(lambda now: self.core.on_message(now, seat.peer, message))
+        return True
+
+    def _fill(self, seat: Seat, space: memoryview) -> None:
+        while space:
+            count = seat.pipe.receive(space)
+            if not count:
+                raise ConnectionResetError("it ended in the middle of a message")
+            seat.heard_at = time.monotonic()
+            space = space[count:]
+
+    def _read_bulk(self, seat: Seat, head: memoryview, length: int) -> None:
+        bulk = open_bulk(head, length, seat.codec)
+        while bulk is None:  # component_sizes come first in the other encoding, and may be many
+            if len(head) >= min(length, CONTROL_BYTES):
+                raise TheirProtocolError("A payload's head is longer than any that is taken.")
+            more = memoryview(bytearray(min(length, 2 * len(head))))
+            more[: len(head)] = head
+            self._fill(seat, more[len(head) :])
+            head = more
+            bulk = open_bulk(head, length, seat.codec)
+        over = head[bulk.start :]
+        if bulk.message is GradientPayload:
+            self._read_whole(seat, bulk, over, length)
+        elif bulk.message in (BlockGradientPayload, NonBlockGradientPayload):
+            self._read_part(seat, bulk, over, length)
+        else:
+            raise TheirProtocolError(f"{bulk.message.__name__} is not for a worker to send.")
+
+    def _read_part(self, seat: Seat, bulk: Bulk, over: memoryview, length: int) -> None:
+        key = (
+            ("block", bulk.fields["block_idx"])
+            if bulk.message is BlockGradientPayload
+            else ("component", bulk.fields["component"])
+        )
+        part = self._parts.get(key)
+        if part is None:
+            raise TheirProtocolError(f"This run's model has no {key[0]} {key[1]}.")
+        expected = self._next_expected(seat, bulk.fields["step"], part)
+        slot = self._open(seat, expected, part, bulk.count)
+        try:
+            over = self._pour(seat, slot, over)
+            tail = self._tail(seat, over, length - bulk.start - 4 * bulk.count)
+            sizes = (bulk.fields | bulk.finish(tail)).get("component_sizes")
+            if sizes is not None and not np.array_equal(sizes, self._tails[part]):
+                raise TheirProtocolError("component_sizes are not those of this run's model.")
+        finally:
+            self._shut(seat, slot)
+        if expected is not None and part == len(self._tails) - 1:
+            self._payload_done(seat, expected)
+
+    def _read_whole(self, seat: Seat, bulk: Bulk, over: memoryview, length: int) -> None:
+        """A plain peer's whole gradient, in the order of the model's parameters."""
+        assert self.mean is not None
+        total = sum(self.mean.sizes[part] for part in self._forward)
+        if bulk.count != total:
+            raise TheirProtocolError(f"The payload has {bulk.count:,} gradients, and the model has {total:,}.")
+        seat.blocks = False
+        expected = self._next_expected(seat, bulk.fields["step"], None)
+        for part in self._forward:
+            slot = self._open(seat, expected, part, self.mean.sizes[part])
+            try:
+                over = self._pour(seat, slot, over)
+            finally:
+                self._shut(seat, slot)
+        tail = bulk.finish(self._tail(seat, over, length - bulk.start - 4 * bulk.count))
+        if expected is not None:
+            node = expected.nodes[0]
+            self._act(lambda now: self.core.on_plain_payload(now, seat.peer, expected.step, node, float(tail["loss"])))
+
+    def _next_expected(self, seat: Seat, step: int, part: int | None) -> _Expected | None:
+        """Which of the payloads that the peer was asked for this is; none if it was not asked for it."""
+        with self._lock:
+            if not seat.expected or seat.expected[0].step != step:
+                self.core.refused["stale payload"] += 1
+                return None
+            first = seat.expected[0]
+            if part is None:
+                seat.expected.popleft()
+                return first
+            wanted, node = divmod(first.at, len(first.nodes))
+            if part != wanted:
+                self.core.refused["foreign payload"] += 1
+                return None
+            first.at += 1
+            if first.at == len(first.nodes) * len(self._tails):
+                seat.expected.popleft()
+            return _Expected(step, (first.nodes[node],), (first.weights[node],))
+
+    def _open(self, seat: Seat, expected: _Expected | None, part: int, count: int) -> Slot:
+        assert self.mean is not None
+        if expected is None or (expected.step, expected.nodes[0]) in seat.useless:
+            return self.mean.open(seat.peer, -1, part, (0, 1), count)
+        slot = self.mean.open(seat.peer, expected.step, part, expected.nodes[0], count, expected.weights[0])
+        seat.slot = slot
+        return slot
+
+    def _shut(self, seat: Seat, slot: Slot) -> None:
+        seat.slot = None
+        slot.close()
+
+    def _pour(self, seat: Seat, slot: Slot, over: memoryview) -> memoryview:
+        """Gradients from the socket into the mean. `over`: those that came with the head; what is left of them."""
+        while not slot.is_full:
+            seat.held = True
+            space = slot.space()
+            seat.held = False
+            have = min(len(over), len(space))
+            space[:have] = over[:have]
+            over = over[have:]
+            self._fill(seat, space[have:])
+            slot.filled()
+        return over
+
+    def _tail(self, seat: Seat, over: memoryview, length: int) -> memoryview:
+        tail = memoryview(bytearray(length))
+        tail[: len(over)] = over
+        self._fill(seat, tail[len(over) :])
+        return tail
+
+    def _payload_done(self, seat: Seat, expected: _Expected) -> None:
+        node = expected.nodes[0]
+        if (expected.step, node) not in seat.useless:
+            self._act(lambda now: self.core.on_payload(now, seat.peer, expected.step, node))
+
+    # Writing
+
+    def _on_part(self, step: int, part: int) -> None:
+        """An average is formed: to everybody who takes part, while others are still arriving."""
+        assert self.mean is not None
+        with self._lock:
+            seats = [seat for seat in self._seats.values() if seat.since <= step and seat.blocks]
+            self.mean.hold(part, len(seats))
+            for seat in seats:
+                _put(seat, _Out(None, step, part))
+
+    def _on_mean(self, step: int) -> None:
+        assert self.mean is not None
+        with self._lock:
+            for seat in self._seats.values():
+                if seat.since <= step and not seat.blocks:
+                    _put(seat, _Out(self._whole(step)))
+            self._act(lambda now: self.core.on_mean(now, step))
+
+    def _whole(self, step: int) -> Message:
+        assert self.mean is not None
+        flat = np.concatenate([self.mean.results[part] for part in self._forward])
+        return AveragedGradient(step, flat, np.float32(self._loss))
+
+    def _write(self, seat: Seat) -> None:
+        try:
+            while True:
+                with seat.change:
+                    while not seat.queue and not seat.closing and not seat.gone:
+                        seat.change.wait()
+                    if not seat.queue:
+                        break
+                    out = seat.queue.popleft()
+                self._write_out(seat, out)
+        except OSError:
+            pass  # the reader tells why
+        seat.pipe.close()
+
+    def _write_out(self, seat: Seat, out: _Out) -> None:
+        if out.part < 0:
+            assert out.message is not None
+            seat.pipe.send(encode_parts(out.message, seat.codec))
+            if out.credit is not None:
+                self._send_now(out.credit[0], StateMore(out.credit[1], 1))
+            return
+        assert self.mean is not None and self.core.description is not None
+        try:
+            part = self.core.description.parts[out.part]
+            values = self.mean.results[out.part]
+            message: Message
+            if part.block is not None:
+                message = AveragedBlockGradient(out.step, part.block, values, self._tails[out.part])
+            else:
+                message = AveragedNonBlockGradient(out.step, part.component or 0, values)
+            if seat.plain and part.component == BUFFERS:
+                return
+            seat.pipe.send(encode_parts(message, seat.codec))
+        finally:
+            self.mean.release(out.part)
+
+    # Time
+
+    def _tick(self) -> None:
+        while not self._ended.wait(TICK_S):
+            self._act(self._on_tick)
+
+    def _on_tick(self, now: float) -> list[Effect]:
+        for seat in self._seats.values():
+            self.core.on_heard(now if seat.held else seat.heard_at, seat.peer)
+        return self.core.on_tick(now)
+
+    def _spawn(self, target: Callable[[], None], name: str) -> None:
+        thread = threading.Thread(target=target, name=name, daemon=True)
+        self._threads = [t for t in self._threads if t.is_alive() or t.ident is None]
+        self._threads.append(thread)
+        thread.start()
+
+
+def _put(seat: Seat, out: _Out) -> None:
+    with seat.change:
+        if not seat.gone:
+            seat.queue.append(out)
+            seat.change.notify()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(1024)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"Cannot listen on {host} port {port}: {error.strerror}. Choose another with --host or --port."
+        ) from None
+    return listener

@@ -1,0 +1,684 @@
+"""The engine of a worker that a host's coordinator leads: it may come and go, and computes the slices it is given.
+
+The same two doors, Trainer and your own loop, run on it unchanged. The loader gives one slice at a time; its random
+numbers come from (seed, step, slice), so that it does not matter who computes it. step() waits once this worker's
+slices are done: for the average, or for slices of a worker that was lost.
+"""
+
+import atexit
+import contextlib
+import json
+import math
+import os
+import platform
+import shutil
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from potluck.agree.policy import ApplyPolicy, Sync
+from potluck.errors import CheckpointError, ConfigError, Diverged, Interrupted, PotluckError
+from potluck.events import EpochDone, StepDone, StepSkipped, WorkerStep
+from potluck.fleet.client import Client, Lost, Means, position_of
+from potluck.fleet.coordinator import SAVE
+from potluck.fleet.description import Description
+from potluck.fleet.invite import Invite
+from potluck.fleet.parcel import Unpacker, chunks, pack
+from potluck.fleet.tree import slice_rows
+from potluck.shard.strategy import NoShard, ShardingStrategy
+from potluck.train import checkpoint
+from potluck.train.data import BatchConfig, Loader, MicroBatch, Position, SliceLoader, as_dataset, mix
+from potluck.train.engine import Engine, _insist_on_mean, loss_and_samples
+from potluck.train.launch import QUIET
+from potluck.train.link import Alone
+from potluck.train.pulse import Verdict, decide_mean
+from potluck.train.replica import Replica, StepConfig, find_blocks
+from potluck.train.saves import take_snapshot
+from potluck.train.slices import SliceSums, describe_model, digest
+from potluck.wire.messages import (
+    Admitted,
+    Applied,
+    Committed,
+    Evaluated,
+    EvaluateNext,
+    EvaluateRange,
+    Leave,
+    Message,
+    Ready,
+    Refusal,
+    Saved,
+    SaveDue,
+    Shutdown,
+    SliceReport,
+    StateBegin,
+    StateChunk,
+    StateRequest,
+    Work,
+)
+
+STATE_BYTES = 64
+"""The most that a parameter's state may take in a parcel, for each of its bytes; a host is not trusted with more."""
+
+
+class ElasticEngine(Engine):
+    @classmethod
+    def join(
+        cls,
+        invite: Invite,
+        device: torch.device,
+        *,
+        policy: ApplyPolicy = Sync(),
+        strategy: ShardingStrategy = NoShard(),
+        step: StepConfig = StepConfig(),
+    ) -> "ElasticEngine":
+        name = os.environ.get("POTLUCK_NAME") or f"{socket.gethostname()}-{os.getpid()}"
+        client = Client(invite, name=name, kind=kind_of(device), say=_say)
+        client.connect()
+        return cls(client, device, policy=policy, strategy=strategy, step=step)
+
+    def __init__(
+        self,
+        client: Client,
+        device: torch.device,
+        *,
+        policy: ApplyPolicy = Sync(),
+        strategy: ShardingStrategy = NoShard(),
+        step: StepConfig = StepConfig(),
+    ) -> None:
+        self.client = client
+        super().__init__(Alone(), device, policy=policy, strategy=strategy, step=step)
+        self.left = False
+        """This worker has left the run, which goes on."""
+        self._joined = False
+        self._over = False
+        self._description: Description | None = None
+        self._work: Work | None = None
+        self._slices: list[int] = []
+        self._bounds: list[tuple[int, int]] = []
+        self._reports: dict[int, tuple[float, float]] = {}
+        self._slice_loss = 0.0
+        self._slice_samples = 0.0
+        self._slice_done = True
+        self._work_started = 0.0
+        self._later: deque[Message] = deque()
+        self._asked: list[StateRequest] = []
+        self._committed: Committed | None = None
+        self._save_due = 0
+        self._saved = Saved(0, "", "")
+        self._world = 1
+        self._stream: torch.cuda.Stream | None = None
+        self._hosted: list[Tensor] = []
+        self._threads: list[threading.Thread] = []
+        atexit.register(self.close)
+
+    @property
+    def rank(self) -> int:
+        """0 for the one who speaks for all, such as to print; it may change when workers go."""
+        leader = self._committed.leader if self._committed is not None else self.client.worker_id
+        return 0 if leader == self.client.worker_id else self.client.worker_id + 1
+
+    @property
+    def world(self) -> int:
+        return self._world
+
+    @property
+    def keeps_folder(self) -> bool:
+        return False
+
+    @property
+    def is_led(self) -> bool:
+        return True
+
+    @property
+    def speaks(self) -> bool:
+        return QUIET not in os.environ
+
+    # Preparing
+
+    def configure(self, policy: ApplyPolicy, strategy: ShardingStrategy, step: StepConfig) -> None:
+        """What a recipe says, once it has come from the host."""
+        self.policy, self.strategy, self.config = policy, strategy, step
+
+    def _make_loader(
+        self, dataset: Any, batch: BatchConfig, seed: int, collate: Callable[[list[Any]], Any] | None
+    ) -> Loader:
+        loader = SliceLoader(dataset, batch, shares=(1.0,), rank=0, device=self.device, seed=seed, collate=collate)
+        replica = self._prepared()
+        self._sums = SliceSums(replica.model, find_blocks(replica.model), self._send_part)
+        self._sums.before_last_part = self._send_used
+        self._description = Description(
+            parts=self._sums.described,
+            model=describe_model(replica.model),
+            rows=loader.rows,
+            batch=batch.size,
+            slices=batch.slice_count,
+            seed=seed,
+            unit=self._unit,
+            samples_per_row=self.samples_per_row,
+            policy=type(self.policy).kind,
+            told={},
+        )
+        loader.plan = self._plan
+        loader.seed_of = lambda micro: mix(loader.seed, self.step_number + 1, self._slices[micro.number])
+        return loader
+
+    # The loop
+
+    def _plan(self) -> Iterator[MicroBatch]:
+        """Slices as they are handed out, until the epoch ends or the run stops."""
+        self._join()
+        loader = self._loader()
+        while not self.stopping and loader.position.row < loader.rows:
+            if self._work is None:
+                self._await_step()
+                continue
+            work, self._work = self._work, None
+            session = self.client._session
+            self._begin_work(work)
+            for index in range(len(self._slices)):
+                if session is not self.client._session or self.stopping or self.step_number >= work.step:
+                    break
+                start, end = self._bounds[self._slices[index]]
+                self._sums.start_slice()
+                self._prepared().disarm()
+                self._slice_loss = self._slice_samples = 0.0
+                self._slice_done = False
+                is_last = index == len(self._slices) - 1
+                yield MicroBatch(start, end, is_last, work.row + work.rows, number=index)
+                if not self._slice_done:
+                    raise ConfigError(
+                        f"The slice of rows {start} to {end} was given out, but step() was not called after it."
+                        " Call backward() and step() for every batch of the loader."
+                    )
+
+    def _begin_work(self, work: Work) -> None:
+        self.replaying = False
+        self.client.flush()  # what was sent before must not change under the sender's hands
+        nodes = [(int(a), int(b)) for a, b in zip(work.nodes[::2], work.nodes[1::2], strict=True)]
+        self._slices = self._sums.begin(nodes)
+        self._bounds = slice_rows(work.row, work.rows, work.slices)
+        self._reports = {}
+        self._hosted = []
+        self._work_started = time.perf_counter()
+
+    def backward(self, loss: Tensor, *, samples: float, last: bool | None = None) -> None:
+        replica, micro = self._prepared(), self._loader().current
+        _insist_on_mean(loss, samples)
+        if micro is None or not self._joined:
+            raise ConfigError("Under a host, batches come from the loader that prepare() gave. Iterate over that.")
+        last = True if last is None else last
+        replica.arm(last=last)
+        if samples:
+            self._slice_loss += loss.detach().item() * samples
+            self._slice_samples += samples
+        if last:
+            self._reports[self._slices[micro.number]] = (self._slice_samples, self._slice_loss)
+            if micro.last:
+                self._send_report()
+        self._sums.arm(communicate=last)
+        if samples:
+            (loss * (samples * self._unit)).backward()  # type: ignore[no-untyped-call]
+        if last:
+            self._sums.finish_slice(self._slice_samples * self._unit)
+            self._trained = micro
+
+    def step(self) -> StepDone | StepSkipped | None:
+        micro = self._loader().current
+        if micro is None or micro is not self._trained:
+            raise ConfigError("step() was called before backward(). Call backward(loss, samples=...) first.")
+        self._slice_done = True
+        if not micro.last:
+            return None
+        return self._await_step()
+
+    def _send_report(self) -> None:
+        numbers = np.array(list(self._reports), "<u4")
+        found = np.array(list(self._reports.values()), "<f8").reshape(-1, 2)
+        self.client.send(SliceReport(self.step_number + 1, numbers, found[:, 0].copy(), found[:, 1].copy(), 0.0, b""))
+
+    def _send_used(self) -> None:
+        """Which parameters the slices used is known when the last part is; so is how long they took."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()  # else busy would be the time to launch kernels
+        busy_s = time.perf_counter() - self._work_started
+        empty = np.zeros(0)
+        self.client.send(
+            SliceReport(self.step_number + 1, empty.astype("<u4"), empty, empty, busy_s, self._sums.used_bits())
+        )
+
+    def _send_part(self, part: int, gradients: Tensor) -> None:
+        if gradients.device.type == "cpu":
+            self.client.send_part(self.step_number + 1, part, gradients.numpy())
+            return
+        # The copy runs beside the backward; the sender waits for it, and the backward does not.
+        stream = self._stream = self._stream or torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        host = torch.empty(gradients.shape, dtype=gradients.dtype, pin_memory=True)
+        with torch.cuda.stream(stream):
+            host.copy_(gradients, non_blocking=True)
+        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        copied.record(stream)
+        gradients.record_stream(stream)
+        self._hosted.append(host)
+        self.client.send_part(self.step_number + 1, part, host.numpy(), before=copied.synchronize)
+
+    # Waiting
+
+    def _await_step(self) -> StepDone | StepSkipped | None:
+        """Until a step is committed and applied, or there are slices to compute, or the run stops."""
+        while True:
+            self._serve_requests()
+            message = self._later.popleft() if self._later else self._receive()
+            match message:
+                case None:
+                    return None
+                case Committed() if message.step > self.step_number:
+                    means = self.client.take_means(message.step)
+                    return self._commit(message, means) if means is not None else None
+                case Work():
+                    if message.step == self.step_number + 1:
+                        self._work = message
+                        return None
+                case Shutdown():
+                    self.stopping = self._over = True
+                    return None
+
+    def _receive(self) -> Message | None:
+        """The next message that is for the training thread; none after a loss that was mended, or a wish to leave."""
+        while True:
+            message = self.client.receive(timeout_s=0.2)
+            match message:
+                case None:
+                    if self._wants_stop and self._is_idle:
+                        self._leave_politely()
+                        return None
+                case Lost():
+                    self._mend(message.why)
+                    return None
+                case Refusal():
+                    raise (Diverged if message.code == 4 else PotluckError)(message.sentence)
+                case StateRequest():
+                    self._asked.append(message)
+                    self._serve_requests()
+                case Saved():
+                    self._saved = message
+                    if message.error:
+                        raise CheckpointError(message.error)
+                case Admitted() if message.wait:
+                    self._fetch_state(message)
+                    return None
+                case Admitted():
+                    pass
+                case _:
+                    return message
+
+    @property
+    def _is_idle(self) -> bool:
+        return self._work is None and self._joined
+
+    def _mend(self, why: str) -> None:
+        """The connection is lost: joins again, and goes on from wherever the run stands then."""
+        if self._over:
+            self.stopping = True
+            return
+        _say(f"Lost the host ({why}); joining again.")
+        self._work = None
+        self._later.clear()
+        self._asked.clear()
+        self._sums.reset()
+        self._sums.restore_buffers()
+        self.client.connect(again=True)
+        self._present()
+
+    # Joining
+
+    def _join(self) -> None:
+        if not self._joined:
+            self._joined = True
+            self._present()
+
+    def _present(self) -> None:
+        """Says what this worker has built and holds, and gets what it lacks."""
+        assert self._description is not None
+        loader = self._loader()
+        described = Description(
+            **{name: getattr(self._description, name) for name in self._description.__slots__ if name != "told"},
+            told=self.told,
+        )
+        self.client.description = described
+        holds = int(self.step_number > 0)
+        self.client.pass_over_until(self.step_number)
+        self.client.send(Ready(described.to_json(), self.step_number, digest(self._prepared().model), holds))
+        while True:
+            message = self.client.receive()
+            match message:
+                case Lost():
+                    self._mend(message.why)
+                    return
+                case Refusal():
+                    raise ConfigError(message.sentence)
+                case Admitted() if message.wait:
+                    self._fetch_state(message)
+                    return
+                case Admitted():
+                    where = position_of(message.position)
+                    if not holds and message.step == where["step"]:
+                        loader.position = Position(where["epoch"], where["row"])
+                    return
+                case Shutdown():
+                    self.stopping = self._over = True
+                    return
+                case None:
+                    pass
+                case _:
+                    self._later.append(message)
+
+    def _fetch_state(self, admitted: Admitted) -> None:
+        """The run's weights from a worker that has them, or from the host's disk; the averages since then wait."""
+        replica = self._prepared()
+        self._work = None
+        self._later.clear()
+        limit = STATE_BYTES * sum(p.nbytes for p in replica.model.state_dict().values()) + (1 << 24)
+        folder = Path(tempfile.mkdtemp(prefix="potluck-state-"))
+        unpacker: Unpacker | None = None
+        transfer = -1
+        try:
+            while unpacker is None or not unpacker.is_complete:
+                message = self.client.receive()
+                match message:
+                    case Lost():
+                        self._mend(message.why)
+                        return
+                    case Refusal():
+                        raise PotluckError(message.sentence)
+                    case Shutdown():
+                        self.stopping = self._over = True
+                        return
+                    case StateBegin():
+                        place = folder / f"step-{message.step:08d}"
+                        shutil.rmtree(place, ignore_errors=True)
+                        unpacker, transfer = Unpacker(place, message.header, limit), message.transfer
+                    case StateChunk() if unpacker is not None and message.transfer == transfer:
+                        unpacker.feed(message.data)
+                    case Committed() | Work():
+                        self._later.append(message)
+            standing = self._saves.load(folder, replica, self._check_standing)
+            assert standing is not None
+            self._stand_at(standing)
+        finally:
+            if unpacker is not None:
+                unpacker.close()
+            shutil.rmtree(folder, ignore_errors=True)
+        self.client.pass_over_until(self.step_number)
+        self._later = deque(m for m in self._later if getattr(m, "step", 0) > self.step_number)
+        self.replaying = True
+        _say(f"Got the weights of step {self.step_number}.")
+        self._tell_applied(0.0, "")
+
+    # A step
+
+    def _commit(self, committed: Committed, means: Means) -> StepDone | StepSkipped:
+        replica, loader = self._prepared(), self._loader()
+        started = time.perf_counter()
+        told = json.loads(committed.workers)
+        self._committed = committed
+        self._world = max(1, len(told["workers"]))
+        tensors = [torch.from_numpy(part) for part in means.parts]
+        self.client.flush()
+        self._sums.load(tensors, bytes(committed.used))
+        norm = replica.norm().item()
+        verdict = decide_mean(committed.samples, committed.loss, norm, 1.0, self.config.clip)
+        self.step_number = committed.step
+        self.rows_seen += committed.rows
+        loader.position.row += committed.rows
+        event = self._apply_mean(replica, verdict, tensors, told, started)
+        self.client.give_back(means)
+        self._tell_applied(verdict.norm, verdict.fault or "")
+        if told.get("epoch") is not None:
+            self.last_epoch = EpochDone(**told["epoch"])
+        self.events.emit(event)
+        self._insist_on_progress(event)
+        if committed.stop:
+            self.stopping = True
+        for call in self.after_step:
+            call()
+        self._trained = None
+        if self._wants_stop and not self.stopping:
+            self._leave_politely()
+        return event
+
+    def _apply_mean(
+        self, replica: Replica, verdict: Verdict, means: list[Tensor], told: dict[str, Any], started: float
+    ) -> StepDone | StepSkipped:
+        if verdict.fault is not None:
+            replica.drop()
+            self._sums.restore_buffers()
+            self.skipped += 1
+            self._skipped_in_a_row += 1
+            return StepSkipped(
+                step=self.step_number, loss=verdict.loss, in_a_row=self._skipped_in_a_row, reason=verdict.fault
+            )
+        self._skipped_in_a_row = 0
+        self._set_lr(replica)
+        replica.apply(verdict.scale)
+        self._sums.apply_buffers(means)
+        self._sums.reset()
+        workers = [{name: row[name] for name in WorkerStep.__slots__} for row in told["workers"]]
+        return StepDone(
+            step=self.step_number,
+            epoch=self._loader().position.epoch,
+            rows_seen=self.rows_seen,
+            samples=verdict.samples,
+            loss=verdict.loss,
+            lr=float(replica.optimizer.param_groups[0]["lr"]),
+            grad_norm=verdict.norm,
+            seconds=told["seconds"] + time.perf_counter() - started,
+            workers=tuple(WorkerStep(**row) for row in workers),
+        )
+
+    def _tell_applied(self, norm: float, fault: str) -> None:
+        replica = self._prepared()
+        lr = float(replica.optimizer.param_groups[0]["lr"])
+        self.client.send(Applied(self.step_number, digest(replica.model), lr, norm, fault))
+
+    def _end_of_epoch(self) -> None:
+        """The host has proved it, and told so with the epoch's last step."""
+        if self.last_epoch is not None and self.last_epoch.epoch == self._loader().position.epoch:
+            self.events.emit(self.last_epoch)
+
+    # Looking, saving, leaving
+
+    def evaluate(self, loss_of: Callable[[nn.Module, Any], Any], dataset: Any, batch_size: int) -> float:
+        """The mean loss over a dataset, in ranges that the host hands out; the same whoever computes them."""
+        self._join()
+        rows = as_dataset(dataset)
+        if self.replaying or self.left or (self.stopping and self._over) or not len(rows):
+            return math.nan
+        model = self._prepared().model
+        looker = SliceLoader(
+            rows, BatchConfig(size=len(rows)), shares=(1.0,), rank=0, device=self.device,
+            collate=self._loader().collate,
+        )  # fmt: skip
+        looker._ordered = (0, 0), torch.arange(len(rows))
+        size, step = min(len(rows), max(1, batch_size)), self.step_number
+        were_training = [module for module in model.modules() if module.training]
+        model.eval()
+        ask = EvaluateNext(step, len(rows), size, 0, 0, 0.0, 0.0)
+        try:
+            while True:
+                self.client.send(ask)
+                answer = self._await_evaluation(step)
+                if isinstance(answer, Evaluated):
+                    return answer.loss_sum / answer.samples if answer.samples else math.nan
+                if answer is None:
+                    if self._over or self.step_number != step:
+                        return math.nan
+                    ask = EvaluateNext(step, len(rows), size, 0, 0, 0.0, 0.0)  # joined again: anew
+                    continue
+                batch = looker.take(answer.start, answer.end)
+                with torch.no_grad():
+                    loss, samples = loss_and_samples(loss_of(model, batch), batch)
+                total = loss.item() * samples if samples else 0.0
+                ask = EvaluateNext(step, len(rows), size, answer.start, answer.end, total, samples)
+        finally:
+            for module in were_training:
+                module.training = True
+
+    def _await_evaluation(self, step: int) -> EvaluateRange | Evaluated | None:
+        while True:
+            message = self._receive()
+            match message:
+                case EvaluateRange() | Evaluated() if message.step == step:
+                    return message
+                case Shutdown():
+                    self.stopping = self._over = True
+                    return None
+                case None:
+                    return None
+                case _:
+                    self._later.append(message)
+
+    def save(self, folder: str | Path, *, keep_last: int = 2) -> None:
+        """The host keeps checkpoints, in its own run folder: one worker sends its state, and training goes on."""
+        self._join()
+        if self.replaying or self.left or self._over:
+            return
+        self._save_due = self.step_number
+        self.client.send(SaveDue(self.step_number, keep_last))
+        if self.rank == 0:
+            self._send_state(StateRequest(SAVE, self.step_number))
+
+    def last_words(self) -> str:
+        if self.left:
+            return f"Left the run after step {self.step_number}; it goes on without this worker."
+        return f"The host stopped the run after step {self.step_number}, and has saved it."
+
+    def wait_for_saves(self) -> None:
+        """Until the host has the last checkpoint on its disk."""
+        while self._saved.step < self._save_due and not self.left and not self._over:
+            message = self._receive()
+            if isinstance(message, Shutdown):
+                self.stopping = self._over = True
+            elif message is not None:
+                self._later.append(message)
+            elif not self.left and self.client.worker_id >= 0:
+                self.client.send(SaveDue(self._save_due, 2))
+
+    def load(self, folder: str | Path) -> bool:
+        """Whether the run that was joined is past its beginning; its weights are here then."""
+        self._join()
+        return self.step_number > 0
+
+    def seed_random(self, seed: int) -> None:
+        """Each slice draws its own numbers: nothing to do."""
+
+    def _serve_requests(self) -> None:
+        for request in [asked for asked in self._asked if asked.step <= self.step_number]:
+            self._asked.remove(request)
+            self._send_state(request)
+
+    def _send_state(self, request: StateRequest) -> None:
+        """A copy in host memory now; written aside and sent while training goes on."""
+        replica = self._prepared()
+        snapshot = take_snapshot(replica, self._standing(), [])
+        folder = Path(tempfile.mkdtemp(prefix="potluck-state-"))
+
+        def work() -> None:
+            try:
+                place = checkpoint.write(folder, snapshot)
+                header = pack(place)
+                begin = StateBegin(request.transfer, snapshot.step, header)
+                self.client.send_parcel(
+                    begin,
+                    request.transfer,
+                    chunks(place, header),
+                    done=lambda: shutil.rmtree(folder, ignore_errors=True),
+                )
+            except Exception as error:
+                _say(f"Could not send the state of step {snapshot.step}: {error}")
+                shutil.rmtree(folder, ignore_errors=True)
+
+        thread = threading.Thread(target=work, name="state sender")
+        thread.start()
+        self._threads = [t for t in self._threads if t.is_alive()] + [thread]
+
+    def _leave_politely(self) -> None:
+        """After a step, or while there is nothing to do: nothing is computed again."""
+        self.left = True
+        self.client.send(Leave(0, "asked to stop"))
+        self._await_goodbye(self.client.patience_s)
+        self.stopping = self._over = True
+
+    def _await_goodbye(self, patience_s: float) -> None:
+        deadline = time.monotonic() + patience_s
+        while time.monotonic() < deadline:
+            message = self.client.receive(timeout_s=max(0.0, deadline - time.monotonic()))
+            match message:
+                case Lost() | Shutdown() | None:
+                    return
+                case StateRequest():
+                    self._asked.append(message)
+                    self._serve_requests()
+                    deadline = time.monotonic() + 10 * patience_s
+
+    def close(self) -> None:
+        """Tells the host that this worker's run is over, which ends it for all."""
+        self._close(finished=True)
+
+    def _close(self, *, finished: bool) -> None:
+        atexit.unregister(self.close)
+        if self.client._closed:
+            return
+        if self._joined and not self._over and finished:
+            self.client.send(Leave(1, "finished"))
+            self._await_goodbye(self.client.patience_s)
+        self._over = True
+        for thread in self._threads:
+            thread.join(timeout=1.0)
+        self.client.close()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._close(finished=error is None or isinstance(error, Interrupted))
+
+    def _loader(self) -> SliceLoader:
+        if self.loader is None:
+            raise ConfigError(
+                "Under a host, give prepare() the dataset and a batch_size: its rows are shared out there."
+            )
+        assert isinstance(self.loader, SliceLoader)
+        return self.loader
+
+    def _start_of_step(self) -> None:
+        """Slices begin one by one; there is nothing to do for a whole step."""
+
+    def _stand_at(self, standing: dict[str, Any]) -> None:
+        super()._stand_at(standing)
+        self._loader().position = Position(standing["epoch"], standing["row"])
+
+
+def kind_of(device: torch.device) -> str:
+    """Workers of one kind compute the same bits from the same bits."""
+    if device.type == "cuda":
+        return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
+    processor = platform.machine()
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        processor = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), processor)
+    return f"{processor}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+
+
+def _say(sentence: str) -> None:
+    print(f"potluck: {sentence}", file=sys.stderr, flush=True)

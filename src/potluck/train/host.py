@@ -1,0 +1,303 @@
+"""`potluck host`: a run that workers may join and leave at any time, led from here.
+
+The run folder holds all that a host which is started again needs: the journal of committed steps, the checkpoints, and
+the identity that its invites name. Imports no torch: whatever computes is a worker, also on this machine.
+"""
+
+import os
+import signal
+import socket
+import time
+from contextlib import ExitStack
+from types import FrameType
+from typing import Any
+
+from potluck.errors import ConfigError, Interrupted
+from potluck.events import (
+    CheckpointPassedOver,
+    Event,
+    EventFile,
+    EventLog,
+    RunEnded,
+    RunStarted,
+    StepDone,
+    StepSkipped,
+    Validated,
+    WorkerCame,
+    WorkerStep,
+    WorkerWent,
+)
+from potluck.fleet.coordinator import Coordinator, Finish, StepRecord
+from potluck.fleet.description import Description
+from potluck.fleet.invite import INVITE, Identity, Invite, is_loopback
+from potluck.fleet.journal import Journal
+from potluck.fleet.server import Server
+from potluck.train.crew import Crew, say, tell_end
+from potluck.train.keeper import Keeper
+from potluck.train.launch import QUIET
+from potluck.train.order import HostOrder
+from potluck.train.picture import draw_losses
+from potluck.train.progress import Progress, duration
+
+LOCAL = "host-worker-"
+"""Names of workers that end with the host."""
+
+
+def host(order: HostOrder) -> int:
+    with ExitStack() as stack:
+        return _Host(order, stack).run()
+
+
+class _Host:
+    def __init__(self, order: HostOrder, stack: ExitStack) -> None:
+        self.order = order
+        self.folder = order.folder
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"Cannot write to the run folder {self.folder}: {error.strerror}. Choose another with --out."
+            ) from None
+        self.journal = Journal(self.folder / "journal.sqlite")
+        if order.recipe:
+            aside = self.folder / ".run.toml"
+            aside.write_text(order.recipe, encoding="utf-8")
+            aside.rename(self.folder / "run.toml")
+        stack.callback(self.journal.close)
+        self.events = EventLog()
+        self.keeper = Keeper(
+            self.folder / "checkpoints",
+            lambda path, reason: self.events.emit(CheckpointPassedOver(folder=str(path), reason=reason)),
+        )
+        self.loss: float | None = None
+        self.validation: float | None = None
+        self.skipped = 0
+        self.interrupts = 0
+        self.started = time.monotonic()
+        self._step_at = time.monotonic()
+        self._told: RunStarted | None = None
+        self._stack = stack
+        self.server = self._serve()
+        stack.callback(self.server.stop)
+        file = EventFile(self.folder / "events.jsonl")
+        progress = Progress()
+        self.events.listeners += [file, self._on_event, progress]
+        stack.callback(file.close)
+        stack.callback(progress.close)
+        self._progress = progress
+
+    def run(self) -> int:
+        order = self.order
+        invite = self._invite()
+        self._show(invite)
+        self.server.start()
+        crew = Crew(list(order.command), order.workers, {INVITE: self._local_invite().line(), QUIET: "1"})
+        self._stack.callback(crew.close)
+        crew.start([f"{LOCAL}{number}" for number in range(order.local)])
+        before = {n: signal.signal(n, self._on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            finish = self._watch(crew)
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        self._end(finish)
+        self.server.stop()
+        deadline = time.monotonic() + 5.0
+        while crew.is_alive and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return self._farewell(finish)
+
+    def _watch(self, crew: Crew) -> Finish:
+        """Until the run is over, or nobody can take part in it."""
+        while True:
+            finish = self.server.wait(0.1)
+            if finish is not None:
+                return finish
+            if self.interrupts > 1:
+                return Finish("interrupted")
+            for worker in crew.news():
+                if sentence := tell_end(worker):
+                    self._progress.say(f"potluck: {sentence}", style="yellow")
+                if worker.code == ConfigError.exit_code and not self.server.core.membership.members:
+                    return Finish(tell_end(worker), failed=True)
+
+    def _serve(self) -> Server:
+        order, journal = self.order, self.journal
+        identity = Identity.load_or_make(self.folder / "identity")
+        self.identity = identity
+        standing = journal.standing()
+        steps = standing.step if standing is not None else 0
+        if steps and not order.resume:
+            raise ConfigError(
+                f"{self.folder} already holds a run, at step {steps}. Go on with it by --resume, or name another"
+                " folder with --out."
+            )
+        encrypted = not (order.insecure or is_loopback(order.host))
+        self.encrypted = encrypted
+        coordinator = Coordinator(
+            patience_s=order.patience_s,
+            secret="" if order.insecure else identity.secret,
+            recipe=order.recipe,
+            at_least=order.at_least,
+            plain_peers=order.insecure,
+            standing=standing,
+            previous=journal.standing(steps - 1) if steps else None,
+            description=journal.description,
+            next_id=int(journal.fact("next worker") or 0),
+            expected=int(journal.fact("workers") or 0),
+        )
+        port = order.port or int(journal.fact("port") or 0)
+        server = Server(
+            coordinator,
+            host=order.host,
+            port=port,
+            tls=identity.server_context() if encrypted else None,
+            journal=journal,
+            saver=self.keeper,
+            on_event=self.events.emit,
+            on_step=self._on_step,
+        )
+        server.on_described = self._on_described
+        journal.keep("port", str(server.port))
+        return server
+
+    def _invite(self) -> Invite:
+        order = self.order
+        address = order.address or _reachable(order.host)
+        if order.insecure:
+            return Invite(address, self.server.port, "", None)
+        return self.identity.invite(address, self.server.port, encrypted=self.encrypted)
+
+    def _local_invite(self) -> Invite:
+        address = self.order.host if self.order.host not in ("0.0.0.0", "::") else "127.0.0.1"
+        if self.order.insecure:
+            return Invite(address, self.server.port, "", None)
+        return self.identity.invite(address, self.server.port, encrypted=self.encrypted)
+
+    def _show(self, invite: Invite) -> None:
+        path = self.folder / "invite"
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(invite.line() + "\n")
+        if self.order.insecure:
+            say(
+                f"INSECURE: anybody who reaches {self.order.host} port {self.server.port} can take part, read the"
+                " weights and change them, and nothing is encrypted. Use this on a network that you trust wholly."
+            )
+        print("To join from another machine (the line is a secret; it is also in the file beside it):", flush=True)
+        print(f"  potluck join {invite.line()}", flush=True)
+        print(f"  {path}", flush=True)
+
+    # What happens
+
+    def _on_described(self, description: Description) -> None:
+        told = description.told
+        self._told = RunStarted(
+            name=str(told.get("name") or self.folder.name),
+            folder=str(self.folder),
+            workers=max(1, len(self.server.core.membership.members)) if hasattr(self, "server") else 1,
+            device="whatever comes",
+            parameters=description.floats,
+            unit=str(told.get("unit") or "rows"),
+            batch_size=description.batch,
+            steps_total=_whole(told.get("steps_total")) or -(-description.rows // description.batch),
+            from_step=self.server.core.standing.step if hasattr(self, "server") else 0,
+        )
+
+    def _on_event(self, event: Event) -> None:
+        match event:
+            case WorkerCame() | WorkerWent():
+                members = self.server.core.membership
+                far = [m for m in members.ready if not m.name.startswith(LOCAL)]
+                self.journal.keep("workers", str(len(far)))
+                self.journal.keep("next worker", str(members.next_id))
+            case Validated():
+                self.validation = event.loss
+
+    def _on_step(self, record: StepRecord, lr: float, norm: float, fault: str) -> None:
+        """The first worker has applied a committed step."""
+        self._start()
+        now = time.monotonic()
+        seconds, self._step_at = now - self._step_at, now
+        self.loss = record.loss
+        if fault:
+            self.skipped += 1
+            self.events.emit(StepSkipped(step=record.step, loss=record.loss, in_a_row=0, reason=fault))
+            return
+        workers = tuple(WorkerStep(**row) for row in record.workers)
+        self.events.emit(
+            StepDone(
+                step=record.step,
+                epoch=record.epoch,
+                rows_seen=record.rows_seen,
+                samples=record.samples,
+                loss=record.loss,
+                lr=lr,
+                grad_norm=norm,
+                seconds=seconds,
+                workers=workers,
+            )
+        )
+
+    def _start(self) -> None:
+        if self._told is not None:
+            told, self._told = self._told, None
+            self.events.emit(told)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.interrupts += 1
+        if self.interrupts == 1:
+            say("Finishing this step and saving, for all. Ctrl-C again stops at once.")
+            self.server.request_stop()
+
+    # The end
+
+    def _end(self, finish: Finish) -> None:
+        standing = self.server.core.standing
+        self.journal.keep("workers", "0")
+        self.events.emit(
+            RunEnded(
+                reason=finish.reason,
+                step=standing.step,
+                rows_seen=standing.rows_seen,
+                seconds=time.monotonic() - self.started,
+                loss=self.loss,
+                validation_loss=self.validation,
+                skipped=self.skipped,
+            )
+        )
+
+    def _farewell(self, finish: Finish) -> int:
+        step = self.server.core.standing.step
+        if finish.failed:
+            say(finish.reason)
+            return 1
+        newest = self.keeper.newest()
+        saved = f" Saved in {newest[0]}." if newest is not None else ""
+        if finish.reason == "interrupted":
+            again = f" Go on with: potluck host {self.folder}/run.toml --out {self.folder} --resume" if saved else ""
+            say(f"Stopped after step {step}.{saved}{again}")
+            return Interrupted.exit_code
+        loss = f", loss {self.loss:.4f}" if self.loss is not None else ""
+        validation = f", validation loss {self.validation:.4f}" if self.validation is not None else ""
+        took = duration(time.monotonic() - self.started)
+        print(f"\nFinished {step:,} steps in {took}{loss}{validation}.{saved}", flush=True)
+        if step:
+            print(f"  loss curve   {draw_losses(self.folder / 'events.jsonl', self.folder / 'loss.png')}", flush=True)
+        return 0
+
+
+def _reachable(host: str) -> str:
+    """The address that others can use: of every address, the one that leads out of this machine."""
+    if host not in ("0.0.0.0", "::"):
+        return host
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # nothing is sent: the system only chooses the interface
+            return str(probe.getsockname()[0])
+        except OSError:
+            return socket.gethostname()
+
+
+def _whole(value: Any) -> int:
+    return value if isinstance(value, int) and value > 0 else 0

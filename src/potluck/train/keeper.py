@@ -1,0 +1,83 @@
+"""Keeps on the host's disk the checkpoints that workers send. Imports no torch: it checks files, and reads none.
+
+A checkpoint is unpacked beside its place, compared with its own checksums, and renamed into it.
+"""
+
+import os
+import queue
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from potluck.errors import PotluckError
+from potluck.fleet.parcel import Unpacker
+from potluck.train import shelf
+
+MOST_BYTES = 1 << 44
+
+
+class Keeper:
+    """One checkpoint at a time arrives; a thread of its own writes it."""
+
+    def __init__(self, folder: Path, pass_over: Callable[[Path, str], None]) -> None:
+        self.folder = folder
+        self._pass_over = pass_over
+        self._generation = 0
+        self._queue: queue.Queue[tuple[bytes | memoryview, Callable[[], None]] | None] | None = None
+
+    def begin(self, step: int, header: str, keep_last: int, on_saved: Callable[[int, str, str, int], None]) -> None:
+        self.abort()
+        self._queue = queue.Queue()
+        arguments = (self._queue, step, header, keep_last, on_saved)
+        threading.Thread(target=self._write, args=arguments, name="keeper", daemon=True).start()
+
+    def feed(self, data: bytes | memoryview, taken: Callable[[], None]) -> None:
+        if self._queue is not None:
+            self._queue.put((data, taken))
+
+    def abort(self) -> None:
+        """Whoever sent it is gone: what has arrived is of no use."""
+        if self._queue is not None:
+            self._queue.put(None)
+            self._queue = None
+
+    def newest(self) -> tuple[Path, int] | None:
+        found = shelf.newest(self.folder, self._pass_over)
+        return (found[0], int(found[1]["step"])) if found is not None else None
+
+    def _write(
+        self,
+        chunks: "queue.Queue[tuple[bytes | memoryview, Callable[[], None]] | None]",
+        step: int,
+        header: str,
+        keep_last: int,
+        on_saved: Callable[[int, str, str, int], None],
+    ) -> None:
+        self._generation += 1
+        aside = self.folder / f"{shelf.WRITING}{step:08d}-{os.getpid()}-{self._generation}"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            unpacker = Unpacker(aside, header, MOST_BYTES)
+            shelf.insist_on_space(self.folder, unpacker.total)
+            while not unpacker.is_complete:
+                chunk = chunks.get()
+                if chunk is None:
+                    unpacker.close()
+                    shutil.rmtree(aside, ignore_errors=True)
+                    return
+                unpacker.feed(chunk[0])
+                chunk[1]()
+            shelf.check(aside)
+            for file in aside.iterdir():
+                shelf.sync(file)
+            place = shelf.free_place(self.folder, step)
+            aside.rename(place)
+            shelf.sync(self.folder)
+            shelf.prune(self.folder, keep_last, place)
+        except (OSError, PotluckError) as error:
+            shutil.rmtree(aside, ignore_errors=True)
+            reason = getattr(error, "strerror", None) or str(error)
+            on_saved(step, "", f"The host cannot keep the checkpoint of step {step}: {reason}", 0)
+            return
+        on_saved(step, str(place), "", unpacker.total)

@@ -1,0 +1,119 @@
+"""Where checkpoints stand: folders `step-00000120`, each with a manifest that holds a checksum of every file.
+
+Finds the newest that is whole, gives a new one its place, and removes old ones. Imports no torch, so that a host can
+keep what its workers send; what is in the files is checkpoint.py's to know.
+"""
+
+import hashlib
+import itertools
+import json
+import mmap
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from potluck.errors import CheckpointError
+
+FORMAT = 1
+WRITING, LEAVING = ".writing-", ".leaving-"
+_NAME = re.compile(r"step-(\d{8,})(?:-(\d+))?")
+
+
+def prune(folder: Path, keep_last: int, newest: Path) -> None:
+    """Removes all but `newest` and the few before it, and what killed writers left behind.
+
+    What comes after `newest` stays: it is damaged and was passed over, or not ours.
+    """
+    standing = found(folder)
+    for path in standing[standing.index(newest) + keep_last :]:
+        _remove(path)
+    for leftover in [*folder.glob(f"{WRITING}*"), *folder.glob(f"{LEAVING}*")]:
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def newest(folder: Path, pass_over: Callable[[Path, str], None]) -> tuple[Path, dict[str, Any]] | None:
+    """The newest checkpoint that is whole, with its manifest's body. `pass_over` hears of each damaged one."""
+    for path in found(folder):
+        try:
+            return path, check(path)
+        except CheckpointError as error:
+            pass_over(path, str(error))
+    return None
+
+
+def holds_any(folder: Path) -> bool:
+    return bool(found(folder))
+
+
+def check(path: Path) -> dict[str, Any]:
+    """The manifest's body, once every file's checksum is right."""
+    try:
+        manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
+        body = manifest["body"]
+        if manifest["sha256"] != body_sha256(body):
+            raise CheckpointError(f"{path} is damaged: its manifest.json does not match its own checksum.")
+        if body["format"] != FORMAT:
+            raise CheckpointError(f"{path} has format {body['format']}, and this Potluck reads format {FORMAT}.")
+        for name, expected in body["files"].items():
+            if Path(name).name != name:
+                raise CheckpointError(f"{path} is damaged: its manifest names {name!r}, which is not a file in it.")
+            if (path / name).stat().st_size != expected["bytes"] or file_sha256(path / name) != expected["sha256"]:
+                raise CheckpointError(f"{path} is damaged: {name} does not match its checksum.")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = getattr(error, "strerror", None) or f"{type(error).__name__} in its manifest.json"
+        raise CheckpointError(f"{path} is damaged: {reason}.") from None
+    return dict(body)
+
+
+def file_sha256(path: Path) -> str:
+    # One update over a mapping: a loop over pieces would take the interpreter lock back thousands of times, and wait
+    # for it each time while training holds it.
+    with path.open("rb") as file:
+        if not path.stat().st_size:
+            return hashlib.sha256().hexdigest()
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+            return hashlib.sha256(mapped).hexdigest()
+
+
+def found(folder: Path) -> list[Path]:
+    """Checkpoints, newest first."""
+    if not folder.is_dir():
+        return []
+    matches = [(named, path) for path in folder.iterdir() if (named := _NAME.fullmatch(path.name))]
+    return [path for _, path in sorted(((int(m[1]), int(m[2] or 1)), path) for m, path in matches)][::-1]
+
+
+def free_place(folder: Path, step: int) -> Path:
+    """A run that went back to an older checkpoint passes a step again: what is there stays until the new one is."""
+    name = f"step-{step:08d}"
+    numbered = (folder / f"{name}-{number}" for number in itertools.count(2))
+    return next(path for path in itertools.chain([folder / name], numbered) if not path.exists())
+
+
+def _remove(path: Path) -> None:
+    # Renamed first: a kill in the middle of the removal must not leave something that looks like a checkpoint.
+    aside = path.with_name(f"{LEAVING}{path.name}-{time.time_ns()}")
+    path.rename(aside)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def insist_on_space(folder: Path, needed: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise OSError(28, f"{needed:,} bytes are needed and {free:,} are free")
+
+
+def sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def body_sha256(body: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
