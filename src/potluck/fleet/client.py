@@ -117,7 +117,7 @@ class Client:
         told = False
         while True:
             try:
-                return self._connect_once()
+                return self._connect_once(again=again)
             except (OSError, ssl.SSLError) as error:
                 waited = time.monotonic() - started
                 if not again and isinstance(error, ConnectionRefusedError) and waited > 10:
@@ -133,7 +133,7 @@ class Client:
                 time.sleep(self._backoff_s * self._draw.uniform(0.5, 1.0))
                 self._backoff_s = min(LONGEST_WAIT_S, self._backoff_s * 2)
 
-    def _connect_once(self) -> Welcome:
+    def _connect_once(self, *, again: bool) -> Welcome:
         connection = socket.create_connection((self.invite.host, self.invite.port), timeout=10.0)
         try:
             for option in (socket.SO_RCVBUF, socket.SO_SNDBUF):
@@ -145,7 +145,7 @@ class Client:
                 connection = encrypted
             pipe = Pipe(connection)
             pipe.send(encode_parts(Hello(PROTOCOL, self.invite.secret, self.name, self.kind)))
-            answer = self._first_answer(pipe)
+            answer = self._first_answer(pipe, again=again)
         except TheirProtocolError as error:
             connection.close()
             raise ConfigError(str(error)) from None
@@ -163,11 +163,13 @@ class Client:
             threading.Thread(target=target, args=(session,), name=name, daemon=True).start()
         return answer
 
-    def _first_answer(self, pipe: Pipe) -> Message:
+    def _first_answer(self, pipe: Pipe, *, again: bool) -> Message:
         try:
             answer = self._read_message(pipe)
         except ConnectionResetError:
             answer = None
+        if answer is None and again:
+            raise ConnectionResetError("the host closed the connection")  # it may be in the middle of its own end
         if answer is None:
             raise ConfigError(
                 "The host closed the connection without a word: the invite's secret is not (or no longer) the right"
@@ -300,6 +302,7 @@ class Client:
                     if parcel.transfer == message.transfer:
                         parcel.credit += message.chunks
                         parcel.cancelled = not message.chunks
+                        break
             elif not isinstance(message, Heartbeat):
                 session.inbox.append(message)
             self._change.notify_all()

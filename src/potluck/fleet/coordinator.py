@@ -381,7 +381,10 @@ class Coordinator:
         self._clock = 0.0
         self._last_quotas: list[int] | None = None
         self._last_peers: list[int] | None = None
-        self._save_leader = -1
+        self._saver = -1
+        """The worker that is to send the checkpoint that is due."""
+        self._leader = -1
+        """The worker that speaks for all, as of the last committed step."""
 
     # What comes in
 
@@ -447,11 +450,12 @@ class Coordinator:
         effects += self._return_evaluations(member)
         if self._saving == peer:
             self._saving = None
-            effects += [SaveAbort(), *self._ask_for_save()]
+            effects.append(SaveAbort())
+        effects += self._ask_for_save()
         if self.now is not None and (nodes := list(member.nodes)):
             effects += self._hand_out(now, nodes)
-        if not self.membership.holders:
-            effects += self._nobody_holds(now)
+        if member.is_ready and not self.membership.holders:
+            effects += self._nobody_holds(now, may_come_back=not member.leaving)
         if self._is_everybody_gone() and (self.finished or self.stopping):
             effects.append(Finish(self.finished or "interrupted"))
         return effects
@@ -879,6 +883,7 @@ class Coordinator:
             del self._digests[old]
         epoch = self._end_epoch() if standing.row >= described.rows else None
         holders = self.membership.holders
+        self._leader = holders[0].worker_id if holders else 0
         told = json.dumps({"workers": workers, "epoch": epoch and _as_table(epoch), "seconds": now - under.started})
         effects: list[Effect] = [Record(record)]
         committed = Committed(
@@ -887,7 +892,7 @@ class Coordinator:
             under.samples,
             under.loss,
             bytes(under.used),
-            holders[0].worker_id if holders else 0,
+            self._leader,
             int(self.stopping),
             told,
         )
@@ -956,7 +961,7 @@ class Coordinator:
             effects += self._hand_out(self._clock, nodes)
         return effects + self._catch_up(member)
 
-    def _nobody_holds(self, now: float) -> list[Effect]:
+    def _nobody_holds(self, now: float, *, may_come_back: bool) -> list[Effect]:
         self._alone_since = now
         effects: list[Effect] = []
         if self.now is not None:
@@ -969,7 +974,7 @@ class Coordinator:
             ):
                 member.phase = Phase.GREETED
                 self._waiting.append((member.peer, Ready("", 0, "", 0)))
-        self._expected = max(self._expected, 1)  # it may come back
+        self._expected = int(may_come_back)
         return effects
 
     def _give_up(self, member: Member, number: int, why: str) -> list[Effect]:
@@ -1036,23 +1041,24 @@ class Coordinator:
             return [Send(member.peer, self._saved)]
         if self._save_due is None or due.step > self._save_due.step:
             self._save_due = due
-        return []
+            self._saver = self._leader
+        return self._ask_for_save()
 
     def _ask_for_save(self) -> list[Effect]:
         """A checkpoint is due, and whoever was to send it is gone."""
         holders = self.membership.holders
         if self._save_due is None or self._saving is not None or not holders:
             return []
-        if any(member.worker_id <= self._save_leader for member in holders):
+        if any(member.worker_id == self._saver for member in self.membership.members.values()):
             return []
-        self._save_leader = holders[0].worker_id
+        self._saver = holders[0].worker_id
         return [Send(holders[0].peer, StateRequest(SAVE, self.standing.step))]
 
     def _on_state_begin(self, member: Member, begin: StateBegin) -> list[Effect]:
         if begin.transfer == SAVE:
             if self._saving is not None:
                 return [Send(member.peer, StateMore(SAVE, 0))]
-            self._saving, self._save_leader = member.peer, member.worker_id
+            self._saving, self._saver = member.peer, member.worker_id
             keep = self._save_due.keep_last if self._save_due is not None else 2
             return [
                 SaveBegin(member.peer, begin.step, begin.header, keep),
@@ -1086,7 +1092,7 @@ class Coordinator:
         if member.is_ready and not others and self.standing.step and not is_kept and not self.stopping:
             self._save_due = SaveDue(self.standing.step, self._save_due.keep_last if self._save_due else 2)
             if self._saving is None:
-                self._save_leader = member.worker_id
+                self._saver = member.worker_id
                 return [Send(member.peer, StateRequest(SAVE, self.standing.step))]
             return []
         return [Send(member.peer, Shutdown())]

@@ -91,10 +91,10 @@ class Mean:
                 self._now.scale = scale
 
     def widen(self, step: int) -> None:
-        """Some worker sends several nodes after all: whole parts must be able to wait for each other."""
+        """A node is computed again, by somebody who first sends all parts of another: these must be able to wait."""
         with self._change:
             if self._now is not None and self._now.step == step:
-                self._now.window = max(self._now.window, max(self._chunks))
+                self._now.window = sum(self._chunks)
                 self._change.notify_all()
 
     def hold(self, part: int, receivers: int) -> None:

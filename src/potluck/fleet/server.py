@@ -131,6 +131,8 @@ class Server:
         self.finished: core.Finish | None = None
         self.mean: Mean | None = None
         self._loss = 0.0
+        self._formed: tuple[int, list[int]] = (0, [])
+        """The step under way, and which of its parts are averaged."""
         self._seats: dict[int, Seat] = {}
         self._next_peer = 0
         self._lock = threading.RLock()
@@ -203,6 +205,7 @@ class Server:
                 for seat in self._seats.values():
                     seat.expected.clear()
                     seat.useless.clear()
+                self._formed = effect.step, []
                 assert self.mean is not None
                 self.mean.begin(effect.step, effect.slices, nodes=effect.nodes, several=effect.several)
             case core.Widen() if self.mean is not None:
@@ -220,6 +223,7 @@ class Server:
                 self.mean.set_scale(effect.step, effect.scale)
             case core.AbandonStep() if self.mean is not None:
                 self.mean.abort()
+                self._formed = 0, []
             case core.Subscribe():
                 self._subscribe(effect)
             case core.Record() if self.journal is not None:
@@ -323,6 +327,9 @@ class Server:
                 guest.socket.setsockopt(socket.SOL_SOCKET, option, BUFFER_BYTES)
         seat = Seat(guest.peer, Pipe(guest.socket), guest.codec, plain, effect.since, time.monotonic())
         self._seats[guest.peer] = seat
+        step, parts = self._formed
+        for part in parts if seat.since <= step else ():  # averages that the others have got already
+            self._send_average(seat, step, part)
         if guest.out:
             seat.pipe.send([bytes(guest.out)])
         self._spawn(lambda: self._read(seat), f"reader {seat.peer}")
@@ -533,10 +540,16 @@ class Server:
         """An average is formed: to everybody who takes part, while others are still arriving."""
         assert self.mean is not None
         with self._lock:
-            seats = [seat for seat in self._seats.values() if seat.since <= step and seat.blocks]
-            self.mean.hold(part, len(seats))
-            for seat in seats:
-                _put(seat, _Out(None, step, part))
+            if step == self._formed[0]:  # else another thread has already begun the next one
+                self._formed[1].append(part)
+            for seat in self._seats.values():
+                if seat.since <= step and seat.blocks:
+                    self._send_average(seat, step, part)
+
+    def _send_average(self, seat: Seat, step: int, part: int) -> None:
+        assert self.mean is not None
+        self.mean.hold(part, 1)
+        _put(seat, _Out(None, step, part))
 
     def _on_mean(self, step: int) -> None:
         assert self.mean is not None

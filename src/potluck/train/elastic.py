@@ -554,6 +554,8 @@ class ElasticEngine(Engine):
         self._join()
         if self.replaying or self.left or self._over:
             return
+        if self.rank == 0:
+            self.wait_for_saves()  # one at a time
         self._save_due = self.step_number
         self.client.send(SaveDue(self.step_number, keep_last))
         if self.rank == 0:

@@ -145,9 +145,9 @@ class SliceSums:
         self._communicate = False
         for part in self.parts:
             part.start_slice()
-        if not self._at:
+        if not self._before:
             self._before = [buffer.clone() for buffer in self._buffers]
-        else:  # each slice starts from the same buffers, whoever computes it
+        else:  # each slice of a step starts from the same buffers, whoever computes it
             for buffer, before in zip(self._buffers, self._before, strict=True):
                 buffer.copy_(before)
 

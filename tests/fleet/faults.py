@@ -1,0 +1,262 @@
+"""Ways to end a worker, or a coordinator, at a certain point. Each leaves a file to prove that it happened."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tests.fleet.fleet import Fault, die, stop
+
+AT_STEP = 4
+
+
+def _when(engine: Any) -> bool:
+    return bool(engine.step_number + 1 == AT_STEP)
+
+
+def at_connecting(place: Path, end: Any = die) -> None:
+    """Connected, and nothing said yet."""
+    from potluck.fleet import client
+
+    def pipe(connection: Any) -> Any:
+        end(place, "connected")
+
+    client.Pipe = pipe  # type: ignore[misc,assignment]
+
+
+def at_joining(place: Path, end: Any = die) -> None:
+    """Welcomed, but not ready."""
+    from potluck.train.elastic import ElasticEngine
+
+    ElasticEngine._present = lambda self: end(place, "joined")  # type: ignore[method-assign]
+
+
+def in_forward(place: Path, end: Any = die) -> None:
+    from potluck.train.elastic import ElasticEngine
+
+    backward = ElasticEngine.backward
+
+    def fatal(self: Any, loss: Any, **options: Any) -> None:
+        if _when(self) and self._loader().current.number == 0:
+            end(place, "forward")
+        backward(self, loss, **options)
+
+    ElasticEngine.backward = fatal  # type: ignore[method-assign]
+
+
+def in_backward(place: Path, end: Any = die) -> None:
+    """The report is sent, and some parts of the gradient, but not all."""
+    from potluck.train.slices import SliceSums
+
+    complete = SliceSums._complete
+
+    def fatal(self: Any, buffer: Any) -> None:
+        if self.is_last_slice and self._completed == 1 and self.fatal_engine()._description and self.counted():
+            end(place, "backward")
+        complete(self, buffer)
+
+    _watch_steps(SliceSums)
+    SliceSums._complete = fatal  # type: ignore[method-assign]
+
+
+def _watch_steps(kind: Any) -> None:
+    """Lets SliceSums know which step it is in."""
+    from potluck.train.elastic import ElasticEngine
+
+    engines: list[Any] = []
+    begin = ElasticEngine._begin_work
+
+    def noted(self: Any, work: Any) -> None:
+        engines[:] = [self]
+        begin(self, work)
+
+    ElasticEngine._begin_work = noted  # type: ignore[method-assign]
+    kind.fatal_engine = lambda self: engines[0]
+    kind.counted = lambda self: _when(engines[0])
+
+
+def half_a_payload_sent(place: Path, end: Any = die) -> None:
+    from potluck.fleet.pipe import Pipe
+
+    send = Pipe.send
+
+    def fatal(self: Any, parts: Any) -> None:
+        if _is_payload_of(parts, AT_STEP):
+            joined = b"".join(bytes(part) for part in parts)
+            half = len(joined) // 2
+            send(self, [joined[:half]])
+            if not _fired(place, "half"):
+                end(place, "half")
+            parts = [joined[half:]]  # once it may go on
+        send(self, parts)
+
+    Pipe.send = fatal  # type: ignore[method-assign]
+
+
+def all_sent(place: Path, end: Any = die) -> None:
+    """Every part is sent: the average could be on its way."""
+    from potluck.train.elastic import ElasticEngine
+
+    wait = ElasticEngine._await_step
+
+    def fatal(self: Any) -> Any:
+        if _when(self) and self._reports and self._slice_done:
+            self.client.flush()
+            end(place, "sent")
+        return wait(self)
+
+    ElasticEngine._await_step = fatal  # type: ignore[method-assign]
+
+
+def half_an_average_received(place: Path, end: Any = die) -> None:
+    from potluck.fleet.client import Client
+
+    read = Client._read_average
+    seen = []
+
+    def fatal(self: Any, pipe: Any, head: Any, length: int) -> None:
+        from potluck.wire.codec import open_bulk
+
+        bulk = open_bulk(head, length, "bincode")
+        if bulk is not None and bulk.fields["step"] == AT_STEP:
+            seen.append(1)
+            if len(seen) == 2:
+                end(place, "average")
+        read(self, pipe, head, length)
+
+    Client._read_average = fatal  # type: ignore[method-assign]
+
+
+def while_applying(place: Path, end: Any = die) -> None:
+    from potluck.train.replica import Replica
+
+    apply, steps = Replica.apply, []
+
+    def fatal(self: Any, scale: float) -> None:
+        steps.append(1)
+        if len(steps) == AT_STEP:
+            parameter = self.trained[0]
+            parameter.data.add_(1.0)  # half an update
+            end(place, "applying")
+        apply(self, scale)
+
+    Replica.apply = fatal  # type: ignore[method-assign]
+
+
+def while_saving(place: Path, end: Any = die) -> None:
+    """In the middle of sending its state to the host's disk."""
+    from potluck.train import elastic
+
+    def fatal(folder: Path, header: str) -> Any:
+        yield b"x"
+        end(place, "saving")
+
+    elastic.chunks = fatal
+
+
+def _is_payload_of(parts: Any, step: int) -> bool:
+    import struct
+
+    head = bytes(parts[1]) if len(parts) > 2 else b""
+    return len(head) == 4 and struct.unpack("<I", head)[0] == 7 and struct.unpack("<Q", bytes(parts[2]))[0] == step
+
+
+PHASES: dict[str, Fault] = {
+    "connected": at_connecting,
+    "joined": at_joining,
+    "forward": in_forward,
+    "backward": in_backward,
+    "half": half_a_payload_sent,
+    "sent": all_sent,
+    "average": half_an_average_received,
+    "applying": while_applying,
+    "saving": while_saving,
+}
+
+STOPS: dict[str, Fault] = {name: partial(fault, end=stop) for name, fault in PHASES.items()}
+
+
+# The coordinator's
+
+
+def before_recording(place: Path) -> None:
+    _around_journal(place, "before", before=True)
+
+
+def after_recording(place: Path) -> None:
+    _around_journal(place, "after", before=False)
+
+
+def after_telling_one(place: Path) -> None:
+    """One worker knows that the step is committed, and the other does not."""
+    import time
+
+    from potluck.fleet.server import Server
+    from potluck.wire.messages import Committed
+
+    send = Server._send
+
+    def fatal(self: Any, effect: Any) -> None:
+        send(self, effect)
+        if isinstance(effect.message, Committed) and effect.message.step == AT_STEP and not _fired(place, "told"):
+            seat = self._seats[effect.peer]
+            while seat.queue:
+                time.sleep(0.001)
+            time.sleep(0.2)
+            die(place, "told")
+
+    Server._send = fatal  # type: ignore[method-assign]
+
+
+def while_averages_leave(place: Path) -> None:
+    from potluck.fleet.server import Server
+
+    write = Server._write_out
+
+    def fatal(self: Any, seat: Any, out: Any) -> None:
+        if out.part == 2 and out.step == AT_STEP and not _fired(place, "averages"):
+            die(place, "averages")
+        write(self, seat, out)
+
+    Server._write_out = fatal  # type: ignore[method-assign]
+
+
+def while_a_newcomer_catches_up(place: Path) -> None:
+    from potluck.fleet.server import Server
+    from potluck.wire.messages import StateChunk
+
+    send = Server._send
+
+    def fatal(self: Any, effect: Any) -> None:
+        if isinstance(effect.message, StateChunk) and not _fired(place, "catching"):
+            die(place, "catching")
+        send(self, effect)
+
+    Server._send = fatal  # type: ignore[method-assign]
+
+
+def _around_journal(place: Path, what: str, *, before: bool) -> None:
+    from potluck.fleet.journal import Journal
+
+    record = Journal.record
+
+    def fatal(self: Any, found: Any) -> None:
+        fires = found.step == AT_STEP and not _fired(place, what)
+        if fires and before:
+            die(place, what)
+        record(self, found)
+        if fires:
+            die(place, what)
+
+    Journal.record = fatal  # type: ignore[method-assign]
+
+
+def _fired(place: Path, what: str) -> bool:
+    return (place / f"fired-{what}").exists()
+
+
+COORDINATOR: dict[str, Fault] = {
+    "before": before_recording,
+    "after": after_recording,
+    "told": after_telling_one,
+    "averages": while_averages_leave,
+}

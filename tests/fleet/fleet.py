@@ -1,0 +1,318 @@
+"""A fleet of real processes: a coordinator in this one (or in one that can be killed), and workers that can be killed.
+
+Workers are children of the fork server that has torch loaded already, and train one small model. A fault is a function
+that a worker calls before it starts: it changes something so that the worker meets its end at a certain point, and
+leaves a file to prove that it did.
+"""
+
+import os
+import signal
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from potluck.events import Event
+from potluck.fleet.coordinator import Coordinator, StepRecord
+from potluck.fleet.invite import INVITE, Identity, Invite
+from potluck.fleet.journal import Journal
+from potluck.fleet.ledger import prove
+from potluck.fleet.server import Server
+from potluck.train.keeper import Keeper
+from tests.ranks import _main_module_unnamed, _server
+
+ROWS, BATCH, EPOCHS, SLICES = 212, 32, 2, 8
+STEPS = EPOCHS * -(-ROWS // BATCH)
+PATIENCE_S = 20.0
+_open: list[Any] = []
+"""Fleets, workers and coordinators of the test that runs: ended with it, however it ends."""
+
+Fault = Callable[[Path], None]
+
+
+class Net(nn.Module):
+    """Everything that could depend on who computes it: dropout, running statistics, a parameter nobody uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(6, 24)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(24, 24), nn.ReLU()) for _ in range(3))
+        self.norm = nn.BatchNorm1d(24)
+        self.drop = nn.Dropout(0.2)
+        self.unused = nn.Linear(3, 3)
+        self.leave = nn.Linear(24, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.enter(x)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.leave(self.drop(self.norm(x)))
+
+
+def build() -> tuple[Net, torch.optim.Optimizer, tuple[torch.Tensor, torch.Tensor]]:
+    torch.manual_seed(3)
+    draw = torch.Generator().manual_seed(5)
+    data = torch.randn(ROWS, 6, generator=draw), torch.randint(0, 3, (ROWS,), generator=draw)
+    model = Net()
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1), data
+
+
+def train(engine: Any, *, epochs: int = EPOCHS, on_step: Callable[[Any], None] = lambda engine: None) -> Net:
+    """The loop that every worker runs."""
+    model, optimizer, data = build()
+    model, optimizer, loader = engine.prepare(model, optimizer, data, batch_size=BATCH, seed=1)
+    engine.after_step.append(lambda: on_step(engine))
+    while loader.position.epoch < epochs and not engine.stopping:
+        for x, y in loader:
+            loss = F.cross_entropy(model(x), y)
+            engine.backward(loss, samples=len(x))
+            engine.step()
+    return model
+
+
+# Workers
+
+
+def _work(invite: str, folder: str, name: str, fault: Fault | None, options: dict[str, Any]) -> None:
+    os.environ |= {INVITE: invite, "POTLUCK_NAME": name, "POTLUCK_QUIET": "1"}
+    torch.set_num_threads(1)
+    place = Path(folder)
+    try:
+        import potluck
+        from potluck.train import slices
+
+        slices.SMALL_BYTES = 1024  # so that this small model, too, has several parts
+        if fault is not None:
+            fault(place)
+        engine = potluck.init()
+        signal.signal(signal.SIGUSR1, lambda number, frame: engine.request_stop())
+
+        def on_step(engine: Any) -> None:
+            save_every = options.get("save_every")
+            if save_every and not engine.replaying and engine.step_number % save_every == 0:
+                engine.save(place)
+            if options.get("slow_s"):
+                time.sleep(options["slow_s"])
+
+        model = train(engine, on_step=on_step, epochs=options.get("epochs", EPOCHS))
+        engine.wait_for_saves()
+        if engine.step_number == options.get("steps", STEPS):
+            torch.save(model.state_dict(), place / f"{name}.pt")
+        engine.close()
+    except BaseException:
+        (place / f"{name}.error").write_text(traceback.format_exc())
+        os._exit(1)
+    os._exit(0)
+
+
+def die(place: Path, what: str) -> None:
+    """The fault has fired: no Python code runs after this."""
+    (place / f"fired-{what}").write_text("x")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop(place: Path, what: str) -> None:
+    (place / f"fired-{what}").write_text(str(os.getpid()))
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+class Worker:
+    def __init__(self, invite: Invite, folder: Path, name: str, fault: Fault | None, options: dict[str, Any]) -> None:
+        self.name = name
+        self.folder = folder
+        with _main_module_unnamed():
+            self.process = _server.Process(
+                target=_work, args=(invite.line(), str(folder), name, fault, options), daemon=True
+            )
+            self.process.start()
+        _open.append(self)
+
+    def close(self) -> None:
+        self.process.kill()
+
+    def kill(self) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, signal.SIGKILL)
+
+    def send(self, number: int) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+    def wait(self, timeout_s: float = 60) -> None:
+        self.process.join(timeout_s)
+        error = self.folder / f"{self.name}.error"
+        assert not error.exists(), error.read_text()
+        assert self.process.exitcode is not None, f"{self.name} still runs after {timeout_s} s"
+
+    @property
+    def weights(self) -> dict[str, torch.Tensor]:
+        return dict(torch.load(self.folder / f"{self.name}.pt", weights_only=True))
+
+
+# Coordinators
+
+
+class Fleet:
+    """A coordinator in this process, and its workers."""
+
+    def __init__(
+        self, folder: Path, *, encrypted: bool = False, patience_s: float = PATIENCE_S, **options: Any
+    ) -> None:
+        self.folder = folder
+        self.closed = False
+        self.events: list[Event] = []
+        self.records: list[StepRecord] = []
+        self.workers: list[Worker] = []
+        self.server, self.invite, self.journal = serve(
+            folder,
+            patience_s=patience_s,
+            on_event=self.events.append,
+            on_step=lambda record, lr, norm, fault: self.records.append(record),
+            **options,
+        )
+        self.server.start()
+        _open.append(self)
+
+    def add(self, name: str, fault: Fault | None = None, **options: Any) -> Worker:
+        worker = Worker(self.invite, self.folder, name, fault, options)
+        self.workers.append(worker)
+        return worker
+
+    def wait_for_step(self, step: int, timeout_s: float = 40) -> None:
+        wait_until(lambda: self.server.core.standing.step >= step, timeout_s)
+
+    def finish(self, timeout_s: float = 60) -> dict[str, torch.Tensor]:
+        """Until the run is over: the weights that all workers who saw the end agree on."""
+        try:
+            finish = self.server.wait(timeout_s)
+            errors = [path.read_text() for path in self.folder.glob("*.error")]
+            assert not errors, errors[0]
+            assert finish is not None, f"the run has not ended within {timeout_s} s: {self.describe()}"
+            assert not finish.failed, finish.reason
+            found = []
+            for worker in self.workers:
+                worker.process.join(10)
+                if (self.folder / f"{worker.name}.pt").exists():
+                    found.append(worker.weights)
+            assert found, "no worker saw the end"
+            for other in found[1:]:
+                assert_same(found[0], other)
+            self.check_ledger()
+            return found[0]
+        finally:
+            self.close()
+
+    def check_ledger(self, epochs: int = EPOCHS) -> None:
+        assert self.journal.steps() == list(range(1, self.server.core.standing.step + 1))
+        for epoch in range(epochs):
+            assert prove(self.journal.ranges(epoch), ROWS).holds, prove(self.journal.ranges(epoch), ROWS)
+
+    def describe(self) -> str:
+        core = self.server.core
+        members = [
+            f"{m.name} {m.phase.name} {m.doing(core.standing.step)} {m.nodes}" for m in core.membership.members.values()
+        ]
+        return f"step {core.standing.step}, under way {core.now}, members {members}, refused {dict(core.refused)}"
+
+    def close(self) -> None:
+        if not self.closed:
+            self.closed = True
+            for worker in self.workers:
+                worker.close()
+            self.server.stop()
+            self.journal.close()
+
+
+def serve(
+    folder: Path,
+    *,
+    encrypted: bool = False,
+    patience_s: float = PATIENCE_S,
+    port: int = 0,
+    on_event: Callable[[Event], None] = lambda event: None,
+    on_step: Callable[[StepRecord, float, float, str], None] = lambda *told: None,
+    **options: Any,
+) -> tuple[Server, Invite, Journal]:
+    identity = Identity.load_or_make(folder / "identity")
+    journal = Journal(folder / "journal.sqlite")
+    standing = journal.standing()
+    step = standing.step if standing is not None else 0
+    coordinator = Coordinator(
+        patience_s=patience_s,
+        secret=identity.secret,
+        standing=standing,
+        previous=journal.standing(step - 1) if step else None,
+        description=journal.description,
+        next_id=int(journal.fact("next worker") or 0),
+        expected=int(journal.fact("workers") or 0),
+        **options,
+    )
+
+    def hear(event: Event) -> None:
+        journal.keep("workers", str(len(coordinator.membership.ready)))
+        journal.keep("next worker", str(coordinator.membership.next_id))
+        on_event(event)
+
+    server = Server(
+        coordinator,
+        host="127.0.0.1",
+        port=port,
+        tls=identity.server_context() if encrypted else None,
+        journal=journal,
+        saver=Keeper(folder / "checkpoints", lambda path, reason: None),
+        on_event=hear,
+        on_step=on_step,
+    )
+    return server, identity.invite("127.0.0.1", server.port, encrypted=encrypted), journal
+
+
+def _coordinate(folder: str, port: int, ready: Any, fault: Fault | None) -> None:
+    try:
+        if fault is not None:
+            fault(Path(folder))
+        server, invite, _ = serve(Path(folder), port=port)
+        server.start()
+        ready.send(invite.line())
+        server.wait()
+        server.stop()
+    except BaseException:
+        (Path(folder) / "coordinator.error").write_text(traceback.format_exc())
+    os._exit(0)
+
+
+def start_coordinator(folder: Path, port: int = 0, fault: Fault | None = None) -> tuple[Any, Invite]:
+    """A coordinator in a process of its own, which can be killed."""
+    ours, theirs = _server.Pipe(duplex=False)
+    with _main_module_unnamed():
+        process = _server.Process(target=_coordinate, args=(str(folder), port, theirs, fault), daemon=True)
+        process.start()
+    _open.append(process)
+    theirs.close()
+    assert ours.poll(20), "the coordinator did not start"
+    return process, Invite.parse(ours.recv())
+
+
+def close_all() -> None:
+    while _open:
+        found = _open.pop()
+        found.kill() if isinstance(found, BaseProcess) else found.close()
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 40, tell: Callable[[], str] = lambda: "") -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"it did not come about in time: {tell()}"
+        time.sleep(0.01)
+
+
+def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    """To the bit."""
+    assert a.keys() == b.keys()
+    for name in a:
+        assert torch.equal(a[name], b[name]), f"{name} differs by {(a[name] - b[name]).abs().max()}"

@@ -1,0 +1,79 @@
+"""Nobody comes, nobody goes: fleets of 1, 2 and 4 against each other and against plain PyTorch."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from potluck.fleet.tree import children, slice_rows
+from potluck.train.data import mix, seed_everything
+from tests.fleet.fleet import BATCH, EPOCHS, ROWS, SLICES, STEPS, Fleet, assert_same, build
+
+
+def plain_run() -> dict[str, torch.Tensor]:
+    """One process and no Potluck: a step's slices one after the other, their gradients added in the tree."""
+    torch.set_num_threads(1)
+    model, optimizer, (x, y) = build()
+    step = 0
+    for epoch in range(EPOCHS):
+        order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(mix(1, epoch)))
+        for row in range(0, ROWS, BATCH):
+            rows, step = min(BATCH, ROWS - row), step + 1
+            slices = min(SLICES, rows)
+            unit = 2.0**-5
+            before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+            found, changes = [], []
+            for number, (start, end) in enumerate(slice_rows(row, rows, slices)):
+                for name, buffer in model.named_buffers():
+                    buffer.copy_(before[name])
+                seed_everything(mix(1, step, number))
+                batch = order[start:end]
+                model.zero_grad()
+                (F.cross_entropy(model(x[batch]), y[batch]) * ((end - start) * unit)).backward()
+                found.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+                weight = (end - start) * unit
+                changes.append({n: (b - before[n]).float() * weight for n, b in model.named_buffers()})
+
+            def add(parts: list[dict[str, torch.Tensor]], node: tuple[int, int]) -> dict[str, torch.Tensor]:
+                if node[1] - node[0] == 1:
+                    return parts[node[0]]
+                left, right = (add(parts, child) for child in children(node))
+                return {name: left[name] + right[name] for name in left}
+
+            scale = torch.tensor(1 / (rows * unit), dtype=torch.float32)
+            mean = {name: value * scale for name, value in add(found, (0, slices)).items()}
+            moved = {name: value * scale for name, value in add(changes, (0, slices)).items()}
+            for name, parameter in model.named_parameters():
+                parameter.grad = mean.get(name)
+            optimizer.step()
+            for name, buffer in model.named_buffers():
+                change = moved[name] if buffer.is_floating_point() else moved[name].round()
+                buffer.copy_(before[name] + change.to(buffer.dtype))
+    return model.state_dict()
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, torch.Tensor]:
+    return plain_run()
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_a_fleet_of_any_size_computes_what_one_process_does(
+    count: int, tmp_path: Path, expected: dict[str, torch.Tensor]
+) -> None:
+    fleet = Fleet(tmp_path, at_least=count)
+    for number in range(count):
+        fleet.add(f"w{number}")
+    assert_same(fleet.finish(), expected)
+    assert [record.step for record in fleet.records] == list(range(1, STEPS + 1))
+    assert {row["name"] for record in fleet.records for row in record.workers if row["rows"]} == {
+        f"w{number}" for number in range(count)
+    }
+
+
+def test_an_encrypted_fleet_computes_the_same(tmp_path: Path, expected: dict[str, torch.Tensor]) -> None:
+    fleet = Fleet(tmp_path, encrypted=True, at_least=2)
+    fleet.add("w0")
+    fleet.add("w1")
+    assert_same(fleet.finish(), expected)
