@@ -120,7 +120,7 @@ class Client:
                 return self._connect_once(again=again)
             except (OSError, ssl.SSLError) as error:
                 waited = time.monotonic() - started
-                if not again and isinstance(error, ConnectionRefusedError) and waited > 10:
+                if not again and isinstance(error, ConnectionRefusedError) and waited > 3:
                     raise ConfigError(
                         f"Nobody listens at {self.invite.host} port {self.invite.port}. Is the host running, and is"
                         " the invite its newest?"

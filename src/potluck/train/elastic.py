@@ -315,6 +315,7 @@ class ElasticEngine(Engine):
                     self._saved = message
                     if message.error:
                         raise CheckpointError(message.error)
+                    return message
                 case Admitted() if message.wait:
                     self._fetch_state(message)
                     return None
@@ -546,7 +547,7 @@ class ElasticEngine(Engine):
                     return None
                 case None:
                     return None
-                case _:
+                case Work() | Committed():
                     self._later.append(message)
 
     def save(self, folder: str | Path, *, keep_last: int = 2) -> None:
@@ -572,9 +573,9 @@ class ElasticEngine(Engine):
             message = self._receive()
             if isinstance(message, Shutdown):
                 self.stopping = self._over = True
-            elif message is not None:
+            elif isinstance(message, Work | Committed):
                 self._later.append(message)
-            elif not self.left and self.client.worker_id >= 0:
+            elif message is None and not self.left and self.client.worker_id >= 0:
                 self.client.send(SaveDue(self._save_due, 2))
 
     def load(self, folder: str | Path) -> bool:

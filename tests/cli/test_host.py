@@ -1,0 +1,185 @@
+"""A host and those who join it, as a person would: the installed commands, real processes, kill -9 and Ctrl-C."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from potluck.events import read_events
+from tests.cli.test_cli import POTLUCK, RECIPE, ROOT, children, start, steps, wait_until
+
+pytestmark = pytest.mark.timeout(150)
+SETTINGS = ("--set", "fit.max_steps=60", "--set", "workers.threads=1")
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    (tmp_path / "tiny.toml").write_text(RECIPE)
+    (tmp_path / "text").write_text("".join(f"word{i % 97} and{i % 13}\n" for i in range(900))[:10_000])
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    """The weights of a run with one worker that nobody disturbed."""
+    folder = tmp_path_factory.mktemp("alone")
+    (folder / "tiny.toml").write_text(RECIPE)
+    (folder / "text").write_text("".join(f"word{i % 97} and{i % 13}\n" for i in range(900))[:10_000])
+    done = subprocess.run([*POTLUCK, "host", "tiny.toml", *SETTINGS], cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "Finished 60 steps" in done.stdout
+    return weights(folder / "runs" / "tiny")
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    newest = max((run / "checkpoints").glob("step-*"))
+    return load_file(newest / "model.safetensors")
+
+
+def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def invite_of(run: Path) -> str:
+    wait_until(lambda: (run / "invite").exists() and (run / "invite").read_text().endswith("\n"))
+    return (run / "invite").read_text().strip()
+
+
+def join(place: Path, *arguments: str, feed: str | None = None) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [*POTLUCK, "join", "--threads", "1", *arguments],
+        cwd=place,
+        stdin=subprocess.PIPE if feed is not None else subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    if feed is not None:
+        assert process.stdin is not None
+        process.stdin.write(feed + "\n")
+        process.stdin.close()
+        process.stdin = None
+    return process
+
+
+def arguments_of(pid: int) -> str:
+    try:
+        return (Path("/proc") / str(pid) / "cmdline").read_bytes().decode().replace("\0", " ")
+    except OSError:
+        return ""
+
+
+def test_workers_on_other_machines_join_encrypted_leave_and_change_no_bit(
+    place: Path, expected: dict[str, torch.Tensor]
+) -> None:
+    host = start(place, "host", "tiny.toml", "-n", "0", "--host", "0.0.0.0", "--at-least", "2", *SETTINGS)
+    run = place / "runs" / "tiny"
+    line = invite_of(run)
+    secret, pin = line.rsplit("/", 1)[1].split(".")
+    first = join(place, line)  # pasted
+    second = join(place, "-", feed=line)
+    wait_until(lambda: len(steps(run)) >= 5)
+    everybody = [host.pid, first.pid, second.pid, *children(first.pid), *children(second.pid)]
+    told = " ".join(map(arguments_of, everybody))
+    assert "potluck" in told and secret not in told
+    first.send_signal(signal.SIGINT)
+    _, said = first.communicate(timeout=60)
+    assert first.returncode == 130 and "it goes on without this worker" in said, said
+    out, error = host.communicate(timeout=90)
+    _, other = second.communicate(timeout=30)
+    assert host.returncode == 0 and second.returncode == 0, (out, error, other)
+    assert_same(weights(run), expected)
+    assert line in out and "Traceback" not in error + said + other
+    assert out.count(secret) == 1 and secret not in error + other + (run / "events.jsonl").read_text()
+    assert (run / "invite").stat().st_mode & 0o077 == 0
+    went = [r for r in read_events(run / "events.jsonl") if r["event"] == "worker_went"]
+    assert went[0]["polite"]
+
+
+def test_a_host_killed_and_started_again_goes_on_with_whoever_is_there(
+    place: Path, expected: dict[str, torch.Tensor]
+) -> None:
+    host = start(place, "host", "tiny.toml", *SETTINGS, "--out", "here")
+    run = place / "here"
+    worker = join(place, invite_of(run))
+    wait_until(lambda: any(r["event"] == "worker_came" and "host" not in r["name"] for r in events(run)))
+    wait_until(lambda: len(steps(run)) >= 8)
+    second = subprocess.run(
+        [*POTLUCK, "host", "tiny.toml", "--out", "here", "--resume"], cwd=place, capture_output=True, text=True
+    )
+    assert second.returncode == 2 and "Another host is using" in second.stderr
+    host.kill()
+    host.communicate()
+    again = start(place, "host", "here/run.toml", "--out", "here", "--resume", "--threads", "1")
+    out, error = again.communicate(timeout=90)
+    _, said = worker.communicate(timeout=30)
+    assert again.returncode == 0, out + error
+    assert worker.returncode == 0 and "joining again" in said, said
+    assert_same(weights(run), expected)
+    assert steps(run)[-1] == 60 and len(set(steps(run))) >= 59
+
+
+def events(run: Path) -> list[dict[str, object]]:
+    return list(read_events(run / "events.jsonl")) if (run / "events.jsonl").exists() else []
+
+
+def test_ctrl_c_on_the_host_saves_for_all_and_a_wrong_invite_gets_nothing(
+    place: Path, expected: dict[str, torch.Tensor]
+) -> None:
+    host = start(place, "host", "tiny.toml", *SETTINGS)
+    run = place / "runs" / "tiny"
+    line = invite_of(run)
+    wait_until(lambda: len(steps(run)) >= 3)
+    wrong = join(place, line[:-4] + "AAAA")
+    _, said = wrong.communicate(timeout=60)
+    assert wrong.returncode == 2 and "secret is not (or no longer) the right one" in said, said
+    assert host.poll() is None or len(steps(run)) == 60
+    if host.poll() is None:
+        host.send_signal(signal.SIGINT)
+    _, error = host.communicate(timeout=60)
+    assert host.returncode in (130, 0) and "Traceback" not in error, error
+    if host.returncode == 130:
+        found = re.search(r"Stopped after step (\d+)\. Saved in \S+step-0*(\d+)\. Go on with: potluck (.+)", error)
+        assert found and found[1] == found[2], error
+        again = subprocess.run([*POTLUCK, *found[3].split()], cwd=place, capture_output=True, text=True)
+        assert again.returncode == 0, again.stderr
+    assert_same(weights(run), expected)
+
+
+def test_a_script_of_ones_own_is_joined_with_a_copy_of_it(place: Path) -> None:
+    script = place / "own_loop.py"
+    script.write_text((ROOT / "examples" / "own_loop.py").read_text().replace("EPOCHS = 3", "EPOCHS = 2"))
+    host = start(place, "host", "own_loop.py", "--out", "spirals", "--at-least", "2", "--threads", "1")
+    line = invite_of(place / "spirals")
+    worker = join(place, line, "own_loop.py")
+    out, error = host.communicate(timeout=90)
+    said, _ = worker.communicate(timeout=30)
+    assert host.returncode == 0 and worker.returncode == 0, (out, error, said)
+    alone = subprocess.run([sys.executable, "own_loop.py"], cwd=place, capture_output=True, text=True)
+    losses = [float(found) for found in re.findall(r"loss (\d\.\d+) on", out + said)]
+    plain = [float(found) for found in re.findall(r"loss (\d\.\d+) on", alone.stdout)]
+    assert losses == pytest.approx(plain, abs=2e-3), (out, said, alone.stdout)
+    assert "each of its 2,000 samples was used exactly once" in out
+
+
+def test_bad_orders_are_refused_with_a_sentence(place: Path) -> None:
+    for arguments, sentence in [
+        (["host", "tiny.toml", "--resume"], "There is no run to resume in runs/tiny"),
+        (["host", "nothing.toml"], "There is no recipe nothing.toml"),
+        (["join", "potluck://127.0.0.1:1/abc"], None),
+        (["join", "hello"], None),
+    ]:
+        done = subprocess.run(
+            [*POTLUCK, *arguments], cwd=place, capture_output=True, text=True, timeout=60,
+            env=os.environ | {"POTLUCK_TEST": "1"},
+        )  # fmt: skip
+        assert done.returncode == 2 and done.stderr.startswith("potluck: "), (arguments, done.stderr)
+        assert "Traceback" not in done.stderr
+        if sentence:
+            assert sentence in done.stderr
