@@ -260,3 +260,45 @@ COORDINATOR: dict[str, Fault] = {
     "told": after_telling_one,
     "averages": while_averages_leave,
 }
+
+
+# Faults that nobody dies of
+
+
+def sends_nan(place: Path) -> None:
+    """One part of one step's gradient is not finite."""
+    _spoil(place, float("nan"))
+
+
+def sends_huge(place: Path) -> None:
+    _spoil(place, 1e15)
+
+
+def _spoil(place: Path, value: float) -> None:
+    from potluck.train.elastic import ElasticEngine
+
+    send = ElasticEngine._send_part
+
+    def spoiled(self: Any, part: int, gradients: Any) -> None:
+        if _when(self) and part == 1:
+            (place / "fired-spoiled").write_text("x")
+            gradients = gradients.clone()
+            gradients[3] = value
+        send(self, part, gradients)
+
+    ElasticEngine._send_part = spoiled  # type: ignore[method-assign]
+
+
+def drifts(place: Path) -> None:
+    """A bit of its weights flips after a step."""
+    from potluck.train.elastic import ElasticEngine
+
+    tell = ElasticEngine._tell_applied
+
+    def drifted(self: Any, norm: float, fault: str) -> None:
+        if self.step_number == AT_STEP and not _fired(place, "drifted"):
+            (place / "fired-drifted").write_text("x")
+            self.replica.trained[0].data.view(-1)[5] += 1e-6
+        tell(self, norm, fault)
+
+    ElasticEngine._tell_applied = drifted  # type: ignore[method-assign]

@@ -39,13 +39,13 @@ Fault = Callable[[Path], None]
 class Net(nn.Module):
     """Everything that could depend on who computes it: dropout, running statistics, a parameter nobody uses."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, bare: bool = False) -> None:
         super().__init__()
         self.enter = nn.Linear(6, 24)
         self.layers = nn.ModuleList(nn.Sequential(nn.Linear(24, 24), nn.ReLU()) for _ in range(3))
-        self.norm = nn.BatchNorm1d(24)
-        self.drop = nn.Dropout(0.2)
-        self.unused = nn.Linear(3, 3)
+        self.norm: nn.Module = nn.BatchNorm1d(24) if not bare else nn.Identity()
+        self.drop = nn.Dropout(0.2 if not bare else 0.0)
+        self.unused: nn.Module = nn.Linear(3, 3) if not bare else nn.Identity()
         self.leave = nn.Linear(24, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -55,17 +55,23 @@ class Net(nn.Module):
         return self.leave(self.drop(self.norm(x)))
 
 
-def build() -> tuple[Net, torch.optim.Optimizer, tuple[torch.Tensor, torch.Tensor]]:
+def build(
+    *, bare: bool = False, spoiled: int | None = None
+) -> tuple[Net, torch.optim.Optimizer, tuple[torch.Tensor, torch.Tensor]]:
     torch.manual_seed(3)
     draw = torch.Generator().manual_seed(5)
     data = torch.randn(ROWS, 6, generator=draw), torch.randint(0, 3, (ROWS,), generator=draw)
-    model = Net()
+    if spoiled is not None:
+        data[0][spoiled] = torch.nan
+    model = Net(bare=bare)
     return model, torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1), data
 
 
-def train(engine: Any, *, epochs: int = EPOCHS, on_step: Callable[[Any], None] = lambda engine: None) -> Net:
+def train(
+    engine: Any, *, epochs: int = EPOCHS, on_step: Callable[[Any], None] = lambda engine: None, **what: Any
+) -> Net:
     """The loop that every worker runs."""
-    model, optimizer, data = build()
+    model, optimizer, data = build(**what)
     model, optimizer, loader = engine.prepare(model, optimizer, data, batch_size=BATCH, seed=1)
     engine.after_step.append(lambda: on_step(engine))
     while loader.position.epoch < epochs and not engine.stopping:
@@ -100,7 +106,8 @@ def _work(invite: str, folder: str, name: str, fault: Fault | None, options: dic
             if options.get("slow_s"):
                 time.sleep(options["slow_s"])
 
-        model = train(engine, on_step=on_step, epochs=options.get("epochs", EPOCHS))
+        what = {name: options[name] for name in ("bare", "spoiled") if name in options}
+        model = train(engine, on_step=on_step, epochs=options.get("epochs", EPOCHS), **what)
         engine.wait_for_saves()
         if engine.step_number == options.get("steps", STEPS):
             torch.save(model.state_dict(), place / f"{name}.pt")

@@ -56,7 +56,8 @@ SAVE = 0
 
 LEGAL: dict[Phase, tuple[type[Message], ...]] = {
     Phase.GREETED: (Ready, Heartbeat, Leave),
-    Phase.CATCHING_UP: (Applied, Heartbeat, Leave, EvaluateNext, SaveDue),
+    # It may have been ready before, and not know yet that its weights are to be replaced.
+    Phase.CATCHING_UP: (Applied, SliceReport, EvaluateNext, SaveDue, StateBegin, StateChunk, Heartbeat, Leave),
     Phase.READY: (
         SliceReport,
         Applied,
@@ -515,8 +516,8 @@ class Coordinator:
         if again:
             return self._give_up(member, again[0], why)
         for number in range(*node):
+            # What it told of the slice stays: parts that came before the bad one may be in the sums, and be scaled.
             self.now.bad[number] = member.name
-            self.now.reports.pop(number, None)
         slices = [(number, number + 1) for number in range(*node)]
         return [
             Discard(peer, node),
@@ -1085,8 +1086,9 @@ class Coordinator:
         member.leaving = True
         if leave.finished:
             self.finished = self.finished or ("interrupted" if self.stopping else "finished")
-            others = [m for m in self.membership.members.values() if m is not member]
-            return [Send(m.peer, Shutdown()) for m in (member, *others)]
+            members = list(self.membership.members.values())
+            shut: list[Effect] = [Send(m.peer, Shutdown()) for m in members]
+            return shut + [Close(m.peer, "the run is over") for m in members if m.plain]
         others = [m for m in self.membership.holders if m is not member and not m.leaving]
         is_kept = self._saved.step >= self.standing.step and bool(self._saved.folder)
         if member.is_ready and not others and self.standing.step and not is_kept and not self.stopping:

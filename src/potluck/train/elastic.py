@@ -416,6 +416,7 @@ class ElasticEngine(Engine):
                         self._later.append(message)
             standing = self._saves.load(folder, replica, self._check_standing)
             assert standing is not None
+            self._sums.start_anew()
             self._stand_at(standing)
         finally:
             if unpacker is not None:

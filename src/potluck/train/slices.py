@@ -189,6 +189,11 @@ class SliceSums:
             buffer.copy_(before)
         self._before = []
 
+    def start_anew(self) -> None:
+        """The model's state has been replaced: what was computed from the old one is of no use."""
+        self.reset()
+        self._before = []
+
     def used_bits(self) -> bytes:
         return np.packbits(np.array(self.used, np.uint8), bitorder="little").tobytes()
 

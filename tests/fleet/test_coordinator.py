@@ -1,0 +1,1104 @@
+"""The coordinator's decisions on a virtual clock: whoever comes, goes, lags, drifts or lies, the weights are the same."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from potluck.events import CheckpointSaved, EpochDone, Stalled, Validated, WorkerCame, WorkerWent
+from potluck.fleet.coordinator import (
+    LEGAL,
+    PROTOCOL,
+    Close,
+    Coordinator,
+    Effect,
+    Emit,
+    Expect,
+    Finish,
+    Restore,
+    Send,
+    SendCheckpoint,
+    Standing,
+)
+from potluck.fleet.membership import Phase
+from potluck.wire.messages import (
+    OURS,
+    Admitted,
+    Applied,
+    Committed,
+    Evaluated,
+    EvaluateNext,
+    Heartbeat,
+    Hello,
+    JoinAccepted,
+    JoinRequest,
+    Leave,
+    Message,
+    Ready,
+    Refusal,
+    Saved,
+    SaveDue,
+    ShardAssignment,
+    Shutdown,
+    SliceReport,
+    StateBegin,
+    StateChunk,
+    StateMore,
+    StateRequest,
+    Welcome,
+    Work,
+)
+from tests.fleet.virtual import (
+    BATCH,
+    PARTS,
+    PATIENCE_S,
+    SECRET,
+    SLICES,
+    STEPS,
+    VALIDATION_ROWS,
+    Average,
+    FaultScript,
+    Fleet,
+    Line,
+    Payload,
+    State,
+    Worker,
+    described,
+    digest_of,
+    fresh_weights,
+    loss_of,
+    undisturbed,
+    validation_of,
+)
+
+pytestmark = pytest.mark.timeout(30)
+
+
+# Losing workers
+
+
+@pytest.mark.parametrize("workers", [2, 3, 5])
+@pytest.mark.parametrize("phase", ["forward", "backward", "half", "sent", "committed", "applied"])
+def test_a_worker_lost_in_any_phase_changes_no_bit_and_no_step_is_discarded(phase: str, workers: int) -> None:
+    faults = FaultScript().kill("w1", at_step=2, phase=phase)
+    run = Fleet(workers=workers, faults=faults).finish()
+    assert faults.fired == ["kill w1"]
+    assert [went.name for went in run.told(WorkerWent) if not went.polite] == ["w1"]
+    assert run.core.refused.total() == 0
+    assert run.restores == 0
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward", "half"])
+def test_all_but_one_may_be_lost_in_one_step(phase: str) -> None:
+    faults = FaultScript()
+    for name in ("w0", "w2", "w3"):
+        faults.kill(name, at_step=3, phase=phase)
+    run = Fleet(workers=4, faults=faults).finish()
+    assert sorted(faults.fired) == ["kill w0", "kill w2", "kill w3"]
+    assert {number for step, number in run.workers["w1"].slices_computed if step == 4} == set(range(SLICES))
+
+
+def test_a_lost_workers_slices_are_computed_by_the_others_within_the_same_step() -> None:
+    faults = FaultScript().kill("w1", at_step=2)
+    run = Fleet(workers=3, faults=faults).finish()
+    assert faults.fired == ["kill w1"]
+    others = [number for name in ("w0", "w2") for step, number in run.workers[name].slices_computed if step == 2]
+    assert sorted(others) == list(range(SLICES))
+    assert not run.workers["w1"].slices_computed or run.workers["w1"].slices_computed[-1][0] == 1
+
+
+def test_the_ledger_names_who_computed_a_lost_workers_rows() -> None:
+    """It reported them, and died before it had sent them."""
+    faults = FaultScript().kill("w1", at_step=2, phase="backward")
+    run = Fleet(workers=2, faults=faults).finish()
+    assert faults.fired == ["kill w1"]
+    (second,) = [record for record in run.records if record.step == 2]
+    assert {worker for _, _, worker in second.ranges} == {0}
+    assert sum(row["rows"] for row in second.workers) == second.rows
+
+
+def test_a_worker_whose_connection_breaks_goes_on_with_its_own_weights() -> None:
+    faults = FaultScript().cut("w1", at_step=3, phase="sent")
+    run = Fleet(workers=2, faults=faults).finish()
+    assert faults.fired == ["cut w1"]
+    assert [came.name for came in run.told(WorkerCame)] == ["w0", "w1", "w1"]
+    assert not any(isinstance(item, Admitted) and item.wait for item in run.workers["w1"].line.received)
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward", "sent"])
+def test_a_worker_that_comes_back_within_the_step_gets_all_of_its_averages(phase: str) -> None:
+    """Some of them were formed before it was there."""
+    faults = FaultScript().cut("w1", at_step=3, phase=phase).stall("w0", at_step=3, seconds=1.0, phase="backward")
+    run = Fleet(workers=2, faults=faults).finish()
+    assert sorted(faults.fired) == ["cut w1", "stall w0"]
+    assert run.workers["w1"].weights == undisturbed()
+
+
+# Silence and stalls
+
+
+def test_a_silent_worker_is_given_up_after_patience_and_named_with_phase_and_seconds() -> None:
+    faults = FaultScript().silence("w1", at_step=3, seconds=600)
+    run = Fleet(workers=2, faults=faults).finish()
+    assert faults.fired == ["silence w1"]
+    (went,) = [went for went in run.told(WorkerWent) if went.name == "w1"]
+    assert not went.polite
+    assert went.reason.startswith("silent for 10.") and went.reason.endswith(" s while computing its gradient")
+
+
+@pytest.mark.parametrize(
+    ("phase", "step", "doing"),
+    [
+        ("joined", 1, "building its model"),
+        ("backward", 2, "sending its gradient"),
+        ("sent", 2, "waiting for the others"),
+        ("committed", 1, "applying step 2"),
+    ],
+)
+def test_what_a_silent_worker_was_doing_is_told(phase: str, step: int, doing: str) -> None:
+    faults = FaultScript().silence("w1", at_step=step, seconds=600, phase=phase)
+    if phase == "sent":
+        faults.stall("w0", at_step=step, seconds=30)
+    run = Fleet(workers=2, faults=faults, at_least=1, slice_s=1.0)
+    run.run_until(lambda: bool(run.told(WorkerWent)), limit_s=60)
+    assert "silence w1" in faults.fired
+    (went,) = run.told(WorkerWent)
+    assert went.name == "w1" and went.reason.endswith(f" s while {doing}")
+
+
+def test_a_silent_worker_that_wakes_joins_again() -> None:
+    faults = FaultScript().silence("w1", at_step=2, seconds=PATIENCE_S + 2)
+    run = Fleet(workers=2, faults=faults, slice_s=1.0).finish()
+    assert faults.fired == ["silence w1"]
+    assert [came.name for came in run.told(WorkerCame)].count("w1") == 2
+    assert run.workers["w1"].weights == undisturbed()
+
+
+def test_a_stall_is_told_with_name_doing_and_seconds_and_nobody_is_given_up() -> None:
+    faults = FaultScript().stall("w1", at_step=2, seconds=35)
+    run = Fleet(workers=2, faults=faults).finish()
+    assert faults.fired == ["stall w1"]
+    stalls = run.told(Stalled)
+    assert {(stall.name, stall.doing) for stall in stalls} == {("w1", "computing its gradient")}
+    assert [round(stall.seconds) for stall in stalls] == [10, 20, 31]
+    assert not [went for went in run.told(WorkerWent) if not went.polite]
+
+
+def test_only_those_who_are_waited_for_are_told_as_stalled() -> None:
+    """The gradients of faster workers are held back meanwhile, and that is not their fault."""
+    faults = FaultScript().stall("w2", at_step=2, seconds=35)
+    run = Fleet(workers=4, faults=faults).finish()
+    assert faults.fired == ["stall w2"]
+    assert {stall.name for stall in run.told(Stalled)} == {"w2"}
+
+
+# Coming
+
+
+@pytest.mark.parametrize("at_s", [0.05, 0.5, 1.1, 2.0, 2.9, 3.3])
+def test_a_newcomer_starts_with_the_next_step_while_the_others_keep_training(at_s: float) -> None:
+    run = Fleet(workers=1)
+    newcomer = run.add("new", at_s=at_s)
+    run.finish()
+    (came,) = [came for came in run.told(WorkerCame) if came.name == "new"]
+    assert newcomer.weights == undisturbed()
+    first = min((step for step, _ in newcomer.slices_computed), default=STEPS + 1)
+    assert first <= came.step + 2  # it arrives within a step, and is given work in the next
+    assert run.clock.now < 100 + 5.5  # nobody waited for it
+
+
+def test_a_sponsor_that_dies_is_replaced_by_another() -> None:
+    faults = FaultScript()
+    for step in range(1, STEPS):
+        faults.kill("w0", at_step=step, phase="parcel")
+    run = Fleet(workers=2, faults=faults)
+    newcomer = run.add("new", at_s=1.0)
+    run.finish()
+    assert faults.fired == ["kill w0"]
+    assert newcomer.weights == undisturbed()
+    assert [came.name for came in run.told(WorkerCame)] == ["w0", "w1", "new"]
+
+
+def test_a_newcomer_that_dies_while_catching_up_is_forgotten() -> None:
+    faults = FaultScript().kill("new", at_step=0, phase="catching up")
+    run = Fleet(workers=2, faults=faults)
+    run.add("new", at_s=1.0)
+    run.finish()
+    assert faults.fired == ["kill new"]
+    assert [came.name for came in run.told(WorkerCame)] == ["w0", "w1"]
+    assert not run.core._transfers
+
+
+def test_a_newcomer_with_the_last_holders_whole_state_goes_on_where_it_died() -> None:
+    """The parcel was sent in full; whoever sent it is gone before it is unpacked."""
+    run = Fleet(workers=1)
+    newcomer = run.add("new", at_s=1.5)
+    run.run_until(lambda: newcomer.line is not None)
+    run.run_until(lambda: any(isinstance(m, StateBegin) for m in newcomer.line.received))
+    newcomer._silent_until = run.clock.now + 1.0
+    run.run_for(0.5)
+    run.workers["w0"].kill()
+    run.finish()
+    assert run.restores == 0
+    assert newcomer.weights == undisturbed()
+
+
+def test_workers_that_build_other_weights_start_with_the_first_ones() -> None:
+    run = Fleet(workers=2)
+    other = run.add("other", weights=fresh_weights() * 2)
+    run.finish()
+    assert other.weights == undisturbed()
+
+
+def test_a_run_does_not_begin_before_enough_workers_are_there() -> None:
+    run = Fleet(workers=2, at_least=3)
+    run.run_for(50)
+    assert run.standing().step == 0 and run.core.now is None
+    run.add("w2")
+    run.finish()
+
+
+def test_a_newcomer_that_goes_before_it_is_ready_delays_nobody() -> None:
+    faults = FaultScript().kill("early", at_step=1, phase="joined")
+    run = Fleet(faults=faults)
+    run.add("early")
+    run.add("first", at_s=0.5)
+    run.finish()
+    assert faults.fired == ["kill early"]
+    assert run.clock.now < 100 + PATIENCE_S
+
+
+# Leaving
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("phase", ["forward", "sent", "applied"])
+def test_a_worker_that_leaves_politely_is_told_as_such(phase: str, workers: int) -> None:
+    faults = FaultScript().leave("w0", at_step=2, phase=phase)
+    run = Fleet(workers=workers, faults=faults).finish()
+    assert faults.fired == ["leave w0"]
+    (went,) = [went for went in run.told(WorkerWent) if went.name == "w0"]
+    assert went.polite
+    assert run.workers["w0"].left and run.workers["w0"].error is None
+
+
+def test_the_last_holders_state_is_asked_for_before_it_goes() -> None:
+    faults = FaultScript().leave("w0", at_step=3)
+    run = Fleet(workers=1, faults=faults)
+    run.run_until(lambda: run.workers["w0"].done)
+    assert faults.fired == ["leave w0"]
+    assert list(run.disk.states) == [3]
+    run.add("next", at_s=30)
+    run.finish()
+    assert run.workers["next"].slices_computed[0][0] == 4
+
+
+def test_the_last_holder_that_leaves_while_an_older_save_is_under_way_leaves_its_newest_state() -> None:
+    faults = FaultScript().leave("w0", at_step=3)
+    run = Fleet(workers=1, faults=faults, save_every=2, pack_s=0.7)
+    run.run_until(lambda: run.workers["w0"].done)
+    assert faults.fired == ["leave w0"]
+    assert max(run.disk.states) == 3
+
+
+def test_the_last_holder_that_leaves_while_its_gradient_is_on_its_way_leaves_what_it_has() -> None:
+    """It waits for the average when it is asked to stop, and will not apply it."""
+    faults = FaultScript().leave("w0", at_step=3, phase="sent")
+    run = Fleet(workers=1, faults=faults, latency_s=0.3)
+    run.run_until(lambda: run.workers["w0"].done)
+    assert faults.fired == ["leave w0"]
+    assert run.workers["w0"].state.step in run.disk.states
+    run.add("next", at_s=1)
+    run.finish()
+    assert run.workers["next"].slices_computed[0] == (run.workers["w0"].state.step + 1, 0)
+
+
+def test_the_last_holder_that_has_just_saved_leaves_at_once() -> None:
+    faults = FaultScript().leave("w0", at_step=5)
+    run = Fleet(workers=1, faults=faults, save_every=2)
+    run.run_until(lambda: run.workers["w0"].done)
+    assert sorted(run.disk.states) == [2, 4, 5]
+
+
+# Everybody gone
+
+
+def test_after_patience_without_anybody_the_run_goes_back_to_its_newest_checkpoint() -> None:
+    faults = FaultScript().kill("w0", at_step=6)
+    run = Fleet(workers=1, faults=faults, save_every=2)
+    second = run.add("second", at_s=20)
+    run.run_until(lambda: run.workers["w0"].dead)
+    run.run_until(lambda: run.restores == 1)
+    assert faults.fired == ["kill w0"]
+    run.finish()
+    assert second.slices_computed[0] == (5, 0)
+
+
+def test_without_a_checkpoint_it_begins_anew() -> None:
+    faults = FaultScript().kill("w0", at_step=4)
+    run = Fleet(workers=1, faults=faults)
+    second = run.add("second", at_s=4)
+    run.finish()
+    assert faults.fired == ["kill w0"]
+    assert second.slices_computed[0] == (1, 0)
+    assert run.restores == 1
+
+
+def test_a_run_waits_patience_for_those_who_hold_its_weights() -> None:
+    """They were cut off for a while, and come back before the run is restored."""
+    run = Fleet(workers=2, save_every=2)
+    run.run_until(lambda: run.standing().step == 3)
+    for worker in run.workers.values():
+        worker._silent_until = run.clock.now + PATIENCE_S + 5
+    run.add("fresh", at_s=PATIENCE_S + 2)
+    run.finish()
+    assert run.restores == 0
+    assert run.workers["w0"].slices_computed[-1][0] == STEPS
+
+
+def test_a_worker_with_weights_of_a_forgotten_run_is_told_so() -> None:
+    """It held step 2 when all the others were lost at step 4, and nothing was saved."""
+    run = Fleet(workers=2, at_least=1)
+    run.run_until(lambda: run.standing().step == 2)
+    run.workers["w1"]._silent_until = run.clock.now + 40
+    run.run_until(lambda: run.standing().step == 4)
+    run.workers["w0"].kill()
+    run.run_until(lambda: run.workers["w1"].done, limit_s=100)
+    assert run.workers["w1"].error is not None and "anew" in run.workers["w1"].error
+    run.add("fresh")
+    run.finish()
+
+
+def test_a_newcomer_whose_sponsor_was_the_last_begins_anew_by_itself() -> None:
+    """No checkpoint was kept, and it had half of the state."""
+    faults = FaultScript()
+    for step in range(1, STEPS):
+        faults.kill("w0", at_step=step, phase="parcel")
+    run = Fleet(workers=1, faults=faults)
+    newcomer = run.add("new", at_s=1.0)
+    run.finish()
+    assert faults.fired == ["kill w0"]
+    assert newcomer.slices_computed[0] == (1, 0)
+
+
+def test_a_newcomer_whose_sponsor_was_the_last_gets_the_checkpoint() -> None:
+    faults = FaultScript()
+    for step in range(1, STEPS):
+        faults.kill("w0", at_step=step, phase="parcel")
+    run = Fleet(workers=1, faults=faults, save_every=1)
+    run.add("new", at_s=1.5)
+    run.finish()
+    assert faults.fired == ["kill w0"]
+    assert run.restores == 1
+
+
+# A coordinator that dies
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("at_s", [0.05, 0.6, 0.905, 1.3, 2.2])
+def test_a_coordinator_started_again_from_its_journal_loses_nothing(at_s: float, workers: int, tmp_path: Path) -> None:
+    run = Fleet(workers=workers, journal=tmp_path / "journal.sqlite")
+    run.run_for(at_s)
+    run.crash_host()
+    run.finish()
+    assert run.restores == 0
+    run.journal.close()
+
+
+def test_a_committed_step_that_nobody_heard_of_is_computed_again() -> None:
+    run = Fleet(workers=2)
+    run.run_until(lambda: run.standing().step == 3)
+    assert {worker.state.step for worker in run.workers.values()} == {2}
+    run.crash_host()
+    run.finish()
+    assert run.restores == 0
+    for worker in run.workers.values():
+        assert [number for step, number in worker.slices_computed if step == 3]
+
+
+def half_heard(**options: Any) -> Fleet:
+    """The host died when w0 had heard that step 3 is committed, and w1 had not."""
+    run = Fleet(workers=2, **options)
+    run.run_until(lambda: run.standing().step == 2)
+    line = run.workers["w1"].line
+    hear = line.on_down
+
+    def hear_some(line: Line, item: Any) -> None:
+        if not (isinstance(item, Average | Committed) and item.step == 3):
+            hear(line, item)
+
+    line.on_down = hear_some
+    run.run_until(lambda: run.workers["w0"].state.step == 3)
+    assert run.workers["w1"].state.step == 2
+    run.crash_host()
+    return run
+
+
+def test_a_worker_one_ahead_of_the_step_that_is_computed_again_waits_for_the_others() -> None:
+    run = half_heard()
+    run.workers["w0"]._silent_until = run.clock.now + 0.95
+    run.run_until(lambda: run.core.now is not None and run.core.now.step == 3 and len(run.core.membership.ready) == 2)
+    assert run.member("w0").applied == 3
+    run.finish()
+    assert run.restores == 0
+    assert {number for step, number in run.workers["w1"].slices_computed if step == 3} == {0, 1, 2, 3, 4}
+
+
+def test_a_worker_one_step_behind_catches_up_with_one_that_is_not() -> None:
+    run = half_heard()
+    run.workers["w1"]._silent_until = run.clock.now + 1.3
+    run.finish()
+    assert run.restores == 0
+
+
+def test_the_one_ahead_may_come_after_the_one_behind_is_lost() -> None:
+    """What was being computed again is on record, so that the one who has applied it can go on."""
+    run = half_heard()
+    run.workers["w0"]._silent_until = run.clock.now + 5
+    run.run_until(lambda: run.core.now is not None and run.core.now.step == 3 and len(run.core.membership.ready) == 1)
+    run.workers["w1"].kill()
+    run.finish(limit_s=200)
+    assert run.restores == 0
+
+
+def test_the_one_ahead_goes_on_alone_if_the_one_behind_is_lost() -> None:
+    """Nobody is left who could compute the step again, and nobody needs it."""
+    run = half_heard()
+    run.workers["w0"]._silent_until = run.clock.now + 0.95
+    run.run_until(lambda: run.core.now is not None and run.core.now.step == 3 and len(run.core.membership.ready) == 2)
+    run.workers["w1"].kill()
+    run.finish(limit_s=200)
+    assert run.restores == 0
+
+
+def test_a_worker_ahead_of_the_journal_is_given_the_runs_weights() -> None:
+    """The journal was rewound: its weights are of a future that never was."""
+    run = Fleet(workers=1, save_every=2)
+    run.run_until(lambda: run.workers["w0"].state.step == 5)
+    run.crash_host(back_after_s=2.0)
+    run.journal.rewind(4)
+    run.finish()
+    assert run.restores == 1
+
+
+# Who computes what
+
+
+def test_work_follows_measured_speed() -> None:
+    run = Fleet(at_least=2, epochs=6)
+    run.add("fast", slice_s=0.1)
+    run.add("slow", slice_s=0.3)
+    run.finish()
+    whole = [r for r in run.records if r.rows == BATCH][-4:]
+    assert {row["name"]: row["rows"] for record in whole for row in record.workers} == {"fast": 12, "slow": 4}
+
+
+def test_quotas_stay_while_a_change_is_not_worth_it() -> None:
+    """A tenth slower: two slices of eight more or less would not pay."""
+    run = Fleet(at_least=2, epochs=6)
+    run.add("a", slice_s=0.100)
+    run.add("b", slice_s=0.115)
+    run.finish()
+    whole = [record for record in run.records if record.rows == BATCH]
+    assert {tuple(row["rows"] for row in record.workers) for record in whole} == {(8, 8)}
+
+
+def test_speed_is_measured_over_what_was_computed_in_that_time() -> None:
+    """w0 was given a lost worker's slices while it was still computing its own."""
+    faults = FaultScript().kill("w1", at_step=2)
+    run = Fleet(workers=2, faults=faults, slice_s=0.5)
+    run.run_until(lambda: run.standing().step == 2)
+    assert faults.fired == ["kill w1"]
+    assert run.member("w0").speed == pytest.approx(2.0, rel=0.05)
+
+
+def test_more_workers_than_slices_is_no_harm() -> None:
+    Fleet(workers=SLICES + 3).finish()
+
+
+# Bad payloads
+
+
+@pytest.mark.parametrize("fault", ["poison", "poison_loss"])
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_a_bad_gradient_is_computed_again_slice_by_slice_by_another(fault: str, workers: int) -> None:
+    faults = getattr(FaultScript(), fault)("w0", at_step=2, slice=1)
+    run = Fleet(workers=workers, faults=faults).finish()
+    assert faults.fired == [f"{fault} w0"]
+    assert run.core.refused == {"bad payload": 1}
+    (stall,) = run.told(Stalled)
+    why = "is not finite" if fault == "poison" else "has a loss that is not finite"
+    assert stall.name == "w0" and why in stall.doing and "computed again" in stall.doing
+    if workers > 1:
+        second = [step for step, _ in run.workers["w0"].slices_computed].count(2)
+        assert second == SLICES // workers  # its own, and none of them a second time
+
+
+def test_a_gradient_that_is_bad_twice_ends_the_run_with_a_sentence() -> None:
+    faults = FaultScript().poison("w0", at_step=2, slice=1).poison("w1", at_step=2, slice=1)
+    run = Fleet(workers=2, faults=faults)
+    run.run_until(lambda: run.host.finish is not None)
+    run.run_for(1)
+    assert faults.fired == ["poison w0", "poison w1"]
+    assert run.host.finish == Finish(
+        "The gradient of slice 1 of step 2 is not finite, on w0 and again on w1. It is positions 18 to 19 of epoch 1's"
+        " order. Look at those samples, or try a lower learning rate or step.clip; the weights are those of the step"
+        " before.",
+        failed=True,
+    )
+    assert {worker.error for worker in run.workers.values()} == {run.host.finish.reason}
+    assert run.journal.steps() == [1]
+
+
+def test_a_lone_worker_with_a_bad_gradient_is_named_twice() -> None:
+    faults = FaultScript().poison("w0", at_step=3, slice=4).poison("w0", at_step=3, slice=4)
+    run = Fleet(workers=1, faults=faults)
+    run.run_until(lambda: run.host.finish is not None)
+    assert faults.fired == ["poison w0", "poison w0"]
+    assert "slice 4 of step 3 is not finite, twice on w0" in run.host.finish.reason
+
+
+# Drift
+
+
+def drifted(workers: int, **options: Any) -> Fleet:
+    """w1 applies step 2 wrongly, and tells so after w0."""
+    run = Fleet(workers=workers, faults=FaultScript().drift("w1", at_step=2), **options)
+    run.run_until(lambda: "w1" in run.workers and run.workers["w1"].line is not None)
+    run.workers["w1"].line.latency_s = 0.002
+    return run
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_a_worker_that_drifted_is_given_the_weights_anew(workers: int) -> None:
+    run = drifted(workers).finish()
+    assert run.faults.fired == ["drift w1"]
+    assert run.core.refused["drifted"] == 1
+    assert run.workers["w1"].error is None and run.workers["w1"].weights == undisturbed()
+    (told,) = run.told(Stalled)
+    assert told.name == "w1" and told.doing.startswith("its weights after step 2 are not the others'")
+    assert [epoch.same_weights for epoch in run.told(EpochDone)] == [False, True]
+    assert "DRIFTED" in run.told(EpochDone)[0].sentence
+
+
+def test_a_worker_that_drifted_before_an_evaluation_does_not_keep_its_range() -> None:
+    run = drifted(2, evaluate_every=2).finish(limit_s=300)
+    assert run.faults.fired == ["drift w1"]
+    assert run.told(Validated)[0].loss == pytest.approx(validation_of(0, VALIDATION_ROWS) / VALIDATION_ROWS)
+
+
+def test_a_worker_that_drifted_saves_nothing_and_sponsors_nobody() -> None:
+    run = Fleet(faults=FaultScript().drift("wrong", at_step=2), at_least=2)
+    run.add("wrong", save_every=2, latency_s=0.002)
+    run.add("right", save_every=2)
+    run.finish(limit_s=300)
+    assert run.faults.fired == ["drift wrong"]
+    assert run.disk.states
+    for step, data in run.disk.states.items():
+        assert State.from_bytes(data).weights.tobytes() == undisturbed(step)
+
+
+def test_a_digest_of_a_step_that_is_not_committed_condemns_nobody() -> None:
+    run = Fleet(workers=2)
+    run.run_until(lambda: run.standing().step == 1)
+    run.workers["w0"]._send(Applied(4, "a digest of nothing", 0.1, 1.0, ""))
+    run.finish()
+    assert run.core.refused["drifted"] == 0
+
+
+# Evaluating
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_an_evaluation_does_not_depend_on_who_computed_it(workers: int) -> None:
+    run = Fleet(workers=workers, evaluate_every=2).finish()
+    expected = {step: validation_of(0, VALIDATION_ROWS) / VALIDATION_ROWS for step in (2, 4, 6)}
+    for worker in run.workers.values():
+        assert worker.validated == expected
+    assert {v.step: v.loss for v in run.told(Validated)} == expected
+
+
+def test_the_ranges_of_a_lost_worker_are_given_to_the_others() -> None:
+    faults = FaultScript().kill("w1", at_step=2, phase="evaluating")
+    run = Fleet(workers=3, faults=faults, evaluate_every=2).finish()
+    assert faults.fired == ["kill w1"]
+    assert run.workers["w0"].validated == Fleet(workers=1, evaluate_every=2).finish().workers["w0"].validated
+    assert [v.step for v in run.told(Validated)] == [2, 4, 6]
+
+
+def test_a_worker_that_is_cut_off_while_it_evaluates_evaluates_anew() -> None:
+    faults = FaultScript().cut("w1", at_step=2, phase="evaluating")
+    run = Fleet(workers=2, faults=faults, evaluate_every=2).finish(limit_s=300)
+    assert faults.fired == ["cut w1"]
+    assert set(run.workers["w0"].validated) == {2, 4, 6}
+
+
+def test_an_evaluation_that_nobody_is_left_to_finish_does_not_disturb_the_next() -> None:
+    """Its only evaluator dies; the newcomer that goes on has not trained that step, and so does not evaluate it."""
+    faults = FaultScript().kill("w0", at_step=4, phase="evaluating").kill("third", at_step=8, phase="evaluating")
+    run = Fleet(workers=1, faults=faults, epochs=4, evaluate_every=4)
+    run.add("second", at_s=1.8, evaluate_every=4)
+    run.add("third", at_s=3.5, evaluate_every=4)
+    run.finish(limit_s=300)
+    assert faults.fired == ["kill w0", "kill third"]
+    assert [v.step for v in run.told(Validated)] == [8, 12]
+
+
+# Saving
+
+
+def test_one_worker_saves_for_all() -> None:
+    run = Fleet(workers=3, save_every=2).finish()
+    assert sorted(run.disk.states) == [2, 4, 6]
+    assert [saved.step for saved in run.told(CheckpointSaved)] == [2, 4, 6]
+    assert State.from_bytes(run.disk.states[6]).weights.tobytes() == undisturbed()
+
+
+@pytest.mark.parametrize("phase", ["parcel", "save due"])
+def test_if_the_one_who_saves_dies_another_is_asked(phase: str) -> None:
+    """Also before it has begun: writing its state aside takes a while."""
+    faults = FaultScript().kill("w0", at_step=4, phase=phase)
+    run = Fleet(workers=3, faults=faults, save_every=4, slice_s=1.0)
+    run.run_until(lambda: bool(faults.fired))
+    run.run_until(lambda: bool(run.disk.states), limit_s=20)
+    assert faults.fired == ["kill w0"]
+    run.finish()
+
+
+def test_at_the_end_another_saves_if_the_one_who_saves_dies() -> None:
+    faults = FaultScript().kill("w0", at_step=STEPS, phase="save due")
+    run = Fleet(workers=2, faults=faults, save_every=100).finish(limit_s=300)
+    assert faults.fired == ["kill w0"]
+    assert list(run.disk.states) == [STEPS]
+
+
+def test_two_who_save_die_one_after_the_other() -> None:
+    faults = FaultScript().kill("w0", at_step=4, phase="parcel")
+    for step in (4, 5):
+        faults.kill("w1", at_step=step, phase="parcel")
+    run = Fleet(workers=3, faults=faults, save_every=4, slice_s=1.0)
+    run.run_until(lambda: bool(run.disk.states), limit_s=60)
+    assert faults.fired == ["kill w0", "kill w1"]
+    run.finish()
+
+
+def test_a_save_that_is_due_while_the_one_before_is_still_being_sent_is_not_lost() -> None:
+    run = Fleet(workers=2, save_every=1, latency_s=0.3).finish(limit_s=300)
+    assert max(run.disk.states) == STEPS
+
+
+# Stopping and ending
+
+
+def test_a_stop_makes_the_step_under_way_the_last() -> None:
+    run = Fleet(workers=2, save_every=100)
+    run.run_until(lambda: run.standing().step == 2)
+    run.host.act(run.core.request_stop(run.clock.now))
+    run.run_until(lambda: run.host.finish is not None)
+    assert run.host.finish == Finish("interrupted")
+    told = {(m.step, m.stop) for m in run.workers["w0"].line.received if isinstance(m, Committed)}
+    assert told == {(1, 0), (2, 0), (3, 1)}
+    assert list(run.disk.states) == [3]
+
+
+def test_a_stop_while_the_run_waits_for_workers_ends_it() -> None:
+    run = Fleet(workers=1, at_least=2)
+    run.run_for(5)
+    run.host.act(run.core.request_stop(run.clock.now))
+    run.run_until(lambda: run.host.finish is not None, limit_s=60)
+    assert run.host.finish == Finish("interrupted")
+
+
+def test_a_stop_with_nobody_there_ends_at_once() -> None:
+    core = Coordinator(patience_s=1, secret="")
+    assert core.request_stop(1.0) == [Finish("interrupted")]
+
+
+def test_a_stop_ends_the_run_though_the_last_holder_dies_before_the_step_is_done() -> None:
+    faults = FaultScript().kill("w0", at_step=3, phase="sent").stall("w0", at_step=3, seconds=1)
+    run = Fleet(workers=1, faults=faults)
+    run.run_until(lambda: run.standing().step == 2)
+    run.add("new")
+    run.run_until(lambda: run.member("new") is not None)
+    run.host.act(run.core.request_stop(run.clock.now))
+    run.workers["w0"].kill()
+    run.run_until(lambda: run.host.finish is not None, limit_s=60)
+    assert run.host.finish == Finish("interrupted")
+
+
+def test_the_end_of_an_epoch_is_proved_in_a_sentence() -> None:
+    run = Fleet(workers=2).finish()
+    assert [epoch.sentence for epoch in run.told(EpochDone)] == [
+        f"Epoch {n}: each of its 37 samples was used exactly once; all workers hold the same weights." for n in (1, 2)
+    ]
+    (last,) = [m for m in run.workers["w0"].line.received if isinstance(m, Committed) and m.step == 3]
+    assert json.loads(last.workers)["epoch"]["sentence"] == run.told(EpochDone)[0].sentence
+
+
+def test_a_step_tells_its_loss_by_samples() -> None:
+    run = Fleet(workers=3).finish()
+    first = run.records[0]
+    exact = math.fsum(loss_of(0, start, end) for start, end, _ in first.ranges) / BATCH
+    assert first.samples == BATCH and first.loss == pytest.approx(exact, rel=1e-12)
+
+
+def test_the_run_has_ended_for_those_who_come_later() -> None:
+    run = Fleet(workers=1).finish()
+    late = run.add("late")
+    run.run_for(5)
+    assert late.error == "The run has ended: finished."
+
+
+# Strangers, and messages that are out of place
+
+
+def effects_of(core: Coordinator, *messages: tuple[int, Message], now: float = 100.0) -> list[Effect]:
+    return [effect for peer, message in messages for effect in core.on_message(now, peer, message)]
+
+
+def hello(name: str = "w", secret: str = SECRET, protocol: int = PROTOCOL) -> Hello:
+    return Hello(protocol, secret, name, "cpu")
+
+
+def ready(step: int = 0, holds: int = 0, **changes: Any) -> Ready:
+    return Ready(described(**changes).to_json(), step, digest_of(fresh_weights()), holds)
+
+
+def test_a_wrong_secret_gets_nothing_but_a_close() -> None:
+    core = Coordinator(patience_s=10, secret=SECRET)
+    for secret in ("", "the secre", "the secret ", "THE SECRET", "ü"):
+        assert effects_of(core, (1, hello(secret=secret, protocol=77))) == [Close(1, "wrong secret")]
+    assert core.refused == {"wrong secret": 5}
+    assert not core.membership.members
+
+
+@pytest.mark.parametrize("kind", [kind for kind in OURS if kind is not Hello])
+def test_whoever_has_not_said_hello_gets_nothing_but_a_close(kind: type[Message]) -> None:
+    core = Coordinator(patience_s=10, secret=SECRET)
+    assert effects_of(core, (1, example(kind))) == [Close(1, "unknown")]
+
+
+def test_another_version_is_told_so() -> None:
+    core = Coordinator(patience_s=10, secret=SECRET)
+    told, closed = effects_of(core, (1, hello(protocol=PROTOCOL + 1)))
+    assert told == Send(1, Refusal(1, f"This host speaks protocol {PROTOCOL}, and you speak {PROTOCOL + 1}."))
+    assert isinstance(closed, Close)
+
+
+def test_a_plain_peer_is_not_let_in_where_secrets_are() -> None:
+    core = Coordinator(patience_s=10, secret=SECRET)
+    assert effects_of(core, (1, JoinRequest("n", 1, "cuda"))) == [Close(1, "plain peer")]
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"model": "another"}, "Your parameter names, shapes or types are not those that this run trains."),
+        ({"rows": 38}, "This run has rows = 37, and you have 38."),
+        ({"batch": 8}, "This run has batch = 16, and you have 8."),
+        ({"seed": 2}, "This run has seed = 1, and you have 2."),
+        ({"policy": "async"}, "This run's policy is sync, and yours is async."),
+    ],
+)
+def test_another_model_is_refused_with_a_sentence(changes: dict[str, Any], sentence: str) -> None:
+    run = Fleet(workers=1)
+    other = run.add("other", at_s=1.0, description=described(**changes))
+    run.finish()
+    assert other.error == f"{sentence} Build the same model, data and settings on every worker."
+    assert run.core.refused == {"wrong model": 1}
+
+
+def test_a_description_that_is_none_is_refused_with_a_sentence() -> None:
+    core = Coordinator(patience_s=10, secret=SECRET)
+    effects_of(core, (1, hello()))
+    told, closed, went = effects_of(core, (1, Ready("{}", 0, "", 0)))
+    assert isinstance(told, Send) and isinstance(told.message, Refusal)
+    assert told.message.sentence.startswith("Ready.description is not one")
+    assert isinstance(closed, Close)
+    assert not core.membership.members and core.description is None
+
+
+def example(kind: type[Message]) -> Message:
+    """A harmless message of a kind."""
+    none = np.zeros(0)
+    values: dict[type[Message], tuple[Any, ...]] = {
+        Hello: (PROTOCOL, SECRET, "w", "cpu"),
+        Welcome: (0, 10, ""),
+        Refusal: (1, "no"),
+        Ready: (described().to_json(), 0, "", 0),
+        Admitted: (0, 0, "{}"),
+        Work: (1, 0, 0, 1, 1, none.astype("<u4")),
+        SliceReport: (1, none.astype("<u4"), none, none, 0.0, b""),
+        Committed: (1, 1, 1.0, 1.0, b"", 0, 0, "{}"),
+        Applied: (0, "", 0.1, 1.0, ""),
+        Leave: (0, ""),
+        EvaluateNext: (0, 4, 2, 0, 0, 0.0, 0.0),
+        Evaluated: (0, 0.0, 0.0),
+        SaveDue: (0, 2),
+        Saved: (0, "", ""),
+        StateRequest: (0, 0),
+        StateBegin: (9, 0, "[]"),
+        StateChunk: (9, b""),
+        StateMore: (0, 1),
+        JoinRequest: ("n", 1, "cpu"),
+        JoinAccepted: (0, 1),
+        ShardAssignment: (1, 0, 1),
+        Heartbeat: ("w", 1),
+        Shutdown: (),
+    }
+    return kind(*values[kind]) if kind in values else kind(1, 0, 1)
+
+
+def in_phase(phase: Phase) -> tuple[Coordinator, int]:
+    """A coordinator in the middle of its first step, and a peer that has come so far."""
+    core = Coordinator(patience_s=10, secret=SECRET)
+    effects_of(core, (1, hello("first")), (1, ready()), (2, hello("second")))
+    if phase is Phase.READY:
+        effects_of(core, (2, ready()))
+    elif phase is Phase.CATCHING_UP:
+        effects_of(core, (2, Ready(described().to_json(), 0, "another digest", 0)))
+    assert core.membership.members[2].phase is phase
+    return core, 2
+
+
+@pytest.mark.parametrize("phase", Phase)
+@pytest.mark.parametrize("kind", OURS)
+def test_a_message_that_is_not_legal_in_its_phase_is_refused_with_a_sentence(kind: type[Message], phase: Phase) -> None:
+    core, peer = in_phase(phase)
+    effects = effects_of(core, (peer, example(kind)))
+    if kind in LEGAL[phase]:
+        assert core.refused["illegal"] == 0
+        return
+    assert core.refused["illegal"] == 1
+    assert effects[:2] == [
+        Send(peer, Refusal(1, f"{kind.__name__} is not expected from a worker that is {phase.name}.")),
+        Close(peer, f"{kind.__name__} is not expected from a worker that is {phase.name}."),
+    ]
+    assert peer not in core.membership.members
+    assert core.now is not None and core.now.step == 1
+
+
+def report(step: int, slices: list[int], samples: float = 2.0, loss: float = 1.0) -> SliceReport:
+    many = np.ones(len(slices))
+    return SliceReport(step, np.array(slices, "<u4"), many * samples, many * loss, 0.0, b"")
+
+
+@pytest.mark.parametrize("when", ["waiting", "computing", "sent"])
+@pytest.mark.parametrize(
+    ("kind", "wrong"),
+    [
+        ("stale report", lambda step: report(step - 1, [0])),
+        ("stale report", lambda step: report(step + 1, [0])),
+        ("stale report", lambda step: report(1 << 63, [])),
+        ("foreign report", lambda step: report(step, [0, 5])),
+        ("foreign report", lambda step: report(step, [1 << 31])),
+        ("foreign report", lambda step: SliceReport(step, np.array([4], "<u4"), np.ones(2), np.ones(1), 0.0, b"")),
+        ("foreign report", lambda step: SliceReport(step, np.zeros(0, "<u4"), np.ones(1), np.zeros(0), 0.0, b"")),
+    ],
+)
+def test_reports_that_are_late_or_foreign_are_refused_counted_and_change_nothing(
+    kind: str, wrong: Callable[[int], Message], when: str
+) -> None:
+    faults = FaultScript()
+    if when == "computing":
+        faults.stall("w1", at_step=2, seconds=0.01)
+    elif when == "sent":
+        faults.stall("w0", at_step=2, seconds=2.0).stall("w1", at_step=2, seconds=0.5, phase="sent")
+    run = Fleet(workers=2, faults=faults)
+    run.run_until(
+        lambda: bool(faults.fired) and "w1" in faults.fired[-1] if when != "waiting" else run.standing().step == 2
+    )
+    run.workers["w1"]._send(wrong(2 if when != "waiting" else 3))
+    run.finish()
+    assert run.core.refused == {kind: 1}
+    assert run.workers["w1"].error is None
+
+
+def test_a_report_sent_twice_counts_once() -> None:
+    faults = FaultScript().stall("w1", at_step=2, seconds=0.3, phase="backward")
+    run = Fleet(workers=2, faults=faults)
+    run.run_until(lambda: bool(faults.fired))
+    before = dict(run.core.now.reports)
+    run.workers["w1"]._send(report(2, [4, 5, 6, 7], samples=100.0, loss=7.0))
+    run.run_for(0.1)
+    assert run.core.now.reports == before and len(before) == SLICES
+    run.finish()
+
+
+def test_gradients_that_nobody_asked_for_go_nowhere() -> None:
+    faults = FaultScript().stall("w1", at_step=2, seconds=0.3, phase="sent")
+    run = Fleet(workers=2, faults=faults)
+    run.run_until(lambda: bool(faults.fired))
+    wrong = np.full(5, 1e30, np.float32)
+    for step, part in ((2, 0), (2, 2), (1, 0), (7, 1)):
+        run.workers["w1"]._send(Payload(step, part, wrong[: PARTS[part]]))
+    run.finish()
+    assert run.core.refused.total() == 4
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [report(1, [0, 1, 2, 3], loss=1.7e308), report(1, [0, 1, 2, 3], samples=1.7e308), report(1, [0], samples=5e-324)],
+    ids=["loss", "samples", "few samples"],
+)
+def test_reports_too_large_to_be_added_are_bad(bad: SliceReport) -> None:
+    core, _ = in_phase(Phase.READY)
+    for peer in (1, 2):
+        core.membership.members[peer].nodes = [(0, 8)] if peer == 1 else []
+    effects_of(core, (1, bad), (1, report(1, list(range(8)))))
+    assert core.refused["bad payload"] == 1
+
+
+def test_an_evaluation_of_any_numbers_is_only_a_number() -> None:
+    core, _ = in_phase(Phase.READY)
+    asks = [EvaluateNext(0, 2, 1, 0, 0, 0.0, 0.0)] * 2
+    effects_of(core, (1, asks[0]), (2, asks[1]))
+    effects = effects_of(
+        core, (1, EvaluateNext(0, 2, 1, 0, 1, math.inf, 1.0)), (2, EvaluateNext(0, 2, 1, 1, 2, -math.inf, 1.0))
+    )
+    (told,) = [effect.event for effect in effects if isinstance(effect, Emit)]
+    assert math.isnan(told.loss)
+
+
+def test_a_newcomer_that_says_twice_that_it_is_ready_is_let_in_once() -> None:
+    core = Coordinator(patience_s=10, secret=SECRET, standing=Standing(4, 1, 16, 53), expected=1)
+    core.description = described()
+    effects_of(core, (1, hello()), (1, ready()), (1, ready()))
+    core.on_heard(109.0, 1)
+    assert core.on_tick(110.5) == [Restore()]
+    sent = [effect for effect in core.restored(110.5, Standing(4, 1, 16, 53)) if isinstance(effect, SendCheckpoint)]
+    assert len(sent) == 1
+
+
+# Plain peers
+
+
+def test_a_plain_peer_gets_a_range_and_its_mean_is_weighed_by_it() -> None:
+    core = Coordinator(patience_s=10, secret=SECRET, plain_peers=True, at_least=2)
+    came = effects_of(core, (1, JoinRequest("n", 1, "cuda")))
+    assert Send(1, JoinAccepted(0, 1)) in came
+    effects = effects_of(core, (2, hello()), (2, ready()))
+    assert Send(1, ShardAssignment(1, 0, 8)) in effects
+    assert Expect(1, 1, ((0, 4),), (8 * 0.25,)) in effects
+
+
+def test_a_plain_peers_bad_gradient_does_not_disturb_its_loss() -> None:
+    """Its loss comes after its gradients, which were found to be bad meanwhile."""
+    core = Coordinator(patience_s=10, secret=SECRET, plain_peers=True, at_least=2)
+    effects_of(core, (1, JoinRequest("n", 1, "cuda")), (2, hello()), (2, ready()))
+    assert core.on_bad(100.0, 1, 1, (0, 4), "is not finite")
+    assert core.on_plain_payload(100.0, 1, 1, (0, 4), 2.5) == []
+
+
+def test_a_plain_peer_may_not_come_once_the_run_is_on() -> None:
+    core = Coordinator(patience_s=10, secret=SECRET, plain_peers=True, standing=Standing(3, 0, 20, 20))
+    assert effects_of(core, (1, JoinRequest("n", 1, "cuda")))[0] == Send(1, Shutdown())
+
+
+# Whatever they send, and whenever they come and go
+
+
+def rogue_messages() -> st.SearchStrategy[Message]:
+    """Whatever a worker may send, but for what is its right: to end the run, or to report its own slices wrongly."""
+    small = st.integers(0, STEPS + 2)
+    any_float = st.floats(width=64)
+    return st.one_of(
+        st.sampled_from([kind for kind in OURS if kind not in (Leave, SliceReport)]).map(example),
+        st.builds(Leave, st.just(0), st.just("")),
+        st.builds(Applied, small, st.sampled_from(["", "x"]), any_float, any_float, st.just("")),
+        st.builds(lambda step, slices: report(step, slices), small, st.lists(st.integers(8, 99), min_size=1)),
+        st.builds(EvaluateNext, small, small, small, small, small, any_float, any_float),
+        st.builds(SaveDue, st.integers(0, 1 << 40), st.integers(0, 3)),
+        st.builds(StateBegin, small, small, st.just('[["state", 1]]')),
+        st.builds(StateChunk, small, st.binary(max_size=3)),
+        st.builds(Ready, st.sampled_from(["", "[", described().to_json()]), small, st.just("x"), st.integers(0, 1)),
+    )
+
+
+SOME = settings(
+    max_examples=60,
+    deadline=None,
+    derandomize=True,
+    phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate],  # to shrink takes minutes, and seldom helps here
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+
+
+@SOME
+@given(st.lists(st.tuples(st.floats(0.001, 0.4), rogue_messages()), max_size=12), st.integers(0, 2), st.booleans())
+def test_whatever_a_worker_sends_in_whatever_phase_the_run_ends_with_the_right_weights(
+    sent: list[tuple[float, Message]], phase: int, evaluates: bool
+) -> None:
+    """Its kind is its own: workers of one kind can condemn each other's weights, and of another they cannot."""
+    run = Fleet(workers=2, evaluate_every=2 if evaluates else 0)
+    line = run.stranger()
+    if phase:
+        line.send(Hello(PROTOCOL, SECRET, "rogue", "of its own kind"))
+    if phase > 1:
+        line.send(ready())
+    for pause_s, message in sent:
+        run.run_for(pause_s)
+        line.send(message)
+    line.close()
+    run.finish()
+    assert run.restores == 0
+
+
+Moment = tuple[float, str, int]
+
+
+@SOME
+@given(
+    st.lists(
+        st.tuples(
+            st.floats(0.0, 0.9),
+            st.sampled_from(["join", "join", "kill", "cut", "leave", "silence", "crash"]),
+            st.integers(0, 9),
+        ),
+        max_size=14,
+    ),
+    st.integers(1, 4),
+    st.integers(0, 3),
+    st.booleans(),
+)
+def test_whoever_joins_leaves_and_dies_whenever_the_weights_and_the_ledger_are_right(
+    moments: list[Moment], workers: int, save_every: int, evaluates: bool
+) -> None:
+    options = {"save_every": save_every, "evaluate_every": 2 if evaluates else 0}
+    run = Fleet(workers=workers, at_least=1, epochs=4, **options)
+    for number, (pause_s, what, who) in enumerate(moments):
+        run.run_for(pause_s)
+        if run.host.finish is not None:
+            break
+        alive = [worker for worker in run.workers.values() if worker.line is not None and not worker.dead]
+        worker = alive[who % len(alive)] if alive else None
+        if what == "join":
+            run.add(f"new{number}", slice_s=0.05 + 0.02 * who, latency_s=0.001 * (1 + who), **options)
+        elif what == "crash" and run.host.is_up:
+            run.crash_host(back_after_s=0.1 * who)
+        elif worker is not None and not worker.done:
+            disturb(run, worker, what, who)
+    run.add("last", at_s=15.0, **options)
+    run.finish(limit_s=300)
+    errors = {worker.error for worker in run.workers.values()}
+    assert errors <= {None, "The run has ended: finished."}
+
+
+def disturb(run: Fleet, worker: Worker, what: str, who: int) -> None:
+    match what:
+        case "kill":
+            worker.kill()
+        case "cut":
+            worker.lose_connection()
+        case "leave":
+            worker.wants_stop = True
+        case "silence":
+            worker._silent_until = run.clock.now + 3.0 * who

@@ -1,0 +1,237 @@
+"""Peers of other kinds: plain ones of the published protocol, faulty ones, hostile ones, and strangers."""
+
+import random
+import socket
+import struct
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from potluck.events import Stalled
+from potluck.fleet.client import Client, Lost
+from potluck.train.data import mix
+from potluck.wire import (
+    AveragedGradient,
+    BlockGradientPayload,
+    FrameReader,
+    GradientPayload,
+    Heartbeat,
+    JoinAccepted,
+    JoinRequest,
+    Message,
+    Ready,
+    ShardAssignment,
+    Shutdown,
+    SliceReport,
+    Work,
+    decode,
+    encode,
+)
+from tests.fleet import faults
+from tests.fleet.fleet import BATCH, EPOCHS, ROWS, STEPS, Fleet, assert_same, build, wait_until
+from tests.fleet.test_undisturbed import plain_run
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, torch.Tensor]:
+    return plain_run()
+
+
+class PlainPeer(threading.Thread):
+    """What another program of the published protocol would do, with a model and data of its own."""
+
+    def __init__(self, port: int, codec: str) -> None:
+        super().__init__(daemon=True)
+        self.codec = codec
+        self.socket = socket.create_connection(("127.0.0.1", port))
+        self.socket.settimeout(30)
+        self.reader = FrameReader(1 << 24)
+        self.model, self.optimizer, self.data = build(bare=True)
+        self.heard: list[type[Message]] = []
+        self.losses: list[float] = []
+        self.epoch = 0
+
+    def run(self) -> None:
+        torch.set_num_threads(1)
+        self.send(JoinRequest("plain", 0, "cpu"))
+        while data := self.socket.recv(1 << 16):
+            for payload in self.reader.feed(data):
+                message = decode(payload, self.codec)
+                self.heard.append(type(message))
+                match message:
+                    case JoinAccepted():
+                        self.worker_id = message.worker_id
+                    case ShardAssignment():
+                        self.compute(message)
+                    case AveragedGradient():
+                        self.apply(message)
+                    case Shutdown():
+                        return
+
+    def send(self, message: Message) -> None:
+        self.socket.sendall(encode(message, self.codec))
+
+    def compute(self, work: ShardAssignment) -> None:
+        epoch = (work.step - 1) // -(-ROWS // BATCH)
+        order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(mix(1, epoch)))
+        rows = order[work.shard_start : work.shard_end]
+        self.optimizer.zero_grad()
+        loss = F.cross_entropy(self.model(self.data[0][rows]), self.data[1][rows])
+        loss.backward()
+        flat = np.concatenate([p.grad.numpy().ravel() for p in self.model.parameters()])
+        self.send(Heartbeat("plain", int(time.time() * 1000)))
+        self.send(GradientPayload(work.step, self.worker_id, flat, np.float32(loss.item()), 0, len(rows)))
+
+    def apply(self, average: AveragedGradient) -> None:
+        self.losses.append(float(average.global_loss))
+        flat = torch.from_numpy(average.gradients.copy())
+        pieces = torch.split(flat, [p.numel() for p in self.model.parameters()])
+        for parameter, piece in zip(self.model.parameters(), pieces, strict=True):
+            parameter.grad = piece.view_as(parameter).clone()
+        self.optimizer.step()
+
+
+def whole_batches() -> dict[str, torch.Tensor]:
+    """Plain PyTorch: one batch, one backward, one step."""
+    model, optimizer, (x, y) = build(bare=True)
+    for epoch in range(EPOCHS):
+        order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(mix(1, epoch)))
+        for row in range(0, ROWS, BATCH):
+            rows = order[row : row + BATCH]
+            optimizer.zero_grad()
+            F.cross_entropy(model(x[rows]), y[rows]).backward()
+            optimizer.step()
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("codec", ["bincode", "entrenar"])
+def test_a_plain_peer_takes_part_in_sync(codec: str, tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, plain_peers=True, at_least=2)
+    peer = PlainPeer(fleet.server.port, codec)
+    peer.start()
+    wait_until(lambda: len(fleet.server.core.membership.ready) == 1)
+    fleet.add("ours", bare=True)
+    weights = fleet.finish()
+    peer.join(10)
+    assert len(peer.losses) == STEPS and peer.heard.count(ShardAssignment) >= STEPS - 1
+    assert {row["name"] for r in fleet.records for row in r.workers if row["rows"]} == {"ours", "plain"}
+    assert_same(peer.model.state_dict(), weights)
+    judge = whole_batches()
+    for name, value in weights.items():
+        torch.testing.assert_close(value, judge[name], rtol=2e-4, atol=2e-5)
+    assert peer.losses == pytest.approx([record.loss for record in fleet.records], rel=1e-5)
+
+
+def test_a_plain_peer_on_a_host_that_is_not_insecure_gets_nothing_but_a_closed_connection(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path)
+    for opening in (encode(JoinRequest("plain", 0, "cpu")), encode(JoinRequest("plain", 0, "cpu"), "entrenar")):
+        with socket.create_connection(("127.0.0.1", fleet.server.port), timeout=10) as stranger:
+            stranger.sendall(opening)
+            assert stranger.recv(100) == b""
+    assert fleet.server.core.refused["plain peer"] == 2
+
+
+@pytest.mark.parametrize("fault", [faults.sends_nan, faults.sends_huge])
+def test_a_spoiled_gradient_reaches_nobody_and_is_computed_again(
+    fault: Any, tmp_path: Path, expected: dict[str, torch.Tensor]
+) -> None:
+    fleet = Fleet(tmp_path, at_least=2)
+    fleet.add("faulty", fault)
+    fleet.add("sound")
+    assert_same(fleet.finish(), expected)
+    assert (tmp_path / "fired-spoiled").exists()
+    assert fleet.server.core.refused["bad payload"] >= 1
+    assert any(isinstance(e, Stalled) and "computed again" in e.doing for e in fleet.events)
+
+
+def test_samples_that_spoil_every_gradient_stop_the_run_and_are_named(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, at_least=2)
+    for name in ("a", "b"):
+        fleet.add(name, spoiled=17)
+    finish = fleet.server.wait(40)
+    assert finish is not None and finish.failed, fleet.describe()
+    assert "not finite" in finish.reason and " and again on " in finish.reason
+    order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(mix(1, 0))).tolist()
+    _, _, told = finish.reason.partition("It is positions ")
+    first, last = (int(word) for word in told.split(" of ")[0].split(" to "))
+    assert first <= order.index(17) <= last
+
+
+def test_a_worker_whose_weights_drift_gets_the_others_anew(tmp_path: Path, expected: dict[str, torch.Tensor]) -> None:
+    fleet = Fleet(tmp_path, at_least=2)
+    fleet.add("steady", slow_s=0.05)
+    wait_until(lambda: bool(fleet.server.core.membership.ready))
+    fleet.add("drifter", faults.drifts, slow_s=0.08)
+    weights = fleet.finish()
+    assert (tmp_path / "fired-drifted").exists()
+    assert fleet.server.core.refused["drifted"] == 1
+    assert_same(weights, expected)
+
+
+def test_garbage_from_strangers_disturbs_nobody(tmp_path: Path, expected: dict[str, torch.Tensor]) -> None:
+    fleet = Fleet(tmp_path, at_least=2)
+    fleet.add("a", slow_s=0.03)
+    fleet.add("b", slow_s=0.03)
+    draw = random.Random(1)
+    held = []
+    for number in range(300):
+        stranger = socket.create_connection(("127.0.0.1", fleet.server.port), timeout=5)
+        match number % 5:
+            case 0:
+                stranger.sendall(draw.randbytes(200))
+            case 1:
+                stranger.sendall(struct.pack(">I", 1 << 31))
+            case 2:
+                stranger.sendall(encode(JoinRequest("x", 0, "y"))[:-3])
+            case 3:
+                stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        held.append(stranger)
+    weights = fleet.finish()
+    for stranger in held:
+        stranger.close()
+    assert_same(weights, expected)
+
+
+def test_payloads_that_nobody_asked_for_are_counted_and_change_nothing(
+    tmp_path: Path, expected: dict[str, torch.Tensor]
+) -> None:
+    fleet = Fleet(tmp_path, at_least=1)
+    fleet.add("honest", slow_s=0.05)
+    fleet.wait_for_step(2)
+    core = fleet.server.core
+    assert core.description is not None
+    liar = Client(fleet.invite, name="liar", kind="lies", say=lambda sentence: None)
+    liar.connect()
+    liar.description = core.description
+    liar.send(Ready(core.description.to_json(), 0, "no such hash", 0))
+    part = core.description.parts[0]
+    zeros = np.zeros(part.floats, np.float32)
+    sizes = np.array(part.sizes, "<u4")
+
+    def payload(step: int) -> BlockGradientPayload:
+        return BlockGradientPayload(step, liar.worker_id, part.block or 0, core.description.blocks, zeros, sizes)
+
+    wait_until(lambda: any(seat for seat in fleet.server._seats.values() if len(fleet.server._seats) > 1))
+    for step in (0, 1, core.standing.step, core.standing.step + 1, 10**9):
+        liar.send(payload(step))
+    wait_until(lambda: core.refused["stale payload"] + core.refused["foreign payload"] >= 5)
+    liar.send(SliceReport(3, np.array([0], "<u4"), np.ones(1), np.ones(1), 0.0, b""))
+    liar.send(Ready(core.description.to_json(), 0, "", 0))  # twice: that is illegal
+    heard = []
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        message = liar.receive(timeout_s=0.2)
+        heard.append(message)
+        if isinstance(message, Lost):
+            break
+    assert isinstance(heard[-1], Lost)
+    assert not any(isinstance(message, Work) for message in heard)
+    assert_same(fleet.finish(), expected)
