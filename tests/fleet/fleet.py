@@ -88,6 +88,8 @@ def train(
 def _work(invite: str, folder: str, name: str, fault: Fault | None, options: dict[str, Any]) -> None:
     os.environ |= {INVITE: invite, "POTLUCK_NAME": name, "POTLUCK_QUIET": "1"}
     torch.set_num_threads(1)
+    if not options.get("gpu"):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     place = Path(folder)
     try:
         import potluck
@@ -159,7 +161,7 @@ class Worker:
 
     @property
     def weights(self) -> dict[str, torch.Tensor]:
-        return dict(torch.load(self.folder / f"{self.name}.pt", weights_only=True))
+        return dict(torch.load(self.folder / f"{self.name}.pt", weights_only=True, map_location="cpu"))
 
 
 # Coordinators

@@ -1,4 +1,4 @@
-"""A fleet in one process, on a clock of its own: the real Coordinator, Mean and Journal; workers, wires and disk are toys.
+"""A fleet in one process, on a clock of its own: Coordinator, Mean and Journal are real, and all around them are toys.
 
 A worker does what ElasticEngine does, message by message, with a vector of a few numbers for a model. What a slice's
 gradient is depends on its rows and on the weights alone, so a run must end with the bits of undisturbed(), which knows
@@ -145,7 +145,7 @@ class State:
 
 @functools.cache
 def undisturbed(step: int = STEPS) -> bytes:
-    """The weights of one machine after so many steps. The tree is summed as it is defined, by none of the fleet's code."""
+    """The weights of one machine after so many steps. The tree is summed as it is defined, by no code of the fleet."""
     return _undisturbed(step).weights.tobytes()
 
 

@@ -1,0 +1,58 @@
+"""Workers with GPUs: alike whoever is there, and mixed with CPUs in one run."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.fleet.fleet import STEPS, Fleet, assert_same
+
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.timeout(180),
+]
+
+
+def test_gpu_workers_compute_the_same_bits_however_many_there_are(tmp_path: Path) -> None:
+    found = []
+    for count in (1, 2):
+        folder = tmp_path / str(count)
+        folder.mkdir()
+        fleet = Fleet(folder, at_least=count)
+        for number in range(count):
+            fleet.add(f"gpu{number}", gpu=True)
+        found.append(fleet.finish(150))
+    assert_same(*found)
+
+
+def test_cpu_and_gpu_workers_mix_in_one_run(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, at_least=2)
+    fleet.add("cpu")
+    fleet.add("gpu", gpu=True)
+    finish = fleet.server.wait(150)
+    assert finish is not None and not finish.failed, fleet.describe()
+    for worker in fleet.workers:
+        worker.process.join(20)
+    a, b = (worker.weights for worker in fleet.workers)
+    assert {row["name"] for r in fleet.records for row in r.workers if row["rows"]} == {"cpu", "gpu"}
+    assert len(fleet.records) == STEPS
+    assert fleet.server.core.refused["drifted"] == 0
+    # Their optimizers round differently; the averages that they apply are the same.
+    for name in a:
+        torch.testing.assert_close(a[name].cpu(), b[name].cpu(), rtol=1e-3, atol=1e-4)
+
+
+def test_a_killed_gpu_worker_changes_no_bit(tmp_path: Path) -> None:
+    from tests.fleet.faults import PHASES
+
+    undisturbed, disturbed = tmp_path / "a", tmp_path / "b"
+    for folder in (undisturbed, disturbed):
+        folder.mkdir()
+    calm = Fleet(undisturbed)
+    calm.add("alone", gpu=True)
+    expected = calm.finish(150)
+    fleet = Fleet(disturbed, at_least=2)
+    fleet.add("victim", PHASES["half"], gpu=True)
+    fleet.add("survivor", gpu=True)
+    assert_same(fleet.finish(150), expected)
+    assert (disturbed / "fired-half").exists()
