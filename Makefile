@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 FUZZ_SECONDS ?= 60
 
-.PHONY: demo test test-slow check fuzz bench clean
+.PHONY: demo test test-slow chaos check fuzz bench clean
 
 demo: $(READY)  ## two workers on this machine train a small language model, in under two minutes
 	$(BIN)/potluck demo
@@ -15,6 +15,9 @@ test: $(READY)  ## everything that takes seconds
 
 test-slow: $(READY)  ## everything that takes minutes
 	$(BIN)/pytest -m slow
+
+chaos: $(READY)  ## workers and coordinators killed, stopped, joined and left for minutes; the weights must not change
+	$(BIN)/pytest -m slow tests/fleet
 
 check: $(READY)  ## style and types
 	$(BIN)/ruff check .

@@ -5,7 +5,8 @@ from importlib import import_module
 
 from bench import report
 
-BY_DEFAULT = ("step_time", "memory", "startup")
+FLEET = ("star", "crowd", "coordinator_memory", "pause", "elastic_step")
+BY_DEFAULT = ("step_time", "memory", "startup", *FLEET)
 NAMES = (*BY_DEFAULT, "h200")
 
 

@@ -5,6 +5,7 @@ Both train the same model from the same weights on the same rows, so that their 
 imported only by its own side, so that the memory of the bare one is its own.
 """
 
+import time
 from dataclasses import dataclass
 
 import torch
@@ -96,6 +97,32 @@ class Ours:
         loss, samples = next_token_loss(self.model, rows)
         self.engine.backward(loss, samples=samples)
         return self.engine.step().loss
+
+
+class Led:
+    """The same as a worker that a server leads; the environment holds its invite."""
+
+    def __init__(self, task: Task) -> None:
+        import potluck
+
+        self.engine = potluck.init(step=potluck.StepConfig(clip=CLIP))
+        world = dist.get_world_size()
+        self.weights, optimizer = task.build()
+        self.model, _, loader = self.engine.prepare(
+            self.weights, optimizer, task.tokens(world), batch_size=task.rows_per_rank * world
+        )
+        self.batches = iter(loader)
+        self.step_s: list[float] = []
+        """What engine.step() took, once the last backward had ended: the rest of the sending, averaging, applying."""
+
+    def step(self) -> float:
+        while True:  # slice by slice
+            loss, samples = next_token_loss(self.model, next(self.batches))
+            self.engine.backward(loss, samples=samples)
+            started = time.perf_counter()
+            if (done := self.engine.step()) is not None:
+                self.step_s.append(time.perf_counter() - started)
+                return float(done.loss)
 
 
 def distance(ours: nn.Module, bare: nn.Module) -> float:

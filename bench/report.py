@@ -19,12 +19,13 @@ RESULTS = Path(__file__).parent / "results"
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Ours and theirs, measured in turns: the two at one index belong together."""
+    """Ours and theirs, measured in turns: the two at one index belong together. Or a figure that stands for itself."""
 
     what: str
     unit: str
     ours: list[float]
     bare: list[float]
+    """Empty: there is nothing to compare with, and the ratio is the figure itself."""
     target: float | None
     """What the ratio ours / bare should at most be; none: it is only told."""
     at_least: bool = False
@@ -36,7 +37,7 @@ class Comparison:
 
     @property
     def median_bare(self) -> float:
-        return median(self.bare)
+        return median(self.bare) if self.bare else 1.0
 
     @property
     def ratio(self) -> float:
@@ -45,7 +46,7 @@ class Comparison:
     @property
     def quartiles(self) -> tuple[float, float]:
         """Of the ratios of single pairs: how much one pair says."""
-        ratios = [a / b for a, b in zip(self.ours, self.bare, strict=True)]
+        ratios = [a / b for a, b in zip(self.ours, self.bare or [1.0] * len(self.ours), strict=True)]
         if len(ratios) == 1:
             return ratios[0], ratios[0]
         low, _, high = quantiles(ratios, n=4, method="inclusive")
@@ -59,12 +60,15 @@ class Comparison:
 
     @property
     def target_text(self) -> str:
-        return "-" if self.target is None else f"{'at least' if self.at_least else 'at most'} {self.target}"
+        unit = "" if self.bare else f" {self.unit}"
+        return "-" if self.target is None else f"{'at least' if self.at_least else 'at most'} {self.target}{unit}"
 
     @property
     def measured_text(self) -> str:
         low, high = self.quartiles
         verdict = {True: ", met", False: ", NOT met", None: ""}[self.met]
+        if not self.bare:
+            return f"{self.ratio:.3f} {self.unit} ({low:.3f} to {high:.3f}){verdict}"
         medians = f"{self.median_ours:,.4g} against {self.median_bare:,.4g} {self.unit}"
         return f"{self.ratio:.3f} (pairs {low:.3f} to {high:.3f}){verdict}; {medians}"
 
@@ -84,6 +88,7 @@ def write(folder: Path, name: str, result: Result, *, quick: bool) -> None:
         "torch": version("torch"),
         "python": platform.python_version(),
         "cores": os.cpu_count(),
+        "machine": platform.platform(),
         "comparisons": [_record(comparison) for comparison in result.comparisons],
         "details": result.details,
     }
@@ -102,7 +107,8 @@ def summarize(folder: Path) -> None:
     lines = [" | ".join(line) for line in (header, ("---",) * 4, *cells)]
     (folder / "summary.md").write_text("".join(f"| {line} |\n" for line in lines))
     _print(header, cells)
-    _draw([comparison for comparison, _ in rows], folder / "summary.png")
+    if compared := [comparison for comparison, _ in rows if comparison.bare]:
+        _draw(compared, folder / "summary.png")
     print(f"Written to {folder}.", file=sys.stderr)
 
 
@@ -147,7 +153,7 @@ def _draw(comparisons: list[Comparison], path: Path) -> None:
     axes.set_yticks(range(len(comparisons)), [c.what.replace(", against", ",\nagainst") for c in comparisons])
     axes.invert_yaxis()
     axes.set_xlim(0, 1.05 * max(max(c.ratio, c.quartiles[1], c.target or 0) for c in comparisons))
-    axes.set_xlabel("ours / bare PyTorch: median, and the middle half of the pairs")
+    axes.set_xlabel("ours / bare: median, and the middle half of the pairs")
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)
     plt.close(figure)

@@ -43,7 +43,7 @@ def measure_as_rank(rounds: str, steps: str) -> dict[str, Any]:
             side.step()
     apart = distance(ours.weights, bare.weights)
     assert apart < 1e-4, f"the two sides do different work: their weights are apart by {apart:.1e}"
-    sides = {"ours": _timed(ours.step, int(steps)), "bare": _timed(bare.step, int(steps))}
+    sides = {"ours": timed(ours.step, int(steps)), "bare": timed(bare.step, int(steps))}
     found = take_turns("step_time", int(rounds), sides, "ms", show=speaks)
     return found | {
         "parameters": parameters_of(bare.weights),
@@ -51,7 +51,7 @@ def measure_as_rank(rounds: str, steps: str) -> dict[str, Any]:
     }
 
 
-def _timed(step: Callable[[], float], steps: int) -> Callable[[], float]:
+def timed(step: Callable[[], float], steps: int) -> Callable[[], float]:
     """Milliseconds per step of one group, on the rank that took longer."""
     import torch
     import torch.distributed as dist

@@ -11,12 +11,12 @@ from potluck.train.data import mix, seed_everything
 from tests.fleet.fleet import BATCH, EPOCHS, ROWS, SLICES, STEPS, Fleet, assert_same, build
 
 
-def plain_run() -> dict[str, torch.Tensor]:
+def plain_run(epochs: int = EPOCHS) -> dict[str, torch.Tensor]:
     """One process and no Potluck: a step's slices one after the other, their gradients added in the tree."""
     torch.set_num_threads(1)
     model, optimizer, (x, y) = build()
     step = 0
-    for epoch in range(EPOCHS):
+    for epoch in range(epochs):
         order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(mix(1, epoch)))
         for row in range(0, ROWS, BATCH):
             rows, step = min(BATCH, ROWS - row), step + 1

@@ -297,6 +297,8 @@ class Lost:
 class Parcel:
     transfer: int
     chunks: list[bytes]
+    begin: StateBegin | None
+    """Until it has been sent."""
     credit: int = 0
     cancelled: bool = False
 
@@ -325,7 +327,6 @@ class Line:
     expected: deque[Expected] = field(default_factory=deque)
     held: bool = False
     parcels: list[Parcel] = field(default_factory=list)
-    is_saving: bool = False
     received: list[Any] = field(default_factory=list)
 
     def send(self, item: Any) -> None:
@@ -372,7 +373,8 @@ class Disk:
         self._arriving, self._data = (step, json.loads(header)[0][1], on_saved), b""
 
     def feed(self, data: bytes) -> None:
-        assert self._arriving is not None
+        if self._arriving is None:  # of the next one, which was refused meanwhile
+            return
         step, size, on_saved = self._arriving
         self._data += data
         if len(self._data) >= size:
@@ -787,14 +789,20 @@ class Worker:
         self.clock.after(self.fleet.patience_s / 4, lambda: self._beat(line))
 
     def _send_chunks(self, line: Line) -> None:
-        for parcel in list(line.parcels):
-            while parcel.credit or parcel.cancelled:
-                if parcel.cancelled or not parcel.chunks:
+        """Of parcels with one number, one after the other: credit for one must not be taken for another's."""
+        for transfer in dict.fromkeys(parcel.transfer for parcel in line.parcels):
+            while mine := [parcel for parcel in line.parcels if parcel.transfer == transfer]:
+                parcel = mine[0]
+                if parcel.begin is not None:
+                    line.send(parcel.begin)
+                    parcel.begin = None
+                if parcel.cancelled or (parcel.credit and not parcel.chunks):
                     line.parcels.remove(parcel)
-                    line.is_saving &= parcel.transfer != SAVE
+                    continue
+                if not parcel.credit:
                     break
                 parcel.credit -= 1
-                line.send(StateChunk(parcel.transfer, parcel.chunks.pop(0)))
+                line.send(StateChunk(transfer, parcel.chunks.pop(0)))
                 if len(parcel.chunks) == 3:
                     self._meet("parcel", self.state.step)
 
@@ -1116,16 +1124,13 @@ class Worker:
     def _send_state(self, request: StateRequest) -> None:
         data, step, line = self.state.to_bytes(), self.state.step, self.line
         assert line is not None
-        if request.transfer == SAVE and line.is_saving:
-            return  # one at a time; if it is too old, the host asks again
-        line.is_saving |= request.transfer == SAVE
 
         def begin() -> None:
             if self.dead or self.done or not line.is_open:
                 return
             header, pieces = _packed(data)
-            line.send(StateBegin(request.transfer, step, header))
-            line.parcels.append(Parcel(request.transfer, pieces))
+            line.parcels.append(Parcel(request.transfer, pieces, StateBegin(request.transfer, step, header)))
+            self._send_chunks(line)
 
         self.clock.after(self.pack_s, begin)
 
