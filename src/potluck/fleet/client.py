@@ -4,7 +4,6 @@ One thread reads, one writes; the training thread calls what is here and never t
 lost is made again by whoever waits for the next message. Knows nothing of torch: gradients are numpy arrays.
 """
 
-import contextlib
 import json
 import random
 import socket
@@ -41,8 +40,7 @@ from potluck.wire.messages import (
 Floats = npt.NDArray[np.float32]
 HEAD_BYTES = 64
 CONTROL_BYTES = 64 << 20
-BUFFER_BYTES = 4 << 20
-FIRST_WAIT_S, LONGEST_WAIT_S = 0.05, 5.0
+FIRST_WAIT_S, LONGEST_WAIT_S = 0.05, 0.5
 GIVE_UP = 20
 """Times `patience` without a host: then the worker ends."""
 
@@ -136,9 +134,6 @@ class Client:
     def _connect_once(self, *, again: bool) -> Welcome:
         connection = socket.create_connection((self.invite.host, self.invite.port), timeout=10.0)
         try:
-            for option in (socket.SO_RCVBUF, socket.SO_SNDBUF):
-                with contextlib.suppress(OSError):
-                    connection.setsockopt(socket.SOL_SOCKET, option, BUFFER_BYTES)
             if self.invite.pin is not None:
                 encrypted = client_context().wrap_socket(connection, server_hostname=self.invite.host)
                 check_pin(encrypted, self.invite)
@@ -214,11 +209,17 @@ class Client:
             message = BlockGradientPayload(step, self.worker_id, found.block, self.description.blocks, gradients, sizes)
             self.send(message, before)
 
-    def send_parcel(self, begin: Message, transfer: int, chunks: Iterator[bytes], done: Callable[[], None]) -> None:
+    @property
+    def session(self) -> object:
+        """Changes with each connection: what was asked for over one of them is of no use over the next."""
+        return self._session
+
+    def send_parcel(
+        self, session: object, begin: Message, transfer: int, chunks: Iterator[bytes], done: Callable[[], None]
+    ) -> None:
         """Chunk by chunk, as the other end takes them, and only while nothing else is in line."""
         with self._change:
-            session = self._session
-            if session is None or session.lost is not None:
+            if not isinstance(session, _Session) or session is not self._session or session.lost is not None:
                 done()
                 return
             session.outbox.append((begin, None))

@@ -681,7 +681,8 @@ class Coordinator:
         """The weights of a worker that has them, as of the end of the step under way, and the averages since."""
         sponsor = min(self.membership.holders, key=lambda m: sum(t.sponsor == m.peer for t in self._transfers.values()))
         after = self.now.step if self.now is not None else self.standing.step
-        member.phase, member.since = Phase.CATCHING_UP, after + 1
+        self.membership.set_back(member, Phase.CATCHING_UP)
+        member.since = after + 1
         number = self._new_transfer(sponsor.peer, member.peer, after)
         return [
             Send(member.peer, Admitted(after, 1, self.standing.position())),
@@ -690,7 +691,8 @@ class Coordinator:
         ]
 
     def _send_checkpoint(self, member: Member) -> list[Effect]:
-        member.phase, member.since = Phase.CATCHING_UP, self.standing.step + 1
+        self.membership.set_back(member, Phase.CATCHING_UP)
+        member.since = self.standing.step + 1
         number = self._new_transfer(None, member.peer, self.standing.step)
         return [
             Send(member.peer, Admitted(self.standing.step, 1, self.standing.position())),
@@ -747,7 +749,7 @@ class Coordinator:
         _spare_plain_peers(working, shared)
         self._last_quotas, self._last_peers = quotas, peers
         self.now = StepUnderWay(standing.step + 1, standing.row, rows, slices, now, quotas=quotas, peers=peers)
-        for member in self.membership.members.values():
+        for member in ready:
             member.nodes, member.done, member.busy_s = [], 0, 0.0
             member.reported.clear()
         several = any(len(nodes) > 1 for nodes in shared)
@@ -956,7 +958,7 @@ class Coordinator:
             return effects
         nodes = list(member.nodes)
         member.nodes = []
-        member.phase = Phase.CATCHING_UP
+        self.membership.set_back(member, Phase.CATCHING_UP)
         if nodes and self.now is not None:
             effects += [Discard(member.peer, node) for node in nodes]
             effects += self._hand_out(self._clock, nodes)
@@ -973,7 +975,7 @@ class Coordinator:
             if member.phase is Phase.CATCHING_UP and not any(
                 t.to == member.peer and t.sponsor is None for t in self._transfers.values()
             ):
-                member.phase = Phase.GREETED
+                self.membership.set_back(member, Phase.GREETED)
                 self._waiting.append((member.peer, Ready("", 0, "", 0)))
         self._expected = int(may_come_back)
         return effects

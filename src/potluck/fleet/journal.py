@@ -29,6 +29,7 @@ CREATE INDEX IF NOT EXISTS ranges_by_step ON ranges (step);
 class Journal:
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._kept: dict[str, str] = {}
         try:
             # The server's lock lets one thread in at a time.
             self._base = sqlite3.connect(path, timeout=0.2, isolation_level=None, check_same_thread=False)
@@ -80,6 +81,9 @@ class Journal:
             self._base.execute("DELETE FROM ranges WHERE step > ?", (step,))
 
     def keep(self, name: str, value: str) -> None:
+        if self._kept.get(name) == value:
+            return
+        self._kept[name] = value
         with self._base:
             self._base.execute("BEGIN IMMEDIATE")
             self._base.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (name, value))

@@ -20,8 +20,10 @@ from potluck.fleet.tree import Node, children, path
 
 Floats = npt.NDArray[np.float32]
 
-CHUNK = 1 << 17
-"""Floats: half a megabyte, which stays in a core's own cache between the read and the addition."""
+CHUNK = 1 << 18
+"""Floats: a megabyte. Less costs more turns of the interpreter, more leaves the processor's caches."""
+MOST_FREE = 16
+"""Chunks that are kept for later."""
 WILD = 1e6
 """A gradient this many times larger than any before it is taken for a fault."""
 
@@ -36,7 +38,7 @@ class _Step:
     """For each chunk of all parts: whether its mean is there."""
     window: int
     """How many chunks beyond the first unfinished one may be on their way."""
-    scale: float = 0.0
+    scale: float = math.nan
     low: int = 0
     """The first chunk that is not done."""
     waiting: dict[tuple[int, Node], Floats] = field(default_factory=dict)
@@ -121,24 +123,26 @@ class Mean:
     def _forget(self) -> None:
         if self._now is not None:
             self._free += self._now.waiting.values()
+            self._now.waiting.clear()
+            del self._free[MOST_FREE:]
             self._largest = max(self._largest, self._now.largest)
             self._now = None
 
     def _take_buffer(self) -> Floats:
-        with self._change:
-            if self._free:
-                return self._free.pop()
-        return np.empty(self.chunk, np.float32)
+        try:
+            return self._free.pop()  # one operation of the interpreter: no lock
+        except IndexError:
+            return np.empty(self.chunk, np.float32)
 
     def _give_buffer(self, buffer: Floats) -> None:
-        with self._change:
+        if len(self._free) < MOST_FREE:
             self._free.append(buffer)
-            # No more is kept than the step under way could need.
-            limit = 4 + (len(self._now.waiting) if self._now is not None else 0)
-            del self._free[max(limit, 64) :]
 
     def _wait_for_turn(self, slot: "Slot", index: int) -> None:
         """Until the chunk is near enough to the first unfinished one: so memory has a bound, however many send."""
+        assert slot.step is not None
+        if index < slot.step.low + slot.step.window:
+            return
         with self._change:
             while self._is_current(slot) and slot.step is not None and index >= slot.step.low + slot.step.window:
                 self._change.wait(1.0)
@@ -151,42 +155,48 @@ class Mean:
         now, part = slot.step, slot.part
         assert now is not None
         index = self._base[part] + number
-        with self._change:
-            if not self._is_current(slot):
-                return False
-            if any(now.given.get((part, above), 0) > number for above in slot.above):
-                return False
-            if now.given.get((part, slot.node), 0) != number:
-                return False
-            now.given[part, slot.node] = number + 1
-        node = slot.node
-        for parent in reversed(slot.above[:-1]):
-            left, right = children(parent)
-            sibling = right if node == left else left
+        node, other = slot.node, None
+        for depth in range(len(slot.above) - 1, -1, -1):
             with self._change:
-                other = now.waiting.pop((index, sibling), None)
+                if node == slot.node and not self._accept(slot, part, number):
+                    return False
+                if now is not self._now:
+                    return False
+                if not depth:
+                    break
+                left, right = children(slot.above[depth - 1])
+                other = now.waiting.pop((index, right if node == left else left), None)
                 if other is None:
                     now.waiting[index, node] = buffer
                     return True
-            if parent == (0, now.slices):
+            if depth == 1:
                 break
             np.add(other[:count], buffer[:count], out=buffer[:count])
             self._give_buffer(other)
-            node = parent
-        else:
-            other = None
+            node, other = slot.above[depth - 1], None
         self._finish(now, part, number, index, buffer, other, count)
         return False
+
+    def _accept(self, slot: "Slot", part: int, number: int) -> bool:
+        """Whether this chunk is the next of its node, and nobody has given it before, also as part of a larger node."""
+        now = slot.step
+        if now is None or not self._is_current(slot):
+            return False
+        if number != max(now.given.get((part, above), 0) for above in slot.above):
+            return False
+        now.given[part, slot.node] = number + 1
+        return True
 
     def _finish(
         self, now: _Step, part: int, number: int, index: int, buffer: Floats, other: Floats | None, count: int
     ) -> None:
         """The root's chunk: the mean, in its place."""
-        with self._change:
-            while self._unsent[part] and self._now is now:
-                self._change.wait(1.0)
-            if self._now is not now:
-                return
+        if self._unsent[part]:
+            with self._change:
+                while self._unsent[part] and self._now is now:
+                    self._change.wait(1.0)
+        if self._now is not now:
+            return
         result = self.results[part][number * self.chunk : number * self.chunk + count]
         if other is not None:
             np.add(other[:count], buffer[:count], out=result)
@@ -199,10 +209,11 @@ class Mean:
                 return
             now.done[index] = 1
             now.left[part] -= 1
-            while now.low < len(now.done) and now.done[now.low]:
-                now.low += 1
+            if index == now.low:
+                while now.low < len(now.done) and now.done[now.low]:
+                    now.low += 1
+                self._change.notify_all()
             is_part_done, is_done = now.left[part] == 0, now.low == len(now.done)
-            self._change.notify_all()
         if is_part_done:
             self.on_part(now.step, part)
         if is_done:
@@ -256,8 +267,8 @@ class Slot:
 
     def _is_sane(self, chunk: Floats) -> bool:
         assert self.step is not None
-        with np.errstate(over="ignore", invalid="ignore"):
-            size = math.sqrt(energy) if math.isfinite(energy := float(np.dot(chunk, chunk))) else math.inf
+        energy = float(np.dot(chunk, chunk))
+        size = math.sqrt(energy) if math.isfinite(energy) else math.inf
         limit = WILD * self._mean._largest
         if size == math.inf or (limit and size > limit):
             self.revoked = True

@@ -77,6 +77,7 @@ class Membership:
         self.generation = 0
         """Counts changes of who takes part."""
         self.next_id = next_id
+        self._ready: tuple[int, list[Member]] = (-1, [])
 
     def add(self, now: float, peer: int, name: str, kind: str, *, plain: bool) -> Member:
         member = Member(peer, self.next_id, name, kind, plain, heard_at=now)
@@ -94,9 +95,18 @@ class Membership:
         member.phase = Phase.READY
         self.generation += 1
 
+    def set_back(self, member: Member, phase: Phase) -> None:
+        """It no longer takes part, or not yet."""
+        self.generation += member.is_ready
+        member.phase = phase
+
     @property
     def ready(self) -> list[Member]:
-        return sorted((m for m in self.members.values() if m.is_ready), key=lambda m: m.worker_id)
+        """In order of their ids. Found anew only when somebody came or went: there may be a thousand who wait."""
+        if self._ready[0] != self.generation:
+            found = sorted((m for m in self.members.values() if m.is_ready), key=lambda m: m.worker_id)
+            self._ready = self.generation, found
+        return self._ready[1]
 
     @property
     def holders(self) -> list[Member]:

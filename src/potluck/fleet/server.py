@@ -51,8 +51,6 @@ HEAD_BYTES = 64
 CONTROL_BYTES = 16 << 20
 """The longest message without gradients."""
 TICK_S = 0.1
-BUFFER_BYTES = 4 << 20
-"""Of each socket, both ways: less makes two busy cores take turns more often than they need to."""
 
 
 class Saver(Protocol):
@@ -322,9 +320,6 @@ class Server:
         if guest is None or guest.codec is None:
             return
         plain = self.core.membership.members[effect.peer].plain
-        for option in (socket.SO_RCVBUF, socket.SO_SNDBUF):
-            with contextlib.suppress(OSError):
-                guest.socket.setsockopt(socket.SOL_SOCKET, option, BUFFER_BYTES)
         seat = Seat(guest.peer, Pipe(guest.socket), guest.codec, plain, effect.since, time.monotonic())
         self._seats[guest.peer] = seat
         step, parts = self._formed
@@ -381,6 +376,7 @@ class Server:
 
     def _read(self, seat: Seat) -> None:
         why = "it closed the connection"
+        np.seterr(over="ignore", invalid="ignore")  # of this thread: what is not finite is found, and told
         try:
             while self._read_message(seat):
                 pass

@@ -184,10 +184,10 @@ class ElasticEngine(Engine):
                 self._await_step()
                 continue
             work, self._work = self._work, None
-            session = self.client._session
+            session = self.client.session
             self._begin_work(work)
             for index in range(len(self._slices)):
-                if session is not self.client._session or self.stopping or self.step_number >= work.step:
+                if session is not self.client.session or self.stopping or self.step_number >= work.step:
                     break
                 start, end = self._bounds[self._slices[index]]
                 self._sums.start_slice()
@@ -597,6 +597,7 @@ class ElasticEngine(Engine):
         replica = self._prepared()
         snapshot = take_snapshot(replica, self._standing(), [])
         folder = Path(tempfile.mkdtemp(prefix="potluck-state-"))
+        session = self.client.session
 
         def work() -> None:
             try:
@@ -604,6 +605,7 @@ class ElasticEngine(Engine):
                 header = pack(place)
                 begin = StateBegin(request.transfer, snapshot.step, header)
                 self.client.send_parcel(
+                    session,
                     begin,
                     request.transfer,
                     chunks(place, header),

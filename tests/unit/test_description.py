@@ -1,0 +1,183 @@
+"""What a worker says that it trains: whatever else arrives is a refusal, and what differs is a sentence."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from potluck.errors import TheirProtocolError
+from potluck.fleet import description
+from potluck.fleet.description import BUFFERS, MAX_FLOATS, Description, Part
+
+DESCRIBED = Description(
+    parts=(Part(1, None, (3, 4)), Part(0, None, (3, 4)), Part(None, 2, (12,)), Part(None, BUFFERS, (1, 0))),
+    model="a hash",
+    rows=1000,
+    batch=32,
+    slices=8,
+    seed=7,
+    unit=2.0**-5,
+    samples_per_row=64.0,
+    policy="sync",
+    told={"name": "a run", "steps_total": 12},
+)
+TABLE = json.loads(DESCRIBED.to_json())
+
+
+def changed(**values: Any) -> str:
+    return json.dumps(TABLE | values)
+
+
+def test_a_description_comes_back_as_it_was() -> None:
+    assert Description.from_json(DESCRIBED.to_json()) == DESCRIBED
+
+
+def test_it_knows_its_floats_and_blocks() -> None:
+    assert DESCRIBED.floats == 27 and DESCRIBED.blocks == 2
+    assert [part.key for part in DESCRIBED.parts] == [("block", 1), ("block", 0), ("component", 2), ("component", 255)]
+
+
+def part(**values: Any) -> list[dict[str, Any]]:
+    return [{"block": 0, "component": None, "sizes": [1]} | values]
+
+
+MALFORMED = {
+    "nothing": "",
+    "no JSON": "{",
+    "a number": "1",
+    "a string": '"parts"',
+    "null": "null",
+    "a list": "[]",
+    "an empty table": "{}",
+    "not UTF-8 once decoded": '"\\ud800"',
+    "parts missing": json.dumps({k: v for k, v in TABLE.items() if k != "parts"}),
+    "model missing": json.dumps({k: v for k, v in TABLE.items() if k != "model"}),
+    "something more": changed(more=1),
+    "parts a number": changed(parts=1),
+    "parts a string": changed(parts="ab"),
+    "parts a table": changed(parts={"block": 1}),
+    "no parts": changed(parts=[]),
+    "a part a number": changed(parts=[1]),
+    "a part a list": changed(parts=[[]]),
+    "a part without sizes": changed(parts=[{"block": 0, "component": None}]),
+    "a part without a place": changed(parts=part(block=None)),
+    "a part with two places": changed(parts=part(component=1)),
+    "block below 0": changed(parts=part(block=-1)),
+    "block a float": changed(parts=part(block=1.0)),
+    "block true": changed(parts=part(block=True)),
+    "block a string": changed(parts=part(block="0")),
+    "component 256": changed(parts=part(block=None, component=256)),
+    "sizes a number": changed(parts=part(sizes=3)),
+    "sizes a string": changed(parts=part(sizes="12")),
+    "sizes a table": changed(parts=part(sizes={"1": 2})),
+    "sizes empty": changed(parts=part(sizes=[])),
+    "sizes zero": changed(parts=part(sizes=[0])),
+    "sizes below 0": changed(parts=part(sizes=[5, -1])),
+    "sizes a float": changed(parts=part(sizes=[1.5])),
+    "sizes of lists": changed(parts=part(sizes=[[1]])),
+    "sizes true": changed(parts=part(sizes=[True])),
+    "sizes null": changed(parts=part(sizes=[None])),
+    "a part too large": changed(parts=part(sizes=[MAX_FLOATS + 1])),
+    "two parts alike": changed(parts=part() * 2),
+    "rows 0": changed(rows=0),
+    "rows a float": changed(rows=10.0),
+    "rows a string": changed(rows="10"),
+    "rows a list": changed(rows=[1]),
+    "rows null": changed(rows=None),
+    "batch below 0": changed(batch=-32),
+    "batch true": changed(batch=True),
+    "slices 0": changed(slices=0),
+    "slices too many": changed(slices=(1 << 16) + 1),
+    "unit 0": changed(unit=0),
+    "unit above 1": changed(unit=1.5),
+    "unit NaN": changed(unit=float("nan")),
+    "unit infinite": changed(unit=float("inf")),
+    "unit a string": changed(unit="0.5"),
+    "unit null": changed(unit=None),
+    "samples per row 0": changed(samples_per_row=0),
+    "samples per row infinite": changed(samples_per_row=float("inf")),
+    "samples per row NaN": changed(samples_per_row=float("nan")),
+    "samples per row a list": changed(samples_per_row=[1]),
+    "told a list": changed(told=[]),
+    "told null": changed(told=None),
+}
+
+
+@pytest.mark.parametrize("text", MALFORMED.values(), ids=MALFORMED.keys())
+def test_what_is_no_description_is_refused(text: str) -> None:
+    with pytest.raises(TheirProtocolError, match=r"^Ready.description is not one: .+\.$"):
+        Description.from_json(text)
+
+
+def test_more_parts_than_a_model_has_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(description, "MAX_PARTS", 3)
+    with pytest.raises(TheirProtocolError, match="between 1 and 3 parts"):
+        Description.from_json(DESCRIBED.to_json())
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"parts":' * 100_000, '[{"a":' * 50_000])
+def test_a_bottomless_description_is_refused(text: str) -> None:
+    with pytest.raises(TheirProtocolError):
+        Description.from_json(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("seed", "one"), ("seed", [1]), ("model", 5), ("model", None), ("policy", {}), ("rows", 1 << 70)],
+)
+def test_a_field_of_another_type_or_beyond_what_a_message_can_say_is_refused(name: str, value: Any) -> None:
+    with pytest.raises(TheirProtocolError):
+        Description.from_json(changed(**{name: value}))
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(1 << 70), 1 << 70) | st.floats() | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(st.sampled_from([*TABLE, "block", "component", "sizes"]), json_values)
+def test_any_value_in_any_place_is_a_description_or_a_refusal(name: str, value: Any) -> None:
+    text = changed(**{name: value}) if name in TABLE else changed(parts=part(**{name: value}))
+    try:
+        found = Description.from_json(text)
+    except TheirProtocolError:
+        return
+    assert found.floats > 0 and found.rows > 0 and found.batch > 0 and 0 < found.slices <= 1 << 16
+
+
+@given(st.text(max_size=40) | json_values.map(json.dumps))
+def test_any_text_is_a_description_or_a_refusal(text: str) -> None:
+    with pytest.raises(TheirProtocolError):
+        Description.from_json(text)
+
+
+# Differences
+
+
+def test_what_is_told_to_people_may_differ() -> None:
+    assert DESCRIBED.difference(replace(DESCRIBED, told={})) is None
+
+
+BUILD = " Build the same model, data and settings on every worker."
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"model": "another"}, "Your parameter names, shapes or types are not those that this run trains."),
+        ({"parts": DESCRIBED.parts[:2]}, "Your gradient travels in other parts than this run's."),
+        ({"policy": "cadence"}, "This run's policy is sync, and yours is cadence."),
+        ({"rows": 999}, "This run has rows = 1000, and you have 999."),
+        ({"batch": 64}, "This run has batch = 32, and you have 64."),
+        ({"slices": 4}, "This run has slices = 8, and you have 4."),
+        ({"seed": 8}, "This run has seed = 7, and you have 8."),
+        ({"unit": 0.5}, "This run has unit = 0.03125, and you have 0.5."),
+    ],
+)
+def test_a_difference_is_a_sentence(change: dict[str, Any], sentence: str) -> None:
+    assert DESCRIBED.difference(replace(DESCRIBED, **change)) == sentence + BUILD

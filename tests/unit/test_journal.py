@@ -1,0 +1,232 @@
+"""The coordinator's record: what a restart goes on from, held by one process at a time."""
+
+import math
+import signal
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from potluck.errors import ConfigError
+from potluck.fleet.coordinator import Standing, StepRecord
+from potluck.fleet.description import Description, Part
+from potluck.fleet.journal import Journal
+from potluck.fleet.ledger import prove
+
+pytestmark = pytest.mark.timeout(30)
+
+DESCRIBED = Description(
+    parts=(Part(0, None, (4,)),),
+    model="a hash",
+    rows=10,
+    batch=4,
+    slices=2,
+    seed=1,
+    unit=1.0,
+    samples_per_row=1.0,
+    policy="sync",
+    told={"name": "ünïcode"},
+)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "journal.sqlite"
+
+
+@pytest.fixture
+def journal(path: Path) -> Iterator[Journal]:
+    found = Journal(path)
+    found.keep("description", DESCRIBED.to_json())
+    yield found
+    found.close()
+
+
+def record(step: int, **changes: Any) -> StepRecord:
+    """Steps of 4, 4 and 2 rows, of two slices each; worker 1 computes the second."""
+    epoch, index = divmod(step - 1, 3)
+    row, rows = 4 * index, 2 if index == 2 else 4
+    middle = row + rows // 2
+    values: dict[str, Any] = {
+        "step": step,
+        "epoch": epoch,
+        "row": row,
+        "rows": rows,
+        "rows_seen": 10 * epoch + row + rows,
+        "samples": float(rows),
+        "loss": 1.0 / step,
+        "workers": ({"rank": 0, "name": "a"}, {"rank": 1, "name": "b"}),
+        "ranges": ((row, middle, 0), (middle, row + rows, 1)),
+    }
+    return StepRecord(**(values | changes))
+
+
+def test_a_fresh_journal_stands_at_the_beginning(path: Path) -> None:
+    journal = Journal(path)
+    assert journal.standing() == journal.standing(0) == Standing()
+    assert journal.description is None and journal.fact("port") is None and journal.steps() == []
+    journal.close()
+
+
+def test_facts_are_kept_and_replaced(journal: Journal, path: Path) -> None:
+    journal.keep("port", "1")
+    journal.keep("port", "2")
+    journal.close()
+    again = Journal(path)
+    assert again.fact("port") == "2"
+    assert again.description == DESCRIBED
+    again.close()
+
+
+def test_recorded_steps_are_there_after_a_restart(journal: Journal, path: Path) -> None:
+    for step in range(1, 6):
+        journal.record(record(step))
+    journal.close()
+    again = Journal(path)
+    assert again.steps() == [1, 2, 3, 4, 5]
+    assert again.standing() == Standing(5, 1, 8, 18, [(0, 2), (2, 4), (4, 6), (6, 8)])
+    assert again.standing(2) == Standing(2, 0, 8, 8, [(0, 2), (2, 4), (4, 6), (6, 8)])
+    assert again.standing(4) == Standing(4, 1, 4, 14, [(0, 2), (2, 4)])
+    assert again.standing(0) == Standing()
+    assert again.standing(6) is None
+    assert prove(again.ranges(0), 10).holds
+    again.close()
+
+
+def test_after_an_epochs_last_step_the_next_one_begins(journal: Journal) -> None:
+    for step in range(1, 4):
+        journal.record(record(step))
+    assert journal.standing() == Standing(3, 1, 0, 10, [])
+
+
+def test_a_step_that_is_computed_again_takes_the_place_of_the_one_before(journal: Journal) -> None:
+    journal.record(record(1))
+    journal.record(record(1, ranges=((0, 4, 7),), loss=0.5))
+    assert journal.steps() == [1] and journal.ranges(0) == [(0, 4)]
+
+
+def test_a_run_that_goes_back_forgets_what_came_after(journal: Journal) -> None:
+    for step in range(1, 6):
+        journal.record(record(step))
+    journal.rewind(2)
+    assert journal.steps() == [1, 2] and journal.standing() == Standing(2, 0, 8, 8, [(0, 2), (2, 4), (4, 6), (6, 8)])
+    assert journal.ranges(1) == []
+    journal.record(record(3))
+    assert prove(journal.ranges(0), 10).holds
+    journal.rewind(0)
+    assert journal.steps() == [] and journal.standing() == Standing()
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
+def test_a_loss_that_is_no_number_can_be_recorded(loss: float, journal: Journal) -> None:
+    journal.record(record(1, loss=loss))
+    assert journal.steps() == [1]
+
+
+def test_a_record_is_whole_or_not_there(journal: Journal) -> None:
+    with pytest.raises(sqlite3.Error):
+        journal.record(record(1, ranges=((0, 2, 0), (2, None, 1))))
+    assert journal.steps() == [] and journal.ranges(0) == []
+    journal.record(record(1))
+    assert journal.steps() == [1]
+
+
+# One at a time
+
+
+BUSY = r"^Another host is using .*journal.sqlite right now. Join that one, or name another folder with --out.$"
+
+
+def test_a_second_journal_on_the_same_file_is_refused_with_a_sentence(journal: Journal, path: Path) -> None:
+    with pytest.raises(ConfigError, match=BUSY):
+        Journal(path)
+    journal.record(record(1))  # the first is none the worse
+
+
+def test_it_is_free_again_once_closed(journal: Journal, path: Path) -> None:
+    journal.close()
+    Journal(path).close()
+
+
+HOLD = """
+import sys, pathlib
+from potluck.fleet.journal import Journal
+journal = Journal(pathlib.Path(sys.argv[1]))
+journal.keep("port", "5")
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def holder(path: Path) -> Iterator["subprocess.Popen[bytes]"]:
+    """Another process that holds the journal, with a fact in it."""
+    command = [sys.executable, "-c", HOLD, str(path)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdout is not None and process.stdout.readline() == b"held\n"
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def test_a_journal_held_by_another_process_is_refused_and_its_kill_releases_it(
+    holder: "subprocess.Popen[bytes]", path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=BUSY):
+        Journal(path)
+    holder.send_signal(signal.SIGKILL)
+    holder.wait(10)
+    journal = Journal(path)
+    assert journal.fact("port") == "5"
+    journal.close()
+
+
+# Files that are none
+
+
+@pytest.mark.parametrize("data", [b"not a database" * 100, b"SQLite format 3\0" + b"\xff" * 4080, b"\0" * 5000])
+def test_a_file_that_is_no_journal_is_refused_with_a_sentence(data: bytes, path: Path) -> None:
+    path.write_bytes(data)
+    with pytest.raises(ConfigError, match="is damaged"):
+        Journal(path)
+
+
+@pytest.mark.parametrize("how", ["cut", "scrambled"])
+def test_a_damaged_journal_is_told_when_it_is_opened(how: str, journal: Journal, path: Path) -> None:
+    """Not later, from the middle of a step."""
+    many = tuple((row, row + 1, 0) for row in range(400))
+    for step in range(1, 6):
+        journal.record(record(step, ranges=many))
+    journal.close()
+    data = bytearray(path.read_bytes())
+    assert len(data) > 5 * 4096
+    if how == "cut":
+        del data[3 * 4096 :]
+    else:
+        data[4096 : 4 * 4096] = b"\x55" * (3 * 4096)
+    path.write_bytes(data)
+    with pytest.raises(ConfigError, match="is damaged"):
+        Journal(path).close()
+
+
+def test_a_folder_that_is_not_there_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^Cannot open the journal .*: unable to open database file"):
+        Journal(tmp_path / "nowhere" / "journal.sqlite")
+
+
+def test_a_journal_that_cannot_be_opened_leaves_no_file_open(path: Path) -> None:
+    def open_files() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    path.write_bytes(b"not a database" * 1000)
+    before = open_files()
+    errors = []
+    for _ in range(3):
+        with pytest.raises(ConfigError) as error:
+            Journal(path)
+        errors.append(error)  # a traceback keeps what it saw
+    assert open_files() == before
