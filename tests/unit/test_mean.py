@@ -83,7 +83,8 @@ class Step:
                         count = slot.count
                         slot.space()[:] = values[:count].tobytes()
                         values = values[count:]
-                        slot.filled()
+                        with np.errstate(over="ignore", invalid="ignore"):
+                            slot.filled()
                         poured += 1
                 finally:
                     slot.close()

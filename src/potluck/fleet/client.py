@@ -24,6 +24,7 @@ from potluck.fleet.invite import Invite, check_pin, client_context
 from potluck.fleet.pipe import Pipe
 from potluck.wire.codec import decode, encode_parts, is_bulk, open_bulk, peek
 from potluck.wire.messages import (
+    Admitted,
     AveragedBlockGradient,
     AveragedNonBlockGradient,
     BlockGradientPayload,
@@ -305,6 +306,8 @@ class Client:
                         parcel.cancelled = not message.chunks
                         break
             elif not isinstance(message, Heartbeat):
+                if isinstance(message, Admitted) and message.wait:
+                    self._means.clear()  # other weights will come, and other averages after them
                 session.inbox.append(message)
             self._change.notify_all()
 

@@ -55,7 +55,8 @@ SAVE = 0
 """The transfer that is a checkpoint for the host's disk; all others are for newcomers."""
 
 LEGAL: dict[Phase, tuple[type[Message], ...]] = {
-    Phase.GREETED: (Ready, Heartbeat, Leave),
+    # One whose sponsor died may be set back to this, and not know it yet.
+    Phase.GREETED: (Ready, Applied, Heartbeat, Leave),
     # It may have been ready before, and not know yet that its weights are to be replaced.
     Phase.CATCHING_UP: (Applied, SliceReport, EvaluateNext, SaveDue, StateBegin, StateChunk, Heartbeat, Leave),
     Phase.READY: (
@@ -365,7 +366,8 @@ class Coordinator:
         self._expected = expected
         self._alone_since: float | None = None
         self._restoring = False
-        self._digests: dict[int, dict[str, str]] = {}
+        self._digests: dict[int, dict[int, tuple[str, str]]] = {}
+        """step -> worker id -> (kind, hash of its parameters)"""
         self._transfers: dict[int, Transfer] = {}
         self._next_transfer = 1
         self._waiting: list[tuple[int, Ready]] = []
@@ -404,11 +406,9 @@ class Coordinator:
         if member.plain:
             if isinstance(message, Heartbeat):
                 return [Send(peer, message)]
-            return self._refuse(peer, "illegal", f"{type(message).__name__} is not for a worker to send.")
+            return self._refuse(peer, "illegal", "")  # a Refusal is not among the messages that it knows
         if type(message) not in LEGAL[member.phase]:
-            return self._refuse(
-                peer, "illegal", f"{type(message).__name__} is not expected from a worker that is {member.phase.name}."
-            )
+            return self._illegal(member, message)
         match message:
             case Heartbeat():
                 return [Send(peer, message)]
@@ -454,6 +454,9 @@ class Coordinator:
             effects.append(SaveAbort())
         effects += self._ask_for_save()
         if self.now is not None and (nodes := list(member.nodes)):
+            if member.plain:  # what its rows weigh was only taken for granted
+                for number in (number for node in nodes for number in range(*node)):
+                    self.now.reports.pop(number, None)
             effects += self._hand_out(now, nodes)
         if member.is_ready and not self.membership.holders:
             effects += self._nobody_holds(now, may_come_back=not member.leaving)
@@ -642,14 +645,14 @@ class Coordinator:
             return self.on_tick(now) if not self._expected else []
         if ready.holds and ready.step == under_way:
             return self._admit(now, member, ready, since=ready.step + 1)
-        same = ready.digest in known.values()
+        same = any(ready.digest == told for _, told in known.values())
         if ready.step == step and (same or (ready.holds and not known)):
             return self._admit(now, member, ready, since=step + 1)
         return self._catch_up(member)
 
     def _admit(self, now: float, member: Member, ready: Ready, since: int) -> list[Effect]:
         member.applied, member.since = ready.step, since
-        self._digests.setdefault(ready.step, {}).setdefault(member.kind, ready.digest)
+        self._digests.setdefault(ready.step, {})[member.worker_id] = (member.kind, ready.digest)
         effects: list[Effect] = [
             Send(member.peer, Admitted(ready.step, 0, self.standing.position())),
             Subscribe(member.peer, since),
@@ -925,13 +928,21 @@ class Coordinator:
         return done
 
     def _on_applied(self, now: float, member: Member, applied: Applied) -> list[Effect]:
+        if member.phase is Phase.GREETED:
+            if not any(peer == member.peer for peer, _ in self._waiting):
+                return self._illegal(member, applied)
+            self._waiting = [(peer, ready) for peer, ready in self._waiting if peer != member.peer]
+            return self._place(now, member, Ready("", applied.step, applied.digest, 1))
         member.applied = max(member.applied, applied.step)
         effects: list[Effect] = []
         if (record := self._records.pop(applied.step, None)) is not None:
             effects.append(StepApplied(record, applied.lr, applied.norm, applied.fault))
-        right = self._digests.setdefault(applied.step, {}).setdefault(member.kind, applied.digest)
-        if applied.digest != right and member.phase is not Phase.GREETED:
-            return effects + self._on_drift(member, applied)
+        self._digests.setdefault(applied.step, {})[member.worker_id] = (member.kind, applied.digest)
+        wrong = self._drifted_at(applied.step, member.kind)
+        for other in [m for m in self.membership.members.values() if m.worker_id in wrong]:
+            effects += self._on_drift(other, applied.step)
+        if member.worker_id in wrong:
+            return effects
         if member.phase is Phase.CATCHING_UP and applied.step >= self.standing.step:
             for number in [t.number for t in self._transfers.values() if t.to == member.peer]:
                 del self._transfers[number]
@@ -939,17 +950,25 @@ class Coordinator:
             effects += self._take_in(now, member)
         return effects
 
-    def _on_drift(self, member: Member, applied: Applied) -> list[Effect]:
+    def _drifted_at(self, step: int, kind: str) -> list[int]:
+        """Workers of a kind whose hash is not that of most of them, or, where it is a draw, not the first of them's."""
+        told = {who: found for who, (theirs, found) in self._digests[step].items() if theirs == kind}
+        counts = Counter(told.values())
+        right = min(told, key=lambda who: (-counts[told[who]], who))
+        return [who for who, found in told.items() if found != told[right]]
+
+    def _on_drift(self, member: Member, step: int) -> list[Effect]:
         """Its parameters are not the others': it gets theirs."""
         self.refused["drifted"] += 1
+        del self._digests[step][member.worker_id]
         self._drifted = True
-        others = [m for m in self.membership.holders if m is not member and m.applied >= applied.step - 1]
+        others = [m for m in self.membership.holders if m is not member and m.applied >= step - 1]
         effects: list[Effect] = [
             Emit(
                 Stalled(
                     worker=member.worker_id,
                     name=member.name,
-                    doing=f"its weights after step {applied.step} are not the others', and are sent to it anew",
+                    doing=f"its weights after step {step} are not the others', and are sent to it anew",
                     seconds=0.0,
                 )
             )
@@ -1103,6 +1122,13 @@ class Coordinator:
 
     def _is_everybody_gone(self) -> bool:
         return not self.membership.members
+
+    def _illegal(self, member: Member, message: Message) -> list[Effect]:
+        return self._refuse(
+            member.peer,
+            "illegal",
+            f"{type(message).__name__} is not expected from a worker that is {member.phase.name}.",
+        )
 
     def _refuse(self, peer: int, kind: str, sentence: str) -> list[Effect]:
         """Without a sentence the peer hears nothing at all."""

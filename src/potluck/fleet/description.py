@@ -87,7 +87,7 @@ class Description:
                 raise ValueError("unit lies in (0, 1], and samples_per_row above 0")
             if not isinstance(described.told, dict) or described.slices > 1 << 16:
                 raise ValueError("told is a table, and slices at most 65,536")
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise TheirProtocolError(f"Ready.description is not one: {error}.") from None
         return described
 

@@ -92,7 +92,7 @@ class Lobby:
     def send(self, peer: int, data: bytes) -> None:
         with self._lock:
             guest = self._guests.get(peer)
-            if guest is not None:
+            if guest is not None and len(guest.out) + len(data) <= KNOWN_BYTES:
                 guest.out += data
                 self._flush(guest)
 
@@ -148,7 +148,11 @@ class Lobby:
             connection.setblocking(False)
             guest = Guest(self._new_peer(), connection, time.monotonic(), FrameReader(UNKNOWN_BYTES))
             if self._tls is not None:
-                guest.socket = self._tls.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
+                try:
+                    guest.socket = self._tls.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
+                except (OSError, ValueError):  # it has gone already
+                    connection.close()
+                    continue
                 guest.shaking = True
             with self._lock:
                 self._guests[guest.peer] = self._strangers[guest.peer] = guest
@@ -169,7 +173,9 @@ class Lobby:
             self._end(guest, "the connection broke")
 
     def _read(self, guest: Guest) -> None:
-        for _ in range(16):
+        turns = 16  # then somebody else has a turn; what TLS has already taken in would not wake us again
+        while turns > 0 or (isinstance(guest.socket, ssl.SSLSocket) and not guest.shaking and guest.socket.pending()):
+            turns -= 1
             if guest.peer not in self._guests or guest.closing:
                 return
             try:
@@ -205,7 +211,8 @@ class Lobby:
         if guest.closing and not guest.out:
             self._drop(guest)
         elif guest.peer in self._guests and not self._stopped:
-            wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if guest.out else 0)
+            wanted = 0 if guest.closing else selectors.EVENT_READ
+            wanted |= selectors.EVENT_WRITE if guest.out else 0
             self._selector.modify(guest.socket, wanted, guest)
 
     def _end(self, guest: Guest, why: str) -> None:

@@ -83,7 +83,7 @@ class Unpacker:
 def _read_header(header: str) -> list[tuple[str, int]]:
     try:
         files = [(str(name), int(size)) for name, size in json.loads(header)]
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         raise TheirProtocolError("StateBegin.header is not a list of files.") from None
     if not 0 < len(files) <= MAX_FILES:
         raise TheirProtocolError(f"StateBegin.header lists {len(files)} files; between 1 and {MAX_FILES} are taken.")

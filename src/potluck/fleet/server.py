@@ -51,6 +51,7 @@ HEAD_BYTES = 64
 CONTROL_BYTES = 16 << 20
 """The longest message without gradients."""
 TICK_S = 0.1
+LAST_WORDS_S = 1.0
 
 
 class Saver(Protocol):
@@ -72,6 +73,8 @@ class _Expected:
     nodes: tuple[Node, ...]
     weights: tuple[float, ...]
     at: int = 0
+    came: set[int] = field(default_factory=set)
+    useless: set[Node] = field(default_factory=set)
 
 
 @dataclass(eq=False)
@@ -85,7 +88,6 @@ class Seat:
     since: int
     heard_at: float
     expected: deque[_Expected] = field(default_factory=deque)
-    useless: set[tuple[int, Node]] = field(default_factory=set)
     held: bool = False
     """Its bytes are not being read, on purpose."""
     slot: Slot | None = None
@@ -93,7 +95,7 @@ class Seat:
     """Whether it is sent averages part by part, or, as a plain peer that sends whole gradients, in one."""
     queue: deque["_Out"] = field(default_factory=deque)
     change: threading.Condition = field(default_factory=threading.Condition)
-    closing: bool = False
+    closing_at: float | None = None
     gone: bool = False
 
 
@@ -105,6 +107,8 @@ class _Out:
     step: int = 0
     part: int = -1
     credit: tuple[int, int] | None = None
+    raw: bytes = b""
+    """What the lobby had yet to send."""
 
 
 class Server:
@@ -137,6 +141,10 @@ class Server:
         self._ended = threading.Event()
         self._threads: list[threading.Thread] = []
         self._restored: tuple[Path, int] | None = None
+        self._limit = self._plain_limit = CONTROL_BYTES
+        self._parts: dict[tuple[str, int], int] = {}
+        self._forward: list[int] = []
+        self._tails: list[np.ndarray] = []
         listener = _listen(host, port)
         self.port: int = listener.getsockname()[1]
         self._lobby = Lobby(
@@ -165,7 +173,7 @@ class Server:
         deadline = time.monotonic() + 2.0
         for seat in list(self._seats.values()):
             with seat.change:
-                seat.closing = True
+                seat.closing_at = time.monotonic()
                 seat.change.notify_all()
         while self._seats and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -185,8 +193,12 @@ class Server:
 
     def _act(self, decide: Callable[[float], list[Effect]]) -> None:
         with self._lock:
-            for effect in decide(time.monotonic()):
-                self._do(effect)
+            try:
+                for effect in decide(time.monotonic()):
+                    self._do(effect)
+            except Exception as error:  # of a thread of ours: nobody would hear of it, and everybody would wait
+                log.exception("the coordinator failed")
+                self._do(core.Finish(str(error) or type(error).__name__, failed=True))
 
     def _do(self, effect: Effect) -> None:
         match effect:
@@ -202,7 +214,6 @@ class Server:
             case core.BeginStep():
                 for seat in self._seats.values():
                     seat.expected.clear()
-                    seat.useless.clear()
                 self._formed = effect.step, []
                 assert self.mean is not None
                 self.mean.begin(effect.step, effect.slices, nodes=effect.nodes, several=effect.several)
@@ -212,8 +223,8 @@ class Server:
                 self._seats[effect.peer].expected.append(_Expected(effect.step, effect.nodes, effect.weights))
             case core.Discard() if effect.peer in self._seats:
                 seat = self._seats[effect.peer]
-                assert self.core.now is not None
-                seat.useless.add((self.core.now.step, effect.node))
+                for expected in seat.expected:
+                    expected.useless.add(effect.node)
                 if seat.slot is not None and seat.slot.node == effect.node:
                     seat.slot.revoked = True
             case core.SetScale() if self.mean is not None:
@@ -280,13 +291,18 @@ class Server:
     def _send_checkpoint(self, peer: int, transfer: int) -> None:
         assert self._restored is not None
         folder, step = self._restored
-        header = pack(folder)
-        self._send_now(peer, StateBegin(transfer, step, header))
-        for data in chunks(folder, header):
-            seat = self._seats.get(peer)
-            while seat is not None and len(seat.queue) > 8 and not seat.gone:
-                time.sleep(0.005)
-            self._send_now(peer, StateChunk(transfer, data))
+        try:
+            header = pack(folder)
+            self._send_now(peer, StateBegin(transfer, step, header))
+            for data in chunks(folder, header):
+                seat = self._seats.get(peer)
+                while seat is not None and len(seat.queue) > 8 and not seat.gone:
+                    time.sleep(0.005)
+                self._send_now(peer, StateChunk(transfer, data))
+        except OSError as error:  # it was removed meanwhile: the newcomer comes again, and gets a newer one
+            log.warning("the checkpoint in %s cannot be sent: %s", folder, error)
+            with self._lock:
+                self._close(peer)
 
     def _save_begin(self, effect: core.SaveBegin) -> None:
         def on_saved(step: int, folder: str, error: str, size: int) -> None:
@@ -326,7 +342,7 @@ class Server:
         for part in parts if seat.since <= step else ():  # averages that the others have got already
             self._send_average(seat, step, part)
         if guest.out:
-            seat.pipe.send([bytes(guest.out)])
+            seat.queue.appendleft(_Out(None, raw=bytes(guest.out)))
         self._spawn(lambda: self._read(seat), f"reader {seat.peer}")
         self._spawn(lambda: self._write(seat), f"writer {seat.peer}")
 
@@ -350,10 +366,8 @@ class Server:
             self._lobby.close(peer)
             return
         with seat.change:
-            seat.closing = True
+            seat.closing_at = seat.closing_at or time.monotonic()
             seat.change.notify_all()
-        if self.core.membership.members.get(peer) is None and not seat.queue:
-            seat.pipe.close()
 
     def _lost(self, seat: Seat, why: str) -> None:
         with self._lock:
@@ -385,7 +399,8 @@ class Server:
             self.core.refused["malformed"] += 1
         except OSError as error:
             why = f"the connection broke: {error.strerror or error}"
-        self._lost(seat, why)
+        finally:  # also after a fault of ours: a seat without a reader would keep averages from being released
+            self._lost(seat, why)
 
     def _read_message(self, seat: Seat) -> bool:
         prefix = bytearray(4)
@@ -417,6 +432,8 @@ class Server:
             space = space[count:]
 
     def _read_bulk(self, seat: Seat, head: memoryview, length: int) -> None:
+        if self.mean is None:
+            raise TheirProtocolError("A gradient came before the run was described.")
         bulk = open_bulk(head, length, seat.codec)
         while bulk is None:  # component_sizes come first in the other encoding, and may be many
             if len(head) >= min(length, CONTROL_BYTES):
@@ -453,7 +470,10 @@ class Server:
                 raise TheirProtocolError("component_sizes are not those of this run's model.")
         finally:
             self._shut(seat, slot)
-        if expected is not None and part == len(self._tails) - 1:
+        is_last = expected is not None and (
+            expected.at == len(self._tails) if seat.plain else part == len(self._tails) - 1
+        )
+        if expected is not None and is_last and not slot.revoked:
             self._payload_done(seat, expected)
 
     def _read_whole(self, seat: Seat, bulk: Bulk, over: memoryview, length: int) -> None:
@@ -470,6 +490,8 @@ class Server:
                 over = self._pour(seat, slot, over)
             finally:
                 self._shut(seat, slot)
+            if slot.revoked and expected is not None:
+                expected.useless.add(expected.nodes[0])
         tail = bulk.finish(self._tail(seat, over, length - bulk.start - 4 * bulk.count))
         if expected is not None:
             node = expected.nodes[0]
@@ -486,17 +508,24 @@ class Server:
                 seat.expected.popleft()
                 return first
             wanted, node = divmod(first.at, len(first.nodes))
-            if part != wanted:
+            if part in first.came if seat.plain else part != wanted:
                 self.core.refused["foreign payload"] += 1
                 return None
             first.at += 1
+            first.came.add(part)
             if first.at == len(first.nodes) * len(self._tails):
                 seat.expected.popleft()
-            return _Expected(step, (first.nodes[node],), (first.weights[node],))
+            return _Expected(
+                step,
+                (first.nodes[node if not seat.plain else 0],),
+                (first.weights[0],),
+                first.at,
+                useless=first.useless,
+            )
 
     def _open(self, seat: Seat, expected: _Expected | None, part: int, count: int) -> Slot:
         assert self.mean is not None
-        if expected is None or (expected.step, expected.nodes[0]) in seat.useless:
+        if expected is None or expected.nodes[0] in expected.useless:
             return self.mean.open(seat.peer, -1, part, (0, 1), count)
         slot = self.mean.open(seat.peer, expected.step, part, expected.nodes[0], count, expected.weights[0])
         seat.slot = slot
@@ -516,7 +545,9 @@ class Server:
             space[:have] = over[:have]
             over = over[have:]
             self._fill(seat, space[have:])
+            seat.held = True  # it may wait for a slow receiver of the step before
             slot.filled()
+            seat.held = False
         return over
 
     def _tail(self, seat: Seat, over: memoryview, length: int) -> memoryview:
@@ -527,7 +558,7 @@ class Server:
 
     def _payload_done(self, seat: Seat, expected: _Expected) -> None:
         node = expected.nodes[0]
-        if (expected.step, node) not in seat.useless:
+        if node not in expected.useless:
             self._act(lambda now: self.core.on_payload(now, seat.peer, expected.step, node))
 
     # Writing
@@ -564,7 +595,7 @@ class Server:
         try:
             while True:
                 with seat.change:
-                    while not seat.queue and not seat.closing and not seat.gone:
+                    while not seat.queue and seat.closing_at is None and not seat.gone:
                         seat.change.wait()
                     if not seat.queue:
                         break
@@ -572,9 +603,13 @@ class Server:
                 self._write_out(seat, out)
         except OSError:
             pass  # the reader tells why
-        seat.pipe.close()
+        finally:
+            seat.pipe.close()
 
     def _write_out(self, seat: Seat, out: _Out) -> None:
+        if out.raw:
+            seat.pipe.send([out.raw])
+            return
         if out.part < 0:
             assert out.message is not None
             seat.pipe.send(encode_parts(out.message, seat.codec))
@@ -604,6 +639,8 @@ class Server:
 
     def _on_tick(self, now: float) -> list[Effect]:
         for seat in self._seats.values():
+            if seat.closing_at is not None and now - seat.closing_at > LAST_WORDS_S:
+                seat.pipe.close()  # it does not read, and averages that wait for it keep the others waiting
             self.core.on_heard(now if seat.held else seat.heard_at, seat.peer)
         return self.core.on_tick(now)
 

@@ -414,6 +414,8 @@ class ElasticEngine(Engine):
                         unpacker.feed(message.data)
                     case Committed() | Work():
                         self._later.append(message)
+                    case Admitted():  # from somebody else, or from the disk, and maybe of an earlier step
+                        self._later.clear()
             standing = self._saves.load(folder, replica, self._check_standing)
             assert standing is not None
             self._sums.start_anew()

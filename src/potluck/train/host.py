@@ -158,6 +158,8 @@ class _Host:
             on_step=self._on_step,
         )
         server.on_described = self._on_described
+        if journal.description is not None:
+            self._on_described(journal.description, from_step=steps)
         journal.keep("port", str(server.port))
         return server
 
@@ -190,18 +192,18 @@ class _Host:
 
     # What happens
 
-    def _on_described(self, description: Description) -> None:
+    def _on_described(self, description: Description, from_step: int = 0) -> None:
         told = description.told
         self._told = RunStarted(
             name=str(told.get("name") or self.folder.name),
             folder=str(self.folder),
-            workers=max(1, len(self.server.core.membership.members)) if hasattr(self, "server") else 1,
+            workers=max(1, self.order.local),
             device="whatever comes",
             parameters=description.floats,
             unit=str(told.get("unit") or "rows"),
             batch_size=description.batch,
             steps_total=_whole(told.get("steps_total")) or -(-description.rows // description.batch),
-            from_step=self.server.core.standing.step if hasattr(self, "server") else 0,
+            from_step=from_step,
         )
 
     def _on_event(self, event: Event) -> None:
