@@ -81,7 +81,7 @@ def test_workers_on_other_machines_join_encrypted_leave_and_change_no_bit(
     host = start(place, "host", "tiny.toml", "-n", "0", "--host", "0.0.0.0", "--at-least", "2", *SETTINGS)
     run = place / "runs" / "tiny"
     line = invite_of(run)
-    secret, pin = line.rsplit("/", 1)[1].split(".")
+    secret, _ = line.rsplit("/", 1)[1].split(".")
     first = join(place, line)  # pasted
     second = join(place, "-", feed=line)
     wait_until(lambda: len(steps(run)) >= 5)

@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from potluck.events import Event
-from potluck.fleet.coordinator import Coordinator, StepRecord
+from potluck.fleet.coordinator import Coordinator
+from potluck.fleet.effects import StepRecord
 from potluck.fleet.invite import INVITE, Identity, Invite
 from potluck.fleet.journal import Journal
 from potluck.fleet.ledger import prove

@@ -22,8 +22,9 @@ import numpy.typing as npt
 
 from potluck.events import Event
 from potluck.fleet import coordinator as core
-from potluck.fleet.coordinator import PROTOCOL, SAVE, Coordinator, Effect, Standing, StepRecord
+from potluck.fleet.coordinator import PROTOCOL, SAVE, Coordinator, Standing
 from potluck.fleet.description import Description, Part
+from potluck.fleet.effects import Effect, StepRecord
 from potluck.fleet.journal import Journal
 from potluck.fleet.ledger import prove
 from potluck.fleet.mean import Mean, Slot

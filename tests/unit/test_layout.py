@@ -28,6 +28,7 @@ PURE = [
     "fleet/ledger.py",
     "fleet/tree.py",
     "fleet/coordinator.py",
+    "fleet/effects.py",
     "fleet/membership.py",
     "fleet/description.py",
     "train/schedule.py",

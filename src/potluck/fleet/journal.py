@@ -9,8 +9,9 @@ import sqlite3
 from pathlib import Path
 
 from potluck.errors import ConfigError
-from potluck.fleet.coordinator import Standing, StepRecord
+from potluck.fleet.coordinator import Standing
 from potluck.fleet.description import Description
+from potluck.fleet.effects import StepRecord
 from potluck.fleet.ledger import Range
 
 _TABLES = """

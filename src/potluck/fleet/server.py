@@ -21,9 +21,10 @@ import numpy as np
 
 from potluck.errors import ConfigError, TheirProtocolError
 from potluck.events import Event
-from potluck.fleet import coordinator as core
-from potluck.fleet.coordinator import Coordinator, Effect, Standing, StepRecord
+from potluck.fleet import effects
+from potluck.fleet.coordinator import SAVE, Coordinator, Standing
 from potluck.fleet.description import BUFFERS, Description
+from potluck.fleet.effects import Effect, StepRecord
 from potluck.fleet.journal import Journal
 from potluck.fleet.lobby import Guest, Lobby
 from potluck.fleet.mean import Mean, Slot
@@ -130,7 +131,7 @@ class Server:
         self.on_event = on_event
         self.on_step = on_step
         self.on_described: Callable[[Description], None] = lambda description: None
-        self.finished: core.Finish | None = None
+        self.finished: effects.Finish | None = None
         self.mean: Mean | None = None
         self._loss = 0.0
         self._formed: tuple[int, list[int]] = (0, [])
@@ -162,7 +163,7 @@ class Server:
         self._lobby.start()
         self._spawn(self._tick, "ticker")
 
-    def wait(self, timeout_s: float | None = None) -> core.Finish | None:
+    def wait(self, timeout_s: float | None = None) -> effects.Finish | None:
         """Until the run is over; none if it is not by then."""
         self._ended.wait(timeout_s)
         return self.finished
@@ -198,61 +199,61 @@ class Server:
                     self._do(effect)
             except Exception as error:  # of a thread of ours: nobody would hear of it, and everybody would wait
                 log.exception("the coordinator failed")
-                self._do(core.Finish(str(error) or type(error).__name__, failed=True))
+                self._do(effects.Finish(str(error) or type(error).__name__, failed=True))
 
     def _do(self, effect: Effect) -> None:
         match effect:
-            case core.Send():
+            case effects.Send():
                 self._send(effect)
-            case core.Close():
+            case effects.Close():
                 log.info("peer %d is closed: %s", effect.peer, effect.why)
                 self._close(effect.peer)
-            case core.Describe():
+            case effects.Describe():
                 if self.journal is not None:
                     self.journal.keep("description", effect.description.to_json())
                 self._describe(effect.description)
-            case core.BeginStep():
+            case effects.BeginStep():
                 for seat in self._seats.values():
                     seat.expected.clear()
                 self._formed = effect.step, []
                 assert self.mean is not None
                 self.mean.begin(effect.step, effect.slices, nodes=effect.nodes, several=effect.several)
-            case core.Widen() if self.mean is not None:
+            case effects.Widen() if self.mean is not None:
                 self.mean.widen(effect.step)
-            case core.Expect() if effect.peer in self._seats:
+            case effects.Expect() if effect.peer in self._seats:
                 self._seats[effect.peer].expected.append(_Expected(effect.step, effect.nodes, effect.weights))
-            case core.Discard() if effect.peer in self._seats:
+            case effects.Discard() if effect.peer in self._seats:
                 seat = self._seats[effect.peer]
                 for expected in seat.expected:
                     expected.useless.add(effect.node)
                 if seat.slot is not None and seat.slot.node == effect.node:
                     seat.slot.revoked = True
-            case core.SetScale() if self.mean is not None:
+            case effects.SetScale() if self.mean is not None:
                 self._loss = effect.loss
                 self.mean.set_scale(effect.step, effect.scale)
-            case core.AbandonStep() if self.mean is not None:
+            case effects.AbandonStep() if self.mean is not None:
                 self.mean.abort()
                 self._formed = 0, []
-            case core.Subscribe():
+            case effects.Subscribe():
                 self._subscribe(effect)
-            case core.Record() if self.journal is not None:
+            case effects.Record() if self.journal is not None:
                 self.journal.record(effect.step)
-            case core.Emit():
+            case effects.Emit():
                 self.on_event(effect.event)
-            case core.StepApplied():
+            case effects.StepApplied():
                 self.on_step(effect.record, effect.lr, effect.norm, effect.fault)
-            case core.SaveBegin():
+            case effects.SaveBegin():
                 self._save_begin(effect)
-            case core.SaveChunk() if self.saver is not None:
+            case effects.SaveChunk() if self.saver is not None:
                 peer = effect.peer
-                self.saver.feed(effect.data, lambda: self._send_now(peer, StateMore(core.SAVE, 1)))
-            case core.SaveAbort() if self.saver is not None:
+                self.saver.feed(effect.data, lambda: self._send_now(peer, StateMore(SAVE, 1)))
+            case effects.SaveAbort() if self.saver is not None:
                 self.saver.abort()
-            case core.Restore():
+            case effects.Restore():
                 self._restore()
-            case core.SendCheckpoint():
+            case effects.SendCheckpoint():
                 self._spawn(lambda: self._send_checkpoint(effect.peer, effect.transfer), "checkpoint sender")
-            case core.Finish():
+            case effects.Finish():
                 self.finished = self.finished or effect
                 self._ended.set()
 
@@ -304,7 +305,7 @@ class Server:
             with self._lock:
                 self._close(peer)
 
-    def _save_begin(self, effect: core.SaveBegin) -> None:
+    def _save_begin(self, effect: effects.SaveBegin) -> None:
         def on_saved(step: int, folder: str, error: str, size: int) -> None:
             self._act(lambda now: self.core.on_saved(now, step, folder, error, size))
 
@@ -327,7 +328,7 @@ class Server:
         if guest.peer in self.core.membership.members:
             self._lobby.know(guest.peer)
 
-    def _subscribe(self, effect: core.Subscribe) -> None:
+    def _subscribe(self, effect: effects.Subscribe) -> None:
         seat = self._seats.get(effect.peer)
         if seat is not None:
             seat.since = effect.since
@@ -346,7 +347,7 @@ class Server:
         self._spawn(lambda: self._read(seat), f"reader {seat.peer}")
         self._spawn(lambda: self._write(seat), f"writer {seat.peer}")
 
-    def _send(self, effect: core.Send) -> None:
+    def _send(self, effect: effects.Send) -> None:
         seat = self._seats.get(effect.peer)
         if seat is None:
             codec = "bincode"
@@ -358,7 +359,7 @@ class Server:
 
     def _send_now(self, peer: int, message: Message) -> None:
         with self._lock:
-            self._send(core.Send(peer, message))
+            self._send(effects.Send(peer, message))
 
     def _close(self, peer: int) -> None:
         seat = self._seats.get(peer)

@@ -27,8 +27,9 @@ from potluck.events import (
     WorkerStep,
     WorkerWent,
 )
-from potluck.fleet.coordinator import Coordinator, Finish, StepRecord
+from potluck.fleet.coordinator import Coordinator
 from potluck.fleet.description import Description
+from potluck.fleet.effects import Finish, StepRecord
 from potluck.fleet.invite import INVITE, Identity, Invite, is_loopback
 from potluck.fleet.journal import Journal
 from potluck.fleet.server import Server

@@ -1,0 +1,186 @@
+"""What the coordinator decides, as things to do: the server does them, in their order; a test looks at them. Pure."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from potluck.events import Event
+from potluck.fleet.description import Description
+from potluck.fleet.tree import Node
+from potluck.wire.messages import Message
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One committed step, as the journal keeps it."""
+
+    step: int
+    epoch: int
+    row: int
+    rows: int
+    rows_seen: int
+    """Of all epochs, this step included."""
+    samples: float
+    loss: float
+    workers: tuple[dict[str, Any], ...]
+    ranges: tuple[tuple[int, int, int], ...]
+    """(first row, last + 1, worker id)"""
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    peer: int
+    message: Message
+    credit: tuple[int, int] | None = None
+    """(peer, transfer) to be told StateMore once this has left."""
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    peer: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Describe:
+    """The run is known now: its gradients' sizes above all."""
+
+    description: Description
+
+
+@dataclass(frozen=True, slots=True)
+class BeginStep:
+    step: int
+    slices: int
+    nodes: int
+    several: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Widen:
+    """Somebody sends several nodes of the step under way after all."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Expect:
+    """The peer will send these nodes: for each part in turn, each of them."""
+
+    peer: int
+    step: int
+    nodes: tuple[Node, ...]
+    weights: tuple[float, ...]
+    """For each node, what its gradients are multiplied by: 1 but for a plain peer, which sends means."""
+
+
+@dataclass(frozen=True, slots=True)
+class Discard:
+    """Whatever the peer still sends of this node is of no use."""
+
+    peer: int
+    node: Node
+
+
+@dataclass(frozen=True, slots=True)
+class SetScale:
+    step: int
+    scale: float
+    loss: float
+
+
+@dataclass(frozen=True, slots=True)
+class AbandonStep:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Subscribe:
+    """The peer gets every average from this step on."""
+
+    peer: int
+    since: int
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """To be on the disk before anything that follows it is sent."""
+
+    step: StepRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Emit:
+    event: Event
+
+
+@dataclass(frozen=True, slots=True)
+class StepApplied:
+    """The first worker has applied a step: now all of it is known."""
+
+    record: StepRecord
+    lr: float
+    norm: float
+    fault: str
+
+
+@dataclass(frozen=True, slots=True)
+class SaveBegin:
+    peer: int
+    step: int
+    header: str
+    keep_last: int
+
+
+@dataclass(frozen=True, slots=True)
+class SaveChunk:
+    peer: int
+    data: bytes | memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class SaveAbort:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Restore:
+    """Nobody holds the weights: go back to the newest checkpoint and tell by restored()."""
+
+
+@dataclass(frozen=True, slots=True)
+class SendCheckpoint:
+    """The checkpoint that the run was restored from, to a newcomer."""
+
+    peer: int
+    transfer: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The run is over."""
+
+    reason: str
+    failed: bool = False
+
+
+Effect = (
+    Send
+    | Close
+    | Describe
+    | BeginStep
+    | Widen
+    | Expect
+    | Discard
+    | SetScale
+    | AbandonStep
+    | Subscribe
+    | Record
+    | Emit
+    | StepApplied
+    | SaveBegin
+    | SaveChunk
+    | SaveAbort
+    | Restore
+    | SendCheckpoint
+    | Finish
+)
