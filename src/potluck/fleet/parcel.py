@@ -4,6 +4,7 @@ Knows nothing of what is in the files; a checkpoint's own checksums are checked 
 """
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
@@ -12,6 +13,7 @@ from potluck.errors import TheirProtocolError
 
 CHUNK_BYTES = 1 << 20
 MAX_FILES = 64
+_PLAIN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
 
 
 def pack(folder: Path) -> str:
@@ -83,11 +85,13 @@ class Unpacker:
 def _read_header(header: str) -> list[tuple[str, int]]:
     try:
         files = [(str(name), int(size)) for name, size in json.loads(header)]
-    except (ValueError, TypeError, RecursionError):
+    except (ValueError, TypeError, OverflowError, RecursionError):
         raise TheirProtocolError("StateBegin.header is not a list of files.") from None
     if not 0 < len(files) <= MAX_FILES:
         raise TheirProtocolError(f"StateBegin.header lists {len(files)} files; between 1 and {MAX_FILES} are taken.")
     for name, size in files:
-        if Path(name).name != name or name.startswith(".") or not name or size < 0:
-            raise TheirProtocolError(f"StateBegin.header names {name!r}, which is no plain file.")
+        if not _PLAIN.fullmatch(name) or size < 0:
+            raise TheirProtocolError(f"StateBegin.header names {name[:100]!a}, which is no plain file.")
+    if len({name for name, _ in files}) < len(files):
+        raise TheirProtocolError("StateBegin.header names a file twice.")
     return files

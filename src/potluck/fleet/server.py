@@ -61,8 +61,8 @@ class Saver(Protocol):
     def begin(self, step: int, header: str, keep_last: int, on_saved: Callable[[int, str, str, int], None]) -> None: ...
     def feed(self, data: bytes | memoryview, taken: Callable[[], None]) -> None: ...
     def abort(self) -> None: ...
-    def newest(self) -> tuple[Path, int] | None:
-        """The newest whole checkpoint and its step."""
+    def newest(self) -> tuple[Path, Standing] | None:
+        """The newest whole checkpoint, and where the run stood."""
         ...
 
 
@@ -276,15 +276,10 @@ class Server:
     def _restore(self) -> None:
         """Back to the newest checkpoint, which the ledger then ends with."""
         found = self.saver.newest() if self.saver is not None else None
-        standing: Standing | None = None
-        if found is not None and self.journal is not None:
-            standing = self.journal.standing(found[1])
-        if found is not None and standing is None and self.saver is not None:
-            raise ConfigError(
-                f"The checkpoint of step {found[1]} is there, but the journal does not know that step."
-                " Start anew in another folder."
-            )
-        self._restored = found
+        standing = found[1] if found is not None else None
+        if standing is not None and self.journal is not None:  # it knows who computed what, unless it was removed
+            standing = self.journal.standing(standing.step) or standing
+        self._restored = (found[0], found[1].step) if found is not None else None
         if self.journal is not None:
             self.journal.rewind(standing.step if standing is not None else 0)
         self._act(lambda now: self.core.restored(now, standing))

@@ -127,6 +127,9 @@ class _Host:
         identity = Identity.load_or_make(self.folder / "identity")
         self.identity = identity
         standing = journal.standing()
+        newest = self.keeper.newest() if order.resume and not (standing and standing.step) else None
+        if newest is not None:  # the journal was removed, or the run was not led by a host so far
+            standing = newest[1]
         steps = standing.step if standing is not None else 0
         if steps and not order.resume:
             raise ConfigError(

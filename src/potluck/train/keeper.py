@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from potluck.errors import PotluckError
+from potluck.fleet.coordinator import Standing
 from potluck.fleet.parcel import Unpacker
 from potluck.train import shelf
 
@@ -42,9 +43,15 @@ class Keeper:
             self._queue.put(None)
             self._queue = None
 
-    def newest(self) -> tuple[Path, int] | None:
+    def newest(self) -> tuple[Path, Standing] | None:
         found = shelf.newest(self.folder, self._pass_over)
-        return (found[0], int(found[1]["step"])) if found is not None else None
+        if found is None:
+            return None
+        path, body = found
+        step, epoch, row, rows_seen = (int(body[name]) for name in ("step", "epoch", "row", "rows_seen"))
+        if row and row == int(body["rows_in_epoch"]):
+            epoch, row = epoch + 1, 0
+        return path, Standing(step, epoch, row, rows_seen, [(0, row)] if row else [])
 
     def _write(
         self,

@@ -123,7 +123,7 @@ def host_order(
     folder = Path(out) if out else Path("runs") / name
     if out is None and not resume:
         folder = _free_folder(folder)
-    if resume and not (folder / "journal.sqlite").exists():
+    if resume and not ((folder / "journal.sqlite").exists() or (folder / "checkpoints").exists()):
         raise ConfigError(f"There is no run to resume in {folder}. Leave out --resume, or name its folder with --out.")
     try:
         config = WorkersConfig(count=max(1, workers), threads=threads)
