@@ -69,11 +69,6 @@ from tests.fleet.virtual import (
 pytestmark = pytest.mark.timeout(30)
 
 
-def broken(why: str) -> pytest.MarkDecorator:
-    """What is known to be wrong in src/potluck/fleet. Whoever mends it takes the mark away."""
-    return pytest.mark.xfail(strict=True, reason=why)
-
-
 # Losing workers
 
 
@@ -107,7 +102,6 @@ def test_a_lost_workers_slices_are_computed_by_the_others_within_the_same_step()
     assert not run.workers["w1"].slices_computed or run.workers["w1"].slices_computed[-1][0] == 1
 
 
-@broken("_commit: whoever completes the mean is not in computed_by yet, so that the dead one who reported is named")
 def test_the_ledger_names_who_computed_a_lost_workers_rows() -> None:
     """It reported them, and died before it had sent them."""
     faults = FaultScript().kill("w1", at_step=2, phase="backward")
@@ -153,7 +147,7 @@ def test_a_silent_worker_is_given_up_after_patience_and_named_with_phase_and_sec
         ("joined", 1, "building its model"),
         ("backward", 2, "sending its gradient"),
         ("sent", 2, "waiting for the others"),
-        pytest.param("committed", 1, "applying step 2", marks=broken("Member.doing looks at its next work first")),
+        ("committed", 1, "applying step 2"),
     ],
 )
 def test_what_a_silent_worker_was_doing_is_told(phase: str, step: int, doing: str) -> None:
@@ -185,7 +179,6 @@ def test_a_stall_is_told_with_name_doing_and_seconds_and_nobody_is_given_up() ->
     assert not [went for went in run.told(WorkerWent) if not went.polite]
 
 
-@broken("_tell_stalls names workers whose gradients are held back on purpose")
 def test_only_those_who_are_waited_for_are_told_as_stalled() -> None:
     """The gradients of faster workers are held back meanwhile, and that is not their fault."""
     faults = FaultScript().stall("w2", at_step=2, seconds=35)
@@ -231,7 +224,6 @@ def test_a_newcomer_that_dies_while_catching_up_is_forgotten() -> None:
     assert not run.core._transfers
 
 
-@broken("_nobody_holds: a newcomer that has the whole state is set back, and then waits for weights that nobody sends")
 def test_a_newcomer_with_the_last_holders_whole_state_goes_on_where_it_died() -> None:
     """The parcel was sent in full; whoever sent it is gone before it is unpacked."""
     run = Fleet(workers=1)
@@ -296,7 +288,6 @@ def test_the_last_holders_state_is_asked_for_before_it_goes() -> None:
     assert run.workers["next"].slices_computed[0][0] == 4
 
 
-@broken("on_saved lets a leaving last holder go though the save is older than what it has")
 def test_the_last_holder_that_leaves_while_an_older_save_is_under_way_leaves_its_newest_state() -> None:
     faults = FaultScript().leave("w0", at_step=3)
     run = Fleet(workers=1, faults=faults, save_every=2, pack_s=0.7)
@@ -305,7 +296,6 @@ def test_the_last_holder_that_leaves_while_an_older_save_is_under_way_leaves_its
     assert max(run.disk.states) == 3
 
 
-@broken("_on_leave asks for a step that the leaving worker will never apply")
 def test_the_last_holder_that_leaves_while_its_gradient_is_on_its_way_leaves_what_it_has() -> None:
     """It waits for the average when it is asked to stop, and will not apply it."""
     faults = FaultScript().leave("w0", at_step=3, phase="sent")
@@ -361,7 +351,6 @@ def test_a_run_waits_patience_for_those_who_hold_its_weights() -> None:
     assert run.workers["w0"].slices_computed[-1][0] == STEPS
 
 
-@broken("_place and Restore call each other for ever where there is no checkpoint")
 def test_a_worker_with_weights_of_a_forgotten_run_is_told_so() -> None:
     """It held step 2 when all the others were lost at step 4, and nothing was saved."""
     run = Fleet(workers=2, at_least=1)
@@ -375,7 +364,6 @@ def test_a_worker_with_weights_of_a_forgotten_run_is_told_so() -> None:
     run.finish()
 
 
-@broken("restored() admits a worker that waits for weights, with the digest ''")
 def test_a_newcomer_whose_sponsor_was_the_last_begins_anew_by_itself() -> None:
     """No checkpoint was kept, and it had half of the state."""
     faults = FaultScript()
@@ -414,7 +402,6 @@ def test_a_coordinator_started_again_from_its_journal_loses_nothing(at_s: float,
     run.journal.close()
 
 
-@broken("is_origin waits for patience at step 0, where nobody can hold anything")
 def test_a_coordinator_that_died_before_the_first_step_was_done_waits_for_nobody() -> None:
     run = Fleet(workers=2)
     run.run_for(0.1)
@@ -469,7 +456,6 @@ def test_a_worker_one_step_behind_catches_up_with_one_that_is_not() -> None:
     assert run.restores == 0
 
 
-@broken("_place forgets the standing after the step that is computed again")
 def test_the_one_ahead_may_come_after_the_one_behind_is_lost() -> None:
     """What was being computed again is on record, so that the one who has applied it can go on."""
     run = half_heard()
@@ -480,7 +466,6 @@ def test_the_one_ahead_may_come_after_the_one_behind_is_lost() -> None:
     assert run.restores == 0
 
 
-@broken("orphans of a step that is computed again are nobody's, for ever")
 def test_the_one_ahead_goes_on_alone_if_the_one_behind_is_lost() -> None:
     """Nobody is left who could compute the step again, and nobody needs it."""
     run = half_heard()
@@ -523,7 +508,6 @@ def test_quotas_stay_while_a_change_is_not_worth_it() -> None:
     assert {tuple(row["rows"] for row in record.workers) for record in whole} == {(8, 8)}
 
 
-@broken("_on_report measures over all slices that were given, also those not begun")
 def test_speed_is_measured_over_what_was_computed_in_that_time() -> None:
     """w0 was given a lost worker's slices while it was still computing its own."""
     faults = FaultScript().kill("w1", at_step=2)
@@ -602,7 +586,6 @@ def test_a_worker_that_drifted_is_given_the_weights_anew(workers: int) -> None:
     assert "DRIFTED" in run.told(EpochDone)[0].sentence
 
 
-@broken("_on_drift takes back the vote of whoever was outvoted first")
 def test_most_hashes_are_right_though_the_wrong_one_is_told_first() -> None:
     """When w1 tells another than w0, nobody can know which is right; with w2's it is two against one."""
     run = Fleet(faults=FaultScript().drift("w0", at_step=2), at_least=3)
@@ -613,7 +596,6 @@ def test_most_hashes_are_right_though_the_wrong_one_is_told_first() -> None:
     assert all(worker.weights == undisturbed() for worker in run.workers.values())
 
 
-@broken("_on_drift leaves the range with a worker that will not evaluate it")
 def test_a_worker_that_drifted_before_an_evaluation_does_not_keep_its_range() -> None:
     run = drifted(2, evaluate_every=2).finish(limit_s=300)
     assert run.faults.fired == ["drift w1"]
@@ -666,7 +648,6 @@ def test_a_worker_that_is_cut_off_while_it_evaluates_evaluates_anew() -> None:
     assert set(run.workers["w0"].validated) == {2, 4, 6}
 
 
-@broken("_return_evaluations gives the range back to the first evaluation, whichever that is")
 def test_an_evaluation_that_nobody_is_left_to_finish_does_not_disturb_the_next() -> None:
     """Its only evaluator dies; the newcomer that goes on has not trained that step, and so does not evaluate it."""
     faults = FaultScript().kill("w0", at_step=4, phase="evaluating").kill("third", at_step=8, phase="evaluating")
@@ -735,7 +716,6 @@ def test_a_stop_makes_the_step_under_way_the_last() -> None:
     assert list(run.disk.states) == [3]
 
 
-@broken("request_stop waits for a step that is not under way")
 def test_a_stop_while_the_run_waits_for_workers_ends_it() -> None:
     run = Fleet(workers=1, at_least=2)
     run.run_for(5)
@@ -777,7 +757,6 @@ def test_a_step_tells_its_loss_by_samples() -> None:
     assert first.samples == BATCH and first.loss == pytest.approx(exact, rel=1e-12)
 
 
-@broken("Ready after the end restores the run, which rewinds the journal of a finished one")
 def test_a_worker_that_is_ready_after_the_end_does_not_begin_the_run_anew() -> None:
     """It was greeted before, and nobody holds the weights any more."""
     faults = FaultScript().stall("late", at_step=1, seconds=5.0, phase="joined")
@@ -800,7 +779,6 @@ def test_a_gradient_found_bad_after_others_were_averaged_does_not_spoil_the_scal
     assert faults.fired == ["poison w0"]
 
 
-@broken("_end_transfers_of sends anew what was wholly sent; the Applied of the first ends the second")
 def test_a_newcomer_that_was_given_all_before_its_sponsor_left_is_not_sent_it_again() -> None:
     """Else it would wait for weights that nobody sends."""
     faults = FaultScript().leave("w0", at_step=3)
@@ -1004,7 +982,6 @@ def test_gradients_that_nobody_asked_for_go_nowhere() -> None:
     assert run.core.refused.total() == 4
 
 
-@broken("_scale: fsum overflows, and 1 / (samples * unit) divides by 0")
 @pytest.mark.parametrize(
     "bad",
     [report(1, [0, 1, 2, 3], loss=1.7e308), report(1, [0, 1, 2, 3], samples=1.7e308), report(1, [0], samples=5e-324)],
@@ -1018,7 +995,6 @@ def test_reports_too_large_to_be_added_are_bad(bad: SliceReport) -> None:
     assert core.refused["bad payload"] == 1
 
 
-@broken("_on_evaluate_next: fsum of inf and -inf raises")
 def test_an_evaluation_of_any_numbers_is_only_a_number() -> None:
     core, _ = in_phase(Phase.READY)
     asks = [EvaluateNext(0, 2, 1, 0, 0, 0.0, 0.0)] * 2
@@ -1030,7 +1006,6 @@ def test_an_evaluation_of_any_numbers_is_only_a_number() -> None:
     assert math.isnan(told.loss)
 
 
-@broken("_place puts a peer in line twice")
 def test_a_newcomer_that_says_twice_that_it_is_ready_is_let_in_once() -> None:
     core = Coordinator(patience_s=10, secret=SECRET, standing=Standing(4, 1, 16, 53), expected=1)
     core.description = described()
@@ -1115,7 +1090,6 @@ def test_whatever_a_worker_sends_in_whatever_phase_the_run_ends_with_the_right_w
     assert run.restores == 0
 
 
-@broken("the faults above, together")
 @SOME
 @given(st.randoms(use_true_random=True))
 def test_whoever_joins_leaves_and_dies_whenever_the_weights_and_the_ledger_are_right(draw: random.Random) -> None:

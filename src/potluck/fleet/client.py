@@ -59,12 +59,15 @@ class Means:
 
     step: int
     parts: list[Floats]
-    left: int
+    missing: set[int]
+    """A part may come twice, if the step was begun anew; it is the same bits then."""
 
 
 @dataclass
 class _Parcel:
     transfer: int
+    begin: Message | None
+    """Until it has left."""
     chunks: Iterator[bytes]
     credit: int = 0
     cancelled: bool = False
@@ -223,9 +226,7 @@ class Client:
             if not isinstance(session, _Session) or session is not self._session or session.lost is not None:
                 done()
                 return
-            session.outbox.append((begin, None))
-            session.unsent += 1
-            session.parcels.append(_Parcel(transfer, chunks, done=done))
+            session.parcels.append(_Parcel(transfer, begin, chunks, done=done))
             self._change.notify_all()
 
     def flush(self) -> None:
@@ -259,7 +260,7 @@ class Client:
             assert session is not None
             while True:
                 found = self._means.get(step)
-                if found is not None and not found.left:
+                if found is not None and not found.missing:
                     for old in [number for number in self._means if number <= step]:
                         del self._means[old]
                     return found
@@ -308,6 +309,7 @@ class Client:
             elif not isinstance(message, Heartbeat):
                 if isinstance(message, Admitted) and message.wait:
                     self._means.clear()  # other weights will come, and other averages after them
+                    self._since = message.step  # it may be an earlier step than ours, which the run has gone back to
                 session.inbox.append(message)
             self._change.notify_all()
 
@@ -354,18 +356,18 @@ class Client:
         _fill(pipe, tail[len(over) - have :])
         bulk.finish(tail)
         with self._change:
-            means.left -= 1
-            if not means.left:
+            means.missing.discard(index)
+            if not means.missing:
                 self._change.notify_all()
 
     def _means_of(self, step: int) -> Means:
         assert self.description is not None
         with self._change:
             if step <= self._since:  # already in the weights: received, and forgotten
-                return Means(step, self._new_parts(), len(self.description.parts))
+                return Means(step, self._new_parts(), set(range(len(self.description.parts))))
             if step not in self._means:
                 parts = self._spare.pop() if self._spare else self._new_parts()
-                self._means[step] = Means(step, parts, len(parts))
+                self._means[step] = Means(step, parts, set(range(len(parts))))
             return self._means[step]
 
     def _new_parts(self) -> list[Floats]:
@@ -409,16 +411,26 @@ class Client:
                 self._change.wait(left)
         return None
 
-    def _next_chunk(self, session: _Session) -> StateChunk | None:
+    def _next_chunk(self, session: _Session) -> Message | None:
+        """Of parcels with one number, one after the other: else credit for one would be taken for another's."""
+        begun: set[int] = set()
         for parcel in list(session.parcels):
+            if parcel.transfer in begun:
+                continue
             if parcel.cancelled:
                 session.parcels.remove(parcel)
                 parcel.done()
-            elif parcel.credit:
+                continue
+            begun.add(parcel.transfer)
+            if parcel.begin is not None:
+                begin, parcel.begin = parcel.begin, None
+                return begin
+            if parcel.credit:
                 data = next(parcel.chunks, None)
                 if data is None:
                     session.parcels.remove(parcel)
                     parcel.done()
+                    begun.discard(parcel.transfer)
                     continue
                 parcel.credit -= 1
                 return StateChunk(parcel.transfer, data)

@@ -9,6 +9,7 @@ import hmac
 import json
 import math
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,12 +75,13 @@ from potluck.wire.messages import (
 PROTOCOL = 1
 CHUNKS_AHEAD = 4
 """Of a parcel: so many may be on their way before the first has left here."""
+LEAST_SAMPLES, MOST_SAMPLES, MOST_LOSS = 1e-6, 1e15, 1e300
+"""What a slice may report: beyond these, sums of them would overflow or vanish."""
 SAVE = 0
 """The transfer that is a checkpoint for the host's disk; all others are for newcomers."""
 
 LEGAL: dict[Phase, tuple[type[Message], ...]] = {
-    # One whose sponsor died may be set back to this, and not know it yet.
-    Phase.GREETED: (Ready, Applied, Heartbeat, Leave),
+    Phase.GREETED: (Ready, Heartbeat, Leave),
     # It may have been ready before, and not know yet that its weights are to be replaced.
     Phase.CATCHING_UP: (Applied, SliceReport, EvaluateNext, SaveDue, StateBegin, StateChunk, Heartbeat, Leave),
     Phase.READY: (
@@ -174,6 +176,13 @@ class Transfer:
     """None: the host's own disk."""
     to: int
     step: int
+    left: int | None = None
+    """Bytes that have yet to come from the sponsor, once it has said how many there are."""
+
+    @property
+    def is_whole(self) -> bool:
+        """It no longer needs its sponsor."""
+        return self.sponsor is None or self.left == 0
 
 
 class Coordinator:
@@ -209,6 +218,8 @@ class Coordinator:
         self._expected = expected
         self._alone_since: float | None = None
         self._restoring = False
+        self._ahead: Standing | None = None
+        """After the step that is being computed again: it is on record, and somebody may have applied it."""
         self._digests: dict[int, dict[int, tuple[str, str]]] = {}
         """step -> worker id -> (kind, hash of its parameters)"""
         self._transfers: dict[int, Transfer] = {}
@@ -303,8 +314,10 @@ class Coordinator:
             effects += self._hand_out(now, nodes)
         if member.is_ready and not self.membership.holders:
             effects += self._nobody_holds(now, may_come_back=not member.leaving)
-        if self._is_everybody_gone() and (self.finished or self.stopping):
-            effects.append(Finish(self.finished or "interrupted"))
+        if self.stopping and not self.finished and not self.membership.holders:
+            effects += self._interrupt()
+        if self._is_everybody_gone() and self.finished:
+            effects.append(Finish(self.finished))
         return effects
 
     def on_heard(self, now: float, peer: int) -> None:
@@ -321,7 +334,8 @@ class Coordinator:
             effects.append(Close(member.peer, why))
             effects += self.on_closed(now, member.peer, why)
         effects += self._tell_stalls(now)
-        if self._waiting and not self.membership.holders and not self._restoring:
+        is_anybody_waiting = bool(self._waiting or self._stranded) and not self.finished
+        if is_anybody_waiting and not self.membership.holders and not self._restoring:
             waited_s = now - (self._alone_since if self._alone_since is not None else now)
             if not self._expected or waited_s >= self.patience_s:
                 self._restoring = True
@@ -344,7 +358,8 @@ class Coordinator:
 
     def on_plain_payload(self, now: float, peer: int, step: int, node: Node, loss: float) -> list[Effect]:
         """A plain peer's loss, which comes after its gradients."""
-        if self.now is None or self.now.step != step or peer not in self.membership.members:
+        member = self.membership.members.get(peer)
+        if self.now is None or self.now.step != step or member is None or node not in member.nodes:
             return []
         for number in range(*node):
             told = self.now.reports[number]
@@ -389,10 +404,12 @@ class Coordinator:
         self._saved = Saved(step, folder, error)
         if self._save_due is not None and step >= self._save_due.step:
             self._save_due = None
+        self._saver = -1
         effects: list[Effect] = [
             Send(m.peer, self._saved) for m in self.membership.members.values() if not m.plain and not m.leaving
         ]
-        effects += [Send(m.peer, Shutdown()) for m in self.membership.members.values() if m.leaving]
+        for member in [m for m in self.membership.members.values() if m.leaving]:
+            effects += self._let_go(member) if not error else [Send(member.peer, Shutdown())]
         if not error:
             effects.append(Emit(CheckpointSaved(step=step, folder=folder, stall_s=0.0, bytes=size)))
         return effects + self._ask_for_save()
@@ -403,27 +420,40 @@ class Coordinator:
         self._expected = 0
         had = standing is not None
         self.standing = standing or Standing()
-        self.previous = None
+        self.previous = self._ahead = self._save_due = None
         self._digests.clear()
-        waiting, self._waiting = self._waiting, []
+        self._records.clear()
+        self._evaluations.clear()
+        if self._saved.step > self.standing.step:  # it turned out to be damaged
+            self._saved = Saved(0, "", "")
         effects: list[Effect] = []
+        for member in self._stranded:
+            if had:
+                effects += self._send_checkpoint(member)
+            else:  # it comes again, with the weights that it made itself
+                why = "the run begins anew"
+                effects += [Close(member.peer, why), *self.on_closed(now, member.peer, why)]
+        waiting, self._waiting = self._waiting, []
         for peer, ready in waiting:
-            member = self.membership.members.get(peer)
-            if member is None:
+            newcomer = self.membership.members.get(peer)
+            if newcomer is None:
                 continue
             if had and not self.membership.holders:
-                effects += self._send_checkpoint(member)
+                effects += self._send_checkpoint(newcomer)
             else:
-                effects += self._place(now, member, ready)
+                effects += self._place(now, newcomer, ready)
         return effects
 
     def request_stop(self, now: float) -> list[Effect]:
         """Ctrl-C on the host: the step under way is the last, and is saved."""
         self.stopping = True
-        if not self.membership.holders:
-            self.finished = "interrupted"
-            return [Finish("interrupted")]
-        return []
+        return self._interrupt() if self.now is None else []
+
+    def _interrupt(self) -> list[Effect]:
+        """There is no step under way to wait for."""
+        self.finished = "interrupted"
+        told: list[Effect] = [Send(m.peer, Shutdown()) for m in self.membership.members.values()]
+        return told if self.membership.holders else [*told, Finish("interrupted")]
 
     # Coming in
 
@@ -458,6 +488,8 @@ class Coordinator:
         ]
 
     def _on_ready(self, now: float, member: Member, ready: Ready) -> list[Effect]:
+        if self.finished:
+            return [Send(member.peer, Shutdown())]
         try:
             described = Description.from_json(ready.description)
         except TheirProtocolError as error:
@@ -472,21 +504,30 @@ class Coordinator:
 
     def _place(self, now: float, member: Member, ready: Ready) -> list[Effect]:
         """Whether a worker that has built its model may go on with its own weights, or where it gets the run's."""
-        step, under_way = self.standing.step, self.now.step if self.now is not None else None
+        step = self.standing.step
         known = self._digests.get(ready.step, {})
         if not self.membership.holders:
             if ready.holds and self.previous is not None and ready.step == self.previous.step:
                 # The step after it is on record, but nobody came back who had applied it: it is computed again.
+                self._ahead = self.standing
                 self.standing, self.previous = self.previous, None
                 step = self.standing.step
-            is_origin = not ready.holds and step == 0 and not self._expected
+            is_origin = not ready.holds and step == 0
             if is_origin or (ready.holds and ready.step == step):
                 return self._admit(now, member, ready, since=step + 1)
+            if ready.holds and not step:
+                return self._refuse(
+                    member.peer,
+                    "forgotten weights",
+                    "Nobody has this run's weights any more, so that it begins anew, and yours are of step"
+                    f" {ready.step}. Start this worker again.",
+                )
+            self._waiting = [(p, theirs) for p, theirs in self._waiting if p != member.peer]
             self._waiting.append((member.peer, ready))
             if self._alone_since is None:
                 self._alone_since = now
             return self.on_tick(now) if not self._expected else []
-        if ready.holds and ready.step == under_way:
+        if ready.holds and self._ahead is not None and ready.step == self._ahead.step:
             return self._admit(now, member, ready, since=ready.step + 1)
         same = any(ready.digest == told for _, told in known.values())
         if ready.step == step and (same or (ready.holds and not known)):
@@ -496,20 +537,15 @@ class Coordinator:
     def _admit(self, now: float, member: Member, ready: Ready, since: int) -> list[Effect]:
         member.applied, member.since = ready.step, since
         self._digests.setdefault(ready.step, {})[member.worker_id] = (member.kind, ready.digest)
-        effects: list[Effect] = [
+        return [
             Send(member.peer, Admitted(ready.step, 0, self.standing.position())),
             Subscribe(member.peer, since),
             *self._take_in(now, member),
         ]
-        self._alone_since = None
-        waiting, self._waiting = self._waiting, []
-        for peer, theirs in waiting:
-            if (other := self.membership.members.get(peer)) is not None:
-                effects += self._place(now, other, theirs)
-        return effects
 
     def _take_in(self, now: float, member: Member) -> list[Effect]:
         self.membership.admit(member)
+        self._alone_since = None
         came = WorkerCame(
             worker=member.worker_id,
             name=member.name,
@@ -521,11 +557,19 @@ class Coordinator:
         if self.now is not None and self.now.orphans:
             orphans, self.now.orphans = self.now.orphans, []
             effects += self._hand_out(now, orphans)
-        return effects + self._start_step(now) + self._ask_for_save()
+        effects += self._start_step(now) + self._ask_for_save()
+        waiting, self._waiting = self._waiting, []
+        for peer, theirs in waiting:
+            if (other := self.membership.members.get(peer)) is not None:
+                effects += self._place(now, other, theirs)
+        for other in self._stranded:
+            effects += self._catch_up(other)
+        return effects
 
     def _catch_up(self, member: Member) -> list[Effect]:
         """The weights of a worker that has them, as of the end of the step under way, and the averages since."""
-        sponsor = min(self.membership.holders, key=lambda m: sum(t.sponsor == m.peer for t in self._transfers.values()))
+        busy = Counter(transfer.sponsor for transfer in self._transfers.values())
+        sponsor = min(self.membership.holders, key=lambda m: (m.leaving, busy[m.peer]))
         after = self.now.step if self.now is not None else self.standing.step
         self.membership.set_back(member, Phase.CATCHING_UP)
         member.since = after + 1
@@ -551,6 +595,13 @@ class Coordinator:
         self._transfers[number] = Transfer(number, sponsor, to, step)
         return number
 
+    @property
+    def _stranded(self) -> list[Member]:
+        """Those who were being given the weights by somebody who is gone. They may have had all of them."""
+        given = {transfer.to for transfer in self._transfers.values()}
+        members = self.membership.members.values()
+        return [m for m in members if m.phase is Phase.CATCHING_UP and m.peer not in given]
+
     def _end_transfers_of(self, peer: int) -> list[Effect]:
         effects: list[Effect] = []
         for transfer in list(self._transfers.values()):
@@ -558,7 +609,7 @@ class Coordinator:
                 del self._transfers[transfer.number]
                 if transfer.sponsor in self.membership.members:
                     effects.append(Send(transfer.sponsor, StateMore(transfer.number, 0)))
-            elif transfer.sponsor == peer:
+            elif transfer.sponsor == peer and not transfer.is_whole:
                 del self._transfers[transfer.number]
                 newcomer = self.membership.members.get(transfer.to)
                 if newcomer is not None and self.membership.holders:
@@ -571,6 +622,11 @@ class Coordinator:
     def _described(self) -> Description:
         assert self.description is not None
         return self.description
+
+    @property
+    def _latest(self) -> int:
+        """The last step that anybody can have applied: also the one under way, if it is being computed again."""
+        return self._ahead.step if self._ahead is not None else self.standing.step
 
     def _start_step(self, now: float) -> list[Effect]:
         ready = self.membership.ready
@@ -635,6 +691,8 @@ class Coordinator:
         able = able or [m for m in self.membership.holders if m.since <= self.now.step]
         able = able or [m for m in self.membership.ready if m.since <= self.now.step]
         able = [m for m in able if m.peer != avoid] or able
+        if not able and self._ahead is not None and self.membership.holders:
+            return self._skip_ahead(now)
         if not able:
             self.now.orphans += nodes
             return []
@@ -655,6 +713,12 @@ class Coordinator:
             effects += self._give(now, member, parts)
         return effects
 
+    def _skip_ahead(self, now: float) -> list[Effect]:
+        """Whoever is left has applied the step that was being computed again."""
+        assert self._ahead is not None
+        self.previous, self.standing, self._ahead, self.now = self.standing, self._ahead, None, None
+        return [AbandonStep(), *self._start_step(now)]
+
     def _on_report(self, now: float, member: Member, report: SliceReport) -> list[Effect]:
         under = self.now
         if under is None or report.step != under.step:
@@ -665,15 +729,17 @@ class Coordinator:
         if not (len(told) == len(report.samples) == len(report.loss_sums)) or not mine.issuperset(told):
             self.refused["foreign report"] += 1
             return []
+        if not mine:  # it was taken from it meanwhile
+            return []
         bad: list[Node] = []
         for number, samples, loss_sum in zip(told, report.samples, report.loss_sums, strict=True):
             member.reported.add(number)
-            if not (math.isfinite(loss_sum) and math.isfinite(samples) and samples >= 0):
+            if not (abs(loss_sum) < MOST_LOSS and (samples == 0 or LEAST_SAMPLES < samples < MOST_SAMPLES)):
                 bad += [node for node in member.nodes if node[0] <= number < node[1] and node not in bad]
             else:
                 under.reports.setdefault(number, Slice(float(samples), float(loss_sum), member.worker_id))
         _either(under.used, bytes(report.used))
-        member.measure(len(mine), report.busy_s)
+        member.measure(len(mine & member.reported), report.busy_s)
         member.busy_s += report.busy_s
         under.busy[member.worker_id] = member.busy_s
         effects: list[Effect] = []
@@ -690,8 +756,9 @@ class Coordinator:
         # A plain peer that sends blocks never tells its loss.
         told = [found for found in slices if not math.isnan(found.loss_sum)]
         weight = math.fsum(found.samples for found in told)
-        under.loss = math.fsum(found.loss_sum for found in told) / weight if weight else math.nan
-        scale = 1 / (under.samples * self._described.unit) if under.samples else 0.0
+        under.loss = _total(found.loss_sum for found in told) / weight if weight else math.nan
+        weighed = under.samples * self._described.unit
+        scale = 1 / weighed if weighed else 0.0
         return [SetScale(under.step, scale, under.loss)]
 
     def _commit(self, now: float) -> list[Effect]:
@@ -699,6 +766,9 @@ class Coordinator:
         assert under is not None
         self._scale()  # plain peers tell their loss after their gradients
         bounds = slice_rows(under.row, under.rows, under.slices)
+        for member in self.membership.members.values():
+            for number in (number for node in member.nodes for number in range(*node)):
+                under.computed_by.setdefault(number, member.worker_id)
         by = {number: under.computed_by.get(number, under.reports[number].worker_id) for number in under.reports}
         ranges = tuple((*bounds[number], by[number]) for number in sorted(by))
         workers = tuple(
@@ -723,6 +793,7 @@ class Coordinator:
             workers,
             ranges,
         )
+        self._ahead = None
         self.previous = Standing(standing.step, standing.epoch, standing.row, standing.rows_seen, list(standing.ranges))
         standing.step, standing.row = under.step, under.row + under.rows
         standing.rows_seen += under.rows
@@ -771,11 +842,11 @@ class Coordinator:
         return done
 
     def _on_applied(self, now: float, member: Member, applied: Applied) -> list[Effect]:
-        if member.phase is Phase.GREETED:
-            if not any(peer == member.peer for peer, _ in self._waiting):
-                return self._illegal(member, applied)
-            self._waiting = [(peer, ready) for peer, ready in self._waiting if peer != member.peer]
-            return self._place(now, member, Ready("", applied.step, applied.digest, 1))
+        if applied.step > self._latest:
+            self.refused["applied too early"] += 1
+            return []
+        if self._awaits_weights(member):
+            return []  # said before it read that it will be given other weights
         member.applied = max(member.applied, applied.step)
         effects: list[Effect] = []
         if (record := self._records.pop(applied.step, None)) is not None:
@@ -783,7 +854,8 @@ class Coordinator:
         self._digests.setdefault(applied.step, {})[member.worker_id] = (member.kind, applied.digest)
         wrong = self._drifted_at(applied.step, member.kind)
         for other in [m for m in self.membership.members.values() if m.worker_id in wrong]:
-            effects += self._on_drift(other, applied.step)
+            if other.applied <= applied.step and not self._awaits_weights(other):
+                effects += self._on_drift(other, applied.step)
         if member.worker_id in wrong:
             return effects
         if member.phase is Phase.CATCHING_UP and applied.step >= self.standing.step:
@@ -792,6 +864,10 @@ class Coordinator:
             member.since = min(member.since, applied.step + 1)
             effects += self._take_in(now, member)
         return effects
+
+    def _awaits_weights(self, member: Member) -> bool:
+        """It will be given others, whatever it says of those it has."""
+        return any(t.to == member.peer and not t.is_whole for t in self._transfers.values())
 
     def _drifted_at(self, step: int, kind: str) -> list[int]:
         """Workers of a kind whose hash is not that of most of them, or, where it is a draw, not the first of them's."""
@@ -803,7 +879,6 @@ class Coordinator:
     def _on_drift(self, member: Member, step: int) -> list[Effect]:
         """Its parameters are not the others': it gets theirs."""
         self.refused["drifted"] += 1
-        del self._digests[step][member.worker_id]
         self._drifted = True
         others = [m for m in self.membership.holders if m is not member and m.applied >= step - 1]
         effects: list[Effect] = [
@@ -824,7 +899,19 @@ class Coordinator:
         if nodes and self.now is not None:
             effects += [Discard(member.peer, node) for node in nodes]
             effects += self._hand_out(self._clock, nodes)
-        return effects + self._catch_up(member)
+        return effects + self._rely_no_more_on(member) + self._catch_up(member)
+
+    def _rely_no_more_on(self, member: Member) -> list[Effect]:
+        """What it was to compute or to send with its weights comes from the others."""
+        effects = self._return_evaluations(member)
+        for transfer in [t for t in self._transfers.values() if t.sponsor == member.peer and not t.is_whole]:
+            del self._transfers[transfer.number]
+            effects.append(Send(member.peer, StateMore(transfer.number, 0)))
+            effects += self._catch_up(self.membership.members[transfer.to])
+        if self._saving == member.peer:
+            self._saving = None
+            effects += [SaveAbort(), Send(member.peer, StateMore(SAVE, 0))]
+        return effects + self._ask_for_save()
 
     def _nobody_holds(self, now: float, *, may_come_back: bool) -> list[Effect]:
         self._alone_since = now
@@ -832,13 +919,8 @@ class Coordinator:
         if self.now is not None:
             self.now = None
             effects.append(AbandonStep())
-        # Those who were being given weights wait anew.
-        for member in self.membership.members.values():
-            if member.phase is Phase.CATCHING_UP and not any(
-                t.to == member.peer and t.sponsor is None for t in self._transfers.values()
-            ):
-                self.membership.set_back(member, Phase.GREETED)
-                self._waiting.append((member.peer, Ready("", 0, "", 0)))
+        if self._ahead is not None:  # whoever comes back may have applied what was being computed again
+            self.previous, self.standing, self._ahead = self.standing, self._ahead, None
         self._expected = int(may_come_back)
         return effects
 
@@ -856,6 +938,7 @@ class Coordinator:
         refusal = Refusal(4, self.finished + ".")
         effects: list[Effect] = [Send(m.peer, refusal) for m in self.membership.members.values() if not m.plain]
         effects += [Send(m.peer, Shutdown()) for m in self.membership.members.values() if m.plain]
+        self.now = None
         return [*effects, AbandonStep(), Finish(self.finished + ".", failed=True)]
 
     # Between steps
@@ -866,44 +949,54 @@ class Coordinator:
             return [Send(member.peer, done)]
         if not 0 < ask.rows <= 1 << 48 or not 0 < ask.size <= ask.rows:
             return self._refuse(member.peer, "illegal", "EvaluateNext has no rows.")
+        if member.phase is Phase.CATCHING_UP:  # it will have other weights; those who keep theirs look
+            return [Send(member.peer, Evaluated(ask.step, 0.0, 0.0))]
         evaluation = self._evaluations.setdefault(ask.step, Evaluation(ask.rows, ask.size))
-        if member.evaluating == (ask.start, ask.end) and ask.start < ask.end:
+        effects: list[Effect] = []
+        if member.evaluating == (ask.step, ask.start, ask.end):
             evaluation.done[ask.start] = (ask.end, ask.loss_sum, ask.samples)
             member.evaluating = None
+        else:
+            effects = self._return_evaluations(member)
         if evaluation.is_done:
-            total = math.fsum(loss for _, loss, _ in evaluation.done.values())
-            samples = math.fsum(samples for _, _, samples in evaluation.done.values())
+            total = _total(loss for _, loss, _ in evaluation.done.values())
+            samples = _total(samples for _, _, samples in evaluation.done.values())
             done = Evaluated(ask.step, total, samples)
             self._evaluated = {ask.step: done}
             del self._evaluations[ask.step]
             loss = total / samples if samples else math.nan
             peers = [member.peer, *evaluation.waiting]
             return [Emit(Validated(step=ask.step, loss=loss)), *(Send(peer, done) for peer in peers)]
-        return self._next_range(member, ask.step, evaluation)
+        return effects + self._next_range(member, ask.step, evaluation)
 
     def _next_range(self, member: Member, step: int, evaluation: Evaluation) -> list[Effect]:
         found = evaluation.take()
         if found is None:
             evaluation.waiting.append(member.peer)
             return []
-        member.evaluating = found
+        member.evaluating = (step, *found)
         return [Send(member.peer, EvaluateRange(step, *found))]
 
     def _return_evaluations(self, member: Member) -> list[Effect]:
-        effects: list[Effect] = []
-        for step, evaluation in self._evaluations.items():
+        for evaluation in self._evaluations.values():
             evaluation.waiting = [peer for peer in evaluation.waiting if peer != member.peer]
-            if member.evaluating is not None:
-                evaluation.returned.append(member.evaluating)
-                member.evaluating = None
-                while evaluation.waiting and evaluation.returned:
-                    other = self.membership.members[evaluation.waiting.pop(0)]
-                    effects += self._next_range(other, step, evaluation)
-        return effects
+        if member.evaluating is None:
+            return []
+        (step, start, end), member.evaluating = member.evaluating, None
+        found = self._evaluations.get(step)
+        if found is None:
+            return []
+        found.returned.append((start, end))
+        if not found.waiting:
+            return []
+        return self._next_range(self.membership.members[found.waiting.pop(0)], step, found)
 
     def _on_save_due(self, member: Member, due: SaveDue) -> list[Effect]:
         if self._saved.step >= due.step and self._saved.folder:
             return [Send(member.peer, self._saved)]
+        if due.step > self._latest:
+            self.refused["due too early"] += 1
+            return []
         if self._save_due is None or due.step > self._save_due.step:
             self._save_due = due
             self._saver = self._leader
@@ -914,14 +1007,15 @@ class Coordinator:
         holders = self.membership.holders
         if self._save_due is None or self._saving is not None or not holders:
             return []
-        if any(member.worker_id == self._saver for member in self.membership.members.values()):
+        if any(member.worker_id == self._saver for member in holders):
             return []
         self._saver = holders[0].worker_id
-        return [Send(holders[0].peer, StateRequest(SAVE, self.standing.step))]
+        # What it has now, if that is news: it may be waiting for a save itself, and apply nothing before it.
+        return [Send(holders[0].peer, StateRequest(SAVE, max(self._saved.step + 1, holders[0].applied)))]
 
     def _on_state_begin(self, member: Member, begin: StateBegin) -> list[Effect]:
         if begin.transfer == SAVE:
-            if self._saving is not None:
+            if self._saving is not None or not member.is_ready:
                 return [Send(member.peer, StateMore(SAVE, 0))]
             self._saving, self._saver = member.peer, member.worker_id
             keep = self._save_due.keep_last if self._save_due is not None else 2
@@ -932,6 +1026,10 @@ class Coordinator:
         transfer = self._transfers.get(begin.transfer)
         if transfer is None or transfer.sponsor != member.peer:
             return [Send(member.peer, StateMore(begin.transfer, 0))]
+        try:
+            transfer.left = sum(int(size) for _, size in json.loads(begin.header))
+        except (ValueError, TypeError, OverflowError, RecursionError):
+            return self._refuse(member.peer, "illegal", "StateBegin.header is not a list of files.")
         newcomer = self.membership.members[transfer.to]
         newcomer.since = max(newcomer.since, begin.step + 1)
         return [Send(transfer.to, begin), Send(member.peer, StateMore(begin.transfer, CHUNKS_AHEAD))]
@@ -940,8 +1038,9 @@ class Coordinator:
         if chunk.transfer == SAVE:
             return [SaveChunk(member.peer, chunk.data)] if self._saving == member.peer else []
         transfer = self._transfers.get(chunk.transfer)
-        if transfer is None or transfer.sponsor != member.peer:
+        if transfer is None or transfer.sponsor != member.peer or transfer.left is None:
             return []
+        transfer.left = max(0, transfer.left - len(chunk.data))
         return [Send(transfer.to, chunk, credit=(member.peer, chunk.transfer))]
 
     # Going
@@ -953,14 +1052,18 @@ class Coordinator:
             members = list(self.membership.members.values())
             shut: list[Effect] = [Send(m.peer, Shutdown()) for m in members]
             return shut + [Close(m.peer, "the run is over") for m in members if m.plain]
+        return self._let_go(member)
+
+    def _let_go(self, member: Member) -> list[Effect]:
+        """The last who has the weights leaves them behind: those it has, for it will apply no other step."""
         others = [m for m in self.membership.holders if m is not member and not m.leaving]
-        is_kept = self._saved.step >= self.standing.step and bool(self._saved.folder)
-        if member.is_ready and not others and self.standing.step and not is_kept and not self.stopping:
-            self._save_due = SaveDue(self.standing.step, self._save_due.keep_last if self._save_due else 2)
-            if self._saving is None:
-                self._saver = member.worker_id
-                return [Send(member.peer, StateRequest(SAVE, self.standing.step))]
-            return []
+        is_kept = self._saved.step >= member.applied and bool(self._saved.folder)
+        if member.is_ready and not others and member.applied and not is_kept and not self.stopping:
+            self._save_due = SaveDue(member.applied, self._save_due.keep_last if self._save_due is not None else 2)
+            if self._saving is not None:
+                return []  # once that one is kept
+            self._saver = member.worker_id
+            return [Send(member.peer, StateRequest(SAVE, member.applied))]
         return [Send(member.peer, Shutdown())]
 
     def _is_everybody_gone(self) -> bool:
@@ -982,9 +1085,9 @@ class Coordinator:
     def _tell_stalls(self, now: float) -> list[Effect]:
         """Whoever keeps the others waiting is named, with what it is doing and for how long."""
         effects: list[Effect] = []
-        for member in self.membership.members.values():
-            if not member.nodes:
-                continue
+        late = [member for member in self.membership.members.values() if member.nodes]
+        # What the others send is held back until it is wanted, so that only those who still compute are waited for.
+        for member in [m for m in late if m.is_computing] or late:
             seconds = now - member.working_since
             if seconds > self.patience_s and now - member.warned_at > self.patience_s:
                 member.warned_at = now
@@ -1001,6 +1104,13 @@ def _spare_plain_peers(working: list[Member], shared: list[list[Node]]) -> None:
             kept = max(shared[index], key=lambda node: node[1] - node[0])
             shared[ours[0]] += [node for node in shared[index] if node != kept]
             shared[index] = [kept]
+
+
+def _total(values: Iterable[float]) -> float:
+    try:
+        return math.fsum(values)
+    except (OverflowError, ValueError):  # inf - inf
+        return math.nan
 
 
 def _either(bits: bytearray, others: bytes) -> None:

@@ -40,13 +40,19 @@ class Member:
     """Slices of the step under way that it has wholly sent."""
     busy_s: float = 0.0
     working_since: float = 0.0
-    evaluating: tuple[int, int] | None = None
+    evaluating: tuple[int, int, int] | None = None
+    """(step, first row, last + 1)"""
     leaving: bool = False
     warned_at: float = 0.0
 
     @property
     def is_ready(self) -> bool:
         return self.phase is Phase.READY
+
+    @property
+    def is_computing(self) -> bool:
+        """Of what it was given, something is not reported yet."""
+        return not all(self.reported.issuperset(range(*node)) for node in self.nodes)
 
     def measure(self, slices: int, busy_s: float) -> None:
         if busy_s > 0:
@@ -61,14 +67,11 @@ class Member:
             return "catching up"
         if self.evaluating:
             return "evaluating"
-        if self.nodes:
-            slices = [number for node in self.nodes for number in range(*node)]
-            if not self.reported.issuperset(slices):
-                return "computing its gradient"
-            return "sending its gradient"
-        if self.applied < committed:
+        if self.applied < committed and not self.plain:  # its next work is in its hands already
             return f"applying step {committed}"
-        return "waiting for the others"
+        if self.is_computing:
+            return "computing its gradient"
+        return "sending its gradient" if self.nodes else "waiting for the others"
 
 
 class Membership:

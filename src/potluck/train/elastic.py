@@ -283,7 +283,7 @@ class ElasticEngine(Engine):
             match message:
                 case None:
                     return None
-                case Committed() if message.step > self.step_number:
+                case Committed() if message.step == self.step_number + 1:
                     means = self.client.take_means(message.step)
                     return self._commit(message, means) if means is not None else None
                 case Work():
@@ -341,6 +341,8 @@ class ElasticEngine(Engine):
         self._sums.restore_buffers()
         self.client.connect(again=True)
         self._present()
+        if self._saved.step < self._save_due and not self._over:  # the answer may have been lost with the connection
+            self.client.send(SaveDue(self._save_due, 2))
 
     # Joining
 
@@ -424,6 +426,7 @@ class ElasticEngine(Engine):
             if unpacker is not None:
                 unpacker.close()
             shutil.rmtree(folder, ignore_errors=True)
+        self._save_due = self._saved.step  # what was due before is of a state that this worker no longer has
         self.client.pass_over_until(self.step_number)
         self._later = deque(m for m in self._later if getattr(m, "step", 0) > self.step_number)
         self.replaying = True
