@@ -120,6 +120,8 @@ class ElasticEngine(Engine):
         self._stream: torch.cuda.Stream | None = None
         self._hosted: list[Tensor] = []
         self._threads: list[threading.Thread] = []
+        self._parcels: list[Path] = []
+        """Folders that are being sent."""
         atexit.register(self.close)
 
     @property
@@ -602,6 +604,7 @@ class ElasticEngine(Engine):
         replica = self._prepared()
         snapshot = take_snapshot(replica, self._standing(), [])
         folder = Path(tempfile.mkdtemp(prefix="potluck-state-"))
+        self._parcels = [place for place in self._parcels if place.exists()] + [folder]
         session = self.client.session
 
         def work() -> None:
@@ -658,6 +661,8 @@ class ElasticEngine(Engine):
         for thread in self._threads:
             thread.join(timeout=1.0)
         self.client.close()
+        for folder in self._parcels:
+            shutil.rmtree(folder, ignore_errors=True)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
