@@ -599,8 +599,7 @@ class Coordinator:
     def _stranded(self) -> list[Member]:
         """Those who were being given the weights by somebody who is gone. They may have had all of them."""
         given = {transfer.to for transfer in self._transfers.values()}
-        members = self.membership.members.values()
-        return [m for m in members if m.phase is Phase.CATCHING_UP and m.peer not in given]
+        return [m for m in self.membership.inside if not m.is_ready and m.peer not in given]
 
     def _end_transfers_of(self, peer: int) -> list[Effect]:
         effects: list[Effect] = []
@@ -816,8 +815,8 @@ class Coordinator:
             int(self.stopping),
             told,
         )
-        for member in self.membership.members.values():
-            if not member.plain and member.phase is not Phase.GREETED and member.since <= under.step:
+        for member in self.membership.inside:
+            if not member.plain and member.since <= under.step:
                 effects.append(Send(member.peer, committed))
         if epoch is not None:
             effects.append(Emit(epoch))

@@ -80,16 +80,20 @@ class Membership:
         self.generation = 0
         """Counts changes of who takes part."""
         self.next_id = next_id
-        self._ready: tuple[int, list[Member]] = (-1, [])
+        self._changes = 0
+        """Of anybody's phase."""
+        self._found: tuple[int, list[Member], list[Member]] = (-1, [], [])
 
     def add(self, now: float, peer: int, name: str, kind: str, *, plain: bool) -> Member:
         member = Member(peer, self.next_id, name, kind, plain, heard_at=now)
         self.next_id += 1
+        self._changes += 1
         self.members[peer] = member
         return member
 
     def remove(self, peer: int) -> Member | None:
         member = self.members.pop(peer, None)
+        self._changes += 1
         if member is not None and member.is_ready:
             self.generation += 1
         return member
@@ -97,19 +101,32 @@ class Membership:
     def admit(self, member: Member) -> None:
         member.phase = Phase.READY
         self.generation += 1
+        self._changes += 1
 
     def set_back(self, member: Member, phase: Phase) -> None:
         """It no longer takes part, or not yet."""
         self.generation += member.is_ready
+        self._changes += 1
         member.phase = phase
 
     @property
     def ready(self) -> list[Member]:
-        """In order of their ids. Found anew only when somebody came or went: there may be a thousand who wait."""
-        if self._ready[0] != self.generation:
-            found = sorted((m for m in self.members.values() if m.is_ready), key=lambda m: m.worker_id)
-            self._ready = self.generation, found
-        return self._ready[1]
+        """In order of their ids."""
+        return self._find()[1]
+
+    @property
+    def inside(self) -> list[Member]:
+        """Those who are ready, or about to be: all but the greeted."""
+        return self._find()[2]
+
+    def _find(self) -> tuple[int, list[Member], list[Member]]:
+        """Anew only when somebody came, went or changed: there may be a thousand who only wait."""
+        if self._found[0] != self._changes:
+            inside = sorted(
+                (m for m in self.members.values() if m.phase is not Phase.GREETED), key=lambda m: m.worker_id
+            )
+            self._found = self._changes, [m for m in inside if m.is_ready], inside
+        return self._found
 
     @property
     def holders(self) -> list[Member]:

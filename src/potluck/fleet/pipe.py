@@ -12,7 +12,7 @@ _MOST_PARTS = 64
 LOOPBACK_BYTES = 256 << 10
 """The send buffer between processes of one machine: with a larger one, what is sent has left the processor's caches
 before it is received, and a round takes half as long again. Other connections are the system's to tune."""
-SLICE_BYTES = 256 << 10
+SLICE_BYTES = 1 << 20
 """Of one wait for bytes, so that a slow peer is heard of now and then."""
 
 
