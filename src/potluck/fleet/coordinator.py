@@ -5,7 +5,6 @@ in, who computes which slices, when a step is done, who gives the weights to a n
 sees gradients: only that they have all arrived.
 """
 
-import hmac
 import json
 import math
 from collections import Counter
@@ -41,6 +40,7 @@ from potluck.fleet.effects import (
     Subscribe,
     Widen,
 )
+from potluck.fleet.invite import is_right_secret
 from potluck.fleet.ledger import Range, prove
 from potluck.fleet.membership import Member, Membership, Phase
 from potluck.fleet.tree import Node, cover, decide_quotas, share_nodes, slice_rows
@@ -458,7 +458,7 @@ class Coordinator:
     # Coming in
 
     def _on_hello(self, now: float, peer: int, hello: Hello) -> list[Effect]:
-        if not hmac.compare_digest(hello.secret.encode(), self._secret.encode()):
+        if not is_right_secret(hello.secret, self._secret):
             return self._refuse(peer, "wrong secret", "")
         if hello.protocol != PROTOCOL:
             return self._refuse(
@@ -477,13 +477,10 @@ class Coordinator:
             return [Send(peer, Shutdown()), Close(peer, "a plain peer cannot be given the weights, and the run is on")]
         member = self.membership.add(now, peer, request.node_id, f"plain {request.backend}", plain=True)
         self.membership.admit(member)
-        came = WorkerCame(
-            worker=member.worker_id, name=member.name, kind=member.kind, step=0, workers=len(self.membership.ready)
-        )
         return [
             Send(peer, JoinAccepted(member.worker_id, len(self.membership.ready))),
             Subscribe(peer, 1),
-            Emit(came),
+            self._tell_came(member),
             *self._start_step(now),
         ]
 
@@ -546,14 +543,7 @@ class Coordinator:
     def _take_in(self, now: float, member: Member) -> list[Effect]:
         self.membership.admit(member)
         self._alone_since = None
-        came = WorkerCame(
-            worker=member.worker_id,
-            name=member.name,
-            kind=member.kind,
-            step=member.applied,
-            workers=len(self.membership.ready),
-        )
-        effects: list[Effect] = [Emit(came)]
+        effects: list[Effect] = [self._tell_came(member)]
         if self.now is not None and self.now.orphans:
             orphans, self.now.orphans = self.now.orphans, []
             effects += self._hand_out(now, orphans)
@@ -565,6 +555,17 @@ class Coordinator:
         for other in self._stranded:
             effects += self._catch_up(other)
         return effects
+
+    def _tell_came(self, member: Member) -> Emit:
+        return Emit(
+            WorkerCame(
+                worker=member.worker_id,
+                name=member.name,
+                kind=member.kind,
+                step=member.applied,
+                workers=len(self.membership.ready),
+            )
+        )
 
     def _catch_up(self, member: Member) -> list[Effect]:
         """The weights of a worker that has them, as of the end of the step under way, and the averages since."""

@@ -44,6 +44,23 @@ class Bucket:
             parameter.grad = view
         self.arrived[index] = True
 
+    def on_gradient(self, index: int, name: str, *, is_last: bool) -> None:
+        """A backward has given a gradient. `is_last`: it is the backward after which all have to be here."""
+        grad = self.parameters[index].grad
+        if grad is not None and grad.is_sparse:
+            raise ConfigError(
+                f"The gradient of {name} is sparse, and sparse gradients cannot be averaged between workers. Make its"
+                " layer with sparse=False."
+            )
+        self.take(index)
+        if is_last:
+            if index not in self.missing:
+                raise ConfigError(
+                    f"{name} got a gradient twice in one backward, as reentrant activation checkpointing does. Use"
+                    " use_reentrant=False."
+                )
+            self.missing.remove(index)
+
     def complete(self) -> None:
         """Zeros for what no backward of this rank has given."""
         for parameter, view, arrived in zip(self.parameters, self.views, self.arrived, strict=True):
@@ -115,19 +132,8 @@ class Buckets:
 
     def _hook(self, bucket: Bucket, index: int) -> Callable[[Tensor], None]:
         def on_gradient(parameter: Tensor) -> None:
-            if parameter.grad is not None and parameter.grad.is_sparse:
-                raise ConfigError(
-                    f"The gradient of {self.names[id(parameter)]} is sparse, and sparse gradients cannot be"
-                    " averaged between workers. Make its layer with sparse=False."
-                )
-            bucket.take(index)
+            bucket.on_gradient(index, self.names[id(parameter)], is_last=self._communicate)
             if self._communicate:
-                if index not in bucket.missing:
-                    raise ConfigError(
-                        f"{self.names[id(parameter)]} got a gradient twice in one backward, as reentrant activation"
-                        " checkpointing does. Use use_reentrant=False."
-                    )
-                bucket.missing.remove(index)
                 self._start_full_buckets()
 
         return on_gradient

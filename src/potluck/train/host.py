@@ -89,10 +89,11 @@ class _Host:
 
     def run(self) -> int:
         order = self.order
-        invite = self._invite()
+        invite = self._invite(order.address or _reachable(order.host))
         self._show(invite)
         self.server.start()
-        crew = Crew(list(order.command), order.workers, {INVITE: self._local_invite().line(), QUIET: "1"})
+        here = order.host if order.host not in ("0.0.0.0", "::") else "127.0.0.1"
+        crew = Crew(list(order.command), order.workers, {INVITE: self._invite(here).line(), QUIET: "1"})
         self._stack.callback(crew.close)
         crew.start([f"{LOCAL}{number}" for number in range(order.local)])
         before = {n: signal.signal(n, self._on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
@@ -167,15 +168,7 @@ class _Host:
         journal.keep("port", str(server.port))
         return server
 
-    def _invite(self) -> Invite:
-        order = self.order
-        address = order.address or _reachable(order.host)
-        if order.insecure:
-            return Invite(address, self.server.port, "", None)
-        return self.identity.invite(address, self.server.port, encrypted=self.encrypted)
-
-    def _local_invite(self) -> Invite:
-        address = self.order.host if self.order.host not in ("0.0.0.0", "::") else "127.0.0.1"
+    def _invite(self, address: str) -> Invite:
         if self.order.insecure:
             return Invite(address, self.server.port, "", None)
         return self.identity.invite(address, self.server.port, encrypted=self.encrypted)

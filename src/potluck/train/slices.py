@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from potluck.errors import ConfigError
 from potluck.fleet.description import BUFFERS, MAX_FLOATS, Part
 from potluck.fleet.tree import Node, merges
-from potluck.train.buckets import find_units
+from potluck.train.buckets import Bucket, find_units
 
 SMALL_BYTES = 1 << 20
 """Neighbouring layers outside the blocks travel together up to this size: each part costs a message."""
@@ -29,35 +29,16 @@ Send = Callable[[int, Tensor], None]
 """(part, its gradients): they stay as they are until the step is over."""
 
 
-class PartBuffer:
-    """One part's gradients, end to end in one flat tensor, and the sums that wait for the rest of their node."""
+class PartBuffer(Bucket):
+    """A part's bucket, and the sums that wait for the rest of their node."""
 
     def __init__(self, part: Part, parameters: list[nn.Parameter]) -> None:
+        super().__init__(parameters)
         self.part = part
-        self.parameters = parameters
-        self.flat = torch.zeros(part.floats, device=parameters[0].device)  # [sum of numel]
-        pieces = torch.split(self.flat, list(part.sizes))
-        self.views = [piece.view_as(p) for piece, p in zip(pieces, parameters, strict=True)]
-        self.missing = set(range(len(parameters)))
-        self.arrived = [False] * len(parameters)
         self.stack: list[Tensor] = []
         self.done: list[Tensor] = []
         """The sums of whole nodes."""
         self.spare: list[Tensor] = []
-
-    def take(self, index: int) -> None:
-        parameter, view = self.parameters[index], self.views[index]
-        assert parameter.grad is not None
-        if parameter.grad.data_ptr() != view.data_ptr():
-            view.copy_(parameter.grad)
-            parameter.grad = view
-        self.arrived[index] = True
-
-    def complete(self) -> None:
-        """Zeros for what the slice did not use."""
-        for view, arrived in zip(self.views, self.arrived, strict=True):
-            if not arrived:
-                view.zero_()
 
     def add(self, merges: int, *, ends_node: bool, is_last: bool) -> None:
         """The slice's gradient into the sums of its node."""
@@ -74,12 +55,11 @@ class PartBuffer:
         (self.done if ends_node else self.stack).append(value)
 
     def start_slice(self) -> None:
-        self.missing = set(range(len(self.parameters)))
-        self.arrived = [False] * len(self.parameters)
+        self.reset()
         for parameter in self.parameters:
             parameter.grad = None
 
-    def reset(self) -> None:
+    def forget_sums(self) -> None:
         self.spare += [kept for kept in self.stack + self.done if kept is not self.flat]
         self.stack, self.done = [], []
         del self.spare[2:]
@@ -200,7 +180,7 @@ class SliceSums:
     def reset(self) -> None:
         """Forgets what was computed."""
         for part in self.parts:
-            part.reset()
+            part.forget_sums()
             part.start_slice()
         self._changes, self._changes_done = [], []
 
@@ -219,19 +199,8 @@ class SliceSums:
 
     def _hook(self, buffer: PartBuffer, index: int) -> Callable[[Tensor], None]:
         def on_gradient(parameter: Tensor) -> None:
-            if parameter.grad is not None and parameter.grad.is_sparse:
-                raise ConfigError(
-                    f"The gradient of {self._names[id(parameter)]} is sparse, and sparse gradients cannot be"
-                    " averaged between workers. Make its layer with sparse=False."
-                )
-            buffer.take(index)
+            buffer.on_gradient(index, self._names[id(parameter)], is_last=self._communicate)
             if self._communicate:
-                if index not in buffer.missing:
-                    raise ConfigError(
-                        f"{self._names[id(parameter)]} got a gradient twice in one backward, as reentrant activation"
-                        " checkpointing does. Use use_reentrant=False."
-                    )
-                buffer.missing.remove(index)
                 while self._completed < len(self.parts) and not self.parts[self._completed].missing:
                     self._complete(self.parts[self._completed])
 
