@@ -135,8 +135,6 @@ class StepUnderWay:
     bad: dict[int, str] = field(default_factory=dict)
     """slice -> who computed it badly."""
     used: bytearray = field(default_factory=bytearray)
-    quotas: list[int] = field(default_factory=list)
-    peers: list[int] = field(default_factory=list)
     busy: dict[int, float] = field(default_factory=dict)
     """worker id -> seconds"""
     loss: float = math.nan
@@ -351,7 +349,6 @@ class Coordinator:
             return []
         member.heard_at = now
         member.nodes.remove(node)
-        member.done += node[1] - node[0]
         for number in range(*node):
             self.now.computed_by.setdefault(number, member.worker_id)
         return []
@@ -650,9 +647,9 @@ class Coordinator:
         shared = share_nodes(slices, quotas)
         _spare_plain_peers(working, shared)
         self._last_quotas, self._last_peers = quotas, peers
-        self.now = StepUnderWay(standing.step + 1, standing.row, rows, slices, now, quotas=quotas, peers=peers)
+        self.now = StepUnderWay(standing.step + 1, standing.row, rows, slices, now)
         for member in ready:
-            member.nodes, member.done, member.busy_s = [], 0, 0.0
+            member.nodes, member.busy_s = [], 0.0
             member.reported.clear()
         several = any(len(nodes) > 1 for nodes in shared)
         # A plain peer sends its parts in another order than ours, so that all of them must be able to wait.

@@ -36,8 +36,6 @@ class Member:
     """What it has been given of the step under way, and has not wholly sent."""
     reported: set[int] = field(default_factory=set)
     """Slices of that whose samples and loss it has told."""
-    done: int = 0
-    """Slices of the step under way that it has wholly sent."""
     busy_s: float = 0.0
     working_since: float = 0.0
     evaluating: tuple[int, int, int] | None = None
