@@ -10,5 +10,8 @@ pause       how long a kill -9 of a worker, or of the server, holds up the other
 elastic_step   the time of a step that a server leads, against bare DistributedDataParallel
 h200        tokens per second on one GPU, against a bare loop; only when it is named
 
+testbed/ makes real unequal machines of this one, for whichever needs them; `python -m bench.testbed` runs any command
+on such machines.
+
 Machines are noisy, so both sides are always measured in one run, in turns, and what is reported is their ratio.
 """

@@ -68,17 +68,13 @@ class Testbed:
         if sys.platform != "linux":
             raise TestbedError("A testbed needs Linux: its control groups and network namespaces.")
         self._letter = next(letter for letter in ascii_lowercase if letter not in self._letters)
-        self._letters.add(self._letter)
         self.name = f"tb{os.getpid()}{self._letter}"  # a link has a name of at most 15 letters: this, and "-199"
         count = len(self.machines)
         self._quotas = Quotas(self.name, count)
         self._network = Network(self.name, count)
         self._partition = Partition(self.name)
-        try:
-            self._reaper = Reaper(self.name, count)
-        except OSError as error:
-            self._letters.remove(self._letter)
-            raise TestbedError(f"A testbed needs Linux 5.3 or newer ({error.strerror}).") from None
+        self._reaper = Reaper(self.name, count)
+        self._letters.add(self._letter)
         try:
             self._make()
         except BaseException:

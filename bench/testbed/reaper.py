@@ -31,7 +31,10 @@ class Reaper:
     def __init__(self, name: str, count: int) -> None:
         self._name, self._count = name, count
         # The end of a process shows on its pidfd even while children that it has forked hold the pipe open.
-        ours = os.pidfd_open(os.getpid())
+        try:
+            ours = os.pidfd_open(os.getpid())
+        except OSError as error:
+            raise TestbedError(f"A testbed needs a kernel with pidfd_open, Linux 5.3 ({error.strerror}).") from None
         try:
             self._process = subprocess.Popen(
                 [
