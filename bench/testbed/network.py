@@ -11,6 +11,7 @@ from pathlib import Path
 
 from bench.testbed.programs import TestbedError, find, run
 
+IPROUTE, UTIL_LINUX = "iproute2, or leave out `mbit`", "util-linux, or leave out `mbit`"
 INTERFACE = "eth0"
 """Inside every machine."""
 NAMESPACES = Path("/run/netns")
@@ -37,8 +38,8 @@ class Network:
             raise TestbedError(f"A testbed has room for {MOST_MACHINES} machines with a network, not for {len(rates)}.")
         if os.geteuid() != 0:
             raise TestbedError("Network namespaces need root: run it as root, or leave out `mbit`.")
-        ip, tc = find("ip", "iproute2"), find("tc", "iproute2")
-        find("nsenter", "util-linux")
+        ip, tc = find("ip", IPROUTE), find("tc", IPROUTE)
+        find("nsenter", UTIL_LINUX)
         try:
             self._build(ip, tc, rates)
         except TestbedError as error:
@@ -90,15 +91,15 @@ class Network:
 
     def enter(self, index: int) -> list[str]:
         """What a command is preceded by so that it runs inside. It becomes the command, under the same process id."""
-        return [find("nsenter", "util-linux"), f"--net={NAMESPACES / self._namespaces[index]}", "--"]
+        return [find("nsenter", UTIL_LINUX), f"--net={NAMESPACES / self._namespaces[index]}", "--"]
 
     def remove(self) -> None:
         for link in (*self._namespaces, self._name):
             if (LINKS / link).exists():
-                run([find("ip", "iproute2"), "link", "delete", link], self._name)
+                run([find("ip", IPROUTE), "link", "delete", link], self._name)
         for namespace in self._namespaces:
             if (NAMESPACES / namespace).exists():
-                run([find("ip", "iproute2"), "netns", "delete", namespace], self._name)
+                run([find("ip", IPROUTE), "netns", "delete", namespace], self._name)
 
     def remains(self) -> list[str]:
         links = [LINKS / link for link in (*self._namespaces, self._name)]

@@ -10,7 +10,7 @@ from pathlib import Path
 from bench.testbed.programs import TestbedError, find, run
 
 PROGRAM = "nvidia-cuda-mps-control"
-PACKAGE = "the NVIDIA driver's programs (in a container: the capability `compute,utility`)"
+PACKAGE = "the NVIDIA driver's programs (in a container: the capabilities compute and utility), or leave out `gpu`"
 
 
 class Partition:

@@ -126,7 +126,7 @@ def test_machines_reach_each_other_and_us_and_testbeds_live_side_by_side() -> No
 
 @pytest.mark.usefixtures("rights")
 def test_a_limited_link_has_a_token_bucket_at_both_ends() -> None:
-    tc = programs.find("tc", "iproute2")
+    tc = programs.find("tc", network.IPROUTE)
     with testbed.Testbed([Machine(mbit=20), Machine()]) as bed:
         inside = [tc, "qdisc", "show", "dev", bed.interface]
         ends = [output(bed.start(index, inside, stdout=subprocess.PIPE, text=True)) for index in (0, 1)]
@@ -195,8 +195,8 @@ def test_missing_rights_are_one_sentence_that_says_what_to_do(
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(programs, "SBIN", "")
-    assert lacks([Machine(mbit=10)]) == "The program `ip` is not installed here: install iproute2."
-    assert "nvidia-cuda-mps-control` is not installed here" in str(lacks([Machine(gpu=50)]))
+    for lack, machine in (("ip", Machine(mbit=10)), (partition.PROGRAM, Machine(gpu=50))):
+        assert str(lacks([machine])).startswith(f"The program `{lack}` is not installed here: install ")
     with testbed.Testbed([Machine()]) as bed, pytest.raises(testbed.TestbedError, match="give at least one"):
         bed.set_cpu(0, 0.5)
     assert capfd.readouterr() == ("", "")
