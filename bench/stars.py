@@ -157,7 +157,6 @@ class Helper:
 
     def __init__(self, invite: str, number: int, workers: int, size_bytes: int, payload: Any = None) -> None:
         counts = _split(size_bytes // 4, PART_BYTES // 4)
-        self.payload = payload or [np.full(count, number + 1, np.float32) for count in counts]
         self.mean = (workers + 1) / 2
         parts = tuple(Part(len(counts) - 1 - index, None, (count,)) for index, count in enumerate(counts))
         self.client = Client(Invite.parse(invite), name=f"helper {number}", kind="helper", say=lambda text: None)
@@ -166,6 +165,10 @@ class Helper:
             parts=parts, model="made up", rows=1 << 40, batch=workers, slices=workers, seed=0, unit=1.0,
             samples_per_row=1.0, policy="sync", told={},
         )  # fmt: skip
+        self.client.make_room(sum(counts))
+        self.payload = payload or [self.client.allocate(count) for count in counts]
+        for gradients in self.payload if payload is None else ():
+            gradients[:] = number + 1
         self.client.send(Ready(self.client.description.to_json(), 0, "same", 0))
         self._await(Admitted)
 

@@ -126,6 +126,35 @@ def half_an_average_received(place: Path, end: Any = die) -> None:
     Client._read_average = fatal  # type: ignore[method-assign]
 
 
+def a_payload_shown(place: Path, end: Any = die) -> None:
+    """The host has been told where a payload lies, and may be reading it."""
+    from potluck.fleet.shared import Receipts
+
+    wait, told = Receipts.wait, []
+
+    def fatal(self: Any, most: int) -> int:
+        told.append(most)
+        if len(told) == 2 * AT_STEP:
+            end(place, "shown")
+        return wait(self, most)
+
+    Receipts.wait = fatal  # type: ignore[method-assign]
+
+
+def an_average_seen(place: Path, end: Any = die) -> None:
+    """The host waits for the receipt of an average, and must not wait for ever."""
+    from potluck.fleet.client import Client
+
+    take = Client._take_average
+
+    def fatal(self: Any, session: Any, at: Any) -> None:
+        if at.step == AT_STEP and at.part == 1:
+            end(place, "seen")
+        take(self, session, at)
+
+    Client._take_average = fatal  # type: ignore[method-assign]
+
+
 def while_applying(place: Path, end: Any = die) -> None:
     from potluck.train.replica import Replica
 
@@ -171,6 +200,14 @@ PHASES: dict[str, Fault] = {
     "applying": while_applying,
     "saving": while_saving,
 }
+
+SHARED_PHASES: dict[str, Fault] = {
+    "backward": in_backward,
+    "shown": a_payload_shown,
+    "sent": all_sent,
+    "seen": an_average_seen,
+}
+"""Of a worker on the host's machine, with which it shares memory."""
 
 STOPS: dict[str, Fault] = {name: partial(fault, end=stop) for name, fault in PHASES.items()}
 

@@ -94,9 +94,12 @@ def _work(invite: str, folder: str, name: str, fault: Fault | None, options: dic
     place = Path(folder)
     try:
         import potluck
+        from potluck.fleet import client
         from potluck.train import slices
 
         slices.SMALL_BYTES = 1024  # so that this small model, too, has several parts
+        if not options.get("shared"):
+            client.connect_local = lambda port: None  # as a worker on another machine
         if fault is not None:
             fault(place)
         engine = potluck.init()
@@ -181,6 +184,7 @@ class Fleet:
         self.workers: list[Worker] = []
         self.server, self.invite, self.journal = serve(
             folder,
+            encrypted=encrypted,
             patience_s=patience_s,
             on_event=self.events.append,
             on_step=lambda record, lr, norm, fault: self.records.append(record),

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from potluck.events import WorkerCame, WorkerWent
-from tests.fleet.faults import AT_STEP, COORDINATOR, PHASES, STOPS
+from tests.fleet.faults import AT_STEP, COORDINATOR, PHASES, SHARED_PHASES, STOPS
 from tests.fleet.fleet import EPOCHS, ROWS, STEPS, Fleet, Worker, assert_same, start_coordinator, wait_until
 from tests.fleet.test_undisturbed import plain_run
 
@@ -35,6 +35,18 @@ def test_a_worker_killed_in_any_phase_changes_no_bit(
     assert_same(weights, expected)
     if not early:
         assert [e.name for e in fleet.events if isinstance(e, WorkerWent) and not e.polite] == ["victim"]
+
+
+@pytest.mark.parametrize("phase", SHARED_PHASES)
+def test_a_worker_that_shares_memory_is_killed_and_no_bit_changes(
+    phase: str, tmp_path: Path, expected: dict[str, torch.Tensor]
+) -> None:
+    fleet = Fleet(tmp_path, at_least=2)
+    victim = fleet.add("victim", SHARED_PHASES[phase], shared=True)
+    fleet.add("survivor", shared=phase != "sent")
+    assert_same(fleet.finish(), expected)
+    assert (tmp_path / f"fired-{phase}").exists()
+    assert victim.process.exitcode == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("phase", ["half"])  # all of them: make chaos

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from potluck.fleet.server import Server
 from potluck.fleet.tree import children, slice_rows
 from potluck.train.data import mix, seed_everything
 from tests.fleet.fleet import BATCH, EPOCHS, ROWS, SLICES, STEPS, Fleet, assert_same, build
@@ -70,6 +71,20 @@ def test_a_fleet_of_any_size_computes_what_one_process_does(
     assert {row["name"] for record in fleet.records for row in record.workers if row["rows"]} == {
         f"w{number}" for number in range(count)
     }
+
+
+@pytest.mark.parametrize("shared", [(True,), (True, True), (True, False, True)], ids=len)
+def test_workers_that_share_memory_with_the_host_compute_the_same(
+    shared: tuple[bool, ...], tmp_path: Path, expected: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[int] = []
+    read = Server._read_part_at
+    monkeypatch.setattr(Server, "_read_part_at", lambda *told: (shown.append(told[1].peer), read(*told))[1])
+    fleet = Fleet(tmp_path, at_least=len(shared))
+    for number, is_shared in enumerate(shared):
+        fleet.add(f"w{number}", shared=is_shared)
+    assert_same(fleet.finish(), expected)
+    assert len(set(shown)) == sum(shared)  # and the others sent theirs
 
 
 def test_an_encrypted_fleet_computes_the_same(tmp_path: Path, expected: dict[str, torch.Tensor]) -> None:

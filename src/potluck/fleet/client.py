@@ -21,10 +21,12 @@ from potluck.errors import ConfigError, PotluckError, TheirProtocolError, Worker
 from potluck.fleet.coordinator import PROTOCOL
 from potluck.fleet.description import Description
 from potluck.fleet.invite import Invite, check_pin, client_context
-from potluck.fleet.pipe import Pipe
+from potluck.fleet.pipe import LOOPBACK, Pipe, connect_local
+from potluck.fleet.shared import CAN_SHARE, Memory, Receipts, Window
 from potluck.wire.codec import decode, encode_parts, is_bulk, open_bulk, peek
 from potluck.wire.messages import (
     Admitted,
+    AverageAt,
     AveragedBlockGradient,
     AveragedNonBlockGradient,
     BlockGradientPayload,
@@ -32,7 +34,9 @@ from potluck.wire.messages import (
     Hello,
     Message,
     NonBlockGradientPayload,
+    PartAt,
     Refusal,
+    ShareMemory,
     StateChunk,
     StateMore,
     Welcome,
@@ -42,6 +46,8 @@ Floats = npt.NDArray[np.float32]
 HEAD_BYTES = 64
 CONTROL_BYTES = 64 << 20
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.05, 0.5
+SHARED_TIMES = 8
+"""How many gradients a worker's shared memory has room for: sums of nodes wait there too. Unused pages cost nothing."""
 GIVE_UP = 20
 """Times `patience` without a host: then the worker ends."""
 
@@ -84,6 +90,17 @@ class _Session:
     parcels: list[_Parcel] = field(default_factory=list)
     unsent: int = 0
     lost: str | None = None
+    receipts: Receipts | None = None
+    """Of a host on this machine, with which memory is shared."""
+    averages: list[Floats] = field(default_factory=list)
+    """Where the host forms them."""
+    shows: bool = False
+    """Whether the host has been shown this worker's memory."""
+
+    def close(self) -> None:
+        self.pipe.close()
+        if self.receipts is not None:
+            self.receipts.close()
 
 
 class Client:
@@ -102,6 +119,18 @@ class Client:
         self._backoff_s = FIRST_WAIT_S
         self._draw = random.Random()
         self._closed = False
+        self._is_here = CAN_SHARE and invite.pin is None and invite.host in (*LOOPBACK, "localhost")
+        self._memory: Memory | None = None
+
+    def make_room(self, floats: int) -> None:
+        """For gradients of so many numbers in memory that a host on this machine can read; before ready to train."""
+        if self._is_here:
+            self._memory = Memory(SHARED_TIMES * floats)
+
+    def allocate(self, floats: int) -> Floats:
+        """Zeros, where send_part() need not copy them if that can be."""
+        taken = self._memory.take(floats) if self._memory is not None else None
+        return np.zeros(floats, np.float32) if taken is None else taken
 
     @property
     def patience_s(self) -> float:
@@ -136,7 +165,9 @@ class Client:
                 self._backoff_s = min(LONGEST_WAIT_S, self._backoff_s * 2)
 
     def _connect_once(self, *, again: bool) -> Welcome:
-        connection = socket.create_connection((self.invite.host, self.invite.port), timeout=10.0)
+        connection = connect_local(self.invite.port) if self._is_here else None
+        if connection is None:
+            connection = socket.create_connection((self.invite.host, self.invite.port), timeout=10.0)
         try:
             if self.invite.pin is not None:
                 encrypted = client_context().wrap_socket(connection, server_hostname=self.invite.host)
@@ -189,7 +220,7 @@ class Client:
             while session.outbox and session.lost is None and time.monotonic() < deadline:
                 self._change.wait(0.1)
             self._change.notify_all()
-        session.pipe.close()
+        session.close()
 
     # Sending
 
@@ -205,6 +236,12 @@ class Client:
 
     def send_part(self, step: int, part: int, gradients: Floats, before: Callable[[], None] | None = None) -> None:
         assert self.description is not None
+        session = self._session
+        is_seen = session is not None and session.shows and self._memory is not None
+        offset = self._memory.offset_of(gradients) if is_seen and self._memory is not None else None
+        if offset is not None:
+            self.send(PartAt(step, part, offset), before)
+            return
         found = self.description.parts[part]
         if found.block is None:
             self.send(NonBlockGradientPayload(step, self.worker_id, found.component or 0, gradients), before)
@@ -296,9 +333,15 @@ class Client:
                 parcel.done()
             session.parcels.clear()
             self._change.notify_all()
-        session.pipe.close()
+        session.close()
 
     def _take_in(self, session: _Session, message: Message) -> None:
+        if isinstance(message, AverageAt):
+            self._take_average(session, message)
+            return
+        if isinstance(message, ShareMemory):
+            self._share(session, message)
+            return
         with self._change:
             if isinstance(message, StateMore):
                 for parcel in session.parcels:
@@ -355,8 +398,32 @@ class Client:
         tail[: len(over) - have] = over[have:]
         _fill(pipe, tail[len(over) - have :])
         bulk.finish(tail)
+        self._arrived(means, index)
+
+    def _share(self, session: _Session, message: ShareMemory) -> None:
+        """The host is on this machine: its averages are seen from now on, and this worker's gradients shown."""
+        descriptors = session.pipe.take_descriptors()
+        if len(descriptors) != 2 or session.receipts is not None or self.description is None:
+            raise TheirProtocolError("The host shares memory at a time when it should not.")
+        window, session.receipts = Window(descriptors[0]), Receipts(socket.socket(fileno=descriptors[1]))
+        offset = 0
+        for part in self.description.parts:
+            session.averages.append(window.floats(offset, part.floats))
+            offset += 4 * part.floats
+        if self._memory is not None:
+            self.send(message)
+
+    def _take_average(self, session: _Session, at: AverageAt) -> None:
+        if at.part >= len(session.averages) or session.receipts is None:
+            raise TheirProtocolError("The host tells of an average that it does not share.")
+        means = self._means_of(at.step)
+        np.copyto(means.parts[at.part], session.averages[at.part])
+        session.receipts.give()
+        self._arrived(means, at.part)
+
+    def _arrived(self, means: Means, part: int) -> None:
         with self._change:
-            means.missing.discard(index)
+            means.missing.discard(part)
             if not means.missing:
                 self._change.notify_all()
 
@@ -375,21 +442,32 @@ class Client:
         return [np.empty(part.floats, np.float32) for part in self.description.parts]
 
     def _write(self, session: _Session) -> None:
+        sent = owed = 0
         try:
-            while True:
-                taken = self._next_out(session)
-                if taken is None:
-                    return
+            while (taken := self._next_out(session)) is not None:
                 message, before = taken
                 if before is not None:
                     before()
-                session.pipe.send(encode_parts(message))
+                if isinstance(message, ShareMemory):
+                    assert self._memory is not None
+                    session.pipe.send_descriptors(encode_parts(message), [self._memory.descriptor])
+                    session.shows = True
+                else:
+                    session.pipe.send(encode_parts(message))
+                sent += 1
+                owed += isinstance(message, PartAt)
+                if owed and session.outbox:
+                    continue
+                while owed:  # what lies in shared memory has left when the host has taken it
+                    assert session.receipts is not None
+                    owed -= session.receipts.wait(owed)
                 with self._change:
-                    session.unsent -= 1
+                    session.unsent -= sent
+                    sent = 0
                     if not session.unsent:
                         self._change.notify_all()
         except OSError:
-            session.pipe.close()  # the reader says why
+            session.close()  # the reader says why
 
     def _next_out(self, session: _Session) -> tuple[Message, Callable[[], None] | None] | None:
         """What is in line; else the next chunk of a parcel; else, after a while, a heartbeat."""

@@ -11,7 +11,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from potluck.errors import TheirProtocolError
@@ -46,7 +46,7 @@ class Guest:
 class Lobby:
     def __init__(
         self,
-        listener: socket.socket,
+        listeners: Sequence[socket.socket],
         tls: ssl.SSLContext | None,
         *,
         stranger_s: float,
@@ -54,7 +54,7 @@ class Lobby:
         on_closed: Callable[[Guest, str], None],
         new_peer: Callable[[], int],
     ) -> None:
-        self._listener = listener
+        self._listeners = listeners
         self._tls = tls
         self._stranger_s = stranger_s
         self._on_payload = on_payload
@@ -67,9 +67,10 @@ class Lobby:
         self._waker, self._wake = socket.socketpair()
         self._lock = threading.RLock()
         self._stopped = False
-        for end in (self._waker, self._wake, listener):
+        for end in (self._waker, self._wake, *listeners):
             end.setblocking(False)
-        self._selector.register(listener, selectors.EVENT_READ)
+        for listener in listeners:
+            self._selector.register(listener, selectors.EVENT_READ, listener)
         self._selector.register(self._waker, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._run, name="lobby", daemon=True)
         self.turned_away = 0
@@ -85,7 +86,7 @@ class Lobby:
             for guest in list(self._guests.values()):
                 self._flush(guest)
                 self._drop(guest)
-        for end in (self._waker, self._wake, self._listener):
+        for end in (self._waker, self._wake, *self._listeners):
             end.close()
         self._selector.close()
 
@@ -126,19 +127,19 @@ class Lobby:
     def _run(self) -> None:
         while not self._stopped:
             for key, events in self._selector.select(timeout=0.5):
-                if key.fileobj is self._listener:
-                    self._accept()
+                if isinstance(key.data, Guest):
+                    self._serve(key.data, events)
                 elif key.fileobj is self._waker:
                     with contextlib.suppress(OSError):
                         self._waker.recv(4096)
                 else:
-                    self._serve(key.data, events)
+                    self._accept(key.data)
             self._tire_of_strangers()
 
-    def _accept(self) -> None:
+    def _accept(self, listener: socket.socket) -> None:
         for _ in range(64):  # then somebody else has a turn
             try:
-                connection, _ = self._listener.accept()
+                connection, _ = listener.accept()
             except BlockingIOError:
                 return
             except OSError as error:

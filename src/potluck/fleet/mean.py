@@ -51,10 +51,10 @@ class _Step:
 class Mean:
     """Of one step at a time. `on_part`, `on_done` and `on_bad` are called from whichever thread brought it about."""
 
-    def __init__(self, parts: Sequence[int], *, chunk: int = CHUNK) -> None:
+    def __init__(self, parts: Sequence[int], *, chunk: int = CHUNK, flat: Floats | None = None) -> None:
         self.chunk = chunk
         self.sizes = list(parts)
-        self.flat: Floats = np.zeros(sum(parts), np.float32)
+        self.flat: Floats = np.zeros(sum(parts), np.float32) if flat is None else flat
         ends = np.cumsum(self.sizes)
         self.results: list[Floats] = [self.flat[end - size : end] for size, end in zip(self.sizes, ends, strict=True)]
         """The mean of each part, once on_part has told of it, until begin() of the next step."""
@@ -150,31 +150,40 @@ class Mean:
     def _is_current(self, slot: "Slot") -> bool:
         return slot.step is not None and slot.step is self._now and not slot.revoked
 
-    def _add(self, slot: "Slot", number: int, buffer: Floats, count: int) -> bool:
-        """One chunk of a node into the sums. Whether the buffer was kept."""
-        now, part = slot.step, slot.part
+    def _add(self, slot: "Slot", number: int, values: Floats, own: Floats) -> bool:
+        """One chunk of a node into the sums. Whether `own`, the slot's buffer, was kept; `values` may lie in it."""
+        now, part, count = slot.step, slot.part, len(values)
         assert now is not None
+        with self._change:
+            if not self._accept(slot, part, number):
+                return False
         index = self._base[part] + number
-        node, other = slot.node, None
-        for depth in range(len(slot.above) - 1, -1, -1):
+        buffer, node, other = own, slot.node, None
+        is_copied = values.base is own
+        depth = len(slot.above) - 1
+        while depth > 0:
+            left, right = children(slot.above[depth - 1])
             with self._change:
-                if node == slot.node and not self._accept(slot, part, number):
-                    return False
                 if now is not self._now:
                     return False
-                if not depth:
-                    break
-                left, right = children(slot.above[depth - 1])
                 other = now.waiting.pop((index, right if node == left else left), None)
-                if other is None:
+                if other is None and is_copied:
                     now.waiting[index, node] = buffer
-                    return True
+                    return buffer is own
+            if other is None:  # the sibling may come while this is copied
+                np.copyto(own[:count], values)
+                values, is_copied = own[:count], True
+                continue
             if depth == 1:
                 break
-            np.add(other[:count], buffer[:count], out=buffer[:count])
-            self._give_buffer(other)
-            node, other = slot.above[depth - 1], None
-        self._finish(now, part, number, index, buffer, other, count)
+            np.add(other[:count], values, out=other[:count])
+            if buffer is not own:
+                self._give_buffer(buffer)
+            buffer, values, is_copied = other, other[:count], True
+            node, other, depth = slot.above[depth - 1], None, depth - 1
+        self._finish(now, part, number, index, values, other)
+        if buffer is not own:
+            self._give_buffer(buffer)
         return False
 
     def _accept(self, slot: "Slot", part: int, number: int) -> bool:
@@ -187,9 +196,7 @@ class Mean:
         now.given[part, slot.node] = number + 1
         return True
 
-    def _finish(
-        self, now: _Step, part: int, number: int, index: int, buffer: Floats, other: Floats | None, count: int
-    ) -> None:
+    def _finish(self, now: _Step, part: int, number: int, index: int, values: Floats, other: Floats | None) -> None:
         """The root's chunk: the mean, in its place."""
         if self._unsent[part]:
             with self._change:
@@ -197,13 +204,13 @@ class Mean:
                     self._change.wait(1.0)
         if self._now is not now:
             return
-        result = self.results[part][number * self.chunk : number * self.chunk + count]
+        result = self.results[part][number * self.chunk : number * self.chunk + len(values)]
         if other is not None:
-            np.add(other[:count], buffer[:count], out=result)
+            np.add(other[: len(values)], values, out=result)
             self._give_buffer(other)
             np.multiply(result, np.float32(now.scale), out=result)
         else:
-            np.multiply(buffer[:count], np.float32(now.scale), out=result)
+            np.multiply(values, np.float32(now.scale), out=result)
         with self._change:
             if self._now is not now:
                 return
@@ -247,19 +254,31 @@ class Slot:
 
     def space(self) -> memoryview:
         """Where the next chunk's bytes go. May wait until there is room for it."""
-        if self.step is not None:
-            self._mean._wait_for_turn(self, self._mean._base[self.part] + self._number)
+        self._wait_for_turn()
         return self._buffer[: self.count].view(np.uint8).data
 
     def filled(self) -> None:
-        count, chunk = self.count, self._buffer[: self.count]
+        self._take_in(self._buffer[: self.count])
+
+    def take(self, values: Floats) -> None:
+        """The whole payload, from where it lies; it stays as it is meanwhile."""
+        while not self.is_full:
+            self._wait_for_turn()
+            start = self._number * self._mean.chunk
+            self._take_in(values[start : start + self.count])
+
+    def _take_in(self, chunk: Floats) -> None:
         if self.step is not None and not self.revoked and self._is_sane(chunk):
             if self._weight != 1.0:
-                np.multiply(chunk, np.float32(self._weight), out=chunk)
-            if self._mean._add(self, self._number, self._buffer, count):
+                chunk = np.multiply(chunk, np.float32(self._weight), out=self._buffer[: len(chunk)])
+            if self._mean._add(self, self._number, chunk, self._buffer):
                 self._buffer = self._mean._take_buffer()
         self._number += 1
-        self._left -= count
+        self._left -= len(chunk)
+
+    def _wait_for_turn(self) -> None:
+        if self.step is not None:
+            self._mean._wait_for_turn(self, self._mean._base[self.part] + self._number)
 
     def close(self) -> None:
         """Gives its memory back; call it however the payload ended."""

@@ -1,12 +1,21 @@
 """A connection that one thread reads while another writes, encrypted or not. Knows nothing of messages."""
 
+import array
 import contextlib
+import os
 import select
 import socket
 import ssl
+import struct
 import threading
 from collections.abc import Sequence
 
+from potluck.fleet.shared import CAN_SHARE
+
+LOOPBACK = ("127.0.0.1", "::1")
+_CREDENTIALS = struct.Struct("3i")
+"""Process, user, group."""
+_MOST_DESCRIPTORS = 4
 _MOST_PARTS = 64
 """Of one sendmsg; the system takes 1,024."""
 LOOPBACK_BYTES = 256 << 10
@@ -23,11 +32,34 @@ class Pipe:
         self._tls = connection if isinstance(connection, ssl.SSLSocket) else None
         # An SSL object is not for two threads at once: each call holds this lock, and none of them waits inside.
         self._lock = threading.Lock()
+        self._descriptors: list[int] = []
         connection.setblocking(self._tls is None)
         _tune(connection)
 
+    @property
+    def is_local(self) -> bool:
+        """Whether the peer is a process of this machine with which memory can be shared."""
+        return CAN_SHARE and self._socket.family == socket.AF_UNIX
+
+    @property
+    def user(self) -> int:
+        """Whose process a local peer is."""
+        told = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        return int(_CREDENTIALS.unpack(told)[1])
+
+    def send_descriptors(self, parts: Sequence[bytes | memoryview], descriptors: Sequence[int]) -> None:
+        """A short message, and open files with it."""
+        socket.send_fds(self._socket, [b"".join(parts)], descriptors)
+
+    def take_descriptors(self) -> list[int]:
+        """Those that came with what was received so far; they are the caller's to close."""
+        taken, self._descriptors = self._descriptors, []
+        return taken
+
     def receive(self, space: memoryview) -> int:
         """Waits for bytes and puts some into `space`, or all of it if that is short. 0: the peer has ended."""
+        if self.is_local:
+            return self._receive_local(space)
         if self._tls is None:
             return self._socket.recv_into(space[:SLICE_BYTES], flags=socket.MSG_WAITALL)
         while True:
@@ -71,11 +103,18 @@ class Pipe:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
-    def release(self) -> None:
-        """Once no thread uses it any more."""
-        self.close()
-        with contextlib.suppress(OSError):
-            self._socket.close()
+    def _receive_local(self, space: memoryview) -> int:
+        """Descriptors may come with the bytes."""
+        room = socket.CMSG_SPACE(_MOST_DESCRIPTORS * array.array("i").itemsize)
+        count, control, _, _ = self._socket.recvmsg_into([space], room, socket.MSG_CMSG_CLOEXEC)
+        for level, kind, data in control:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                came = array.array("i")
+                came.frombytes(data[: len(data) - len(data) % came.itemsize])
+                self._descriptors += came
+        while len(self._descriptors) > _MOST_DESCRIPTORS:
+            os.close(self._descriptors.pop())
+        return count
 
     def _send_encrypted(self, rest: memoryview) -> None:
         assert self._tls is not None
@@ -101,6 +140,44 @@ class Pipe:
 def _tune(connection: socket.socket) -> None:
     with contextlib.suppress(OSError):  # not every kind of socket has these
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if connection.getpeername()[0] in ("127.0.0.1", "::1"):
+        if connection.getpeername()[0] in LOOPBACK:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LOOPBACK_BYTES)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")  # paces nothing
+
+
+def local_name(port: int) -> str:
+    """Where a server that listens on this port of the loopback interface is found by processes of its machine.
+
+    The name is the kernel's (it begins with a zero byte): no file is left behind, and other network namespaces do not
+    see it.
+    """
+    return f"\0potluck {port}"
+
+
+def connect_local(port: int) -> socket.socket | None:
+    """To the server on this port of this machine, if it is ours or the system's: anybody could have taken the name."""
+    if not CAN_SHARE:
+        return None
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.settimeout(10.0)
+        connection.connect(local_name(port))
+        if Pipe(connection).user in (0, os.getuid()):
+            return connection
+    except OSError:
+        pass
+    connection.close()
+    return None
+
+
+def listen_local(port: int) -> socket.socket | None:
+    if not CAN_SHARE:
+        return None
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.bind(local_name(port))
+        listener.listen(1024)
+    except OSError:  # somebody has taken the name: it is only a short cut
+        listener.close()
+        return None
+    return listener

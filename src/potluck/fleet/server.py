@@ -7,6 +7,7 @@ of gradients pass outside of it.
 
 import contextlib
 import logging
+import os
 import socket
 import ssl
 import threading
@@ -29,10 +30,12 @@ from potluck.fleet.journal import Journal
 from potluck.fleet.lobby import Guest, Lobby
 from potluck.fleet.mean import Mean, Slot
 from potluck.fleet.parcel import chunks, pack
-from potluck.fleet.pipe import Pipe
+from potluck.fleet.pipe import LOOPBACK, Pipe, listen_local
+from potluck.fleet.shared import Memory, Receipts, Window
 from potluck.fleet.tree import Node
 from potluck.wire.codec import Bulk, decode, encode_parts, is_bulk, open_bulk, peek
 from potluck.wire.messages import (
+    AverageAt,
     AveragedBlockGradient,
     AveragedGradient,
     AveragedNonBlockGradient,
@@ -40,6 +43,8 @@ from potluck.wire.messages import (
     GradientPayload,
     Message,
     NonBlockGradientPayload,
+    PartAt,
+    ShareMemory,
     StateBegin,
     StateChunk,
     StateMore,
@@ -98,6 +103,11 @@ class Seat:
     change: threading.Condition = field(default_factory=threading.Condition)
     closing_at: float | None = None
     gone: bool = False
+    receipts: Receipts | None = None
+    """Of a process of this machine, with which memory is shared."""
+    window: Window | None = None
+    owed: deque[int] = field(default_factory=deque)
+    """Averages that it was told of and has not taken yet."""
 
 
 @dataclass
@@ -146,10 +156,15 @@ class Server:
         self._parts: dict[tuple[str, int], int] = {}
         self._forward: list[int] = []
         self._tails: list[np.ndarray] = []
+        self._memory: Memory | None = None
+        """Where the averages are, if others may look."""
         listener = _listen(host, port)
         self.port: int = listener.getsockname()[1]
+        is_here = tls is None and listener.getsockname()[0] in LOOPBACK
+        local = listen_local(self.port) if is_here else None
+        self._is_local = local is not None
         self._lobby = Lobby(
-            listener,
+            [listener] if local is None else [listener, local],
             tls,
             stranger_s=min(10.0, coordinator.patience_s),
             on_payload=self._on_lobby_payload,
@@ -179,7 +194,7 @@ class Server:
         while self._seats and time.monotonic() < deadline:
             time.sleep(0.01)
         for seat in list(self._seats.values()):
-            seat.pipe.close()
+            _close_pipe(seat)
         if self.mean is not None:
             self.mean.abort()
         self._lobby.stop()
@@ -258,7 +273,13 @@ class Server:
                 self._ended.set()
 
     def _describe(self, description: Description) -> None:
-        self.mean = Mean([part.floats for part in description.parts])
+        total = sum(part.floats for part in description.parts)
+        if self._is_local:
+            self._memory = Memory(total)
+        self.mean = Mean(
+            [part.floats for part in description.parts],
+            flat=self._memory.floats[:total] if self._memory is not None else None,
+        )
         self.mean.on_part = self._on_part
         self.mean.on_done = self._on_mean
         self.mean.on_bad = lambda peer, step, node, why: self._act(
@@ -334,6 +355,8 @@ class Server:
         plain = self.core.membership.members[effect.peer].plain
         seat = Seat(guest.peer, Pipe(guest.socket), guest.codec, plain, effect.since, time.monotonic())
         self._seats[guest.peer] = seat
+        if seat.pipe.is_local and not plain:
+            _put(seat, _Out(ShareMemory()))
         step, parts = self._formed
         for part in parts if seat.since <= step else ():  # averages that the others have got already
             self._send_average(seat, step, part)
@@ -379,7 +402,7 @@ class Server:
             for part in unsent:
                 if self.mean is not None:
                     self.mean.release(part)
-            seat.pipe.close()
+            _close_pipe(seat)
             self._act(lambda now: self.core.on_closed(now, seat.peer, why))
 
     # Reading
@@ -416,6 +439,12 @@ class Server:
         payload[: len(head)] = head
         self._fill(seat, payload[len(head) :])
         message = decode(payload, seat.codec)
+        if isinstance(message, PartAt):
+            self._read_part_at(seat, message)
+            return True
+        if isinstance(message, ShareMemory):
+            self._look_in(seat)
+            return True
         self._act(lambda now: self.core.on_message(now, seat.peer, message))
         return True
 
@@ -470,6 +499,32 @@ class Server:
             expected.at == len(self._tails) if seat.plain else part == len(self._tails) - 1
         )
         if expected is not None and is_last and not slot.revoked:
+            self._payload_done(seat, expected)
+
+    def _look_in(self, seat: Seat) -> None:
+        """A worker of this machine shows where its gradients will lie."""
+        descriptors = seat.pipe.take_descriptors()
+        if seat.receipts is None or seat.window is not None or len(descriptors) != 1:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            raise TheirProtocolError("It shares memory that it was not asked for.")
+        seat.window = Window(descriptors[0])
+
+    def _read_part_at(self, seat: Seat, at: PartAt) -> None:
+        if seat.window is None or seat.receipts is None or self.mean is None or at.part >= len(self._tails):
+            raise TheirProtocolError("It tells of a part that it does not share.")
+        count = self.mean.sizes[at.part]
+        values = seat.window.floats(at.offset, count)
+        expected = self._next_expected(seat, at.step, at.part)
+        slot = self._open(seat, expected, at.part, count)
+        try:
+            seat.held = True
+            slot.take(values)
+        finally:
+            seat.held = False
+            self._shut(seat, slot)
+        seat.receipts.give()
+        if expected is not None and at.part == len(self._tails) - 1 and not slot.revoked:
             self._payload_done(seat, expected)
 
     def _read_whole(self, seat: Seat, bulk: Bulk, over: memoryview, length: int) -> None:
@@ -590,6 +645,8 @@ class Server:
     def _write(self, seat: Seat) -> None:
         try:
             while True:
+                while seat.owed and not seat.queue:
+                    self._settle(seat)
                 with seat.change:
                     while not seat.queue and seat.closing_at is None and not seat.gone:
                         seat.change.wait()
@@ -600,7 +657,25 @@ class Server:
         except OSError:
             pass  # the reader tells why
         finally:
-            seat.pipe.close()
+            _close_pipe(seat)
+            while seat.owed and self.mean is not None:
+                self.mean.release(seat.owed.popleft())
+
+    def _settle(self, seat: Seat) -> None:
+        """Averages that the peer has taken may be written over."""
+        assert seat.receipts is not None and self.mean is not None
+        for _ in range(seat.receipts.wait(len(seat.owed))):
+            self.mean.release(seat.owed.popleft())
+
+    def _share(self, seat: Seat, message: ShareMemory) -> None:
+        assert self._memory is not None
+        seat.receipts, theirs = Receipts.pair()  # there before the peer can answer
+        try:
+            seat.pipe.send_descriptors(encode_parts(message, seat.codec), [self._memory.descriptor, theirs])
+        finally:
+            os.close(theirs)
+        if seat.gone:
+            seat.receipts.close()
 
     def _write_out(self, seat: Seat, out: _Out) -> None:
         if out.raw:
@@ -608,9 +683,16 @@ class Server:
             return
         if out.part < 0:
             assert out.message is not None
+            if isinstance(out.message, ShareMemory):
+                self._share(seat, out.message)
+                return
             seat.pipe.send(encode_parts(out.message, seat.codec))
             if out.credit is not None:
                 self._send_now(out.credit[0], StateMore(out.credit[1], 1))
+            return
+        if seat.receipts is not None:
+            seat.owed.append(out.part)
+            seat.pipe.send(encode_parts(AverageAt(out.step, out.part), seat.codec))
             return
         assert self.mean is not None and self.core.description is not None
         try:
@@ -636,7 +718,7 @@ class Server:
     def _on_tick(self, now: float) -> list[Effect]:
         for seat in self._seats.values():
             if seat.closing_at is not None and now - seat.closing_at > LAST_WORDS_S:
-                seat.pipe.close()  # it does not read, and averages that wait for it keep the others waiting
+                _close_pipe(seat)  # it does not read, and averages that wait for it keep the others waiting
             self.core.on_heard(now if seat.held else seat.heard_at, seat.peer)
         return self.core.on_tick(now)
 
@@ -645,6 +727,12 @@ class Server:
         self._threads = [t for t in self._threads if t.is_alive() or t.ident is None]
         self._threads.append(thread)
         thread.start()
+
+
+def _close_pipe(seat: Seat) -> None:
+    seat.pipe.close()
+    if seat.receipts is not None:
+        seat.receipts.close()
 
 
 def _put(seat: Seat, out: _Out) -> None:

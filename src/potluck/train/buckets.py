@@ -20,14 +20,21 @@ FIRST_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20
 
 
+Allocate = Callable[[int, Tensor], Tensor]
+
+
+def _allocate(total: int, like: Tensor) -> Tensor:
+    return torch.zeros(total, dtype=like.dtype, device=like.device)
+
+
 class Bucket:
     """Some parameters' gradients, end to end in one flat tensor."""
 
-    def __init__(self, parameters: list[nn.Parameter]) -> None:
+    def __init__(self, parameters: list[nn.Parameter], allocate: Allocate | None = None) -> None:
+        """`allocate`: makes a tensor of so many numbers, like the one that is given."""
         self.parameters = parameters
-        first = parameters[0]
         total = sum(parameter.numel() for parameter in parameters)
-        self.flat = torch.zeros(total, dtype=first.dtype, device=first.device)  # [sum of numel]
+        self.flat = (allocate or _allocate)(total, parameters[0])  # [sum of numel]
         pieces = torch.split(self.flat, [parameter.numel() for parameter in parameters])
         self.views = [piece.view_as(p) for piece, p in zip(pieces, parameters, strict=True)]
         self.missing = set(range(len(parameters)))

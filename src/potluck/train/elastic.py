@@ -157,7 +157,11 @@ class ElasticEngine(Engine):
     ) -> Loader:
         loader = SliceLoader(dataset, batch, shares=(1.0,), rank=0, device=self.device, seed=seed, collate=collate)
         replica = self._prepared()
-        self._sums = SliceSums(replica.model, find_blocks(replica.model), self._send_part)
+        is_cpu = self.device.type == "cpu"
+        if is_cpu:
+            self.client.make_room(sum(p.numel() for p in replica.model.parameters() if p.requires_grad))
+        allocate = self._allocate if is_cpu else None
+        self._sums = SliceSums(replica.model, find_blocks(replica.model), self._send_part, allocate)
         self._sums.before_last_part = self._send_used
         self._description = Description(
             parts=self._sums.described,
@@ -258,6 +262,9 @@ class ElasticEngine(Engine):
         self.client.send(
             SliceReport(self.step_number + 1, empty.astype("<u4"), empty, empty, busy_s, self._sums.used_bits())
         )
+
+    def _allocate(self, total: int, like: Tensor) -> Tensor:
+        return torch.from_numpy(self.client.allocate(total))
 
     def _send_part(self, part: int, gradients: Tensor) -> None:
         if gradients.device.type == "cpu":

@@ -15,13 +15,15 @@ from torch import Tensor, nn
 from potluck.errors import ConfigError
 from potluck.fleet.description import BUFFERS, MAX_FLOATS, Part
 from potluck.fleet.tree import Node, merges
-from potluck.train.buckets import Bucket, find_units
+from potluck.train.buckets import Allocate, Bucket, find_units
 
 SMALL_BYTES = 1 << 20
 """Neighbouring layers outside the blocks travel together up to this size: each part costs a message."""
 COMPONENTS = {"lm_head": 0, "final_norm": 1, "embedding": 2}
 """Published numbers for what lies outside the blocks of a model whose blocks have nine parts."""
 NINE = ("w_q", "w_k", "w_v", "w_o", "gate", "up", "down", "input_norm", "post_attn_norm")
+MOST_SPARE = 6
+"""Sums of a part that are kept for later: as many as wait at once in a tree of some dozens of slices."""
 HASH_BLOCK = 512
 """Of 8 bytes each."""
 
@@ -32,8 +34,9 @@ Send = Callable[[int, Tensor], None]
 class PartBuffer(Bucket):
     """A part's bucket, and the sums that wait for the rest of their node."""
 
-    def __init__(self, part: Part, parameters: list[nn.Parameter]) -> None:
-        super().__init__(parameters)
+    def __init__(self, part: Part, parameters: list[nn.Parameter], allocate: Allocate | None) -> None:
+        super().__init__(parameters, allocate)
+        self._allocate = allocate
         self.part = part
         self.stack: list[Tensor] = []
         self.done: list[Tensor] = []
@@ -50,9 +53,12 @@ class PartBuffer(Bucket):
                 self.spare.append(value)
             value = left
         if value is self.flat and not (ends_node and is_last):
-            value = self.spare.pop() if self.spare else torch.empty_like(self.flat)
+            value = self.spare.pop() if self.spare else self._another()
             value.copy_(self.flat)
         (self.done if ends_node else self.stack).append(value)
+
+    def _another(self) -> Tensor:
+        return self._allocate(len(self.flat), self.flat) if self._allocate else torch.empty_like(self.flat)
 
     def start_slice(self) -> None:
         self.reset()
@@ -62,13 +68,16 @@ class PartBuffer(Bucket):
     def forget_sums(self) -> None:
         self.spare += [kept for kept in self.stack + self.done if kept is not self.flat]
         self.stack, self.done = [], []
-        del self.spare[2:]
+        del self.spare[MOST_SPARE:]
 
 
 class SliceSums:
     """For each piece of work: begin; then for each slice start_slice, backward (many times), finish_slice."""
 
-    def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], send: Send) -> None:
+    def __init__(
+        self, model: nn.Module, blocks: Sequence[nn.Module], send: Send, allocate: Allocate | None = None
+    ) -> None:
+        """`allocate`: for tensors that `send` prefers."""
         self._send = send
         self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         wrong = next((p.dtype for p in self.trained if p.dtype != torch.float32), None)
@@ -80,7 +89,7 @@ class SliceSums:
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         kept = set(model.state_dict())
         self._buffers = [buffer for name, buffer in model.named_buffers() if name in kept]
-        self.parts = [PartBuffer(part, parameters) for part, parameters in plan_parts(model, blocks)]
+        self.parts = [PartBuffer(part, parameters, allocate) for part, parameters in plan_parts(model, blocks)]
         """In the order in which the backward completes them."""
         self.used = [False] * len(self.trained)
         self._index = {id(parameter): index for index, parameter in enumerate(self.trained)}

@@ -352,6 +352,28 @@ class StateMore(Message):
     chunks: U32
 
 
+@dataclass(frozen=True, eq=False)
+class ShareMemory(Message):
+    """both ways, between processes of one machine: a descriptor of memory comes with it, where numbers will lie."""
+
+
+@dataclass(frozen=True, eq=False)
+class PartAt(Message):
+    """worker -> coordinator: a payload that lies in the worker's shared memory, from this byte on."""
+
+    step: U64
+    part: U32
+    offset: U64
+
+
+@dataclass(frozen=True, eq=False)
+class AverageAt(Message):
+    """coordinator -> worker: an average that lies in its place in the coordinator's shared memory."""
+
+    step: U64
+    part: U32
+
+
 PUBLISHED: tuple[type[Message], ...] = (
     JoinRequest,
     JoinAccepted,
@@ -385,6 +407,9 @@ OURS: tuple[type[Message], ...] = (
     StateBegin,
     StateChunk,
     StateMore,
+    ShareMemory,
+    PartAt,
+    AverageAt,
 )
 MESSAGES = PUBLISHED + OURS
 
