@@ -7,7 +7,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from potluck.agree.policy import ApplyPolicy, Sync
+    from potluck.agree.elche import ElChe
+    from potluck.agree.policy import ApplyPolicy, Async, Cadence, Outer, Sync
     from potluck.shard.strategy import NoShard, ShardingStrategy
     from potluck.train.checkpoint import CheckpointConfig
     from potluck.train.engine import Engine, init
@@ -20,10 +21,14 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "ApplyPolicy": "agree.policy",
+    "Async": "agree.policy",
+    "Cadence": "agree.policy",
     "CheckpointConfig": "train.checkpoint",
+    "ElChe": "agree.elche",
     "Engine": "train.engine",
     "FitConfig": "train.trainer",
     "NoShard": "shard.strategy",
+    "Outer": "agree.policy",
     "RunConfig": "train.recipe",
     "ScheduleConfig": "train.schedule",
     "ShardingStrategy": "shard.strategy",
@@ -35,10 +40,14 @@ _HOMES = {
 
 __all__ = [
     "ApplyPolicy",
+    "Async",
+    "Cadence",
     "CheckpointConfig",
+    "ElChe",
     "Engine",
     "FitConfig",
     "NoShard",
+    "Outer",
     "RunConfig",
     "ScheduleConfig",
     "ShardingStrategy",

@@ -1,9 +1,11 @@
-"""ApplyPolicy: when replicas agree, and how a step's batch is shared among them. Pure."""
+"""ApplyPolicy: when replicas agree, and how work is shared among them. Pure."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
+
+from potluck.agree.elche import ElChe
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -12,15 +14,93 @@ class Sync:
 
     kind: ClassVar[str] = "sync"
 
+    balance: bool = True
+    """Workers of different speeds get parts of each batch in proportion, so that all finish together."""
     shares: tuple[float, ...] = ()
-    """Each worker's part of every batch, in proportion, such as [3, 1]; empty: equal parts."""
+    """Each worker's part of every batch, in proportion, such as [3, 1], and fixed; empty: measured, or equal parts."""
 
     def __post_init__(self) -> None:
         if any(not (math.isfinite(share) and share > 0) for share in self.shares):
             raise ValueError(f"shares must be positive numbers, not {list(self.shares)}")
 
 
-ApplyPolicy = Sync
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outer:
+    """An optimizer of the mean change of each window: SGD with Nesterov momentum, as in DiLoCo."""
+
+    lr: float = 0.7
+    momentum: float = 0.9
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.lr) and self.lr > 0):
+            raise ValueError(f"lr must be above 0, not {self.lr}")
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"momentum must be in [0, 1), not {self.momentum}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cadence:
+    """Each replica steps its own optimizer; parameters are averaged once the slowest has done `anchor` batches.
+
+    Faster ones fill the same time with more batches. A replica's batch is the run's batch over the replicas.
+    """
+
+    kind: ClassVar[str] = "cadence"
+
+    anchor: int = 10
+    """Batches of the slowest replica between two averages; more when averaging costs more than is wanted."""
+    max_anchor: int = 200
+    overhead_target: float = 0.10
+    """The share of the time that averaging may cost; from 0.01 to 0.50."""
+    max_batch_diff: int | None = None
+    """The most by which a replica's count of batches moves from one window to the next."""
+    overlap: bool = False
+    """A window's average is formed while the next one computes, and merged at its end."""
+    outer: Outer | None = None
+    """Steps along the mean change of each window, instead of taking it as it is."""
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Async:
+    """As Cadence, but a window ends when each replica has done its own count of batches, and drift tightens it."""
+
+    kind: ClassVar[str] = "async"
+
+    anchor: int = 10
+    """Batches of the slowest replica between two averages; fewer when replicas drift apart."""
+    max_anchor: int = 200
+    overhead_target: float = 0.10
+    """The share of the time that averaging may cost; from 0.01 to 0.50."""
+    max_batch_diff: int | None = None
+    """The most by which a replica's count of batches moves from one window to the next."""
+    overlap: bool = False
+    """A window's average is formed while the next one computes, and merged at its end."""
+    outer: Outer | None = None
+    """Steps along the mean change of each window, instead of taking it as it is."""
+    divergence_threshold: float = 0.05
+    """How far a replica may be from the mean, as a part of it, before rising drift halves the anchor."""
+
+    def __post_init__(self) -> None:
+        _check(self)
+        if not self.divergence_threshold >= 0:
+            raise ValueError(f"divergence_threshold must be at least 0, not {self.divergence_threshold}")
+
+
+Windowed = Cadence | Async
+ApplyPolicy = Sync | Cadence | Async
+
+
+def _check(policy: Windowed) -> None:
+    if policy.outer is not None and policy.overlap:
+        raise ValueError("outer steps from the last average, which overlap has not yet; switch one of them off")
+    make_elche(policy, 1)
+
+
+def make_elche(policy: Windowed, world: int) -> ElChe:
+    return ElChe(world, policy.anchor, policy.max_anchor, policy.overhead_target, policy.max_batch_diff)
 
 
 def share_out(total: int, weights: Sequence[float]) -> list[int]:

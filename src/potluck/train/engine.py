@@ -452,7 +452,7 @@ class Engine:
                 )
 
     def _shares(self, batch_size: int | None) -> tuple[float, ...]:
-        shares = self.policy.shares or (1.0,) * self.world
+        shares = (self.policy.shares if isinstance(self.policy, Sync) else ()) or (1.0,) * self.world
         if len(shares) != self.world:
             raise ConfigError(f"policy.shares has {len(shares)} numbers, and there are {self.world} workers.")
         if batch_size is not None and 0 in (parts := share_out(batch_size, shares)):

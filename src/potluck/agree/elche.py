@@ -1,0 +1,136 @@
+"""ElChe: measured speeds to batches per rank. The slowest anchors the cadence; the others fill the same time. Pure.
+
+As published, number for number: `tests/vectors/elche.json` holds whole traces.
+"""
+
+import math
+from collections.abc import Sequence
+
+LEAST_TARGET, MOST_TARGET = 0.01, 0.50
+
+
+class ElChe:
+    def __init__(
+        self,
+        world_size: int,
+        anchor: int = 10,
+        max_anchor: int = 200,
+        overhead_target: float = 0.10,
+        max_batch_diff: int | None = None,
+    ) -> None:
+        if world_size < 1:
+            raise ValueError(f"a world needs at least one rank, not {world_size}")
+        if anchor < 1:
+            raise ValueError(f"anchor must be at least 1 batch, not {anchor}")
+        if max_anchor < 1:
+            raise ValueError(f"max_anchor must be at least 1 batch, not {max_anchor}")
+        if not math.isfinite(overhead_target):
+            raise ValueError(f"overhead_target must be a number, not {overhead_target}")
+        if max_batch_diff is not None and max_batch_diff < 0:
+            raise ValueError(f"max_batch_diff must be at least 0, not {max_batch_diff}")
+        self.world_size = world_size
+        self.anchor = min(anchor, max_anchor)
+        """Batches of the slowest rank in one window."""
+        self.batch_counts = [anchor] * world_size
+        self.ms_per_batch = [0.0] * world_size
+        self.overhead_target = clamp_target(overhead_target)
+        self.max_anchor = max_anchor
+        self.max_batch_diff = max_batch_diff
+        self.initial_anchor = self.anchor
+        self.is_measured = False
+
+    @classmethod
+    def with_speed_ratio(
+        cls, world_size: int, slow_rank: int, ratio: float, anchor: int = 10, **options: float | None
+    ) -> "ElChe":
+        """A first guess: the others do `ratio` times as many batches as the slow rank."""
+        made = cls(world_size, anchor, **options)  # type: ignore[arg-type]
+        if not 0 <= slow_rank < world_size:
+            raise ValueError(f"there is no rank {slow_rank} in a world of {world_size}")
+        others = max(1, _round(anchor * max(ratio, 1.0)))
+        made.batch_counts = [anchor if rank == slow_rank else others for rank in range(world_size)]
+        return made
+
+    @property
+    def anchor_wall_ms(self) -> float:
+        """How long a window is to last: the anchor, at the slowest rank's speed."""
+        return self.anchor * max(self.ms_per_batch)
+
+    @property
+    def speeds(self) -> list[float]:
+        """Batches per millisecond; all alike before anything was measured."""
+        return [1 / ms if ms > 0 else 0.0 for ms in self.ms_per_batch] if self.is_measured else [1.0] * self.world_size
+
+    def report_timing(self, wall_ms: Sequence[float], batches: Sequence[int], sync_ms: float) -> None:
+        """After each window: how long each rank computed, how many batches it did, what agreeing cost."""
+        for name, given in (("wall_ms", wall_ms), ("batches", batches)):
+            if len(given) != self.world_size:
+                raise ValueError(f"{name} has {len(given)} numbers, and the world {self.world_size} ranks")
+        for rank, (wall, done) in enumerate(zip(wall_ms, batches, strict=True)):
+            if done > 0 and wall > 0:
+                new, old = wall / done, self.ms_per_batch[rank]
+                if old > 0:
+                    alpha = min(0.8, max(0.1, abs(new - old) / old))
+                    new = alpha * new + (1 - alpha) * old
+                self.ms_per_batch[rank] = new
+        longest = max(wall_ms)
+        if longest > 0 and sync_ms > 0:
+            overhead = sync_ms / longest
+            if overhead > self.overhead_target:
+                wanted = math.ceil(self.anchor * overhead / self.overhead_target)
+                self.anchor = min(self.max_anchor, max(self.initial_anchor, wanted))
+            elif overhead < self.overhead_target / 2 and self.anchor > self.initial_anchor:
+                self.anchor -= 1
+        self._count()
+        self.is_measured = self.is_measured or any(ms > 0 for ms in self.ms_per_batch)
+
+    def nudge_anchor_down(self, factor: float) -> None:
+        """Agree more often: the replicas drift apart."""
+        factor = min(1.0, max(0.1, factor))
+        self.anchor = min(self.anchor, max(1, math.ceil(self.anchor * factor)))
+        self._count()
+
+    def parts(self, total: int) -> list[int]:
+        """So many samples in proportion to speed: floored, and one of the rest to each of the fastest."""
+        speeds = self.speeds
+        found = [math.floor(total * speed / sum(speeds)) for speed in speeds]
+        by_speed = sorted(range(self.world_size), key=lambda rank: -speeds[rank])
+        for rank in by_speed[: total - sum(found)]:
+            found[rank] += 1
+        return found
+
+    def clamp_total(self, most: int) -> list[int]:
+        """The counts, scaled down if their sum is above `most`; each rank keeps at least one batch."""
+        total = sum(self.batch_counts)
+        if total <= most:
+            return list(self.batch_counts)
+        clamped = [max(1, count * most // total) for count in self.batch_counts]
+        for rank in range(self.world_size):
+            if sum(clamped) >= most:
+                break
+            clamped[rank] += 1
+        return clamped
+
+    def _count(self) -> None:
+        slowest = max(self.ms_per_batch)
+        if slowest <= 0:
+            return
+        for rank, own in enumerate(self.ms_per_batch):
+            if own <= 0:
+                continue
+            wanted = self.anchor if abs(own - slowest) < 1e-6 else max(1, _round(self.anchor * slowest / own))
+            current = self.batch_counts[rank]
+            if self.is_measured and abs(wanted - current) <= 0.1 * current:
+                continue
+            if self.is_measured and self.max_batch_diff is not None:
+                wanted = min(current + self.max_batch_diff, max(current - self.max_batch_diff, wanted))
+            self.batch_counts[rank] = wanted
+
+
+def clamp_target(overhead_target: float) -> float:
+    return min(MOST_TARGET, max(LEAST_TARGET, overhead_target))
+
+
+def _round(value: float) -> int:
+    """Halves up."""
+    return math.floor(value + 0.5)

@@ -1,0 +1,187 @@
+"""What each replica does until the next agreement, decided from what all of them told of the last window. Pure.
+
+Everybody who hears the same reports decides the same, so that ranks of a process group need nobody to lead them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from potluck.agree.divergence import Divergence
+from potluck.agree.elche import LEAST_TARGET, MOST_TARGET
+from potluck.agree.policy import Async, Cadence, Windowed, make_elche, share_out
+from potluck.errors import ConfigError
+
+SPARE = 0.25
+"""Of its part that a replica may do beyond it, if it turns out to be faster."""
+NUDGE = 0.5
+JUMP = 1.5
+"""A replica that is so many times faster or slower than before is measured anew, and not blended with what it was."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """One replica's window."""
+
+    wall_s: float
+    """Computing."""
+    batches: int
+    divergence: float = 0.0
+    """Its distance from the last mean, as a part of that mean's norm."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decision:
+    """A window to come."""
+
+    rows: tuple[int, ...]
+    """Each replica's part."""
+    spare: tuple[int, ...]
+    """How many rows more each may do while there is time. Only where a window ends by the clock."""
+    until_s: float | None
+    """When it ends, from its start, whatever is done by then; none: when all parts are done."""
+    anchor: int
+    reason: str
+    """Why it is so, as a sentence."""
+
+
+class Windows:
+    """For each window: decide, then report. Replicas are numbered from 0."""
+
+    def __init__(self, policy: Windowed, names: Sequence[str]) -> None:
+        if not names:
+            raise ConfigError("There is no replica to plan a window for.")
+        if len(names) == 1:
+            raise ConfigError(
+                f"{type(policy).__name__} averages replicas, and there is only one. Start at least two workers, or"
+                " split the workers into several replicas with HybridShard."
+            )
+        self.policy = policy
+        self.names = list(names)
+        self.elche = make_elche(policy, len(names))
+        self._divergence = Divergence(policy.divergence_threshold if isinstance(policy, Async) else 0.0)
+        self._why = "Nothing was measured yet, so all do the same"
+        if policy.overhead_target != self.elche.overhead_target:
+            self._why = (
+                f"An overhead target of {policy.overhead_target:g} is outside {LEAST_TARGET:g} to {MOST_TARGET:g}, and"
+                f" {self.elche.overhead_target:g} is taken; nothing was measured yet, so all do the same"
+            )
+
+    def decide(self, rows_left: int, batch_rows: int) -> Decision:
+        """`rows_left` in the epoch, or in the run; `batch_rows` go into one step of a replica."""
+        counts = self.elche.batch_counts
+        rows = [count * batch_rows for count in counts]
+        until_s = None
+        if sum(rows) >= rows_left:
+            # The rest is shared by speed and not by whole batches, so that all end together.
+            weights = self.elche.speeds if self.elche.is_measured else [float(count) for count in counts]
+            rows = share_out(rows_left, weights)
+            reason = f"{self._why}. These are the last {rows_left} rows, shared by speed: {_list(rows)}."
+            return self._decision(rows, [0] * len(rows), None, reason)
+        spare = [0] * len(rows)
+        if isinstance(self.policy, Cadence) and self.elche.is_measured:
+            until_s = self.elche.anchor_wall_ms / 1000
+            spare = [batch_rows * max(1, int(SPARE * count)) for count in counts]
+            over = sum(rows) + sum(spare) - rows_left
+            if over > 0:
+                spare = share_out(max(0, sum(spare) - over), [float(part) for part in spare])
+        return self._decision(rows, spare, until_s, f"{self._why}: {_list(counts)} batches.")
+
+    def report(self, reports: Sequence[Report], sync_s: float) -> None:
+        """After each window; `sync_s` is what agreeing cost beyond waiting for the last."""
+        elche, before = self.elche, self.elche.anchor
+        for rank, report in enumerate(reports):
+            ratio = 1000 * report.wall_s / max(1, report.batches) / (elche.ms_per_batch[rank] or 1.0)
+            if report.batches and not 1 / JUMP < ratio < JUMP:
+                elche.ms_per_batch[rank] = 0.0  # another speed altogether: the old one says nothing about it
+        walls = [1000 * report.wall_s for report in reports]
+        elche.report_timing(walls, [report.batches for report in reports], 1000 * sync_s)
+        slowest = elche.ms_per_batch.index(max(elche.ms_per_batch))
+        self._why = (
+            f"{self.names[slowest]} is the slowest, at {elche.ms_per_batch[slowest]:.3g} ms a batch, and the others"
+            " fill its time"
+        )
+        share = 1000 * sync_s / max(walls) if max(walls) > 0 else 0.0
+        if elche.anchor != before:
+            wanted = f"{elche.overhead_target:.0%} are wanted"
+            self._why = (
+                f"Agreeing took {share:.0%} of a window and {wanted}, so the slowest does {elche.anchor} batches"
+                f" instead of {before}"
+            )
+        drift = max((report.divergence for report in reports), default=0.0)
+        if isinstance(self.policy, Async) and self._divergence.report(drift) and elche.anchor > 1:
+            before = elche.anchor
+            elche.nudge_anchor_down(NUDGE)
+            self._why = (
+                f"Replicas drifted apart three windows running, to {drift:.3g} of the mean, above"
+                f" {self.policy.divergence_threshold:g}, so the slowest does {elche.anchor} batches instead of {before}"
+            )
+
+    def change(self, names: Sequence[str]) -> None:
+        """Others are there now. Whoever stays keeps its measured speed; a newcomer counts as a typical one."""
+        old, known = self.elche, dict(zip(self.names, self.elche.ms_per_batch, strict=True))
+        if list(names) == self.names:
+            return
+        came = [name for name in names if name not in known]
+        went = [name for name in self.names if name not in names]
+        self.names = list(names)
+        self.elche = make_elche(self.policy, len(names))
+        self.elche.anchor = old.anchor
+        self.elche.batch_counts = [old.anchor] * len(names)
+        if old.is_measured:
+            measured = sorted(ms for name, ms in known.items() if ms > 0 and name in names) or [max(old.ms_per_batch)]
+            typical = measured[len(measured) // 2]
+            self.elche.ms_per_batch = [known.get(name, 0.0) or typical for name in names]
+            self.elche._count()
+            self.elche.is_measured = True
+        told = [f"{' and '.join(came)} came"] * bool(came) + [f"{' and '.join(went)} went"] * bool(went)
+        self._why = f"{' and '.join(told)}, and the work is shared anew" if told else self._why
+
+    def _decision(self, rows: list[int], spare: list[int], until_s: float | None, reason: str) -> Decision:
+        return Decision(rows=tuple(rows), spare=tuple(spare), until_s=until_s, anchor=self.elche.anchor, reason=reason)
+
+
+class Pool:
+    """The rows of an epoch that nobody has done yet, as ranges of its order. The lowest are taken first."""
+
+    def __init__(self, ranges: Sequence[tuple[int, int]]) -> None:
+        self.ranges = [(start, end) for start, end in sorted(ranges) if start < end]
+
+    @property
+    def rows(self) -> int:
+        return sum(end - start for start, end in self.ranges)
+
+    def take(self, rows: int) -> list[tuple[int, int]]:
+        taken: list[tuple[int, int]] = []
+        while rows > 0 and self.ranges:
+            start, end = self.ranges.pop(0)
+            cut = min(end, start + rows)
+            taken.append((start, cut))
+            rows -= cut - start
+            if cut < end:
+                self.ranges.insert(0, (cut, end))
+        return taken
+
+    def give_back(self, ranges: Sequence[tuple[int, int]]) -> None:
+        merged: list[tuple[int, int]] = []
+        for start, end in sorted([*self.ranges, *ranges]):
+            if merged and merged[-1][1] == start:
+                merged[-1] = merged[-1][0], end
+            elif start < end:
+                merged.append((start, end))
+        self.ranges = merged
+
+
+def after(ranges: Sequence[tuple[int, int]], rows: int) -> list[tuple[int, int]]:
+    """What is left of these once so many rows of them are done, in order."""
+    left = []
+    for start, end in ranges:
+        done = min(end - start, rows)
+        rows -= done
+        if start + done < end:
+            left.append((start + done, end))
+    return left
+
+
+def _list(numbers: Sequence[int]) -> str:
+    words = [f"{number:,}" for number in numbers]
+    return f"{', '.join(words[:-1])} and {words[-1]}" if len(words) > 1 else words[0]

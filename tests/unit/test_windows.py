@@ -1,0 +1,146 @@
+"""What a window is made of, and why: every decision carries a sentence."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from potluck.agree.divergence import Divergence
+from potluck.agree.policy import ApplyPolicy, Async, Cadence, Outer, Sync
+from potluck.agree.windows import Decision, Pool, Report, Windows, after
+from potluck.errors import ConfigError
+
+MANY = 1 << 40
+
+
+def measured(policy: Cadence | Async, *ms: float, sync_s: float = 0.0) -> Windows:
+    windows = Windows(policy, [f"worker {rank}" for rank in range(len(ms))])
+    windows.report([Report(wall_s=ms / 100, batches=10) for ms in ms], sync_s)
+    return windows
+
+
+def test_before_anything_is_measured_all_do_the_same_and_it_is_said() -> None:
+    decision = Windows(Cadence(), ["a", "b"]).decide(MANY, 4)
+    assert decision == Decision(
+        rows=(40, 40),
+        spare=(0, 0),
+        until_s=None,
+        anchor=10,
+        reason="Nothing was measured yet, so all do the same: 10 and 10 batches.",
+    )
+
+
+def test_the_slowest_anchors_and_the_others_fill_its_time() -> None:
+    decision = measured(Cadence(), 10.0, 30.0).decide(MANY, 4)
+    assert decision.rows == (120, 40) and decision.until_s == pytest.approx(0.3)
+    assert (
+        decision.reason == "worker 1 is the slowest, at 30 ms a batch, and the others fill its time: 30 and 10 batches."
+    )
+    assert decision.spare == (28, 8)
+
+
+def test_async_ends_by_counts_and_cadence_by_the_clock() -> None:
+    assert measured(Async(), 10.0, 30.0).decide(MANY, 4).until_s is None
+    assert measured(Cadence(), 10.0, 30.0).decide(MANY, 4).until_s is not None
+
+
+def test_costly_agreement_makes_windows_longer() -> None:
+    decision = measured(Cadence(), 10.0, 10.0, sync_s=0.02).decide(MANY, 1)
+    assert decision.anchor == 20
+    assert decision.reason.startswith(
+        "Agreeing took 20% of a window and 10% are wanted, so the slowest does 20 batches instead of 10"
+    )
+
+
+def test_the_last_rows_are_shared_by_speed_and_not_by_whole_batches() -> None:
+    decision = measured(Cadence(), 10.0, 30.0).decide(42, 4)
+    assert decision.rows == (32, 10) and decision.until_s is None
+    assert decision.reason.endswith("These are the last 42 rows, shared by speed: 32 and 10.")
+
+
+def test_what_may_be_done_beyond_a_part_never_exceeds_what_is_left() -> None:
+    decision = measured(Cadence(), 10.0, 30.0).decide(165, 4)
+    assert sum(decision.rows) + sum(decision.spare) == 165
+
+
+def test_drift_that_rises_three_windows_halves_the_anchor_of_async_only() -> None:
+    for policy in (Async(), Cadence()):
+        windows = Windows(policy, ["a", "b"])
+        for drift in (0.01, 0.03, 0.04, 0.06):
+            windows.report([Report(wall_s=0.1, batches=10, divergence=drift)] * 2, 0.0)
+        decision = windows.decide(MANY, 1)
+        if isinstance(policy, Async):
+            assert decision.anchor == 5
+            assert decision.reason.startswith(
+                "Replicas drifted apart three windows running, to 0.06 of the mean, above 0.05, so the slowest does 5"
+                " batches instead of 10"
+            )
+        else:
+            assert decision.anchor == 10
+
+
+def test_drift_below_the_threshold_or_not_rising_changes_nothing() -> None:
+    assert not any(Divergence(0.05).report(value) for value in (0.01, 0.02, 0.03, 0.04))
+    divergence = Divergence(0.05)
+    assert [divergence.report(value) for value in (0.1, 0.2, 0.2, 0.3, 0.4, 0.5)] == [False] * 5 + [True]
+
+
+def test_a_newcomer_counts_as_a_typical_one_and_whoever_stays_keeps_its_speed() -> None:
+    windows = measured(Cadence(), 10.0, 20.0, 30.0)
+    windows.change(["worker 0", "worker 2", "new"])
+    assert windows.elche.ms_per_batch == [10.0, 30.0, 30.0]
+    decision = windows.decide(MANY, 1)
+    assert decision.rows == (30, 10, 10)
+    assert decision.reason.startswith("new came and worker 1 went, and the work is shared anew")
+
+
+def test_a_change_of_speed_is_followed_within_two_windows() -> None:
+    windows = measured(Cadence(), 10.0, 10.0)
+    for _ in range(2):
+        rows = windows.decide(MANY, 1).rows
+        windows.report(
+            [Report(wall_s=0.01 * rows[0], batches=rows[0]), Report(wall_s=0.03 * rows[1], batches=rows[1])], 0.0
+        )
+    rows = windows.decide(MANY, 1).rows
+    assert rows[0] / rows[1] == pytest.approx(3.0, rel=0.1)
+
+
+@pytest.mark.parametrize("policy", [Cadence(), Async()])
+def test_one_replica_is_an_error_that_names_the_way_out(policy: Cadence | Async) -> None:
+    with pytest.raises(ConfigError, match=f"{type(policy).__name__} averages replicas.*HybridShard"):
+        Windows(policy, ["alone"])
+    with pytest.raises(ConfigError, match="no replica"):
+        Windows(policy, [])
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "sentence"),
+    [
+        (Cadence, {"anchor": 0}, "anchor must be at least 1 batch, not 0"),
+        (Async, {"divergence_threshold": -0.1}, "divergence_threshold must be at least 0, not -0.1"),
+        (Cadence, {"overlap": True, "outer": Outer()}, "switch one of them off"),
+        (Outer, {"lr": 0.0}, "lr must be above 0"),
+        (Outer, {"momentum": 1.0}, "momentum must be in"),
+        (Sync, {"shares": (0.0,)}, "shares must be positive"),
+    ],
+)
+def test_bad_settings_are_sentences(kind: type[ApplyPolicy], options: dict[str, object], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        kind(**options)
+
+
+def test_a_clamped_target_is_said() -> None:
+    reason = Windows(Cadence(overhead_target=0.7), ["a", "b"]).decide(MANY, 1).reason
+    assert reason.startswith("An overhead target of 0.7 is outside 0.01 to 0.5, and 0.5 is taken")
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.booleans()), max_size=30))
+def test_a_pool_gives_each_row_exactly_once_whatever_comes_back(turns: list[tuple[int, bool]]) -> None:
+    pool, done = Pool([(0, 100)]), []
+    for rows, comes_back in turns:
+        taken = pool.take(rows)
+        kept = rows // 2 if comes_back else rows
+        left = after(taken, kept)
+        pool.give_back(left)
+        gone = {row for start, end in taken for row in range(start, end)}
+        done += sorted(gone - {row for start, end in left for row in range(start, end)})
+    assert sorted([*done, *(row for start, end in pool.ranges for row in range(start, end))]) == list(range(100))
