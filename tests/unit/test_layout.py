@@ -13,7 +13,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 MAY_IMPORT = {
     "ground": {"ground"},
     "wire": {"ground", "wire"},
-    "fleet": {"ground", "wire", "fleet"},
+    "fleet": {"ground", "wire", "agree", "fleet"},
     "agree": {"ground", "agree"},
     "shard": {"ground", "shard"},
     "stages": {"ground", "stages"},

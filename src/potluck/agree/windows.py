@@ -47,10 +47,11 @@ class Decision:
 class Windows:
     """For each window: decide, then report. Replicas are numbered from 0."""
 
-    def __init__(self, policy: Windowed, names: Sequence[str]) -> None:
+    def __init__(self, policy: Windowed, names: Sequence[str], *, may_be_alone: bool = False) -> None:
+        """`may_be_alone`: others may come later, so that one replica is no mistake."""
         if not names:
             raise ConfigError("There is no replica to plan a window for.")
-        if len(names) == 1:
+        if len(names) == 1 and not may_be_alone:
             raise ConfigError(
                 f"{type(policy).__name__} averages replicas, and there is only one. Start at least two workers, or"
                 " split the workers into several replicas with HybridShard."
@@ -70,6 +71,10 @@ class Windows:
         """`rows_left` in the epoch, or in the run; `batch_rows` go into one step of a replica."""
         counts = self.elche.batch_counts
         rows = [count * batch_rows for count in counts]
+        if len(self.names) == 1:
+            rows = [min(rows[0], rows_left)]
+            reason = f"Only {self.names[0]} is there, so nothing is averaged: {rows[0]:,} rows."
+            return self._decision(rows, [0], None, reason)
         until_s = None
         if sum(rows) >= rows_left:
             # The rest is shared by speed and not by whole batches, so that all end together.

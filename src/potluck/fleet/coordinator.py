@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from potluck.agree.windows import Decision, Report, Windows
 from potluck.errors import TheirProtocolError
-from potluck.events import CheckpointSaved, EpochDone, Stalled, Validated, WorkerCame, WorkerWent
+from potluck.events import CheckpointSaved, Decided, EpochDone, Stalled, Validated, WorkerCame, WorkerWent
 from potluck.fleet.description import BUFFERS, Description
 from potluck.fleet.effects import (
     AbandonStep,
@@ -43,7 +44,7 @@ from potluck.fleet.effects import (
 from potluck.fleet.invite import is_right_secret
 from potluck.fleet.ledger import Range, prove
 from potluck.fleet.membership import Member, Membership, Phase
-from potluck.fleet.tree import Node, cover, decide_quotas, share_nodes, slice_rows
+from potluck.fleet.tree import Node, cover, decide_quotas, share_nodes, sized_rows, slice_rows
 from potluck.wire.messages import (
     Admitted,
     Applied,
@@ -77,6 +78,8 @@ CHUNKS_AHEAD = 4
 """Of a parcel: so many may be on their way before the first has left here."""
 LEAST_SAMPLES, MOST_SAMPLES, MOST_LOSS = 1e-6, 1e15, 1e300
 """What a slice may report: beyond these, sums of them would overflow or vanish."""
+MOST_WINDOW = (1 << 32) - 1
+"""Rows of a window: the size of a slice is a u32."""
 SAVE = 0
 """The transfer that is a checkpoint for the host's disk; all others are for newcomers."""
 
@@ -120,13 +123,32 @@ class Slice:
     worker_id: int
 
 
+@dataclass(frozen=True)
+class Plan:
+    """What a step consists of, and who computes it."""
+
+    bounds: list[Range]
+    """Of each slice."""
+    nodes: list[list[Node]]
+    """For each worker."""
+    batch: int = 0
+    """Rows of a step that a worker takes by itself; 0: it takes none."""
+    decision: Decision | None = None
+    """Why, where workers step by themselves: then this step is a window."""
+
+
 @dataclass
 class StepUnderWay:
+    """Where workers step by themselves, a window: one agreement, whatever it is over."""
+
     step: int
-    row: int
-    rows: int
-    slices: int
+    bounds: list[Range]
+    """Of each slice."""
     started: float
+    batch: int = 0
+    decision: Decision | None = None
+    workers: tuple[int, ...] = ()
+    """Ids, in the order of the decision."""
     reports: dict[int, Slice] = field(default_factory=dict)
     computed_by: dict[int, int] = field(default_factory=dict)
     """slice -> worker id, once its payload is wholly in the sums."""
@@ -137,8 +159,24 @@ class StepUnderWay:
     used: bytearray = field(default_factory=bytearray)
     busy: dict[int, float] = field(default_factory=dict)
     """worker id -> seconds"""
+    batches: dict[int, int] = field(default_factory=dict)
+    """worker id -> steps that it took by itself"""
+    first_report: float | None = None
+    last_report: float = 0.0
     loss: float = math.nan
     samples: float = 0.0
+
+    @property
+    def row(self) -> int:
+        return self.bounds[0][0]
+
+    @property
+    def rows(self) -> int:
+        return self.bounds[-1][1] - self.bounds[0][0]
+
+    @property
+    def slices(self) -> int:
+        return len(self.bounds)
 
 
 @dataclass
@@ -240,6 +278,23 @@ class Coordinator:
         """The worker that is to send the checkpoint that is due."""
         self._leader = -1
         """The worker that speaks for all, as of the last committed step."""
+        self._windows: Windows | None = None
+        self._rows_limit = description.rows_limit if description is not None else 0
+        self._worked: tuple[int, ...] = ()
+        """Who took part in the last window."""
+        self._committed_at = 0.0
+        self._applying_s = 0.0
+        """How long the last of them needed to apply it, from the moment when it was formed."""
+        self._divergence: dict[int, float] = {}
+        """worker id -> what it told when it applied the last window"""
+
+    @property
+    def steps_done(self) -> int:
+        """Batches of the run. The standing's step counts agreements, and there may be several batches to one."""
+        standing = self.standing
+        if self.description is None or self.description.windowed is None:
+            return standing.step
+        return self.description.steps_at(standing.epoch, standing.row)
 
     # What comes in
 
@@ -472,6 +527,8 @@ class Coordinator:
         if self.standing.step or self.finished:
             self.refused["plain peer came late"] += 1
             return [Send(peer, Shutdown()), Close(peer, "a plain peer cannot be given the weights, and the run is on")]
+        if self.description is not None and self.description.windowed is not None:
+            return self._turn_away_plain(peer)
         member = self.membership.add(now, peer, request.node_id, f"plain {request.backend}", plain=True)
         self.membership.admit(member)
         return [
@@ -480,6 +537,12 @@ class Coordinator:
             self._tell_came(member),
             *self._start_step(now),
         ]
+
+    def _turn_away_plain(self, peer: int) -> list[Effect]:
+        """It knows no message to hear why; the host's log has it."""
+        self.refused["plain peer"] += 1
+        why = f"a plain peer trains under sync alone, and this run's policy is {self._described.policy}"
+        return [Send(peer, Shutdown()), Close(peer, why), *self.on_closed(self._clock, peer, why)]
 
     def _on_ready(self, now: float, member: Member, ready: Ready) -> list[Effect]:
         if self.finished:
@@ -492,8 +555,12 @@ class Coordinator:
         if self.description is None:
             self.description = described
             effects.append(Describe(described))
+            if described.windowed is not None:
+                for plain in [m for m in self.membership.members.values() if m.plain]:
+                    effects += self._turn_away_plain(plain.peer)
         elif (difference := self.description.difference(described)) is not None:
             return self._refuse(member.peer, "wrong model", difference)
+        self._rows_limit = described.rows_limit  # a run that goes on may be longer than it was
         return effects + self._place(now, member, ready)
 
     def _place(self, now: float, member: Member, ready: Ready) -> list[Effect]:
@@ -521,10 +588,11 @@ class Coordinator:
             if self._alone_since is None:
                 self._alone_since = now
             return self.on_tick(now) if not self._expected else []
-        if ready.holds and self._ahead is not None and ready.step == self._ahead.step:
+        is_window = self._described.windowed is not None  # one that is computed again has other bits
+        if ready.holds and self._ahead is not None and ready.step == self._ahead.step and not is_window:
             return self._admit(now, member, ready, since=ready.step + 1)
         same = any(ready.digest == told for _, told in known.values())
-        if ready.step == step and (same or (ready.holds and not known)):
+        if ready.step == step and (same or (ready.holds and not known and not is_window)):
             return self._admit(now, member, ready, since=step + 1)
         return self._catch_up(member)
 
@@ -639,6 +707,27 @@ class Coordinator:
         working = [m for m in working if not (m.plain and has_buffers)]  # they could not send them
         if not any(not m.plain for m in working):
             return []
+        plan = self._plan_window(working) if described.windowed is not None else self._plan_step(working)
+        if plan is None:
+            return []
+        ids = tuple(m.worker_id for m in working)
+        self.now = StepUnderWay(standing.step + 1, plan.bounds, now, plan.batch, plan.decision, ids)
+        for member in ready:
+            member.nodes, member.busy_s = [], 0.0
+            member.reported.clear()
+        several = any(len(nodes) > 1 for nodes in plan.nodes)
+        # A plain peer sends its parts in another order than ours, so that all of them must be able to wait.
+        count = 1 if any(m.plain for m in working) else sum(map(len, plan.nodes))
+        effects: list[Effect] = [BeginStep(self.now.step, self.now.slices, count, several)]
+        if plan.decision is not None:
+            effects.append(self._tell_decision(plan.decision))
+        for member, nodes in zip(working, plan.nodes, strict=True):
+            effects += self._give(now, member, nodes)
+        return effects
+
+    def _plan_step(self, working: list[Member]) -> Plan:
+        """One batch, in as many slices as ever, to each as many as its speed allows."""
+        described, standing = self._described, self.standing
         rows = min(described.batch, described.rows - standing.row)
         slices = min(described.slices, rows)
         peers = [m.peer for m in working]
@@ -647,17 +736,42 @@ class Coordinator:
         shared = share_nodes(slices, quotas)
         _spare_plain_peers(working, shared)
         self._last_quotas, self._last_peers = quotas, peers
-        self.now = StepUnderWay(standing.step + 1, standing.row, rows, slices, now)
-        for member in ready:
-            member.nodes, member.busy_s = [], 0.0
-            member.reported.clear()
-        several = any(len(nodes) > 1 for nodes in shared)
-        # A plain peer sends its parts in another order than ours, so that all of them must be able to wait.
-        count = 1 if any(m.plain for m in working) else sum(map(len, shared))
-        effects: list[Effect] = [BeginStep(self.now.step, slices, count, several)]
-        for member, nodes in zip(working, shared, strict=True):
-            effects += self._give(now, member, nodes)
-        return effects
+        return Plan(slice_rows(standing.row, rows, slices), shared)
+
+    def _plan_window(self, working: list[Member]) -> Plan | None:
+        """One slice for each worker, as large as its speed allows; none if the run is over."""
+        described, standing = self._described, self.standing
+        policy = described.windowed
+        assert policy is not None
+        rows_left = min(described.rows - standing.row, MOST_WINDOW)
+        if self._rows_limit:
+            rows_left = min(rows_left, self._rows_limit - standing.rows_seen)
+        if rows_left <= 0:
+            return None
+        names = _labels(working)
+        if self._windows is None:
+            self._windows = Windows(policy, names, may_be_alone=True)
+        self._windows.change(names)
+        batch = min(-(-described.batch // len(working)), MOST_WINDOW)
+        decision = self._windows.decide(rows_left, batch)
+        nodes: list[list[Node]] = []
+        sizes: list[int] = []
+        for rows in decision.rows:
+            nodes.append([(len(sizes), len(sizes) + 1)] if rows else [])
+            sizes += [rows] if rows else []
+        return Plan(sized_rows(standing.row, sizes), nodes, batch, decision)
+
+    def _tell_decision(self, decision: Decision) -> Emit:
+        return Emit(
+            Decided(
+                step=self.steps_done,
+                rows=decision.rows,
+                reason=decision.reason,
+                version=self.standing.step,
+                anchor=decision.anchor,
+                divergence=max(self._divergence.values(), default=0.0),
+            )
+        )
 
     def _give(self, now: float, member: Member, nodes: list[Node]) -> list[Effect]:
         if not nodes or self.now is None:
@@ -667,10 +781,20 @@ class Coordinator:
         member.working_since = now
         if not member.plain:
             flat = np.array([edge for node in nodes for edge in node], "<u4")
-            work = Work(under.step, self.standing.epoch, under.row, under.rows, under.slices, flat)
+            sizes = [end - start for start, end in under.bounds] if under.batch else []
+            work = Work(
+                under.step,
+                self.standing.epoch,
+                under.row,
+                under.rows,
+                under.slices,
+                flat,
+                np.array(sizes, "<u4"),
+                under.batch,
+            )
             return [Expect(member.peer, under.step, tuple(nodes), (1.0,) * len(nodes)), Send(member.peer, work)]
         effects: list[Effect] = []
-        bounds = slice_rows(under.row, under.rows, under.slices)
+        bounds = under.bounds
         for node in nodes:
             start, end = bounds[node[0]][0], bounds[node[1] - 1][1]
             weight = (end - start) * self._described.samples_per_row * self._described.unit
@@ -731,12 +855,20 @@ class Coordinator:
         bad: list[Node] = []
         for number, samples, loss_sum in zip(told, report.samples, report.loss_sums, strict=True):
             member.reported.add(number)
-            if not (abs(loss_sum) < MOST_LOSS and (samples == 0 or LEAST_SAMPLES < samples < MOST_SAMPLES)):
+            is_told = abs(loss_sum) < MOST_LOSS or (under.batch > 0 and math.isnan(loss_sum))  # none of its steps had
+            if not (is_told and (samples == 0 or LEAST_SAMPLES < samples < MOST_SAMPLES)):
                 bad += [node for node in member.nodes if node[0] <= number < node[1] and node not in bad]
             else:
                 under.reports.setdefault(number, Slice(float(samples), float(loss_sum), member.worker_id))
         _either(under.used, bytes(report.used))
-        member.measure(len(mine & member.reported), report.busy_s)
+        if told:
+            under.first_report = under.first_report if under.first_report is not None else now
+            under.last_report = now
+        if not under.batch:
+            member.measure(len(mine & member.reported), report.busy_s)
+        elif 0 < report.busy_s < math.inf:  # slices are of many sizes
+            member.measure(sum(under.bounds[n][1] - under.bounds[n][0] for n in told), report.busy_s)
+            under.batches[member.worker_id] = under.batches.get(member.worker_id, 0) + report.batches
         member.busy_s += report.busy_s
         under.busy[member.worker_id] = member.busy_s
         effects: list[Effect] = []
@@ -762,7 +894,7 @@ class Coordinator:
         under, standing, described = self.now, self.standing, self._described
         assert under is not None
         self._scale()  # plain peers tell their loss after their gradients
-        bounds = slice_rows(under.row, under.rows, under.slices)
+        bounds = under.bounds
         for member in self.membership.members.values():
             for number in (number for node in member.nodes for number in range(*node)):
                 under.computed_by.setdefault(number, member.worker_id)
@@ -790,6 +922,8 @@ class Coordinator:
             workers,
             ranges,
         )
+        if under.decision is not None:
+            self._measure_window(now, under)
         self._ahead = None
         self.previous = Standing(standing.step, standing.epoch, standing.row, standing.rows_seen, list(standing.ranges))
         standing.step, standing.row = under.step, under.row + under.rows
@@ -823,6 +957,23 @@ class Coordinator:
         self.now = None
         return effects + self._start_step(now)
 
+    def _measure_window(self, now: float, under: StepUnderWay) -> None:
+        """What the next one is planned by. How long the last took to be applied is known only now, and so counts here:
+        the next is handed out before this one is applied."""
+        assert self._windows is not None
+        reports = [
+            Report(
+                wall_s=under.busy.get(who, 0.0) if who in under.batches else 0.0,
+                batches=under.batches.get(who, 0),
+                divergence=self._divergence.get(who, 0.0),
+            )
+            for who in under.workers
+        ]
+        if any(report.batches for report in reports):
+            self._windows.report(reports, max(0.0, now - under.last_report) + self._applying_s)
+        self._worked, self._committed_at, self._applying_s = under.workers, now, 0.0
+        self._divergence = {}
+
     def _end_epoch(self) -> EpochDone:
         standing = self.standing
         proof = prove(standing.ranges, self._described.rows)
@@ -845,6 +996,9 @@ class Coordinator:
         if self._awaits_weights(member):
             return []  # said before it read that it will be given other weights
         member.applied = max(member.applied, applied.step)
+        if member.worker_id in self._worked and applied.step == self.standing.step:
+            self._applying_s = max(self._applying_s, now - self._committed_at)
+            self._divergence[member.worker_id] = applied.divergence if applied.divergence >= 0 else math.inf
         effects: list[Effect] = []
         if (record := self._records.pop(applied.step, None)) is not None:
             effects.append(StepApplied(record, applied.lr, applied.norm, applied.fault))
@@ -924,7 +1078,7 @@ class Coordinator:
     def _give_up(self, member: Member, number: int, why: str) -> list[Effect]:
         under = self.now
         assert under is not None
-        start, end = slice_rows(under.row, under.rows, under.slices)[number]
+        start, end = under.bounds[number]
         first = under.bad[number]
         who = f"on {first} and again on {member.name}" if first != member.name else f"twice on {member.name}"
         self.finished = (
@@ -963,7 +1117,7 @@ class Coordinator:
             del self._evaluations[ask.step]
             loss = total / samples if samples else math.nan
             peers = [member.peer, *evaluation.waiting]
-            return [Emit(Validated(step=ask.step, loss=loss)), *(Send(peer, done) for peer in peers)]
+            return [Emit(Validated(step=self.steps_done, loss=loss)), *(Send(peer, done) for peer in peers)]
         return effects + self._next_range(member, ask.step, evaluation)
 
     def _next_range(self, member: Member, step: int, evaluation: Evaluation) -> list[Effect]:
@@ -1085,7 +1239,10 @@ class Coordinator:
         late = [member for member in self.membership.members.values() if member.nodes]
         # What the others send is held back until it is wanted, so that only those who still compute are waited for.
         for member in [m for m in late if m.is_computing] or late:
-            seconds = now - member.working_since
+            since = member.working_since
+            if self.now is not None and self.now.batch:  # a window may be long: nobody is late before another is done
+                since = max(since, self.now.first_report if self.now.first_report is not None else now)
+            seconds = now - since
             if seconds > self.patience_s and now - member.warned_at > self.patience_s:
                 member.warned_at = now
                 doing = member.doing(self.standing.step)
@@ -1101,6 +1258,12 @@ def _spare_plain_peers(working: list[Member], shared: list[list[Node]]) -> None:
             kept = max(shared[index], key=lambda node: node[1] - node[0])
             shared[ours[0]] += [node for node in shared[index] if node != kept]
             shared[index] = [kept]
+
+
+def _labels(members: list[Member]) -> list[str]:
+    """Their names, each with its id where there are two of one name."""
+    counts = Counter(member.name for member in members)
+    return [m.name if counts[m.name] == 1 else f"{m.name} ({m.worker_id})" for m in members]
 
 
 def _total(values: Iterable[float]) -> float:

@@ -4,9 +4,10 @@ The first worker that is ready describes the run; every other must describe the 
 """
 
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from potluck.agree.policy import ApplyPolicy, Async, Cadence, Sync, Windowed
 from potluck.errors import TheirProtocolError
 
 BUFFERS = 255
@@ -15,6 +16,12 @@ MAX_FLOATS = (1 << 30) - 1024
 """Of one part: with its head it must fit one frame, whose length is a u32."""
 MAX_PARTS = 100_000
 MAX_ROWS = 1 << 48
+_WINDOWED: dict[str, type[Windowed]] = {kind.kind: kind for kind in (Cadence, Async)}
+_SETTINGS = {
+    Sync.kind: (),
+    Cadence.kind: ("anchor", "max_anchor", "overhead_target", "max_batch_diff"),
+    Async.kind: ("anchor", "max_anchor", "overhead_target", "max_batch_diff", "divergence_threshold"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +57,22 @@ class Description:
     samples_per_row: float
     """How many samples a row counts as, for peers that cannot say."""
     policy: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Of a policy under which workers step by themselves: all that windows are planned by."""
+    rows_limit: int = 0
+    """The run is over at so many rows of all its epochs; 0: when the workers say so. It may differ between workers."""
     told: dict[str, Any]
     """What a person is shown: name, parameters, unit of samples, steps. It may differ between workers."""
+
+    @property
+    def windowed(self) -> Windowed | None:
+        """The policy, if workers step by themselves under it; none under Sync."""
+        kind = _WINDOWED.get(self.policy)
+        return kind(**self.settings) if kind is not None else None
+
+    def steps_at(self, epoch: int, row: int) -> int:
+        """How many batches of the run are done at this place, the last maybe in part."""
+        return epoch * -(-self.rows // self.batch) + -(-row // self.batch)
 
     @property
     def floats(self) -> int:
@@ -87,6 +108,8 @@ class Description:
             _whole(described.seed)
             if not isinstance(described.model, str) or not isinstance(described.policy, str):
                 raise ValueError("model and policy are words")
+            _check_settings(described.policy, described.settings)
+            _whole(described.rows_limit)
             if not (0 < described.unit <= 1 and 0 < described.samples_per_row < 1e12):
                 raise ValueError("unit lies in (0, 1], and samples_per_row above 0")
             if not isinstance(described.told, dict) or described.slices > 1 << 16:
@@ -101,13 +124,40 @@ class Description:
             "model": "Your parameter names, shapes or types are not those that this run trains",
             "parts": "Your gradient travels in other parts than this run's",
             "policy": f"This run's policy is {self.policy}, and yours is {other.policy}",
+            "settings": self._differing_setting(other),
         }
-        for field in fields(self):
-            mine, theirs = getattr(self, field.name), getattr(other, field.name)
-            if field.name != "told" and mine != theirs:
-                otherwise = f"This run has {field.name} = {mine}, and you have {theirs}"
-                return f"{words.get(field.name, otherwise)}. Build the same model, data and settings on every worker."
+        for name in (entry.name for entry in fields(self)):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if name not in ("told", "rows_limit") and mine != theirs:
+                otherwise = f"This run has {name} = {mine}, and you have {theirs}"
+                return f"{words.get(name, otherwise)}. Build the same model, data and settings on every worker."
         return None
+
+    def _differing_setting(self, other: "Description") -> str:
+        for name in sorted({*self.settings, *other.settings}):
+            mine, theirs = self.settings.get(name), other.settings.get(name)
+            if mine != theirs:
+                return f"This run has policy.{name} = {mine}, and you have {theirs}"
+        return ""
+
+
+def settings_of(policy: ApplyPolicy) -> dict[str, Any]:
+    """What a description tells of a policy."""
+    return {name: getattr(policy, name) for name in _SETTINGS.get(policy.kind, ())}
+
+
+def _check_settings(policy: str, settings: Any) -> None:
+    names = _SETTINGS.get(policy)
+    if names is None or not isinstance(settings, dict) or {*settings} != {*names}:
+        raise ValueError("policy is sync, cadence or async, with all of its settings and no others")
+    for name, value in settings.items():
+        if name in ("overhead_target", "divergence_threshold"):
+            if not isinstance(value, int | float) or isinstance(value, bool):
+                raise ValueError(f"{value!r} is no number")
+        else:
+            _whole(value, none=name == "max_batch_diff")
+    if policy in _WINDOWED:
+        _WINDOWED[policy](**settings)
 
 
 def _whole(value: Any, *, none: bool = False) -> int | None:

@@ -6,7 +6,7 @@ depend on which nodes came from whom: only on the tree.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 Node = tuple[int, int]
 
@@ -61,6 +61,11 @@ def slice_rows(row: int, rows: int, slices: int) -> list[tuple[int, int]]:
     short, longer = divmod(rows, slices)
     ends = list(itertools.accumulate([short + 1] * longer + [short] * (slices - longer), initial=row))
     return list(itertools.pairwise(ends))
+
+
+def sized_rows(row: int, sizes: Iterable[int]) -> list[tuple[int, int]]:
+    """The rows of slices of these sizes, one after the other."""
+    return list(itertools.pairwise(itertools.accumulate(sizes, initial=row)))
 
 
 def decide_quotas(slices: int, speeds: Sequence[float | None], before: Sequence[int] | None) -> list[int]:

@@ -5,7 +5,7 @@ own would lose the payload of a NaN.
 """
 
 import struct
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from enum import Enum, auto
 from typing import Annotated, Any, get_args, get_type_hints
 
@@ -220,6 +220,10 @@ class Work(Message):
     slices: U32
     nodes: U32s
     """first, last + 1, first, last + 1, ..."""
+    sizes: U32s = field(default_factory=lambda: np.zeros(0, "<u4"))
+    """Rows of each slice, in order; empty: as even as can be."""
+    batch: U32 = 0
+    """Rows of each step that a worker takes by itself before it sends what they changed; 0: gradients are wanted."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -233,6 +237,8 @@ class SliceReport(Message):
     busy_s: F64
     used: Bytes
     """One bit per parameter: whether it got a gradient."""
+    batches: U32 = 0
+    """Steps that the worker took by itself."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -260,6 +266,8 @@ class Applied(Message):
     norm: F64
     fault: String
     """Why every worker skipped the step, if it did."""
+    divergence: F64 = 0.0
+    """How far its own parameters were from those that were agreed on, as a part of their norm."""
 
 
 @dataclass(frozen=True, eq=False)
