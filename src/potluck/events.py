@@ -61,6 +61,23 @@ class StepDone:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Decided:
+    """How the work is shared from here on, and why."""
+
+    step: int
+    rows: tuple[int, ...]
+    """Each worker's part of the next step, or of the window until the next agreement."""
+    reason: str
+    """As a sentence."""
+    version: int = 0
+    """Agreements so far, where workers step by themselves."""
+    anchor: int = 1
+    """Batches of the slowest until the next agreement."""
+    divergence: float = 0.0
+    """How far the workers had drifted apart at the last agreement, as a part of the mean."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StepSkipped:
     step: int
     loss: float
@@ -145,6 +162,7 @@ class RunEnded:
 Event = (
     RunStarted
     | StepDone
+    | Decided
     | StepSkipped
     | Validated
     | EpochDone
