@@ -139,6 +139,8 @@ class Position:
     epoch: int = 0
     row: int = 0
     """Rows of this epoch's shuffled order that are done."""
+    left: tuple[tuple[int, int], ...] = ()
+    """If what was left to do when this pass began was not one range, its ranges: they then follow what is done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +195,8 @@ class Loader:
         """Called for a step in which this worker has no rows."""
         self.on_epoch_end: Callable[[], None] = lambda: None
         self.is_stopped: Callable[[], bool] = lambda: False
-        self._shares = shares
+        self.shares = tuple(shares)
+        """May be changed between two steps."""
         self._rank = rank
         self._device = device
         self.collate = collate
@@ -201,17 +204,18 @@ class Loader:
             raise ConfigError("The dataset is empty.")
 
     def __iter__(self) -> Iterator[Any]:
-        row = self.position.row
-        fetched = iter(self._fetch(self._order(), row))
-        for micro in self._micro_batches(row):
+        order, shares = self._order(), None
+        while self.position.row < self.rows and not self.is_stopped():
             self._insist_on_step()
-            if self.is_stopped():
-                return
-            self.current = micro
-            if micro.start == micro.end:
-                self.on_empty()
-            else:
-                yield to_device(next(fetched), self._device)
+            if shares != self.shares:  # also at first: rows are fetched ahead, for shares as they are
+                shares = self.shares
+                fetched = iter(self._fetch(order, self.position.row))
+            for micro in plan_step(self.position.row, self.rows, self.batch, shares, self._rank):
+                self.current = micro
+                if micro.start == micro.end:
+                    self.on_empty()
+                else:
+                    yield to_device(next(fetched), self._device)
         self._insist_on_step()
         if self.is_stopped() and self.position.row < self.rows:
             return
@@ -229,15 +233,37 @@ class Loader:
         return sum(micro.start < micro.end for micro in self._micro_batches(self.position.row))
 
     def _micro_batches(self, row: int) -> Iterator[MicroBatch]:
+        shares = self.shares
         while row < self.rows:
-            planned = plan_step(row, self.rows, self.batch, self._shares, self._rank)
+            planned = plan_step(row, self.rows, self.batch, shares, self._rank)
             yield from planned
             row = planned[-1].step_end
 
     def _order(self) -> Tensor:
         """The epoch's shuffled order: the same on every rank, and after a restart."""
         generator = torch.Generator().manual_seed(mix(self.seed, self.position.epoch))
-        return torch.randperm(self.rows, generator=generator)
+        order = torch.randperm(self.rows, generator=generator)
+        if not self.position.left:
+            return order
+        is_left = torch.zeros(self.rows, dtype=torch.bool)
+        for start, end in self.position.left:
+            is_left[start:end] = True
+        return torch.cat([order[~is_left], order[is_left]])
+
+    def left_after(self, ranges: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+        """Ranges of this pass's order that are still to do, as Position keeps them; empty if they are its end."""
+        if list(ranges) in ([], [(self.rows - sum(b - a for a, b in ranges), self.rows)]) and not self.position.left:
+            return ()
+        first = self.rows - sum(end - start for start, end in self.position.left) if self.position.left else 0
+        places = [place for start, end in self.position.left or [(0, self.rows)] for place in range(start, end)]
+        kept = sorted(places[row - first] for start, end in ranges for row in range(start, end))
+        found: list[tuple[int, int]] = []
+        for place in kept:
+            if found and found[-1][1] == place:
+                found[-1] = found[-1][0], place + 1
+            else:
+                found.append((place, place + 1))
+        return tuple(found)
 
     def _fetch(self, order: Tensor, row: int) -> DataLoader[Any]:
         parts = (m for m in self._micro_batches(row) if m.start < m.end)
@@ -275,7 +301,7 @@ class SliceLoader(Loader):
         super().__init__(*arguments, **options)
         self.plan: Callable[[], Iterator[MicroBatch]] = lambda: iter(())
         self.seed_of: Callable[[MicroBatch], int] = lambda micro: 0
-        self._ordered: tuple[tuple[int, int], Tensor] | None = None
+        self._ordered: tuple[tuple[int, int, tuple[tuple[int, int], ...]], Tensor] | None = None
 
     def __iter__(self) -> Iterator[Any]:
         for micro in self.plan():
@@ -297,7 +323,7 @@ class SliceLoader(Loader):
         return to_device(self._rows_of(MicroBatch(start, end, True, end)), self._device)
 
     def _rows_of(self, micro: MicroBatch) -> Any:
-        key = (self.seed, self.position.epoch)
+        key = (self.seed, self.position.epoch, self.position.left)
         if self._ordered is None or self._ordered[0] != key:
             self._ordered = key, self._order()
         rows = self._ordered[1][micro.start : micro.end].tolist()

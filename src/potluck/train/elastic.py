@@ -526,7 +526,7 @@ class ElasticEngine(Engine):
             rows, BatchConfig(size=len(rows)), shares=(1.0,), rank=0, device=self.device,
             collate=self._loader().collate,
         )  # fmt: skip
-        looker._ordered = (0, 0), torch.arange(len(rows))
+        looker._ordered = (0, 0, ()), torch.arange(len(rows))
         size, step = min(len(rows), max(1, batch_size)), self.step_number
         were_training = [module for module in model.modules() if module.training]
         model.eval()

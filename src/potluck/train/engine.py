@@ -64,7 +64,12 @@ def init(
         from potluck.train.elastic import ElasticEngine
 
         return ElasticEngine.join(read_invite(None), device, policy=policy, strategy=strategy, step=step)
-    return Engine(connect(device, patience_s), device, policy=policy, strategy=strategy, step=step)
+    link = connect(device, patience_s)
+    if not isinstance(policy, Sync):
+        from potluck.train.windows import WindowEngine
+
+        return WindowEngine(link, device, policy=policy, strategy=strategy, step=step)
+    return Engine(link, device, policy=policy, strategy=strategy, step=step)
 
 
 class Engine:
@@ -85,6 +90,8 @@ class Engine:
         self.events = EventLog()
         self.after_step: list[Callable[[], None]] = []
         """Called on every worker after each step, also after one in which this worker had no rows."""
+        self.rows_limit: int | None = None
+        """The run is over at so many rows; only policies that plan several steps ahead need to know."""
         self.lr_factor: Callable[[int], float] | None = None
         """The share of its peak that the learning rate has for the step which ends at so many rows; none: yours."""
         self.step_number = 0
@@ -176,7 +183,7 @@ class Engine:
                 "prepare() was called already, and a run trains one model with one optimizer. Put several models into"
                 " one nn.Module, and their parameters into groups of one optimizer."
             )
-        self.replica = Replica(model, optimizer, self.link, self.device, self.config)
+        self.replica = self._make_replica(model, optimizer)
         if dataset is None:
             return model, optimizer
         try:
@@ -322,6 +329,9 @@ class Engine:
 
     # What a step is made of
 
+    def _make_replica(self, model: nn.Module, optimizer: Optimizer) -> Replica:
+        return Replica(model, optimizer, self.link, self.device, self.config)
+
     def _make_loader(
         self, dataset: Any, batch: BatchConfig, seed: int, collate: Callable[[list[Any]], Any] | None
     ) -> Loader:
@@ -404,7 +414,11 @@ class Engine:
     def _set_lr(self, replica: Replica) -> None:
         if self.lr_factor is not None:
             for group in replica.optimizer.param_groups:
-                group["lr"] = group.setdefault("initial_lr", group["lr"]) * self.lr_factor(self.rows_seen)
+                group["lr"] = group.setdefault("initial_lr", group["lr"]) * self.lr_factor(self._rows_of_schedule())
+
+    def _rows_of_schedule(self) -> int:
+        """Rows of all workers, at the end of the step that is being applied."""
+        return self.rows_seen
 
     def _insist_on_progress(self, event: StepDone | StepSkipped) -> None:
         if isinstance(event, StepSkipped) and event.in_a_row >= self.config.nonfinite_limit:
@@ -478,6 +492,7 @@ class Engine:
             "skipped_rows": self._skipped_rows,
             "epoch": position.epoch,
             "row": position.row,
+            "left": [list(part) for part in position.left],
             "rows_in_epoch": self.loader.rows if self.loader is not None else 0,
             "seed": self.loader.seed if self.loader is not None else 0,
         }
@@ -495,7 +510,8 @@ class Engine:
         self.skipped = standing["skipped"]
         self._skipped_rows = standing["skipped_rows"]
         if self.loader is not None:
-            self.loader.position = Position(standing["epoch"], standing["row"])
+            left = tuple((start, end) for start, end in standing.get("left", ()))
+            self.loader.position = Position(standing["epoch"], standing["row"], left)
             self.loader.seed = standing["seed"]
             self.loader.current = None
         # What was trained before the checkpoint is rank 0's to tell, since those workers may be gone.

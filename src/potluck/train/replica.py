@@ -51,8 +51,16 @@ class Replica:
     """For each step: arm and backward for every micro-batch, then finish, and apply or drop."""
 
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer, link: Link, device: torch.device, config: StepConfig
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        link: Link,
+        device: torch.device,
+        config: StepConfig,
+        *,
+        sums_gradients: bool = True,
     ) -> None:
+        """`sums_gradients`: over the ranks of the link; else each steps by its own."""
         if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer):
             raise ConfigError(
                 f"prepare() takes a torch.nn.Module and a torch.optim.Optimizer, not {type(model).__name__} and"
@@ -69,7 +77,8 @@ class Replica:
         _switch_on(model, device, config)
         # Each step forgets its gradients by itself: a zero_grad() out of habit would drop those of earlier parts of it.
         optimizer.zero_grad = lambda set_to_none=True: None  # type: ignore[method-assign]
-        self._buckets = Buckets(model, find_blocks(model), link.start_sum) if link.world > 1 else None
+        is_summed = sums_gradients and link.world > 1
+        self._buckets = Buckets(model, find_blocks(model), link.start_sum) if is_summed else None
         self._trained_ids = {id(parameter) for parameter in self.trained}
         kept = set(model.state_dict())
         self._buffers = [buffer for name, buffer in model.named_buffers() if name in kept]

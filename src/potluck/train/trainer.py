@@ -139,8 +139,10 @@ class Trainer:
         self.steps_total, self.rows_total = self._length()
         if (schedule := config.schedule) is not None:
             self.engine.lr_factor = lambda rows_seen: schedule.factor(rows_seen, self.rows_total)
+        self.engine.rows_limit = self.rows_total
         self.summary = Summary(self.folder)
         self._validated_at = self._saved_at = -1
+        self._looked_at = self.engine.step_number
 
     @property
     def checkpoints(self) -> Path:
@@ -222,7 +224,8 @@ class Trainer:
             group.pop("initial_lr", None)
             group.update(given)
         self.steps_total, self.rows_total = self._length()
-        self._saved_at = self.engine.step_number
+        self.engine.rows_limit = self.rows_total
+        self._saved_at = self._looked_at = self.engine.step_number
         self.summary.checkpoint = self.engine.loaded_from
         return True
 
@@ -230,15 +233,19 @@ class Trainer:
         """On every worker alike, so that what follows may talk to the others."""
         if self.engine.replaying:
             return
-        step = self.engine.step_number
         at_end_of_epoch = self._loader.position.row == self._loader.rows
         every = self.config.validate_every
-        if not self.engine.stopping and (at_end_of_epoch if every is None else step % every == 0):
+        if not self.engine.stopping and (at_end_of_epoch if every is None else self._has_passed(every)):
             self._validate()
-        if self.config.checkpoint.every is not None and step % self.config.checkpoint.every == 0:
+        if self.config.checkpoint.every is not None and self._has_passed(self.config.checkpoint.every):
             self._save()
+        self._looked_at = self.engine.step_number
         if self._is_over:
             self.engine.stopping = True
+
+    def _has_passed(self, every: int) -> bool:
+        """Whether a multiple of it came since the last look: there may be several steps between two."""
+        return self.engine.step_number // every > self._looked_at // every
 
     def _validate(self) -> None:
         if self._validation is None or not len(self._validation) or self._validated_at == self.engine.step_number:

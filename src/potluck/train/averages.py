@@ -1,0 +1,140 @@
+"""The mean of the replicas' parameters, in few flat buffers. Knows nothing of windows, data or optimizers.
+
+With overlap the mean of a snapshot is formed while the next window computes, and merged at its end as a correction:
+what a replica changed since the snapshot is kept.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor, nn
+
+from potluck.agree.policy import Outer
+from potluck.train.link import Link, Pending
+
+FLAT_BYTES = 32 << 20
+"""Of one buffer: while one of them travels, the next is filled."""
+
+
+class Flat:
+    """Some tensors, and a buffer in which they lie end to end."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        first = tensors[0]
+        half = first.dtype in (torch.float16, torch.bfloat16)  # their mean would lose digits
+        self.tensors = tensors
+        self.sum = torch.empty(
+            sum(tensor.numel() for tensor in tensors),
+            dtype=torch.float32 if half else first.dtype,
+            device=first.device,
+        )
+        self.views = self.split(self.sum)
+        self.before: Tensor | None = None
+        """What the mean is compared with: this replica's own values."""
+
+    def split(self, flat: Tensor) -> list[Tensor]:
+        pieces = torch.split(flat, [tensor.numel() for tensor in self.tensors])
+        return [piece.view(tensor.shape) for piece, tensor in zip(pieces, self.tensors, strict=True)]
+
+    def snapshot(self) -> Tensor:
+        if self.before is None:
+            self.before = torch.empty_like(self.sum)
+        torch._foreach_copy_(self.split(self.before), self.tensors)
+        return self.before
+
+
+class Averages:
+    """For each agreement: start, and finish at once or after the next window."""
+
+    def __init__(self, model: nn.Module, link: Link, outer: Outer | None = None) -> None:
+        self._link = link
+        kept = set(model.state_dict())
+        buffers = [buffer for name, buffer in model.named_buffers() if name in kept]
+        trained = [parameter.data for parameter in model.parameters() if parameter.requires_grad]
+        self._trained = _flats(trained)
+        self._buffers = _flats([buffer for buffer in buffers if buffer.is_floating_point()])
+        self._whole = [buffer for buffer in buffers if not buffer.is_floating_point()]
+        self._flats = self._trained + self._buffers
+        self._pending: list[Pending] = []
+        self._stream = torch.cuda.Stream(trained[0].device) if trained[0].is_cuda else None  # type: ignore[no-untyped-call]
+        self._outer = outer
+        self._start = [flat.snapshot().clone() for flat in self._trained] if outer is not None else []
+        self._momentum = [torch.zeros_like(start) for start in self._start]
+
+    @property
+    def is_pending(self) -> bool:
+        return bool(self._pending)
+
+    @torch.no_grad()
+    def start(self, weight: float) -> None:
+        """Begins the mean of all replicas as they stand now, by their weights, which add up to 1."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())
+        for flat in self._flats:
+            with self._beside():
+                torch.mul(flat.snapshot(), weight, out=flat.sum)
+            if self._stream is not None:  # what is copied there must not change under it
+                torch.cuda.current_stream().wait_stream(self._stream)
+            with self._beside():
+                self._pending.append(self._link.start_sum(flat.sum))
+
+    @torch.no_grad()
+    def finish(self) -> float:
+        """The mean becomes this replica's, with what it did since start(). How far it was from it then."""
+        off = size = torch.zeros((), dtype=torch.float64)
+        for flat, pending in zip(self._flats, self._pending, strict=True):
+            with self._beside():
+                pending.wait()
+            if self._stream is not None:
+                torch.cuda.current_stream().wait_stream(self._stream)
+            assert flat.before is not None
+            flat.before.sub_(flat.sum)  # own - mean
+            if flat in self._trained:
+                off = off + flat.before.norm().double().cpu() ** 2
+                size = size + flat.sum.norm().double().cpu() ** 2
+            moved = flat.split(flat.before)
+            if flat.sum.dtype == flat.tensors[0].dtype:
+                torch._foreach_sub_(flat.tensors, moved)
+            else:
+                torch._foreach_copy_(flat.tensors, torch._foreach_sub([t.float() for t in flat.tensors], moved))
+        self._pending = []
+        for buffer in self._whole:
+            self._link.broadcast(buffer)
+        return float((off / size.clamp(min=1e-300)).sqrt())
+
+    @torch.no_grad()
+    def agree(self, weight: float) -> float:
+        """The mean at once, so that all replicas are equal to the bit. How far this one was from it."""
+        self.start(weight)
+        drift = self.finish()
+        for flat in self._flats:  # own - (own - mean) is not always the mean, to the last bit
+            torch._foreach_copy_(flat.tensors, flat.views)
+        if self._outer is not None:
+            self._step_outer(self._outer)
+        return drift
+
+    def _step_outer(self, outer: Outer) -> None:
+        """SGD with Nesterov momentum along the window's mean change."""
+        for flat, start, momentum in zip(self._trained, self._start, self._momentum, strict=True):
+            change = start - flat.sum
+            momentum.mul_(outer.momentum).add_(change)
+            start.sub_(change.add_(momentum, alpha=outer.momentum), alpha=outer.lr)
+            torch._foreach_copy_(flat.tensors, flat.split(start))
+
+    def _beside(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
+
+
+def _flats(tensors: Sequence[Tensor]) -> list[Flat]:
+    """Tensors of one type after the other, in buffers of some size."""
+    flats: list[Flat] = []
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        group: list[Tensor] = []
+        for tensor in (tensor for tensor in tensors if tensor.dtype == dtype):
+            if group and sum(t.nbytes for t in group) + tensor.nbytes > FLAT_BYTES:
+                flats.append(Flat(group))
+                group = []
+            group.append(tensor)
+        flats.append(Flat(group))
+    return flats

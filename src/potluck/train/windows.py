@@ -1,0 +1,293 @@
+"""The engine of replicas that step by themselves and agree once a window: Cadence and Async over a process group.
+
+The same two doors, Trainer and your own loop, run on it unchanged. The loader gives this replica's batches; each
+step() is one of its own optimizer. When its part of the window is done the loader agrees with the others: parameters
+are averaged by samples, and everybody decides alike what the next window is.
+`step_number` counts whole batches of the run, as it does when all step together; there are several to a window.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from potluck.agree.policy import Windowed
+from potluck.agree.windows import Decision, Pool, Report, Windows, after
+from potluck.errors import ConfigError
+from potluck.events import Decided, StepDone, StepSkipped, WorkerStep
+from potluck.shard.strategy import NoShard, ShardingStrategy
+from potluck.train.averages import Averages
+from potluck.train.data import BatchConfig, Loader, MicroBatch, SliceLoader, mix
+from potluck.train.engine import Engine
+from potluck.train.link import Link
+from potluck.train.pulse import Pulse, decide_step
+from potluck.train.replica import Replica, StepConfig
+from potluck.train.saves import Standing
+
+
+class WindowPulse(NamedTuple):
+    """What one replica tells the others at the end of a window."""
+
+    samples: float = 0.0
+    loss_sum: float = 0.0
+    rows: float = 0.0
+    batches: float = 0.0
+    skipped: float = 0.0
+    """Steps whose gradient was not finite."""
+    busy_s: float = 0.0
+    sync_s: float = 0.0
+    """What the agreement before cost."""
+    divergence: float = 0.0
+    """How far it was from the mean then."""
+    wants_stop: float = 0.0
+
+
+class WindowEngine(Engine):
+    policy: Windowed
+
+    def __init__(
+        self,
+        link: Link | None = None,
+        device: torch.device | None = None,
+        *,
+        policy: Windowed,
+        strategy: ShardingStrategy = NoShard(),
+        step: StepConfig = StepConfig(),
+    ) -> None:
+        super().__init__(link, device, policy=policy, strategy=strategy, step=step)
+        self.version = 0
+        """Agreements so far."""
+        self._windows = Windows(policy, [f"worker {rank}" for rank in range(self.world)])
+        self._pool = Pool([])
+        self._taken: list[list[tuple[int, int]]] = []
+        self._decision: Decision | None = None
+        self._window = WindowPulse()
+        self._window_started = 0.0
+        self._sync_s = self._drift = 0.0
+        self._weight = 1 / self.world
+        self._lr = self._norm = 0.0
+
+    # Preparing
+
+    def _make_replica(self, model: nn.Module, optimizer: Optimizer) -> Replica:
+        replica = Replica(model, optimizer, self.link, self.device, self.config, sums_gradients=False)
+        self._averages = Averages(model, self.link, self.policy.outer)
+        return replica
+
+    def prepare(self, model: nn.Module, optimizer: Optimizer, dataset: Any = None, **options: Any) -> Any:
+        if dataset is None:
+            raise ConfigError(
+                f"Under {type(self.policy).__name__} each worker does as many batches as it can, so they must come from"
+                " one dataset. Pass it to prepare(), and iterate over the loader that it gives."
+            )
+        return super().prepare(model, optimizer, dataset, **options)
+
+    def _make_loader(
+        self, dataset: Any, batch: BatchConfig, seed: int, collate: Callable[[list[Any]], Any] | None
+    ) -> Loader:
+        loader = SliceLoader(dataset, batch, shares=(1.0,), rank=0, device=self.device, seed=seed, collate=collate)
+        self._insist_on_same_data(loader)
+        loader.plan = self._plan
+        loader.seed_of = lambda micro: mix(loader.seed, loader.position.epoch, micro.start)
+        return loader
+
+    # A window
+
+    def _plan(self) -> Iterator[MicroBatch]:
+        """This replica's micro-batches of the rest of the epoch, or until the run stops."""
+        loader = self._loader()
+        self._pool = Pool([(loader.position.row, loader.rows)])
+        while self._pool.rows and not self.stopping:
+            yield from self._open_window(loader)
+            self._close_window(loader)
+        if not self._pool.rows:
+            self._settle()
+
+    def _open_window(self, loader: SliceLoader) -> Iterator[MicroBatch]:
+        rows_left = min(self._pool.rows, (self.rows_limit or 1 << 62) - self.rows_seen)
+        own_rows = -(-loader.batch.size // self.world)
+        decision = self._decision = self._windows.decide(rows_left, own_rows)
+        self._taken = [self._pool.take(a + b) for a, b in zip(decision.rows, decision.spare, strict=True)]
+        self._emit_decision(decision)
+        self._window, self._window_started = WindowPulse(), time.perf_counter()
+        self._start_of_step()
+        most = decision.rows[self.rank] + (decision.spare[self.rank] if decision.until_s is not None else 0)
+        for start, end in _cut(self._taken[self.rank], own_rows):
+            if self._window.rows >= most or self._is_time_up(decision):
+                return
+            size = loader.batch.micro_size or own_rows
+            done = self._window.rows
+            for first in range(start, end, size):
+                yield MicroBatch(first, min(first + size, end), first + size >= end, loader.rows)
+            if self._window.rows == done:
+                raise ConfigError(
+                    f"The batch of rows {start} to {end} was given out, but step() was not called after it."
+                    " Call backward() and step() for every batch of the loader."
+                )
+
+    def _is_time_up(self, decision: Decision) -> bool:
+        """Whether the window's end is nearer than the middle of another batch."""
+        if decision.until_s is None or not self._window.batches:
+            return False
+        spent = time.perf_counter() - self._window_started
+        return spent + 0.5 * spent / self._window.batches > decision.until_s
+
+    def step(self) -> StepDone | StepSkipped | None:
+        """Steps this replica's optimizer once its batch is done; agreeing with the others is the loader's."""
+        replica = self._prepared()
+        if not self._is_last:
+            micro = self._loader().current
+            if micro is not None and micro.last and micro is not self._trained:
+                raise ConfigError("step() was called before backward(). Call backward(loss, samples=...) first.")
+            return None
+        _, norm, loss_sum = self._reduce(replica)
+        pulse = Pulse(self._samples, loss_sum, self._rows, 0.0, 0.0, False, False)
+        verdict = decide_step([pulse], norm, self._unit, self.config.clip)
+        is_good, before = verdict.fault is None, self._window
+        self._window = before._replace(
+            samples=before.samples + self._samples * is_good,
+            loss_sum=before.loss_sum + (loss_sum if is_good else 0.0),
+            rows=before.rows + self._rows,
+            batches=before.batches + 1,
+            skipped=before.skipped + (not is_good),
+        )
+        event = None
+        if is_good:
+            self._skipped_in_a_row = 0
+            self._set_lr(replica)
+            replica.apply(verdict.scale)
+            self._lr, self._norm = float(replica.optimizer.param_groups[0]["lr"]), verdict.norm
+        else:
+            replica.drop()
+            replica.restore_buffers()
+            self._skipped_in_a_row += 1
+            event = StepSkipped(
+                step=self.step_number + 1,
+                loss=verdict.loss,
+                in_a_row=self._skipped_in_a_row,
+                reason=f"on worker {self.rank}, {verdict.fault}",
+            )
+            self.events.emit(event)
+            self._insist_on_progress(event)
+        self._start_of_step()
+        return event
+
+    def _rows_of_schedule(self) -> int:
+        """As if all replicas were as far in the window as this one."""
+        assert self._decision is not None
+        mine, whole = self._decision.rows[self.rank], sum(self._decision.rows)
+        done = min(1.0, self._window.rows / mine) if mine else 1.0
+        return self.rows_seen + round(done * whole)
+
+    def _close_window(self, loader: SliceLoader) -> None:
+        assert self._decision is not None
+        if self.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+        busy_s = time.perf_counter() - self._window_started
+        mine = self._window._replace(
+            busy_s=busy_s, sync_s=self._sync_s, divergence=self._drift, wants_stop=self._wants_stop
+        )
+        pulses = [WindowPulse(*row) for row in self.link.gather_rows(mine)]
+        started = time.perf_counter()
+        samples = sum(pulse.samples for pulse in pulses)
+        self._weight = mine.samples / samples if samples else 1 / self.world
+        self._merge()
+        self._sync_s = time.perf_counter() - started
+        for pulse, taken in zip(pulses, self._taken, strict=True):
+            self._pool.give_back(after(taken, int(pulse.rows)))
+        self._windows.report(
+            [Report(wall_s=p.busy_s, batches=int(p.batches), divergence=p.divergence) for p in pulses],
+            max(pulse.sync_s for pulse in pulses),
+        )
+        self.version += 1
+        self.skipped += sum(int(pulse.skipped) for pulse in pulses)
+        self._count_rows(loader, sum(int(pulse.rows) for pulse in pulses))
+        self.stopping = any(pulse.wants_stop for pulse in pulses)
+        self.events.emit(self._tell_window(loader, pulses, samples))
+        for call in self.after_step:
+            call()
+
+    def _merge(self) -> None:
+        """The mean of all replicas; or, with overlap, the one that was begun at the end of the window before."""
+        if not self.policy.overlap:
+            self._drift = self._averages.agree(self._weight)
+            return
+        if self._averages.is_pending:
+            self._drift = self._averages.finish()
+        self._averages.start(self._weight)
+
+    def _settle(self) -> None:
+        """All replicas are equal after this, also with overlap. Called on every worker alike."""
+        if self._averages.is_pending:
+            self._drift = self._averages.finish()
+            self._averages.agree(self._weight)
+
+    def _count_rows(self, loader: SliceLoader, rows: int) -> None:
+        size, before = loader.batch.size, loader.position.row
+        self.rows_seen += rows
+        loader.position.row += rows
+        self.step_number += math.ceil(loader.position.row / size) - math.ceil(before / size)
+
+    def _emit_decision(self, decision: Decision) -> None:
+        self.events.emit(
+            Decided(
+                step=self.step_number,
+                rows=decision.rows,
+                reason=decision.reason,
+                version=self.version,
+                anchor=decision.anchor,
+                divergence=self._drift,
+            )
+        )
+
+    def _tell_window(self, loader: SliceLoader, pulses: list[WindowPulse], samples: float) -> StepDone:
+        longest = max(pulse.busy_s for pulse in pulses)
+        return StepDone(
+            step=self.step_number,
+            epoch=loader.position.epoch,
+            rows_seen=self.rows_seen,
+            samples=samples,
+            loss=sum(pulse.loss_sum for pulse in pulses) / samples if samples else math.nan,
+            lr=self._lr,
+            grad_norm=self._norm,
+            seconds=time.perf_counter() - self._window_started,
+            workers=tuple(
+                WorkerStep(
+                    rank=rank,
+                    rows=int(pulse.rows),
+                    samples=pulse.samples,
+                    busy_s=pulse.busy_s,
+                    wait_s=longest - pulse.busy_s + self._sync_s,
+                )
+                for rank, pulse in enumerate(pulses)
+            ),
+        )
+
+    # What needs all replicas to be one
+
+    def evaluate(self, *arguments: Any, **options: Any) -> float:
+        self._settle()
+        return super().evaluate(*arguments, **options)
+
+    def save(self, folder: str | Path, *, keep_last: int = 2) -> None:
+        self._settle()
+        super().save(folder, keep_last=keep_last)
+
+    def _standing(self) -> Standing:
+        return super()._standing() | {"left": [list(part) for part in self._loader().left_after(self._pool.ranges)]}
+
+    def _loader(self) -> SliceLoader:
+        assert isinstance(self.loader, SliceLoader)
+        return self.loader
+
+
+def _cut(ranges: list[tuple[int, int]], rows: int) -> Iterator[tuple[int, int]]:
+    """Batches of so many rows; the last of each range may be short."""
+    for start, end in ranges:
+        for first in range(start, end, rows):
+            yield first, min(first + rows, end)
