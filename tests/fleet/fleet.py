@@ -102,7 +102,7 @@ def _work(invite: str, folder: str, name: str, fault: Fault | None, options: dic
             client.connect_local = lambda port: None  # as a worker on another machine
         if fault is not None:
             fault(place)
-        engine = potluck.init()
+        engine = potluck.init(options.get("policy", potluck.Sync()))
         signal.signal(signal.SIGUSR1, lambda number, frame: engine.request_stop())
 
         def on_step(engine: Any) -> None:

@@ -279,6 +279,8 @@ class Coordinator:
         self._leader = -1
         """The worker that speaks for all, as of the last committed step."""
         self._windows: Windows | None = None
+        self._steps: dict[int, int] = {}
+        """After each of the last windows, how many batches of the run were done."""
         self._rows_limit = description.rows_limit if description is not None else 0
         self._worked: tuple[int, ...] = ()
         """Who took part in the last window."""
@@ -287,6 +289,8 @@ class Coordinator:
         """How long the last of them needed to apply it, from the moment when it was formed."""
         self._divergence: dict[int, float] = {}
         """worker id -> what it told when it applied the last window"""
+        self._drift = 0.0
+        """The largest of them when they were last counted in."""
 
     @property
     def steps_done(self) -> int:
@@ -463,7 +467,9 @@ class Coordinator:
         for member in [m for m in self.membership.members.values() if m.leaving]:
             effects += self._let_go(member) if not error else [Send(member.peer, Shutdown())]
         if not error:
-            effects.append(Emit(CheckpointSaved(step=step, folder=folder, stall_s=0.0, bytes=size)))
+            saved = CheckpointSaved(step=self._steps.get(step, step), folder=folder, stall_s=0.0, bytes=size)
+            effects.append(Emit(saved))
+            self._steps = {version: steps for version, steps in self._steps.items() if version >= step}
         return effects + self._ask_for_save()
 
     def restored(self, now: float, standing: Standing | None) -> list[Effect]:
@@ -769,7 +775,7 @@ class Coordinator:
                 reason=decision.reason,
                 version=self.standing.step,
                 anchor=decision.anchor,
-                divergence=max(self._divergence.values(), default=0.0),
+                divergence=self._drift,
             )
         )
 
@@ -777,6 +783,8 @@ class Coordinator:
         if not nodes or self.now is None:
             return []
         under = self.now
+        if under.batch and len(nodes) > 1:  # each is a replica of its own
+            return [effect for node in nodes for effect in self._give(now, member, [node])]
         member.nodes = member.nodes + nodes
         member.working_since = now
         if not member.plain:
@@ -933,6 +941,8 @@ class Coordinator:
         for old in [step for step in self._digests if step < under.step - 2]:
             del self._digests[old]
         epoch = self._end_epoch() if standing.row >= described.rows else None
+        if under.decision is not None:
+            self._steps[standing.step] = self.steps_done
         holders = self.membership.holders
         self._leader = holders[0].worker_id if holders else 0
         told = json.dumps({"workers": workers, "epoch": epoch and _as_table(epoch), "seconds": now - under.started})
@@ -972,6 +982,7 @@ class Coordinator:
         if any(report.batches for report in reports):
             self._windows.report(reports, max(0.0, now - under.last_report) + self._applying_s)
         self._worked, self._committed_at, self._applying_s = under.workers, now, 0.0
+        self._drift = max(self._divergence.values(), default=0.0)
         self._divergence = {}
 
     def _end_epoch(self) -> EpochDone:
@@ -1117,7 +1128,8 @@ class Coordinator:
             del self._evaluations[ask.step]
             loss = total / samples if samples else math.nan
             peers = [member.peer, *evaluation.waiting]
-            return [Emit(Validated(step=self.steps_done, loss=loss)), *(Send(peer, done) for peer in peers)]
+            validated = Validated(step=self._steps.get(ask.step, ask.step), loss=loss)
+            return [Emit(validated), *(Send(peer, done) for peer in peers)]
         return effects + self._next_range(member, ask.step, evaluation)
 
     def _next_range(self, member: Member, step: int, evaluation: Evaluation) -> list[Effect]:

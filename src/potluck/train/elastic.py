@@ -32,12 +32,13 @@ from potluck.errors import CheckpointError, ConfigError, Diverged, Interrupted, 
 from potluck.events import EpochDone, StepDone, StepSkipped, WorkerStep
 from potluck.fleet.client import Client, Lost, Means, position_of
 from potluck.fleet.coordinator import SAVE
-from potluck.fleet.description import Description
+from potluck.fleet.description import Description, Part, settings_of
 from potluck.fleet.invite import Invite
 from potluck.fleet.parcel import Unpacker, chunks, pack
-from potluck.fleet.tree import slice_rows
+from potluck.fleet.tree import Node, sized_rows, slice_rows
 from potluck.shard.strategy import NoShard, ShardingStrategy
 from potluck.train import checkpoint
+from potluck.train.buckets import Allocate
 from potluck.train.data import BatchConfig, Loader, MicroBatch, Position, SliceLoader, as_dataset, mix
 from potluck.train.engine import Engine, _insist_on_mean, loss_and_samples
 from potluck.train.launch import QUIET
@@ -82,10 +83,8 @@ class ElasticEngine(Engine):
         strategy: ShardingStrategy = NoShard(),
         step: StepConfig = StepConfig(),
     ) -> "ElasticEngine":
-        name = os.environ.get("POTLUCK_NAME") or f"{socket.gethostname()}-{os.getpid()}"
-        client = Client(invite, name=name, kind=kind_of(device), say=_say)
-        client.connect()
-        return cls(client, device, policy=policy, strategy=strategy, step=step)
+        kind = engine_for(policy)
+        return kind(connect(invite, device), device, policy=policy, strategy=strategy, step=step)
 
     def __init__(
         self,
@@ -98,6 +97,8 @@ class ElasticEngine(Engine):
     ) -> None:
         self.client = client
         super().__init__(Alone(), device, policy=policy, strategy=strategy, step=step)
+        self.version = 0
+        """Agreements so far, which is what the host calls a step; here all take each of them together."""
         self.left = False
         """This worker has left the run, which goes on."""
         self._joined = False
@@ -111,6 +112,8 @@ class ElasticEngine(Engine):
         self._slice_samples = 0.0
         self._slice_done = True
         self._work_started = 0.0
+        self._divergence = 0.0
+        """Of this worker from the last agreement, where workers step by themselves."""
         self._later: deque[Message] = deque()
         self._asked: list[StateRequest] = []
         self._committed: Committed | None = None
@@ -148,10 +151,6 @@ class ElasticEngine(Engine):
 
     # Preparing
 
-    def configure(self, policy: ApplyPolicy, strategy: ShardingStrategy, step: StepConfig) -> None:
-        """What a recipe says, once it has come from the host."""
-        self.policy, self.strategy, self.config = policy, strategy, step
-
     def _make_loader(
         self, dataset: Any, batch: BatchConfig, seed: int, collate: Callable[[list[Any]], Any] | None
     ) -> Loader:
@@ -161,10 +160,8 @@ class ElasticEngine(Engine):
         if is_cpu:
             self.client.make_room(sum(p.numel() for p in replica.model.parameters() if p.requires_grad))
         allocate = self._allocate if is_cpu else None
-        self._sums = SliceSums(replica.model, find_blocks(replica.model), self._send_part, allocate)
-        self._sums.before_last_part = self._send_used
         self._description = Description(
-            parts=self._sums.described,
+            parts=self._make_parts(replica, allocate),
             model=describe_model(replica.model),
             rows=loader.rows,
             batch=batch.size,
@@ -173,11 +170,21 @@ class ElasticEngine(Engine):
             unit=self._unit,
             samples_per_row=self.samples_per_row,
             policy=type(self.policy).kind,
+            settings=settings_of(self.policy),
             told={},
         )
         loader.plan = self._plan
-        loader.seed_of = lambda micro: mix(loader.seed, self.step_number + 1, self._slices[micro.number])
+        loader.seed_of = self._seed_of
         return loader
+
+    def _make_parts(self, replica: Replica, allocate: Allocate | None) -> tuple[Part, ...]:
+        """What is sent of a step, and in which order."""
+        self._sums = SliceSums(replica.model, find_blocks(replica.model), self._send_part, allocate)
+        self._sums.before_last_part = self._send_used
+        return self._sums.described
+
+    def _seed_of(self, micro: MicroBatch) -> int:
+        return mix(self._loader().seed, self.version + 1, self._slices[micro.number])
 
     # The loop
 
@@ -190,33 +197,42 @@ class ElasticEngine(Engine):
                 self._await_step()
                 continue
             work, self._work = self._work, None
-            session = self.client.session
             self._begin_work(work)
-            for index in range(len(self._slices)):
-                if session is not self.client.session or self.stopping or self.step_number >= work.step:
-                    break
-                start, end = self._bounds[self._slices[index]]
-                self._sums.start_slice()
-                self._prepared().disarm()
-                self._slice_loss = self._slice_samples = 0.0
-                self._slice_done = False
-                is_last = index == len(self._slices) - 1
-                yield MicroBatch(start, end, is_last, work.row + work.rows, number=index)
-                if not self._slice_done:
-                    raise ConfigError(
-                        f"The slice of rows {start} to {end} was given out, but step() was not called after it."
-                        " Call backward() and step() for every batch of the loader."
-                    )
+            yield from self._parts_of(work)
+
+    def _parts_of(self, work: Work) -> Iterator[MicroBatch]:
+        """What goes through the model at once, until the work is done or of no use any more."""
+        session = self.client.session
+        for index in range(len(self._slices)):
+            if session is not self.client.session or self.stopping or self.version >= work.step:
+                break
+            start, end = self._bounds[self._slices[index]]
+            self._sums.start_slice()
+            self._prepared().disarm()
+            self._slice_loss = self._slice_samples = 0.0
+            self._slice_done = False
+            is_last = index == len(self._slices) - 1
+            yield MicroBatch(start, end, is_last, work.row + work.rows, number=index)
+            if not self._slice_done:
+                raise ConfigError(
+                    f"The slice of rows {start} to {end} was given out, but step() was not called after it."
+                    " Call backward() and step() for every batch of the loader."
+                )
 
     def _begin_work(self, work: Work) -> None:
         self.replaying = False
         self.client.flush()  # what was sent before must not change under the sender's hands
         nodes = [(int(a), int(b)) for a, b in zip(work.nodes[::2], work.nodes[1::2], strict=True)]
-        self._slices = self._sums.begin(nodes)
         self._bounds = slice_rows(work.row, work.rows, work.slices)
+        if len(work.sizes):
+            self._bounds = sized_rows(work.row, map(int, work.sizes))
         self._reports = {}
         self._hosted = []
+        self._begin_nodes(nodes)
         self._work_started = time.perf_counter()
+
+    def _begin_nodes(self, nodes: list[Node]) -> None:
+        self._slices = self._sums.begin(nodes)
 
     def backward(self, loss: Tensor, *, samples: float, last: bool | None = None) -> None:
         replica, micro = self._prepared(), self._loader().current
@@ -251,7 +267,7 @@ class ElasticEngine(Engine):
     def _send_report(self) -> None:
         numbers = np.array(list(self._reports), "<u4")
         found = np.array(list(self._reports.values()), "<f8").reshape(-1, 2)
-        self.client.send(SliceReport(self.step_number + 1, numbers, found[:, 0].copy(), found[:, 1].copy(), 0.0, b""))
+        self.client.send(SliceReport(self.version + 1, numbers, found[:, 0].copy(), found[:, 1].copy(), 0.0, b""))
 
     def _send_used(self) -> None:
         """Which parameters the slices used is known when the last part is; so is how long they took."""
@@ -260,7 +276,7 @@ class ElasticEngine(Engine):
         busy_s = time.perf_counter() - self._work_started
         empty = np.zeros(0)
         self.client.send(
-            SliceReport(self.step_number + 1, empty.astype("<u4"), empty, empty, busy_s, self._sums.used_bits())
+            SliceReport(self.version + 1, empty.astype("<u4"), empty, empty, busy_s, self._sums.used_bits())
         )
 
     def _allocate(self, total: int, like: Tensor) -> Tensor:
@@ -268,7 +284,7 @@ class ElasticEngine(Engine):
 
     def _send_part(self, part: int, gradients: Tensor) -> None:
         if gradients.device.type == "cpu":
-            self.client.send_part(self.step_number + 1, part, gradients.numpy())
+            self.client.send_part(self.version + 1, part, gradients.numpy())
             return
         # The copy runs beside the backward; the sender waits for it, and the backward does not.
         stream = self._stream = self._stream or torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
@@ -280,7 +296,7 @@ class ElasticEngine(Engine):
         copied.record(stream)
         gradients.record_stream(stream)
         self._hosted.append(host)
-        self.client.send_part(self.step_number + 1, part, host.numpy(), before=copied.synchronize)
+        self.client.send_part(self.version + 1, part, host.numpy(), before=copied.synchronize)
 
     # Waiting
 
@@ -292,11 +308,11 @@ class ElasticEngine(Engine):
             match message:
                 case None:
                     return None
-                case Committed() if message.step == self.step_number + 1:
+                case Committed() if message.step == self.version + 1:
                     means = self.client.take_means(message.step)
                     return self._commit(message, means) if means is not None else None
                 case Work():
-                    if message.step == self.step_number + 1:
+                    if message.step == self.version + 1:
                         self._work = message
                         return None
                 case Shutdown():
@@ -346,12 +362,16 @@ class ElasticEngine(Engine):
         self._work = None
         self._later.clear()
         self._asked.clear()
-        self._sums.reset()
-        self._sums.restore_buffers()
+        self._forget_work()
         self.client.connect(again=True)
         self._present()
         if self._saved.step < self._save_due and not self._over:  # the answer may have been lost with the connection
             self.client.send(SaveDue(self._save_due, 2))
+
+    def _forget_work(self) -> None:
+        """The model is again as it was agreed on."""
+        self._sums.reset()
+        self._sums.restore_buffers()
 
     # Joining
 
@@ -365,13 +385,18 @@ class ElasticEngine(Engine):
         assert self._description is not None
         loader = self._loader()
         described = Description(
-            **{name: getattr(self._description, name) for name in self._description.__slots__ if name != "told"},
+            **{
+                name: getattr(self._description, name)
+                for name in self._description.__slots__
+                if name not in ("told", "rows_limit")
+            },
+            rows_limit=self.rows_limit or 0,
             told=self.told,
         )
         self.client.description = described
-        holds = int(self.step_number > 0)
-        self.client.pass_over_until(self.step_number)
-        self.client.send(Ready(described.to_json(), self.step_number, digest(self._prepared().model), holds))
+        holds = int(self.version > 0)
+        self.client.pass_over_until(self.version)
+        self.client.send(Ready(described.to_json(), self.version, digest(self._prepared().model), holds))
         while True:
             message = self.client.receive()
             match message:
@@ -429,36 +454,36 @@ class ElasticEngine(Engine):
                         self._later.clear()
             standing = self._saves.load(folder, replica, self._check_standing)
             assert standing is not None
-            self._sums.start_anew()
+            self._start_anew()
             self._stand_at(standing)
         finally:
             if unpacker is not None:
                 unpacker.close()
             shutil.rmtree(folder, ignore_errors=True)
         self._save_due = self._saved.step  # what was due before is of a state that this worker no longer has
-        self.client.pass_over_until(self.step_number)
-        self._later = deque(m for m in self._later if getattr(m, "step", 0) > self.step_number)
+        self.client.pass_over_until(self.version)
+        self._later = deque(m for m in self._later if getattr(m, "step", 0) > self.version)
         self.replaying = True
         _say(f"Got the weights of step {self.step_number}.")
         self._tell_applied(0.0, "")
 
+    def _start_anew(self) -> None:
+        """The model's state has been replaced: what was computed from the old one is of no use."""
+        self._sums.start_anew()
+
     # A step
 
     def _commit(self, committed: Committed, means: Means) -> StepDone | StepSkipped:
-        replica, loader = self._prepared(), self._loader()
         started = time.perf_counter()
         told = json.loads(committed.workers)
         self._committed = committed
         self._world = max(1, len(told["workers"]))
         tensors = [torch.from_numpy(part) for part in means.parts]
         self.client.flush()
-        self._sums.load(tensors, bytes(committed.used))
-        norm = replica.norm().item()
-        verdict = decide_mean(committed.samples, committed.loss, norm, 1.0, self.config.clip)
-        self.step_number = committed.step
+        self.version = committed.step
         self.rows_seen += committed.rows
-        loader.position.row += committed.rows
-        event = self._apply_mean(replica, verdict, tensors, told, started)
+        self._count_rows(committed.rows)
+        event, verdict = self._agree(committed, tensors, told, started)
         self.client.give_back(means)
         self._tell_applied(verdict.norm, verdict.fault or "")
         if told.get("epoch") is not None:
@@ -473,6 +498,20 @@ class ElasticEngine(Engine):
         if self._wants_stop and not self.stopping:
             self._leave_politely()
         return event
+
+    def _count_rows(self, rows: int) -> None:
+        self.step_number = self.version
+        self._loader().position.row += rows
+
+    def _agree(
+        self, committed: Committed, means: list[Tensor], told: dict[str, Any], started: float
+    ) -> tuple[StepDone | StepSkipped, Verdict]:
+        """The mean gradient goes to the optimizer, or all skip it."""
+        replica = self._prepared()
+        self._sums.load(means, bytes(committed.used))
+        norm = replica.norm().item()
+        verdict = decide_mean(committed.samples, committed.loss, norm, 1.0, self.config.clip)
+        return self._apply_mean(replica, verdict, means, told, started), verdict
 
     def _apply_mean(
         self, replica: Replica, verdict: Verdict, means: list[Tensor], told: dict[str, Any], started: float
@@ -490,6 +529,9 @@ class ElasticEngine(Engine):
         replica.apply(verdict.scale)
         self._sums.apply_buffers(means)
         self._sums.reset()
+        return self._tell_step(verdict, told, started)
+
+    def _tell_step(self, verdict: Verdict, told: dict[str, Any], started: float) -> StepDone:
         workers = [{name: row[name] for name in WorkerStep.__slots__} for row in told["workers"]]
         return StepDone(
             step=self.step_number,
@@ -497,7 +539,7 @@ class ElasticEngine(Engine):
             rows_seen=self.rows_seen,
             samples=verdict.samples,
             loss=verdict.loss,
-            lr=float(replica.optimizer.param_groups[0]["lr"]),
+            lr=float(self._prepared().optimizer.param_groups[0]["lr"]),
             grad_norm=verdict.norm,
             seconds=told["seconds"] + time.perf_counter() - started,
             workers=tuple(WorkerStep(**row) for row in workers),
@@ -506,7 +548,7 @@ class ElasticEngine(Engine):
     def _tell_applied(self, norm: float, fault: str) -> None:
         replica = self._prepared()
         lr = float(replica.optimizer.param_groups[0]["lr"])
-        self.client.send(Applied(self.step_number, digest(replica.model), lr, norm, fault))
+        self.client.send(Applied(self.version, digest(replica.model), lr, norm, fault, self._divergence))
 
     def _end_of_epoch(self) -> None:
         """The host has proved it, and told so with the epoch's last step."""
@@ -527,7 +569,7 @@ class ElasticEngine(Engine):
             collate=self._loader().collate,
         )  # fmt: skip
         looker._ordered = (0, 0, ()), torch.arange(len(rows))
-        size, step = min(len(rows), max(1, batch_size)), self.step_number
+        size, step = min(len(rows), max(1, batch_size)), self.version
         were_training = [module for module in model.modules() if module.training]
         model.eval()
         ask = EvaluateNext(step, len(rows), size, 0, 0, 0.0, 0.0)
@@ -538,7 +580,7 @@ class ElasticEngine(Engine):
                 if isinstance(answer, Evaluated):
                     return answer.loss_sum / answer.samples if answer.samples else math.nan
                 if answer is None:
-                    if self._over or self.step_number != step:
+                    if self._over or self.version != step:
                         return math.nan
                     ask = EvaluateNext(step, len(rows), size, 0, 0, 0.0, 0.0)  # joined again: anew
                     continue
@@ -572,10 +614,10 @@ class ElasticEngine(Engine):
             return
         if self.rank == 0:
             self.wait_for_saves()  # one at a time
-        self._save_due = self.step_number
-        self.client.send(SaveDue(self.step_number, keep_last))
+        self._save_due = self.version
+        self.client.send(SaveDue(self.version, keep_last))
         if self.rank == 0:
-            self._send_state(StateRequest(SAVE, self.step_number))
+            self._send_state(StateRequest(SAVE, self.version))
 
     def last_words(self) -> str:
         if self.left:
@@ -596,20 +638,19 @@ class ElasticEngine(Engine):
     def load(self, folder: str | Path) -> bool:
         """Whether the run that was joined is past its beginning; its weights are here then."""
         self._join()
-        return self.step_number > 0
+        return self.version > 0
 
     def seed_random(self, seed: int) -> None:
         """Each slice draws its own numbers: nothing to do."""
 
     def _serve_requests(self) -> None:
-        for request in [asked for asked in self._asked if asked.step <= self.step_number]:
+        for request in [asked for asked in self._asked if asked.step <= self.version]:
             self._asked.remove(request)
             self._send_state(request)
 
     def _send_state(self, request: StateRequest) -> None:
         """A copy in host memory now; written aside and sent while training goes on."""
-        replica = self._prepared()
-        snapshot = take_snapshot(replica, self._standing(), [])
+        snapshot, version = self._take_snapshot(), self.version
         folder = Path(tempfile.mkdtemp(prefix="potluck-state-"))
         self._parcels = [place for place in self._parcels if place.exists()] + [folder]
         session = self.client.session
@@ -618,7 +659,7 @@ class ElasticEngine(Engine):
             try:
                 place = checkpoint.write(folder, snapshot)
                 header = pack(place)
-                begin = StateBegin(request.transfer, snapshot.step, header)
+                begin = StateBegin(request.transfer, version, header)
                 self.client.send_parcel(
                     session,
                     begin,
@@ -633,6 +674,9 @@ class ElasticEngine(Engine):
         thread = threading.Thread(target=work, name="state sender")
         thread.start()
         self._threads = [t for t in self._threads if t.is_alive()] + [thread]
+
+    def _take_snapshot(self) -> checkpoint.Snapshot:
+        return take_snapshot(self._prepared(), self._standing(), [])
 
     def _leave_politely(self) -> None:
         """After a step, or while there is nothing to do: nothing is computed again."""
@@ -687,9 +731,29 @@ class ElasticEngine(Engine):
     def _start_of_step(self) -> None:
         """Slices begin one by one; there is nothing to do for a whole step."""
 
+    def _standing(self) -> dict[str, Any]:
+        return super()._standing() | {"version": self.version}
+
     def _stand_at(self, standing: dict[str, Any]) -> None:
         super()._stand_at(standing)
-        self._loader().position = Position(standing["epoch"], standing["row"])
+        self.version = standing.get("version", standing["step"])
+
+
+def connect(invite: Invite, device: torch.device) -> Client:
+    name = os.environ.get("POTLUCK_NAME") or f"{socket.gethostname()}-{os.getpid()}"
+    client = Client(invite, name=name, kind=kind_of(device), say=_say)
+    client.connect()
+    return client
+
+
+def engine_for(policy: ApplyPolicy) -> type[ElasticEngine]:
+    """Whether workers take each step together, or step by themselves."""
+    if isinstance(policy, Sync):
+        return ElasticEngine
+    from potluck.train.elastic_windows import ElasticWindowEngine, insist_on_what_a_host_can_do
+
+    insist_on_what_a_host_can_do(policy)
+    return ElasticWindowEngine
 
 
 def kind_of(device: torch.device) -> str:

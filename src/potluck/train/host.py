@@ -164,7 +164,7 @@ class _Host:
         )
         server.on_described = self._on_described
         if journal.description is not None:
-            self._on_described(journal.description, from_step=steps)
+            self._on_described(journal.description, from_step=coordinator.steps_done)
         journal.keep("port", str(server.port))
         return server
 
@@ -219,14 +219,18 @@ class _Host:
         now = time.monotonic()
         seconds, self._step_at = now - self._step_at, now
         self.loss = record.loss
+        step = record.step
+        described = self.server.core.description
+        if described is not None and described.windowed is not None:  # then the record's counts agreements
+            step = described.steps_at(record.epoch, record.row + record.rows)
         if fault:
             self.skipped += 1
-            self.events.emit(StepSkipped(step=record.step, loss=record.loss, in_a_row=0, reason=fault))
+            self.events.emit(StepSkipped(step=step, loss=record.loss, in_a_row=0, reason=fault))
             return
         workers = tuple(WorkerStep(**row) for row in record.workers)
         self.events.emit(
             StepDone(
-                step=record.step,
+                step=step,
                 epoch=record.epoch,
                 rows_seen=record.rows_seen,
                 samples=record.samples,
@@ -257,7 +261,7 @@ class _Host:
         self.events.emit(
             RunEnded(
                 reason=finish.reason,
-                step=standing.step,
+                step=self.server.core.steps_done,
                 rows_seen=standing.rows_seen,
                 seconds=time.monotonic() - self.started,
                 loss=self.loss,
@@ -267,7 +271,7 @@ class _Host:
         )
 
     def _farewell(self, finish: Finish) -> int:
-        step = self.server.core.standing.step
+        step = self.server.core.steps_done
         if finish.failed:
             say(finish.reason)
             return 1

@@ -48,10 +48,11 @@ class Keeper:
         if found is None:
             return None
         path, body = found
-        step, epoch, row, rows_seen = (int(body[name]) for name in ("step", "epoch", "row", "rows_seen"))
+        epoch, row, rows_seen = (int(body[name]) for name in ("epoch", "row", "rows_seen"))
+        version = int(body.get("version", body["step"]))  # what the coordinator counts
         if row and row == int(body["rows_in_epoch"]):
             epoch, row = epoch + 1, 0
-        return path, Standing(step, epoch, row, rows_seen, [(0, row)] if row else [])
+        return path, Standing(version, epoch, row, rows_seen, [(0, row)] if row else [])
 
     def _write(
         self,
@@ -75,10 +76,10 @@ class Keeper:
                     return
                 unpacker.feed(chunk[0])
                 chunk[1]()
-            shelf.check(aside)
+            body = shelf.check(aside)
             for file in aside.iterdir():
                 shelf.sync(file)
-            place = shelf.free_place(self.folder, step)
+            place = shelf.free_place(self.folder, int(body.get("step", step)))  # for people; `step` counts agreements
             aside.rename(place)
             shelf.sync(self.folder)
             shelf.prune(self.folder, keep_last, place)

@@ -21,7 +21,7 @@ from potluck.events import Event, RunStarted
 from potluck.fleet.invite import read_invite
 from potluck.shard.strategy import NoShard, ShardingStrategy
 from potluck.train.data import BatchConfig, DataConfig, read_windows
-from potluck.train.elastic import ElasticEngine
+from potluck.train.elastic import connect, engine_for
 from potluck.train.engine import Engine, init
 from potluck.train.link import choose_device
 from potluck.train.model import GPT, ModelConfig, next_token_loss
@@ -119,15 +119,19 @@ def join(arguments: list[str]) -> None:
     """One worker of the run that the invite names: the recipe comes from the host, as TOML and never as code."""
     settings = tuple(json.loads(arguments[0]))
     device = choose_device()
-    engine = ElasticEngine.join(read_invite(None), device)
-    with engine:
-        text = engine.client.welcome.recipe if engine.client.welcome is not None else ""
+    client = connect(read_invite(None), device)
+    try:
+        text = client.welcome.recipe if client.welcome is not None else ""
         if not text:
             raise ConfigError(
                 "This host trains a script, not a recipe. Join with your copy of it: potluck join - SCRIPT"
             )
         config = from_toml(RunConfig, text, source="the host's recipe", overrides=settings)
-        engine.configure(config.policy, config.strategy, config.step)
+        kind = engine_for(config.policy)
+    except BaseException:
+        client.close()
+        raise
+    with kind(client, device, policy=config.policy, strategy=config.strategy, step=config.step) as engine:
         cook(config, Order(recipe="the host's"), engine)
 
 

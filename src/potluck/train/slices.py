@@ -80,12 +80,7 @@ class SliceSums:
         """`allocate`: for tensors that `send` prefers."""
         self._send = send
         self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        wrong = next((p.dtype for p in self.trained if p.dtype != torch.float32), None)
-        if wrong is not None:
-            raise ConfigError(
-                f"Gradients travel to a host as float32, and a parameter is {wrong}. Keep parameters in float32, and"
-                " use step.precision = bf16 to compute in bf16."
-            )
+        insist_on_float32(self.trained)
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         kept = set(model.state_dict())
         self._buffers = [buffer for name, buffer in model.named_buffers() if name in kept]
@@ -152,6 +147,8 @@ class SliceSums:
         if self.is_last_slice:
             for change in self._changes_done:
                 self._send(len(self.parts), change)
+            for buffer, before in zip(self._buffers, self._before, strict=True):  # as the weights: not yet of this step
+                buffer.copy_(before)
 
     def load(self, means: Sequence[Tensor], used: bytes) -> None:
         """The averages become the parameters' gradients; what nobody used has none."""
@@ -229,6 +226,15 @@ class SliceSums:
                 self.before_last_part()
             for value in buffer.done:
                 self._send(index, value)
+
+
+def insist_on_float32(trained: Sequence[nn.Parameter]) -> None:
+    wrong = next((p.dtype for p in trained if p.dtype != torch.float32), None)
+    if wrong is not None:
+        raise ConfigError(
+            f"Gradients travel to a host as float32, and a parameter is {wrong}. Keep parameters in float32, and"
+            " use step.precision = bf16 to compute in bf16."
+        )
 
 
 def plan_parts(model: nn.Module, blocks: Sequence[nn.Module]) -> list[tuple[Part, list[nn.Parameter]]]:

@@ -22,6 +22,7 @@ from typing import IO, Any, NoReturn
 from torch import nn
 from torch.optim import Optimizer
 
+from potluck.agree.policy import Sync
 from potluck.errors import ConfigError, Interrupted, PotluckError
 from potluck.events import (
     CheckpointSaved,
@@ -206,11 +207,13 @@ class Trainer:
         position, rows, size = self._loader.position, self._loader.rows, self.batch.size
         steps, rows_seen = self.engine.step_number, self.engine.rows_seen
         left = (self.config.max_steps or 1 << 62) - steps
+        begun = 0 if isinstance(self.engine.policy, Sync) else -position.row % size  # of a batch that counts already
         for epoch in range(position.epoch, self.config.epochs):
             rows_left = rows - (position.row if epoch == position.epoch else 0)
-            taken = max(0, min(left, -(-rows_left // size)))
+            taken = max(0, min(left, -(-(rows_left - begun) // size)))
             steps, left = steps + taken, left - taken
-            rows_seen += min(rows_left, taken * size)
+            rows_seen += min(rows_left, taken * size + begun)
+            begun = 0
             if left <= 0:
                 break
         return steps, rows_seen

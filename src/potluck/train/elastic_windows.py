@@ -1,0 +1,326 @@
+"""The engine of a worker that a host leads under Cadence or Async: it steps by itself, and all agree once a window.
+
+The host hands out a range of rows to each worker. The worker steps its own optimizer over it, batch by batch, and sends
+what that changed as if it were a gradient; the mean that comes back is subtracted from the parameters that all began
+with. So to the host a window is a step like any other: one agreement, one record, one hash.
+`step_number` counts whole batches of the run; `version` counts agreements, and is what the host calls a step.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from potluck.agree.policy import ApplyPolicy, Sync
+from potluck.errors import ConfigError
+from potluck.events import StepDone, StepSkipped
+from potluck.fleet.description import BUFFERS, Part
+from potluck.fleet.tree import Node
+from potluck.train import checkpoint
+from potluck.train.buckets import Allocate
+from potluck.train.data import MicroBatch, mix
+from potluck.train.elastic import ElasticEngine
+from potluck.train.engine import _insist_on_mean
+from potluck.train.pulse import Verdict, decide_mean
+from potluck.train.replica import Replica, find_blocks
+from potluck.train.slices import insist_on_float32, plan_parts
+from potluck.wire.messages import Committed, SliceReport, Work
+
+
+def insist_on_what_a_host_can_do(policy: ApplyPolicy) -> None:
+    if isinstance(policy, Sync):
+        return
+    for name, wanted in (("overlap", policy.overlap), ("outer", policy.outer is not None)):
+        if wanted:
+            raise ConfigError(
+                f"policy.{name} does not work with a host yet, only among the workers of one group. Switch it off, or"
+                " start the workers with potluck run."
+            )
+
+
+class Changes:
+    """What a window changed in a model. For each: begin; train; finish; apply."""
+
+    def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], allocate: Allocate | None = None) -> None:
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        insist_on_float32(trained)
+        kept = set(model.state_dict())
+        self._buffers = [buffer for name, buffer in model.named_buffers() if name in kept]
+        planned = plan_parts(model, blocks)
+        self.described = tuple(part for part, _ in planned)
+        if self._buffers:
+            self.described += (Part(None, BUFFERS, tuple(buffer.numel() for buffer in self._buffers)),)
+        self._parameters = [[parameter.data for parameter in parameters] for _, parameters in planned]
+        self._flats = [
+            allocate(part.floats, of[0]) if allocate else torch.zeros(part.floats, device=of[0].device)
+            for (part, _), of in zip(planned, self._parameters, strict=True)
+        ]
+        """While a window is open, the parameters that it began with; then what it changed, weighted."""
+        self._before: list[Tensor] = []
+        self._weight = 0.0
+        self._forgotten = 0
+        """How many times."""
+        self.is_open = False
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """From the parameters as they are: those that all agreed on."""
+        for flat, parameters in self._parts():
+            torch._foreach_copy_(_split(flat, parameters), parameters)
+        self._before = [buffer.clone() for buffer in self._buffers]
+        self.is_open = True
+
+    @torch.no_grad()
+    def finish(self, weight: float) -> Iterator[tuple[int, Tensor]]:
+        """What to send, part by part. The model is again as it was at the beginning."""
+        self.is_open, self._weight = False, weight
+        for index, (flat, parameters) in enumerate(self._parts()):
+            ended = torch.cat([parameter.reshape(-1) for parameter in parameters])
+            torch._foreach_copy_(parameters, _split(flat, parameters))
+            flat.sub_(ended).mul_(weight)
+            yield index, flat
+        if self._buffers:
+            pairs = zip(self._buffers, self._before, strict=True)
+            moved = torch.cat([(now - before).reshape(-1).float() for now, before in pairs])
+            torch._foreach_copy_(self._buffers, self._before)
+            yield len(self._flats), moved.mul_(weight)
+
+    @torch.no_grad()
+    def apply(self, means: Sequence[Tensor]) -> float:
+        """What all agreed on, from where all began. How far this worker's own end was from it, as a part of it."""
+        off = size = 0.0
+        for (flat, parameters), mean in zip(self._parts(), means, strict=False):
+            mean = mean.to(flat.device)
+            torch._foreach_sub_(parameters, _split(mean, parameters))
+            size += float(torch.stack(list(torch._foreach_norm(parameters))).double().square().sum())
+            if self._weight:
+                off += float((flat / self._weight - mean).norm()) ** 2
+        if self._buffers:
+            for buffer, moved in zip(self._buffers, _split(means[-1], self._buffers), strict=True):
+                moved = moved.to(buffer.device)
+                buffer.add_((moved if buffer.is_floating_point() else moved.round()).to(buffer.dtype))
+        self._weight = 0.0
+        return math.sqrt(off / size) if size else 0.0
+
+    @torch.no_grad()
+    def forget(self) -> None:
+        """What was computed since begin() is of no use: the model is again as it was."""
+        if self.is_open:
+            self._go_back()
+        self.start_anew()
+
+    def start_anew(self) -> None:
+        """The model's state has been replaced."""
+        self.is_open, self._weight = False, 0.0
+        self._forgotten += 1
+
+    def _go_back(self) -> None:
+        for flat, parameters in self._parts():
+            torch._foreach_copy_(parameters, _split(flat, parameters))
+        if self._buffers:
+            torch._foreach_copy_(self._buffers, self._before)
+
+    @contextmanager
+    def as_agreed(self) -> Iterator[None]:
+        """The model as all agreed on it last, also in the middle of a window."""
+        if not self.is_open:
+            yield
+            return
+        tensors = [*self._buffers, *(parameter for parameters in self._parameters for parameter in parameters)]
+        own, forgotten = [tensor.clone() for tensor in tensors], self._forgotten
+        with torch.no_grad():
+            self._go_back()
+        self.is_open = False
+        try:
+            yield
+        finally:
+            if forgotten == self._forgotten:  # else the window was lost meanwhile, with the connection
+                self.is_open = True
+                with torch.no_grad():
+                    torch._foreach_copy_(tensors, own)
+
+    def _parts(self) -> Iterator[tuple[Tensor, list[Tensor]]]:
+        yield from zip(self._flats, self._parameters, strict=True)
+
+
+class ElasticWindowEngine(ElasticEngine):
+    def _make_parts(self, replica: Replica, allocate: Allocate | None) -> tuple[Part, ...]:
+        self._changes = Changes(replica.model, find_blocks(replica.model), allocate)
+        self._norm = 0.0
+        return self._changes.described
+
+    def _seed_of(self, micro: MicroBatch) -> int:
+        """Of the rows, so that whoever takes over a part draws the same."""
+        return mix(self._loader().seed, self.version + 1, micro.start)
+
+    # A window
+
+    def _begin_nodes(self, nodes: list[Node]) -> None:
+        (node,) = nodes
+        self._slices = [node[0]]
+        self._own = self._bounds[node[0]]
+        self._whole = self._bounds[-1][1] - self._bounds[0][0]
+        self._batches = 0
+        self._samples = self._good_samples = self._good_loss = 0.0
+        self._done_rows = 0
+        self._changes.begin()
+        self._begin_batch()
+
+    def _begin_batch(self) -> None:
+        self._batch_loss = torch.zeros((), device=self.device)
+        self._batch_samples = 0.0
+        self._is_last = False
+        self._prepared().remember_buffers()
+
+    def _parts_of(self, work: Work) -> Iterator[MicroBatch]:
+        """This worker's batches, one after the other, each in micro-batches."""
+        session, batch = self.client.session, max(1, work.batch)
+        size = min(batch, self._loader().batch.micro_size or batch)
+        for number, first in enumerate(range(*self._own, batch)):
+            end = min(first + batch, self._own[1])
+            for start in range(first, end, size):
+                stop = min(start + size, end)
+                yield MicroBatch(start, stop, stop == end, work.row + work.rows, number=number)
+                if session is not self.client.session or self.stopping or self.version >= work.step:
+                    self._changes.forget()
+                    return
+            if self._batches <= number:
+                raise ConfigError(
+                    f"The batch of rows {first} to {end} was given out, but step() was not called after it."
+                    " Call backward() and step() for every batch of the loader."
+                )
+
+    def backward(self, loss: Tensor, *, samples: float, last: bool | None = None) -> None:
+        replica, micro = self._prepared(), self._loader().current
+        _insist_on_mean(loss, samples)
+        if micro is None or not self._joined:
+            raise ConfigError("Under a host, batches come from the loader that prepare() gave. Iterate over that.")
+        last = micro.last if last is None else last and micro.last
+        replica.arm(last=last)
+        if samples:
+            (loss * (samples * self._unit)).backward()  # type: ignore[no-untyped-call]
+            self._batch_loss += loss.detach().reshape(()) * samples
+            self._batch_samples += samples
+        self._is_last = last
+        self._trained = micro
+
+    def step(self) -> StepDone | StepSkipped | None:
+        """Steps this worker's optimizer once its batch is done. After the last of the window, waits for the others."""
+        micro = self._loader().current
+        if micro is None or micro is not self._trained:
+            raise ConfigError("step() was called before backward(). Call backward(loss, samples=...) first.")
+        if not self._is_last:
+            return None
+        self._done_rows = micro.end - self._own[0]
+        skipped = self._step_alone(self._prepared())
+        if micro.end < self._own[1]:
+            return skipped
+        self._send_changes()
+        return self._await_step()
+
+    def _step_alone(self, replica: Replica) -> StepSkipped | None:
+        norm, loss_sum = torch.stack([replica.norm().to(self.device), self._batch_loss]).tolist()
+        samples = self._batch_samples
+        self._batches += 1
+        self._samples += samples
+        verdict = self._judge(samples, loss_sum, norm)
+        event = None
+        if verdict.fault is None:
+            self._skipped_in_a_row = 0
+            self._good_samples += samples
+            self._good_loss += loss_sum
+            self._norm = verdict.norm
+            self._set_lr(replica)
+            replica.apply(verdict.scale)
+        else:
+            replica.drop()
+            replica.restore_buffers()
+            self.skipped += 1
+            self._skipped_in_a_row += 1
+            event = StepSkipped(
+                step=self.step_number + 1,
+                loss=verdict.loss,
+                in_a_row=self._skipped_in_a_row,
+                reason=f"on {self.client.name}, {verdict.fault}",
+            )
+            self.events.emit(event)
+            self._insist_on_progress(event)
+        self._begin_batch()
+        return event
+
+    def _judge(self, samples: float, loss_sum: float, norm_of_sum: float) -> Verdict:
+        if not samples:
+            return Verdict(0.0, math.nan, math.nan, math.nan, "the step has no samples")
+        scale = 1 / (samples * self._unit)
+        fault = None if math.isfinite(loss_sum) else "the loss is not finite"
+        return decide_mean(samples, loss_sum / samples, norm_of_sum * scale, scale, self.config.clip, fault)
+
+    def _rows_of_schedule(self) -> int:
+        """As if all workers were as far in the window as this one."""
+        return self.rows_seen + round(self._whole * self._done_rows / (self._own[1] - self._own[0]))
+
+    def _send_changes(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()  # else busy would be the time to launch kernels
+        busy_s = time.perf_counter() - self._work_started
+        # Steps that were skipped weigh what they would have, so that a part weighs the same whoever does it.
+        loss = self._good_loss / self._good_samples * self._samples if self._good_samples else math.nan
+        self.client.send(
+            SliceReport(
+                self.version + 1,
+                np.array(self._slices, "<u4"),
+                np.array([self._samples], "<f8"),
+                np.array([loss], "<f8"),
+                busy_s,
+                b"",
+                self._batches,
+            )
+        )
+        for part, changed in self._changes.finish(self._samples * self._unit):
+            self._send_part(part, changed)
+
+    def _count_rows(self, rows: int) -> None:
+        position, size = self._loader().position, self._loader().batch.size
+        before, position.row = position.row, position.row + rows
+        self.step_number += -(-position.row // size) - -(-before // size)
+
+    def _agree(
+        self, committed: Committed, means: list[Tensor], told: dict[str, Any], started: float
+    ) -> tuple[StepDone | StepSkipped, Verdict]:
+        """The mean of what all changed, from where all began."""
+        self._divergence = self._changes.apply(means)
+        verdict = Verdict(committed.samples, committed.loss, self._norm, 1.0, None)
+        return self._tell_step(verdict, told, started), verdict
+
+    def _forget_work(self) -> None:
+        self._prepared().drop()
+        self._changes.forget()
+
+    def _start_anew(self) -> None:
+        self._prepared().drop()
+        self._changes.start_anew()
+
+    # What needs all workers to be one
+
+    def evaluate(self, loss_of: Callable[[nn.Module, Any], Any], dataset: Any, batch_size: int) -> float:
+        with self._changes.as_agreed():
+            return super().evaluate(loss_of, dataset, batch_size)
+
+    def save(self, folder: str | Path, *, keep_last: int = 2) -> None:
+        if not self.version or self._save_due < self.version:
+            super().save(folder, keep_last=keep_last)
+
+    def _take_snapshot(self) -> checkpoint.Snapshot:
+        with self._changes.as_agreed():
+            return super()._take_snapshot()
+
+
+def _split(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    pieces = torch.split(flat, [tensor.numel() for tensor in tensors])
+    return [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)]
