@@ -13,8 +13,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from potluck.agree.policy import Async
 from potluck.events import CheckpointSaved, EpochDone, Stalled, Validated, WorkerCame, WorkerWent
 from potluck.fleet.coordinator import LEGAL, PROTOCOL, Coordinator, Standing
+from potluck.fleet.description import settings_of
 from potluck.fleet.effects import Close, Effect, Emit, Expect, Finish, Restore, Send, SendCheckpoint
 from potluck.fleet.membership import Phase
 from potluck.wire.messages import (
@@ -847,7 +849,7 @@ def test_a_plain_peer_is_not_let_in_where_secrets_are() -> None:
         ({"rows": 38}, "This run has rows = 37, and you have 38."),
         ({"batch": 8}, "This run has batch = 16, and you have 8."),
         ({"seed": 2}, "This run has seed = 1, and you have 2."),
-        ({"policy": "async"}, "This run's policy is sync, and yours is async."),
+        ({"policy": "async", "settings": settings_of(Async())}, "This run's policy is sync, and yours is async."),
     ],
 )
 def test_another_model_is_refused_with_a_sentence(changes: dict[str, Any], sentence: str) -> None:

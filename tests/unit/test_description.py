@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from potluck.agree.policy import Async, Cadence, Sync
 from potluck.errors import TheirProtocolError
 from potluck.fleet import description
-from potluck.fleet.description import BUFFERS, MAX_FLOATS, Description, Part
+from potluck.fleet.description import BUFFERS, MAX_FLOATS, Description, Part, settings_of
 
 DESCRIBED = Description(
     parts=(Part(1, None, (3, 4)), Part(0, None, (3, 4)), Part(None, 2, (12,)), Part(None, BUFFERS, (1, 0))),
@@ -25,6 +26,7 @@ DESCRIBED = Description(
     told={"name": "a run", "steps_total": 12},
 )
 TABLE = json.loads(DESCRIBED.to_json())
+WINDOWED = replace(DESCRIBED, policy="async", settings=settings_of(Async(max_batch_diff=3)), rows_limit=5000)
 
 
 def changed(**values: Any) -> str:
@@ -33,6 +35,20 @@ def changed(**values: Any) -> str:
 
 def test_a_description_comes_back_as_it_was() -> None:
     assert Description.from_json(DESCRIBED.to_json()) == DESCRIBED
+
+
+def test_a_policy_comes_back_with_all_that_windows_are_planned_by() -> None:
+    assert DESCRIBED.windowed is None and settings_of(Sync()) == {}
+    assert Description.from_json(WINDOWED.to_json()) == WINDOWED
+    assert WINDOWED.windowed == Async(max_batch_diff=3)
+    cadence = Cadence(anchor=4, overhead_target=0.2)
+    described = replace(WINDOWED, policy="cadence", settings=settings_of(cadence))
+    assert Description.from_json(described.to_json()).windowed == cadence
+
+
+def test_a_description_knows_how_many_batches_are_done() -> None:
+    places = [(0, 0), (0, 1), (0, 32), (0, 33), (0, 1000), (1, 0), (1, 40)]
+    assert [DESCRIBED.steps_at(*place) for place in places] == [0, 1, 1, 2, 32, 32, 34]
 
 
 def test_it_knows_its_floats_and_blocks() -> None:
@@ -101,6 +117,21 @@ MALFORMED = {
     "samples per row infinite": changed(samples_per_row=float("inf")),
     "samples per row NaN": changed(samples_per_row=float("nan")),
     "samples per row a list": changed(samples_per_row=[1]),
+    "a policy that nobody knows": changed(policy="never"),
+    "settings a list": changed(settings=[]),
+    "settings of sync": changed(settings={"anchor": 1}),
+    "settings missing": changed(policy="cadence"),
+    "a setting missing": changed(policy="async", settings={"anchor": 1}),
+    "a setting more": changed(policy="async", settings=WINDOWED.settings | {"more": 1}),
+    "anchor 0": changed(policy="async", settings=WINDOWED.settings | {"anchor": 0}),
+    "anchor true": changed(policy="async", settings=WINDOWED.settings | {"anchor": True}),
+    "anchor a float": changed(policy="async", settings=WINDOWED.settings | {"anchor": 1.5}),
+    "max_anchor null": changed(policy="async", settings=WINDOWED.settings | {"max_anchor": None}),
+    "overhead_target a string": changed(policy="async", settings=WINDOWED.settings | {"overhead_target": "0.1"}),
+    "overhead_target infinite": changed(policy="async", settings=WINDOWED.settings | {"overhead_target": float("inf")}),
+    "threshold NaN": changed(policy="async", settings=WINDOWED.settings | {"divergence_threshold": float("nan")}),
+    "rows_limit below 0": changed(rows_limit=-1),
+    "rows_limit a float": changed(rows_limit=1.0),
     "told a list": changed(told=[]),
     "told null": changed(told=None),
 }
@@ -160,7 +191,7 @@ def test_any_text_is_a_description_or_a_refusal(text: str) -> None:
 
 
 def test_what_is_told_to_people_may_differ() -> None:
-    assert DESCRIBED.difference(replace(DESCRIBED, told={})) is None
+    assert DESCRIBED.difference(replace(DESCRIBED, told={}, rows_limit=7)) is None
 
 
 BUILD = " Build the same model, data and settings on every worker."
@@ -181,3 +212,15 @@ BUILD = " Build the same model, data and settings on every worker."
 )
 def test_a_difference_is_a_sentence(change: dict[str, Any], sentence: str) -> None:
     assert DESCRIBED.difference(replace(DESCRIBED, **change)) == sentence + BUILD
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "sentence"),
+    [
+        ("anchor", 5, "This run has policy.anchor = 10, and you have 5."),
+        ("max_batch_diff", None, "This run has policy.max_batch_diff = 3, and you have None."),
+        ("divergence_threshold", 0.1, "This run has policy.divergence_threshold = 0.05, and you have 0.1."),
+    ],
+)
+def test_a_differing_setting_of_the_policy_is_named(name: str, value: Any, sentence: str) -> None:
+    assert WINDOWED.difference(replace(WINDOWED, settings=WINDOWED.settings | {name: value})) == sentence + BUILD

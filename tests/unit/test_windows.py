@@ -57,6 +57,14 @@ def test_the_last_rows_are_shared_by_speed_and_not_by_whole_batches() -> None:
     assert decision.reason.endswith("These are the last 42 rows, shared by speed: 32 and 10.")
 
 
+def test_few_rows_are_not_left_for_another_window() -> None:
+    windows = measured(Async(), 10.0, 30.0)
+    assert windows.decide(167, 4, least=8).rows == (125, 42)
+    assert windows.decide(168, 4, least=8).rows == (120, 40)
+    alone = Windows(Async(), ["a"], may_be_alone=True)
+    assert alone.decide(47, 4, least=8).rows == (47,) and alone.decide(48, 4, least=8).rows == (40,)
+
+
 def test_what_may_be_done_beyond_a_part_never_exceeds_what_is_left() -> None:
     decision = measured(Cadence(), 10.0, 30.0).decide(165, 4)
     assert sum(decision.rows) + sum(decision.spare) == 165
@@ -144,3 +152,18 @@ def test_a_pool_gives_each_row_exactly_once_whatever_comes_back(turns: list[tupl
         gone = {row for start, end in taken for row in range(start, end)}
         done += sorted(gone - {row for start, end in left for row in range(start, end)})
     assert sorted([*done, *(row for start, end in pool.ranges for row in range(start, end))]) == list(range(100))
+
+
+@pytest.mark.parametrize("policy", [Cadence(anchor=4), Async(anchor=4)])
+def test_one_replica_may_be_alone_where_others_can_come(policy: Cadence | Async) -> None:
+    windows = Windows(policy, ["a"], may_be_alone=True)
+    decision = windows.decide(MANY, 8)
+    assert decision.rows == (32,) and decision.until_s is None and decision.spare == (0,)
+    assert decision.reason == "Only a is there, so nothing is averaged: 32 rows."
+    assert windows.decide(20, 8).rows == (20,)
+    windows.report([Report(wall_s=0.4, batches=4)], 0.0)
+    windows.change(["a", "b"])
+    decision = windows.decide(MANY, 4)
+    assert decision.rows == (16, 16) and decision.reason.startswith("b came, and the work is shared anew")
+    windows.change(["b"])
+    assert windows.decide(MANY, 8).reason == "Only b is there, so nothing is averaged: 32 rows."

@@ -67,16 +67,19 @@ class Windows:
                 f" {self.elche.overhead_target:g} is taken; nothing was measured yet, so all do the same"
             )
 
-    def decide(self, rows_left: int, batch_rows: int) -> Decision:
-        """`rows_left` in the epoch, or in the run; `batch_rows` go into one step of a replica."""
+    def decide(self, rows_left: int, batch_rows: int, *, least: int = 0) -> Decision:
+        """`rows_left` in the epoch, or in the run; `batch_rows` go into one step of a replica.
+
+        Fewer than `least` rows are not left for another window.
+        """
         counts = self.elche.batch_counts
         rows = [count * batch_rows for count in counts]
         if len(self.names) == 1:
-            rows = [min(rows[0], rows_left)]
+            rows = [rows[0] if rows[0] + least <= rows_left else rows_left]
             reason = f"Only {self.names[0]} is there, so nothing is averaged: {rows[0]:,} rows."
             return self._decision(rows, [0], None, reason)
         until_s = None
-        if sum(rows) >= rows_left:
+        if sum(rows) >= rows_left or sum(rows) + least > rows_left:
             # The rest is shared by speed and not by whole batches, so that all end together.
             weights = self.elche.speeds if self.elche.is_measured else [float(count) for count in counts]
             rows = share_out(rows_left, weights)

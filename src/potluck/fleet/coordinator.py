@@ -759,7 +759,7 @@ class Coordinator:
             self._windows = Windows(policy, names, may_be_alone=True)
         self._windows.change(names)
         batch = min(-(-described.batch // len(working)), MOST_WINDOW)
-        decision = self._windows.decide(rows_left, batch)
+        decision = self._windows.decide(rows_left, batch, least=described.batch)
         nodes: list[list[Node]] = []
         sizes: list[int] = []
         for rows in decision.rows:

@@ -21,7 +21,7 @@ from potluck.agree.policy import ApplyPolicy, Sync
 from potluck.errors import ConfigError
 from potluck.events import StepDone, StepSkipped
 from potluck.fleet.description import BUFFERS, Part
-from potluck.fleet.tree import Node
+from potluck.fleet.tree import Node, slice_rows
 from potluck.train import checkpoint
 from potluck.train.buckets import Allocate
 from potluck.train.data import MicroBatch, mix
@@ -180,10 +180,11 @@ class ElasticWindowEngine(ElasticEngine):
 
     def _parts_of(self, work: Work) -> Iterator[MicroBatch]:
         """This worker's batches, one after the other, each in micro-batches."""
-        session, batch = self.client.session, max(1, work.batch)
-        size = min(batch, self._loader().batch.micro_size or batch)
-        for number, first in enumerate(range(*self._own, batch)):
-            end = min(first + batch, self._own[1])
+        session, rows = self.client.session, self._own[1] - self._own[0]
+        batches = -(-rows // max(1, work.batch))
+        # As even as can be: a last one of a single row would be noise, and some layers cannot take it.
+        for number, (first, end) in enumerate(slice_rows(self._own[0], rows, batches)):
+            size = self._loader().batch.micro_size or end - first
             for start in range(first, end, size):
                 stop = min(start + size, end)
                 yield MicroBatch(start, stop, stop == end, work.row + work.rows, number=number)

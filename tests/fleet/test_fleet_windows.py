@@ -1,0 +1,293 @@
+"""Cadence and Async under a host: whoever comes, goes or lags, all hold the same weights after each window."""
+
+import copy
+import signal
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from potluck.agree.policy import Async, Cadence, Outer, Windowed
+from potluck.errors import ConfigError
+from potluck.events import CheckpointSaved, Decided, WorkerCame, WorkerWent
+from potluck.train.data import mix
+from potluck.train.elastic import engine_for
+from tests.fleet.fleet import BATCH, EPOCHS, ROWS, STEPS, Fleet, build, die, start_coordinator, wait_until
+
+pytestmark = pytest.mark.timeout(60)
+
+SHORT: dict[str, Any] = {"anchor": 1, "max_anchor": 2}
+"""Several windows to an epoch, also where agreeing costs more than so small a model."""
+
+
+def judge(fleet: Fleet, epochs: int = EPOCHS) -> dict[str, torch.Tensor]:
+    """One process and no Potluck: each recorded range by a replica of its own, then their mean by rows.
+
+    Each worker keeps its optimizer from window to window. The batch of a step of its own is the run's over the workers.
+    """
+    torch.set_num_threads(1)
+    model, _, (x, y) = build(bare=True)
+    optimizers: dict[int, Any] = {}
+    for record in fleet.records:
+        order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(mix(1, record.epoch)))
+        size = -(-BATCH // len(record.workers))
+        mean = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+        for start, end, worker in record.ranges:
+            replica = copy.deepcopy(model)
+            own = torch.optim.AdamW(replica.parameters(), lr=0.01, weight_decay=0.1)
+            if worker in optimizers:
+                own.load_state_dict(optimizers[worker])
+            for rows in torch.tensor_split(order[start:end], -(-(end - start) // size)):
+                own.zero_grad()
+                F.cross_entropy(replica(x[rows]), y[rows]).backward()
+                own.step()
+            optimizers[worker] = own.state_dict()
+            for name, parameter in replica.named_parameters():
+                mean[name] += parameter.detach() * ((end - start) / record.rows)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(mean[name])
+    assert sum(record.rows for record in fleet.records) == epochs * ROWS
+    return model.state_dict()
+
+
+def assert_close(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], rtol=2e-4, atol=2e-5)
+
+
+def rows_of(fleet: Fleet, name: str) -> list[int]:
+    return [row["rows"] for record in fleet.records for row in record.workers if row["name"] == name]
+
+
+@pytest.mark.parametrize(
+    ("policy", "count", "options"),
+    [
+        (Cadence(**SHORT), 1, {}),
+        (Cadence(**SHORT), 2, {}),
+        (Cadence(**SHORT), 3, {"shared": True}),
+        (Async(**SHORT), 2, {"shared": True}),
+        (Async(**SHORT), 3, {}),
+    ],
+    ids=lambda value: getattr(type(value), "kind", None) or (str(value) if isinstance(value, int) else ""),
+)
+def test_windows_are_what_plain_replicas_and_their_mean_compute(
+    policy: Windowed, count: int, options: dict[str, Any], tmp_path: Path
+) -> None:
+    fleet = Fleet(tmp_path, at_least=count)
+    for number in range(count):
+        fleet.add(f"w{number}", policy=policy, bare=True, **options)
+    weights = fleet.finish()  # the same on all of them, and each row used once
+    assert_close(weights, judge(fleet))
+    assert len(fleet.records) > EPOCHS
+    assert all(rows_of(fleet, f"w{number}") for number in range(count))
+    assert fleet.server.core.refused.total() == 0
+    decided = [event for event in fleet.events if isinstance(event, Decided)]
+    assert [d.version for d in decided[: len(fleet.records)]] == list(range(len(fleet.records)))
+    if count == 1:
+        assert decided[0].reason == f"Only w0 is there, so nothing is averaged: {BATCH} rows."
+    else:
+        assert decided[0].reason.startswith("Nothing was measured yet, so all do the same")
+        assert any(d.divergence > 0 for d in decided)
+
+
+def test_buffers_dropout_and_unused_parameters_agree_too(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, at_least=2)
+    for number in range(2):
+        fleet.add(f"w{number}", policy=Cadence(**SHORT))
+    weights = fleet.finish()
+    assert weights["norm.num_batches_tracked"] > 0
+    assert not torch.equal(weights["norm.running_mean"], torch.zeros(24))
+
+
+# Coming and going
+
+
+def in_a_window(place: Path) -> None:
+    """Some of its batches are done, in the second window."""
+    from potluck.train.elastic_windows import ElasticWindowEngine
+
+    step = ElasticWindowEngine._step_alone
+
+    def fatal(self: Any, replica: Any) -> Any:
+        if self.version == 1 and self._batches == 1:
+            die(place, "window")
+        return step(self, replica)
+
+    ElasticWindowEngine._step_alone = fatal  # type: ignore[method-assign]
+
+
+def while_sending(place: Path) -> None:
+    """The report and one part are sent."""
+    from potluck.train.elastic_windows import ElasticWindowEngine
+
+    send = ElasticWindowEngine._send_part
+
+    def fatal(self: Any, part: int, changed: Any) -> None:
+        if self.version == 1 and part == 1:
+            self.client.flush()
+            time.sleep(0.05)
+            die(place, "sending")
+        send(self, part, changed)
+
+    ElasticWindowEngine._send_part = fatal  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("what", "fault", "count"), [("window", in_a_window, 2), ("sending", while_sending, 3)], ids=["window", "sending"]
+)
+def test_a_worker_killed_in_a_window_loses_nothing(what: str, fault: Any, count: int, tmp_path: Path) -> None:
+    policy = Cadence(anchor=2, max_anchor=2)
+    fleet = Fleet(tmp_path, at_least=count)
+    victim = fleet.add("victim", fault, policy=policy)
+    for number in range(count - 1):
+        fleet.add(f"survivor{number}", policy=policy, slow_s=0.02)
+    fleet.finish()
+    assert (tmp_path / f"fired-{what}").exists() and victim.process.exitcode == -signal.SIGKILL
+    second = fleet.records[1]
+    assert second.step == 2 and len(second.ranges) == count
+    assert len({worker for _, _, worker in second.ranges}) == count - 1  # one of them did two parts
+    assert any(isinstance(e, Decided) and "victim went" in e.reason for e in fleet.events) or count == 2
+
+
+def test_a_worker_that_joins_in_mid_run_takes_part_from_the_next_window(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path)
+    fleet.add("first", policy=Async(**SHORT), slow_s=0.15)
+    fleet.wait_for_step(2)
+    fleet.add("newcomer", policy=Async(**SHORT), slow_s=0.15)
+    fleet.finish()
+    (came,) = [e for e in fleet.events if isinstance(e, WorkerCame) and e.name == "newcomer"]
+    assert came.step >= 2 and any(rows_of(fleet, "newcomer"))
+    assert any(isinstance(e, Decided) and e.reason.startswith("newcomer came, and the work") for e in fleet.events)
+
+
+def test_a_polite_leaver_and_a_checkpoint(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, at_least=2)
+    for name in ("leaver", "stayer"):
+        fleet.add(name, policy=Cadence(**SHORT), slow_s=0.05, save_every=2)
+    fleet.wait_for_step(2)
+    fleet.workers[0].send(signal.SIGUSR1)
+    fleet.finish()
+    (went,) = [e for e in fleet.events if isinstance(e, WorkerWent) and e.name == "leaver"]
+    assert went.polite
+    saved = [e for e in fleet.events if isinstance(e, CheckpointSaved)]
+    # Named and told by batches of the run; the host counts agreements.
+    assert saved and all(Path(e.folder).name.startswith(f"step-{e.step:08d}") for e in saved)
+    assert max(e.step for e in saved) > len(fleet.records) or max(e.step for e in saved) == STEPS
+
+
+def test_a_run_that_everybody_died_in_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, patience_s=1.0)
+    first = fleet.add("first", policy=Cadence(**SHORT), slow_s=0.05, save_every=2)
+    fleet.wait_for_step(4)
+    wait_until(lambda: any((tmp_path / "checkpoints").glob("step-*")))
+    first.kill()
+    wait_until(lambda: not fleet.server.core.membership.members)
+    fleet.add("second", policy=Cadence(**SHORT))
+    fleet.finish()
+
+
+def test_a_coordinator_killed_after_its_record_loses_and_repeats_nothing(tmp_path: Path) -> None:
+    from tests.fleet.fleet import Worker, assert_same
+
+    process, invite = start_coordinator(tmp_path, fault=PHASES_OF_HOST)
+    options = {"policy": Cadence(**SHORT), "slow_s": 0.02}
+    workers = [Worker(invite, tmp_path, f"w{number}", None, options) for number in range(2)]
+    process.join(20)
+    assert (tmp_path / "fired-after").exists()
+    process, _ = start_coordinator(tmp_path, port=invite.port)
+    for worker in workers:
+        worker.wait(30)
+    found = [worker.weights for worker in workers if (tmp_path / f"{worker.name}.pt").exists()]
+    assert found
+    for other in found[1:]:
+        assert_same(found[0], other)
+    process.join(10)
+    check_ledger(tmp_path)
+
+
+def _after_recording(place: Path) -> None:
+    """As faults.after_recording, in the third window."""
+    from potluck.fleet.journal import Journal
+
+    record = Journal.record
+
+    def fatal(self: Any, found: Any) -> None:
+        record(self, found)
+        if found.step == 3 and not (place / "fired-after").exists():
+            die(place, "after")
+
+    Journal.record = fatal  # type: ignore[method-assign]
+
+
+PHASES_OF_HOST = _after_recording
+
+
+def check_ledger(folder: Path) -> None:
+    from potluck.fleet.journal import Journal
+    from potluck.fleet.ledger import prove
+
+    journal = Journal(folder / "journal.sqlite")
+    try:
+        for epoch in range(EPOCHS):
+            assert prove(journal.ranges(epoch), ROWS).holds
+    finally:
+        journal.close()
+
+
+# Speeds
+
+
+def every_batch_takes(place: Path, seconds: float) -> None:
+    from potluck.train.elastic_windows import ElasticWindowEngine
+
+    step = ElasticWindowEngine._step_alone
+
+    def slow(self: Any, replica: Any) -> Any:
+        time.sleep(seconds)
+        return step(self, replica)
+
+    ElasticWindowEngine._step_alone = slow  # type: ignore[method-assign]
+
+
+def test_a_slow_worker_soon_gets_fewer_rows_in_proportion(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, at_least=2)
+    policy = Cadence(anchor=1, max_anchor=1)
+    fleet.add("fast", partial(every_batch_takes, seconds=0.03), policy=policy)
+    fleet.add("slow", partial(every_batch_takes, seconds=0.12), policy=policy)
+    fleet.finish()
+    fast, slow = rows_of(fleet, "fast"), rows_of(fleet, "slow")
+    assert fast[0] == slow[0]
+    assert 2.0 < fast[2] / slow[2] < 6.0, (fast, slow)
+    reasons = [e.reason for e in fleet.events if isinstance(e, Decided)]
+    assert any(reason.startswith("slow is the slowest, at ") for reason in reasons), reasons
+
+
+# What a host cannot do
+
+
+@pytest.mark.parametrize(
+    ("policy", "name"), [(Cadence(overlap=True), "overlap"), (Async(outer=Outer()), "outer")], ids=["overlap", "outer"]
+)
+def test_what_a_host_cannot_do_is_said(policy: Windowed, name: str) -> None:
+    with pytest.raises(ConfigError, match=f"policy.{name} does not work with a host yet"):
+        engine_for(policy)
+
+
+def test_another_policy_or_other_settings_are_refused(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path)
+    fleet.add("first", policy=Cadence(**SHORT), slow_s=0.2)
+    fleet.wait_for_step(1)
+    for name, policy in (("other", Cadence(anchor=7)), ("another", Async(**SHORT))):
+        worker = fleet.add(name, policy=policy)
+        worker.process.join(20)
+        fleet.workers.remove(worker)
+    told = [(tmp_path / f"{name}.error").read_text() for name in ("other", "another")]
+    assert "This run has policy.anchor = 1, and you have 7. Build the same" in told[0]
+    assert "This run's policy is cadence, and yours is async. Build the same" in told[1]
+    assert fleet.server.core.refused == {"wrong model": 2}
