@@ -183,8 +183,8 @@ def test_a_polite_leaver_and_a_checkpoint(tmp_path: Path) -> None:
 
 def test_a_run_that_everybody_died_in_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path, patience_s=1.0)
-    first = fleet.add("first", policy=Cadence(**SHORT), slow_s=0.05, save_every=2)
-    fleet.wait_for_step(4)
+    first = fleet.add("first", policy=Cadence(**SHORT), slow_s=0.2, save_every=2)
+    fleet.wait_for_step(3)
     wait_until(lambda: any((tmp_path / "checkpoints").glob("step-*")))
     first.kill()
     wait_until(lambda: not fleet.server.core.membership.members)

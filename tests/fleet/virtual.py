@@ -28,7 +28,7 @@ from potluck.fleet.effects import Effect, StepRecord
 from potluck.fleet.journal import Journal
 from potluck.fleet.ledger import prove
 from potluck.fleet.mean import Mean, Slot
-from potluck.fleet.tree import Node, children, merges, slice_rows
+from potluck.fleet.tree import Node, children, merges, sized_rows, slice_rows
 from potluck.wire.codec import decode, encode
 from potluck.wire.messages import (
     Admitted,
@@ -129,6 +129,12 @@ class State:
     def apply(self, mean: Floats, rows: int) -> None:
         self.momentum = self.momentum * np.float32(0.5) + mean
         self.weights = self.weights - np.float32(0.1) * self.momentum
+        self.step += 1
+        self.row += rows
+
+    def agree(self, mean: Floats, rows: int) -> None:
+        """After a window: the momentum is each worker's own."""
+        self.weights = self.weights - mean
         self.step += 1
         self.row += rows
 
@@ -655,6 +661,10 @@ class Worker:
         self.pack_s: float = options.pop("pack_s", 0.005)
         self.description: Description = options.pop("description", None) or described()
         self.state = State(weights=options.pop("weights", fresh_weights()))
+        self.drifts: dict[int, float] = options.pop("drifts", {})
+        """step -> what it tells of how far it was from the others"""
+        self.batch_s: float = options.pop("batch_s", 0.1)
+        """Of a step of its own."""
         assert not options, f"unknown options {options}"
         self.line: Line | None = None
         self.error: str | None = None
@@ -679,6 +689,10 @@ class Worker:
         self._waits: Sleep | Receive | None = None
         self._turn = 0
         self._life: Life = self._live()
+
+    @property
+    def is_windowed(self) -> bool:
+        return self.description.windowed is not None
 
     @property
     def weights(self) -> bytes:
@@ -763,6 +777,8 @@ class Worker:
                     parts = self._means.setdefault(item.step, {})
                     # Once more if the step was begun anew, and then with the same bits.
                     before = parts.setdefault(item.part, item.values)
+                    if self.is_windowed:
+                        before = parts[item.part] = item.values
                     assert before.tobytes() == item.values.tobytes(), f"{self.name} got two means of step {item.step}"
             case StateMore():
                 for parcel in line.parcels:
@@ -982,7 +998,44 @@ class Worker:
                 case _:
                     return message
 
+    def _compute_window(self, work: Work) -> Life:
+        """As ElasticWindowEngine does: steps of its own, then what they changed."""
+        self.replaying = False
+        started, line, (number, _) = self.clock.now, self.line, work.nodes
+        (start, end) = sized_rows(work.row, map(int, work.sizes))[number]
+        batches = -(-(end - start) // work.batch)
+        yield from self._at("forward", work.step)
+        yield Sleep(batches * self.batch_s)
+        self.state.momentum = self.state.momentum * np.float32(0.5) + _noise(work.epoch, start, end)
+        change = (self.state.weights + self.state.momentum) * np.float32(0.01 * (end - start) * UNIT)
+        told = SliceReport(
+            work.step,
+            np.array([number], "<u4"),
+            np.array([end - start], "<f8"),
+            np.array([loss_of(work.epoch, start, end)], "<f8"),
+            self.clock.now - started,
+            b"",
+            batches,
+        )
+        self._send(told)
+        edges = np.cumsum([0, *PARTS])
+        for part in range(len(PARTS)):
+            values = change[edges[part] : edges[part + 1]]
+            if part == 1:
+                yield from self._at("backward", work.step)
+                if self.fleet.faults.take(self.name, "half", work.step) is not None:
+                    self._send(Payload(work.step, part, values[:CHUNK], cut=True))
+                    self.kill()
+                    yield Receive()
+            self._send(Payload(work.step, part, values))
+        if line is self.line:
+            self.slices_computed.append((work.step, int(number)))
+        yield from self._at("sent", work.step)
+
     def _compute(self, work: Work) -> Life:
+        if work.batch:
+            yield from self._compute_window(work)
+            return
         self.replaying = False
         started, line = self.clock.now, self.line
         nodes = [(int(a), int(b)) for a, b in zip(work.nodes[::2], work.nodes[1::2], strict=True)]
@@ -1044,7 +1097,8 @@ class Worker:
             assert message is None, f"{self.name} got {message} before the averages of step {committed.step}"
         parts = self._means.pop(committed.step)
         self._leader = committed.leader
-        self.state.apply(np.concatenate([parts[part] for part in range(len(PARTS))]), committed.rows)
+        mean = np.concatenate([parts[part] for part in range(len(PARTS))])
+        (self.state.agree if self.is_windowed else self.state.apply)(mean, committed.rows)
         assert self.state.step == committed.step, f"{self.name} missed a step before {committed.step}"
         if self.fleet.faults.take(self.name, "applying", committed.step):
             self.state.weights[0] += 1
@@ -1061,7 +1115,8 @@ class Worker:
             yield from self._leave_politely()
 
     def _tell_applied(self) -> None:
-        self._send(Applied(self.state.step, digest_of(self.state.weights), 0.1, 1.0, ""))
+        drift = self.drifts.get(self.state.step, 0.0)
+        self._send(Applied(self.state.step, digest_of(self.state.weights), 0.1, 1.0, "", drift))
 
     def _evaluate(self) -> Life:
         step = self.state.step
@@ -1279,14 +1334,19 @@ class Fleet:
         return self
 
     def assert_right(self) -> None:
+        for epoch in range(self.epochs):
+            assert prove(self.journal.ranges(epoch), ROWS).holds, prove(self.journal.ranges(epoch), ROWS)
+        described = self.core.description
+        if described is not None and described.windowed is not None:
+            last = [worker for worker in self.workers.values() if worker.state.epoch == self.epochs]
+            assert last and len({worker.weights for worker in last}) == 1, [w.state for w in self.workers.values()]
+            return
         steps = self.epochs * -(-ROWS // BATCH)
         ended = [worker for worker in self.workers.values() if worker.state.step == steps]
         assert ended, f"nobody saw the end: {[(w.name, w.state.step, w.error) for w in self.workers.values()]}"
         for worker in ended:
             assert worker.weights == undisturbed(steps), f"{worker.name} has other weights"
         assert self.journal.steps() == list(range(1, steps + 1))
-        for epoch in range(self.epochs):
-            assert prove(self.journal.ranges(epoch), ROWS).holds, prove(self.journal.ranges(epoch), ROWS)
 
     def standing(self) -> Standing:
         return self.core.standing

@@ -1,0 +1,190 @@
+"""The coordinator plans windows, on a virtual clock: who does how much, and why; and whoever is lost, nothing is."""
+
+from typing import Any
+
+import pytest
+
+from potluck.agree.policy import Async, Cadence, Windowed
+from potluck.events import Decided, Stalled, Validated, WorkerCame, WorkerWent
+from potluck.fleet.coordinator import Coordinator
+from potluck.fleet.description import Description, settings_of
+from potluck.fleet.effects import Close, Send
+from potluck.wire.messages import Admitted, Hello, JoinAccepted, JoinRequest, Ready, Shutdown, Work
+from tests.fleet.virtual import PATIENCE_S, ROWS, FaultScript, Fleet, described
+
+pytestmark = pytest.mark.timeout(30)
+
+
+def windowed(policy: Windowed, **changes: Any) -> Description:
+    return described(policy=policy.kind, settings=settings_of(policy), batch=4, **changes)
+
+
+def decided(run: Fleet) -> list[Decided]:
+    return run.told(Decided)
+
+
+@pytest.mark.parametrize("policy", [Cadence(anchor=2), Async(anchor=2)], ids=["cadence", "async"])
+def test_the_slowest_anchors_and_the_others_fill_its_time(policy: Windowed) -> None:
+    run = Fleet(workers=0, at_least=2)
+    run.add("fast", description=windowed(policy), batch_s=0.1)
+    run.add("slow", description=windowed(policy), batch_s=0.3)
+    run.finish()
+    first, second = decided(run)[:2]
+    assert (first.rows, first.version, first.step) == ((4, 4), 0, 0)
+    assert first.reason == "Nothing was measured yet, so all do the same: 2 and 2 batches."
+    assert (second.rows, second.version, second.step) == ((12, 4), 1, 2)  # of 4 rows each: 8 are done
+    assert second.reason == "slow is the slowest, at 300 ms a batch, and the others fill its time: 6 and 2 batches."
+    last = [d for d in decided(run) if "These are the last" in d.reason]
+    assert last and "shared by speed" in last[0].reason
+
+
+def test_every_worker_gets_one_slice_and_the_rows_of_its_own_steps() -> None:
+    run = Fleet(workers=3, description=windowed(Cadence(anchor=3)))
+    run.finish()
+    for worker in run.workers.values():
+        works = [item for item in worker.line.received if isinstance(item, Work)]
+        assert works and all(len(work.nodes) == 2 and work.batch == 2 for work in works)  # 4 over 3, rounded up
+        assert all(work.slices == len(work.sizes) and sum(work.sizes) == work.rows for work in works)
+    assert run.records[0].rows == 18 and [end - start for start, end, _ in run.records[0].ranges] == [6, 6, 6]
+
+
+def test_costly_agreement_makes_windows_longer() -> None:
+    """A long way to the host: what agreeing takes is the last payload's way, and the means' and the receipts'."""
+    policy = Cadence(anchor=1, max_anchor=3)
+    run = Fleet(workers=2, description=windowed(policy), batch_s=0.1, latency_s=0.02, epochs=3)
+    run.finish()
+    anchors = [d.anchor for d in decided(run)]
+    assert anchors[0] == 1 and max(anchors) > 1 and max(anchors) <= 3
+    told = next(d for d in decided(run) if d.anchor > 1)
+    assert told.version == 2  # the way back of the first window is known when the second is measured
+    assert told.reason.startswith("Agreeing took 40% of a window and 10% are wanted, so the slowest does 3 batches"), (
+        told
+    )
+
+
+def test_drift_that_rises_halves_the_anchor_of_async_and_is_told() -> None:
+    drifts = {1: 0.01, 2: 0.02, 3: 0.09}
+    for policy in (Async(anchor=4), Cadence(anchor=4)):
+        run = Fleet(workers=0, at_least=2, epochs=5)
+        run.add("w0", description=windowed(policy), drifts=drifts)
+        run.add("w1", description=windowed(policy))
+        run.finish()
+        anchors = [d.anchor for d in decided(run)]
+        if isinstance(policy, Async):
+            told = decided(run)[4]  # of the third window, told when the fourth is done
+            assert anchors[:5] == [4] * 4 + [2] and told.divergence == 0.09
+            assert told.reason.startswith(
+                "Replicas drifted apart three windows running, to 0.09 of the mean, above 0.05, so the slowest does 2"
+                " batches instead of 4"
+            )
+        else:
+            assert set(anchors) == {4}
+
+
+def test_one_alone_trains_and_says_that_nothing_is_averaged() -> None:
+    run = Fleet(workers=1, description=windowed(Async(anchor=2)))
+    run.add("late", at_s=0.55, description=windowed(Async(anchor=2)))
+    run.finish()
+    reasons = [d.reason for d in decided(run)]
+    assert reasons[0] == "Only w0 is there, so nothing is averaged: 8 rows."
+    assert any(reason.startswith("late came, and the work is shared anew") for reason in reasons)
+    (came,) = [came for came in run.told(WorkerCame) if came.name == "late"]
+    assert came.step > 0
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward", "half", "sent", "committed", "applied"])
+@pytest.mark.parametrize("workers", [2, 3])
+def test_a_worker_lost_in_any_phase_loses_nothing(phase: str, workers: int) -> None:
+    faults = FaultScript().kill("w1", at_step=2, phase=phase)
+    run = Fleet(workers=workers, faults=faults, description=windowed(Cadence(anchor=1, max_anchor=1)))
+    run.finish()
+    assert faults.fired == ["kill w1"]
+    assert run.core.refused.total() == 0 and run.restores == 0
+    assert [went.name for went in run.told(WorkerWent) if not went.polite] == ["w1"]
+    if phase in ("forward", "backward", "half"):
+        (second,) = [record for record in run.records if record.step == 2]
+        assert len(second.ranges) == workers and len({who for _, _, who in second.ranges}) == workers - 1
+    if workers == 3 and phase != "applied":
+        assert any(d.reason.startswith("w1 went, and the work is shared anew") for d in decided(run))
+
+
+@pytest.mark.parametrize("phase", ["forward", "sent", "committed"])
+def test_a_worker_whose_connection_breaks_goes_on(phase: str) -> None:
+    faults = FaultScript().cut("w1", at_step=2, phase=phase)
+    run = Fleet(workers=2, faults=faults, description=windowed(Async(anchor=1, max_anchor=1))).finish()
+    assert faults.fired == ["cut w1"]
+    assert [came.name for came in run.told(WorkerCame)] == ["w0", "w1", "w1"]
+
+
+@pytest.mark.parametrize("when", [0.25, 0.35, 0.5, 0.72])
+def test_a_coordinator_that_is_started_again_measures_anew_and_loses_nothing(when: float) -> None:
+    run = Fleet(workers=2, description=windowed(Cadence(anchor=1, max_anchor=1)))
+    run.run_for(when)
+    done = run.standing().step
+    run.crash_host()
+    run.finish()
+    anew = ("Nothing was measured yet", "Only w")  # the first to come back does not wait for the other
+    assert done and any(d.reason.startswith(anew) for d in decided(run)[done:])
+
+
+def test_a_window_that_is_computed_again_has_other_bits_so_whoever_had_the_first_catches_up() -> None:
+    """The host dies when one of two has applied the window; the other comes back first."""
+    run = Fleet(workers=2, description=windowed(Cadence(anchor=1, max_anchor=1)))
+    first, second = run.workers["w0"], run.workers["w1"]
+    run.run_until(lambda: second.state.step == 1)
+    assert second.line is not None
+    second.line.latency_s = 5.0
+    run.run_until(lambda: first.state.step == 2)
+    was = first.weights
+    run.crash_host(back_after_s=0.2)
+    second.lose_connection()
+    first._silent_until = run.clock.now + 0.6
+    run.run_until(lambda: second.state.step == 2)
+    assert second.weights != was  # it was alone this time
+    run.finish()
+    assert first.line is not None and first.weights == second.weights
+    admitted = [item for item in first.line.received if isinstance(item, Admitted)]
+    assert admitted and admitted[0].wait == 1
+
+
+def test_no_window_goes_beyond_the_rows_of_the_run() -> None:
+    run = Fleet(workers=2, description=windowed(Cadence(anchor=2), rows_limit=50))
+    run.run_until(lambda: run.standing().rows_seen == 50)
+    run.run_for(5.0)
+    assert run.core.now is None and run.standing().row == 50 - ROWS
+
+
+def test_nobody_is_late_before_another_is_done() -> None:
+    policy = Cadence(anchor=2, max_anchor=2)
+    run = Fleet(workers=0, at_least=2, patience_s=PATIENCE_S)
+    run.add("quick", description=windowed(policy), batch_s=8.0)
+    run.add("slow", description=windowed(policy), batch_s=9.0)
+    run.run_until(lambda: run.standing().step >= 1)
+    assert not run.told(Stalled)
+    run.workers["slow"].batch_s = 40.0
+    run.run_until(lambda: run.standing().step >= 2)
+    stalled = run.told(Stalled)
+    assert stalled and {s.name for s in stalled} == {"slow"} and stalled[0].seconds < 2 * PATIENCE_S
+
+
+def test_evaluations_are_told_by_batches_of_the_run() -> None:
+    run = Fleet(workers=2, description=windowed(Cadence(anchor=2, max_anchor=2)), evaluate_every=1)
+    run.finish()
+    batches = -(-ROWS // 4)
+    assert [v.step for v in run.told(Validated)][-1] == 2 * batches
+    assert run.core.steps_done == 2 * batches and run.standing().step < 2 * batches
+
+
+def test_plain_peers_are_turned_away() -> None:
+    core = Coordinator(patience_s=10, secret="", plain_peers=True)
+    (accepted, *_) = core.on_message(0.0, 1, JoinRequest("early", 0, "cpu"))
+    assert isinstance(accepted.message, JoinAccepted)  # type: ignore[union-attr]
+    core.on_message(0.0, 2, Hello(1, "", "ours", "cpu"))
+    effects = core.on_message(0.0, 2, Ready(windowed(Cadence()).to_json(), 0, "hash", 0))
+    effects += core.on_message(0.0, 3, JoinRequest("late", 0, "cpu"))
+    for peer in (1, 3):
+        assert any(isinstance(e, Send) and e.peer == peer and isinstance(e.message, Shutdown) for e in effects)
+        assert [e.why for e in effects if isinstance(e, Close) and e.peer == peer] == [
+            "a plain peer trains under sync alone, and this run's policy is cadence"
+        ]
+    assert core.refused == {"plain peer": 2} and {m.name for m in core.membership.ready} == {"ours"}
