@@ -1338,7 +1338,8 @@ class Fleet:
             assert prove(self.journal.ranges(epoch), ROWS).holds, prove(self.journal.ranges(epoch), ROWS)
         described = self.core.description
         if described is not None and described.windowed is not None:
-            last = [worker for worker in self.workers.values() if worker.state.epoch == self.epochs]
+            end = self.standing().step  # a run that began anew has another, and other weights
+            last = [w for w in self.workers.values() if (w.state.epoch, w.state.step) == (self.epochs, end)]
             assert last and len({worker.weights for worker in last}) == 1, [w.state for w in self.workers.values()]
             return
         steps = self.epochs * -(-ROWS // BATCH)
