@@ -83,6 +83,27 @@ def train(
     return model
 
 
+def fit(engine: Any, folder: Path, settings: dict[str, Any]) -> Net:
+    """The same by Trainer."""
+    from potluck.train.trainer import FitConfig, Trainer
+
+    model, optimizer, data = build()
+    validation = tuple(part[:20] for part in data)
+    trainer = Trainer(
+        model,
+        optimizer,
+        data,
+        loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
+        batch_size=BATCH,
+        folder=folder,
+        validation=validation,
+        engine=engine,
+        config=FitConfig(**settings, seed=1, progress=False),
+    )
+    trainer.fit()
+    return model
+
+
 # Workers
 
 
@@ -113,7 +134,10 @@ def _work(invite: str, folder: str, name: str, fault: Fault | None, options: dic
                 time.sleep(options["slow_s"])
 
         what = {name: options[name] for name in ("bare", "spoiled") if name in options}
-        model = train(engine, on_step=on_step, epochs=options.get("epochs", EPOCHS), **what)
+        if "fit" in options:
+            model = fit(engine, place / name, options["fit"])
+        else:
+            model = train(engine, on_step=on_step, epochs=options.get("epochs", EPOCHS), **what)
         engine.wait_for_saves()
         if engine.step_number == options.get("steps", STEPS):
             torch.save(model.state_dict(), place / f"{name}.pt")
@@ -181,17 +205,23 @@ class Fleet:
         self.closed = False
         self.events: list[Event] = []
         self.records: list[StepRecord] = []
+        self.rates: list[float] = []
+        """The learning rate after each record."""
         self.workers: list[Worker] = []
         self.server, self.invite, self.journal = serve(
             folder,
             encrypted=encrypted,
             patience_s=patience_s,
             on_event=self.events.append,
-            on_step=lambda record, lr, norm, fault: self.records.append(record),
+            on_step=self._on_step,
             **options,
         )
         self.server.start()
         _open.append(self)
+
+    def _on_step(self, record: StepRecord, lr: float, norm: float, fault: str) -> None:
+        self.records.append(record)
+        self.rates.append(lr)
 
     def add(self, name: str, fault: Fault | None = None, **options: Any) -> Worker:
         worker = Worker(self.invite, self.folder, name, fault, options)
@@ -201,7 +231,7 @@ class Fleet:
     def wait_for_step(self, step: int, timeout_s: float = 40) -> None:
         wait_until(lambda: self.server.core.standing.step >= step, timeout_s)
 
-    def finish(self, timeout_s: float = 60) -> dict[str, torch.Tensor]:
+    def finish(self, timeout_s: float = 60, epochs: int = EPOCHS) -> dict[str, torch.Tensor]:
         """Until the run is over: the weights that all workers who saw the end agree on."""
         try:
             finish = self.server.wait(timeout_s)
@@ -217,7 +247,7 @@ class Fleet:
             assert found, "no worker saw the end"
             for other in found[1:]:
                 assert_same(found[0], other)
-            self.check_ledger()
+            self.check_ledger(epochs)
             return found[0]
         finally:
             self.close()

@@ -13,9 +13,11 @@ import torch.nn.functional as F
 
 from potluck.agree.policy import Async, Cadence, Outer, Windowed
 from potluck.errors import ConfigError
-from potluck.events import CheckpointSaved, Decided, WorkerCame, WorkerWent
+from potluck.events import CheckpointSaved, Decided, Validated, WorkerCame, WorkerWent
+from potluck.train.checkpoint import CheckpointConfig
 from potluck.train.data import mix
 from potluck.train.elastic import engine_for
+from potluck.train.schedule import ScheduleConfig
 from tests.fleet.fleet import BATCH, EPOCHS, ROWS, STEPS, Fleet, build, die, start_coordinator, wait_until
 
 pytestmark = pytest.mark.timeout(60)
@@ -103,6 +105,65 @@ def test_buffers_dropout_and_unused_parameters_agree_too(tmp_path: Path) -> None
     weights = fleet.finish()
     assert weights["norm.num_batches_tracked"] > 0
     assert not torch.equal(weights["norm.running_mean"], torch.zeros(24))
+
+
+def test_trainer_counts_batches_of_the_run_and_ends_where_it_should(tmp_path: Path) -> None:
+    """Of 32 rows: 7 to an epoch, and 10 in all. It looks every 3, and saves every 4, at the next agreement."""
+    fleet = Fleet(tmp_path, at_least=2)
+    settings: dict[str, Any] = {
+        "epochs": 5,
+        "max_steps": 10,
+        "validate_every": 3,
+        "checkpoint": CheckpointConfig(every=4),
+        "schedule": ScheduleConfig(warmup=0.5),
+    }
+    for number in range(2):
+        fleet.add(f"w{number}", policy=Cadence(**SHORT), fit=settings, steps=10)
+    fleet.finish(epochs=1)
+    last = fleet.records[-1]
+    assert last.rows_seen == ROWS + 3 * BATCH and fleet.server.core.steps_done == 10
+    ended = [fleet.server.core.description.steps_at(r.epoch, r.row + r.rows) for r in fleet.records]  # type: ignore[union-attr]
+    looked = [e.step for e in fleet.events if isinstance(e, Validated)]
+    assert looked == sorted({next(step for step in ended if step >= at) for at in (3, 6, 9)} | {10})
+    saved = [e.step for e in fleet.events if isinstance(e, CheckpointSaved)]
+    assert saved == sorted({next(step for step in ended if step >= at) for at in (4, 8)} | {10})
+    # A window's last step has the rate of the rows that all have done by then.
+    rates = [0.01 * settings["schedule"].factor(r.rows_seen, last.rows_seen) for r in fleet.records]
+    assert fleet.rates == pytest.approx(rates)
+
+
+def test_steps_that_are_not_finite_are_skipped_where_they_occur(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, at_least=2)
+    for number in range(2):
+        fleet.add(f"w{number}", policy=Async(**SHORT), spoiled=17)
+    weights = fleet.finish()
+    assert all(torch.isfinite(value).all() for value in weights.values())
+    assert all(record.loss > 0 for record in fleet.records)
+    assert fleet.server.core.refused.total() == 0
+
+
+def save_and_look_at_every_batch(place: Path) -> None:
+    """As an own loop might that was written for steps that all take together."""
+    from potluck.train.elastic_windows import ElasticWindowEngine
+
+    step = ElasticWindowEngine.step
+
+    def busy(self: Any) -> Any:
+        found = step(self)
+        if self.version and not self.stopping and self.version < 4:
+            self.save(place)
+            x, y = build()[2]
+            self.evaluate(lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]), (x[:9], y[:9]), 4)
+        return found
+
+    ElasticWindowEngine.step = busy  # type: ignore[method-assign]
+
+
+def test_saving_and_looking_within_a_window_see_what_was_agreed_on(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path)
+    fleet.add("only", save_and_look_at_every_batch, policy=Cadence(anchor=2, max_anchor=2), bare=True)
+    assert_close(fleet.finish(), judge(fleet))
+    assert len({e.loss for e in fleet.events if isinstance(e, Validated)}) == 3  # one for each version
 
 
 # Coming and going
