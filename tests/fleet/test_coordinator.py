@@ -1121,6 +1121,17 @@ def test_whoever_joins_leaves_and_dies_whenever_the_weights_and_the_ledger_are_r
     assert all("has ended" in error or "begins anew" in error for error in errors), errors
 
 
+def test_a_checkpoint_that_is_older_than_the_one_on_the_disk_is_not_taken() -> None:
+    """It was on its way when another began to lead; those who wait for the newer one would wait for ever."""
+    run = Fleet(workers=2, save_every=2)
+    run.run_until(lambda: run.core._saved.step >= 2)
+    run.workers["w1"]._send(StateBegin(0, 1, '[["state", 1]]'))
+    run.run_for(0.05)
+    assert StateMore(0, 0) in run.workers["w1"].line.received
+    assert run.core._saved.step >= 2
+    run.finish()
+
+
 def any_machine(draw: random.Random) -> dict[str, Any]:
     return {
         "slice_s": draw.choice([0.02, 0.1, 0.3]),

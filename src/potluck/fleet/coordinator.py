@@ -1178,7 +1178,8 @@ class Coordinator:
 
     def _on_state_begin(self, member: Member, begin: StateBegin) -> list[Effect]:
         if begin.transfer == SAVE:
-            if self._saving is not None or not member.is_ready:
+            is_old = bool(self._saved.folder) and begin.step <= self._saved.step  # the leader has changed meanwhile
+            if self._saving is not None or not member.is_ready or is_old:
                 return [Send(member.peer, StateMore(SAVE, 0))]
             self._saving, self._saver = member.peer, member.worker_id
             keep = self._save_due.keep_last if self._save_due is not None else 2
