@@ -2,9 +2,9 @@
 
     python -m bench convergence [--quick]
 
-Two real ranks, one of which pauses so that it is three times slower; time is not measured. The demo's text and settings,
-with a smaller model (96 wide, 3 layers, rows of 64 tokens), so that 600 steps, 15 windows of anchor 20 or more, fit in
-seconds. Sync is run in equal parts and without pauses: its numbers do not depend on who computes what.
+Two real ranks, one of which pauses so that it is three times slower; time is not measured. The demo's text and
+settings, with a smaller model (96 wide, 3 layers, rows of 64 tokens), so that enough windows fit in seconds. Sync is
+run in equal parts and without pauses: its numbers do not depend on who computes what.
 """
 
 from pathlib import Path

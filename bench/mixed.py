@@ -67,6 +67,10 @@ class Task:
         return cls(**told | {"model": ModelConfig(**told["model"])})
 
 
+TASK = Task(model=ModelConfig(dim=192, layers=2, heads=4, context=8), rows=24)
+"""What mixed_speeds.py says of it."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Times:
     alone_s: float = 1.5

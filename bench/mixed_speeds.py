@@ -24,14 +24,12 @@ from statistics import median
 from typing import Any
 
 from bench import report
-from bench.mixed import Task, Times, combined
+from bench.mixed import TASK, Times, combined
 from bench.report import Comparison, Result
 from bench.testbed import Machine
 from bench.turns import say
 from bench.uneven import Uneven, cores_of
-from potluck.train.model import ModelConfig
 
-TASK = Task(model=ModelConfig(dim=192, layers=2, heads=4, context=8), rows=24)
 CONTENDERS = ("bare DDP", "bare local SGD", "Sync", "Sync balanced", "Cadence", "Cadence overlap", "Async")
 OURS = CONTENDERS[2:]
 GOALS = {"Sync balanced": 0.90, "Cadence": 0.95, "Cadence overlap": 0.95, "Async": 0.95}

@@ -85,7 +85,7 @@ class Uneven:
         }
         if not self.machines[index].gpu:
             environment["CUDA_VISIBLE_DEVICES"] = ""
-        command = [sys.executable, "-m", "bench.uneven_rank"]
+        command = [sys.executable, "-m", "bench.uneven_rank", *(["fresh"] if self.machines[index].gpu else [])]
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "cwd": ROOT, "bufsize": 0}
         if self._bed is not None:
             return self._bed.start(index, command, env=environment, **pipes)
@@ -145,6 +145,7 @@ class Uneven:
             ready, _, _ = select.select([_stream(rank.stdout) for rank in waiting], [], [], POLL_S)
             for word in [word for word in on if (folder / word).exists()]:
                 on.pop(word)()
+                (folder / f"{word}-done").touch()
             for rank in [rank for rank in waiting if rank.stdout in ready]:
                 self._hear(rank, deadline)
                 waiting.remove(rank)

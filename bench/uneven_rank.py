@@ -1,8 +1,12 @@
-"""A machine's side of `uneven.py`: a process that has torch loaded, and forks a rank for each order that it reads."""
+"""A machine's side of `uneven.py`: a process that has torch loaded, and forks a rank for each order that it reads.
+
+Where there is a GPU it starts a new process instead: one that has touched CUDA must not be forked.
+"""
 
 import importlib
 import json
 import os
+import subprocess
 import sys
 import time
 import traceback
@@ -31,8 +35,9 @@ class Seat:
         if self.rank == 0:
             (self.folder / word).touch()
 
-    def has_heard(self, word: str) -> bool:
-        return (self.folder / word).exists()
+    def is_done(self, word: str) -> bool:
+        """Whether that was acted upon."""
+        return (self.folder / f"{word}-done").exists()
 
     def pause(self) -> None:
         """After what was computed: as long as a machine with that share of a core would have taken for the rest."""
@@ -44,17 +49,31 @@ class Seat:
 
 
 def main() -> None:
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a rank prints must not look like an answer
-    for name in PRELOADED:
-        importlib.import_module(name)
-    print(0, file=answers, flush=True)
-    for line in sys.stdin:
-        pid = os.fork()
-        if pid == 0:
+    match sys.argv[1:]:
+        case ["order", line]:
             _be(json.loads(line))
-        _, status = os.waitpid(pid, 0)
-        print(min(9, abs(os.waitstatus_to_exitcode(status))), file=answers, flush=True)
+        case [] | ["fresh"] as how:
+            answers = os.fdopen(os.dup(1), "w")
+            os.dup2(2, 1)  # what a rank prints must not look like an answer
+            for name in () if how else PRELOADED:
+                importlib.import_module(name)
+            print(0, file=answers, flush=True)
+            for line in sys.stdin:
+                code = _start(line) if how else _fork(line)
+                print(min(9, abs(code)), file=answers, flush=True)
+
+
+def _fork(line: str) -> int:
+    pid = os.fork()
+    if pid == 0:
+        _be(json.loads(line))
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def _start(line: str) -> int:
+    return subprocess.run(
+        [sys.executable, "-m", "bench.uneven_rank", "order", line], stdin=subprocess.DEVNULL
+    ).returncode
 
 
 def _be(order: dict[str, Any]) -> None:
