@@ -8,7 +8,18 @@ crowd       the time of a step while idle workers and strangers crowd the server
 coordinator_memory   what the server holds, for any number of workers
 pause       how long a kill -9 of a worker, or of the server, holds up the others
 elastic_step   the time of a step that a server leads, against bare DistributedDataParallel
-h200        tokens per second on one GPU, against a bare loop; only when it is named
+h200        tokens per second on one GPU, against a bare loop
+
+Workers of different speeds, on a testbed; for the machine alone, and only when they are named:
+
+mixed_speeds   what they do together, against the sum of what each does alone at the same time
+time_to_loss   the time to a validation loss, against bare DDP; and the loss after the same samples, against Sync's
+following   how soon shares follow a worker that slows down
+convergence   what overlap, the anchor and an outer optimizer do to the loss after the same samples
+h200_mixed   parts of one GPU together, against the sum of what each does alone
+
+h200 and h200_mixed also run only when they are named. uneven.py starts ranks on such machines; mixed.py has the
+contenders.
 
 testbed/ makes real unequal machines of this one, for whichever needs them; `python -m bench.testbed` runs any command
 on such machines.

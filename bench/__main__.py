@@ -7,12 +7,17 @@ from bench import report
 
 FLEET = ("star", "crowd", "coordinator_memory", "pause", "elastic_step")
 BY_DEFAULT = ("step_time", "memory", "startup", *FLEET)
-NAMES = (*BY_DEFAULT, "h200")
+MIXED = ("mixed_speeds", "time_to_loss", "following", "convergence")
+"""Workers of different speeds: these want the machine for themselves, for minutes each."""
+GPU = ("h200", "h200_mixed")
+NAMES = (*BY_DEFAULT, *MIXED, *GPU)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench", description="Potluck side by side with bare PyTorch.")
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)}; none: all but h200")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)}; none: {', '.join(BY_DEFAULT)}"
+    )
     parser.add_argument("--quick", action="store_true", help="only see that it works; results go to bench/results/raw")
     parser.add_argument("--summary", action="store_true", help="measure nothing; write table and picture again")
     chosen = parser.parse_args()
@@ -23,6 +28,10 @@ def main() -> None:
         result = import_module(f"bench.{name}").measure(chosen.quick)
         if result is not None:
             report.write(folder, name, result, quick=chosen.quick)
+    for name in NAMES if chosen.summary else chosen.names:
+        draw = getattr(import_module(f"bench.{name}"), "draw", None)
+        if draw is not None and (record := report.read(folder, name)):
+            draw(record["details"], folder)
     report.summarize(folder)
 
 

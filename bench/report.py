@@ -76,7 +76,7 @@ class Comparison:
 @dataclass(frozen=True)
 class Result:
     comparisons: list[Comparison]
-    details: dict[str, float] = field(default_factory=dict)
+    details: dict[str, Any] = field(default_factory=dict)
 
 
 def write(folder: Path, name: str, result: Result, *, quick: bool) -> None:
@@ -94,6 +94,12 @@ def write(folder: Path, name: str, result: Result, *, quick: bool) -> None:
     }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
+
+
+def read(folder: Path, name: str) -> dict[str, Any]:
+    """What was written of it last; empty if nothing was."""
+    path = folder / f"{name}.json"
+    return json.loads(path.read_text()) if path.is_file() else {}
 
 
 def summarize(folder: Path) -> None:
@@ -137,15 +143,22 @@ def _print(header: tuple[str, ...], cells: list[tuple[str, ...]]) -> None:
     Console(highlight=False).print(table)
 
 
-def _draw(comparisons: list[Comparison], path: Path) -> None:
+def pyplot() -> Any:
+    """matplotlib's, or none."""
     try:
         import matplotlib
     except ImportError:
         print("matplotlib is not installed here, so there is no picture.", file=sys.stderr)
-        return
+        return None
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    return plt
+
+
+def _draw(comparisons: list[Comparison], path: Path) -> None:
+    if (plt := pyplot()) is None:
+        return
     figure, axes = plt.subplots(figsize=(10, 1.2 + 0.75 * len(comparisons)), layout="constrained")
     for row, comparison in enumerate(comparisons):
         _draw_bar(axes, row, comparison)

@@ -91,7 +91,7 @@ def ours(
                     windows[-1].append(rows)
                     rows = []
         return {
-            "weights": torch.cat([flat(model), model.norm.running_mean, model.norm.running_var]),
+            "weights": torch.cat([flat(model), model.norm.running_mean, model.norm.running_var]).cpu(),
             "windows": windows,
             "reasons": [event.reason for event in events if isinstance(event, Decided)],
             "epochs": [
