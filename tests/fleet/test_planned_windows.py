@@ -194,7 +194,7 @@ def test_plain_peers_are_turned_away() -> None:
     assert core.refused == {"plain peer": 2} and {m.name for m in core.membership.ready} == {"ours"}
 
 
-@settings(SOME, max_examples=25)
+@settings(SOME, max_examples=12)
 @given(st.randoms(use_true_random=True))
 def test_whoever_joins_leaves_and_dies_whenever_all_agree_and_the_ledger_is_right(draw: random.Random) -> None:
     policy = draw.choice([Cadence, Async])(anchor=draw.choice([1, 2]), max_anchor=draw.choice([2, 4]))
