@@ -5,8 +5,10 @@
 One GPU in parts of 70 and 20 percent, then of 40, 30 and 20, by MPS (bench/testbed); a GPT of 135M parameters in fp32,
 2 rows of 1,024 tokens to a worker's batch; gradients and weights, 540 MB, travel by Gloo, since NCCL refuses two ranks
 on one GPU. Not in bf16: there, on parts of 52, 92 or 104 multiprocessors, torch 2.11's plain matrix product is wrong or
-not a number (`a @ b.T` of 8192 x 768 and 768 x 768), which a bare loop does not notice, and our engine stops at. Parts of a GPU are not whole machines: they share its memory's bandwidth, its copy engines and this
-machine's cores; so workers that compute alone are measured at the same time, as everywhere in mixed.py.
+not a number (`a @ b.T` of 8192 x 768 and 768 x 768), which a bare loop does not notice, and our engine stops at.
+
+Parts of a GPU are not whole machines: they share its memory's bandwidth, its copy engines and this machine's cores; so
+workers that compute alone are measured at the same time, as everywhere in mixed.py.
 
 Needs CUDA, MPS and torch alone: neither control groups nor network namespaces. What was measured is written to $OUT as
 well, after each contender; one that fails does not keep the others from being measured. With --quick and no GPU it runs
