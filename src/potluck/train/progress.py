@@ -1,5 +1,6 @@
 """The terminal: a live view where there is one, plain lines elsewhere. Reads events and knows nothing else."""
 
+import re
 import sys
 import time
 from collections import deque
@@ -13,6 +14,7 @@ from rich.text import Text
 from potluck.events import (
     CheckpointPassedOver,
     CheckpointSaved,
+    Decided,
     EpochDone,
     Event,
     RunEnded,
@@ -38,6 +40,9 @@ class Progress:
         self._live: Live | None = None
         self._run: RunStarted | None = None
         self._last: StepDone | None = None
+        self._decided: Decided | None = None
+        self._told = ""
+        """The last reason that was said, without its numbers."""
         self._validation: float | None = None
         self._skipped = 0
         self._recent: deque[tuple[float, StepDone]] = deque(maxlen=RECENT_STEPS)
@@ -51,6 +56,8 @@ class Progress:
                 self._last = event
                 self._recent.append((time.perf_counter(), event))
                 self._show_step()
+            case Decided():
+                self._decided = event  # shown with the next step: it is what led to that
             case StepSkipped():
                 self._skipped += 1
                 self.say(f"Step {event.step} was skipped on all workers: {event.reason}.", style="yellow")
@@ -112,6 +119,13 @@ class Progress:
             waits = " ".join(f"{w.name or w.rank}:{share(w.wait_s, w.busy_s)}" for w in self._last.workers)
             waiting = f", waiting {waits}" if len(self._last.workers) > 1 else ""
             self.say(f"{self._headline()}{waiting}")
+            self._say_reason()
+
+    def _say_reason(self) -> None:
+        """When something else is decided than before; that a figure in it has moved is no news."""
+        if self._decided is not None and (without := re.sub(r"\d[\d.,]*", "", self._decided.reason)) != self._told:
+            self._told = without
+            self.say(f"  {self._decided.reason}", style="dim")
 
     def _headline(self) -> str:
         run, last = self._run, self._last
@@ -131,18 +145,22 @@ class Progress:
         bar = Table.grid()  # a bar by itself would not end its line
         bar.add_row(ProgressBar(total=self._run.steps_total, completed=done, width=60))
         table = Table(box=None, pad_edge=False, header_style="dim")
-        for name in ("worker", "rows", "busy", "waiting", f"{self._run.unit}/s"):
+        for name in ("worker", "rows", "share", "busy", "waiting", f"{self._run.unit}/s"):
             table.add_column(name, justify="left" if name == "worker" else "right", min_width=9)
-        for worker in self._last.workers if self._last is not None else ():
+        workers = self._last.workers if self._last is not None else ()
+        rows = sum(worker.rows for worker in workers)
+        for worker in workers:
             took = max(worker.busy_s + worker.wait_s, 1e-9)
             table.add_row(
                 worker.name or f"{worker.rank}",
                 f"{worker.rows:,}",
+                share(worker.rows, rows - worker.rows),
                 f"{worker.busy_s * 1000:,.0f} ms",
                 share(worker.wait_s, worker.busy_s),
                 f"{worker.samples / took:,.0f}",
             )
-        return Group(Text(self._headline(), style="bold"), bar, table)
+        reason = [Text(self._decided.reason, style="dim")] if self._decided is not None else []
+        return Group(Text(self._headline(), style="bold"), bar, table, *reason)
 
     def _rate(self) -> float:
         """Samples per second over the last steps."""
