@@ -22,12 +22,12 @@ RECIPE = "demo"
 SETTINGS = (
     "workers.count=3",
     "workers.threads=1",
-    "data.limit_bytes=240_000",
+    "data.limit_bytes=280_000",
     "data.validation=0.03",
     "model.dim=96",
-    "model.layers=3",
+    "model.layers=2",
     "model.context=128",
-    "batch.size=6",
+    "batch.size=12",
     "fit.validate_every=1_000_000",
     "fit.checkpoint.every=1_000_000",
 )
@@ -72,7 +72,7 @@ def demo(settings: tuple[str, ...], workers: int | None, out: str | None) -> int
             code = launch(["--recipe", json.dumps(to_dict(order))], config)
         if code:
             return code
-    show_comparison(console, folders)
+    show_comparison(console, folders, slow=config.count - 1)
     return 0
 
 
@@ -87,11 +87,11 @@ def find_folders(out: str | None) -> dict[str, Path]:
     return folders
 
 
-def show_comparison(console: Console, folders: dict[str, Path]) -> None:
+def show_comparison(console: Console, folders: dict[str, Path], slow: int) -> None:
     runs = {policy: read_timeline(folder / "events.jsonl") for policy, folder in folders.items()}
     with console.status("Drawing both timelines ..."):
-        picture = draw_comparison(runs["sync"], runs["cadence"], folders["cadence"] / "comparison.png")
-    console.print(f"\n{gain_sentence(runs['sync'], runs['cadence'])}", style="bold")
+        picture = draw_comparison(runs["sync"], runs["cadence"], slow, folders["cadence"] / "comparison.png")
+    console.print(f"\n{gain_sentence(runs['sync'], runs['cadence'])}", style="bold", soft_wrap=not console.is_terminal)
     rows = {"picture": picture, "Sync": folders["sync"], "Cadence": folders["cadence"]}
     for name, path in rows.items():
         console.print(f"  {name:<8} {path}")

@@ -53,52 +53,60 @@ def running_mean(values: list[float], keep: float = 0.9) -> list[float]:
     return means
 
 
-def draw_comparison(sync: Timeline, cadence: Timeline, picture: Path) -> Path:
+def draw_comparison(sync: Timeline, cadence: Timeline, slow: int, picture: Path) -> Path:
     """Who computed when and who waited, in both runs; and both losses against time. As a PNG."""
     from matplotlib.figure import Figure
 
-    lanes = max(len(sync.lanes), 1)
-    lane_inches = 0.32
-    figure = Figure(figsize=(10, 4.2 + 2 * lane_inches * lanes), dpi=120, layout="constrained")
-    heights = [lane_inches * lanes + 0.3, lane_inches * lanes + 0.3, 2.8]
+    lanes_inches = 0.42 * max(len(sync.lanes), len(cadence.lanes), 1)
+    figure = Figure(figsize=(10, 5 + 2 * lanes_inches), dpi=120, layout="constrained")
+    heights = [lanes_inches + 0.4, lanes_inches + 0.4, 2.8]
     above, below, losses = figure.subplots(3, 1, sharex=True, height_ratios=heights)
-    _draw_lanes(above, sync, SYNC, f"Sync: all wait for the slowest at every step. {sync.seconds:.1f} s")
-    _draw_lanes(below, cadence, CADENCE, f"Cadence: each does what it can until all agree. {cadence.seconds:.1f} s")
-    rows = max(sync.typical_rows, cadence.typical_rows)
-    for timeline, name, colour, mark in ((sync, "Sync", SYNC, "s"), (cadence, "Cadence", CADENCE, "o")):
-        means = timeline.means_over(rows)
-        middles = [(mean.start_s + mean.end_s) / 2 for mean in means]
-        final = f", validation at its end {timeline.validation_loss:.2f}" if timeline.validation_loss else ""
-        losses.plot(middles, [m.loss for m in means], f"{mark}-", color=colour, markersize=4, label=f"{name}{final}")
-        losses.axvline(timeline.seconds, color=colour, linewidth=1, linestyle="--")
-    losses.set(xlabel="seconds", ylabel=f"loss, over {rows:,} rows each", title="The same rows, the same model")
-    losses.title.set_fontsize(11)
-    losses.set_xlim(0, max(sync.seconds, cadence.seconds, 1e-3))
-    losses.grid(alpha=0.3)
-    losses.legend(frameon=False)
-    losses.spines[["top", "right"]].set_visible(False)
+    _draw_lanes(above, sync, slow, SYNC, f"Sync, {sync.seconds:.1f} s: all wait for the slowest at every step")
+    title = f"Cadence, {cadence.seconds:.1f} s: each does what it can until all agree (thin lines)"
+    _draw_lanes(below, cadence, slow, CADENCE, title)
+    _draw_both_losses(losses, sync, cadence)
     figure.savefig(picture)
     return picture
 
 
-def _draw_lanes(axes: "Axes", timeline: Timeline, colour: str, title: str) -> None:
+def _draw_lanes(axes: "Axes", timeline: Timeline, slow: int, colour: str, title: str) -> None:
     """A lane for each worker: strong where it computed, pale where it waited. Thin lines where all agreed."""
+    names = []
     for worker, spans in enumerate(timeline.lanes):
         busy = [(span.start_s, span.busy_until_s - span.start_s) for span in spans]
         waited = [(span.busy_until_s, span.end_s - span.busy_until_s) for span in spans]
-        axes.broken_barh(busy, (worker - 0.38, 0.76), facecolors=colour, label="computing" if not worker else None)
-        axes.broken_barh(
-            waited, (worker - 0.38, 0.76), facecolors=colour, alpha=0.2, label="waiting" if not worker else None
-        )
-    if len(timeline.window_ends) <= MOST_LINES:
-        for end_s in timeline.window_ends:
-            axes.axvline(end_s, color="black", linewidth=0.6)
-    axes.set_yticks(
-        range(len(timeline.lanes)),
-        [f"worker {w}\n{timeline.busy_share(w):.0%} busy" for w in range(len(timeline.lanes))],
-    )
+        labels = ("computing", "waiting") if not worker else (None, None)
+        axes.broken_barh(busy, (worker - 0.38, 0.76), facecolors=colour, label=labels[0])
+        axes.broken_barh(waited, (worker - 0.38, 0.76), facecolors=colour, alpha=0.2, label=labels[1])
+        slowed = ", slowed" if worker == slow else ""
+        share = timeline.rows_of[worker] / max(timeline.rows, 1)
+        names.append(f"worker {worker}{slowed}\n{timeline.busy_share(worker):.0%} busy, {share:.0%} of the rows")
+    if len(timeline.losses) <= MOST_LINES:
+        for window in timeline.losses:
+            axes.axvline(window.end_s, color="black", linewidth=0.6)
+    axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
     axes.set_title(title, fontsize=11, loc="left")
-    axes.legend(frameon=False, ncols=2, loc="lower right", bbox_to_anchor=(1, 0.98), borderaxespad=0)
+    if names:
+        axes.legend(frameon=False, ncols=2, loc="lower right", bbox_to_anchor=(1, 0.98), borderaxespad=0)
     axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.tick_params(left=False)
+    axes.tick_params(left=False, labelbottom=True)
+
+
+def _draw_both_losses(axes: "Axes", sync: Timeline, cadence: Timeline) -> None:
+    """Means over equally many rows, each where it was trained. A dashed line says when a run was over."""
+    rows = max(sync.typical_rows, cadence.typical_rows)
+    for timeline, name, colour, mark in ((sync, "Sync", SYNC, "s"), (cadence, "Cadence", CADENCE, "o")):
+        means = timeline.means_over(rows)
+        middles = [(mean.start_s + mean.end_s) / 2 for mean in means]
+        final = (
+            f"; validation {timeline.validation_loss:.2f} at its end" if timeline.validation_loss is not None else ""
+        )
+        axes.plot(middles, [m.loss for m in means], f"{mark}-", color=colour, markersize=4, label=f"{name}{final}")
+        axes.axvline(timeline.seconds, color=colour, linewidth=1.2, linestyle="--")
+    longest = max(sync.seconds, cadence.seconds, 1e-3)
+    axes.set(xlabel="seconds", ylabel=f"training loss,\nmeans over {rows:,} rows", xlim=(0, 1.005 * longest))
+    axes.set_title(f"Both losses, over the same {sync.rows:,} rows", fontsize=11, loc="left")
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)

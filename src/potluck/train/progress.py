@@ -125,7 +125,7 @@ class Progress:
         """When something else is decided than before; that a figure in it has moved is no news."""
         if self._decided is not None and (without := re.sub(r"\d[\d.,]*", "", self._decided.reason)) != self._told:
             self._told = without
-            self.say(f"  {self._decided.reason}", style="dim")
+            self.say(f"  {sentence(self._decided.reason)}", style="dim")
 
     def _headline(self) -> str:
         run, last = self._run, self._last
@@ -159,7 +159,7 @@ class Progress:
                 share(worker.wait_s, worker.busy_s),
                 f"{worker.samples / took:,.0f}",
             )
-        reason = [Text(self._decided.reason, style="dim")] if self._decided is not None else []
+        reason = [Text(sentence(self._decided.reason), style="dim")] if self._decided is not None else []
         return Group(Text(self._headline(), style="bold"), bar, table, *reason)
 
     def _rate(self) -> float:
@@ -175,12 +175,16 @@ class Progress:
         first, last = self._recent[0], self._recent[-1]
         each = last[1].seconds
         if len(self._recent) > 1:
-            each = (last[0] - first[0]) / (last[1].step - first[1].step)
+            each = (last[0] - first[0]) / max(1, last[1].step - first[1].step)  # a short window may end no step
         return each * (self._run.steps_total - last[1].step)
 
 
 def _workers(count: int) -> str:
     return f"{count} workers" if count != 1 else "1 worker"
+
+
+def sentence(words: str) -> str:
+    return words[:1].upper() + words[1:]
 
 
 def share(part: float, rest: float) -> str:

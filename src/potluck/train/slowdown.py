@@ -25,7 +25,7 @@ OURS = Path("/proc/self/cgroup")
 NAME = "potluck-demo"
 PERIOD_US = 20_000
 """Short beside a batch: the kernel's own 100 ms would make a slow worker stand still for most of one at a time."""
-FILLED = 0.7
+FILLED = 0.75
 """The part of this machine that all quotas come to together. The rest is for whatever else runs here, so that nobody
 waits for a core."""
 
@@ -62,23 +62,24 @@ def plan_quotas(workers: int, slow: int, factor: float, cores: int) -> tuple[flo
 @contextmanager
 def slowing(workers: int, cores: int, factor: float = 3.0) -> Iterator[Slowdown]:
     """How the last of so many workers, on so many cores, is slowed. Their control groups are there until this ends."""
-    pauses = Slowdown(worker=workers - 1, factor=factor)
+    slowdown = Slowdown(worker=workers - 1, factor=factor)
     made: list[Path] = []
     try:
-        home, parent, is_v2 = _find_groups()
-        _sweep(parent)
-        quotas = plan_quotas(workers, workers - 1, factor, cores)
-        for rank in range(workers):
-            group = parent / f"{NAME}-{os.getpid()}-{rank}"
-            group.mkdir()
-            made.append(group)
-            _set_quota(group, quotas[rank], is_v2=is_v2)
-        _rehearse(home, made[-1])
-        slowdown = replace(pauses, cores=quotas, groups=tuple(map(str, made)), home=str(home))
-    except (OSError, _NoGroups) as error:
-        why = str(error) if isinstance(error, _NoGroups) else f"CPU quotas were refused: {error.strerror}."
-        slowdown = replace(pauses, why_not=why)
-    try:
+        try:
+            home, parent, is_v2 = _find_groups()
+            _sweep(parent)
+            quotas = plan_quotas(workers, workers - 1, factor, cores)
+            for rank, quota in enumerate(quotas):
+                group = parent / f"{NAME}-{os.getpid()}-{rank}"
+                group.mkdir()
+                made.append(group)
+                _set_quota(group, quota, is_v2=is_v2)
+            _rehearse(home, made[-1])
+            slowdown = replace(slowdown, cores=quotas, groups=tuple(map(str, made)), home=str(home))
+        except _NoGroups as error:
+            slowdown = replace(slowdown, why_not=str(error))
+        except OSError as error:
+            slowdown = replace(slowdown, why_not=f"CPU quotas were refused: {error.strerror}.")
         yield slowdown
     finally:
         for group in made:

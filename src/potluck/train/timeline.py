@@ -42,10 +42,6 @@ class Timeline:
     validation_loss: float | None = None
 
     @property
-    def window_ends(self) -> list[float]:
-        return [mean.end_s for mean in self.losses]
-
-    @property
     def typical_rows(self) -> int:
         """Rows of the median step or window."""
         return sorted(mean.rows for mean in self.losses)[len(self.losses) // 2] if self.losses else 0
