@@ -341,7 +341,9 @@ def test_the_demo_compares_sync_and_cadence(place: Path) -> None:
 
 
 def test_ctrl_c_in_the_demo_leaves_nothing_behind(place: Path) -> None:
-    process = start(place, "demo", "-n", "2", "--data", "text", "--out", "mine", *TINY_DEMO, "--set", "fit.max_steps=100000")
+    process = start(
+        place, "demo", "-n", "2", "--data", "text", "--out", "mine", *TINY_DEMO, "--set", "fit.max_steps=100000"
+    )
     wait_until(lambda: len(steps(place / "mine" / "sync")) >= 3)
     workers = children(process.pid)
     process.send_signal(signal.SIGINT)
