@@ -330,7 +330,7 @@ def test_the_demo_compares_sync_and_cadence(place: Path) -> None:
         assert re.search(rf"Training .* on 3 workers \(cpu\): 20 steps of 12 rows, in runs/demo-{policy}$", said, re.M)
         policies = (place / "runs" / f"demo-{policy}" / "run.toml").read_text()
         assert f'kind = "{policy}"' in policies
-    assert "  Nothing was measured yet, so all do the same: 5, 5 and 5 batches." in said
+    assert "  Nothing was measured yet, so all do the same: 3, 3 and 3 batches." in said
     found = re.search(
         r"^Cadence took ([\d.]+) s for the same 240 rows, and Sync ([\d.]+) s: ([\d.]+) times as fast", said, re.M
     )

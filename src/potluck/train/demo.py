@@ -22,7 +22,7 @@ RECIPE = "demo"
 SETTINGS = (
     "workers.count=3",
     "workers.threads=1",
-    "data.limit_bytes=280_000",
+    "data.limit_bytes=220_000",
     "data.validation=0.03",
     "model.dim=96",
     "model.layers=2",
@@ -34,7 +34,7 @@ SETTINGS = (
 """What differs from the recipe, so that both runs together stay well below two minutes on two cores."""
 POLICIES = {
     "sync": ("policy.kind=sync", "policy.balance=false"),
-    "cadence": ("policy.kind=cadence", "policy.anchor=5"),
+    "cadence": ("policy.kind=cadence", "policy.anchor=3"),
 }
 
 

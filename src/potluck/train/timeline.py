@@ -99,9 +99,11 @@ def _add_step(timeline: Timeline, record: dict[str, Any], now_s: float) -> None:
 
 def _means_over(losses: list[Mean], rows: int) -> Iterator[Mean]:
     taken: list[Mean] = []
+    left = sum(mean.rows for mean in losses)
     for mean in losses:
         taken.append(mean)
-        if sum(part.rows for part in taken) >= rows:
+        left -= mean.rows
+        if sum(part.rows for part in taken) >= rows and left >= rows / 2:  # a mean over few rows would say little
             yield _joined(taken)
             taken = []
     if taken:
