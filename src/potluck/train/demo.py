@@ -58,7 +58,10 @@ def demo(settings: tuple[str, ...], workers: int | None, out: str | None) -> int
         "sync": "Sync: all wait for the slowest at every step",
         "cadence": "Cadence: each does what it can, and they agree once in a while",
     }
-    console.print("Potluck: several processes on this machine become one training run. Twice, to compare:")
+    console.print(
+        f"Potluck: {config.count} processes on this machine become one training run. Twice, to compare; each loads"
+        " PyTorch first."
+    )
     for number, (policy, folder) in enumerate(folders.items(), 1):
         console.print(f"\n{number} of {len(folders)}. {said[policy]}", style="bold")
         with slowing(config.count, usable_cores()) as slowdown:

@@ -7,11 +7,15 @@ while they train.
 
 import contextlib
 import os
+import signal
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import FrameType
 from typing import ParamSpec, TypeVar
 
 from potluck.errors import PotluckError
@@ -80,10 +84,29 @@ def slowing(workers: int, cores: int, factor: float = 3.0) -> Iterator[Slowdown]
             slowdown = replace(slowdown, why_not=str(error))
         except OSError as error:
             slowdown = replace(slowdown, why_not=f"CPU quotas were refused: {error.strerror}.")
-        yield slowdown
+        with _unwound_by_signals():
+            yield slowdown
     finally:
         for group in made:
             _remove(group)
+
+
+@contextmanager
+def _unwound_by_signals() -> Iterator[None]:
+    """A closed terminal, or a SIGTERM that nobody else takes, ends this process in order, so that no group is left."""
+
+    def leave(number: int, _: FrameType | None) -> None:
+        sys.exit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    usual = {number: signal.signal(number, leave) for number in (signal.SIGHUP, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in usual.items():
+            signal.signal(number, handler)
 
 
 class Brake:
