@@ -56,8 +56,8 @@ def test_a_first_step_that_counts_what_was_before_the_run_does_not_reach_back(tm
 
 def test_the_gain_is_a_sentence_of_what_was_measured(sync: Timeline, cadence: Timeline, tmp_path: Path) -> None:
     assert gain_sentence(sync, cadence) == (
-        "Cadence took 9.7 s for the same 420 rows, and Sync 21.0 s: 2.2 times as fast, with a validation loss of 2.25"
-        " against 2.23."
+        "Cadence took 9.7 s for the same 420 rows, and Sync 21.0 s: 2.2 times as fast; validation loss 2.25 against"
+        " 2.23."
     )
     part = read_timeline(write_run(tmp_path / "part.jsonl", [(5.0, [(200, 4.0), (10, 5.0)], 3.0)], None))
     assert gain_sentence(sync, part) == "Cadence took 5.0 s for 210 rows, and Sync 21.0 s for 420: 2.1 times as fast."

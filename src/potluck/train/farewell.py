@@ -21,6 +21,7 @@ LENGTH = 320
 def say_farewell(summary: Summary, model: GPT, order: Order, *, epochs: int) -> None:
     console = Console(highlight=False, soft_wrap=True)
     if order.farewell == "paragraph":
+        console.print()
         show_paragraph(console, model)
         return
     curve = draw_losses(summary.folder / "events.jsonl", summary.folder / "loss.png")

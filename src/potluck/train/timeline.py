@@ -76,7 +76,7 @@ def gain_sentence(plain: Timeline, other: Timeline, names: tuple[str, str] = ("S
     times = (plain.seconds / max(plain.rows, 1)) / max(other.seconds / max(other.rows, 1), 1e-9)
     losses = ""
     if plain.validation_loss is not None and other.validation_loss is not None:
-        losses = f", with a validation loss of {other.validation_loss:.2f} against {plain.validation_loss:.2f}"
+        losses = f"; validation loss {other.validation_loss:.2f} against {plain.validation_loss:.2f}"
     return (
         f"{names[1]} took {other.seconds:.1f} s for {what}, and {names[0]} {took}: {times:.1f} times as fast{losses}."
     )
