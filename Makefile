@@ -7,7 +7,7 @@ FUZZ_SECONDS ?= 60
 
 .PHONY: demo test test-slow chaos check fuzz bench clean
 
-demo: $(READY)  ## two workers on this machine train a small language model, in under two minutes
+demo: $(READY)  ## three workers, one of them three times slower: Sync against Cadence, in under three minutes
 	$(BIN)/potluck demo
 
 test: $(READY)  ## everything that takes seconds

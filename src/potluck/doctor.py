@@ -66,7 +66,9 @@ def examine(console: Console | None = None) -> int:
         console.print(f"  {name:<22} {value}")
     console.print()
     if not findings.wrong:
-        console.print("Nothing is wrong. `potluck demo` trains a small model in under two minutes.", style="green")
+        console.print(
+            "Nothing is wrong. `potluck demo` shows a slow worker among fast ones, in under two minutes.", style="green"
+        )
         return 0
     console.print("What is wrong", style="bold yellow")
     for sentence in findings.wrong:

@@ -152,6 +152,8 @@ def test_a_second_run_takes_a_folder_of_its_own_and_never_the_firsts(place: Path
         (("train", "tiny.toml", "--set", "model.dim=1000000"), "Make model.dim or model.layers smaller"),
         (("train", "tiny.toml", "--resume"), "There is no run to resume in runs/tiny."),
         (("train", "tiny.toml", "--set", "policy.kind=sync", "--set", "policy.shares=[1]"), "shares has 1 numbers"),
+        (("demo", "-n", "1"), "needs at least two. For one: potluck train demo -n 1"),
+        (("demo", "--set", "policy.kind=async"), "Choose one with: potluck train demo --set policy.kind=cadence"),
         (("run", "nothing.py"), "There is no script nothing.py."),
         (("run", "-n", "0", "tiny.toml"), "count must be at least 1, not 0"),
     ],
@@ -308,19 +310,58 @@ def test_a_refused_resume_changes_nothing_and_a_new_setting_takes_effect(place: 
     assert len(rates) == 3 and rates[2] > 0.01
 
 
-def test_the_demo_trains(place: Path) -> None:
-    done = run(place, "demo", "--set", "fit.max_steps=3")
+TINY_DEMO = [
+    word
+    for setting in ("model.dim=16", "model.layers=1", "model.heads=2", "model.context=16", "fit.max_steps=20")
+    for word in ("--set", setting)
+]
+
+
+def control_groups() -> list[Path]:
+    return list(Path("/sys/fs/cgroup").glob("**/potluck-demo-*"))
+
+
+def test_the_demo_compares_sync_and_cadence(place: Path) -> None:
+    done = run(place, "demo", "--data", "text", *TINY_DEMO)
     assert done.returncode == 0, done.stderr
-    assert "Training 870k parameters on 2 workers" in done.stdout and "What the model wrote" in done.stdout
+    said = done.stdout
+    assert len(re.findall(r"^Worker 2 is slowed 3-fold by (CPU quotas|pausing)", said, re.MULTILINE)) == 2
+    for policy in ("sync", "cadence"):
+        assert re.search(rf"Training .* on 3 workers \(cpu\): 20 steps of 12 rows, in runs/demo-{policy}$", said, re.M)
+        policies = (place / "runs" / f"demo-{policy}" / "run.toml").read_text()
+        assert f'kind = "{policy}"' in policies
+    assert "  Nothing was measured yet, so all do the same: 3, 3 and 3 batches." in said
+    found = re.search(
+        r"^Cadence took ([\d.]+) s for the same 240 rows, and Sync ([\d.]+) s: ([\d.]+) times as fast", said, re.M
+    )
+    assert found and float(found[3]) == pytest.approx(float(found[2]) / float(found[1]), abs=0.3)
+    assert said.count("What the model wrote") == 1 and "What to try next" in said
+    assert (place / "runs/demo-cadence/comparison.png").read_bytes().startswith(b"\x89PNG")
+    assert not control_groups()
+
+
+def test_ctrl_c_in_the_demo_leaves_nothing_behind(place: Path) -> None:
+    process = start(
+        place, "demo", "-n", "2", "--data", "text", "--out", "mine", *TINY_DEMO, "--set", "fit.max_steps=100000"
+    )
+    wait_until(lambda: len(steps(place / "mine" / "sync")) >= 3)
+    workers = children(process.pid)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=30)
+    assert process.returncode == 130 and "Saved in mine/sync/checkpoints/step-" in stderr
+    assert not (place / "mine" / "cadence").exists()
+    assert len(workers) == 2 and not any(map(is_alive, workers)) and not control_groups()
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_the_whole_demo_learns_within_two_minutes_of_training(place: Path) -> None:
+def test_the_whole_demo_is_short_and_cadence_wins(place: Path) -> None:
+    began = time.perf_counter()
     done = run(place, "demo", timeout_s=300)
-    found = re.search(r"Finished .* in (.+), loss [\d.]+, validation loss ([\d.]+)", done.stdout)
-    assert found and float(found[2]) < 1.9
-    print(f"trained for {found[1]}")
+    print(f"took {time.perf_counter() - began:.0f} s")
+    found = re.search(r"and Sync .*: ([\d.]+) times as fast; validation loss ([\d.]+) against ([\d.]+)", done.stdout)
+    assert found and float(found[1]) > 1.5 and float(found[2]) < float(found[3]) + 0.15 < 2.7
+    print(found[0])
 
 
 def test_a_second_ctrl_c_stops_at_once(place: Path) -> None:

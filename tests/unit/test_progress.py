@@ -7,6 +7,7 @@ from rich.console import Console
 
 from potluck.events import (
     CheckpointSaved,
+    Decided,
     EpochDone,
     Event,
     EventFile,
@@ -63,8 +64,42 @@ def test_a_live_view_with_a_line_per_worker_on_a_terminal() -> None:
     for event in story():
         progress(event)
     last_view = out.getvalue().rsplit("worker", 1)[1]
-    assert re.search(r"^0 +4 +300 ms +0 % +1,333", last_view, re.MULTILINE)
-    assert re.search(r"^1 +4 +300 ms +25 % +1,000", last_view, re.MULTILINE)
+    assert re.search(r"^0 +12 +50 % +900 ms +0 % +1,333", last_view, re.MULTILINE), "in the end, of the whole run"
+    assert re.search(r"^1 +12 +50 % +900 ms +25 % +1,000", last_view, re.MULTILINE)
+
+
+def decided(reason: str) -> Decided:
+    return Decided(step=0, rows=(24, 8), reason=reason)
+
+
+def test_why_the_work_is_shared_so_stands_below_the_table() -> None:
+    out = io.StringIO()
+    progress = Progress(Console(file=out, width=100, force_terminal=True, color_system=None))
+    first, *rest = story()
+    for event in (first, decided("worker 1 is the slowest, at 90 ms a batch: 3 and 1 batches."), *rest[:-1]):
+        progress(event)
+    progress.close()
+    table, reason = out.getvalue().rsplit("tokens/s", 1)[1].split("Worker 1 is the slowest")
+    assert re.search(r"^1 +4 +50 % +300 ms +25 % +1,000", table, re.MULTILINE)
+    assert reason.startswith(", at 90 ms a batch: 3 and 1 batches.")
+
+
+def test_without_a_terminal_a_reason_is_said_again_only_when_it_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("potluck.train.progress.LINE_EVERY_S", 0.0)
+    out = io.StringIO()
+    progress = Progress(Console(file=out, width=200))
+    first, step, *_ = story()
+    progress(first)
+    slow = "worker 1 is the slowest, at {} ms a batch: {} and 1 batches."
+    for reason in (slow.format(90, 3), slow.format("90.5", 4), "worker 1 went.", slow.format("1,200", 5)):
+        progress(decided(reason))
+        progress(step)
+    reasons = [line for line in out.getvalue().splitlines() if line.startswith("  ")]
+    assert reasons == [
+        "  Worker 1 is the slowest, at 90 ms a batch: 3 and 1 batches.",
+        "  Worker 1 went.",
+        "  Worker 1 is the slowest, at 1,200 ms a batch: 5 and 1 batches.",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -199,6 +199,10 @@ class Engine:
         self.loader.is_stopped = lambda: self.stopping
         return model, optimizer, self.loader
 
+    def start(self) -> None:
+        """What was done since init(), such as loading data and weights, is no part of the first step."""
+        self._start_of_step()
+
     def backward(self, loss: Tensor, *, samples: float, last: bool | None = None) -> None:
         """The gradient of a mean over `samples`, weighted by them: rows, or tokens, as you count.
 

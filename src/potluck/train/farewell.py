@@ -20,6 +20,10 @@ LENGTH = 320
 
 def say_farewell(summary: Summary, model: GPT, order: Order, *, epochs: int) -> None:
     console = Console(highlight=False, soft_wrap=True)
+    if order.farewell == "paragraph":
+        console.print()
+        show_paragraph(console, model)
+        return
     curve = draw_losses(summary.folder / "events.jsonl", summary.folder / "loss.png")
     exported = _export(summary)
     tokens = summary.rows_seen * model.config.context
@@ -31,9 +35,7 @@ def say_farewell(summary: Summary, model: GPT, order: Order, *, epochs: int) -> 
         f"{validation}{skipped}.",
         style="bold",
     )
-    with console.status("The model writes a paragraph ..."):
-        paragraph = write_paragraph(model)
-    console.print(Panel(Text(paragraph), title="What the model wrote", title_align="left", style="dim"))
+    show_paragraph(console, model)
     rows = {
         "loss curve": curve,
         "checkpoint": summary.checkpoint,
@@ -46,6 +48,12 @@ def say_farewell(summary: Summary, model: GPT, order: Order, *, epochs: int) -> 
     console.print("\nWhat to try next", style="bold")
     for command, what in _next(summary.folder, order, epochs):
         console.print(f"  {command}\n      {what}")
+
+
+def show_paragraph(console: Console, model: GPT) -> None:
+    with console.status("The model writes a paragraph ..."):
+        paragraph = write_paragraph(model)
+    console.print(Panel(Text(paragraph), title="What the model wrote", title_align="left", style="dim"))
 
 
 def write_paragraph(model: GPT) -> str:

@@ -6,11 +6,13 @@ Imports no torch, so that a command answers at once and the workers load it side
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
+from typing import Literal
 
 import tomli_w
 
 from potluck.config import from_dict, parse_toml
 from potluck.errors import ConfigError
+from potluck.train.slowdown import Slowdown
 
 PATIENCE_S = 600.0
 
@@ -41,6 +43,10 @@ class Order:
     out: str | None = None
     """The run folder; none: runs/NAME, numbered if there is one."""
     resume: bool = False
+    slowdown: Slowdown | None = None
+    """Makes one worker slower than the others. Only the demo asks for it."""
+    farewell: Literal["whole", "paragraph", "none"] = "whole"
+    """What is said when the run has ended: everything, or only what the model wrote, or nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

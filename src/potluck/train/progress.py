@@ -1,8 +1,10 @@
 """The terminal: a live view where there is one, plain lines elsewhere. Reads events and knows nothing else."""
 
+import re
 import sys
 import time
 from collections import deque
+from dataclasses import replace
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -13,6 +15,7 @@ from rich.text import Text
 from potluck.events import (
     CheckpointPassedOver,
     CheckpointSaved,
+    Decided,
     EpochDone,
     Event,
     RunEnded,
@@ -22,6 +25,7 @@ from potluck.events import (
     StepSkipped,
     Validated,
     WorkerCame,
+    WorkerStep,
     WorkerWent,
 )
 
@@ -38,7 +42,12 @@ class Progress:
         self._live: Live | None = None
         self._run: RunStarted | None = None
         self._last: StepDone | None = None
+        self._decided: Decided | None = None
+        self._told = ""
+        """The last reason that was said, without its numbers."""
         self._validation: float | None = None
+        self._sums: dict[str, WorkerStep] = {}
+        """What each worker did in the whole run, by its name."""
         self._skipped = 0
         self._recent: deque[tuple[float, StepDone]] = deque(maxlen=RECENT_STEPS)
         self._line_at = -LINE_EVERY_S
@@ -50,7 +59,10 @@ class Progress:
             case StepDone():
                 self._last = event
                 self._recent.append((time.perf_counter(), event))
+                self._add_up(event.workers)
                 self._show_step()
+            case Decided():
+                self._decided = event  # shown with the next step: it is what led to that
             case StepSkipped():
                 self._skipped += 1
                 self.say(f"Step {event.step} was skipped on all workers: {event.reason}.", style="yellow")
@@ -76,6 +88,8 @@ class Progress:
                 for_s = f" for {event.seconds:.0f} s" if event.seconds else ""
                 self.say(f"Waiting for {event.name}: {event.doing}{for_s}.", style="yellow")
             case RunEnded():
+                if self._live is not None and self._sums:
+                    self._live.update(self._picture(of_run=True))
                 self.close()
 
     def say(self, text: str, style: str = "") -> None:
@@ -112,6 +126,13 @@ class Progress:
             waits = " ".join(f"{w.name or w.rank}:{share(w.wait_s, w.busy_s)}" for w in self._last.workers)
             waiting = f", waiting {waits}" if len(self._last.workers) > 1 else ""
             self.say(f"{self._headline()}{waiting}")
+            self._say_reason()
+
+    def _say_reason(self) -> None:
+        """When something else is decided than before; that a figure in it has moved is no news."""
+        if self._decided is not None and (without := re.sub(r"\d[\d.,]*", "", self._decided.reason)) != self._told:
+            self._told = without
+            self.say(f"  {sentence(self._decided.reason)}", style="dim")
 
     def _headline(self) -> str:
         run, last = self._run, self._last
@@ -125,24 +146,46 @@ class Progress:
             f"{self._rate():,.0f} {run.unit}/s, {duration(self._left_s())} left{skipped}"
         )
 
-    def _picture(self) -> Group:
+    def _add_up(self, workers: tuple[WorkerStep, ...]) -> None:
+        for new in workers:
+            old = self._sums.get(_name(new), WorkerStep(rank=new.rank, rows=0, samples=0, busy_s=0, wait_s=0))
+            self._sums[_name(new)] = replace(
+                new,
+                rows=old.rows + new.rows,
+                samples=old.samples + new.samples,
+                busy_s=old.busy_s + new.busy_s,
+                wait_s=old.wait_s + new.wait_s,
+            )
+
+    def _picture(self, *, of_run: bool = False) -> Group:
+        """As of the last step or window; in the end, of the whole run."""
         assert self._run is not None
         done = self._last.step if self._last is not None else self._run.from_step
         bar = Table.grid()  # a bar by itself would not end its line
         bar.add_row(ProgressBar(total=self._run.steps_total, completed=done, width=60))
+        workers = self._last.workers if self._last is not None else ()
+        if of_run:
+            return Group(Text(self._headline(), style="bold"), bar, self._table(tuple(self._sums.values())))
+        reason = [Text(sentence(self._decided.reason), style="dim")] if self._decided is not None else []
+        return Group(Text(self._headline(), style="bold"), bar, self._table(workers), *reason)
+
+    def _table(self, workers: tuple[WorkerStep, ...]) -> Table:
+        assert self._run is not None
         table = Table(box=None, pad_edge=False, header_style="dim")
-        for name in ("worker", "rows", "busy", "waiting", f"{self._run.unit}/s"):
+        for name in ("worker", "rows", "share", "busy", "waiting", f"{self._run.unit}/s"):
             table.add_column(name, justify="left" if name == "worker" else "right", min_width=9)
-        for worker in self._last.workers if self._last is not None else ():
+        rows = sum(worker.rows for worker in workers)
+        for worker in workers:
             took = max(worker.busy_s + worker.wait_s, 1e-9)
             table.add_row(
-                worker.name or f"{worker.rank}",
+                _name(worker),
                 f"{worker.rows:,}",
-                f"{worker.busy_s * 1000:,.0f} ms",
+                share(worker.rows, rows - worker.rows),
+                f"{worker.busy_s * 1000:,.0f} ms" if worker.busy_s < 10 else f"{worker.busy_s:,.1f} s",
                 share(worker.wait_s, worker.busy_s),
                 f"{worker.samples / took:,.0f}",
             )
-        return Group(Text(self._headline(), style="bold"), bar, table)
+        return table
 
     def _rate(self) -> float:
         """Samples per second over the last steps."""
@@ -157,12 +200,20 @@ class Progress:
         first, last = self._recent[0], self._recent[-1]
         each = last[1].seconds
         if len(self._recent) > 1:
-            each = (last[0] - first[0]) / (last[1].step - first[1].step)
+            each = (last[0] - first[0]) / max(1, last[1].step - first[1].step)  # a short window may end no step
         return each * (self._run.steps_total - last[1].step)
+
+
+def _name(worker: WorkerStep) -> str:
+    return worker.name or f"{worker.rank}"
 
 
 def _workers(count: int) -> str:
     return f"{count} workers" if count != 1 else "1 worker"
+
+
+def sentence(words: str) -> str:
+    return words[:1].upper() + words[1:]
 
 
 def share(part: float, rest: float) -> str:

@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 
 from potluck.agree.policy import ApplyPolicy, Sync
-from potluck.config import from_toml, to_toml
+from potluck.config import from_dict, from_toml, to_toml
 from potluck.errors import ConfigError, Interrupted
 from potluck.events import Event, RunStarted
 from potluck.fleet.invite import read_invite
@@ -28,6 +28,7 @@ from potluck.train.model import GPT, ModelConfig, next_token_loss
 from potluck.train.order import Order, WorkersConfig, find_recipe
 from potluck.train.progress import count, size
 from potluck.train.replica import StepConfig
+from potluck.train.slowdown import Brake
 from potluck.train.trainer import FitConfig, Summary, Trainer
 
 
@@ -81,11 +82,16 @@ def cook(config: RunConfig, order: Order, engine: Engine) -> tuple[Summary, GPT]
     engine.samples_per_row = float(config.model.context)
     torch.manual_seed(config.fit.seed)
     model = GPT(config.model).to(engine.device)
+    loss = next_token_loss
+    if order.slowdown is not None:
+        brake = Brake(order.slowdown, engine.rank, has_gpu=engine.device.type == "cuda")
+        engine.events.listeners.append(brake)
+        loss = brake.slow(loss)
     trainer = Trainer(
         model,
         _optimizer(model, config.optimizer),
         training,
-        loss=next_token_loss,
+        loss=loss,
         batch_size=config.batch,
         folder=folder,
         validation=validation,
@@ -104,12 +110,12 @@ def cook(config: RunConfig, order: Order, engine: Engine) -> tuple[Summary, GPT]
 
 def main(arguments: list[str]) -> None:
     """One worker of a recipe's run; the launcher passes the order as JSON."""
-    order = Order(**json.loads(arguments[0]))
+    order = from_dict(Order, json.loads(arguments[0]), "the order")
     text, source = find_recipe(order.recipe)
     config = from_toml(RunConfig, text, source=source, overrides=tuple(order.settings))
     with init(config.policy, config.strategy, step=config.step, patience_s=config.workers.patience_s) as engine:
         summary, model = cook(config, order, engine)
-        if engine.keeps_folder:
+        if engine.keeps_folder and order.farewell != "none":
             from potluck.train.farewell import say_farewell
 
             say_farewell(summary, model, order, epochs=config.fit.epochs)

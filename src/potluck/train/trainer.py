@@ -184,6 +184,7 @@ class Trainer:
     def _run(self) -> None:
         self.model.train()
         self.engine.after_step.append(self._after_step)
+        self.engine.start()
         try:
             while not self._is_over and not self.engine.stopping:
                 for batch in self._loader:
