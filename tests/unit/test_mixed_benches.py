@@ -4,7 +4,7 @@ import pytest
 
 from bench.following import NEVER, windows_until
 from bench.learning import Lesson, merged, time_to
-from bench.mixed import TASK, Mark, Task, _told, _warm, combined
+from bench.mixed import TASK, Task, combined
 from bench.mixed_speeds import Setting, Turn, compare, medians, table
 from bench.time_to_loss import compare as compare_losses
 from bench.time_to_loss import loss_of_all, mean_curve
@@ -23,10 +23,7 @@ def test_a_task_survives_its_way_to_a_rank() -> None:
     assert Task.from_json(TASK.as_json()) == TASK
 
 
-def test_the_fleets_speed_is_measured_between_agreements_after_the_warm_up() -> None:
-    marks = [Mark(10.0, 0), Mark(11.0, 5), Mark(13.0, 50), Mark(15.0, 110), Mark(17.0, 170)]
-    assert _warm(marks, 2.5, 2) == 2 and _warm(marks, 0.5, 2) == 2 and _warm(marks, 9.0, 1) is None
-    assert _told(marks, 2) == {"rows_per_s": 30.0, "windows": 2, "seconds": 4.0}
+def test_combined_speed_is_the_sum_of_what_each_does_alone() -> None:
     answers = [{"rows_per_s": 30.0, "alone": [20.0, 22.0]}, {"rows_per_s": 30.0, "alone": [9.0, 11.0]}]
     assert combined(answers) == (30.0, 31.0)
 
