@@ -169,7 +169,7 @@ class Meter:
         now = time.perf_counter()
         self._count += 1
         since = self._count - self._warm
-        if since in (1 - self._warm // 2, 0):  # the second half of the warm-up tells how long a window is
+        if since in (-(self._warm // 2), 0):  # the second half of the warm-up tells how long a window is
             window_s = (now - self._from_s) / max(1, self._warm // 2)
             self._from_s = now
         if since == 0:

@@ -125,9 +125,10 @@ def _take_turns(fleet: Uneven, setting: Setting, contenders: Sequence[str], time
             told = {key: value for key, value in answers[0].items() if key not in ("alone", "rows_per_s")}
             found.append(Turn(setting.name, contender, together, alone, speeds, told))
             shares = ", ".join(f"{share:.2f}" for share in told["shares"])
+            gap = f"a gap of {speeds[0] / speeds[-1]:.1f} alone"
             say(
                 f"mixed_speeds: {setting.name}, turn {turn + 1} of {setting.turns}: {contender} {found[-1].share:.3f}"
-                f" ({together:,.0f} of {alone:,.0f} rows/s; shares {shares}; a gap of {speeds[0] / speeds[-1]:.1f} alone)"
+                f" ({together:,.0f} of {alone:,.0f} rows/s; shares {shares}; {gap})"
             )
     return found
 
