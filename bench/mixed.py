@@ -28,7 +28,6 @@ from potluck.train.model import GPT, ModelConfig, next_token_loss
 CLIP = 1.0
 PERIOD = 10
 """Steps between two averages of bare local SGD."""
-QUIET_S = 0.1
 POLICIES: dict[str, Any] = {
     "Sync": Sync(balance=False),
     "Sync balanced": Sync(balance=True),
@@ -84,6 +83,8 @@ class Times:
     warm_windows: int = 3
     warm_steps: int = 40
     """Until shares have settled: where there are several steps to a window, and where there are not."""
+    quiet_s: float = 0.1
+    """Before they compute alone: an average that is formed while the next window computes takes less than that."""
 
 
 def compete(seat: Seat, *, contender: str, task: dict[str, Any], times: dict[str, float]) -> dict[str, Any]:
@@ -179,7 +180,7 @@ class Meter:
         elif since > 0 and since % self._each == 0:
             self.together.append((rows - self._from_rows, now - self._from_s))
         if since >= 0 and since % self._each == 0:
-            time.sleep(QUIET_S)  # an average that is formed meanwhile has arrived
+            time.sleep(self.clock.quiet_s)
             self.alone.append(rows_per_s(self.loop, self.clock.alone_s))
             self._from_s, self._from_rows = time.perf_counter(), rows
         return since > 0 and since == self._each * self.clock.chunks

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from potluck.agree.elche import ElChe
     from potluck.agree.policy import ApplyPolicy, Async, Cadence, Outer, Sync
+    from potluck.shard.optimizer_shard import OptimizerShard
     from potluck.shard.strategy import NoShard, ShardingStrategy
     from potluck.train.checkpoint import CheckpointConfig
     from potluck.train.engine import Engine, init
@@ -28,6 +29,7 @@ _HOMES = {
     "Engine": "train.engine",
     "FitConfig": "train.trainer",
     "NoShard": "shard.strategy",
+    "OptimizerShard": "shard.optimizer_shard",
     "Outer": "agree.policy",
     "RunConfig": "train.recipe",
     "ScheduleConfig": "train.schedule",
@@ -47,6 +49,7 @@ __all__ = [
     "Engine",
     "FitConfig",
     "NoShard",
+    "OptimizerShard",
     "Outer",
     "RunConfig",
     "ScheduleConfig",

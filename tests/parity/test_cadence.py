@@ -91,7 +91,7 @@ def ours(
                     windows[-1].append(rows)
                     rows = []
         return {
-            "weights": torch.cat([flat(model), model.norm.running_mean, model.norm.running_var]),
+            "weights": torch.cat([flat(model), model.norm.running_mean, model.norm.running_var]).cpu(),
             "windows": windows,
             "reasons": [event.reason for event in events if isinstance(event, Decided)],
             "epochs": [
@@ -270,9 +270,7 @@ def stop_and_go_on(folder: str, policies: list[Any]) -> list[Any]:
     return [found, rows]
 
 
-@pytest.mark.parametrize(
-    "policies", [(SHORT, Sync()), (Sync(), SHORT), (SHORT, Async(anchor=3, max_anchor=3))]
-)
+@pytest.mark.parametrize("policies", [(SHORT, Sync()), (Sync(), SHORT), (SHORT, Async(anchor=3, max_anchor=3))])
 def test_a_run_goes_on_under_another_policy_and_each_row_is_used_once(policies: tuple[Any, ...], tmp_path: Any) -> None:
     told = run_ranks(2, stop_and_go_on, str(tmp_path), list(policies))
     assert [rank[0][1] for rank in told] == [[ROWS, 1]] * 2

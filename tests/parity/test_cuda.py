@@ -11,6 +11,7 @@ import potluck
 from potluck import CheckpointConfig, FitConfig, StepConfig
 from potluck.errors import Interrupted
 from potluck.train.model import GPT, ModelConfig, next_token_loss
+from tests.parity import test_cadence
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -74,7 +75,7 @@ def test_every_switch_at_once() -> None:
 
 
 def fit(folder: str, stop_at: int, resume: bool) -> Tensor:
-    with potluck.init() as fleet:
+    with potluck.init(potluck.Sync(balance=False)) as fleet:
         model, optimizer = make()
         if stop_at:
             fleet.after_step.append(lambda: fleet.request_stop() if fleet.step_number == stop_at else None)
@@ -94,3 +95,12 @@ def test_a_resumed_run_ends_with_bit_identical_weights(tmp_path: Path) -> None:
     run_ranks(2, fit, str(tmp_path / "part"), 4, False, timeout_s=110)
     resumed = run_ranks(2, fit, str(tmp_path / "part"), 0, True, timeout_s=110)
     assert torch.equal(resumed[0], whole[0])
+
+
+@pytest.mark.parametrize("policy", ["cadence", "overlap", "async"])
+def test_replicas_that_step_by_themselves_are_those_of_one_process(policy: str) -> None:
+    told = run_ranks(2, test_cadence.ours, test_cadence.POLICIES[policy], "adamw", 12, 2, timeout_s=110)
+    assert torch.equal(told[0]["weights"], told[1]["weights"])
+    assert told[0]["epochs"] == [[test_cadence.ROWS, test_cadence.ROWS, True]] * 2
+    expected = test_cadence.judge(test_cadence.POLICIES[policy], "adamw", told)
+    assert (told[0]["weights"] - expected).norm() / expected.norm() < 1e-3

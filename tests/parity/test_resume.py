@@ -15,6 +15,7 @@ from potluck import CheckpointConfig, FitConfig, ScheduleConfig
 from potluck.errors import CheckpointError, Interrupted
 from potluck.events import read_events
 from potluck.train.data import BatchConfig
+from tests.parity.test_sync import STILL
 from tests.ranks import RankFailed, run_ranks
 
 OPTIMIZERS: dict[str, Any] = {
@@ -39,7 +40,7 @@ def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 def fit(folder: str, *, stop_at: int | None = None, resume: bool = False, optimizer: str = "adamw") -> dict[str, Any]:
     generator = torch.Generator().manual_seed(2)
     data = (torch.randn(30, 4, generator=generator), torch.randn(30, 2, generator=generator))
-    with potluck.init() as fleet:
+    with potluck.init(STILL) as fleet:
         model = make_model()
         if stop_at is not None:
             fleet.after_step.append(lambda: fleet.request_stop() if fleet.step_number == stop_at - 1 else None)
@@ -111,7 +112,7 @@ def train_while_the_disk_is_slow(folder: str) -> dict[str, Any]:
         return write(*arguments)
 
     checkpoint.write = slow_write
-    with potluck.init() as fleet:
+    with potluck.init(STILL) as fleet:
         model = make_model()
         fleet.prepare(model, torch.optim.AdamW(model.parameters()))
         for step in range(1, 6):
@@ -182,7 +183,7 @@ class Noisy(torch.utils.data.Dataset[Tensor]):
 
 
 def fit_noisy(folder: str, config: FitConfig, batch: BatchConfig, resume: bool, stop_at: int = 0) -> dict[str, Any]:
-    with potluck.init() as fleet:
+    with potluck.init(STILL) as fleet:
         model = make_model()
         if stop_at:
             fleet.after_step.append(lambda: fleet.request_stop() if fleet.step_number == stop_at - 1 else None)
@@ -265,7 +266,7 @@ def test_the_learning_rate_does_not_depend_on_the_number_of_workers(tmp_path: Pa
 
 
 def load_into_another_model(folder: str) -> str:
-    with potluck.init() as fleet:
+    with potluck.init(STILL) as fleet:
         model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.BatchNorm1d(8), nn.Linear(8, 5))
         fleet.prepare(model, torch.optim.AdamW(model.parameters()))
         try:
@@ -282,7 +283,7 @@ def test_a_checkpoint_of_another_model_is_refused_by_the_first_parameter_that_di
 
 
 def load_with_another_optimizer(folder: str) -> str:
-    with potluck.init() as fleet:
+    with potluck.init(STILL) as fleet:
         model = make_model()
         fleet.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         try:
@@ -299,7 +300,7 @@ def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path: Path) -> None:
 
 
 def load_on_other_data(folder: str) -> str:
-    with potluck.init() as fleet:
+    with potluck.init(STILL) as fleet:
         model = make_model()
         fleet.prepare(model, torch.optim.AdamW(model.parameters()), torch.zeros(31, 4), batch_size=6)
         try:
@@ -316,7 +317,7 @@ def test_a_checkpoint_within_an_epoch_of_other_data_is_refused(tmp_path: Path) -
 
 
 def own_loop(folder: str, resume: bool) -> Tensor:
-    with potluck.init() as fleet:
+    with potluck.init(STILL) as fleet:
         model = make_model()
         data = torch.arange(48, dtype=torch.float32).reshape(12, 4)
         _, _, loader = fleet.prepare(model, torch.optim.AdamW(model.parameters()), data, batch_size=4)

@@ -11,13 +11,14 @@ import potluck
 from potluck import StepConfig
 from potluck.errors import ConfigError
 from potluck.train.model import GPT, ModelConfig, next_token_loss
+from tests.parity.test_sync import STILL
 from tests.ranks import run_ranks
 
 TINY = ModelConfig(dim=16, layers=2, heads=2, context=8)
 
 
 def train(config: StepConfig, steps: int = 3) -> dict[str, Any]:
-    with potluck.init(step=config) as fleet:
+    with potluck.init(STILL, step=config) as fleet:
         torch.manual_seed(0)
         model = GPT(TINY).to(fleet.device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -100,7 +101,7 @@ def test_compile_without_a_compiler_is_said(monkeypatch: pytest.MonkeyPatch) -> 
 def train_with_bad_rows(bad_rows: list[int], limit: int = 3) -> dict[str, Any]:
     from potluck.errors import Diverged
 
-    with potluck.init(step=StepConfig(nonfinite_limit=limit)) as fleet:
+    with potluck.init(STILL, step=StepConfig(nonfinite_limit=limit)) as fleet:
         torch.manual_seed(0)
         model = nn.Linear(2, 1)
         x = torch.randn(24, 2)
@@ -143,7 +144,7 @@ def test_skipped_steps_that_are_not_in_a_row_do_not_stop_it() -> None:
 
 def explode() -> dict[str, Any]:
     """A finite loss with an infinite gradient."""
-    with potluck.init() as fleet:
+    with potluck.init(STILL) as fleet:
         model = nn.Linear(1, 1, bias=False)
         nn.init.constant_(model.weight, 1.0)
         fleet.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -12,9 +12,12 @@ from torch import Tensor, nn
 import potluck
 from potluck import StepConfig, Sync
 from potluck.errors import ConfigError, WorkerLost
+from potluck.events import Decided
 from tests.ranks import run_ranks
 
 ROWS, FEATURES = 37, 5
+STILL = Sync(balance=False)
+"""Parts do not follow the noise of this machine, so that runs can be compared to the bit."""
 
 
 def make_model(seed: int = 3) -> nn.Module:
@@ -69,7 +72,7 @@ def ours(
     clip: float | None = None,
     delay_s: float = 0.0,
 ) -> dict[str, Any]:
-    with potluck.init(Sync(shares=shares), step=StepConfig(clip=clip)) as fleet:
+    with potluck.init(Sync(balance=False, shares=shares), step=StepConfig(clip=clip)) as fleet:
         if delay_s:
             slow_down(fleet.link, delay_s)
         model = make_model(seed=3 + fleet.rank)  # every rank starts from rank 0's weights
@@ -170,7 +173,7 @@ def test_ten_rows_beside_two_give_the_gradient_of_twelve() -> None:
 
 
 def gradient_of_unequal_rows() -> Tensor:
-    with potluck.init() as fleet:
+    with potluck.init(STILL) as fleet:
         model = make_model()
         model, _ = fleet.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
         before = flat(model).clone()
@@ -222,7 +225,7 @@ def test_late_collectives_change_nothing() -> None:
 
 def count_sums(micro_batch_size: int) -> list[int]:
     """How many sums were started by the end of each backward of one step."""
-    with potluck.init() as fleet:
+    with potluck.init(STILL) as fleet:
         started = 0
         start = fleet.link.start_sum
 
@@ -276,7 +279,7 @@ class Odd(nn.Module):
 
 
 def odd(batch_norm: bool = False) -> dict[str, Tensor]:
-    with potluck.init() as fleet:
+    with potluck.init(STILL) as fleet:
         torch.manual_seed(5)
         model = Odd()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.5)
@@ -336,7 +339,7 @@ def test_running_statistics_become_one() -> None:
 
 def padded_tokens() -> Tensor:
     """Each rank's mean is over its own unpadded tokens."""
-    with potluck.init() as fleet:
+    with potluck.init(STILL) as fleet:
         torch.manual_seed(1)
         model = nn.Embedding(10, 10)
         fleet.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
@@ -360,7 +363,7 @@ def test_tokens_weigh_alike_however_the_padding_falls() -> None:
 
 
 def forget_step() -> str:
-    with potluck.init() as fleet:
+    with potluck.init(STILL) as fleet:
         model = make_model()
         _, _, loader = fleet.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), make_data(), batch_size=4)
         try:
@@ -376,7 +379,7 @@ def test_a_forgotten_step_is_said() -> None:
 
 
 def different_models() -> str:
-    with potluck.init() as fleet:
+    with potluck.init(STILL) as fleet:
         model = nn.Linear(4, 4 + fleet.rank)
         try:
             fleet.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -391,7 +394,7 @@ def test_different_models_are_told_apart_by_the_first_parameter_that_differs() -
 
 
 def too_small_a_batch() -> str:
-    with potluck.init() as fleet:
+    with potluck.init(STILL) as fleet:
         model = make_model()
         try:
             fleet.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), make_data(), batch_size=2)
@@ -405,7 +408,7 @@ def test_a_batch_smaller_than_the_fleet_is_refused() -> None:
 
 
 def sparse() -> str:
-    with potluck.init() as fleet:
+    with potluck.init(STILL) as fleet:
         model = nn.Embedding(10, 4, sparse=True)
         fleet.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         try:
@@ -420,7 +423,7 @@ def test_sparse_gradients_are_refused_by_name() -> None:
 
 
 def another_models_optimizer() -> str:
-    with potluck.init() as fleet:
+    with potluck.init(STILL) as fleet:
         try:
             fleet.prepare(make_model(), torch.optim.SGD(make_model().parameters(), lr=0.1))
         except ConfigError as error:
@@ -433,7 +436,7 @@ def test_an_optimizer_of_another_model_is_refused() -> None:
 
 
 def twice(last: bool | None) -> str:
-    with potluck.init() as fleet:
+    with potluck.init(STILL) as fleet:
         model = make_model()
         fleet.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         x, y = make_data(8)
@@ -482,7 +485,7 @@ def test_mistakes_in_a_loop_of_ones_own_are_sentences() -> None:
 
 def with_habits(habit: bool) -> Tensor:
     """zero_grad() before every micro-batch, as in a plain loop, must not drop what earlier ones gave."""
-    with potluck.init() as fleet:
+    with potluck.init(STILL) as fleet:
         model = make_model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         _, _, loader = fleet.prepare(model, optimizer, make_data(24), batch_size=8, micro_batch_size=2)
@@ -499,7 +502,7 @@ def test_a_zero_grad_out_of_habit_changes_nothing() -> None:
 
 
 def different_data() -> str:
-    with potluck.init() as fleet:
+    with potluck.init(STILL) as fleet:
         model = make_model()
         try:
             fleet.prepare(
@@ -515,7 +518,7 @@ def test_workers_with_different_data_are_told_before_they_wait_for_each_other() 
 
 
 def unfreeze() -> str:
-    with potluck.init() as fleet:
+    with potluck.init(STILL) as fleet:
         model = make_model()
         model[0].requires_grad_(False)  # type: ignore[index, operator]
         fleet.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -534,7 +537,7 @@ def test_unfreezing_after_prepare_is_refused() -> None:
 
 def norms() -> list[float]:
     """The optimizer holds only the last layer; the gradients of the first must not pile up."""
-    with potluck.init(step=StepConfig(clip=1.0)) as fleet:
+    with potluck.init(STILL, step=StepConfig(clip=1.0)) as fleet:
         model = make_model()
         optimizer = torch.optim.SGD(model[2].parameters(), lr=0.1)  # type: ignore[index]
         _, _, loader = fleet.prepare(model, optimizer, make_data(24), batch_size=8)
@@ -551,7 +554,7 @@ def test_an_optimizer_over_part_of_the_model_sees_the_same_norms_on_any_number_o
 
 def nothing_to_count() -> dict[str, Any]:
     """Worker 1's rows are all masked: its mean is over nothing."""
-    with potluck.init() as fleet:
+    with potluck.init(STILL) as fleet:
         model = make_model()
         fleet.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         x, y = make_data(8)
@@ -576,7 +579,7 @@ def test_a_mean_over_nothing_weighs_nothing() -> None:
 
 
 def vanish() -> str:
-    fleet = potluck.init()
+    fleet = potluck.init(STILL)
     if fleet.rank == 1:
         return "left"  # and its process ends without a goodbye
     try:
@@ -592,7 +595,7 @@ def test_a_vanished_peer_is_noticed_at_once() -> None:
 
 
 def refused_by_the_backend() -> str:
-    fleet = potluck.init()
+    fleet = potluck.init(STILL)
     try:
         fleet.link.start_sum(torch.ones(2, dtype=torch.int16)).wait()
     except WorkerLost:
@@ -610,7 +613,7 @@ def several_buckets() -> dict[str, Any]:
     from potluck.train import buckets
 
     buckets.BUCKET_BYTES = buckets.FIRST_BYTES = 16  # less than any parameter
-    with potluck.init() as fleet:
+    with potluck.init(STILL) as fleet:
         model = make_model()
         model, _, loader = fleet.prepare(
             model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), make_data(), batch_size=12
@@ -629,3 +632,30 @@ def test_many_buckets_give_what_one_gives() -> None:
     found = run_ranks(2, several_buckets)
     assert found[0]["sizes"] == [1, 1, 1, 1]
     assert_close(found[0]["weights"], expected)
+
+
+def balanced(delay_s: float) -> dict[str, Any]:
+    with potluck.init() as fleet:
+        model = make_model()
+        model, _, loader = fleet.prepare(model, OPTIMIZERS["sgd"](model.parameters()), make_data(), batch_size=12)
+        parts, reasons = [], []
+        fleet.events.listeners.append(
+            lambda event: reasons.append(event.reason) if isinstance(event, Decided) else None
+        )
+        for _ in range(8):
+            for x, y in loader:
+                time.sleep(delay_s * len(x) * (3 if fleet.rank == 1 else 1))
+                fleet.backward(F.mse_loss(model(x), y), samples=len(x))
+                fleet.step()
+                parts.append(len(x))
+        assert fleet.last_epoch is not None and fleet.last_epoch.used == ROWS
+        return {"weights": flat(model), "parts": parts, "reasons": reasons}
+
+
+def test_parts_follow_speed_and_the_gradient_is_still_the_whole_batchs() -> None:
+    fast, slow = run_ranks(2, balanced, 0.003)
+    assert torch.equal(fast["weights"], slow["weights"])
+    assert (fast["parts"][0], slow["parts"][0]) == (6, 6)
+    assert fast["parts"][-2] > 2 * slow["parts"][-2]  # of the last whole step
+    assert fast["reasons"] == slow["reasons"] and fast["reasons"][0].startswith("Worker 1 takes")
+    torch.testing.assert_close(fast["weights"], plain("sgd", 12, 8)[0])

@@ -24,6 +24,7 @@ GROUND = {"errors", "events", "config"}
 
 PURE = [
     "agree/*.py",
+    "shard/optimizer_shard.py",
     "wire/*.py",
     "fleet/ledger.py",
     "fleet/tree.py",

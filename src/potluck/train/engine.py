@@ -28,9 +28,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from potluck.agree.balance import Balance
 from potluck.agree.policy import ApplyPolicy, Sync, share_out
 from potluck.errors import CheckpointError, ConfigError, Diverged
-from potluck.events import EpochDone, EventLog, StepDone, StepSkipped
+from potluck.events import Decided, EpochDone, EventLog, StepDone, StepSkipped
 from potluck.fleet.invite import INVITE, read_invite
 from potluck.fleet.ledger import Ledger, prove
 from potluck.shard.strategy import NoShard, ShardingStrategy
@@ -115,6 +116,7 @@ class Engine:
         """Of the epoch that is under way."""
         self._wants_stop = False
         self._optimizer_s = 0.0
+        self._balance: Balance | None = None
         self._ledger = Ledger()
         self._trained: MicroBatch | None = None
         self._saves = Saves(self.link, self.events)
@@ -246,6 +248,7 @@ class Engine:
         self._optimizer_s = time.perf_counter() - exchanged
         self.events.emit(event)
         self._insist_on_progress(event)
+        self._share_anew(pulses)
         for call in self.after_step:
             call()
         self._start_of_step()
@@ -262,7 +265,7 @@ class Engine:
         loader = Loader(
             rows,
             BatchConfig(size=max(1, len(rows)), micro_size=max(1, batch_size // self.world)),
-            shares=self._shares(None),
+            shares=self.loader.shares if self._balance is not None and self.loader is not None else self._shares(None),
             rank=self.rank,
             device=self.device,
             collate=self.loader.collate if self.loader is not None else None,
@@ -346,6 +349,9 @@ class Engine:
         )
         self._insist_on_same_data(loader)
         loader.on_empty = self._step_without_rows
+        is_measured = isinstance(self.policy, Sync) and self.policy.balance and not self.policy.shares
+        if is_measured and self.world > 1:
+            self._balance = Balance(batch.size, self.world)
         return loader
 
     def _start_of_step(self) -> None:
@@ -410,6 +416,16 @@ class Engine:
             seconds=time.perf_counter() - self._started,
             workers=worker_steps(pulses),
         )
+
+    def _share_anew(self, pulses: list[Pulse]) -> None:
+        """Workers of different speeds get parts of different sizes."""
+        if self._balance is None or self.loader is None:
+            return
+        changed = self._balance.report([int(pulse.rows) for pulse in pulses], [pulse.busy_s for pulse in pulses])
+        if changed is not None:
+            parts, reason = changed
+            self.loader.shares = tuple(float(part) for part in parts)
+            self.events.emit(Decided(step=self.step_number, rows=tuple(parts), reason=reason))
 
     def _set_lr(self, replica: Replica) -> None:
         if self.lr_factor is not None:

@@ -118,10 +118,11 @@ class _Host:
             if self.interrupts > 1:
                 return Finish("interrupted")
             for worker in crew.news():
-                if sentence := tell_end(worker):
-                    self._progress.say(f"potluck: {sentence}", style="yellow")
+                sentence = tell_end(worker)
                 if worker.code == ConfigError.exit_code and not self.server.core.membership.members:
-                    return Finish(tell_end(worker), failed=True)
+                    return Finish(sentence, failed=True)  # the last words say it
+                if sentence:
+                    self._progress.say(f"potluck: {sentence}", style="yellow")
 
     def _serve(self) -> Server:
         order, journal = self.order, self.journal
@@ -183,9 +184,12 @@ class _Host:
                 f"INSECURE: anybody who reaches {self.order.host} port {self.server.port} can take part, read the"
                 " weights and change them, and nothing is encrypted. Use this on a network that you trust wholly."
             )
-        print("To join from another machine (the line is a secret; it is also in the file beside it):", flush=True)
+        where = "another terminal here" if is_loopback(invite.host) else "another machine"
+        print(f"To join from {where} (the line is a secret; it is also in the file below it):", flush=True)
         print(f"  potluck join {invite.line()}", flush=True)
         print(f"  {path}", flush=True)
+        if is_loopback(invite.host):
+            print("Other machines can join a host that is started with --host 0.0.0.0.", flush=True)
 
     # What happens
 

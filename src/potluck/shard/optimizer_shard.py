@@ -1,0 +1,69 @@
+"""OptimizerShard: a contiguous range of the flattened parameters, whose owner alone holds the optimizer's state for it.
+
+As published (tests/vectors/zero.jsonl): all ranges together are the whole, no two overlap, and each is within one of
+its exact share. Pure.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+STATE_BYTES = 2 * 4
+"""Of one parameter: Adam's two means, in float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerShard:
+    rank: int
+    world_size: int
+    param_start: int
+    param_end: int
+    """Exclusive."""
+    total_params: int
+
+    @classmethod
+    def for_rank(cls, rank: int, world_size: int, total_params: int) -> "OptimizerShard":
+        """Equal shares; the first `total_params % world_size` ranks own one more."""
+        if world_size < 1:
+            raise ValueError(f"a world needs at least one rank, not {world_size}")
+        return cls.for_weights(rank, [1.0] * world_size, total_params)
+
+    @classmethod
+    def for_weights(cls, rank: int, weights: Sequence[float], total_params: int) -> "OptimizerShard":
+        """Shares in proportion to the weights, such as each device's free memory."""
+        if not weights:
+            raise ValueError("a world needs at least one rank, not 0")
+        if any(not (math.isfinite(weight) and weight >= 0) for weight in weights) or not sum(weights) > 0:
+            raise ValueError(f"weights must be numbers of at least 0, and not all 0, not {list(weights)}")
+        if not 0 <= rank < len(weights):
+            raise ValueError(f"there is no rank {rank} in a world of {len(weights)}")
+        if total_params < 0:
+            raise ValueError(f"total_params must be at least 0, not {total_params}")
+        whole = math.fsum(weights)
+        exact = [total_params * (weight / whole) for weight in weights]
+        sizes = [math.floor(share) for share in exact]
+        by_rest = sorted(range(len(sizes)), key=lambda other: (sizes[other] - exact[other], other))
+        for other in by_rest[: total_params - sum(sizes)]:
+            sizes[other] += 1
+        start = sum(sizes[:rank])
+        return cls(rank, len(weights), start, start + sizes[rank], total_params)
+
+    @property
+    def shard_size(self) -> int:
+        return self.param_end - self.param_start
+
+    def owns_param(self, index: int) -> bool:
+        return self.param_start <= index < self.param_end
+
+    @property
+    def memory_savings(self) -> float:
+        """The part of full replication's memory that this rank does not need."""
+        return 1 - self.shard_size / self.total_params if self.total_params else 0.0
+
+    @property
+    def shard_memory_bytes(self) -> int:
+        return STATE_BYTES * self.shard_size
+
+    @property
+    def full_memory_bytes(self) -> int:
+        return STATE_BYTES * self.total_params

@@ -1,0 +1,357 @@
+"""ShardedOptimizer: gradients and optimizer state split over the ranks, parameters whole on each of them.
+
+    sharded = ShardedOptimizer(model, torch.optim.AdamW(model.parameters()))
+    loss_of(model, batch).backward()      # gradients go to their owners while the backward still runs, and are freed
+    sharded.step()                        # each owner steps its own range
+    sharded.broadcast_updated_params()    # the ranges go back, while the next forward begins
+
+Parameters lie end to end in one flat tensor, in the model's order, and each rank owns a range of it
+(optimizer_shard.py). The given optimizer is pointed at that range, so whatever sets its learning rate still does.
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from potluck.errors import ConfigError
+from potluck.shard.collectives import Collectives, Pending
+from potluck.shard.optimizer_shard import OptimizerShard
+
+BUCKET_BYTES = 16 << 20
+"""Of gradients that travel together."""
+MOST_ON_THEIR_WAY = 3
+"""Buckets: further ones wait for the first of them, so that gradients never take more memory than that."""
+ELEMENTWISE = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.ASGD,
+)
+REASONS = {
+    "Adafactor": "it keeps means over whole rows and columns of a matrix",
+    "Muon": "it makes a whole matrix orthogonal",
+    "LBFGS": "it searches along one direction for all parameters together",
+    "SparseAdam": "its gradients are sparse",
+}
+
+_MARK = "_sharded_by"
+"""On a parameter: the optimizer that has it."""
+
+
+@dataclass(eq=False)
+class _Bucket:
+    """Some neighbours in the flat tensor, whose gradients travel together."""
+
+    start: int
+    end: int
+    parameters: list[int]
+    missing: set[int] = field(default_factory=set)
+    gradient: Tensor | None = None
+    pending: list[Pending] = field(default_factory=list)
+
+
+class ShardedOptimizer:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        group: dist.ProcessGroup | None = None,
+        weights: Sequence[float] | None = None,
+        mean: bool = True,
+    ) -> None:
+        """`weights`: each rank's part of the state, in proportion; `mean`: gradients are averaged, and not summed."""
+        _insist_on_elementwise(optimizer)
+        self.optimizer = optimizer
+        self.collectives = Collectives(group)
+        self._mean = mean
+        held = {id(parameter) for each in optimizer.param_groups for parameter in each["params"]}
+        self.parameters = [p for p in model.parameters() if p.requires_grad and id(p) in held]
+        self._check(model)
+        sizes = [parameter.numel() for parameter in self.parameters]
+        self._starts = [sum(sizes[:index]) for index in range(len(sizes))]
+        total = sum(sizes)
+        even = [1.0] * self.collectives.world
+        if weights is not None and len(weights) != self.collectives.world:
+            raise ValueError(f"there are {len(weights)} weights, and {self.collectives.world} ranks")
+        self.shards = [
+            OptimizerShard.for_weights(rank, weights or even, total) for rank in range(self.collectives.world)
+        ]
+        self.shard = self.shards[self.collectives.rank]
+        self._flatten(total)
+        self._point_optimizer()
+        self._buckets = self._plan_buckets()
+        self._on_their_way: list[_Bucket] = []
+        self._updates: list[tuple[int, int, Pending]] = []
+        self._is_stale = False
+        for bucket in self._buckets:
+            for index in bucket.parameters:
+                self.parameters[index].register_post_accumulate_grad_hook(self._hook(bucket, index))  # type: ignore[no-untyped-call]
+        for module in model.modules():
+            if any(p.requires_grad for p in module.parameters(recurse=False)):
+                module.register_forward_pre_hook(self._before_forward(module))
+        for parameter in self.parameters:
+            setattr(parameter, _MARK, weakref.ref(self))
+
+    # A step
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Until this rank's range holds its whole gradient; parameters that were not used count as zeros."""
+        for bucket in self._buckets:
+            if not bucket.pending and (bucket.missing or bucket.gradient is not None):
+                self._fill(bucket)
+                self._send(bucket)
+        while self._on_their_way:
+            self._take_in(self._on_their_way[0])
+        for bucket in self._buckets:
+            bucket.missing = set(bucket.parameters)
+
+    @torch.no_grad()
+    def norm(self) -> Tensor:
+        """Of the whole gradient, on every rank alike."""
+        square: Tensor = torch.linalg.vector_norm(self.gradient).double().square()
+        self.collectives.start_sum(square).wait()
+        return square.sqrt()
+
+    @torch.no_grad()
+    def step(self, scale: float = 1.0) -> None:
+        """Steps this rank's range, on its gradient times `scale`. The others do not see it before the broadcast."""
+        if self._is_stale:
+            raise ConfigError(_FORGOTTEN)
+        self.finish()
+        if scale != 1.0:
+            self.gradient.mul_(scale)
+        self.optimizer.step()
+        self.gradient.zero_()
+        self._is_stale = self.collectives.world > 1
+
+    def broadcast_updated_params(self) -> None:
+        """Begins to send each owner's range to all; a layer's forward waits for its own parameters alone."""
+        self._is_stale = False
+        for bucket in reversed(self._buckets):  # the forward needs the first layers first
+            for shard in self.shards:
+                start, end = max(shard.param_start, bucket.start), min(shard.param_end, bucket.end)
+                if start < end:
+                    pending = self.collectives.start_broadcast(self.flat[start:end], shard.rank)
+                    self._updates.append((start, end, pending))
+
+    def wait(self) -> None:
+        """Until all parameters are whole here."""
+        for _, _, pending in self._updates:
+            pending.wait()
+        self._updates.clear()
+
+    @torch.no_grad()
+    def drop(self) -> None:
+        """Forgets the gradient: this step is skipped."""
+        self.finish()
+        self.gradient.zero_()
+
+    def memory_bytes(self) -> dict[str, int]:
+        """What this rank holds between two steps."""
+        values = [value for each in self.optimizer.state.values() for value in each.values()]
+        return {
+            "parameters": self.flat.nbytes,
+            "gradients": self.gradient.nbytes,
+            "state": sum(value.nbytes for value in values if isinstance(value, Tensor) and value.dim()),
+        }
+
+    # How it is made
+
+    def _check(self, model: nn.Module) -> None:
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        if not self.parameters:
+            raise ConfigError("The optimizer holds no parameter of the model that requires a gradient.")
+        for parameter in self.parameters:
+            other = getattr(parameter, _MARK, None)
+            if other is not None and other() is not None:
+                raise ConfigError(
+                    f"Two optimizers hold {names[id(parameter)]}. Give each parameter to one of them, or use groups of"
+                    " one optimizer."
+                )
+        kinds = {(parameter.dtype, parameter.device) for parameter in self.parameters}
+        if len(kinds) > 1:
+            raise ConfigError(
+                "Parameters of one sharded optimizer are of one type and on one device, and these are of"
+                f" {', '.join(sorted(f'{dtype} on {device}' for dtype, device in kinds))}."
+            )
+
+    @torch.no_grad()
+    def _flatten(self, total: int) -> None:
+        first = self.parameters[0]
+        self.flat = torch.empty(total, dtype=first.dtype, device=first.device)  # [all parameters]
+        for parameter, start in zip(self.parameters, self._starts, strict=True):
+            piece = self.flat[start : start + parameter.numel()].view_as(parameter)
+            piece.copy_(parameter)
+            parameter.data = piece
+        size = self.shard.shard_size
+        self.gradient = torch.zeros(size, dtype=first.dtype, device=first.device)  # [this rank's range]
+
+    def _point_optimizer(self) -> None:
+        """Its groups hold this rank's range instead of the parameters, in runs of neighbours of one group."""
+        home = {id(p): number for number, each in enumerate(self.optimizer.param_groups) for p in each["params"]}
+        runs: list[list[int]] = []
+        for parameter, start in zip(self.parameters, self._starts, strict=True):
+            number = home[id(parameter)]
+            begin = max(start, self.shard.param_start)
+            end = min(start + parameter.numel(), self.shard.param_end)
+            if begin >= end:
+                continue
+            if runs and runs[-1][0] == number and runs[-1][2] == begin:
+                runs[-1][2] = end
+            else:
+                runs.append([number, begin, end])
+        before = dict(self.optimizer.state)
+        self.optimizer.state.clear()
+        pieces: list[list[nn.Parameter]] = [[] for _ in self.optimizer.param_groups]
+        for number, begin, end in runs:
+            piece = nn.Parameter(self.flat[begin:end])
+            piece.grad = self.gradient[begin - self.shard.param_start : end - self.shard.param_start]
+            pieces[number].append(piece)
+            if before:
+                self.optimizer.state[piece] = self._state_of(before, begin, end)
+        for each, mine in zip(self.optimizer.param_groups, pieces, strict=True):
+            each["params"] = mine
+        self.optimizer.zero_grad = lambda set_to_none=True: None  # type: ignore[method-assign]  # gradients are ours
+
+    def _state_of(self, whole: dict[Any, Any], begin: int, end: int) -> dict[str, Any]:
+        """The part of whole parameters' state that lies in a range; what is not of a parameter's shape is shared."""
+        inside = [
+            (parameter, max(begin, start) - start, min(end, start + parameter.numel()) - start)
+            for parameter, start in zip(self.parameters, self._starts, strict=True)
+            if start < end and begin < start + parameter.numel() and parameter in whole
+        ]
+        found: dict[str, Any] = {}
+        for key, value in whole[inside[0][0]].items() if inside else ():
+            if isinstance(value, Tensor) and value.shape == inside[0][0].shape and value.dim():
+                found[key] = torch.cat([whole[parameter][key].reshape(-1)[a:b] for parameter, a, b in inside])
+            else:
+                found[key] = value.clone() if isinstance(value, Tensor) else value
+        return found
+
+    def _plan_buckets(self) -> list[_Bucket]:
+        """From the last parameters to the first, as the backward gives their gradients."""
+        most = max(1, BUCKET_BYTES // self.flat.element_size())
+        buckets: list[_Bucket] = []
+        for index in reversed(range(len(self.parameters))):
+            start, end = self._starts[index], self._starts[index] + self.parameters[index].numel()
+            if buckets and buckets[-1].end - start <= most:
+                buckets[-1].start = start
+                buckets[-1].parameters.append(index)
+            else:
+                buckets.append(_Bucket(start, end, [index]))
+        for bucket in buckets:
+            bucket.missing = set(bucket.parameters)
+        return buckets
+
+    # Gradients
+
+    def _hook(self, bucket: _Bucket, index: int) -> Callable[[Tensor], None]:
+        start, size = self._starts[index] - bucket.start, self.parameters[index].numel()
+
+        @torch.no_grad()
+        def on_gradient(parameter: Tensor) -> None:
+            assert parameter.grad is not None
+            if self._is_stale:
+                raise ConfigError(_FORGOTTEN)
+            if index not in bucket.missing:  # another backward before the step: the first one leaves now
+                self.finish()
+            self._fill(bucket)
+            assert bucket.gradient is not None
+            bucket.gradient[start : start + size].view_as(parameter).copy_(parameter.grad)
+            parameter.grad = None
+            bucket.missing.discard(index)
+            self._send_in_order()
+
+        return on_gradient
+
+    def _fill(self, bucket: _Bucket) -> None:
+        if bucket.gradient is None:
+            bucket.gradient = self.flat.new_zeros(bucket.end - bucket.start)
+
+    def _send_in_order(self) -> None:
+        """Ranks that reduced in different orders would add up the wrong tensors."""
+        for bucket in self._buckets:
+            if bucket.pending:
+                continue
+            if bucket.missing:
+                return
+            if bucket.gradient is not None:
+                self._send(bucket)
+
+    def _send(self, bucket: _Bucket) -> None:
+        assert bucket.gradient is not None
+        while len(self._on_their_way) >= MOST_ON_THEIR_WAY:
+            self._take_in(self._on_their_way[0])
+        for shard in self.shards:
+            start, end = max(shard.param_start, bucket.start), min(shard.param_end, bucket.end)
+            if start < end:
+                part = bucket.gradient[start - bucket.start : end - bucket.start]
+                bucket.pending.append(self.collectives.start_reduce(part, shard.rank))
+        self._on_their_way.append(bucket)
+
+    def _take_in(self, bucket: _Bucket) -> None:
+        """Its own part of a bucket that has arrived; the rest is forgotten."""
+        assert bucket.gradient is not None
+        self._on_their_way.remove(bucket)
+        for pending in bucket.pending:
+            pending.wait()
+        start, end = max(self.shard.param_start, bucket.start), min(self.shard.param_end, bucket.end)
+        if start < end:
+            part = bucket.gradient[start - bucket.start : end - bucket.start]
+            mine = self.gradient[start - self.shard.param_start : end - self.shard.param_start]
+            mine.add_(part, alpha=1 / self.collectives.world if self._mean else 1.0)
+        bucket.gradient, bucket.pending = None, []
+
+    # Parameters
+
+    def _before_forward(self, module: nn.Module) -> Callable[..., None]:
+        own = [
+            index for index, p in enumerate(self.parameters) if any(p is q for q in module.parameters(recurse=False))
+        ]
+        ranges = [(self._starts[index], self._starts[index] + self.parameters[index].numel()) for index in own]
+        low, high = min((a for a, _ in ranges), default=0), max((b for _, b in ranges), default=0)
+
+        def wait(module: nn.Module, inputs: Any) -> None:
+            if self._is_stale:
+                raise ConfigError(_FORGOTTEN)
+            if self._updates:
+                needed = [update for update in self._updates if update[0] < high and low < update[1]]
+                for update in needed:
+                    update[2].wait()
+                    self._updates.remove(update)
+
+        return wait
+
+
+_FORGOTTEN = (
+    "The parameters here are out of date: broadcast_updated_params() was not called after step(), so each rank has only"
+    " its own range of the new ones. Call it after every step()."
+)
+
+
+def _insist_on_elementwise(optimizer: Optimizer) -> None:
+    name = type(optimizer).__name__
+    if isinstance(optimizer, ELEMENTWISE) and name not in REASONS:
+        if any(each.get("differentiable") for each in optimizer.param_groups):
+            raise ConfigError(f"{name} with differentiable=True cannot be sharded.")
+        return
+    why = REASONS.get(name, "Potluck does not know whether it treats each number of a parameter by itself")
+    known = ", ".join(kind.__name__ for kind in ELEMENTWISE)
+    raise ConfigError(
+        f"{name} cannot be sharded over ranges of the flattened parameters: {why}. Use one of {known}, or NoShard."
+    )
