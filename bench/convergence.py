@@ -23,7 +23,7 @@ CONTENDERS = ("Sync equal", *(name for name in POLICIES if "anchor" in name))
 
 
 def measure(quick: bool) -> Result:
-    seeds, steps = (1, 60) if quick else (3, 600)
+    seeds, steps = (1, 60) if quick else (3, 350)
     finals: dict[str, list[float]] = {name: [] for name in CONTENDERS}
     windows: dict[str, int] = {}
     with Uneven([Machine()] * 2, pausing=True) as fleet:

@@ -122,4 +122,4 @@ def follow(seat: Seat, *, contender: str, task: dict[str, Any]) -> dict[str, Any
     fleet.evaluate(next_token_loss, data[: seat.world], seat.world)
     alone = BareLoop(seat, given, data)
     alone.step()
-    return {"windows": windows, "slowed": slowed[0], "alone": rows_per_s(seat, alone, 2.0)}
+    return {"windows": windows, "slowed": slowed[0], "alone": rows_per_s(alone, 2.0)}

@@ -1,8 +1,9 @@
 """What unequal workers do together, as a share of what they do alone at the same time: the contenders, and one rank.
 
-A group of ranks first computes without a word to each other, then trains together, then computes alone again; so both
-figures come from the same processes, within seconds. Alone, a worker does everything that the bare loop does: forward,
-backward, clipping, AdamW. Everybody's batch has the same rows, except where shares follow speeds.
+A group of ranks computes for a second without a word to each other, then trains together for some seconds, then
+computes alone again, and so on; so both figures come from the same processes at nearly the same time. Alone, a worker
+does everything that the bare loop does: forward, backward, clipping, AdamW. Everybody's batch has the same rows, except
+where shares follow speeds.
 """
 
 import math
@@ -73,21 +74,17 @@ TASK = Task(model=ModelConfig(dim=192, layers=2, heads=4, context=8), rows=24)
 
 @dataclass(frozen=True, kw_only=True)
 class Times:
-    alone_s: float = 1.5
-    """Before, and again after."""
-    warm_s: float = 2.5
-    """Until shares have settled; at least that long."""
+    alone_s: float = 0.8
+    """Alone, each time."""
+    together_s: float = 3.0
+    """Together, each time; at least, and until they agree."""
+    chunks: int = 2
+    """How often they compute together, after the warm-up; alone once more than that."""
     warm_windows: int = 3
-    """And at least so many windows, where there are several steps to one."""
-    measure_s: float = 6.0
-
-
-@dataclass(frozen=True)
-class Mark:
-    """Where the whole fleet stood when it agreed."""
-
-    at_s: float
-    rows: int
+    warm_steps: int = 40
+    """Until shares have settled: where there are several steps to a window, and where there are not."""
+    quiet_s: float = 0.1
+    """Before they compute alone: an average that is formed while the next window computes takes less than that."""
 
 
 def compete(seat: Seat, *, contender: str, task: dict[str, Any], times: dict[str, float]) -> dict[str, Any]:
@@ -97,12 +94,12 @@ def compete(seat: Seat, *, contender: str, task: dict[str, Any], times: dict[str
     alone = BareLoop(seat, given, data)
     for _ in range(3):
         alone.step()
-    before = rows_per_s(seat, alone, clock.alone_s)
+    meter = Meter(seat, alone, clock)
     if contender in BARE:
-        told = _compete_bare(seat, given, data, clock, period=1 if contender == "bare DDP" else PERIOD)
+        told = _compete_bare(meter, data, period=1 if contender == "bare DDP" else PERIOD)
     else:
-        told = _compete_ours(seat, given, data, clock, POLICIES[contender])
-    return told | {"alone": [before, rows_per_s(seat, alone, clock.alone_s)]}
+        told = _compete_ours(meter, data, POLICIES[contender])
+    return told | meter.told()
 
 
 class BareLoop:
@@ -135,7 +132,7 @@ class BareLoop:
         loss.item()
 
 
-def rows_per_s(seat: Seat, alone: BareLoop, seconds: float) -> float:
+def rows_per_s(alone: BareLoop, seconds: float) -> float:
     """All ranks at the same time, none with a word to another."""
     _wait_for_device()
     dist.barrier()
@@ -144,61 +141,101 @@ def rows_per_s(seat: Seat, alone: BareLoop, seconds: float) -> float:
         alone.step()
         done += alone.task.rows
     _wait_for_device()
-    return done / (time.perf_counter() - started)
+    speed = done / (time.perf_counter() - started)
+    dist.barrier()
+    return speed
 
 
-def _compete_bare(seat: Seat, task: Task, data: Tensor, clock: Times, period: int) -> dict[str, Any]:
+class Meter:
+    """Called on every rank whenever all agree. All ranks count alike when they are to compute alone."""
+
+    def __init__(self, seat: Seat, alone: BareLoop, clock: Times) -> None:
+        self.seat, self.loop, self.clock = seat, alone, clock
+        self.alone: list[float] = []
+        """Rows per second of this rank."""
+        self.together: list[tuple[int, float]] = []
+        """Rows of all ranks, and seconds."""
+        self._count = self._each = self._warm = 0
+        self._from_s, self._from_rows = 0.0, 0
+
+    def begin(self, warm: int) -> None:
+        """The warm-up lasts for so many agreements."""
+        self._warm = warm
+        dist.barrier()
+        self._from_s = time.perf_counter()
+
+    def agreed(self, rows: int) -> bool:
+        """`rows` were done by all so far. Whether that is enough."""
+        _wait_for_device()
+        now = time.perf_counter()
+        self._count += 1
+        since = self._count - self._warm
+        if since in (-(self._warm // 2), 0):  # the second half of the warm-up tells how long a window is
+            window_s = (now - self._from_s) / max(1, self._warm // 2)
+            self._from_s = now
+        if since == 0:
+            each = torch.tensor(max(1, math.ceil(self.clock.together_s / window_s)))
+            dist.broadcast(each, src=0)
+            self._each = int(each)
+        elif since > 0 and since % self._each == 0:
+            self.together.append((rows - self._from_rows, now - self._from_s))
+        if since >= 0 and since % self._each == 0:
+            time.sleep(self.clock.quiet_s)
+            self.alone.append(rows_per_s(self.loop, self.clock.alone_s))
+            self._from_s, self._from_rows = time.perf_counter(), rows
+        return since > 0 and since == self._each * self.clock.chunks
+
+    def told(self) -> dict[str, Any]:
+        seconds = sum(took for _, took in self.together)
+        return {
+            "rows_per_s": sum(rows for rows, _ in self.together) / seconds,
+            "alone": self.alone,
+            "windows": self._each * self.clock.chunks,
+            "seconds": seconds,
+        }
+
+
+def _compete_bare(meter: Meter, data: Tensor, period: int) -> dict[str, Any]:
+    seat, task = meter.seat, meter.loop.task
     if period == 1:
         loop = BareLoop(
             seat, task, data, wrap=lambda model: DistributedDataParallel(model, gradient_as_bucket_view=True)
         )
     else:
         loop = BareLoop(seat, task, data, average=PeriodicModelAverager(period=period).average_parameters)
-    marks: list[Mark] = []
-
-    def run(windows: int) -> None:
-        for _ in range(windows):
-            for _ in range(period):
-                loop.step()
-            _wait_for_device()
-            marks.append(Mark(time.perf_counter(), task.rows * seat.world * period * len(marks)))
-
-    run(6 if period == 1 else 2)
-    window_s = (marks[-1].at_s - marks[1 if period == 1 else 0].at_s) / (len(marks) - (2 if period == 1 else 1))
-    count = torch.tensor(max(1, math.ceil(clock.measure_s / window_s)))
-    dist.broadcast(count, src=0)
-    warm = len(marks) - 1
-    run(int(count))
-    return _told(marks, warm) | {"shares": [1 / seat.world] * seat.world}
+    meter.begin(8 if period == 1 else 2)
+    steps, is_over = 0, False
+    while not is_over:
+        loop.step()
+        steps += 1
+        is_over = steps % period == 0 and meter.agreed(steps * task.rows * seat.world)
+    return {"shares": [1 / seat.world] * seat.world}
 
 
-def _compete_ours(seat: Seat, task: Task, data: Tensor, clock: Times, policy: Any) -> dict[str, Any]:
+def _compete_ours(meter: Meter, data: Tensor, policy: Any) -> dict[str, Any]:
     import potluck
 
+    seat, task, clock = meter.seat, meter.loop.task, meter.clock
     fleet = potluck.init(policy, step=StepConfig(clip=CLIP, precision="bf16" if task.bf16 else "fp32"))
     model, optimizer = task.build()
     model, _, loader = fleet.prepare(model, optimizer, data, batch_size=task.rows * seat.world)  # type: ignore[assignment]
-    marks, heard = [Mark(time.perf_counter(), 0)], Heard()
-    warm_marks = 1 if isinstance(policy, Sync) else clock.warm_windows
+    heard = Heard()
 
-    def note() -> None:
-        marks.append(Mark(time.perf_counter(), fleet.rows_seen))
-        at = _warm(marks, clock.warm_s, warm_marks)
-        if seat.rank == 0 and at is not None and marks[-1].at_s - marks[at].at_s >= clock.measure_s:
-            fleet.request_stop()
+    def agreed() -> None:
+        if meter.agreed(fleet.rows_seen):
+            fleet.stopping = True  # on every rank alike
 
     fleet.events.listeners.append(heard)
-    fleet.after_step.append(note)
+    fleet.after_step.append(agreed)
+    warm = clock.warm_steps if isinstance(policy, Sync) else clock.warm_windows
+    meter.begin(warm)
     while not fleet.stopping:
         for batch in loader:
             loss, samples = next_token_loss(model, batch)
             fleet.backward(loss, samples=samples)
             seat.pause()
             fleet.step()
-    fleet.evaluate(next_token_loss, data[: seat.world], seat.world)  # nothing is on its way any more
-    warm = _warm(marks, clock.warm_s, warm_marks)
-    assert warm is not None
-    return _told(marks, warm) | heard.told(warm)
+    return heard.told(warm)
 
 
 class Heard:
@@ -225,20 +262,6 @@ class Heard:
             "busy": [sum(part.busy_s for part in parts) / seconds for parts in per_rank],
             "anchor": self.decided.anchor if self.decided is not None else 1,
         }
-
-
-def _warm(marks: list[Mark], seconds: float, least: int) -> int | None:
-    """Which mark ended the warm-up."""
-    return next((i for i, mark in enumerate(marks) if i >= least and mark.at_s - marks[0].at_s >= seconds), None)
-
-
-def _told(marks: list[Mark], warm: int) -> dict[str, Any]:
-    first, last = marks[warm], marks[-1]
-    return {
-        "rows_per_s": (last.rows - first.rows) / (last.at_s - first.at_s),
-        "windows": len(marks) - 1 - warm,
-        "seconds": last.at_s - first.at_s,
-    }
 
 
 def _cycle(data: Tensor, rows: int, rank: int) -> Any:

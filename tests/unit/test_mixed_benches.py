@@ -1,10 +1,13 @@
 """What the benchmarks of mixed speeds make of their measurements."""
 
+from typing import Any
+
 import pytest
 
+from bench import mixed
 from bench.following import NEVER, windows_until
 from bench.learning import Lesson, merged, time_to
-from bench.mixed import TASK, Mark, Task, _told, _warm, combined
+from bench.mixed import TASK, Task, combined
 from bench.mixed_speeds import Setting, Turn, compare, medians, table
 from bench.time_to_loss import compare as compare_losses
 from bench.time_to_loss import loss_of_all, mean_curve
@@ -23,12 +26,39 @@ def test_a_task_survives_its_way_to_a_rank() -> None:
     assert Task.from_json(TASK.as_json()) == TASK
 
 
-def test_the_fleets_speed_is_measured_between_agreements_after_the_warm_up() -> None:
-    marks = [Mark(10.0, 0), Mark(11.0, 5), Mark(13.0, 50), Mark(15.0, 110), Mark(17.0, 170)]
-    assert _warm(marks, 2.5, 2) == 2 and _warm(marks, 0.5, 2) == 2 and _warm(marks, 9.0, 1) is None
-    assert _told(marks, 2) == {"rows_per_s": 30.0, "windows": 2, "seconds": 4.0}
+def test_combined_speed_is_the_sum_of_what_each_does_alone() -> None:
     answers = [{"rows_per_s": 30.0, "alone": [20.0, 22.0]}, {"rows_per_s": 30.0, "alone": [9.0, 11.0]}]
     assert combined(answers) == (30.0, 31.0)
+
+
+class Still:
+    """Instead of a loop, a group and a clock."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr(mixed.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(mixed.time, "sleep", lambda seconds: None)
+        monkeypatch.setattr(mixed.dist, "barrier", lambda: None)
+        monkeypatch.setattr(mixed.dist, "broadcast", lambda tensor, src: None)
+        monkeypatch.setattr(mixed, "rows_per_s", self.compute_alone)
+
+    def compute_alone(self, loop: object, seconds: float) -> float:
+        self.now += seconds
+        return 7.0
+
+
+@pytest.mark.parametrize("warm", [1, 2, 3, 8])
+def test_a_meter_counts_only_the_time_together(warm: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    still = Still(monkeypatch)
+    meter = mixed.Meter(Any, Any, mixed.Times(alone_s=5.0, together_s=3.0, chunks=2))  # type: ignore[arg-type]
+    meter.begin(warm)
+    agreements, is_over = 0, False
+    while not is_over:
+        still.now += 1.0
+        agreements += 1
+        is_over = meter.agreed(10 * agreements)
+    assert agreements == warm + 6  # two chunks of three windows, of a second each
+    assert meter.told() == {"rows_per_s": 10.0, "alone": [7.0] * 3, "windows": 6, "seconds": 6.0}
 
 
 def turn(setting: Setting, contender: str, share: float) -> Turn:
