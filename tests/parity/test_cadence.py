@@ -259,7 +259,7 @@ def stop_and_go_on(folder: str, policies: list[Any]) -> list[Any]:
                     time.sleep(0.01)
                 fleet.backward(F.mse_loss(model(x), y), samples=len(x))
                 fleet.step()
-                if not turn and fleet.rows_seen > ROWS // 3:
+                if not turn and fleet.rows_seen:
                     fleet.request_stop()
             if not turn:
                 fleet.save(folder)

@@ -21,11 +21,11 @@ def measured(policy: Cadence | Async, *ms: float, sync_s: float = 0.0) -> Window
 def test_before_anything_is_measured_all_do_the_same_and_it_is_said() -> None:
     decision = Windows(Cadence(), ["a", "b"]).decide(MANY, 4)
     assert decision == Decision(
-        rows=(40, 40),
+        rows=(8, 8),
         spare=(0, 0),
         until_s=None,
         anchor=10,
-        reason="Nothing was measured yet, so all do the same: 10 and 10 batches.",
+        reason="Nothing was measured yet, so all do the same: 2 and 2 batches.",
     )
 
 
@@ -44,7 +44,9 @@ def test_async_ends_by_counts_and_cadence_by_the_clock() -> None:
 
 
 def test_costly_agreement_makes_windows_longer() -> None:
-    decision = measured(Cadence(), 10.0, 10.0, sync_s=0.02).decide(MANY, 1)
+    windows = measured(Cadence(), 10.0, 10.0, sync_s=0.5)  # of the first window, which is too short to tell
+    windows.report([Report(wall_s=0.1, batches=10)] * 2, 0.02)
+    decision = windows.decide(MANY, 1)
     assert decision.anchor == 20
     assert decision.reason.startswith(
         "Agreeing took 20% of a window and 10% are wanted, so the slowest does 20 batches instead of 10"

@@ -14,7 +14,9 @@ from potluck.errors import ConfigError
 SPARE = 0.25
 """Of its part that a replica may do beyond it, if it turns out to be faster."""
 NUDGE = 0.5
-JUMP = 1.5
+PROBE = 2
+"""Batches of each replica in the first window, which only tells how fast they are: the fast ones wait in it."""
+JUMP = 1.3
 """A replica that is so many times faster or slower than before is measured anew, and not blended with what it was."""
 
 
@@ -72,7 +74,7 @@ class Windows:
 
         Fewer than `least` rows are not left for another window.
         """
-        counts = self.elche.batch_counts
+        counts = self._counts()
         rows = [count * batch_rows for count in counts]
         if len(self.names) == 1:
             rows = [rows[0] if rows[0] + least <= rows_left else rows_left]
@@ -94,6 +96,18 @@ class Windows:
                 spare = share_out(max(0, sum(spare) - over), [float(part) for part in spare])
         return self._decision(rows, spare, until_s, f"{self._why}: {_list(counts)} batches.")
 
+    def _counts(self) -> list[int]:
+        """ElChe's, without its inertia: a count that is a tenth off would cost a tenth of a fast replica's time."""
+        elche = self.elche
+        if len(self.names) == 1:
+            return [elche.anchor]
+        if not elche.is_measured:
+            return [min(count, PROBE) for count in elche.batch_counts]
+        if self.policy.max_batch_diff is not None:
+            return elche.batch_counts
+        slowest = max(elche.ms_per_batch)
+        return [max(1, round(elche.anchor * slowest / own)) if own > 0 else elche.anchor for own in elche.ms_per_batch]
+
     def report(self, reports: Sequence[Report], sync_s: float) -> None:
         """After each window; `sync_s` is what agreeing cost beyond waiting for the last."""
         elche, before = self.elche, self.elche.anchor
@@ -101,6 +115,8 @@ class Windows:
             ratio = 1000 * report.wall_s / max(1, report.batches) / (elche.ms_per_batch[rank] or 1.0)
             if report.batches and not 1 / JUMP < ratio < JUMP:
                 elche.ms_per_batch[rank] = 0.0  # another speed altogether: the old one says nothing about it
+        if not elche.is_measured:
+            sync_s = 0.0  # against so short a window it would seem far too much
         walls = [1000 * report.wall_s for report in reports]
         elche.report_timing(walls, [report.batches for report in reports], 1000 * sync_s)
         slowest = elche.ms_per_batch.index(max(elche.ms_per_batch))

@@ -197,6 +197,7 @@ class Engine:
         self.loader = self._make_loader(dataset, batch, seed, collate)
         self.loader.on_epoch_end = self._end_of_epoch
         self.loader.is_stopped = lambda: self.stopping
+        self.start()
         return model, optimizer, self.loader
 
     def start(self) -> None:

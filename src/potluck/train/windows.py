@@ -6,6 +6,7 @@ are averaged by samples, and everybody decides alike what the next window is.
 `step_number` counts whole batches of the run, as it does when all step together; there are several to a window.
 """
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -105,8 +106,7 @@ class WindowEngine(Engine):
         while self._pool.rows and not self.stopping:
             yield from self._open_window(loader)
             self._close_window(loader)
-        if not self._pool.rows:
-            self._settle()
+        self._settle()
 
     def _open_window(self, loader: SliceLoader) -> Iterator[MicroBatch]:
         rows_left = min(self._pool.rows, (self.rows_limit or 1 << 62) - self.rows_seen)
@@ -287,7 +287,8 @@ class WindowEngine(Engine):
 
 
 def _cut(ranges: list[tuple[int, int]], rows: int) -> Iterator[tuple[int, int]]:
-    """Batches of so many rows; the last of each range may be short."""
+    """Batches of at most so many rows, those of a range as even as can be: one of a single row would say little."""
     for start, end in ranges:
-        for first in range(start, end, rows):
-            yield first, min(first + rows, end)
+        count = -(-(end - start) // rows)
+        cuts = [start + (end - start) * number // count for number in range(count + 1)]
+        yield from itertools.pairwise(cuts)
