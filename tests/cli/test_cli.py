@@ -32,6 +32,9 @@ paths = ["text"]
 validation = 0.1
 [batch]
 size = 8
+[policy]
+kind = "sync"
+balance = false
 [optimizer]
 lr = 1e-2
 [step]
@@ -119,9 +122,9 @@ def test_a_recipe_trains_and_tells_all_that_a_person_wants_to_know(place: Path) 
 
 
 def test_two_runs_at_once_in_one_folder_are_refused(place: Path) -> None:
-    first = start(place, "train", "tiny.toml", "--out", "both", "--set", "fit.epochs=1000")
+    first = start(place, "train", "tiny.toml", "-n", "1", "--out", "both", "--set", "fit.epochs=1000")
     wait_until(lambda: len(steps(place / "both")) >= 12)  # it has saved at step 5 by now
-    second = run(place, "train", "tiny.toml", "--out", "both", "--resume")
+    second = run(place, "train", "tiny.toml", "-n", "1", "--out", "both", "--resume")
     first.send_signal(signal.SIGINT)
     first.communicate(timeout=30)
     assert first.returncode == 130
@@ -129,7 +132,7 @@ def test_two_runs_at_once_in_one_folder_are_refused(place: Path) -> None:
 
 
 def test_a_second_run_takes_a_folder_of_its_own_and_never_the_firsts(place: Path) -> None:
-    short = ("train", "tiny.toml", "--set", "fit.max_steps=2")
+    short = ("train", "tiny.toml", "-n", "1", "--set", "fit.max_steps=2")
     assert run(place, *short).returncode == 0
     assert run(place, *short).returncode == 0
     assert sorted(path.name for path in (place / "runs").iterdir()) == ["tiny", "tiny-2"]
@@ -197,7 +200,7 @@ def finished_weights(place: Path, out: str) -> dict[str, torch.Tensor]:
 def test_a_run_killed_at_several_points_ends_with_bit_identical_weights(place: Path) -> None:
     assert run(place, "train", "tiny.toml", "--out", "whole").returncode == 0
     kills = 0
-    for at_step, whom in [(3, "all"), (7, "parent"), (22, "worker"), (40, "all")]:
+    for at_step, whom in [(3, "all"), (7, "parent"), (22, "worker")]:
         resume = ["--resume"] if (place / "part" / "checkpoints").exists() else []
         process = start(place, "train", "tiny.toml", "--out", "part", *resume)
         wait_until(lambda at_step=at_step: max(steps(place / "part"), default=0) >= at_step)  # type: ignore[misc]
@@ -209,7 +212,7 @@ def test_a_run_killed_at_several_points_ends_with_bit_identical_weights(place: P
         wait_until(lambda workers=workers: not any(map(is_alive, workers)), 10)  # type: ignore[misc]
         assert process.returncode != 0
         kills += 1
-    assert kills == 4
+    assert kills == 3
     assert run(place, "train", "tiny.toml", "--out", "part", "--resume").returncode == 0
     whole, part = finished_weights(place, "whole"), finished_weights(place, "part")
     for name, expected in whole.items():
@@ -300,9 +303,9 @@ def test_every_line_of_every_worker_is_heard(place: Path) -> None:
 
 
 def test_a_refused_resume_changes_nothing_and_a_new_setting_takes_effect(place: Path) -> None:
-    assert run(place, "train", "tiny.toml", "--set", "fit.max_steps=2").returncode == 0
+    assert run(place, "train", "tiny.toml", "-n", "1", "--set", "fit.max_steps=2").returncode == 0
     kept = (place / "runs" / "tiny" / "run.toml").read_text()
-    again = ("train", "runs/tiny/run.toml", "--out", "runs/tiny", "--resume")
+    again = ("train", "runs/tiny/run.toml", "-n", "1", "--out", "runs/tiny", "--resume")
     assert run(place, *again, "--set", "model.dim=32").returncode == 2
     assert (place / "runs" / "tiny" / "run.toml").read_text() == kept
     assert run(place, *again, "--set", "fit.max_steps=3", "--set", "optimizer.lr=0.5").returncode == 0
@@ -330,7 +333,7 @@ def test_the_demo_compares_sync_and_cadence(place: Path) -> None:
         assert re.search(rf"Training .* on 3 workers \(cpu\): 20 steps of 12 rows, in runs/demo-{policy}$", said, re.M)
         policies = (place / "runs" / f"demo-{policy}" / "run.toml").read_text()
         assert f'kind = "{policy}"' in policies
-    assert "  Nothing was measured yet, so all do the same: 3, 3 and 3 batches." in said
+    assert "  Nothing was measured yet, so all do the same: 2, 2 and 2 batches." in said
     found = re.search(
         r"^Cadence took ([\d.]+) s for the same 240 rows, and Sync ([\d.]+) s: ([\d.]+) times as fast", said, re.M
     )
@@ -340,6 +343,7 @@ def test_the_demo_compares_sync_and_cadence(place: Path) -> None:
     assert not control_groups()
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_the_demo_leaves_nothing_behind(place: Path) -> None:
     process = start(
         place, "demo", "-n", "2", "--data", "text", "--out", "mine", *TINY_DEMO, "--set", "fit.max_steps=100000"

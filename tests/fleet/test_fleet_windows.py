@@ -242,6 +242,7 @@ def test_a_polite_leaver_and_a_checkpoint(tmp_path: Path) -> None:
     assert max(e.step for e in saved) > len(fleet.records) or max(e.step for e in saved) == STEPS
 
 
+@pytest.mark.slow
 def test_a_run_that_everybody_died_in_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path, patience_s=1.0)
     first = fleet.add("first", policy=Cadence(**SHORT), slow_s=0.2, save_every=2)

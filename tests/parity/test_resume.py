@@ -213,7 +213,7 @@ def quiet(**settings: Any) -> FitConfig:
     return FitConfig(progress=False, checkpoint=CheckpointConfig(every=1), **settings)
 
 
-@pytest.mark.parametrize(("fetchers", "stop_at"), [(0, 1), (0, 3), (0, 6), (2, 3)])
+@pytest.mark.parametrize(("fetchers", "stop_at"), [(0, 1), (0, 3), (0, 6), pytest.param(2, 3, marks=pytest.mark.slow)])
 def test_skipped_steps_random_rows_and_fetchers_resume_to_the_bit(tmp_path: Path, fetchers: int, stop_at: int) -> None:
     batch, config = BatchConfig(size=8, fetchers=fetchers), quiet(epochs=2, max_steps=5)
     if stop_at > 5:

@@ -29,7 +29,8 @@ class Balance:
             seconds.append(own)
         if len(self._seconds[0]) < STEPS:
             return None
-        took = [statistics.median(seconds) for seconds in self._seconds]
+        # The lower quartile: a device that is slower is so in most of its steps, and not in some that were disturbed.
+        took = [statistics.quantiles(seconds, n=4)[0] for seconds in self._seconds]
         speeds = [part / seconds for part, seconds in zip(rows, took, strict=True)]
         parts = share_out(self.batch, speeds)
         while 0 in parts:  # a worker that got nothing could not be measured again
