@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from potluck.errors import ConfigError
-from potluck.train.data import BatchConfig, DataConfig, Loader, plan_step, read_text, read_windows
+from potluck.train.data import BatchConfig, DataConfig, Loader, Position, plan_step, read_text, read_windows
 
 CPU = torch.device("cpu")
 
@@ -153,3 +153,18 @@ def test_missing_empty_and_short_text_are_sentences(tmp_path: Path) -> None:
     (tmp_path / "short").write_text("abc")
     with pytest.raises(ConfigError, match=r"The text has 3 bytes, .* and one row needs 11"):
         read_windows(DataConfig(paths=(str(tmp_path),)), context=10)
+
+
+def test_what_is_left_of_an_epoch_follows_what_is_done_in_the_same_shuffled_order() -> None:
+    loader = Loader(torch.arange(20), BatchConfig(size=4), shares=(1.0,), rank=0, device=torch.device("cpu"))
+    order = loader._order().tolist()
+    assert loader.left_after([(8, 20)]) == () and loader.left_after([]) == ()
+    left = loader.left_after([(3, 5), (9, 20)])
+    assert left == ((3, 5), (9, 20))
+    loader.position = Position(0, 7, left)
+    again = loader._order().tolist()
+    assert again[7:] == order[3:5] + order[9:20] and sorted(again) == sorted(order)
+    # And once more, within what was left: rows 7 and 10 to 12 of the new order are still to do.
+    assert loader.left_after([(7, 8), (10, 13)]) == ((3, 4), (10, 13))
+    loader.position = Position(0, 16, loader.left_after([(7, 8), (10, 13)]))
+    assert loader._order().tolist()[16:] == [again[7], *again[10:13]]

@@ -252,17 +252,17 @@ class Loader:
 
     def left_after(self, ranges: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
         """Ranges of this pass's order that are still to do, as Position keeps them; empty if they are its end."""
-        if list(ranges) in ([], [(self.rows - sum(b - a for a, b in ranges), self.rows)]) and not self.position.left:
-            return ()
-        first = self.rows - sum(end - start for start, end in self.position.left) if self.position.left else 0
-        places = [place for start, end in self.position.left or [(0, self.rows)] for place in range(start, end)]
-        kept = sorted(places[row - first] for start, end in ranges for row in range(start, end))
+        if not self.position.left:
+            rows = sum(end - start for start, end in ranges)
+            return () if list(ranges) in ([], [(self.rows - rows, self.rows)]) else tuple(ranges)
         found: list[tuple[int, int]] = []
-        for place in kept:
-            if found and found[-1][1] == place:
-                found[-1] = found[-1][0], place + 1
-            else:
-                found.append((place, place + 1))
+        for start, end in ranges:
+            at = self.rows - sum(b - a for a, b in self.position.left)
+            for a, b in self.position.left:
+                low, high = max(start, at), min(end, at + b - a)
+                if low < high:
+                    found.append((a + low - at, a + high - at))
+                at += b - a
         return tuple(found)
 
     def _fetch(self, order: Tensor, row: int) -> DataLoader[Any]:
