@@ -322,7 +322,7 @@ class Coordinator:
             return self._illegal(member, message)
         match message:
             case Heartbeat():
-                return [Send(peer, message)]
+                return []  # heard, and that is all: a thousand who wait would get as many answers that nobody reads
             case Ready():
                 return self._on_ready(now, member, message)
             case SliceReport():
