@@ -22,6 +22,9 @@ UNKNOWN_BYTES = 4096
 """The longest message of a peer that has not said who it is."""
 KNOWN_BYTES = 4 << 20
 """The longest of one that has: a description of a model."""
+CROWD, BREATH_S = 32, 0.02
+"""With more guests than this, they are looked after so many seconds apart: each waking of this thread costs those who
+train more than what it does for one guest."""
 MOST_UNKNOWN = 512
 """More strangers than this at once: the oldest goes."""
 
@@ -135,6 +138,8 @@ class Lobby:
                 else:
                     self._accept(key.data)
             self._tire_of_strangers()
+            if len(self._guests) > CROWD:
+                time.sleep(BREATH_S)
 
     def _accept(self, listener: socket.socket) -> None:
         for _ in range(64):  # then somebody else has a turn
