@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from bench.mixed import CLIP, POLICIES, TASK, BareLoop, Task, rows_per_s
+from bench.mixed import CLIP, POLICIES, TASK, BareLoop, Task, rows_per_s, train
 from bench.report import Comparison, Result
 from bench.testbed import Machine
 from bench.turns import say
@@ -110,15 +110,12 @@ def follow(seat: Seat, *, contender: str, task: dict[str, Any]) -> dict[str, Any
             if seat.rank == 0 and slowed and len(windows) > slowed[0] + FOLLOWING * scale:
                 fleet.request_stop()
 
+    def look() -> None:
+        if len(ends) >= SETTLING * scale and time.perf_counter() - ends[-1] > 0.5 * (ends[-1] - ends[-2]) / scale:
+            seat.tell(SETTLED)
+
     fleet.events.listeners.append(hear)
-    while not fleet.stopping:
-        for batch in loader:
-            loss, samples = next_token_loss(model, batch)
-            fleet.backward(loss, samples=samples)
-            seat.pause()
-            fleet.step()
-            if len(ends) >= SETTLING * scale and time.perf_counter() - ends[-1] > 0.5 * (ends[-1] - ends[-2]) / scale:
-                seat.tell(SETTLED)
+    train(fleet, model, loader, seat, after_batch=look)
     fleet.evaluate(next_token_loss, data[: seat.world], seat.world)
     alone = BareLoop(seat, given, data)
     alone.step()

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW
 
+from bench.mixed import train
 from bench.uneven_rank import Seat
 from potluck import Async, Cadence, Outer, StepConfig, Sync
 from potluck.config import from_toml
@@ -142,12 +143,7 @@ def _learn_ours(seat: Seat, lesson: Lesson, contender: str, every_rows: int) -> 
     fleet.after_step.append(after_step)
     dist.barrier()
     curve = Curve(model, every_rows)
-    while not fleet.stopping:
-        for batch in loader:
-            loss, samples = next_token_loss(model, batch)
-            fleet.backward(loss, samples=samples)
-            seat.pause()
-            fleet.step()
+    train(fleet, model, loader, seat)
     seat.tell(TRAINED)
     final = fleet.evaluate(next_token_loss, validation, JUDGED_AT_ONCE)
     if every_rows < lesson.rows:

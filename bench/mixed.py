@@ -229,13 +229,21 @@ def _compete_ours(meter: Meter, data: Tensor, policy: Any) -> dict[str, Any]:
     fleet.after_step.append(agreed)
     warm = clock.warm_steps if isinstance(policy, Sync) else clock.warm_windows
     meter.begin(warm)
+    train(fleet, model, loader, seat)
+    return heard.told(warm)
+
+
+def train(
+    fleet: Any, model: nn.Module, loader: Any, seat: Seat, after_batch: Callable[[], None] = lambda: None
+) -> None:
+    """One rank of ours, until the run stops."""
     while not fleet.stopping:
         for batch in loader:
             loss, samples = next_token_loss(model, batch)
             fleet.backward(loss, samples=samples)
             seat.pause()
             fleet.step()
-    return heard.told(warm)
+            after_batch()
 
 
 class Heard:

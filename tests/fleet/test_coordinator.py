@@ -1107,6 +1107,11 @@ def test_whoever_joins_leaves_and_dies_whenever_the_weights_and_the_ledger_are_r
     for number in range(draw.randint(1, 4)):
         run.add(f"w{number}", **any_machine(draw), **habits)
         script_any_faults(run.faults, f"w{number}", draw)
+    live_through(run, draw, habits)
+
+
+def live_through(run: Fleet, draw: random.Random, habits: dict[str, Any]) -> None:
+    """Others come, and some are disturbed, until the run has ended well."""
     for number in range(draw.randint(0, 14)):
         run.run_for(draw.random() * 1.5)
         if run.host.finish is not None:

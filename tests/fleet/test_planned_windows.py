@@ -13,7 +13,7 @@ from potluck.fleet.coordinator import Coordinator
 from potluck.fleet.description import Description, settings_of
 from potluck.fleet.effects import Close, Send
 from potluck.wire.messages import Admitted, Hello, JoinAccepted, JoinRequest, Ready, Shutdown, Work
-from tests.fleet.test_coordinator import SOME, any_machine, disturb, script_any_faults
+from tests.fleet.test_coordinator import SOME, any_machine, live_through, script_any_faults
 from tests.fleet.virtual import PATIENCE_S, ROWS, FaultScript, Fleet, described
 
 pytestmark = pytest.mark.timeout(30)
@@ -208,15 +208,4 @@ def test_whoever_joins_leaves_and_dies_whenever_all_agree_and_the_ledger_is_righ
     for number in range(draw.randint(1, 4)):
         run.add(f"w{number}", batch_s=draw.choice([0.02, 0.1, 0.3]), **any_machine(draw), **habits)
         script_any_faults(run.faults, f"w{number}", draw)
-    for number in range(draw.randint(0, 14)):
-        run.run_for(draw.random() * 1.5)
-        if run.host.finish is not None:
-            break
-        if draw.random() < 0.4:
-            run.add(f"new{number}", **any_machine(draw), **habits)
-        else:
-            disturb(run, draw)
-    run.add("last", at_s=25.0, **habits)
-    run.finish(limit_s=500)
-    errors = {worker.error for worker in run.workers.values() if worker.error is not None}
-    assert all("has ended" in error or "begins anew" in error for error in errors), errors
+    live_through(run, draw, habits)

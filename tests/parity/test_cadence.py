@@ -228,7 +228,8 @@ def bad_rows(limit: int) -> list[Any]:
         model, _, loader = fleet.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), (x, y), batch_size=8)
         for a, b in loader:
             fleet.backward(F.mse_loss(model(a), b), samples=len(a))
-            fleet.step()
+            event = fleet.step()
+            assert event is None or event.reason == f"on worker {fleet.rank}, the loss is not finite"
         return [
             fleet.skipped,
             bool(torch.isfinite(flat(model)).all()),

@@ -39,13 +39,8 @@ class Outer:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Cadence:
-    """Each replica steps its own optimizer; parameters are averaged once the slowest has done `anchor` batches.
-
-    Faster ones fill the same time with more batches. A replica's batch is the run's batch over the replicas.
-    """
-
-    kind: ClassVar[str] = "cadence"
+class _Windowed:
+    """What policies have in common under which replicas step by themselves."""
 
     anchor: int = 10
     """Batches of the slowest replica between two averages; more when averaging costs more than is wanted."""
@@ -60,31 +55,32 @@ class Cadence:
     """Steps along the mean change of each window, instead of taking it as it is."""
 
     def __post_init__(self) -> None:
-        _check(self)
+        if self.outer is not None and self.overlap:
+            raise ValueError("outer steps from the last average, which overlap has not yet; switch one of them off")
+        make_elche(self, 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Async:
-    """As Cadence, but a window ends when each replica has done its own count of batches, and drift tightens it."""
+class Cadence(_Windowed):
+    """Each replica steps its own optimizer; parameters are averaged once the slowest has done `anchor` batches.
+
+    Faster ones fill the same time with more batches. A replica's batch is the run's batch over the replicas.
+    """
+
+    kind: ClassVar[str] = "cadence"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Async(_Windowed):
+    """As Cadence, but a window ends when each replica has done its own count of batches, and drift shortens it."""
 
     kind: ClassVar[str] = "async"
 
-    anchor: int = 10
-    """Batches of the slowest replica between two averages; fewer when replicas drift apart."""
-    max_anchor: int = 200
-    overhead_target: float = 0.10
-    """The share of the time that averaging may cost; from 0.01 to 0.50."""
-    max_batch_diff: int | None = None
-    """The most by which a replica's count of batches moves from one window to the next."""
-    overlap: bool = False
-    """A window's average is formed while the next one computes, and merged at its end."""
-    outer: Outer | None = None
-    """Steps along the mean change of each window, instead of taking it as it is."""
     divergence_threshold: float = 0.05
     """How far a replica may be from the mean, as a part of it, before rising drift halves the anchor."""
 
     def __post_init__(self) -> None:
-        _check(self)
+        _Windowed.__post_init__(self)
         if not self.divergence_threshold >= 0:
             raise ValueError(f"divergence_threshold must be at least 0, not {self.divergence_threshold}")
 
@@ -93,13 +89,7 @@ Windowed = Cadence | Async
 ApplyPolicy = Sync | Cadence | Async
 
 
-def _check(policy: Windowed) -> None:
-    if policy.outer is not None and policy.overlap:
-        raise ValueError("outer steps from the last average, which overlap has not yet; switch one of them off")
-    make_elche(policy, 1)
-
-
-def make_elche(policy: Windowed, world: int) -> ElChe:
+def make_elche(policy: _Windowed, world: int) -> ElChe:
     return ElChe(world, policy.anchor, policy.max_anchor, policy.overhead_target, policy.max_batch_diff)
 
 

@@ -237,8 +237,8 @@ class Client:
     def send_part(self, step: int, part: int, gradients: Floats, before: Callable[[], None] | None = None) -> None:
         assert self.description is not None
         session = self._session
-        is_seen = session is not None and session.shows and self._memory is not None
-        offset = self._memory.offset_of(gradients) if is_seen and self._memory is not None else None
+        seen = self._memory if session is not None and session.shows else None
+        offset = seen.offset_of(gradients) if seen is not None else None
         if offset is not None:
             self.send(PartAt(step, part, offset), before)
             return

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from potluck.agree.policy import Outer
+from potluck.train.buckets import split_like
 from potluck.train.link import Link, Pending
+from potluck.train.state import saved_buffers
 
 FLAT_BYTES = 32 << 20
 """Of one buffer: while one of them travels, the next is filled."""
@@ -29,18 +31,14 @@ class Flat:
             dtype=torch.float32 if half else first.dtype,
             device=first.device,
         )
-        self.views = self.split(self.sum)
+        self.views = split_like(self.sum, tensors)
         self.before: Tensor | None = None
         """What the mean is compared with: this replica's own values."""
-
-    def split(self, flat: Tensor) -> list[Tensor]:
-        pieces = torch.split(flat, [tensor.numel() for tensor in self.tensors])
-        return [piece.view(tensor.shape) for piece, tensor in zip(pieces, self.tensors, strict=True)]
 
     def snapshot(self) -> Tensor:
         if self.before is None:
             self.before = torch.empty_like(self.sum)
-        torch._foreach_copy_(self.split(self.before), self.tensors)
+        torch._foreach_copy_(split_like(self.before, self.tensors), self.tensors)
         return self.before
 
 
@@ -49,8 +47,7 @@ class Averages:
 
     def __init__(self, model: nn.Module, link: Link, outer: Outer | None = None) -> None:
         self._link = link
-        kept = set(model.state_dict())
-        buffers = [buffer for name, buffer in model.named_buffers() if name in kept]
+        buffers = saved_buffers(model)
         trained = [parameter.data for parameter in model.parameters() if parameter.requires_grad]
         self._trained = _flats(trained)
         self._buffers = _flats([buffer for buffer in buffers if buffer.is_floating_point()])
@@ -93,7 +90,7 @@ class Averages:
             if flat in self._trained:
                 off = off + flat.before.norm().double().cpu() ** 2
                 size = size + flat.sum.norm().double().cpu() ** 2
-            moved = flat.split(flat.before)
+            moved = split_like(flat.before, flat.tensors)
             if flat.sum.dtype == flat.tensors[0].dtype:
                 torch._foreach_sub_(flat.tensors, moved)
             else:
@@ -120,7 +117,7 @@ class Averages:
             change = start - flat.sum
             momentum.mul_(outer.momentum).add_(change)
             start.sub_(change.add_(momentum, alpha=outer.momentum), alpha=outer.lr)
-            torch._foreach_copy_(flat.tensors, flat.split(start))
+            torch._foreach_copy_(flat.tensors, split_like(start, flat.tensors))
 
     def _beside(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()

@@ -27,6 +27,12 @@ def _allocate(total: int, like: Tensor) -> Tensor:
     return torch.zeros(total, dtype=like.dtype, device=like.device)
 
 
+def split_like(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """A flat tensor as pieces of these tensors' shapes, which are views of it."""
+    pieces = torch.split(flat, [tensor.numel() for tensor in tensors])
+    return [piece.view_as(tensor) for piece, tensor in zip(pieces, tensors, strict=True)]
+
+
 class Bucket:
     """Some parameters' gradients, end to end in one flat tensor."""
 
@@ -35,8 +41,7 @@ class Bucket:
         self.parameters = parameters
         total = sum(parameter.numel() for parameter in parameters)
         self.flat = (allocate or _allocate)(total, parameters[0])  # [sum of numel]
-        pieces = torch.split(self.flat, [parameter.numel() for parameter in parameters])
-        self.views = [piece.view_as(p) for piece, p in zip(pieces, parameters, strict=True)]
+        self.views = split_like(self.flat, parameters)
         self.missing = set(range(len(parameters)))
         """Which gradients of the step's last backward have yet to arrive."""
         self.arrived = [False] * len(parameters)

@@ -250,6 +250,11 @@ class Loader:
             is_left[start:end] = True
         return torch.cat([order[~is_left], order[is_left]])
 
+    def pass_rows(self, rows: int) -> int:
+        """So many more rows of the epoch are done. How many whole batches ended with them, or the epoch's short one."""
+        before, self.position.row = self.position.row, self.position.row + rows
+        return -(-self.position.row // self.batch.size) - -(-before // self.batch.size)
+
     def left_after(self, ranges: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
         """Ranges of this pass's order that are still to do, as Position keeps them; empty if they are its end."""
         if not self.position.left:

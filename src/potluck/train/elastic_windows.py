@@ -23,13 +23,14 @@ from potluck.events import StepDone, StepSkipped
 from potluck.fleet.description import BUFFERS, Part
 from potluck.fleet.tree import Node, slice_rows
 from potluck.train import checkpoint
-from potluck.train.buckets import Allocate
+from potluck.train.buckets import Allocate, split_like
 from potluck.train.data import MicroBatch, mix
 from potluck.train.elastic import ElasticEngine
 from potluck.train.engine import _insist_on_mean
-from potluck.train.pulse import Verdict, decide_mean
+from potluck.train.pulse import Verdict, decide_alone
 from potluck.train.replica import Replica, find_blocks
 from potluck.train.slices import insist_on_float32, plan_parts
+from potluck.train.state import saved_buffers
 from potluck.wire.messages import Committed, SliceReport, Work
 
 
@@ -50,8 +51,7 @@ class Changes:
     def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], allocate: Allocate | None = None) -> None:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         insist_on_float32(trained)
-        kept = set(model.state_dict())
-        self._buffers = [buffer for name, buffer in model.named_buffers() if name in kept]
+        self._buffers = saved_buffers(model)
         planned = plan_parts(model, blocks)
         self.described = tuple(part for part, _ in planned)
         if self._buffers:
@@ -72,7 +72,7 @@ class Changes:
     def begin(self) -> None:
         """From the parameters as they are: those that all agreed on."""
         for flat, parameters in self._parts():
-            torch._foreach_copy_(_split(flat, parameters), parameters)
+            torch._foreach_copy_(split_like(flat, parameters), parameters)
         self._before = [buffer.clone() for buffer in self._buffers]
         self.is_open = True
 
@@ -82,7 +82,7 @@ class Changes:
         self.is_open, self._weight = False, weight
         for index, (flat, parameters) in enumerate(self._parts()):
             ended = torch.cat([parameter.reshape(-1) for parameter in parameters])
-            torch._foreach_copy_(parameters, _split(flat, parameters))
+            torch._foreach_copy_(parameters, split_like(flat, parameters))
             flat.sub_(ended).mul_(weight)
             yield index, flat
         if self._buffers:
@@ -97,12 +97,12 @@ class Changes:
         off = size = 0.0
         for (flat, parameters), mean in zip(self._parts(), means, strict=False):
             mean = mean.to(flat.device)
-            torch._foreach_sub_(parameters, _split(mean, parameters))
+            torch._foreach_sub_(parameters, split_like(mean, parameters))
             size += float(torch.stack(list(torch._foreach_norm(parameters))).double().square().sum())
             if self._weight:
                 off += float((flat / self._weight - mean).norm()) ** 2
         if self._buffers:
-            for buffer, moved in zip(self._buffers, _split(means[-1], self._buffers), strict=True):
+            for buffer, moved in zip(self._buffers, split_like(means[-1], self._buffers), strict=True):
                 moved = moved.to(buffer.device)
                 buffer.add_((moved if buffer.is_floating_point() else moved.round()).to(buffer.dtype))
         self._weight = 0.0
@@ -122,7 +122,7 @@ class Changes:
 
     def _go_back(self) -> None:
         for flat, parameters in self._parts():
-            torch._foreach_copy_(parameters, _split(flat, parameters))
+            torch._foreach_copy_(parameters, split_like(flat, parameters))
         if self._buffers:
             torch._foreach_copy_(self._buffers, self._before)
 
@@ -230,37 +230,16 @@ class ElasticWindowEngine(ElasticEngine):
         samples = self._batch_samples
         self._batches += 1
         self._samples += samples
-        verdict = self._judge(samples, loss_sum, norm)
-        event = None
+        verdict = decide_alone(samples, loss_sum, norm, self._unit, self.config.clip)
         if verdict.fault is None:
-            self._skipped_in_a_row = 0
             self._good_samples += samples
             self._good_loss += loss_sum
             self._norm = verdict.norm
-            self._set_lr(replica)
-            replica.apply(verdict.scale)
         else:
-            replica.drop()
-            replica.restore_buffers()
             self.skipped += 1
-            self._skipped_in_a_row += 1
-            event = StepSkipped(
-                step=self.step_number + 1,
-                loss=verdict.loss,
-                in_a_row=self._skipped_in_a_row,
-                reason=f"on {self.client.name}, {verdict.fault}",
-            )
-            self.events.emit(event)
-            self._insist_on_progress(event)
+        event = self._apply_alone(verdict, self.client.name)
         self._begin_batch()
         return event
-
-    def _judge(self, samples: float, loss_sum: float, norm_of_sum: float) -> Verdict:
-        if not samples:
-            return Verdict(0.0, math.nan, math.nan, math.nan, "the step has no samples")
-        scale = 1 / (samples * self._unit)
-        fault = None if math.isfinite(loss_sum) else "the loss is not finite"
-        return decide_mean(samples, loss_sum / samples, norm_of_sum * scale, scale, self.config.clip, fault)
 
     def _rows_of_schedule(self) -> int:
         """As if all workers were as far in the window as this one."""
@@ -287,9 +266,7 @@ class ElasticWindowEngine(ElasticEngine):
             self._send_part(part, changed)
 
     def _count_rows(self, rows: int) -> None:
-        position, size = self._loader().position, self._loader().batch.size
-        before, position.row = position.row, position.row + rows
-        self.step_number += -(-position.row // size) - -(-before // size)
+        self.step_number += self._loader().pass_rows(rows)
 
     def _agree(
         self, committed: Committed, means: list[Tensor], told: dict[str, Any], started: float
@@ -320,8 +297,3 @@ class ElasticWindowEngine(ElasticEngine):
     def _take_snapshot(self) -> checkpoint.Snapshot:
         with self._changes.as_agreed():
             return super()._take_snapshot()
-
-
-def _split(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    pieces = torch.split(flat, [tensor.numel() for tensor in tensors])
-    return [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)]

@@ -422,6 +422,27 @@ class Engine:
             workers=worker_steps(pulses),
         )
 
+    def _apply_alone(self, verdict: Verdict, where: str) -> StepSkipped | None:
+        """A step of this replica by itself: applied, or skipped and told."""
+        replica = self._prepared()
+        if verdict.fault is None:
+            self._skipped_in_a_row = 0
+            self._set_lr(replica)
+            replica.apply(verdict.scale)
+            return None
+        replica.drop()
+        replica.restore_buffers()
+        self._skipped_in_a_row += 1
+        event = StepSkipped(
+            step=self.step_number + 1,
+            loss=verdict.loss,
+            in_a_row=self._skipped_in_a_row,
+            reason=f"on {where}, {verdict.fault}",
+        )
+        self.events.emit(event)
+        self._insist_on_progress(event)
+        return event
+
     def _share_anew(self, pulses: list[Pulse]) -> None:
         """Workers of different speeds get parts of different sizes."""
         if self._balance is None or self.loader is None:

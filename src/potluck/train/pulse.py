@@ -49,6 +49,15 @@ def decide_step(pulses: Sequence[Pulse], norm_of_sum: float, unit: float, clip: 
     return decide_mean(samples, loss, norm_of_sum * scale, scale, clip, fault)
 
 
+def decide_alone(samples: float, loss_sum: float, norm_of_sum: float, unit: float, clip: float | None) -> Verdict:
+    """Of a replica that steps by itself."""
+    if not samples:
+        return Verdict(0.0, math.nan, math.nan, math.nan, "the step has no samples")
+    scale = 1 / (samples * unit)
+    fault = None if math.isfinite(loss_sum) else "the loss is not finite"
+    return decide_mean(samples, loss_sum / samples, norm_of_sum * scale, scale, clip, fault)
+
+
 def decide_mean(
     samples: float, loss: float, norm: float, scale: float, clip: float | None, fault: str | None = None
 ) -> Verdict:

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from potluck.errors import ConfigError
 from potluck.train.buckets import Buckets
 from potluck.train.link import Link
+from potluck.train.state import saved_buffers
 
 Precision = Literal["fp32", "bf16"]
 
@@ -80,8 +81,7 @@ class Replica:
         is_summed = sums_gradients and link.world > 1
         self._buckets = Buckets(model, find_blocks(model), link.start_sum) if is_summed else None
         self._trained_ids = {id(parameter) for parameter in self.trained}
-        kept = set(model.state_dict())
-        self._buffers = [buffer for name, buffer in model.named_buffers() if name in kept]
+        self._buffers = saved_buffers(model)
         self.remember_buffers()
         self._is_armed_for_last = False
 

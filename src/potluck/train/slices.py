@@ -16,6 +16,7 @@ from potluck.errors import ConfigError
 from potluck.fleet.description import BUFFERS, MAX_FLOATS, Part
 from potluck.fleet.tree import Node, merges
 from potluck.train.buckets import Allocate, Bucket, find_units
+from potluck.train.state import saved_buffers
 
 SMALL_BYTES = 1 << 20
 """Neighbouring layers outside the blocks travel together up to this size: each part costs a message."""
@@ -82,8 +83,7 @@ class SliceSums:
         self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         insist_on_float32(self.trained)
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
-        kept = set(model.state_dict())
-        self._buffers = [buffer for name, buffer in model.named_buffers() if name in kept]
+        self._buffers = saved_buffers(model)
         self.parts = [PartBuffer(part, parameters, allocate) for part, parameters in plan_parts(model, blocks)]
         """In the order in which the backward completes them."""
         self.used = [False] * len(self.trained)

@@ -18,6 +18,12 @@ def model_state(model: nn.Module) -> dict[str, Tensor]:
     return {name: to_host(tensor) for name, tensor in model.state_dict().items()}
 
 
+def saved_buffers(model: nn.Module) -> list[Tensor]:
+    """Buffers that are saved with the model: running statistics and the like."""
+    kept = set(model.state_dict())
+    return [buffer for name, buffer in model.named_buffers() if name in kept]
+
+
 def check_model(model: nn.Module, saved: dict[str, Tensor], source: str) -> None:
     """The first parameter that differs is named; nothing has been changed by then."""
     mine = model.state_dict()

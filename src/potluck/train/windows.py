@@ -6,7 +6,6 @@ are averaged by samples, and everybody decides alike what the next window is.
 `step_number` counts whole batches of the run, as it does when all step together; there are several to a window.
 """
 
-import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -21,12 +20,13 @@ from potluck.agree.policy import Windowed
 from potluck.agree.windows import Decision, Pool, Report, Windows, after
 from potluck.errors import ConfigError
 from potluck.events import Decided, StepDone, StepSkipped, WorkerStep
+from potluck.fleet.tree import slice_rows
 from potluck.shard.strategy import NoShard, ShardingStrategy
 from potluck.train.averages import Averages
 from potluck.train.data import BatchConfig, Loader, MicroBatch, SliceLoader, mix
 from potluck.train.engine import Engine
 from potluck.train.link import Link
-from potluck.train.pulse import Pulse, decide_step
+from potluck.train.pulse import decide_alone
 from potluck.train.replica import Replica, StepConfig
 from potluck.train.saves import Standing
 
@@ -146,8 +146,7 @@ class WindowEngine(Engine):
                 raise ConfigError("step() was called before backward(). Call backward(loss, samples=...) first.")
             return None
         _, norm, loss_sum = self._reduce(replica)
-        pulse = Pulse(self._samples, loss_sum, self._rows, 0.0, 0.0, False, False)
-        verdict = decide_step([pulse], norm, self._unit, self.config.clip)
+        verdict = decide_alone(self._samples, loss_sum, norm, self._unit, self.config.clip)
         is_good, before = verdict.fault is None, self._window
         self._window = before._replace(
             samples=before.samples + self._samples * is_good,
@@ -156,24 +155,9 @@ class WindowEngine(Engine):
             batches=before.batches + 1,
             skipped=before.skipped + (not is_good),
         )
-        event = None
+        event = self._apply_alone(verdict, f"worker {self.rank}")
         if is_good:
-            self._skipped_in_a_row = 0
-            self._set_lr(replica)
-            replica.apply(verdict.scale)
             self._lr, self._norm = float(replica.optimizer.param_groups[0]["lr"]), verdict.norm
-        else:
-            replica.drop()
-            replica.restore_buffers()
-            self._skipped_in_a_row += 1
-            event = StepSkipped(
-                step=self.step_number + 1,
-                loss=verdict.loss,
-                in_a_row=self._skipped_in_a_row,
-                reason=f"on worker {self.rank}, {verdict.fault}",
-            )
-            self.events.emit(event)
-            self._insist_on_progress(event)
         self._start_of_step()
         return event
 
@@ -228,10 +212,8 @@ class WindowEngine(Engine):
             self._averages.agree(self._weight)
 
     def _count_rows(self, loader: SliceLoader, rows: int) -> None:
-        size, before = loader.batch.size, loader.position.row
         self.rows_seen += rows
-        loader.position.row += rows
-        self.step_number += math.ceil(loader.position.row / size) - math.ceil(before / size)
+        self.step_number += loader.pass_rows(rows)
 
     def _emit_decision(self, decision: Decision) -> None:
         self.events.emit(
@@ -289,6 +271,4 @@ class WindowEngine(Engine):
 def _cut(ranges: list[tuple[int, int]], rows: int) -> Iterator[tuple[int, int]]:
     """Batches of at most so many rows, those of a range as even as can be: one of a single row would say little."""
     for start, end in ranges:
-        count = -(-(end - start) // rows)
-        cuts = [start + (end - start) * number // count for number in range(count + 1)]
-        yield from itertools.pairwise(cuts)
+        yield from slice_rows(start, end - start, -(-(end - start) // rows))
