@@ -76,11 +76,11 @@ TASK = Task(model=ModelConfig(dim=192, layers=2, heads=4, context=8), rows=24)
 class Times:
     alone_s: float = 0.8
     """Alone, each time."""
-    together_s: float = 3.0
+    together_s: float = 2.5
     """Together, each time; at least, and until they agree."""
-    chunks: int = 2
+    chunks: int = 4
     """How often they compute together, after the warm-up; alone once more than that."""
-    warm_windows: int = 3
+    warm_windows: int = 5
     warm_steps: int = 40
     """Until shares have settled: where there are several steps to a window, and where there are not."""
     quiet_s: float = 0.1

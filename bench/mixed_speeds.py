@@ -9,7 +9,7 @@ there is no testbed they differ by pausing, and the details say so. The model is
 so that a default window of Cadence lasts a second. Its gradient has 3.9 MB: on a link of 1 Gbit/s, two workers need
 31 ms for it, while a well balanced step at gap 3 takes 50 ms, of which the backward is half. And even without that
 limit, the slow worker's third of a core needs some 30 ms a step for its part of the sum and its optimizer, whatever its
-rows. So Sync has settings of its own, with long steps: 192 rows to a worker's batch, 0.4 s to a balanced step.
+rows. So Sync has settings of its own, with long steps: 384 rows to a worker's batch, 0.8 s to a balanced step.
 
 A quota is given out every 20 ms. Whoever waits for less than what it would have been held back for loses nothing: a
 slow worker that waits a few milliseconds is a little better off here than a slow machine would be.
@@ -92,7 +92,7 @@ FULL = (
     Setting(gap=3, is_long=True),
 )
 LONG = ("bare DDP", "Sync", "Sync balanced")
-LONG_ROWS = 192
+LONG_ROWS = 384
 
 
 def measure(quick: bool) -> Result:
@@ -111,8 +111,19 @@ def measure_settings(settings: Sequence[Setting], contenders: Sequence[str], tim
             for setting in settings:
                 if (setting.workers, setting.mbit) == (workers, mbit):
                     found += _take_turns(fleet, setting, contenders, times)
+                    _keep(found, how)  # a run that is ended early is not for nothing
     print(table(found))
+    return _result(found, how)
+
+
+def _result(found: Sequence[Turn], how: str) -> Result:
     return Result(compare(found), {"unequal_by": how, "task": TASK.as_json(), "turns": [vars(turn) for turn in found]})
+
+
+def _keep(found: Sequence[Turn], how: str) -> None:
+    result = _result(found, how)
+    report.write(report.RESULTS / "raw", "mixed_speeds", result, quick=True)
+    draw(result.details, report.RESULTS / "raw")
 
 
 def _take_turns(fleet: Uneven, setting: Setting, contenders: Sequence[str], times: Times) -> list[Turn]:
@@ -241,9 +252,7 @@ def main() -> None:
         for mbit in chosen.mbit
         for gap in chosen.gaps
     ]
-    result = measure_settings(settings, chosen.contenders, Times())
-    report.write(report.RESULTS / "raw", "mixed_speeds", result, quick=True)
-    draw(result.details, report.RESULTS / "raw")
+    measure_settings(settings, chosen.contenders, Times())
 
 
 if __name__ == "__main__":

@@ -39,17 +39,19 @@ def test_the_slowest_anchors_and_the_others_fill_its_time() -> None:
 
 
 def test_async_ends_by_counts_and_cadence_by_the_clock() -> None:
-    assert measured(Async(), 10.0, 30.0).decide(MANY, 4).until_s is None
+    decision = measured(Async(), 10.0, 30.0).decide(MANY, 4)
+    assert decision.until_s is None
+    assert decision.spare == (28, 0)  # the fast one goes on until the slow one is done, and not the other way round
     assert measured(Cadence(), 10.0, 30.0).decide(MANY, 4).until_s is not None
 
 
 def test_costly_agreement_makes_windows_longer() -> None:
     windows = measured(Cadence(), 10.0, 10.0, sync_s=0.5)  # of the first window, which is too short to tell
-    windows.report([Report(wall_s=0.1, batches=10)] * 2, 0.02)
+    windows.report([Report(wall_s=0.1, batches=10)] * 2, 0.006)
     decision = windows.decide(MANY, 1)
     assert decision.anchor == 20
     assert decision.reason.startswith(
-        "Agreeing took 20% of a window and 10% are wanted, so the slowest does 20 batches instead of 10"
+        "Agreeing took 6% of a window and 3% are wanted, so the slowest does 20 batches instead of 10"
     )
 
 

@@ -13,6 +13,8 @@ from potluck.errors import ConfigError
 
 SPARE = 0.25
 """Of its part that a replica may do beyond it, if it turns out to be faster."""
+BRISK = 1.5
+"""A replica so many times faster than the slowest goes on beyond its part while others have not done theirs."""
 NUDGE = 0.5
 PROBE = 2
 """Batches of each replica in the first window, which only tells how fast they are: the fast ones wait in it."""
@@ -38,7 +40,7 @@ class Decision:
     rows: tuple[int, ...]
     """Each replica's part."""
     spare: tuple[int, ...]
-    """How many rows more each may do while there is time. Only where a window ends by the clock."""
+    """How many rows more each may do: until the clock ends the window, or until all parts are done."""
     until_s: float | None
     """When it ends, from its start, whatever is done by then; none: when all parts are done."""
     anchor: int
@@ -88,13 +90,20 @@ class Windows:
             reason = f"{self._why}. These are the last {rows_left} rows, shared by speed: {_list(rows)}."
             return self._decision(rows, [0] * len(rows), None, reason)
         spare = [0] * len(rows)
-        if isinstance(self.policy, Cadence) and self.elche.is_measured:
-            until_s = self.elche.anchor_wall_ms / 1000
+        if self.elche.is_measured:
             spare = [batch_rows * max(1, int(SPARE * count)) for count in counts]
+            if isinstance(self.policy, Cadence):
+                until_s = self.elche.anchor_wall_ms / 1000
+            else:
+                spare = [rows if self._is_brisk(rank) else 0 for rank, rows in enumerate(spare)]
             over = sum(rows) + sum(spare) - rows_left
             if over > 0:
                 spare = share_out(max(0, sum(spare) - over), [float(part) for part in spare])
         return self._decision(rows, spare, until_s, f"{self._why}: {_list(counts)} batches.")
+
+    def _is_brisk(self, rank: int) -> bool:
+        """Whether one more batch of it is soon done, should all others have ended meanwhile."""
+        return self.elche.ms_per_batch[rank] * BRISK <= max(self.elche.ms_per_batch)
 
     def _counts(self) -> list[int]:
         """ElChe's, without its inertia: a count that is a tenth off would cost a tenth of a fast replica's time."""

@@ -4,7 +4,7 @@ With overlap the mean of a snapshot is formed while the next window computes, an
 what a replica changed since the snapshot is kept.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -42,6 +42,21 @@ class Flat:
         return self.before
 
 
+class Drift:
+    """How far a replica is from the mean, as a part of it."""
+
+    def __init__(self) -> None:
+        self._off = self._size = torch.zeros((), dtype=torch.float64)
+
+    def add(self, off: Tensor, mean: Tensor) -> None:
+        self._off = self._off + off.double().cpu() ** 2
+        self._size = self._size + mean.norm().double().cpu() ** 2
+
+    @property
+    def share(self) -> float:
+        return float((self._off / self._size.clamp(min=1e-300)).sqrt())
+
+
 class Averages:
     """For each agreement: start, and finish at once or after the next window."""
 
@@ -66,11 +81,19 @@ class Averages:
     @torch.no_grad()
     def start(self, weight: float) -> None:
         """Begins the mean of all replicas as they stand now, by their weights, which add up to 1."""
+        self._begin(weight, keeps=True)
+
+    def _begin(self, weight: float, *, keeps: bool) -> None:
+        """`keeps`: a snapshot, since the replica goes on meanwhile."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
         for flat in self._flats:
             with self._beside():
-                torch.mul(flat.snapshot(), weight, out=flat.sum)
+                if keeps:
+                    torch.mul(flat.snapshot(), weight, out=flat.sum)
+                else:
+                    torch._foreach_copy_(flat.views, flat.tensors)
+                    flat.sum.mul_(weight)
             if self._stream is not None:  # what is copied there must not change under it
                 torch.cuda.current_stream().wait_stream(self._stream)
             with self._beside():
@@ -79,37 +102,44 @@ class Averages:
     @torch.no_grad()
     def finish(self) -> float:
         """The mean becomes this replica's, with what it did since start(). How far it was from it then."""
-        off = size = torch.zeros((), dtype=torch.float64)
-        for flat, pending in zip(self._flats, self._pending, strict=True):
-            with self._beside():
-                pending.wait()
-            if self._stream is not None:
-                torch.cuda.current_stream().wait_stream(self._stream)
+        drift = Drift()
+        for flat in self._arriving():
             assert flat.before is not None
             flat.before.sub_(flat.sum)  # own - mean
             if flat in self._trained:
-                off = off + flat.before.norm().double().cpu() ** 2
-                size = size + flat.sum.norm().double().cpu() ** 2
+                drift.add(flat.before.norm(), flat.sum)
             moved = split_like(flat.before, flat.tensors)
             if flat.sum.dtype == flat.tensors[0].dtype:
                 torch._foreach_sub_(flat.tensors, moved)
             else:
                 torch._foreach_copy_(flat.tensors, torch._foreach_sub([t.float() for t in flat.tensors], moved))
-        self._pending = []
-        for buffer in self._whole:
-            self._link.broadcast(buffer)
-        return float((off / size.clamp(min=1e-300)).sqrt())
+        return drift.share
 
     @torch.no_grad()
     def agree(self, weight: float) -> float:
         """The mean at once, so that all replicas are equal to the bit. How far this one was from it."""
-        self.start(weight)
-        drift = self.finish()
-        for flat in self._flats:  # own - (own - mean) is not always the mean, to the last bit
+        self._begin(weight, keeps=False)
+        drift = Drift()
+        for flat in self._arriving():
+            if flat in self._trained:
+                torch._foreach_sub_(flat.tensors, flat.views)  # own - mean; the mean itself takes its place below
+                drift.add(torch.nn.utils.get_total_norm(flat.tensors), flat.sum)
             torch._foreach_copy_(flat.tensors, flat.views)
         if self._outer is not None:
             self._step_outer(self._outer)
-        return drift
+        return drift.share
+
+    def _arriving(self) -> Iterator[Flat]:
+        """Each as soon as it holds the mean."""
+        for flat, pending in zip(self._flats, self._pending, strict=True):
+            with self._beside():
+                pending.wait()
+            if self._stream is not None:
+                torch.cuda.current_stream().wait_stream(self._stream)
+            yield flat
+        self._pending = []
+        for buffer in self._whole:
+            self._link.broadcast(buffer)
 
     def _step_outer(self, outer: Outer) -> None:
         """SGD with Nesterov momentum along the window's mean change."""

@@ -86,7 +86,7 @@ class Bucket:
 
 
 class Buckets:
-    """The gradients of one model. For each step: arm, backward (many times), finish."""
+    """The gradients of one model. For each step: arm, backward (many times), start_rest, finish."""
 
     def __init__(
         self,
@@ -112,11 +112,15 @@ class Buckets:
         """Before each backward. Only the step's last one communicates."""
         self._communicate = communicate
 
-    def finish(self) -> float:
-        """Starts what the backward has not, and waits for all sums. Returns the seconds spent waiting."""
+    def start_rest(self) -> None:
+        """After the step's last backward: starts the sums that it has not."""
         for bucket in self.buckets[len(self._pending) :]:
             bucket.complete()
             self._pending.append(self._start_sum(bucket.flat))
+
+    def finish(self) -> float:
+        """Waits for all sums. Returns the seconds spent waiting."""
+        self.start_rest()
         start = time.perf_counter()
         for pending in self._pending:
             pending.wait()

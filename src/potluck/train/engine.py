@@ -45,7 +45,7 @@ from potluck.train.data import (
     rows_of,
     seed_everything,
 )
-from potluck.train.link import Alone, Link, choose_device, connect
+from potluck.train.link import Alone, Link, Rows, choose_device, connect
 from potluck.train.order import PATIENCE_S
 from potluck.train.pulse import Pulse, Verdict, decide_step, worker_steps
 from potluck.train.replica import Replica, StepConfig
@@ -241,15 +241,17 @@ class Engine:
         if self.device.type == "cuda":
             torch.cuda.current_stream().synchronize()  # else busy would be the time to launch kernels
         busy_s = time.perf_counter() - self._started + self._optimizer_s
-        wait_s, norm, loss_sum = self._reduce(replica)
-        pulses = self._exchange(busy_s, wait_s, loss_sum)
+        replica.start_sums()
+        told = self._tell(busy_s)
+        wait_s, norm, _ = self._reduce(replica)
+        pulses = [Pulse(*row) for row in told.wait()]
         if any(pulse.has_unused for pulse in pulses):
             replica.drop_unused()
         verdict = decide_step(pulses, norm, self._unit, self.config.clip)
         self._advance(sum(int(pulse.rows) for pulse in pulses))
         self.stopping = any(pulse.wants_stop for pulse in pulses)
         exchanged = time.perf_counter()
-        event = self._apply(pulses, verdict)
+        event = self._apply(pulses, verdict, busy_s + wait_s)
         self._optimizer_s = time.perf_counter() - exchanged
         self.events.emit(event)
         self._insist_on_progress(event)
@@ -377,17 +379,17 @@ class Engine:
             wait_s += time.perf_counter() - started
         return wait_s, norm, loss_sum
 
-    def _exchange(self, busy_s: float, wait_s: float, loss_sum: float) -> list[Pulse]:
+    def _tell(self, busy_s: float) -> Rows:
+        """What this worker says of the step, and hears from all, while the sums are under way."""
         mine = Pulse(
             samples=self._samples,
-            loss_sum=loss_sum,
+            loss_sum=self._loss_sum.item(),
             rows=self._rows,
             busy_s=busy_s,
-            wait_s=wait_s,
             has_unused=self._prepared().has_unused,
             wants_stop=self._wants_stop,
         )
-        return [Pulse(*row) for row in self.link.gather_rows(mine)]
+        return self.link.start_gather(mine)
 
     def _advance(self, rows: int) -> None:
         self.step_number += 1
@@ -395,7 +397,7 @@ class Engine:
         if self.loader is not None and self.loader.current is not None:
             self.loader.position.row = self.loader.current.step_end
 
-    def _apply(self, pulses: list[Pulse], verdict: Verdict) -> StepDone | StepSkipped:
+    def _apply(self, pulses: list[Pulse], verdict: Verdict, took_s: float) -> StepDone | StepSkipped:
         replica = self._prepared()
         if verdict.fault is not None:
             replica.drop()
@@ -419,7 +421,7 @@ class Engine:
             lr=float(replica.optimizer.param_groups[0]["lr"]),
             grad_norm=verdict.norm,
             seconds=time.perf_counter() - self._started,
-            workers=worker_steps(pulses),
+            workers=worker_steps(pulses, took_s),
         )
 
     def _apply_alone(self, verdict: Verdict, where: str) -> StepSkipped | None:

@@ -23,6 +23,14 @@ class Pending(Protocol):
     def wait(self) -> None: ...
 
 
+class Rows(Protocol):
+    """What every rank tells, on its way."""
+
+    def is_here(self) -> bool: ...
+
+    def wait(self) -> list[list[float]]: ...
+
+
 class Link(Protocol):
     rank: int
     world: int
@@ -33,6 +41,10 @@ class Link(Protocol):
 
     def gather_rows(self, row: Sequence[float]) -> list[list[float]]:
         """Every rank's row of numbers, in order of rank."""
+        ...
+
+    def start_gather(self, row: Sequence[float]) -> Rows:
+        """The same, while other things travel."""
         ...
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
@@ -51,6 +63,17 @@ class _Done:
         pass
 
 
+class _Here:
+    def __init__(self, rows: list[list[float]]) -> None:
+        self._rows = rows
+
+    def is_here(self) -> bool:
+        return True
+
+    def wait(self) -> list[list[float]]:
+        return self._rows
+
+
 class Alone:
     """A link of one."""
 
@@ -63,6 +86,9 @@ class Alone:
     def gather_rows(self, row: Sequence[float]) -> list[list[float]]:
         return [list(row)]
 
+    def start_gather(self, row: Sequence[float]) -> Rows:
+        return _Here([list(row)])
+
     def gather_bytes(self, data: bytes) -> list[bytes]:
         return [data]
 
@@ -73,13 +99,25 @@ class Alone:
         pass
 
 
-class _Sum:
+class _Begun:
     def __init__(self, work: dist.Work) -> None:
         self._work = work
 
     def wait(self) -> None:
         with _peers_may_vanish():
             self._work.wait()
+
+
+class _Gathered:
+    def __init__(self, work: dist.Work, found: list[Tensor]) -> None:
+        self._work, self._found = work, found
+
+    def is_here(self) -> bool:
+        return self._work.is_completed()
+
+    def wait(self) -> list[list[float]]:
+        _Begun(self._work).wait()
+        return [row.tolist() for row in self._found]
 
 
 class GroupLink:
@@ -95,10 +133,18 @@ class GroupLink:
         with _peers_may_vanish():
             work = dist.all_reduce(tensor, async_op=True)
         assert work is not None
-        return _Sum(work)
+        return _Begun(work)
 
     def gather_rows(self, row: Sequence[float]) -> list[list[float]]:
-        return [found.tolist() for found in self._gather(torch.tensor(row, dtype=torch.float64))]
+        return self.start_gather(row).wait()
+
+    def start_gather(self, row: Sequence[float]) -> Rows:
+        told = torch.tensor(row, dtype=torch.float64)
+        found = [torch.empty_like(told) for _ in range(self.world)]
+        with _peers_may_vanish():
+            work = dist.all_gather(found, told, async_op=True)
+        assert work is not None
+        return _Gathered(work, found)
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
         sizes = [int(found) for found in self._gather(torch.tensor(len(data)))]

@@ -18,7 +18,6 @@ class Pulse(NamedTuple):
     loss_sum: float
     rows: float
     busy_s: float
-    wait_s: float
     has_unused: float
     """Whether some parameter got no gradient on this worker."""
     wants_stop: float
@@ -69,8 +68,9 @@ def decide_mean(
     return Verdict(samples, loss, norm, scale, fault)
 
 
-def worker_steps(pulses: Sequence[Pulse]) -> tuple[WorkerStep, ...]:
+def worker_steps(pulses: Sequence[Pulse], took_s: float) -> tuple[WorkerStep, ...]:
+    """All have begun together, and had the sums together, after `took_s`."""
     return tuple(
-        WorkerStep(rank=rank, rows=int(p.rows), samples=p.samples, busy_s=p.busy_s, wait_s=p.wait_s)
+        WorkerStep(rank=rank, rows=int(p.rows), samples=p.samples, busy_s=p.busy_s, wait_s=max(0.0, took_s - p.busy_s))
         for rank, p in enumerate(pulses)
     )

@@ -105,6 +105,11 @@ class Replica:
         """Another slice begins, whose backwards are its own."""
         self._is_armed_for_last = False
 
+    def start_sums(self) -> None:
+        """After the step's last backward: begins what it has not begun of the sums over all ranks."""
+        if self._buckets is not None:
+            self._buckets.start_rest()
+
     def finish(self) -> float:
         """Ends the sums over all ranks. Returns the seconds spent waiting for them."""
         return self._buckets.finish() if self._buckets is not None else 0.0

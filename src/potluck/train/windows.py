@@ -25,10 +25,13 @@ from potluck.shard.strategy import NoShard, ShardingStrategy
 from potluck.train.averages import Averages
 from potluck.train.data import BatchConfig, Loader, MicroBatch, SliceLoader, mix
 from potluck.train.engine import Engine
-from potluck.train.link import Link
+from potluck.train.link import Alone, Link, Rows
 from potluck.train.pulse import decide_alone
 from potluck.train.replica import Replica, StepConfig
 from potluck.train.saves import Standing
+
+NEARLY = 0.9
+"""Of its part: whoever may go on beyond it says here already that nobody need wait for it."""
 
 
 class WindowPulse(NamedTuple):
@@ -69,6 +72,7 @@ class WindowEngine(Engine):
         self._decision: Decision | None = None
         self._window = WindowPulse()
         self._window_started = 0.0
+        self._all_done: Rows | None = None
         self._sync_s = self._drift = 0.0
         self._weight = 1 / self.world
         self._lr = self._norm = 0.0
@@ -115,10 +119,10 @@ class WindowEngine(Engine):
         self._taken = [self._pool.take(a + b) for a, b in zip(decision.rows, decision.spare, strict=True)]
         self._emit_decision(decision)
         self._window, self._window_started = WindowPulse(), time.perf_counter()
+        self._all_done = None
         self._start_of_step()
-        most = decision.rows[self.rank] + (decision.spare[self.rank] if decision.until_s is not None else 0)
         for start, end in _cut(self._taken[self.rank], own_rows):
-            if self._window.rows >= most or self._is_time_up(decision):
+            if self._is_over(decision):
                 return
             size = loader.batch.micro_size or own_rows
             done = self._window.rows
@@ -130,12 +134,21 @@ class WindowEngine(Engine):
                     " Call backward() and step() for every batch of the loader."
                 )
 
-    def _is_time_up(self, decision: Decision) -> bool:
-        """Whether the window's end is nearer than the middle of another batch."""
-        if decision.until_s is None or not self._window.batches:
+    def _is_over(self, decision: Decision) -> bool:
+        """Whether the window's end is nearer than the middle of another batch; or whether all have done their parts."""
+        if not self._window.batches:
             return False
-        spent = time.perf_counter() - self._window_started
-        return spent + 0.5 * spent / self._window.batches > decision.until_s
+        if decision.until_s is not None:
+            spent = time.perf_counter() - self._window_started
+            return spent + 0.5 * spent / self._window.batches > decision.until_s
+        part = decision.rows[self.rank] * (NEARLY if decision.spare[self.rank] else 1)
+        return self._window.rows >= part and self._own_part_done(decision).is_here()
+
+    def _own_part_done(self, decision: Decision) -> Rows:
+        """Tells the others so, once in each window in which some may go on while others are not done."""
+        if self._all_done is None:
+            self._all_done = self.link.start_gather([1.0]) if any(decision.spare) else Alone().start_gather([1.0])
+        return self._all_done
 
     def step(self) -> StepDone | StepSkipped | None:
         """Steps this replica's optimizer once its batch is done; agreeing with the others is the loader's."""
@@ -176,6 +189,8 @@ class WindowEngine(Engine):
         mine = self._window._replace(
             busy_s=busy_s, sync_s=self._sync_s, divergence=self._drift, wants_stop=self._wants_stop
         )
+        if self._decision.until_s is None:
+            self._own_part_done(self._decision).wait()
         pulses = [WindowPulse(*row) for row in self.link.gather_rows(mine)]
         started = time.perf_counter()
         samples = sum(pulse.samples for pulse in pulses)
