@@ -83,11 +83,11 @@ class Turn:
 
 
 FULL = (
-    Setting(gap=1, turns=1),
+    Setting(gap=1),
     Setting(gap=2, turns=1),
     Setting(gap=3),
     Setting(gap=5, turns=1),
-    Setting(gap=3, mbit=1000, turns=1),
+    Setting(gap=3, mbit=1000),
     Setting(gap=3, workers=4, turns=1),
     Setting(gap=3, is_long=True),
 )

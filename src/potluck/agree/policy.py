@@ -45,7 +45,7 @@ class _Windowed:
     anchor: int = 10
     """Batches of the slowest replica between two averages; more when averaging costs more than is wanted."""
     max_anchor: int = 200
-    overhead_target: float = 0.03
+    overhead_target: float = 0.02
     """The share of the time that averaging may cost; from 0.01 to 0.50."""
     max_batch_diff: int | None = None
     """The most by which a replica's count of batches moves from one window to the next."""
