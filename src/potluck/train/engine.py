@@ -215,14 +215,17 @@ class Engine:
         if last is None:
             last = micro is None or micro.last
         replica.arm(last=last)
-        if samples:  # a mean over nothing is not a number, and weighs nothing
+        if micro is not None and not micro.counts:
+            (loss * 0.0).backward()  # type: ignore[no-untyped-call]
+            samples = 0.0
+        elif samples or replica.in_step:  # a mean over nothing is not a number, and weighs nothing
             (loss * (samples * self._unit)).backward()  # type: ignore[no-untyped-call]
             self._loss_sum += loss.detach().reshape(()) * samples
             self._samples += samples
         self._is_last = last
         if micro is None:
             self._rows += int(samples)
-        elif micro is not self._trained:  # several backwards of one batch still use its rows once
+        elif micro is not self._trained and micro.counts:  # several backwards of one batch still use its rows once
             self._rows += micro.end - micro.start
             self._ledger.record(micro.start, micro.end)
             self._trained = micro
@@ -276,6 +279,7 @@ class Engine:
             rank=self.rank,
             device=self.device,
             collate=self.loader.collate if self.loader is not None else None,
+            in_step=self._prepared().in_step,
         )
         total = count = 0.0
         were_training = [module for module in model.modules() if module.training]
@@ -283,7 +287,7 @@ class Engine:
         with torch.no_grad():
             for batch in loader.once():
                 loss, samples = loss_and_samples(loss_of(model, batch), batch)
-                if samples:
+                if samples and loader.current is not None and loader.current.counts:
                     total += loss.item() * samples
                     count += samples
         for module in were_training:
@@ -340,7 +344,11 @@ class Engine:
     # What a step is made of
 
     def _make_replica(self, model: nn.Module, optimizer: Optimizer) -> Replica:
-        return Replica(model, optimizer, self.link, self.device, self.config)
+        if isinstance(self.strategy, NoShard):
+            return Replica(model, optimizer, self.link, self.device, self.config)
+        from potluck.train.sharded import ShardedReplica
+
+        return ShardedReplica(model, optimizer, self.link, self.device, self.config, strategy=self.strategy)
 
     def _make_loader(
         self, dataset: Any, batch: BatchConfig, seed: int, collate: Callable[[list[Any]], Any] | None
@@ -353,11 +361,13 @@ class Engine:
             device=self.device,
             seed=seed,
             collate=collate,
+            in_step=self._prepared().in_step,
         )
         self._insist_on_same_data(loader)
         loader.on_empty = self._step_without_rows
         is_measured = isinstance(self.policy, Sync) and self.policy.balance and not self.policy.shares
-        if is_measured and self.world > 1:
+        # Where ranks gather parameters they wait for each other in every layer, and nobody's own speed can be seen.
+        if is_measured and self.world > 1 and not loader.in_step:
             self._balance = Balance(batch.size, self.world)
         return loader
 

@@ -51,6 +51,9 @@ class StepConfig:
 class Replica:
     """For each step: arm and backward for every micro-batch, then finish, and apply or drop."""
 
+    in_step = False
+    """Whether every rank has to run as many forwards and backwards as the others."""
+
     def __init__(
         self,
         model: nn.Module,
@@ -67,23 +70,35 @@ class Replica:
                 f"prepare() takes a torch.nn.Module and a torch.optim.Optimizer, not {type(model).__name__} and"
                 f" {type(optimizer).__name__}."
             )
-        self.model = model.to(device)
+        self.model = model
         self.optimizer = optimizer
         self.link = link
+        self.device = device
         self.config = config
         self.names = {id(parameter): name for name, parameter in model.named_parameters()}
         self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._check()
+        self._place()
         self._same_start()
-        _switch_on(model, device, config)
+        self._switch_on()
         # Each step forgets its gradients by itself: a zero_grad() out of habit would drop those of earlier parts of it.
         optimizer.zero_grad = lambda set_to_none=True: None  # type: ignore[method-assign]
-        is_summed = sums_gradients and link.world > 1
-        self._buckets = Buckets(model, find_blocks(model), link.start_sum) if is_summed else None
+        self._buckets: Buckets | None = None
+        self._prepare_sums(sums_gradients=sums_gradients)
         self._trained_ids = {id(parameter) for parameter in self.trained}
         self._buffers = saved_buffers(model)
         self.remember_buffers()
         self._is_armed_for_last = False
+
+    def _place(self) -> None:
+        self.model.to(self.device)
+
+    def _switch_on(self) -> None:
+        switch_on(self.model, self.device, self.config)
+
+    def _prepare_sums(self, *, sums_gradients: bool) -> None:
+        if sums_gradients and self.link.world > 1:
+            self._buckets = Buckets(self.model, find_blocks(self.model), self.link.start_sum)
 
     def arm(self, *, last: bool) -> None:
         """Before each backward: only the step's last backward talks to the other ranks."""
@@ -93,13 +108,16 @@ class Replica:
                 " one step, pass last=False to all but the last of them."
             )
         self._is_armed_for_last = last
+        self._insist_on_frozen()
+        if self._buckets is not None:
+            self._buckets.arm(communicate=last)
+
+    def _insist_on_frozen(self) -> None:
         if any(p.requires_grad and id(p) not in self._trained_ids for p in self.model.parameters()):
             raise ConfigError(
                 "A parameter that was frozen at prepare() requires a gradient now. Unfreeze it before prepare(); an"
                 " optimizer that does not hold it will leave it as it is."
             )
-        if self._buckets is not None:
-            self._buckets.arm(communicate=last)
 
     def disarm(self) -> None:
         """Another slice begins, whose backwards are its own."""
@@ -243,7 +261,7 @@ def as_bytes(tensor: Tensor) -> memoryview:
     return tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def _switch_on(model: nn.Module, device: torch.device, config: StepConfig) -> None:
+def switch_on(model: nn.Module, device: torch.device, config: StepConfig, *, autocast: bool = True) -> None:
     """The switches change how forward runs, in place: the model keeps its class and its parameters' names."""
     blocks = find_blocks(model)
     if config.checkpoint_activations:
@@ -256,7 +274,7 @@ def _switch_on(model: nn.Module, device: torch.device, config: StepConfig) -> No
             _replace_forward(
                 block, functools.partial(torch.utils.checkpoint.checkpoint, block.forward, use_reentrant=False)
             )
-    if config.precision == "bf16":
+    if config.precision == "bf16" and autocast:
         _replace_forward(model, torch.autocast(device.type, torch.bfloat16)(model.forward))
     if config.compile:
         if device.type == "cpu" and not any(shutil.which(name) for name in ("g++", "clang++", "c++")):

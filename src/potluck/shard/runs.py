@@ -1,0 +1,106 @@
+"""What one rank owns of a model, laid flat; the same words for every way to split it.
+
+A Run is memory that the optimizer steps at once: the numbers of some parameters, or of parts of them, end to end.
+Saving, averaging and handing over need nothing else than a rank's runs and the optimizer's state of each.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from potluck.errors import ConfigError
+
+ELEMENTWISE = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.ASGD,
+)
+REASONS = {
+    "Adafactor": "it keeps means over whole rows and columns of a matrix",
+    "Muon": "it makes a whole matrix orthogonal",
+    "LBFGS": "it searches along one direction for all parameters together",
+    "SparseAdam": "its gradients are sparse",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Numbers of one parameter, as it would lie flat."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+    """Exclusive."""
+
+    @property
+    def size(self) -> int:
+        return self.end - self.start
+
+
+@dataclass(eq=False, slots=True)
+class Run:
+    parameter: nn.Parameter
+    """[sum of the spans' sizes]; its memory is the model's own."""
+    spans: tuple[Span, ...]
+
+    def cut(self, flat: Tensor) -> list[tuple[Span, Tensor]]:
+        """Something of the run's length, such as one of its optimizer's means, by spans."""
+        return list(zip(self.spans, torch.split(flat, [span.size for span in self.spans]), strict=True))
+
+
+def insist_on_elementwise(optimizer: Optimizer) -> None:
+    name = type(optimizer).__name__
+    if isinstance(optimizer, ELEMENTWISE) and name not in REASONS:
+        if any(each.get("differentiable") for each in optimizer.param_groups):
+            raise ConfigError(f"{name} with differentiable=True cannot be sharded.")
+        return
+    why = REASONS.get(name, "Potluck does not know whether it treats each number of a parameter by itself")
+    known = ", ".join(kind.__name__ for kind in ELEMENTWISE)
+    raise ConfigError(
+        f"{name} cannot be sharded over ranges of the flattened parameters: {why}. Use one of {known}, or NoShard."
+    )
+
+
+def homes(optimizer: Optimizer) -> dict[int, int]:
+    """By a parameter's id: the number of its group."""
+    return {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
+
+
+def repoint(optimizer: Optimizer, runs: Sequence[tuple[int, Run]], whole: Mapping[str, nn.Parameter]) -> None:
+    """The optimizer's groups hold these runs instead of whole parameters. What it knows of those is kept, by spans."""
+    before = dict(optimizer.state)
+    optimizer.state.clear()
+    groups: list[list[nn.Parameter]] = [[] for _ in optimizer.param_groups]
+    for number, run in runs:
+        groups[number].append(run.parameter)
+        if before:
+            optimizer.state[run.parameter] = _state_of(run, before, whole)
+    for group, parameters in zip(optimizer.param_groups, groups, strict=True):
+        group["params"] = parameters
+    optimizer.zero_grad = lambda set_to_none=True: None  # type: ignore[method-assign]  # gradients are not its own
+
+
+def _state_of(run: Run, before: Mapping[Any, Any], whole: Mapping[str, nn.Parameter]) -> dict[str, Any]:
+    """The part of whole parameters' state that a run holds; what is not of a parameter's shape is shared."""
+    known = [(span, whole[span.name]) for span in run.spans if whole[span.name] in before]
+    found: dict[str, Any] = {}
+    for key, value in before[known[0][1]].items() if known else ():
+        if isinstance(value, Tensor) and value.dim() and value.shape == known[0][1].shape:
+            parts = [before[parameter][key].reshape(-1)[span.start : span.end] for span, parameter in known]
+            found[key] = torch.cat(parts).to(run.parameter.device)
+        else:
+            found[key] = value.clone() if isinstance(value, Tensor) else value
+    return found

@@ -1,0 +1,85 @@
+"""Sharded: a model whose bytes are split over ranks, with its optimizer. What every way to split it has in common.
+
+For each step: arm and backward, once or many times; then finish, and step or drop.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from potluck.shard.collectives import Collectives
+from potluck.shard.runs import Run
+
+
+class Sharded:
+    model: nn.Module
+    optimizer: Optimizer
+    """Holds the runs of this rank that are trained, and steps those."""
+    runs: list[Run]
+    """All that this rank owns of the trained parameters; the runs of all ranks of `collectives` are the whole model."""
+    collectives: Collectives
+    """The ranks over which the model is split."""
+    in_step: bool = False
+    """Whether every rank has to run as many forwards and backwards as the others, since they gather parameters."""
+
+    def arm(self, *, last: bool) -> None:
+        """Before each backward. `last`: the step comes after it."""
+
+    def start_sums(self) -> None:
+        """After the step's last backward: begins what it has not begun."""
+
+    def finish(self) -> None:
+        """Until this rank's runs have their whole gradients."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def norm(self) -> Tensor:
+        """Of the whole gradient, on every rank alike."""
+        square = torch.nn.utils.get_total_norm(self.gradients()).cpu().double().square()
+        self.collectives.start_sum(square).wait()
+        return square.sqrt()
+
+    def gradients(self) -> list[Tensor]:
+        return [run.parameter.grad for run in self.runs if run.parameter.grad is not None]
+
+    def step(self, scale: float = 1.0) -> None:
+        """Steps this rank's runs, on their gradients times `scale`."""
+        raise NotImplementedError
+
+    def drop(self) -> None:
+        """Forgets the gradient: this step is skipped."""
+        raise NotImplementedError
+
+    def share(self) -> None:
+        """After step(), or when this rank's runs were written: wherever parameters are kept whole, they are told."""
+
+    def settle(self) -> None:
+        """Until all that share() began has arrived."""
+
+    @property
+    def has_unused(self) -> bool:
+        """Whether some parameter got no gradient on this rank."""
+        return False
+
+    def drop_unused(self) -> None:
+        """Parameters that no rank used are left as they are, as in one process. A collective."""
+
+    def memory_bytes(self) -> dict[str, int]:
+        """What this rank holds of the model between backward and step."""
+        state = [value for each in self.optimizer.state.values() for value in each.values()]
+        return {
+            "parameters": _bytes(self._parameters()),
+            "gradients": _bytes(self.gradients()),
+            "state": _bytes(value for value in state if isinstance(value, Tensor) and value.dim()),
+        }
+
+    def _parameters(self) -> list[Tensor]:
+        return [run.parameter for run in self.runs]
+
+
+def _bytes(tensors: Any) -> int:
+    """Of the memory under them, counted once."""
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
