@@ -10,12 +10,14 @@ if TYPE_CHECKING:
     from potluck.agree.elche import ElChe
     from potluck.agree.policy import ApplyPolicy, Async, Cadence, Outer, Sync
     from potluck.shard.optimizer_shard import OptimizerShard
-    from potluck.shard.strategy import NoShard, ShardingStrategy
+    from potluck.shard.strategy import FullShard, HybridShard, NoShard, ShardGradOp, ShardingStrategy
+    from potluck.shard.zero import ShardedOptimizer
     from potluck.train.checkpoint import CheckpointConfig
     from potluck.train.engine import Engine, init
     from potluck.train.recipe import RunConfig
     from potluck.train.replica import StepConfig
     from potluck.train.schedule import ScheduleConfig
+    from potluck.train.sharded import shard
     from potluck.train.trainer import FitConfig, Trainer
 
 __version__ = "0.1.0"
@@ -28,16 +30,21 @@ _HOMES = {
     "ElChe": "agree.elche",
     "Engine": "train.engine",
     "FitConfig": "train.trainer",
+    "FullShard": "shard.strategy",
+    "HybridShard": "shard.strategy",
     "NoShard": "shard.strategy",
     "OptimizerShard": "shard.optimizer_shard",
     "Outer": "agree.policy",
     "RunConfig": "train.recipe",
     "ScheduleConfig": "train.schedule",
+    "ShardGradOp": "shard.strategy",
+    "ShardedOptimizer": "shard.zero",
     "ShardingStrategy": "shard.strategy",
     "StepConfig": "train.replica",
     "Sync": "agree.policy",
     "Trainer": "train.trainer",
     "init": "train.engine",
+    "shard": "train.sharded",
 }
 
 __all__ = [
@@ -48,16 +55,21 @@ __all__ = [
     "ElChe",
     "Engine",
     "FitConfig",
+    "FullShard",
+    "HybridShard",
     "NoShard",
     "OptimizerShard",
     "Outer",
     "RunConfig",
     "ScheduleConfig",
+    "ShardGradOp",
+    "ShardedOptimizer",
     "ShardingStrategy",
     "StepConfig",
     "Sync",
     "Trainer",
     "init",
+    "shard",
 ]
 
 

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from potluck.errors import ConfigError
 from potluck.shard.collectives import Collectives, Pending
 from potluck.shard.optimizer_shard import OptimizerShard
-from potluck.shard.runs import Run, Span, homes, insist_on_elementwise, repoint
+from potluck.shard.runs import Run, Span, homes, in_host_memory, insist_on_elementwise, repoint
 from potluck.shard.sharded import Sharded
 
 BUCKET_BYTES = 16 << 20
@@ -56,14 +56,19 @@ class ShardedOptimizer(Sharded):
         weights: Sequence[float] | None = None,
         mean: bool = True,
         keep_gradients: bool = False,
+        offload: bool = False,
     ) -> None:
-        """`weights`: each rank's part of the state, in proportion; `mean`: gradients are averaged, and not summed."""
+        """`weights`: each rank's part of the state, in proportion; `mean`: gradients are averaged, and not summed.
+
+        `offload`: this rank's range is stepped in host memory, and so its state is there.
+        """
         insist_on_elementwise(optimizer)
         self.model = model
         self.optimizer = optimizer
         self.collectives = Collectives(group)
         self._mean = mean
         self._keeps = keep_gradients
+        self._offloads = offload
         self._is_last = True
         held = {id(parameter) for each in optimizer.param_groups for parameter in each["params"]}
         self.parameters = [p for p in model.parameters() if p.requires_grad and id(p) in held]
@@ -139,12 +144,14 @@ class ShardedOptimizer(Sharded):
         self.finish()
         if scale != 1.0:
             self.gradient.mul_(scale)
+        if self._host is not None:
+            self._host_gradient.copy_(self.gradient)
         kept = [(view, view.clone()) for view in self._idle_views()]
         self.optimizer.step()
         for view, before in kept:
             view.copy_(before)
         self._forget()
-        self._is_stale = self.collectives.world > 1
+        self._is_stale = self.collectives.world > 1 or self._host is not None
 
     def _idle_views(self) -> list[Tensor]:
         """What the optimizer must not change: parameters that nobody used, and their state."""
@@ -169,8 +176,11 @@ class ShardedOptimizer(Sharded):
     def settle(self) -> None:
         self.wait()
 
+    @torch.no_grad()
     def broadcast_updated_params(self) -> None:
         """Begins to send each owner's range to all; a layer's forward waits for its own parameters alone."""
+        if self._host is not None:
+            self.flat[self.shard.param_start : self.shard.param_end].copy_(self._host)
         self._is_stale = False
         for bucket in reversed(self._buckets):  # the forward needs the first layers first
             for shard in self.shards:
@@ -242,10 +252,15 @@ class ShardedOptimizer(Sharded):
                     found.append((number, [span], begin))
         self._run_starts = [begin for _, _, begin in found]
         self.runs = []
+        own, gradient = self.flat[self.shard.param_start : self.shard.param_end], self.gradient
+        self._host: Tensor | None = None
+        if self._offloads:
+            own = self._host = in_host_memory(own)
+            gradient = self._host_gradient = torch.zeros_like(own)
         for _, spans, begin in found:
-            end = begin + sum(span.size for span in spans)
-            parameter = nn.Parameter(self.flat[begin:end])
-            parameter.grad = self.gradient[begin - self.shard.param_start : end - self.shard.param_start]
+            first = begin - self.shard.param_start
+            parameter = nn.Parameter(own[first : first + sum(span.size for span in spans)])
+            parameter.grad = gradient[first : first + parameter.numel()]
             self.runs.append(Run(parameter, tuple(spans)))
         numbered = [(number, run) for (number, _, _), run in zip(found, self.runs, strict=True)]
         repoint(self.optimizer, numbered, {self._names[id(p)]: p for p in self.parameters})

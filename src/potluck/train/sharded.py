@@ -1,8 +1,10 @@
 """A replica that is split over ranks: the strategies of shard/, behind what an engine asks of a replica."""
 
+import difflib
 import hashlib
 import resource
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from potluck.shard.fsdp import FullySharded
 from potluck.shard.sharded import Sharded
 from potluck.shard.strategy import FullShard, HybridShard, ShardGradOp, ShardingStrategy
 from potluck.shard.zero import ShardedOptimizer
+from potluck.train.link import choose_device
 from potluck.train.replica import Replica, as_bytes, find_blocks, switch_on
 
 
@@ -42,7 +45,13 @@ class ShardedReplica(Replica):
     def _prepare_sums(self, *, sums_gradients: bool) -> None:
         try:
             self.sharded = shard_over(
-                self.model, self.optimizer, self.strategy, self.device, mean=False, bf16=self.config.precision == "bf16"
+                self.model,
+                self.optimizer,
+                self.strategy,
+                self.device,
+                mean=False,
+                bf16=self.config.precision == "bf16",
+                offload=self.config.offload_optimizer,
             )
         except ValueError as error:
             raise ConfigError(f"strategy: {error}.") from None
@@ -83,6 +92,9 @@ class ShardedReplica(Replica):
         self.sharded.drop()
         self._is_armed_for_last = False
 
+    def memory_bytes(self) -> dict[str, int]:
+        return self.sharded.memory_bytes()
+
     def align(self) -> None:
         if not hasattr(self, "sharded"):
             super().align()
@@ -98,6 +110,37 @@ class ShardedReplica(Replica):
         return hashlib.sha256(b"".join(told[first : first + size])).hexdigest()
 
 
+def shard(
+    model: nn.Module,
+    optimizer: Optimizer,
+    strategy: ShardingStrategy = FullShard(),
+    *,
+    blocks: Sequence[str] = (),
+    bf16: bool = False,
+) -> Sharded:
+    """Splits a model and its optimizer over all ranks of the default process group, for a loop of your own.
+
+        sharded = potluck.shard(model, torch.optim.AdamW(model.parameters()), FullShard())
+        loss_of(model, batch).backward()
+        sharded.step()
+        sharded.share()
+
+    The gradient is the mean over the ranks. `blocks` names the modules that are whole only while they compute; the
+    model's repeated layers are found by themselves. Trainer and prepare() do all of this for you.
+    """
+    return shard_over(model, optimizer, strategy, choose_device(), bf16=bf16, blocks=named_blocks(model, blocks))
+
+
+def named_blocks(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
+    """The modules of these names; without names, the model's repeated layers."""
+    known = dict(model.named_modules())
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            raise ConfigError(f"The model has no module {name!r}." + (f" Did you mean {near[0]}?" if near else ""))
+    return [known[name] for name in names] or find_blocks(model)
+
+
 def shard_over(
     model: nn.Module,
     optimizer: Optimizer,
@@ -106,14 +149,17 @@ def shard_over(
     *,
     mean: bool = True,
     bf16: bool = False,
+    offload: bool = False,
+    blocks: Sequence[nn.Module] | None = None,
 ) -> Sharded:
     """Splits a model over all ranks of the default process group."""
+    blocks = find_blocks(model) if blocks is None else blocks
     world = dist.get_world_size() if dist.is_initialized() else 1
     match strategy:
         case ShardGradOp():
             weights = _weights(strategy.weights, device, world)
             return ShardedOptimizer(
-                model, optimizer, weights=weights, mean=mean, keep_gradients=strategy.keep_gradients
+                model, optimizer, weights=weights, mean=mean, keep_gradients=strategy.keep_gradients, offload=offload
             )
         case FullShard():
             mesh = _mesh(device, (world,))
@@ -122,7 +168,9 @@ def shard_over(
             mesh = _mesh(device, (nodes, strategy.intra_node_size) if nodes > 1 else (world,))
         case _:
             raise ConfigError("NoShard splits nothing.")
-    return FullySharded(model, optimizer, blocks=find_blocks(model), device=device, mesh=mesh, bf16=bf16, mean=mean)
+    return FullySharded(
+        model, optimizer, blocks=blocks, device=device, mesh=mesh, bf16=bf16, offload=offload, mean=mean
+    )
 
 
 def _mesh(device: torch.device, shape: tuple[int, ...]) -> DeviceMesh:
