@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from potluck import shard as shard
     from potluck.agree.elche import ElChe
     from potluck.agree.policy import ApplyPolicy, Async, Cadence, Outer, Sync
     from potluck.shard.optimizer_shard import OptimizerShard
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from potluck.train.recipe import RunConfig
     from potluck.train.replica import StepConfig
     from potluck.train.schedule import ScheduleConfig
-    from potluck.train.sharded import shard
     from potluck.train.trainer import FitConfig, Trainer
 
 __version__ = "0.1.0"
@@ -44,7 +44,6 @@ _HOMES = {
     "Sync": "agree.policy",
     "Trainer": "train.trainer",
     "init": "train.engine",
-    "shard": "train.sharded",
 }
 
 __all__ = [
@@ -74,6 +73,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "shard":  # a package that can be called
+        return import_module("potluck.shard")
     if name not in _HOMES:
         raise AttributeError(f"potluck has no public name {name!r}; it has {', '.join(__all__)}")
     return getattr(import_module(f"potluck.{_HOMES[name]}"), name)

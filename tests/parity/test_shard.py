@@ -85,7 +85,7 @@ def whole(model: nn.Module) -> dict[str, Tensor]:
     found = {}
     for name, parameter in model.named_parameters():
         value = parameter.detach()
-        found[name] = (value.full_tensor() if hasattr(value, "full_tensor") else value).clone()
+        found[name] = (value.full_tensor() if hasattr(value, "full_tensor") else value).cpu().clone()
     return found
 
 
@@ -192,7 +192,8 @@ def bare(intra: int | None) -> dict[str, Any]:
     """fully_shard as one writes it, on the same shares of each batch."""
     connect(torch.device("cpu"), 60)
     world, rank = dist.get_world_size(), dist.get_rank()
-    mesh = init_device_mesh("cpu", (world,) if intra is None else (world // intra, intra))
+    shape = (world,) if intra is None else (world // intra, intra)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("nodes", "ranks")[-len(shape) :])
     model, _ = make()
     for block in model.blocks:
         fully_shard(block, mesh=mesh)

@@ -20,7 +20,9 @@ class Sharded:
     collectives: Collectives
     """The ranks over which the model is split."""
     in_step: bool = False
-    """Whether every rank has to run as many forwards and backwards as the others, since they gather parameters."""
+    """Whether every rank has to run as many backwards as the others, since they talk in each."""
+    gathers: bool = False
+    """Whether they also wait for each other in every layer, so that no rank's own speed can be seen."""
 
     def arm(self, *, last: bool) -> None:
         """Before each backward. `last`: the step comes after it."""

@@ -68,6 +68,7 @@ class ShardedOptimizer(Sharded):
         self.collectives = Collectives(group)
         self._mean = mean
         self._keeps = keep_gradients
+        self.in_step = not keep_gradients  # gradients travel in each backward
         self._offloads = offload
         self._is_last = True
         held = {id(parameter) for each in optimizer.param_groups for parameter in each["params"]}
@@ -90,6 +91,8 @@ class ShardedOptimizer(Sharded):
         """Parameters that got a gradient on this rank in this step."""
         self._idle: list[tuple[int, int]] = []
         """Ranges of the flat tensor that no rank used."""
+        self._is_summed = False
+        """Whether this rank's range holds its whole gradient already."""
         self._on_their_way: list[_Bucket] = []
         self._updates: list[tuple[int, int, Pending]] = []
         self._is_stale = False
@@ -109,6 +112,8 @@ class ShardedOptimizer(Sharded):
 
     @torch.no_grad()
     def start_sums(self) -> None:
+        if self._is_summed:
+            return
         for bucket in self._buckets:
             if not bucket.pending and (bucket.missing or bucket.gradient is not None):
                 self._fill(bucket)
@@ -122,6 +127,7 @@ class ShardedOptimizer(Sharded):
             self._take_in(self._on_their_way[0])
         for bucket in self._buckets:
             bucket.missing = set(bucket.parameters)
+        self._is_summed = True
 
     @property
     def has_unused(self) -> bool:
@@ -169,6 +175,7 @@ class ShardedOptimizer(Sharded):
         (self._whole_gradient if self._whole_gradient is not None else self.gradient).zero_()
         self._arrived.clear()
         self._idle = []
+        self._is_summed = False
 
     def share(self) -> None:
         self.broadcast_updated_params()
@@ -292,6 +299,7 @@ class ShardedOptimizer(Sharded):
                 raise ConfigError(_FORGOTTEN)
             if index not in bucket.missing and not self._keeps:
                 self.finish()  # another backward before the step: the first one leaves now
+            self._is_summed = False
             self._fill(bucket)
             assert bucket.gradient is not None
             mine = bucket.gradient[start : start + size].view_as(parameter)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from potluck.errors import ConfigError
+from potluck.shard.blocks import find_blocks
 from potluck.shard.runs import held_bytes, in_host_memory
 from potluck.train.buckets import Buckets
 from potluck.train.link import Link
@@ -55,7 +56,9 @@ class Replica:
     """For each step: arm and backward for every micro-batch, then finish, and apply or drop."""
 
     in_step = False
-    """Whether every rank has to run as many forwards and backwards as the others."""
+    """Whether every rank has to run as many backwards as the others."""
+    gathers = False
+    """Whether they wait for each other in every layer."""
 
     def __init__(
         self,
@@ -265,19 +268,6 @@ class OnHost:
         for own, twin in self.twins:
             own.copy_(twin)
             twin.grad = None
-
-
-def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """The model's repeated layers: the longest list of at least two modules of one class."""
-    best: list[nn.Module] = []
-    for module in model.modules():
-        if isinstance(module, nn.ModuleList | nn.Sequential):
-            children = list(module)
-            parameters = sum(p.numel() for p in module.parameters())
-            alike = len({type(child) for child in children}) == 1
-            if alike and len(children) >= 2 and parameters and len(children) > len(best):
-                best = children
-    return best
 
 
 def _dense(parameter: nn.Parameter) -> Tensor:
