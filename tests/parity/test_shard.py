@@ -72,8 +72,8 @@ def make(kind: str = "adamw") -> tuple[Net, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(groups, lr=1e-2, fused=kind == "fused")
 
 
-def data() -> Tensor:
-    return torch.randint(0, 11, (ROWS, 2), generator=torch.Generator().manual_seed(5))
+def data(device: Any = "cpu") -> Tensor:
+    return torch.randint(0, 11, (ROWS, 2), generator=torch.Generator().manual_seed(5)).to(device)
 
 
 def loss_of(model: nn.Module, rows: Tensor) -> Tensor:
@@ -212,7 +212,10 @@ def sharded(strategy: Any) -> dict[str, Any]:
     model, _ = make()
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     split = potluck.shard(model, optimizer, strategy)
-    for batch in data()[:48].split(8):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if isinstance(strategy, ShardGradOp):
+        model.to(device)
+    for batch in data(device)[:48].split(8):
         split.arm(last=True)
         loss_of(model, batch.chunk(world)[rank]).backward()
         split.step()
@@ -234,11 +237,11 @@ def skipping(strategy: Any) -> dict[str, Any]:
         model, optimizer = make("sgd")
         fleet.prepare(model, optimizer)
         before = whole(model)
-        bad = loss_of(model, data()[:3]) * (float("nan") if fleet.rank == 1 else 1.0)
+        bad = loss_of(model, data(fleet.device)[:3]) * (float("nan") if fleet.rank == 1 else 1.0)
         fleet.backward(bad, samples=3)
         event = fleet.step()
         same = all(torch.equal(value, before[name]) for name, value in whole(model).items())
-        fleet.backward(loss_of(model, data()[:3]), samples=3)
+        fleet.backward(loss_of(model, data(fleet.device)[:3]), samples=3)
         fleet.step()
         return {"skipped": isinstance(event, StepSkipped), "same": same, "weights": whole(model)}
 
@@ -275,7 +278,7 @@ def bytes_held(strategy: Any) -> dict[str, Any]:
         fleet.prepare(model, torch.optim.AdamW(model.parameters()))
         replica = fleet.replica
         for _ in range(2):
-            fleet.backward(model(torch.ones(2, 64)).square().mean(), samples=2)
+            fleet.backward(model(torch.ones(2, 64, device=fleet.device)).square().mean(), samples=2)
             replica.finish()  # type: ignore[union-attr]
             held = replica.sharded.memory_bytes()  # type: ignore[union-attr]
             fleet.step()

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.tensor import DTensor
 
 MOST_ON_THEIR_WAY = 2
 """Reductions of fully_shard: further ones wait for the first of them, so that gradients take no more memory."""
@@ -82,6 +83,11 @@ def lend(module: FSDPModule, lent: Lent) -> None:
     module.set_custom_reduce_scatter(lent.reduce)
 
 
+def local_part(tensor: Tensor) -> Tensor:
+    """The memory of a split tensor that is here; to_local() would cost 30 microseconds for each."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
 def sum_gradients(module: FSDPModule) -> None:
     """Over the ranks, instead of their mean."""
     module.set_force_sum_reduction_for_comms(True)
@@ -114,10 +120,21 @@ class _Gather(_Allocating, AllGather):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         over = Collectives(group)
+        if output_tensor.is_cuda:
+            return _through_host(over, output_tensor, input_tensor)
         pieces = output_tensor.view(over.world, -1)
         if input_tensor.data_ptr() != pieces[over.rank].data_ptr():
             pieces[over.rank].copy_(input_tensor)
         return _Together([over.start_broadcast(piece, owner) for owner, piece in enumerate(pieces)])
+
+
+def _through_host(over: Collectives, output: Tensor, own: Tensor) -> None:
+    """From each owner to all GPUs: Gloo's own way there is not safe on streams other than the default one."""
+    pieces = torch.empty(output.shape, dtype=output.dtype).view(over.world, -1)
+    pieces[over.rank].copy_(own)
+    for work in [over.start_broadcast(piece, owner) for owner, piece in enumerate(pieces)]:
+        work.wait()
+    output.copy_(pieces.view(-1))
 
 
 class _Reduce(_Allocating, ReduceScatter):
@@ -136,7 +153,7 @@ class _Reduce(_Allocating, ReduceScatter):
         async_op: bool = False,
     ) -> dist.Work | None:
         over = Collectives(group)
-        pieces = input_tensor.view(over.world, -1)
+        pieces = input_tensor.cpu().view(over.world, -1)
         works = [over.start_reduce(piece, owner) for owner, piece in enumerate(pieces)]
         is_mean = op == dist.ReduceOp.AVG
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from potluck.errors import ConfigError
-from potluck.shard.collectives import Collectives, Lent, lend, sum_gradients
+from potluck.shard.collectives import Collectives, Lent, lend, local_part, sum_gradients
 from potluck.shard.runs import Run, Span, homes, insist_on_elementwise, repoint
 from potluck.shard.sharded import Sharded
 
@@ -42,7 +42,8 @@ class FullySharded(Sharded):
         self.model, self.optimizer = model, optimizer
         self.collectives = Collectives(mesh.get_group(mesh.ndim - 1))
         self._lent = Lent() if _is_gloo(self.collectives.group, device) else None
-        self._is_hybrid = mesh.ndim == 2 and mesh.size(0) > 1
+        # What a reduction gives is read at once: summed over nodes, or copied to a GPU on a stream of its own.
+        self._must_wait = device.type == "cuda" or (mesh.ndim == 2 and mesh.size(0) > 1)
         self._has_added = False
         whole = dict(model.named_parameters())
         home = homes(optimizer)
@@ -96,7 +97,7 @@ class FullySharded(Sharded):
     def arm(self, *, last: bool) -> None:
         if self._lent is not None:
             self._lent.finish()
-            self._lent.arm(waits=self._has_added or self._is_hybrid)
+            self._lent.arm(waits=self._has_added or self._must_wait)
         self._has_added = True
 
     @torch.no_grad()
@@ -104,9 +105,7 @@ class FullySharded(Sharded):
         if self._lent is not None:
             self._lent.finish()
         for run, source in zip(self.runs, self._sources, strict=True):
-            gradient = source.grad
-            assert gradient is None or isinstance(gradient, DTensor)
-            run.parameter.grad = None if gradient is None else _flat(gradient)
+            run.parameter.grad = None if source.grad is None else _flat(source.grad)
 
     @torch.no_grad()
     def step(self, scale: float = 1.0) -> None:
@@ -126,9 +125,8 @@ class FullySharded(Sharded):
         self._has_added = False
 
 
-def _flat(part: DTensor | Tensor) -> Tensor:
-    local = part.to_local() if isinstance(part, DTensor) else part
-    return local.detach().view(-1)
+def _flat(part: Tensor) -> Tensor:
+    return local_part(part).detach().view(-1)
 
 
 def _is_gloo(group: dist.ProcessGroup | None, device: torch.device) -> bool:

@@ -241,12 +241,13 @@ class Engine:
             if micro is not None and micro.last and micro is not self._trained:
                 raise ConfigError("step() was called before backward(). Call backward(loss, samples=...) first.")
             return None
-        if self.device.type == "cuda":
+        if self.device.type == "cuda" and self.world > 1 and not replica.gathers:
             torch.cuda.current_stream().synchronize()  # else busy would be the time to launch kernels
         busy_s = time.perf_counter() - self._started + self._optimizer_s
         replica.start_sums()
-        told = self._tell(busy_s)
-        wait_s, norm, _ = self._reduce(replica)
+        told = self._tell(busy_s) if self.world > 1 else None
+        wait_s, norm, loss_sum = self._reduce(replica)
+        told = told or self._tell(busy_s, loss_sum)
         pulses = [Pulse(*row) for row in told.wait()]
         if any(pulse.has_unused for pulse in pulses):
             replica.drop_unused()
@@ -389,11 +390,11 @@ class Engine:
             wait_s += time.perf_counter() - started
         return wait_s, norm, loss_sum
 
-    def _tell(self, busy_s: float) -> Rows:
+    def _tell(self, busy_s: float, loss_sum: float | None = None) -> Rows:
         """What this worker says of the step, and hears from all, while the sums are under way."""
         mine = Pulse(
             samples=self._samples,
-            loss_sum=self._loss_sum.item(),
+            loss_sum=self._loss_sum.item() if loss_sum is None else loss_sum,
             rows=self._rows,
             busy_s=busy_s,
             has_unused=self._prepared().has_unused,
