@@ -103,7 +103,7 @@ class _Together(dist.Work):
     """Several pieces of work as one."""
 
     def __init__(self, parts: list[Pending]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._parts = parts
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
@@ -121,7 +121,8 @@ class _Gather(_Allocating, AllGather):
     ) -> dist.Work | None:
         over = Collectives(group)
         if output_tensor.is_cuda:
-            return _through_host(over, output_tensor, input_tensor)
+            _through_host(over, output_tensor, input_tensor)
+            return None
         pieces = output_tensor.view(over.world, -1)
         if input_tensor.data_ptr() != pieces[over.rank].data_ptr():
             pieces[over.rank].copy_(input_tensor)

@@ -74,6 +74,23 @@ def insist_on_elementwise(optimizer: Optimizer) -> None:
     )
 
 
+def can_skip(optimizer: Optimizer) -> bool:
+    """Whether it can leave out a step by what stands in a tensor on the GPU, so that nobody has to look there first."""
+    return getattr(optimizer, "_step_supports_amp_scaling", False) and all(
+        group.get("fused") and all(parameter.is_cuda for parameter in group["params"])
+        for group in optimizer.param_groups
+    )
+
+
+def step_unless(optimizer: Optimizer, is_bad: Tensor) -> None:
+    """A step, but none if `is_bad`, which can_skip() says that it understands."""
+    optimizer.found_inf = is_bad.float()  # type: ignore[attr-defined]
+    try:
+        optimizer.step()
+    finally:
+        del optimizer.found_inf  # type: ignore[attr-defined]
+
+
 def homes(optimizer: Optimizer) -> dict[int, int]:
     """By a parameter's id: the number of its group."""
     return {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}

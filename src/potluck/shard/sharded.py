@@ -37,7 +37,10 @@ class Sharded:
     @torch.no_grad()
     def norm(self) -> Tensor:
         """Of the whole gradient, on every rank alike."""
-        square = torch.nn.utils.get_total_norm(self.gradients()).cpu().double().square()
+        norm = torch.nn.utils.get_total_norm(self.gradients())
+        if self.collectives.world == 1:
+            return norm
+        square = norm.cpu().double().square()
         self.collectives.start_sum(square).wait()
         return square.sqrt()
 

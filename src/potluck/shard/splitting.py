@@ -85,7 +85,8 @@ def shard_over(
 
 def _mesh(device: torch.device, shape: tuple[int, ...]) -> DeviceMesh:
     if not dist.is_initialized():  # alone: fully_shard wants a group all the same
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
+        dist.init_process_group(backend, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
     return init_device_mesh(device.type, shape, mesh_dim_names=("nodes", "ranks")[-len(shape) :])
 
 

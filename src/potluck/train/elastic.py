@@ -36,6 +36,7 @@ from potluck.fleet.description import Description, Part, settings_of
 from potluck.fleet.invite import Invite
 from potluck.fleet.parcel import Unpacker, chunks, pack
 from potluck.fleet.tree import Node, sized_rows, slice_rows
+from potluck.shard.blocks import find_blocks
 from potluck.shard.strategy import NoShard, ShardingStrategy
 from potluck.train import checkpoint
 from potluck.train.buckets import Allocate
@@ -44,7 +45,7 @@ from potluck.train.engine import Engine, _insist_on_mean, loss_and_samples
 from potluck.train.launch import QUIET
 from potluck.train.link import Alone
 from potluck.train.pulse import Verdict, decide_mean
-from potluck.train.replica import Replica, StepConfig, find_blocks
+from potluck.train.replica import Replica, StepConfig
 from potluck.train.saves import take_snapshot
 from potluck.train.slices import SliceSums, describe_model, digest
 from potluck.wire.messages import (

@@ -244,6 +244,8 @@ class Engine:
         if self.device.type == "cuda" and self.world > 1 and not replica.gathers:
             torch.cuda.current_stream().synchronize()  # else busy would be the time to launch kernels
         busy_s = time.perf_counter() - self._started + self._optimizer_s
+        if replica.runs_ahead and self._samples and type(self) is Engine:
+            return self._step_ahead(replica, busy_s)
         replica.start_sums()
         told = self._tell(busy_s) if self.world > 1 else None
         wait_s, norm, loss_sum = self._reduce(replica)
@@ -257,6 +259,21 @@ class Engine:
         exchanged = time.perf_counter()
         event = self._apply(pulses, verdict, busy_s + wait_s)
         self._optimizer_s = time.perf_counter() - exchanged
+        return self._end_of_step(event, pulses)
+
+    def _step_ahead(self, replica: Replica, busy_s: float) -> StepDone | StepSkipped:
+        """As step(), with the verdict reached on the GPU, which has its next work before we know of it."""
+        replica.finish()
+        self._advance(self._rows)
+        self._set_lr(replica)
+        norm_of_sum = replica.apply_unless_bad(self._loss_sum, 1 / (self._samples * self._unit), self.config.clip)
+        norm, loss_sum = torch.stack([norm_of_sum, self._loss_sum]).tolist()
+        pulses = [Pulse(*row) for row in self._tell(busy_s, loss_sum).wait()]
+        self.stopping = bool(pulses[0].wants_stop)
+        event = self._apply(pulses, decide_step(pulses, norm, self._unit, self.config.clip), busy_s, is_done=True)
+        return self._end_of_step(event, pulses)
+
+    def _end_of_step(self, event: StepDone | StepSkipped, pulses: list[Pulse]) -> StepDone | StepSkipped:
         self.events.emit(event)
         self._insist_on_progress(event)
         self._share_anew(pulses)
@@ -408,7 +425,10 @@ class Engine:
         if self.loader is not None and self.loader.current is not None:
             self.loader.position.row = self.loader.current.step_end
 
-    def _apply(self, pulses: list[Pulse], verdict: Verdict, took_s: float) -> StepDone | StepSkipped:
+    def _apply(
+        self, pulses: list[Pulse], verdict: Verdict, took_s: float, *, is_done: bool = False
+    ) -> StepDone | StepSkipped:
+        """`is_done`: the optimizer has stepped already, or has left it out."""
         replica = self._prepared()
         if verdict.fault is not None:
             replica.drop()
@@ -420,8 +440,9 @@ class Engine:
                 step=self.step_number, loss=verdict.loss, in_a_row=self._skipped_in_a_row, reason=verdict.fault
             )
         self._skipped_in_a_row = 0
-        self._set_lr(replica)
-        replica.apply(verdict.scale)
+        if not is_done:
+            self._set_lr(replica)
+            replica.apply(verdict.scale)
         replica.average_buffers(self._samples / verdict.samples)
         return StepDone(
             step=self.step_number,

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from potluck.errors import ConfigError
 from potluck.shard.blocks import find_blocks
-from potluck.shard.runs import held_bytes, in_host_memory
+from potluck.shard.runs import can_skip, held_bytes, in_host_memory, step_unless
 from potluck.train.buckets import Buckets
 from potluck.train.link import Link
 from potluck.train.state import saved_buffers
@@ -164,6 +164,27 @@ class Replica:
             torch._foreach_mul_(gradients, scale)
         (self._on_host or self.optimizer).step()
         self.drop()
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether apply_unless_bad() can be used: one rank on a GPU, which then need not wait for our verdict."""
+        return (
+            self.link.world == 1 and self.device.type == "cuda" and self._on_host is None and can_skip(self.optimizer)
+        )
+
+    @torch.no_grad()
+    def apply_unless_bad(self, loss_sum: Tensor, scale: float, clip: float | None) -> Tensor:
+        """As pulse.decide_mean and apply(), on the GPU: steps only if loss and norm are finite. Gives the norm."""
+        norm = self.norm()
+        mean_norm = norm * scale
+        is_bad = ~(torch.isfinite(mean_norm) & torch.isfinite(loss_sum))
+        factor = mean_norm.new_full((), scale)
+        if clip is not None:
+            factor = factor * (clip / (mean_norm + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_(self._gradients(), factor)
+        step_unless(self.optimizer, is_bad)
+        self.drop()
+        return norm
 
     def drop(self) -> None:
         """Forgets the gradient."""

@@ -77,6 +77,9 @@ class ShardedReplica(Replica):
     def norm(self) -> Tensor:
         return self.sharded.norm().float()
 
+    def _gradients(self) -> list[Tensor]:
+        return self.sharded.gradients()
+
     def apply(self, scale: float) -> None:
         self.sharded.step(scale)
         self.sharded.share()
