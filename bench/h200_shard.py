@@ -169,7 +169,7 @@ def train_part(seat: Any, *, strategy: str) -> dict[str, Any]:
     model = GPT(task.model)
     try:
         model, _, loader = fleet.prepare(
-            model, torch.optim.AdamW(model.parameters(), lr=3e-4), task.tokens(seat.world), batch_size=2
+            model, torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True), task.tokens(seat.world), batch_size=2
         )
         losses = []
         for batch in loader:

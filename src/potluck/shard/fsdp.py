@@ -69,11 +69,12 @@ class FullySharded(Sharded):
         fully_shard(model, **options)
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                if not mean:
+                if not mean and mesh.size() > 1:  # of one, the sum is the mean, and dividing it by 1 takes time
                     sum_gradients(module)
                 if self._lent is not None:
                     lend(module, self._lent)
-        for one, other in itertools.pairwise(blocks):
+        # Gloo's collectives run beside the CPU's work only if they begin early; on a GPU, streams see to that.
+        for one, other in itertools.pairwise(blocks if self._lent is not None else ()):
             one.set_modules_to_forward_prefetch([other])  # type: ignore[operator]
             other.set_modules_to_backward_prefetch([one])  # type: ignore[operator]
         self._parts = {name: part for name, part in model.named_parameters() if isinstance(part, DTensor)}

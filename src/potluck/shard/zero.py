@@ -102,6 +102,7 @@ class ShardedOptimizer(Sharded):
         for module in model.modules():
             if any(p.requires_grad for p in module.parameters(recurse=False)):
                 module.register_forward_pre_hook(self._before_forward(module))
+        model.register_state_dict_pre_hook(lambda *_: self.wait())
         for parameter in self.parameters:
             setattr(parameter, _MARK, weakref.ref(self))
 
