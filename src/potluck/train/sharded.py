@@ -108,12 +108,10 @@ class ShardedReplica(Replica):
     def align(self) -> None:
         if not hasattr(self, "sharded"):
             super().align()
-            return
-        for part in self._parts:
-            self._across.broadcast(part)
-        for buffer in self._buffers:
-            self._across.broadcast(buffer)
-        self.on_parts_written()
+        elif self._across.world > 1:
+            for tensor in [*self._parts, *self._buffers]:
+                self._across.broadcast(tensor)
+            self.on_parts_written()
 
     def fingerprint(self) -> str:
         """Of all ranks' parts together: equal exactly when whole replicas are."""
