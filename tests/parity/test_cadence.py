@@ -91,7 +91,9 @@ def ours(
         fleet.after_step.append(lambda: windows.append([]))
         rows: list[list[int]] = []
         for _ in range(epochs):
-            order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(loader.position.epoch)).tolist()
+            order = torch.randperm(
+                len(data[0]), generator=torch.Generator().manual_seed(loader.position.epoch)
+            ).tolist()
             for x, y in loader:
                 rows.append(order[loader.current.start : loader.current.end] if loader.current.counts else [])
                 time.sleep(slow * len(x) if fleet.rank == 0 else 0.0)

@@ -95,6 +95,20 @@ def test_nodes_end_where_replicas_stepped_in_turn_end(
     torch.testing.assert_close(told[0]["weights"], expected, atol=5e-5, rtol=2e-4)
 
 
+def make_few(seed: int = 3) -> tuple[Deep, tuple[Tensor, Tensor]]:
+    model, (x, y) = make(seed)
+    return model, (x[:5], y[:5])
+
+
+def test_nodes_and_ranks_that_have_no_rows_take_part() -> None:
+    # A node's batch is one row, so that its second rank never has any; the fifth row leaves one node without.
+    told = run_ranks(4, ours, POLICIES["cadence"], "sgd", 2, 3, None, 0.0, PAIRS, make_few)
+    assert all(rank["epochs"] == [[5, 5, True]] * 3 for rank in told)
+    assert any(not node for rank in told[::2] for node in rank["windows"][:-1])
+    expected = judge(POLICIES["cadence"], "sgd", by_node(told), make_few, through_node)
+    torch.testing.assert_close(told[3]["weights"], expected, atol=5e-5, rtol=2e-4)
+
+
 def test_a_slow_node_does_less_and_all_of_its_ranks_stop_with_it() -> None:
     told = run_ranks(4, ours, Cadence(anchor=3), "sgd", 16, 2, None, 0.05, PAIRS, make)
     done = [sum(len(rows) for window in rank["windows"] for batch in window for rows in batch) for rank in told]

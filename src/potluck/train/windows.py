@@ -215,11 +215,11 @@ class WindowEngine(Engine):
             return NodePulse(self._samples, loss_sum, self._rows), norm
         assert self._decision is not None
         replica.start_sums()
+        loss_sum = self._loss_sum.item()
         is_over = self._nodes.within.rank == 0 and self._sees_end(
             self._decision, self._window.batches + 1, self._window.rows + self._batch_rows
         )
-        mine = NodePulse(self._samples, self._loss_sum.item(), self._rows, is_over)
-        told = self._nodes.within.start_gather(mine)
+        told = self._nodes.within.start_gather(NodePulse(self._samples, loss_sum, self._rows, is_over))
         _, norm, _ = self._reduce(replica)
         pulses = [NodePulse(*row) for row in told.wait()]
         self._node_is_over = bool(pulses[0].is_over)
