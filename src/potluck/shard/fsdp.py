@@ -77,6 +77,7 @@ class FullySharded(Sharded):
         for one, other in itertools.pairwise(blocks if self._lent is not None else ()):
             one.set_modules_to_forward_prefetch([other])  # type: ignore[operator]
             other.set_modules_to_backward_prefetch([one])  # type: ignore[operator]
+        self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._parts = {name: part for name, part in model.named_parameters() if isinstance(part, DTensor)}
         self.runs, self._sources = [], []
         numbered = []
@@ -115,6 +116,11 @@ class FullySharded(Sharded):
             torch._foreach_mul_(gradients, scale)
         self.optimizer.step()
         self._forget()
+
+    def share(self) -> None:
+        """A forward without a backward leaves the root's parameters gathered, and they would be taken for the new."""
+        for module in self._modules:
+            module.reshard()
 
     def drop(self) -> None:
         self.finish()

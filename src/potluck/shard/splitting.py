@@ -61,8 +61,9 @@ def shard_over(
     bf16: bool = False,
     offload: bool = False,
     blocks: Sequence[nn.Module] | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> Sharded:
-    """Splits a model over all ranks of the default process group."""
+    """Splits a model over all ranks of the default process group, or by FullShard over those of `group`."""
     blocks = find_blocks(model) if blocks is None else blocks
     world = dist.get_world_size() if dist.is_initialized() else 1
     match strategy:
@@ -72,7 +73,7 @@ def shard_over(
                 model, optimizer, weights=weights, mean=mean, keep_gradients=strategy.keep_gradients, offload=offload
             )
         case FullShard():
-            mesh = _mesh(device, (world,))
+            mesh = DeviceMesh.from_group(group, device.type) if group is not None else _mesh(device, (world,))
         case HybridShard():
             nodes = strategy.nodes(world)
             mesh = _mesh(device, (nodes, strategy.intra_node_size) if nodes > 1 else (world,))

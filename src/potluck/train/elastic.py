@@ -84,7 +84,7 @@ class ElasticEngine(Engine):
         strategy: ShardingStrategy = NoShard(),
         step: StepConfig = StepConfig(),
     ) -> "ElasticEngine":
-        kind = engine_for(policy)
+        kind = engine_for(policy, strategy)
         return kind(connect(invite, device), device, policy=policy, strategy=strategy, step=step)
 
     def __init__(
@@ -747,8 +747,13 @@ def connect(invite: Invite, device: torch.device) -> Client:
     return client
 
 
-def engine_for(policy: ApplyPolicy) -> type[ElasticEngine]:
+def engine_for(policy: ApplyPolicy, strategy: ShardingStrategy = NoShard()) -> type[ElasticEngine]:
     """Whether workers take each step together, or step by themselves."""
+    if not isinstance(strategy, NoShard):
+        raise ConfigError(
+            f"{type(strategy).__name__} splits a replica over workers that stay together, and under a host each may go"
+            " at any time. Set strategy to no_shard, or start the workers as one group, with potluck run or torchrun."
+        )
     if isinstance(policy, Sync):
         return ElasticEngine
     from potluck.train.elastic_windows import ElasticWindowEngine, insist_on_what_a_host_can_do

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from potluck.errors import ConfigError, WorkerLost
 from potluck.train.launch import RENDEZVOUS
+from potluck.train.order import PATIENCE_S
 
 
 class Pending(Protocol):
@@ -121,17 +122,30 @@ class _Gathered:
 
 
 class GroupLink:
-    """All ranks of the default process group."""
+    """All ranks of a process group: the default one, or a part of it."""
 
-    def __init__(self, *, owned: bool) -> None:
-        self.rank = dist.get_rank()
-        self.world = dist.get_world_size()
+    def __init__(self, *, owned: bool, group: dist.ProcessGroup | None = None, patience_s: float = PATIENCE_S) -> None:
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.world = dist.get_world_size(group)
         self._owned = owned
-        """Whether we made the group, and so end it."""
+        """Whether we made the default group, and so end it; its parts end with it."""
+        self._patience_s = patience_s
+
+    def part(self, groups: Sequence[Sequence[int]]) -> "GroupLink":
+        """A link of that group of our ranks in which we are. Every rank calls this with the same groups."""
+        assert self.group is None, "only the default group's ranks are numbered as new_group() wants them"
+        own: dist.ProcessGroup | None = None
+        for ranks in groups:
+            with _peers_may_vanish():
+                made = dist.new_group(list(ranks), timeout=timedelta(seconds=self._patience_s))
+            own = made if self.rank in ranks else own
+        assert own is not None, f"no group holds rank {self.rank}"
+        return GroupLink(owned=False, group=own, patience_s=self._patience_s)
 
     def start_sum(self, tensor: Tensor) -> Pending:
         with _peers_may_vanish():
-            work = dist.all_reduce(tensor, async_op=True)
+            work = dist.all_reduce(tensor, group=self.group, async_op=True)
         assert work is not None
         return _Begun(work)
 
@@ -142,7 +156,7 @@ class GroupLink:
         told = torch.tensor(row, dtype=torch.float64)
         found = [torch.empty_like(told) for _ in range(self.world)]
         with _peers_may_vanish():
-            work = dist.all_gather(found, told, async_op=True)
+            work = dist.all_gather(found, told, group=self.group, async_op=True)
         assert work is not None
         return _Gathered(work, found)
 
@@ -154,7 +168,7 @@ class GroupLink:
 
     def broadcast(self, tensor: Tensor) -> None:
         with _peers_may_vanish():
-            dist.broadcast(tensor, src=0)
+            dist.broadcast(tensor, group=self.group, group_src=0)
 
     def close(self) -> None:
         if self._owned and dist.is_initialized():
@@ -163,7 +177,7 @@ class GroupLink:
     def _gather(self, tensor: Tensor) -> list[Tensor]:
         found = [torch.empty_like(tensor) for _ in range(self.world)]
         with _peers_may_vanish():
-            dist.all_gather(found, tensor)
+            dist.all_gather(found, tensor, group=self.group)
         return found
 
 
@@ -194,7 +208,7 @@ def choose_device() -> torch.device:
 def connect(device: torch.device, patience_s: float) -> Link:
     """Joins whatever started us: our launcher, torchrun, or a group the caller made; else we are alone."""
     if dist.is_initialized():
-        return GroupLink(owned=False)
+        return GroupLink(owned=False, patience_s=patience_s)
     rendezvous = os.environ.get(RENDEZVOUS)
     if rendezvous is None and "RANK" not in os.environ:
         return Alone()
@@ -215,7 +229,7 @@ def connect(device: torch.device, patience_s: float) -> Link:
             world_size=world,
             timeout=timedelta(seconds=patience_s),
         )
-    return GroupLink(owned=True)
+    return GroupLink(owned=True, patience_s=patience_s)
 
 
 def _backend(device: torch.device) -> str:

@@ -133,7 +133,7 @@ def join(arguments: list[str]) -> None:
                 "This host trains a script, not a recipe. Join with your copy of it: potluck join - SCRIPT"
             )
         config = from_toml(RunConfig, text, source="the host's recipe", overrides=settings)
-        kind = engine_for(config.policy)
+        kind = engine_for(config.policy, config.strategy)
     except BaseException:
         client.close()
         raise

@@ -68,9 +68,9 @@ class Replica:
         device: torch.device,
         config: StepConfig,
         *,
-        sums_gradients: bool = True,
+        within: Link | None = None,
     ) -> None:
-        """`sums_gradients`: over the ranks of the link; else each steps by its own."""
+        """`within`: the ranks that step as one, if they are not all ranks of the link."""
         if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer):
             raise ConfigError(
                 f"prepare() takes a torch.nn.Module and a torch.optim.Optimizer, not {type(model).__name__} and"
@@ -79,6 +79,7 @@ class Replica:
         self.model = model
         self.optimizer = optimizer
         self.link = link
+        self.within = within or link
         self.device = device
         self.config = config
         self.names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -91,7 +92,7 @@ class Replica:
         optimizer.zero_grad = lambda set_to_none=True: None  # type: ignore[method-assign]
         self._buckets: Buckets | None = None
         self._on_host: OnHost | None = None
-        self._prepare_sums(sums_gradients=sums_gradients)
+        self._prepare_sums()
         self._trained_ids = {id(parameter) for parameter in self.trained}
         self._buffers = saved_buffers(model)
         self.remember_buffers()
@@ -103,12 +104,19 @@ class Replica:
     def _switch_on(self) -> None:
         switch_on(self.model, self.device, self.config)
 
-    def _prepare_sums(self, *, sums_gradients: bool) -> None:
-        if sums_gradients and self.link.world > 1:
-            self._buckets = Buckets(self.model, find_blocks(self.model), self.link.start_sum)
+    def _prepare_sums(self) -> None:
+        if self.within.world > 1:
+            self._buckets = Buckets(self.model, find_blocks(self.model), self.within.start_sum)
         if self.config.offload_optimizer:
             self._on_host = OnHost(self.optimizer)
             self.names |= {id(twin): self.names[id(own)] for own, twin in self._on_host.twins}
+
+    def parts(self) -> list[Tensor]:
+        """The memory of what this rank holds of the parameters that are trained: here all of them."""
+        return [parameter.data for parameter in self.model.parameters() if parameter.requires_grad]
+
+    def on_parts_written(self) -> None:
+        """Called by whoever wrote into parts()."""
 
     def arm(self, *, last: bool) -> None:
         """Before each backward: only the step's last backward talks to the other ranks."""
@@ -147,7 +155,7 @@ class Replica:
         if self._buckets is None:
             return
         used = torch.tensor(self._buckets.arrivals(), dtype=torch.int32)
-        self.link.start_sum(used).wait()
+        self.within.start_sum(used).wait()
         self._buckets.drop(used.bool().tolist())
 
     @property
@@ -210,16 +218,16 @@ class Replica:
             buffer.copy_(before)
 
     def average_buffers(self, weight: float) -> None:
-        """What the step changed in floating-point ones becomes the mean over ranks, by weight; others are rank 0's."""
-        if self.link.world == 1:
+        """What the step changed in floating-point ones becomes the ranks' mean, by weight; others are the first's."""
+        if self.within.world == 1:
             return
         for buffer, before in zip(self._buffers, self._buffers_before, strict=True):
             if buffer.is_floating_point():
                 change = (buffer - before).mul_(weight)
-                self.link.start_sum(change).wait()
+                self.within.start_sum(change).wait()
                 buffer.copy_(before.add_(change))
             else:
-                self.link.broadcast(buffer)
+                self.within.broadcast(buffer)
 
     def align(self) -> None:
         """Every rank takes rank 0's values."""

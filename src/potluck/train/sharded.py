@@ -10,14 +10,17 @@ from potluck.errors import ConfigError
 from potluck.shard.sharded import Sharded
 from potluck.shard.splitting import shard_over
 from potluck.shard.strategy import ShardGradOp, ShardingStrategy
+from potluck.train.link import Alone, GroupLink, Link
 from potluck.train.replica import Replica, as_bytes, switch_on
 
 
 class ShardedReplica(Replica):
     sharded: Sharded
 
-    def __init__(self, *arguments: Any, strategy: ShardingStrategy, **options: Any) -> None:
+    def __init__(self, *arguments: Any, strategy: ShardingStrategy, across: Link | None = None, **options: Any) -> None:
+        """`across`: those who hold the same part of other replicas, where replicas step by themselves."""
         self.strategy = strategy
+        self._across = across or Alone()
         super().__init__(*arguments, **options)
 
     @property
@@ -36,7 +39,7 @@ class ShardedReplica(Replica):
     def _switch_on(self) -> None:
         switch_on(self.model, self.device, self.config, autocast=isinstance(self.strategy, ShardGradOp))
 
-    def _prepare_sums(self, *, sums_gradients: bool) -> None:
+    def _prepare_sums(self) -> None:
         try:
             self.sharded = shard_over(
                 self.model,
@@ -46,11 +49,21 @@ class ShardedReplica(Replica):
                 mean=False,
                 bf16=self.config.precision == "bf16",
                 offload=self.config.offload_optimizer,
+                group=self.within.group if isinstance(self.within, GroupLink) else None,
             )
         except ValueError as error:
             raise ConfigError(f"strategy: {error}.") from None
         self.names = {id(run.parameter): f"run {index}" for index, run in enumerate(self.sharded.runs)}
         self.trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        names = {name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+        # A frozen parameter may be the optimizer's all the same; averaging it could change its last bit.
+        self._parts = [run.parameter.data for run in self.sharded.runs if run.spans[0].name in names]
+
+    def parts(self) -> list[Tensor]:
+        return self._parts
+
+    def on_parts_written(self) -> None:
+        self.sharded.share()
 
     def arm(self, *, last: bool) -> None:
         super().arm(last=last)
@@ -95,6 +108,10 @@ class ShardedReplica(Replica):
     def align(self) -> None:
         if not hasattr(self, "sharded"):
             super().align()
+        elif self._across.world > 1:
+            for tensor in [*self._parts, *self._buffers]:
+                self._across.broadcast(tensor)
+            self.on_parts_written()
 
     def fingerprint(self) -> str:
         """Of all ranks' parts together: equal exactly when whole replicas are."""
