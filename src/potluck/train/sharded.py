@@ -16,6 +16,7 @@ from potluck.errors import ConfigError
 from potluck.shard.fsdp import FullySharded
 from potluck.shard.sharded import Sharded
 from potluck.shard.strategy import FullShard, HybridShard, ShardGradOp, ShardingStrategy
+from potluck.shard.uneven import UnevenShards
 from potluck.shard.zero import ShardedOptimizer
 from potluck.train.replica import Replica, as_bytes, find_blocks, switch_on
 
@@ -114,6 +115,16 @@ def shard_over(
             weights = _weights(strategy.weights, device, world)
             return ShardedOptimizer(
                 model, optimizer, weights=weights, mean=mean, keep_gradients=strategy.keep_gradients
+            )
+        case FullShard() if strategy.weights:
+            return UnevenShards(
+                model,
+                optimizer,
+                blocks=find_blocks(model),
+                device=device,
+                weights=_weights(strategy.weights, device, world),
+                bf16=bf16,
+                mean=mean,
             )
         case FullShard():
             mesh = _mesh(device, (world,))
