@@ -9,8 +9,9 @@ FLEET = ("star", "crowd", "coordinator_memory", "pause", "elastic_step")
 BY_DEFAULT = ("step_time", "memory", "startup", *FLEET)
 MIXED = ("mixed_speeds", "time_to_loss", "following", "convergence")
 """Workers of different speeds: these want the machine for themselves, for minutes each."""
+SHARDS = ("uneven_memory",)
 GPU = ("h200", "h200_mixed")
-NAMES = (*BY_DEFAULT, *MIXED, *GPU)
+NAMES = (*BY_DEFAULT, *MIXED, *SHARDS, *GPU)
 
 
 def main() -> None:
