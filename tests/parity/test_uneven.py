@@ -441,12 +441,11 @@ def led(weights: Any) -> dict[str, Any]:
 
 def test_full_shard_with_weights_is_uneven() -> None:
     alone = run_ranks(1, led, (1.0,))[0]["losses"]
-    for told in (run_ranks(2, led, (3.0, 1.0)), run_ranks(2, led, "memory")):
-        for rank in told:
-            assert rank["kind"] == "UnevenShards"
-            torch.testing.assert_close(rank["losses"], alone, **CLOSE)
-    uneven = [rank["held"] for rank in run_ranks(2, led, (3.0, 1.0))]
-    assert uneven[0] == pytest.approx(3 * uneven[1], rel=0.05)
+    uneven, by_memory = run_ranks(2, led, (3.0, 1.0)), run_ranks(2, led, "memory")
+    for rank in uneven + by_memory:
+        assert rank["kind"] == "UnevenShards"
+        torch.testing.assert_close(rank["losses"], alone, **CLOSE)
+    assert uneven[0]["held"] == pytest.approx(3 * uneven[1]["held"], rel=0.05)
 
 
 def test_without_weights_torch_splits_it() -> None:
