@@ -18,6 +18,10 @@ following   how soon shares follow a worker that slows down
 convergence   what overlap, the anchor and an outer optimizer do to the loss after the same samples
 h200_mixed   parts of one GPU together, against the sum of what each does alone
 
+Sharding, only when it is named:
+
+uneven_memory   the largest model that trains where one rank has a third of the other's memory, against fully_shard
+
 h200 and h200_mixed also run only when they are named. uneven.py starts ranks on such machines; mixed.py has the
 contenders.
 

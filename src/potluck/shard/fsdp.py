@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from potluck.errors import ConfigError
 from potluck.shard.collectives import Collectives, Lent, lend, local_part, sum_gradients
-from potluck.shard.runs import Run, Span, homes, insist_on_elementwise, repoint
+from potluck.shard.runs import Run, Span, claim, homes, insist_on_elementwise, repoint
 from potluck.shard.sharded import Sharded
 
 
@@ -47,6 +47,7 @@ class FullySharded(Sharded):
         self._has_added = False
         whole = dict(model.named_parameters())
         home = homes(optimizer)
+        claim({name: parameter for name, parameter in whole.items() if id(parameter) in home}, self)
         number = {name: home[id(parameter)] for name, parameter in whole.items() if id(parameter) in home}
         shapes = {name: tuple(parameter.shape) for name, parameter in whole.items()}
         before = {parameter: optimizer.state[parameter] for parameter in list(optimizer.state)}

@@ -4,6 +4,7 @@ A Run is memory that the optimizer steps at once: the numbers of some parameters
 Saving, averaging and handing over need nothing else than a rank's runs and the optimizer's state of each.
 """
 
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +34,10 @@ REASONS = {
     "LBFGS": "it searches along one direction for all parameters together",
     "SparseAdam": "its gradients are sparse",
 }
+COUNTERS = {"step", "eta", "mu", "mu_product"}
+"""What optimizers keep once for a whole parameter. Of one that is a single number, it has the shape of all the rest."""
+_MARK = "_sharded_by"
+"""On a parameter: whoever has split it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +96,18 @@ def step_unless(optimizer: Optimizer, is_bad: Tensor) -> None:
         del optimizer.found_inf  # type: ignore[attr-defined]
 
 
+def claim(parameters: Mapping[str, nn.Parameter], owner: object) -> None:
+    """For one optimizer alone: two that split one parameter would each step it."""
+    for name, parameter in parameters.items():
+        other = getattr(parameter, _MARK, None)
+        if other is not None and other() is not None:
+            raise ConfigError(
+                f"Two optimizers hold {name}. Give each parameter to one of them, or use groups of one optimizer."
+            )
+    for parameter in parameters.values():
+        setattr(parameter, _MARK, weakref.ref(owner))
+
+
 def homes(optimizer: Optimizer) -> dict[int, int]:
     """By a parameter's id: the number of its group."""
     return {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
@@ -111,12 +128,21 @@ def repoint(optimizer: Optimizer, runs: Sequence[tuple[int, Run]], whole: Mappin
 
 
 def _state_of(run: Run, before: Mapping[Any, Any], whole: Mapping[str, nn.Parameter]) -> dict[str, Any]:
-    """The part of whole parameters' state that a run holds; what is not of a parameter's shape is shared."""
-    known = [(span, whole[span.name]) for span in run.spans if whole[span.name] in before]
+    """The part of whole parameters' state that a run holds; what is not of a parameter's shape is shared.
+
+    A parameter that the optimizer has not stepped yet has none, and counts as zeros.
+    """
+    first = next((whole[span.name] for span in run.spans if whole[span.name] in before), None)
     found: dict[str, Any] = {}
-    for key, value in before[known[0][1]].items() if known else ():
-        if isinstance(value, Tensor) and value.dim() and value.shape == known[0][1].shape:
-            parts = [before[parameter][key].reshape(-1)[span.start : span.end] for span, parameter in known]
+    if first is None:
+        return found
+    for key, value in before[first].items():
+        if isinstance(value, Tensor) and value.shape == first.shape and key not in COUNTERS:
+            known = [before.get(whole[span.name], {}).get(key) for span in run.spans]
+            parts = [
+                value.new_zeros(span.size) if one is None else one.reshape(-1)[span.start : span.end]
+                for span, one in zip(run.spans, known, strict=True)
+            ]
             found[key] = torch.cat(parts).to(run.parameter.device)
         else:
             found[key] = value.clone() if isinstance(value, Tensor) else value

@@ -17,6 +17,7 @@ from potluck.shard.blocks import find_blocks
 from potluck.shard.fsdp import FullySharded
 from potluck.shard.sharded import Sharded
 from potluck.shard.strategy import FullShard, HybridShard, ShardGradOp, ShardingStrategy
+from potluck.shard.uneven import UnevenShards
 from potluck.shard.zero import ShardedOptimizer
 
 
@@ -71,6 +72,16 @@ def shard_over(
             weights = _weights(strategy.weights, device, world)
             return ShardedOptimizer(
                 model, optimizer, weights=weights, mean=mean, keep_gradients=strategy.keep_gradients, offload=offload
+            )
+        case FullShard() if strategy.weights:
+            if offload and device.type == "cuda":
+                raise ConfigError(
+                    "step.offload_optimizer does not go with FullShard's weights. Leave one of them out, or use"
+                    " ShardGradOp(weights=...)."
+                )
+            weights = _weights(strategy.weights, device, world)
+            return UnevenShards(
+                model, optimizer, blocks=blocks, device=device, weights=weights, bf16=bf16, mean=mean, group=group
             )
         case FullShard():
             mesh = DeviceMesh.from_group(group, device.type) if group is not None else _mesh(device, (world,))

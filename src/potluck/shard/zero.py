@@ -10,7 +10,6 @@ Parameters lie end to end in one flat tensor, in the model's order, and each ran
 With `keep_gradients` each rank has its whole gradient until the step, as ZeRO-1 says, and it travels once a step.
 """
 
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,15 +22,13 @@ from torch.optim import Optimizer
 from potluck.errors import ConfigError
 from potluck.shard.collectives import Collectives, Pending
 from potluck.shard.optimizer_shard import OptimizerShard
-from potluck.shard.runs import Run, Span, homes, in_host_memory, insist_on_elementwise, repoint
+from potluck.shard.runs import Run, Span, claim, homes, in_host_memory, insist_on_elementwise, repoint
 from potluck.shard.sharded import Sharded
 
 BUCKET_BYTES = 16 << 20
 """Of gradients that travel together."""
 MOST_ON_THEIR_WAY = 3
 """Buckets: further ones wait for the first of them, so that gradients never take more memory than that."""
-_MARK = "_sharded_by"
-"""On a parameter: the optimizer that has it."""
 
 
 @dataclass(eq=False)
@@ -102,9 +99,7 @@ class ShardedOptimizer(Sharded):
         for module in model.modules():
             if any(p.requires_grad for p in module.parameters(recurse=False)):
                 module.register_forward_pre_hook(self._before_forward(module))
-        model.register_state_dict_pre_hook(lambda *_: self.wait())
-        for parameter in self.parameters:
-            setattr(parameter, _MARK, weakref.ref(self))
+        model.register_state_dict_pre_hook(lambda *_: self.wait())  # type: ignore[no-untyped-call]
 
     # A step
 
@@ -218,13 +213,7 @@ class ShardedOptimizer(Sharded):
         self._names = names = {id(parameter): name for name, parameter in model.named_parameters()}
         if not self.parameters:
             raise ConfigError("The optimizer holds no parameter of the model that requires a gradient.")
-        for parameter in self.parameters:
-            other = getattr(parameter, _MARK, None)
-            if other is not None and other() is not None:
-                raise ConfigError(
-                    f"Two optimizers hold {names[id(parameter)]}. Give each parameter to one of them, or use groups of"
-                    " one optimizer."
-                )
+        claim({names[id(parameter)]: parameter for parameter in self.parameters}, self)
         kinds = {(parameter.dtype, parameter.device) for parameter in self.parameters}
         if len(kinds) > 1:
             raise ConfigError(
