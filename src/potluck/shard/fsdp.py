@@ -18,7 +18,8 @@ from torch.optim import Optimizer
 
 from potluck.errors import ConfigError
 from potluck.shard.collectives import Collectives, Lent, lend, local_part, sum_gradients
-from potluck.shard.runs import Run, Span, claim, homes, insist_on_elementwise, repoint
+from potluck.shard.ranges import Spec
+from potluck.shard.runs import Run, Span, claim, group_names, homes, insist_on_elementwise, repoint
 from potluck.shard.sharded import Sharded
 
 
@@ -47,6 +48,7 @@ class FullySharded(Sharded):
         self._has_added = False
         whole = dict(model.named_parameters())
         home = homes(optimizer)
+        self.group_names = group_names(optimizer, {id(parameter): name for name, parameter in whole.items()})
         claim({name: parameter for name, parameter in whole.items() if id(parameter) in home}, self)
         number = {name: home[id(parameter)] for name, parameter in whole.items() if id(parameter) in home}
         shapes = {name: tuple(parameter.shape) for name, parameter in whole.items()}
@@ -80,11 +82,16 @@ class FullySharded(Sharded):
             other.set_modules_to_backward_prefetch([one])  # type: ignore[operator]
         self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._parts = {name: part for name, part in model.named_parameters() if isinstance(part, DTensor)}
-        self.runs, self._sources = [], []
+        self.split = {name: Spec(shapes[name], part.dtype) for name, part in self._parts.items()}
+        self.runs, self.rest, self._sources = [], [], []
         numbered = []
         for name, part in self._parts.items():
-            if name in number and part.to_local().numel():
-                run = Run(nn.Parameter(_flat(part)), (self._span(name, shapes[name]),))
+            if not part.to_local().numel():
+                continue
+            run = Run(nn.Parameter(_flat(part), requires_grad=name in number), (self._span(name, shapes[name]),))
+            if name not in number:
+                self.rest.append(run)
+            else:
                 self.runs.append(run)
                 self._sources.append(part)
                 numbered.append((number[name], run))

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from potluck.shard.collectives import Collectives
+from potluck.shard.ranges import Spec
 from potluck.shard.runs import Run, held_bytes
 
 
@@ -17,6 +18,12 @@ class Sharded:
     """Holds the runs of this rank that are trained, and steps those."""
     runs: list[Run]
     """All that this rank owns of the trained parameters; the runs of all ranks of `collectives` are the whole model."""
+    rest: list[Run]
+    """The same of parameters that are split too and that the optimizer does not have, such as frozen ones."""
+    split: dict[str, Spec]
+    """Every parameter that is split over ranks, whoever owns it, by name; what else there is, each rank has whole."""
+    group_names: list[list[str]]
+    """The names of the whole parameters of each of the optimizer's groups, as they were given."""
     collectives: Collectives
     """The ranks over which the model is split."""
     in_step: bool = False

@@ -29,7 +29,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from potluck.errors import ConfigError
 from potluck.shard.collectives import Collectives
-from potluck.shard.runs import Run, claim, homes, insist_on_elementwise, repoint
+from potluck.shard.ranges import Spec
+from potluck.shard.runs import Run, claim, group_names, homes, insist_on_elementwise, repoint
 from potluck.shard.sharded import Sharded
 from potluck.shard.units import Home, Member, Placement, Stretch, Sum, Unit
 
@@ -72,6 +73,8 @@ class UnevenShards(Sharded):
         distinct = list(dict.fromkeys(blocks))
         members = self._members()
         claim({member.name: member.parameter for member in members.values() if member.is_trained}, self)
+        self.split = {member.name: Spec(member.shape, member.dtype) for member in members.values()}
+        self.group_names = group_names(optimizer, {key: member.name for key, member in members.items()})
         self._plan(distinct, members)
         self._move()
         self._hook(distinct)
@@ -192,10 +195,12 @@ class UnevenShards(Sharded):
         for stretch in stretches:
             stretch.move_into(self._homes)
         self.model.to(self.device)  # its buffers
-        numbered = []
+        numbered, self.rest = [], []
         for (_, group), home in self._homes.items():
-            if group is not None:
-                run = Run(nn.Parameter(home.flat), tuple(home.spans))
+            run = Run(nn.Parameter(home.flat, requires_grad=group is not None), tuple(home.spans))
+            if group is None:
+                self.rest.append(run)
+            else:
                 run.parameter.grad = home.gradient
                 numbered.append((group, run))
         self.runs = [run for _, run in numbered]
