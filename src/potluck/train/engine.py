@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 
 from potluck.agree.balance import Balance
 from potluck.agree.policy import ApplyPolicy, Sync, share_out
-from potluck.errors import CheckpointError, ConfigError, Diverged
+from potluck.errors import CheckpointError, ConfigError, Diverged, WorkerLost
 from potluck.events import Decided, EpochDone, EventLog, StepDone, StepSkipped
 from potluck.fleet.invite import INVITE, read_invite
 from potluck.fleet.ledger import Ledger, prove
@@ -335,6 +335,8 @@ class Engine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if isinstance(error, WorkerLost):
+            self._saves.one_is_gone()
         self.close()
 
     def seed_random(self, seed: int) -> None:
