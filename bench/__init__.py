@@ -3,6 +3,7 @@
 step_time   the time of a step, against bare DistributedDataParallel
 memory      the peak memory of a rank, against the same
 startup     from the command to the first finished step, against torchrun
+checkpoint_time   saving and loading a model that is split, against torch.distributed.checkpoint
 star        gradients through the server and back, against bare sockets and against Gloo's all-reduce
 crowd       the time of a step while idle workers and strangers crowd the server, against the same alone
 coordinator_memory   what the server holds, for any number of workers

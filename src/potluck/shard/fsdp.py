@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from potluck.errors import ConfigError
 from potluck.shard.collectives import Collectives, Lent, lend, sum_gradients
-from potluck.shard.runs import Run, Span, homes, insist_on_elementwise, repoint
+from potluck.shard.runs import Run, Span, group_names, homes, insist_on_elementwise, repoint
 from potluck.shard.sharded import Sharded
 
 
@@ -46,6 +46,7 @@ class FullySharded(Sharded):
         self._has_added = False
         whole = dict(model.named_parameters())
         home = homes(optimizer)
+        self.group_names = group_names(optimizer, {id(parameter): name for name, parameter in whole.items()})
         number = {name: home[id(parameter)] for name, parameter in whole.items() if id(parameter) in home}
         shapes = {name: tuple(parameter.shape) for name, parameter in whole.items()}
         before = {parameter: optimizer.state[parameter] for parameter in list(optimizer.state)}
@@ -76,11 +77,16 @@ class FullySharded(Sharded):
             one.set_modules_to_forward_prefetch([other])  # type: ignore[operator]
             other.set_modules_to_backward_prefetch([one])  # type: ignore[operator]
         self._parts = {name: part for name, part in model.named_parameters() if isinstance(part, DTensor)}
-        self.runs, self._sources = [], []
+        self.split = {name: shapes[name] for name in self._parts}
+        self.runs, self.rest, self._sources = [], [], []
         numbered = []
         for name, part in self._parts.items():
-            if name in number and part.to_local().numel():
-                run = Run(nn.Parameter(_flat(part)), (self._span(name, shapes[name]),))
+            if not part.to_local().numel():
+                continue
+            run = Run(nn.Parameter(_flat(part), requires_grad=name in number), (self._span(name, shapes[name]),))
+            if name not in number:
+                self.rest.append(run)
+            else:
                 self.runs.append(run)
                 self._sources.append(part)
                 numbered.append((number[name], run))

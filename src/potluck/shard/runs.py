@@ -79,6 +79,11 @@ def homes(optimizer: Optimizer) -> dict[int, int]:
     return {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
 
 
+def group_names(optimizer: Optimizer, names: Mapping[int, str]) -> list[list[str]]:
+    """The names of each group's parameters, in its order. `names`: by a parameter's id."""
+    return [[names.get(id(parameter), "") for parameter in group["params"]] for group in optimizer.param_groups]
+
+
 def repoint(optimizer: Optimizer, runs: Sequence[tuple[int, Run]], whole: Mapping[str, nn.Parameter]) -> None:
     """The optimizer's groups hold these runs instead of whole parameters. What it knows of those is kept, by spans."""
     before = dict(optimizer.state)

@@ -17,6 +17,12 @@ class Sharded:
     """Holds the runs of this rank that are trained, and steps those."""
     runs: list[Run]
     """All that this rank owns of the trained parameters; the runs of all ranks of `collectives` are the whole model."""
+    rest: list[Run]
+    """The same of parameters that are split too and that the optimizer does not have, such as frozen ones."""
+    split: dict[str, tuple[int, ...]]
+    """Name and shape of every parameter that is split over ranks, whoever owns it; what else there is, each has."""
+    group_names: list[list[str]]
+    """The names of the whole parameters of each of the optimizer's groups, as they were given."""
     collectives: Collectives
     """The ranks over which the model is split."""
     in_step: bool = False

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from potluck.errors import ConfigError
 from potluck.shard.collectives import Collectives, Pending
 from potluck.shard.optimizer_shard import OptimizerShard
-from potluck.shard.runs import Run, Span, homes, in_host_memory, insist_on_elementwise, repoint
+from potluck.shard.runs import Run, Span, group_names, homes, in_host_memory, insist_on_elementwise, repoint
 from potluck.shard.sharded import Sharded
 
 BUCKET_BYTES = 16 << 20
@@ -74,6 +74,9 @@ class ShardedOptimizer(Sharded):
         held = {id(parameter) for each in optimizer.param_groups for parameter in each["params"]}
         self.parameters = [p for p in model.parameters() if p.requires_grad and id(p) in held]
         self._check(model)
+        self.rest = []
+        self.split = {self._names[id(parameter)]: tuple(parameter.shape) for parameter in self.parameters}
+        self.group_names = group_names(optimizer, self._names)
         sizes = [parameter.numel() for parameter in self.parameters]
         self._starts = [sum(sizes[:index]) for index in range(len(sizes))]
         total = sum(sizes)

@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 
 from potluck.agree.balance import Balance
 from potluck.agree.policy import ApplyPolicy, Sync, share_out
-from potluck.errors import CheckpointError, ConfigError, Diverged
+from potluck.errors import CheckpointError, ConfigError, Diverged, WorkerLost
 from potluck.events import Decided, EpochDone, EventLog, Recovered, StepDone, StepSkipped
 from potluck.fleet.invite import INVITE, read_invite
 from potluck.fleet.ledger import Ledger, prove
@@ -51,7 +51,7 @@ from potluck.train.memory import Recovery, my_recovery
 from potluck.train.order import PATIENCE_S
 from potluck.train.pulse import Pulse, Verdict, decide_step, worker_steps
 from potluck.train.replica import Replica, StepConfig
-from potluck.train.saves import Saves, Standing
+from potluck.train.saves import Saves, Standing, sharded_of
 
 if TYPE_CHECKING:
     from potluck.shard.sharded import Sharded
@@ -377,6 +377,8 @@ class Engine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if isinstance(error, WorkerLost):
+            self._saves.one_is_gone()
         self.close()
 
     def seed_random(self, seed: int) -> None:
@@ -590,6 +592,7 @@ class Engine:
         if self.recovery is not None:
             standing = recover(self.recovery, self._sharded())
             self._prepared().remember_buffers()
+            self._check_standing(Path("What the workers had kept in memory"), standing)
             self._stand_at(standing)
             self.seed_random(standing["seed"])
             self._recovered = Recovered(step=self.step_number, lost=self.recovery.lost, workers=self.world)
@@ -605,11 +608,9 @@ class Engine:
             self._buddies.refresh(self._sharded(), self._standing() | {"folder": folder})
 
     def _sharded(self) -> "Sharded":
-        from potluck.train.sharded import ShardedReplica
-
-        replica = self._prepared()
-        assert isinstance(replica, ShardedReplica)
-        return replica.sharded
+        sharded = sharded_of(self._prepared())
+        assert sharded is not None
+        return sharded
 
     # Where the run stands
 
