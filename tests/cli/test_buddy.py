@@ -171,10 +171,11 @@ def test_a_recipe_goes_on_in_its_folder_and_ctrl_c_still_saves_it(place: Path) -
 
 
 def test_a_killed_launcher_leaves_nothing_in_memory(place: Path) -> None:
-    process = start(place, "run", "-n", "2", "--threads", "1", "script.py", "ShardGradOp", "step", "1")
-    ((_, memory),) = marked(place, 1)
-    workers = children(process.pid)
-    assert memory.is_dir() and len(workers) == 2
+    mark = SCRIPT[SCRIPT.index("def mark") : SCRIPT.index("def stop_at")]
+    (place / "wait.py").write_text(f"import json, os, time\n{mark}\nmark('waits')\ntime.sleep(60)\n")
+    process = start(place, "run", "-n", "1", "wait.py")
+    ((worker, memory),) = marked(place, 0)
+    assert memory.is_dir()
     process.kill()
     process.communicate()
-    wait_until(lambda: not any(map(is_alive, workers)) and not memory.exists(), 10)
+    wait_until(lambda: not is_alive(worker) and not memory.exists(), 10)

@@ -46,7 +46,7 @@ from potluck.train.data import (
     rows_of,
     seed_everything,
 )
-from potluck.train.link import Alone, Link, Rows, choose_device, connect
+from potluck.train.link import Alone, Link, Rows, choose_device, connect, loss_of_peer
 from potluck.train.memory import Recovery, my_recovery
 from potluck.train.order import PATIENCE_S
 from potluck.train.pulse import Pulse, Verdict, decide_step, worker_steps
@@ -377,7 +377,7 @@ class Engine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if isinstance(error, WorkerLost):
+        if isinstance(error, WorkerLost) or (error is not None and loss_of_peer(error) is not None):
             self._saves.one_is_gone()
         self.close()
 
