@@ -127,12 +127,12 @@ def test_two_of_three_go_on_with_a_model_that_was_split_over_all(place: Path) ->
 
 
 def test_a_kill_within_a_refresh_leaves_the_one_before(place: Path) -> None:
-    process = start(place, "run", "-n", "2", "--threads", "1", "script.py", "ShardGradOp", "refresh", "1")
+    process = start(place, "run", "-n", "2", "--threads", "1", "script.py", "ShardGradOp", "refresh", "0")
     said = ended(process)
     assert process.returncode == 0, said
-    assert "Worker 1 was ended by SIGKILL. 1 worker goes on from step 3, which it had kept in memory." in said
+    assert "Worker 0 was ended by SIGKILL. 1 worker goes on from step 3, which it had kept in memory." in said
     assert_as_undisturbed(place, from_step=3)
-    assert not marked(place, 1)[0][1].exists()
+    assert not marked(place, 0)[0][1].exists()
 
 
 def test_two_neighbours_lost_at_once_end_the_run(place: Path) -> None:

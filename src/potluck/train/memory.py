@@ -136,8 +136,8 @@ def my_recovery() -> Recovery | None:
     folder = my_folder()
     if folder is None or not (folder / _RECOVERY).exists():
         return None
-    told = json.loads((folder / _RECOVERY).read_text(encoding="utf-8"))
-    return Recovery(**{key: tuple(value) if isinstance(value, list) else value for key, value in told.items()})
+    told: dict[str, Any] = json.loads((folder / _RECOVERY).read_text(encoding="utf-8"))
+    return Recovery(**told | {name: tuple(told[name]) for name in ("ranks", "lost", "parts")})
 
 
 def clear_away() -> None:
