@@ -25,7 +25,7 @@ from potluck.train.link import Link
 from potluck.train.memory import NEIGHBOUR, OWN, PLACE, STANDING, Recovery, my_folder, numbered, rank_folder
 from potluck.train.saves import Standing
 
-BLOCK_BYTES = 4 << 20
+BLOCK_BYTES = 16 << 20
 """What travels at once: a refresh takes two such blocks of memory beyond the copies."""
 
 
