@@ -17,8 +17,15 @@ from potluck.events import read_events
 from potluck.train.engine import Engine
 from tests.cli.test_cli import RECIPE, children, is_alive, start, steps, wait_until
 
+MARK = """
+import json, os
+def mark(text):
+    with open(f"marked-{os.environ['RANK']}.part", "w") as file:
+        file.write(json.dumps([os.getpid(), os.environ["POTLUCK_MEMORY"], text]))
+    os.rename(file.name, file.name.replace(".part", ""))
+"""
 SCRIPT = """
-import json, os, signal, sys, time
+import signal, sys, time
 import torch
 from safetensors.torch import save_file
 import potluck
@@ -46,11 +53,6 @@ def train(fleet, epochs, at_step=lambda step: None):
             at_step(fleet.step_number)
     whole = {name: getattr(p, "full_tensor", lambda p=p: p)().detach().clone() for name, p in model.named_parameters()}
     return heard, whole
-
-def mark(text):
-    with open(f"marked-{os.environ['RANK']}.part", "w") as file:
-        file.write(json.dumps([os.getpid(), os.environ["POTLUCK_MEMORY"], text]))
-    os.rename(file.name, file.name.replace(".part", ""))
 
 def stop_at(step):
     if step == 8 and os.environ["RANK"] in victims:
@@ -80,7 +82,7 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "script.py").write_text(MARK + SCRIPT)
     return tmp_path
 
 
@@ -136,10 +138,23 @@ def test_a_kill_within_a_refresh_leaves_the_one_before(place: Path) -> None:
 
 
 def test_two_neighbours_lost_at_once_end_the_run(place: Path) -> None:
-    process = start(place, "run", "-n", "3", "--threads", "1", "script.py", "FullShard", "step", "1,2")
-    victims = marked(place, 1, 2)
-    for victim, _ in victims:
+    """What the launcher finds in memory is enough for this: nothing is trained."""
+    (place / "keep.py").write_text(
+        "import sys, time\nfrom pathlib import Path\n"
+        + MARK
+        + "home = Path(os.environ['POTLUCK_MEMORY']) / f\"rank-{os.environ['RANK']}\"\n"
+        "for kind in ('own', 'neighbour'):\n"
+        "    (home / f'{kind}-00000001').mkdir(parents=True)\n"
+        "    (home / f'{kind}-00000001' / 'standing.json').write_text(json.dumps({'step': 5}))\n"
+        "mark('waits to be killed')\n"
+        "while not Path('killed').exists(): time.sleep(0.01)\n"
+        "sys.exit(75)\n"
+    )
+    process = start(place, "run", "-n", "3", "keep.py")
+    victims = marked(place, 0, 1, 2)
+    for victim, _ in victims[1:]:
         os.kill(victim, signal.SIGKILL)
+    (place / "killed").touch()
     said = ended(process)
     assert process.returncode == 128 + signal.SIGKILL
     assert re.search(r"Worker [12] was ended by SIGKILL, so the others stopped too.", said)
@@ -171,8 +186,7 @@ def test_a_recipe_goes_on_in_its_folder_and_ctrl_c_still_saves_it(place: Path) -
 
 
 def test_a_killed_launcher_leaves_nothing_in_memory(place: Path) -> None:
-    mark = SCRIPT[SCRIPT.index("def mark") : SCRIPT.index("def stop_at")]
-    (place / "wait.py").write_text(f"import json, os, time\n{mark}\nmark('waits')\ntime.sleep(60)\n")
+    (place / "wait.py").write_text(f"import time\n{MARK}\nmark('waits')\ntime.sleep(60)\n")
     process = start(place, "run", "-n", "1", "wait.py")
     ((worker, memory),) = marked(place, 0)
     assert memory.is_dir()
