@@ -23,7 +23,7 @@ from potluck.shard.sharded import Sharded
 
 
 class FullySharded(Sharded):
-    in_step = True
+    in_step = gathers = True
 
     def __init__(
         self,

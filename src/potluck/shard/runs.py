@@ -109,3 +109,20 @@ def _state_of(run: Run, before: Mapping[Any, Any], whole: Mapping[str, nn.Parame
         else:
             found[key] = value.clone() if isinstance(value, Tensor) else value
     return found
+
+
+def held_bytes(parameters: Sequence[Tensor], gradients: Sequence[Tensor], optimizer: Optimizer) -> dict[str, int]:
+    """Of the memory under them, each piece of it counted once."""
+    values = [value for each in optimizer.state.values() for value in each.values()]
+    state = [value for value in values if isinstance(value, Tensor) and value.dim()]
+    found = {}
+    for kind, tensors in (("parameters", parameters), ("gradients", gradients), ("state", state)):
+        storages = [tensor.untyped_storage() for tensor in tensors]
+        found[kind] = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    return found
+
+
+def in_host_memory(tensor: Tensor) -> Tensor:
+    """A copy there; pinned, if it is to travel to a GPU and back."""
+    copy = torch.empty_like(tensor.detach(), device="cpu", pin_memory=tensor.is_cuda)
+    return copy.copy_(tensor.detach())

@@ -3,14 +3,12 @@
 For each step: arm and backward, once or many times; then finish, and step or drop.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from potluck.shard.collectives import Collectives
-from potluck.shard.runs import Run
+from potluck.shard.runs import Run, held_bytes
 
 
 class Sharded:
@@ -28,7 +26,9 @@ class Sharded:
     collectives: Collectives
     """The ranks over which the model is split."""
     in_step: bool = False
-    """Whether every rank has to run as many forwards and backwards as the others, since they gather parameters."""
+    """Whether every rank has to run as many backwards as the others, since they talk in each."""
+    gathers: bool = False
+    """Whether they also wait for each other in every layer, so that no rank's own speed can be seen."""
 
     def arm(self, *, last: bool) -> None:
         """Before each backward. `last`: the step comes after it."""
@@ -74,18 +74,7 @@ class Sharded:
 
     def memory_bytes(self) -> dict[str, int]:
         """What this rank holds of the model between backward and step."""
-        state = [value for each in self.optimizer.state.values() for value in each.values()]
-        return {
-            "parameters": _bytes(self._parameters()),
-            "gradients": _bytes(self.gradients()),
-            "state": _bytes(value for value in state if isinstance(value, Tensor) and value.dim()),
-        }
+        return held_bytes(self._parameters(), self.gradients(), self.optimizer)
 
     def _parameters(self) -> list[Tensor]:
         return [run.parameter for run in self.runs]
-
-
-def _bytes(tensors: Any) -> int:
-    """Of the memory under them, counted once."""
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
-    return sum(storages.values())

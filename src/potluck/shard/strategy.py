@@ -73,3 +73,18 @@ class HybridShard:
 
 
 ShardingStrategy = FullShard | ShardGradOp | NoShard | HybridShard
+
+
+def bytes_per_parameter(strategy: ShardingStrategy, world: int) -> float:
+    """What a rank holds for each parameter in fp32 with Adam's two means, where all have equal parts."""
+    match strategy:
+        case NoShard():
+            return 16.0
+        case ShardGradOp(keep_gradients=True):
+            return 8 + 8 / world
+        case ShardGradOp():
+            return 4 + 12 / world
+        case FullShard():
+            return 16 / world
+        case HybridShard():
+            return 16 / min(world, strategy.intra_node_size)

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from potluck.errors import ConfigError
 from potluck.shard.collectives import Collectives, Pending
 from potluck.shard.optimizer_shard import OptimizerShard
-from potluck.shard.runs import Run, Span, group_names, homes, insist_on_elementwise, repoint
+from potluck.shard.runs import Run, Span, group_names, homes, in_host_memory, insist_on_elementwise, repoint
 from potluck.shard.sharded import Sharded
 
 BUCKET_BYTES = 16 << 20
@@ -56,14 +56,20 @@ class ShardedOptimizer(Sharded):
         weights: Sequence[float] | None = None,
         mean: bool = True,
         keep_gradients: bool = False,
+        offload: bool = False,
     ) -> None:
-        """`weights`: each rank's part of the state, in proportion; `mean`: gradients are averaged, and not summed."""
+        """`weights`: each rank's part of the state, in proportion; `mean`: gradients are averaged, and not summed.
+
+        `offload`: this rank's range is stepped in host memory, and so its state is there.
+        """
         insist_on_elementwise(optimizer)
         self.model = model
         self.optimizer = optimizer
         self.collectives = Collectives(group)
         self._mean = mean
         self._keeps = keep_gradients
+        self.in_step = not keep_gradients  # gradients travel in each backward
+        self._offloads = offload
         self._is_last = True
         held = {id(parameter) for each in optimizer.param_groups for parameter in each["params"]}
         self.parameters = [p for p in model.parameters() if p.requires_grad and id(p) in held]
@@ -88,6 +94,8 @@ class ShardedOptimizer(Sharded):
         """Parameters that got a gradient on this rank in this step."""
         self._idle: list[tuple[int, int]] = []
         """Ranges of the flat tensor that no rank used."""
+        self._is_summed = False
+        """Whether this rank's range holds its whole gradient already."""
         self._on_their_way: list[_Bucket] = []
         self._updates: list[tuple[int, int, Pending]] = []
         self._is_stale = False
@@ -107,6 +115,8 @@ class ShardedOptimizer(Sharded):
 
     @torch.no_grad()
     def start_sums(self) -> None:
+        if self._is_summed:
+            return
         for bucket in self._buckets:
             if not bucket.pending and (bucket.missing or bucket.gradient is not None):
                 self._fill(bucket)
@@ -120,6 +130,7 @@ class ShardedOptimizer(Sharded):
             self._take_in(self._on_their_way[0])
         for bucket in self._buckets:
             bucket.missing = set(bucket.parameters)
+        self._is_summed = True
 
     @property
     def has_unused(self) -> bool:
@@ -142,12 +153,14 @@ class ShardedOptimizer(Sharded):
         self.finish()
         if scale != 1.0:
             self.gradient.mul_(scale)
+        if self._host is not None:
+            self._host_gradient.copy_(self.gradient)
         kept = [(view, view.clone()) for view in self._idle_views()]
         self.optimizer.step()
         for view, before in kept:
             view.copy_(before)
         self._forget()
-        self._is_stale = self.collectives.world > 1
+        self._is_stale = self.collectives.world > 1 or self._host is not None
 
     def _idle_views(self) -> list[Tensor]:
         """What the optimizer must not change: parameters that nobody used, and their state."""
@@ -165,6 +178,7 @@ class ShardedOptimizer(Sharded):
         (self._whole_gradient if self._whole_gradient is not None else self.gradient).zero_()
         self._arrived.clear()
         self._idle = []
+        self._is_summed = False
 
     def share(self) -> None:
         self.broadcast_updated_params()
@@ -172,8 +186,11 @@ class ShardedOptimizer(Sharded):
     def settle(self) -> None:
         self.wait()
 
+    @torch.no_grad()
     def broadcast_updated_params(self) -> None:
         """Begins to send each owner's range to all; a layer's forward waits for its own parameters alone."""
+        if self._host is not None:
+            self.flat[self.shard.param_start : self.shard.param_end].copy_(self._host)
         self._is_stale = False
         for bucket in reversed(self._buckets):  # the forward needs the first layers first
             for shard in self.shards:
@@ -245,10 +262,15 @@ class ShardedOptimizer(Sharded):
                     found.append((number, [span], begin))
         self._run_starts = [begin for _, _, begin in found]
         self.runs = []
+        own, gradient = self.flat[self.shard.param_start : self.shard.param_end], self.gradient
+        self._host: Tensor | None = None
+        if self._offloads:
+            own = self._host = in_host_memory(own)
+            gradient = self._host_gradient = torch.zeros_like(own)
         for _, spans, begin in found:
-            end = begin + sum(span.size for span in spans)
-            parameter = nn.Parameter(self.flat[begin:end])
-            parameter.grad = self.gradient[begin - self.shard.param_start : end - self.shard.param_start]
+            first = begin - self.shard.param_start
+            parameter = nn.Parameter(own[first : first + sum(span.size for span in spans)])
+            parameter.grad = gradient[first : first + parameter.numel()]
             self.runs.append(Run(parameter, tuple(spans)))
         numbered = [(number, run) for (number, _, _), run in zip(found, self.runs, strict=True)]
         repoint(self.optimizer, numbered, {self._names[id(p)]: p for p in self.parameters})
@@ -280,6 +302,7 @@ class ShardedOptimizer(Sharded):
                 raise ConfigError(_FORGOTTEN)
             if index not in bucket.missing and not self._keeps:
                 self.finish()  # another backward before the step: the first one leaves now
+            self._is_summed = False
             self._fill(bucket)
             assert bucket.gradient is not None
             mine = bucket.gradient[start : start + size].view_as(parameter)

@@ -369,7 +369,7 @@ class Engine:
         loader.on_empty = self._step_without_rows
         is_measured = isinstance(self.policy, Sync) and self.policy.balance and not self.policy.shares
         # Where ranks gather parameters they wait for each other in every layer, and nobody's own speed can be seen.
-        if is_measured and self.world > 1 and not loader.in_step:
+        if is_measured and self.world > 1 and not self._prepared().gathers:
             self._balance = Balance(batch.size, self.world)
         return loader
 

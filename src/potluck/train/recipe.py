@@ -19,7 +19,7 @@ from potluck.config import from_dict, from_toml, to_toml
 from potluck.errors import ConfigError, Interrupted
 from potluck.events import Event, RunStarted
 from potluck.fleet.invite import read_invite
-from potluck.shard.strategy import NoShard, ShardingStrategy
+from potluck.shard.strategy import NoShard, ShardingStrategy, bytes_per_parameter
 from potluck.train.data import BatchConfig, DataConfig, read_windows
 from potluck.train.elastic import connect, engine_for
 from potluck.train.engine import Engine, init
@@ -81,7 +81,7 @@ def cook(config: RunConfig, order: Order, engine: Engine) -> tuple[Summary, GPT]
     _insist_on_memory(config, engine)
     engine.samples_per_row = float(config.model.context)
     torch.manual_seed(config.fit.seed)
-    model = GPT(config.model).to(engine.device)
+    model = GPT(config.model)
     loss = next_token_loss
     if order.slowdown is not None:
         brake = Brake(order.slowdown, engine.rank, has_gpu=engine.device.type == "cuda")
@@ -145,7 +145,8 @@ def _insist_on_memory(config: RunConfig, engine: Engine) -> None:
     """A model that cannot fit is refused before the system ends somebody for it."""
     with torch.device("meta"):
         parameters = sum(parameter.numel() for parameter in GPT(config.model).parameters())
-    needed = 16 * parameters  # weights, gradients and AdamW's two means, in fp32
+    # Weights, gradients and AdamW's two means, in fp32; each rank's share of what the strategy splits.
+    needed = int(parameters * bytes_per_parameter(config.strategy, engine.world))
     if engine.device.type == "cuda":
         has, where = torch.cuda.mem_get_info(engine.device)[1], "this GPU"
     else:
@@ -154,7 +155,8 @@ def _insist_on_memory(config: RunConfig, engine: Engine) -> None:
     if needed > has:
         raise ConfigError(
             f"A model of {count(parameters)} parameters needs {size(needed)} of memory to be trained here, and {where}"
-            f" has {size(has)}. Make model.dim or model.layers smaller, or use fewer workers."
+            f" has {size(has)}. Make model.dim or model.layers smaller, use fewer workers, or split the model over"
+            ' them with strategy.kind = "full_shard".'
         )
 
 

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from potluck.errors import ConfigError
+from potluck.shard.blocks import find_blocks
+from potluck.shard.runs import held_bytes, in_host_memory
 from potluck.train.buckets import Buckets
 from potluck.train.link import Link
 from potluck.train.state import saved_buffers
@@ -36,6 +38,8 @@ class StepConfig:
     """torch.compile for the model's repeated blocks, or for the whole model if it has none."""
     checkpoint_activations: bool = False
     """Keep only the input of each repeated block and compute the rest again in the backward: less memory, more time."""
+    offload_optimizer: bool = False
+    """Keep the optimizer's state in host memory and step there: less of a GPU's memory, more time."""
     nonfinite_limit: int = 10
     """Stop after this many steps in a row whose loss or gradient is not finite."""
 
@@ -52,7 +56,9 @@ class Replica:
     """For each step: arm and backward for every micro-batch, then finish, and apply or drop."""
 
     in_step = False
-    """Whether every rank has to run as many forwards and backwards as the others."""
+    """Whether every rank has to run as many backwards as the others."""
+    gathers = False
+    """Whether they wait for each other in every layer."""
 
     def __init__(
         self,
@@ -84,6 +90,7 @@ class Replica:
         # Each step forgets its gradients by itself: a zero_grad() out of habit would drop those of earlier parts of it.
         optimizer.zero_grad = lambda set_to_none=True: None  # type: ignore[method-assign]
         self._buckets: Buckets | None = None
+        self._on_host: OnHost | None = None
         self._prepare_sums(sums_gradients=sums_gradients)
         self._trained_ids = {id(parameter) for parameter in self.trained}
         self._buffers = saved_buffers(model)
@@ -99,6 +106,9 @@ class Replica:
     def _prepare_sums(self, *, sums_gradients: bool) -> None:
         if sums_gradients and self.link.world > 1:
             self._buckets = Buckets(self.model, find_blocks(self.model), self.link.start_sum)
+        if self.config.offload_optimizer:
+            self._on_host = OnHost(self.optimizer)
+            self.names |= {id(twin): self.names[id(own)] for own, twin in self._on_host.twins}
 
     def arm(self, *, last: bool) -> None:
         """Before each backward: only the step's last backward talks to the other ranks."""
@@ -152,7 +162,7 @@ class Replica:
         """Scales the gradient and steps the optimizer."""
         if scale != 1.0 and (gradients := self._gradients()):
             torch._foreach_mul_(gradients, scale)
-        self.optimizer.step()
+        (self._on_host or self.optimizer).step()
         self.drop()
 
     def drop(self) -> None:
@@ -162,6 +172,10 @@ class Replica:
         for parameter in self.trained:
             parameter.grad = None
         self._is_armed_for_last = False
+
+    def memory_bytes(self) -> dict[str, int]:
+        """What this rank holds of the model and its optimizer, between the last backward and the step."""
+        return held_bytes(list(self.model.parameters()), self._gradients(), self.optimizer)
 
     # Buffers that are saved with the model: running statistics and the like
 
@@ -234,17 +248,26 @@ class Replica:
         self.align()
 
 
-def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """The model's repeated layers: the longest list of at least two modules of one class."""
-    best: list[nn.Module] = []
-    for module in model.modules():
-        if isinstance(module, nn.ModuleList | nn.Sequential):
-            children = list(module)
-            parameters = sum(p.numel() for p in module.parameters())
-            alike = len({type(child) for child in children}) == 1
-            if alike and len(children) >= 2 and parameters and len(children) > len(best):
-                best = children
-    return best
+class OnHost:
+    """An optimizer that steps copies of the parameters in host memory, where its state is."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self.twins: list[tuple[nn.Parameter, nn.Parameter]] = []
+        for group in optimizer.param_groups:
+            pairs = [(own, nn.Parameter(in_host_memory(own), own.requires_grad)) for own in group["params"]]
+            group["params"] = [twin for _, twin in pairs]
+            self.twins += pairs
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for own, twin in self.twins:  # what changed the parameters meanwhile, such as an average, counts
+            twin.copy_(own)
+            twin.grad = own.grad.to("cpu") if own.grad is not None else None
+        self.optimizer.step()
+        for own, twin in self.twins:
+            own.copy_(twin)
+            twin.grad = None
 
 
 def _dense(parameter: nn.Parameter) -> Tensor:

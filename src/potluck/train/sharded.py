@@ -1,23 +1,16 @@
 """A replica that is split over ranks: the strategies of shard/, behind what an engine asks of a replica."""
 
 import hashlib
-import resource
 import time
-from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.optim import Optimizer
+from torch import Tensor
 
 from potluck.errors import ConfigError
-from potluck.shard.fsdp import FullySharded
 from potluck.shard.sharded import Sharded
-from potluck.shard.strategy import FullShard, HybridShard, ShardGradOp, ShardingStrategy
-from potluck.shard.zero import ShardedOptimizer
-from potluck.train.replica import Replica, as_bytes, find_blocks, switch_on
+from potluck.shard.splitting import shard_over
+from potluck.shard.strategy import ShardGradOp, ShardingStrategy
+from potluck.train.replica import Replica, as_bytes, switch_on
 
 
 class ShardedReplica(Replica):
@@ -31,6 +24,10 @@ class ShardedReplica(Replica):
     def in_step(self) -> bool:  # type: ignore[override]
         return self.sharded.in_step
 
+    @property
+    def gathers(self) -> bool:  # type: ignore[override]
+        return self.sharded.gathers
+
     def _place(self) -> None:
         """Where parameters are split too, they reach the device block by block, and never all at once."""
         if isinstance(self.strategy, ShardGradOp):
@@ -42,7 +39,13 @@ class ShardedReplica(Replica):
     def _prepare_sums(self, *, sums_gradients: bool) -> None:
         try:
             self.sharded = shard_over(
-                self.model, self.optimizer, self.strategy, self.device, mean=False, bf16=self.config.precision == "bf16"
+                self.model,
+                self.optimizer,
+                self.strategy,
+                self.device,
+                mean=False,
+                bf16=self.config.precision == "bf16",
+                offload=self.config.offload_optimizer,
             )
         except ValueError as error:
             raise ConfigError(f"strategy: {error}.") from None
@@ -83,6 +86,9 @@ class ShardedReplica(Replica):
         self.sharded.drop()
         self._is_armed_for_last = False
 
+    def memory_bytes(self) -> dict[str, int]:
+        return self.sharded.memory_bytes()
+
     def align(self) -> None:
         if not hasattr(self, "sharded"):
             super().align()
@@ -96,67 +102,3 @@ class ShardedReplica(Replica):
         size = self.sharded.collectives.world
         first = self.link.rank // size * size
         return hashlib.sha256(b"".join(told[first : first + size])).hexdigest()
-
-
-def shard_over(
-    model: nn.Module,
-    optimizer: Optimizer,
-    strategy: ShardingStrategy,
-    device: torch.device,
-    *,
-    mean: bool = True,
-    bf16: bool = False,
-) -> Sharded:
-    """Splits a model over all ranks of the default process group."""
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    match strategy:
-        case ShardGradOp():
-            weights = _weights(strategy.weights, device, world)
-            return ShardedOptimizer(
-                model, optimizer, weights=weights, mean=mean, keep_gradients=strategy.keep_gradients
-            )
-        case FullShard():
-            mesh = _mesh(device, (world,))
-        case HybridShard():
-            nodes = strategy.nodes(world)
-            mesh = _mesh(device, (nodes, strategy.intra_node_size) if nodes > 1 else (world,))
-        case _:
-            raise ConfigError("NoShard splits nothing.")
-    return FullySharded(model, optimizer, blocks=find_blocks(model), device=device, mesh=mesh, bf16=bf16, mean=mean)
-
-
-def _mesh(device: torch.device, shape: tuple[int, ...]) -> DeviceMesh:
-    if not dist.is_initialized():  # alone: fully_shard wants a group all the same
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    return init_device_mesh(device.type, shape)
-
-
-def _weights(weights: Any, device: torch.device, world: int) -> list[float] | None:
-    if not weights:
-        return None
-    if weights == "memory":
-        told = torch.zeros(world, dtype=torch.float64)
-        told[dist.get_rank() if world > 1 else 0] = free_bytes(device)
-        if world > 1:
-            dist.all_reduce(told)
-        return told.tolist()
-    if len(weights) != world:
-        raise ValueError(f"there are {len(weights)} weights, and {world} ranks")
-    return list(weights)
-
-
-def free_bytes(device: torch.device) -> int:
-    """What a device has left, as it is now: for a CPU, of this process's own limit or of the machine."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    limit = resource.getrlimit(resource.RLIMIT_DATA)[0]
-    available = _kilobytes("/proc/meminfo", "MemAvailable")
-    if limit == resource.RLIM_INFINITY:
-        return available
-    return max(0, min(available, limit - _kilobytes("/proc/self/status", "VmData")))
-
-
-def _kilobytes(file: str, name: str) -> int:
-    """Of a line such as `VmData:  1234 kB`, in bytes."""
-    lines = Path(file).read_text().splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(name))
