@@ -27,6 +27,7 @@ PRELOADED = [
     "pytest",
     "hypothesis",
     "potluck.train.recipe",
+    "potluck.train.sharded",
 ]
 
 _server = multiprocessing.get_context("forkserver")

@@ -152,7 +152,8 @@ class _Told:
     def __init__(self, link: Link, source: Ranges, replica: Replica) -> None:
         self._link = link
         self._source = source
-        self._parameters = dict(replica.model.named_parameters())
+        held = [parameter for group in replica.optimizer.param_groups for parameter in group["params"]]
+        self._parameters = {replica.names[id(parameter)]: parameter for parameter in held}
         mine = {name: [list(spec.shape), str(spec.dtype).removeprefix("torch.")] for name, spec in source.specs.items()}
         told = json.loads(link.gather_bytes(json.dumps(mine).encode())[0])
         self._specs = {name: Spec(tuple(shape), getattr(torch, dtype)) for name, (shape, dtype) in told.items()}
