@@ -6,7 +6,6 @@ A GPT of 20M parameters under `potluck run -n 2` with FullShard(buddy=True), one
 that steps are short and a refresh shows. Rank 1 is killed, and the other is started anew from what was kept in memory.
 """
 
-import itertools
 import json
 import os
 import signal
@@ -14,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,6 +26,7 @@ POTLUCK = [sys.executable, "-m", "potluck.cli", "run", "-n", "2", "--threads", "
 PATH = {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
 EVERY = 10
 """Steps between two refreshes."""
+Heard = list[dict[str, Any]]
 
 
 def measure(quick: bool) -> Result:
@@ -57,8 +58,8 @@ def _kill(refreshes: int) -> dict[str, float]:
             process.send_signal(signal.SIGINT)
             process.wait()
     steps = [each["seconds"] for each in before if each["what"] == "step"][2:]
-    # The first refresh is from before the first step, when the optimizer had no state.
-    refresh = [each for each in before if each["what"] == "refresh"][2:] or before[-1:]
+    # The first was before the first step, when the optimizer had no state, and the second took new memory for it.
+    refresh = [each for each in before if each["what"] == "refresh"][2:]
     next_at = next(each["at"] for each in after if _is_after(each, died_at))
     step_s, refresh_s = median(steps), median(each["seconds"] for each in refresh)
     figures = {
@@ -76,12 +77,12 @@ def _is_after(each: dict[str, Any], died_at: float) -> bool:
     return each["what"] == "step" and each["at"] > died_at and each["workers"] == 1
 
 
-def _steps(heard: list[dict[str, Any]]) -> list[int]:
+def _steps(heard: Heard) -> list[int]:
     return [each["step"] for each in heard if each["what"] == "step"]
 
 
-def _await(process: subprocess.Popen[bytes], told: Path, is_enough: Any) -> list[dict[str, Any]]:
-    for _ in itertools.count():
+def _await(process: subprocess.Popen[bytes], told: Path, is_enough: Callable[[Heard], bool]) -> Heard:
+    while True:
         lines = told.read_text().splitlines(keepends=True) if told.exists() else []
         heard = [json.loads(line) for line in lines if line.endswith("\n")]
         if is_enough(heard):
@@ -89,4 +90,3 @@ def _await(process: subprocess.Popen[bytes], told: Path, is_enough: Any) -> list
         if process.poll() is not None:
             raise SystemExit(f"buddy: the run ended with exit code {process.returncode}")
         time.sleep(0.02)
-    raise AssertionError
