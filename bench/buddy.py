@@ -31,7 +31,7 @@ Heard = list[dict[str, Any]]
 
 def measure(quick: bool) -> Result:
     kills = 1 if quick else 5
-    refreshes = 2 if quick else 5
+    refreshes = 4 if quick else 8
     found = [_kill(refreshes) for _ in range(kills)]
     cost = "of a step's time for the copies, refreshed every 10 steps; 20M model, FullShard, 2 CPU ranks"
     pause = "from the kill -9 of one of 2 ranks to the next finished step; 20M model, FullShard"
@@ -58,8 +58,8 @@ def _kill(refreshes: int) -> dict[str, float]:
             process.send_signal(signal.SIGINT)
             process.wait()
     steps = [each["seconds"] for each in before if each["what"] == "step"][2:]
-    # The first was before the first step, when the optimizer had no state, and the second took new memory for it.
-    refresh = [each for each in before if each["what"] == "refresh"][2:]
+    # The first was before the first step, when the optimizer had no state; the next two took new memory for it.
+    refresh = [each for each in before if each["what"] == "refresh"][3:]
     next_at = next(each["at"] for each in after if _is_after(each, died_at))
     step_s, refresh_s = median(steps), median(each["seconds"] for each in refresh)
     figures = {
