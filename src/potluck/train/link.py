@@ -56,6 +56,13 @@ class Link(Protocol):
         """Replaces `tensor` by rank 0's."""
         ...
 
+    def start_pass(self, out: Tensor, heard: Tensor) -> Pending:
+        """Begins to send bytes to the next rank, and to fill `heard` with those of the rank before. In host memory.
+
+        Either may be empty, where the other side's is.
+        """
+        ...
+
     def close(self) -> None: ...
 
 
@@ -96,17 +103,23 @@ class Alone:
     def broadcast(self, tensor: Tensor) -> None:
         pass
 
+    def start_pass(self, out: Tensor, heard: Tensor) -> Pending:
+        heard.copy_(out)
+        return _Done()
+
     def close(self) -> None:
         pass
 
 
 class _Begun:
-    def __init__(self, work: dist.Work) -> None:
-        self._work = work
+    def __init__(self, *works: dist.Work | None) -> None:
+        self._works = works
 
     def wait(self) -> None:
         with _peers_may_vanish():
-            self._work.wait()
+            for work in self._works:
+                if work is not None:
+                    work.wait()
 
 
 class _Gathered:
@@ -170,6 +183,12 @@ class GroupLink:
         with _peers_may_vanish():
             dist.broadcast(tensor, group=self.group, group_src=0)
 
+    def start_pass(self, out: Tensor, heard: Tensor) -> Pending:
+        with _peers_may_vanish():
+            coming = dist.irecv(heard, src=(self.rank - 1) % self.world) if heard.numel() else None
+            going = dist.isend(out, dst=(self.rank + 1) % self.world) if out.numel() else None
+        return _Begun(going, coming)
+
     def close(self) -> None:
         if self._owned and dist.is_initialized():
             dist.destroy_process_group()
@@ -190,10 +209,25 @@ def _peers_may_vanish() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        # Backends also refuse what they cannot do (a type, a shape), and that is nobody's death.
-        if not (isinstance(error, dist.DistBackendError | dist.DistNetworkError) or _GONE.search(str(error))):
+        if not _tells_of_loss(error):
             raise
-        raise WorkerLost(f"Another worker stopped answering: {str(error).strip().splitlines()[0]}") from error
+        raise WorkerLost(_loss(error)) from error
+
+
+def _tells_of_loss(error: RuntimeError) -> bool:
+    # Backends also refuse what they cannot do (a type, a shape), and that is nobody's death.
+    return isinstance(error, dist.DistBackendError | dist.DistNetworkError) or bool(_GONE.search(str(error)))
+
+
+def _loss(error: RuntimeError) -> str:
+    return f"Another worker stopped answering: {str(error).strip().splitlines()[0]}"
+
+
+def loss_of_peer(error: BaseException) -> str | None:
+    """A sentence, if an error from anywhere in a script comes from a process group that has lost a peer."""
+    if not isinstance(error, RuntimeError) or not _tells_of_loss(error):
+        return None
+    return _loss(error) if isinstance(error, dist.DistError) or "gloo" in str(error) else None
 
 
 def choose_device() -> torch.device:

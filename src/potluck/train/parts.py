@@ -22,9 +22,11 @@ if TYPE_CHECKING:
 
 
 class Pieces:
-    """Tensors in host memory for one file, and its notes."""
+    """Tensors for one file, and its notes."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, copies: bool = True) -> None:
+        """`copies`: in host memory; else they are the model's own, wherever they are."""
+        self._copies = copies
         self.tensors: dict[str, Tensor] = {}
         self.notes: dict[str, Any] = {}
         self._spans: Spans = {}
@@ -33,15 +35,18 @@ class Pieces:
     def add(self, name: str, span: Span, numbers: Tensor) -> None:
         """Some numbers of a tensor that is as large as the span's parameter."""
         key = piece_key(name, span.start, span.end)
-        self.tensors[key] = state.to_host(numbers)
+        self.tensors[key] = self._of(numbers)
         self._spans[key] = (name, span.shape, span.start, span.end)
 
     def add_whole(self, name: str, tensor: Tensor) -> None:
-        self.tensors[name] = state.to_host(tensor)
+        self.tensors[name] = self._of(tensor)
+
+    def _of(self, tensor: Tensor) -> Tensor:
+        return state.to_host(tensor) if self._copies else tensor
 
 
-def model_part(sharded: "Sharded") -> Pieces:
-    pieces = Pieces()
+def model_part(sharded: "Sharded", *, copies: bool = True) -> Pieces:
+    pieces = Pieces(copies=copies)
     for run in (*sharded.runs, *sharded.rest):
         for span, numbers in run.cut(run.parameter.detach()):
             pieces.add(span.name, span, numbers)
@@ -55,9 +60,9 @@ def model_part(sharded: "Sharded") -> Pieces:
     return pieces
 
 
-def optimizer_part(sharded: "Sharded") -> Pieces:
+def optimizer_part(sharded: "Sharded", *, copies: bool = True) -> Pieces:
     """Its notes are what state.optimizer_state says, of this rank's part: all ranks' notes together are the whole."""
-    pieces = Pieces()
+    pieces = Pieces(copies=copies)
     said: dict[str, Any] = {}
     for run in sharded.runs:
         if run.parameter in sharded.optimizer.state:

@@ -77,7 +77,7 @@ def cook(config: RunConfig, order: Order, engine: Engine) -> tuple[Summary, GPT]
     training, validation = read_windows(config.data, config.model.context)
     folder = Path("runs") / config.name  # where a host leads, it keeps its own
     if not engine.is_led:
-        folder = Path(engine.link.gather_bytes(str(_run_folder(config, order, engine.rank)).encode())[0].decode())
+        folder = Path(engine.link.gather_bytes(str(_run_folder(config, order, engine)).encode())[0].decode())
     _insist_on_memory(config, engine)
     engine.samples_per_row = float(config.model.context)
     torch.manual_seed(config.fit.seed)
@@ -168,10 +168,12 @@ def _keep_recipe(event: Event, folder: Path, config: RunConfig) -> None:
         aside.rename(folder / "run.toml")
 
 
-def _run_folder(config: RunConfig, order: Order, rank: int) -> Path | str:
-    """Rank 0 decides. A new run never takes over a folder that holds one."""
-    if rank != 0:
+def _run_folder(config: RunConfig, order: Order, engine: Engine) -> Path | str:
+    """Rank 0 decides. A new run never takes over a folder that holds one; one that outlived a loss has its own."""
+    if engine.rank != 0:
         return ""
+    if engine.recovery is not None and engine.recovery.standing["folder"] is not None:
+        return str(engine.recovery.standing["folder"])
     wanted = Path(order.out) if order.out else Path("runs") / config.name
     taken = (wanted / "checkpoints").exists()
     if order.resume:
