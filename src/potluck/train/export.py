@@ -29,14 +29,24 @@ def export(source: Path, out: Path) -> int:
     _insist_on_place(out)
     with _progress(console) as begin:
         path, body = _find(source, console, begin)
-        with Store(shelf.files_of(path, body, MODEL)) as store:
-            store.check_whole(str(path))
-            header = make_header({name: (stored.dtype, stored.shape) for name, stored in store.tensors.items()})
-            _write(store, header, out, begin("Writing", header.total_bytes))
-            numbers = sum(stored.size for stored in store.tensors.values())
-    told = f"{len(header.order):,} tensors of {numbers:,} numbers, as they were after step {body['step']:,}"
+        tensors, numbers = _write_model(path, body, out, begin)
+    told = f"{tensors:,} tensors of {numbers:,} numbers, as they were after step {body['step']:,}"
     console.print(f"Wrote {out}: {told}.", soft_wrap=True)
     return 0
+
+
+def write_plain(checkpoint: Path, out: Path) -> None:
+    """The same without a word."""
+    _write_model(checkpoint, shelf.check(checkpoint), out, lambda what, total: lambda done: None)
+
+
+def _write_model(path: Path, body: dict[str, Any], out: Path, begin: Begin) -> tuple[int, int]:
+    """How many tensors and numbers it has."""
+    with Store(shelf.files_of(path, body, MODEL)) as store:
+        store.check_whole(str(path))
+        header = make_header({name: (stored.dtype, stored.shape) for name, stored in store.tensors.items()})
+        _write(store, header, out, begin("Writing", header.total_bytes))
+        return len(header.order), sum(stored.size for stored in store.tensors.values())
 
 
 def _insist_on_place(out: Path) -> None:

@@ -118,7 +118,8 @@ def main(arguments: list[str]) -> None:
         if engine.keeps_folder and order.farewell != "none":
             from potluck.train.farewell import say_farewell
 
-            say_farewell(summary, model, order, epochs=config.fit.epochs)
+            is_split = engine.replica is not None and engine.replica.gathers
+            say_farewell(summary, model, order, epochs=config.fit.epochs, is_split=is_split)
 
 
 def join(arguments: list[str]) -> None:
