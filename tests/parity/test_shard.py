@@ -140,7 +140,7 @@ def _delay_collectives() -> None:
             self._work = work
 
         def wait(self) -> None:
-            time.sleep(0.002 * (1 + dist.get_rank()))
+            time.sleep(0.0005 * (1 + dist.get_rank()))
             self._work.wait()
 
     collectives._begun = lambda work: Late(begin(work))  # type: ignore[assignment,return-value]

@@ -247,10 +247,10 @@ class Engine:
             last = micro is None or micro.last
         replica.arm(last=last)
         if micro is not None and not micro.counts:
-            (loss * 0.0).backward()  # type: ignore[no-untyped-call]
             samples = 0.0
-        elif samples or replica.in_step:  # a mean over nothing is not a number, and weighs nothing
+        if samples or replica.in_step:
             (loss * (samples * self._unit)).backward()  # type: ignore[no-untyped-call]
+        if samples:  # a mean over nothing is not a number, and weighs nothing
             self._loss_sum += loss.detach().reshape(()) * samples
             self._samples += samples
         self._is_last = last
