@@ -10,8 +10,8 @@ FUZZ_SECONDS ?= 60
 demo: $(READY)  ## three workers, one of them three times slower: Sync against Cadence, in under three minutes
 	$(BIN)/potluck demo
 
-test: $(READY)  ## everything that takes seconds
-	$(BIN)/pytest
+test: $(READY)  ## everything that takes seconds, two tests at a time: most of them wait
+	$(BIN)/pytest -n 2 --dist worksteal
 
 test-slow: $(READY)  ## everything that takes minutes
 	$(BIN)/pytest -m slow

@@ -3,6 +3,7 @@
 step_time   the time of a step, against bare DistributedDataParallel
 memory      the peak memory of a rank, against the same
 startup     from the command to the first finished step, against torchrun
+checkpoint_time   saving and loading a model that is split, against torch.distributed.checkpoint
 star        gradients through the server and back, against bare sockets and against Gloo's all-reduce
 crowd       the time of a step while idle workers and strangers crowd the server, against the same alone
 coordinator_memory   what the server holds, for any number of workers
@@ -17,6 +18,10 @@ time_to_loss   the time to a validation loss, against bare DDP; and the loss aft
 following   how soon shares follow a worker that slows down
 convergence   what overlap, the anchor and an outer optimizer do to the loss after the same samples
 h200_mixed   parts of one GPU together, against the sum of what each does alone
+
+Sharding, only when it is named:
+
+uneven_memory   the largest model that trains where one rank has a third of the other's memory, against fully_shard
 
 h200 and h200_mixed also run only when they are named. uneven.py starts ranks on such machines; mixed.py has the
 contenders.

@@ -6,11 +6,12 @@ from importlib import import_module
 from bench import report
 
 FLEET = ("star", "crowd", "coordinator_memory", "pause", "elastic_step")
-BY_DEFAULT = ("step_time", "memory", "startup", *FLEET)
+BY_DEFAULT = ("step_time", "memory", "startup", "checkpoint_time", *FLEET)
 MIXED = ("mixed_speeds", "time_to_loss", "following", "convergence")
 """Workers of different speeds: these want the machine for themselves, for minutes each."""
-GPU = ("h200", "h200_mixed")
-NAMES = (*BY_DEFAULT, *MIXED, *GPU)
+SHARDED = ("shard_memory", "shard_step", "uneven_memory", "buddy")
+GPU = ("h200", "h200_mixed", "h200_shard")
+NAMES = (*BY_DEFAULT, *MIXED, *SHARDED, *GPU)
 
 
 def main() -> None:

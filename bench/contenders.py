@@ -7,6 +7,7 @@ imported only by its own side, so that the memory of the bare one is its own.
 
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,7 +32,12 @@ class Task:
     """How many steps the rows are for. An epoch never ends while we measure."""
     device: torch.device = torch.device("cpu")
     fast: bool = False
-    """bf16 autocast and compiled blocks."""
+    """bf16 and, unless it is eager, compiled blocks."""
+    eager: bool = False
+
+    @property
+    def compiled(self) -> bool:
+        return self.fast and not self.eager
 
     def build(self) -> tuple[GPT, AdamW]:
         torch.manual_seed(1)
@@ -55,7 +61,7 @@ class Bare:
     def __init__(self, task: Task, *, bucket_view: bool = True) -> None:
         self.task = task
         self.weights, self.optimizer = task.build()
-        if task.fast:
+        if task.compiled:
             for block in self.weights.blocks:
                 block.compile()
         rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -80,11 +86,11 @@ class Bare:
 class Ours:
     """The same through potluck.init, prepare, backward and step."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: Task, **options: Any) -> None:
         import potluck
 
-        config = potluck.StepConfig(clip=CLIP, precision="bf16" if task.fast else "fp32", compile=task.fast)
-        self.engine = potluck.init(step=config)
+        config = potluck.StepConfig(clip=CLIP, precision="bf16" if task.fast else "fp32", compile=task.compiled)
+        self.engine = potluck.init(step=config, **options)
         world = self.engine.world
         self.weights, optimizer = task.build()
         self.model, _, loader = self.engine.prepare(

@@ -1,4 +1,4 @@
-"""Two ranks on this machine, one thread each, over Gloo: started, watched, and their answers read.
+"""Some ranks on this machine, one thread each, over Gloo: started, watched, and their answers read.
 
 Knows nothing of what they compute. Started without Potluck's launcher, so that both sides start alike.
 """
@@ -13,25 +13,24 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-WORLD = 2
 ROOT = Path(__file__).parents[1]
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
 
 
-def run_ranks(module: str, *arguments: object) -> list[dict[str, Any]]:
+def run_ranks(module: str, *arguments: object, world: int = 2) -> list[dict[str, Any]]:
     """Runs `python -m MODULE` as each rank, and returns what each answered."""
+    environment = os.environ | ENVIRONMENT | {"WORLD_SIZE": str(world)}
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         command = [sys.executable, "-m", module, folder, *map(str, arguments)]
         processes = [
-            subprocess.Popen(command, cwd=ROOT, env=os.environ | ENVIRONMENT | {"RANK": str(rank)})
-            for rank in range(WORLD)
+            subprocess.Popen(command, cwd=ROOT, env=environment | {"RANK": str(rank)}) for rank in range(world)
         ]
         try:
             while any(codes := [process.poll() for process in processes]) or None in codes:
                 if any(codes):
                     raise SystemExit(f"A rank of {module} failed; its words are above.")
                 time.sleep(0.05)
-            return [json.loads(_answer(folder, rank).read_text()) for rank in range(WORLD)]
+            return [json.loads(_answer(folder, rank).read_text()) for rank in range(world)]
         finally:
             for process in processes:
                 process.kill()
@@ -44,9 +43,9 @@ def answer_as_rank(measure: Callable[..., dict[str, Any]]) -> None:
     import torch.distributed as dist
 
     folder, *arguments = sys.argv[1:]
-    rank = int(os.environ["RANK"])
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORLD)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
     _answer(folder, rank).write_text(json.dumps(measure(*arguments)))
     dist.barrier()
     dist.destroy_process_group()

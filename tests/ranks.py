@@ -23,10 +23,12 @@ PRELOADED = [
     "torch",
     "torch._dynamo",
     "torch.distributed",
+    "torch.distributed.fsdp",
     "torch.utils.data",
     "pytest",
     "hypothesis",
     "potluck.train.recipe",
+    "potluck.train.sharded",
 ]
 
 _server = multiprocessing.get_context("forkserver")

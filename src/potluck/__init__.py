@@ -7,10 +7,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from potluck import shard as shard
     from potluck.agree.elche import ElChe
     from potluck.agree.policy import ApplyPolicy, Async, Cadence, Outer, Sync
     from potluck.shard.optimizer_shard import OptimizerShard
-    from potluck.shard.strategy import NoShard, ShardingStrategy
+    from potluck.shard.strategy import FullShard, HybridShard, NoShard, ShardGradOp, ShardingStrategy
+    from potluck.shard.zero import ShardedOptimizer
     from potluck.train.checkpoint import CheckpointConfig
     from potluck.train.engine import Engine, init
     from potluck.train.recipe import RunConfig
@@ -28,11 +30,15 @@ _HOMES = {
     "ElChe": "agree.elche",
     "Engine": "train.engine",
     "FitConfig": "train.trainer",
+    "FullShard": "shard.strategy",
+    "HybridShard": "shard.strategy",
     "NoShard": "shard.strategy",
     "OptimizerShard": "shard.optimizer_shard",
     "Outer": "agree.policy",
     "RunConfig": "train.recipe",
     "ScheduleConfig": "train.schedule",
+    "ShardGradOp": "shard.strategy",
+    "ShardedOptimizer": "shard.zero",
     "ShardingStrategy": "shard.strategy",
     "StepConfig": "train.replica",
     "Sync": "agree.policy",
@@ -48,20 +54,27 @@ __all__ = [
     "ElChe",
     "Engine",
     "FitConfig",
+    "FullShard",
+    "HybridShard",
     "NoShard",
     "OptimizerShard",
     "Outer",
     "RunConfig",
     "ScheduleConfig",
+    "ShardGradOp",
+    "ShardedOptimizer",
     "ShardingStrategy",
     "StepConfig",
     "Sync",
     "Trainer",
     "init",
+    "shard",
 ]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "shard":  # a package that can be called
+        return import_module("potluck.shard")
     if name not in _HOMES:
         raise AttributeError(f"potluck has no public name {name!r}; it has {', '.join(__all__)}")
     return getattr(import_module(f"potluck.{_HOMES[name]}"), name)

@@ -188,6 +188,28 @@ class Join:
 
 
 @dataclass
+class Export:
+    """Write a checkpoint's model as one plain safetensors file, whichever way the run had split it.
+
+    Streams: it needs no more memory for a large model than for a small one.
+    """
+
+    source: Annotated[
+        tyro.conf.Positional[str],
+        tyro.conf.arg(metavar="RUN|CHECKPOINT", help="A run folder, for its newest checkpoint; or one checkpoint."),
+    ]
+    out: Annotated[
+        tyro.conf.Positional[str],
+        tyro.conf.arg(metavar="OUT.safetensors", help="The file to write; one that is there is not overwritten."),
+    ]
+
+    def __call__(self) -> int:
+        from potluck.train.export import export
+
+        return export(Path(self.source), Path(self.out))
+
+
+@dataclass
 class Doctor:
     """Say what this machine brings, and what is wrong, with the fix."""
 
@@ -203,6 +225,7 @@ COMMANDS = (
     | Annotated[Run, tyro.conf.subcommand("run")]
     | Annotated[Host, tyro.conf.subcommand("host")]
     | Annotated[Join, tyro.conf.subcommand("join")]
+    | Annotated[Export, tyro.conf.subcommand("export")]
     | Annotated[Doctor, tyro.conf.subcommand("doctor")]
 )
 DESCRIPTION = """Train one PyTorch model on whatever machines people bring.

@@ -105,6 +105,9 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
         options = [option for option in get_args(hint) if option is not type(None)]
         if len(options) == 1:
             return _convert(options[0], value, path)
+        if not all(hasattr(option, "kind") for option in options):  # a word, or a list
+            takes_list = isinstance(value, list)
+            return _convert(next(o for o in options if (get_origin(o) is tuple) == takes_list), value, path)
         return _convert_variant(options, value, path)
     if origin is typing.Literal:
         if value not in get_args(hint):

@@ -138,6 +138,18 @@ class WorkerWent:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Recovered:
+    """Workers were lost, and the others go on from what they had kept in memory for each other."""
+
+    step: int
+    """The last one that was kept; those after it are done again."""
+    lost: tuple[int, ...]
+    """By the ranks that they had."""
+    workers: int
+    """How many are left."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Stalled:
     """The others wait for a worker, or cannot use what it sent."""
 
@@ -170,6 +182,7 @@ Event = (
     | CheckpointPassedOver
     | WorkerCame
     | WorkerWent
+    | Recovered
     | Stalled
     | RunEnded
 )

@@ -1,15 +1,17 @@
 """Cadence and Async over real ranks, against replicas that one process steps in turn, in plain PyTorch."""
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import potluck
-from potluck import Async, Cadence, Outer, StepConfig, Sync
+from potluck import Async, Cadence, NoShard, Outer, StepConfig, Sync
 from potluck.errors import ConfigError
 from potluck.events import Decided, EpochDone, StepDone
 from tests.parity.test_sync import FEATURES, OPTIMIZERS, flat
@@ -39,10 +41,11 @@ class Running(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         out = (x - self.running_mean) / self.running_var.sqrt()
-        with torch.no_grad():
-            self.running_mean.lerp_(x.mean(0), 0.1)
-            self.running_var.lerp_(x.var(0, correction=0) + 0.5, 0.1)
-            self.seen += 1
+        if self.training:
+            with torch.no_grad():
+                self.running_mean.lerp_(x.mean(0), 0.1)
+                self.running_var.lerp_(x.var(0, correction=0) + 0.5, 0.1)
+                self.seen += 1
         return out
 
 
@@ -67,10 +70,17 @@ def make(seed: int = 3) -> tuple[Net, tuple[Tensor, Tensor]]:
 
 
 def ours(
-    policy: Any, optimizer_name: str, world_batch: int, epochs: int = 2, micro: int | None = None, slow: float = 0.0
+    policy: Any,
+    optimizer_name: str,
+    world_batch: int,
+    epochs: int = 2,
+    micro: int | None = None,
+    slow: float = 0.0,
+    strategy: Any = NoShard(),
+    make: Callable[..., Any] = make,
 ) -> dict[str, Any]:
-    """Trains, and notes which rows each step of this replica used, window by window."""
-    with potluck.init(policy, step=StepConfig(clip=1.0)) as fleet:
+    """Trains, and notes which rows each step of this rank used, window by window."""
+    with potluck.init(policy, strategy, step=StepConfig(clip=1.0)) as fleet:
         model, data = make(3 + fleet.rank)
         model, _, loader = fleet.prepare(
             model, OPTIMIZERS[optimizer_name](model.parameters()), data, batch_size=world_batch, micro_batch_size=micro
@@ -81,9 +91,11 @@ def ours(
         fleet.after_step.append(lambda: windows.append([]))
         rows: list[list[int]] = []
         for _ in range(epochs):
-            order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(loader.position.epoch)).tolist()
+            order = torch.randperm(
+                len(data[0]), generator=torch.Generator().manual_seed(loader.position.epoch)
+            ).tolist()
             for x, y in loader:
-                rows.append(order[loader.current.start : loader.current.end])
+                rows.append(order[loader.current.start : loader.current.end] if loader.current.counts else [])
                 time.sleep(slow * len(x) if fleet.rank == 0 else 0.0)
                 fleet.backward(F.mse_loss(model(x), y), samples=len(x))
                 fleet.step()
@@ -91,7 +103,7 @@ def ours(
                     windows[-1].append(rows)
                     rows = []
         return {
-            "weights": torch.cat([flat(model), model.norm.running_mean, model.norm.running_var]).cpu(),
+            "weights": torch.cat([whole(model), model.norm.running_mean, model.norm.running_var]).cpu(),
             "windows": windows,
             "reasons": [event.reason for event in events if isinstance(event, Decided)],
             "epochs": [
@@ -103,13 +115,33 @@ def ours(
         }
 
 
+def whole(model: nn.Module) -> Tensor:
+    """All parameters, also where they are split over ranks: then all of those call this."""
+    parameters = (parameter.detach() for parameter in model.parameters())
+    return torch.cat([(p.full_tensor() if isinstance(p, DTensor) else p).reshape(-1) for p in parameters])
+
+
 def state(model: nn.Module) -> list[Tensor]:
     trained = [parameter.data for parameter in model.parameters() if parameter.requires_grad]
     return trained + [buffer for buffer in model.buffers() if buffer.is_floating_point()]
 
 
+def through(replica: nn.Module, batch: list[list[int]], x: Tensor, y: Tensor) -> int:
+    """The gradient of a batch, in micro-batches. How many rows it has."""
+    size = sum(len(rows) for rows in batch)
+    for rows in batch:
+        (F.mse_loss(replica(x[rows]), y[rows]) * (len(rows) / size)).backward()
+    return size
+
+
 @torch.no_grad()
-def judge(policy: Any, optimizer_name: str, told: list[dict[str, Any]]) -> Tensor:
+def judge(
+    policy: Any,
+    optimizer_name: str,
+    told: list[dict[str, Any]],
+    make: Callable[..., Any] = make,
+    through: Callable[..., int] = through,
+) -> Tensor:
     """The same windows in one process: every replica by itself, then the mean by samples."""
     world = len(told)
     replicas = [make()[0] for _ in range(world)]
@@ -123,10 +155,8 @@ def judge(policy: Any, optimizer_name: str, told: list[dict[str, Any]]) -> Tenso
         counts = [0] * world
         for replica, optimizer, rank, number in zip(replicas, optimizers, told, range(world), strict=True):
             for batch in rank["windows"][window]:
-                size = sum(len(rows) for rows in batch)
                 with torch.enable_grad():
-                    for rows in batch:
-                        (F.mse_loss(replica(x[rows]), y[rows]) * (len(rows) / size)).backward()
+                    size = through(replica, batch, x, y)
                 nn.utils.clip_grad_norm_(replica.parameters(), 1.0)
                 optimizer.step()
                 optimizer.zero_grad()

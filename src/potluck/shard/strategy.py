@@ -1,7 +1,11 @@
 """ShardingStrategy: what of a replica is split over its ranks."""
 
+import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
+
+Weights = tuple[float, ...] | Literal["memory"]
+"""Each rank's part, in proportion; or each one's free memory, as it is when the model is sharded. Empty: all alike."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -11,4 +15,76 @@ class NoShard:
     kind: ClassVar[str] = "no_shard"
 
 
-ShardingStrategy = NoShard
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Split:
+    """What strategies under which all ranks are one replica have in common."""
+
+    weights: Weights = ()
+    """Parts in proportion to these numbers, or "memory" for each device's free memory; empty: all alike."""
+    buddy: bool = False
+    """Each rank keeps a copy of its neighbour's part in host memory, so that the run outlives the loss of one."""
+    buddy_every: int = 10
+    """Steps between two refreshes of that copy: so many are lost at most."""
+
+    def __post_init__(self) -> None:
+        if self.weights != "memory":
+            weights = tuple(self.weights)
+            if any(not (math.isfinite(weight) and weight >= 0) for weight in weights) or (weights and not sum(weights)):
+                raise ValueError(f"weights must be numbers of at least 0, and not all 0, not {list(weights)}")
+        if self.buddy_every < 1:
+            raise ValueError(f"buddy_every must be at least 1 step, not {self.buddy_every}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FullShard(_Split):
+    """Parameters, gradients and optimizer state are split; a block is whole only while it computes. ZeRO-3."""
+
+    kind: ClassVar[str] = "full_shard"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardGradOp(_Split):
+    """Gradients and optimizer state are split, parameters are whole on every rank. ZeRO-2."""
+
+    kind: ClassVar[str] = "shard_grad_op"
+
+    keep_gradients: bool = False
+    """Split the optimizer's state alone: gradients travel once a step instead of once a micro-batch. ZeRO-1."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HybridShard:
+    """Nodes of so many ranks: each holds a whole replica, split within it as by FullShard."""
+
+    kind: ClassVar[str] = "hybrid_shard"
+
+    intra_node_size: int = 8
+
+    def __post_init__(self) -> None:
+        if self.intra_node_size < 1:
+            raise ValueError(f"intra_node_size must be at least 1, not {self.intra_node_size}")
+
+    def nodes(self, world: int) -> int:
+        if world % self.intra_node_size:
+            raise ValueError(
+                f"a world of {world} ranks is no multiple of intra_node_size, which is {self.intra_node_size}"
+            )
+        return world // self.intra_node_size
+
+
+ShardingStrategy = FullShard | ShardGradOp | NoShard | HybridShard
+
+
+def bytes_per_parameter(strategy: ShardingStrategy, world: int) -> float:
+    """What a rank holds for each parameter in fp32 with Adam's two means, where all have equal parts."""
+    match strategy:
+        case NoShard():
+            return 16.0
+        case ShardGradOp(keep_gradients=True):
+            return 8 + 8 / world
+        case ShardGradOp():
+            return 4 + 12 / world
+        case FullShard():
+            return 16 / world
+        case HybridShard():
+            return 16 / min(world, strategy.intra_node_size)

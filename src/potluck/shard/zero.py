@@ -7,9 +7,9 @@
 
 Parameters lie end to end in one flat tensor, in the model's order, and each rank owns a range of it
 (optimizer_shard.py). The given optimizer is pointed at that range, so whatever sets its learning rate still does.
+With `keep_gradients` each rank has its whole gradient until the step, as ZeRO-1 says, and it travels once a step.
 """
 
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,33 +22,14 @@ from torch.optim import Optimizer
 from potluck.errors import ConfigError
 from potluck.shard.collectives import Collectives, Pending
 from potluck.shard.optimizer_shard import OptimizerShard
+from potluck.shard.ranges import Spec
+from potluck.shard.runs import Run, Span, claim, group_names, homes, in_host_memory, insist_on_elementwise, repoint
+from potluck.shard.sharded import Sharded
 
 BUCKET_BYTES = 16 << 20
 """Of gradients that travel together."""
 MOST_ON_THEIR_WAY = 3
 """Buckets: further ones wait for the first of them, so that gradients never take more memory than that."""
-ELEMENTWISE = (
-    torch.optim.SGD,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.Adagrad,
-    torch.optim.Adadelta,
-    torch.optim.Adamax,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.RMSprop,
-    torch.optim.Rprop,
-    torch.optim.ASGD,
-)
-REASONS = {
-    "Adafactor": "it keeps means over whole rows and columns of a matrix",
-    "Muon": "it makes a whole matrix orthogonal",
-    "LBFGS": "it searches along one direction for all parameters together",
-    "SparseAdam": "its gradients are sparse",
-}
-
-_MARK = "_sharded_by"
-"""On a parameter: the optimizer that has it."""
 
 
 @dataclass(eq=False)
@@ -63,7 +44,7 @@ class _Bucket:
     pending: list[Pending] = field(default_factory=list)
 
 
-class ShardedOptimizer:
+class ShardedOptimizer(Sharded):
     def __init__(
         self,
         model: nn.Module,
@@ -72,15 +53,28 @@ class ShardedOptimizer:
         group: dist.ProcessGroup | None = None,
         weights: Sequence[float] | None = None,
         mean: bool = True,
+        keep_gradients: bool = False,
+        offload: bool = False,
     ) -> None:
-        """`weights`: each rank's part of the state, in proportion; `mean`: gradients are averaged, and not summed."""
-        _insist_on_elementwise(optimizer)
+        """`weights`: each rank's part of the state, in proportion; `mean`: gradients are averaged, and not summed.
+
+        `offload`: this rank's range is stepped in host memory, and so its state is there.
+        """
+        insist_on_elementwise(optimizer)
+        self.model = model
         self.optimizer = optimizer
         self.collectives = Collectives(group)
         self._mean = mean
+        self._keeps = keep_gradients
+        self.in_step = not keep_gradients  # gradients travel in each backward
+        self._offloads = offload
+        self._is_last = True
         held = {id(parameter) for each in optimizer.param_groups for parameter in each["params"]}
         self.parameters = [p for p in model.parameters() if p.requires_grad and id(p) in held]
         self._check(model)
+        self.rest = []
+        self.split = {self._names[id(p)]: Spec(tuple(p.shape), p.dtype) for p in self.parameters}
+        self.group_names = group_names(optimizer, self._names)
         sizes = [parameter.numel() for parameter in self.parameters]
         self._starts = [sum(sizes[:index]) for index in range(len(sizes))]
         total = sum(sizes)
@@ -94,6 +88,12 @@ class ShardedOptimizer:
         self._flatten(total)
         self._point_optimizer()
         self._buckets = self._plan_buckets()
+        self._arrived: set[int] = set()
+        """Parameters that got a gradient on this rank in this step."""
+        self._idle: list[tuple[int, int]] = []
+        """Ranges of the flat tensor that no rank used."""
+        self._is_summed = False
+        """Whether this rank's range holds its whole gradient already."""
         self._on_their_way: list[_Bucket] = []
         self._updates: list[tuple[int, int, Pending]] = []
         self._is_stale = False
@@ -103,29 +103,44 @@ class ShardedOptimizer:
         for module in model.modules():
             if any(p.requires_grad for p in module.parameters(recurse=False)):
                 module.register_forward_pre_hook(self._before_forward(module))
-        for parameter in self.parameters:
-            setattr(parameter, _MARK, weakref.ref(self))
+        model.register_state_dict_pre_hook(lambda *_: self.wait())  # type: ignore[no-untyped-call]
 
     # A step
 
+    def arm(self, *, last: bool) -> None:
+        self._is_last = last
+
     @torch.no_grad()
-    def finish(self) -> None:
-        """Until this rank's range holds its whole gradient; parameters that were not used count as zeros."""
+    def start_sums(self) -> None:
+        if self._is_summed:
+            return
         for bucket in self._buckets:
             if not bucket.pending and (bucket.missing or bucket.gradient is not None):
                 self._fill(bucket)
                 self._send(bucket)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Until this rank's range holds its whole gradient; parameters that were not used count as zeros."""
+        self.start_sums()
         while self._on_their_way:
             self._take_in(self._on_their_way[0])
         for bucket in self._buckets:
             bucket.missing = set(bucket.parameters)
+        self._is_summed = True
 
-    @torch.no_grad()
-    def norm(self) -> Tensor:
-        """Of the whole gradient, on every rank alike."""
-        square: Tensor = torch.linalg.vector_norm(self.gradient).double().square()
-        self.collectives.start_sum(square).wait()
-        return square.sqrt()
+    @property
+    def has_unused(self) -> bool:
+        return len(self._arrived) < len(self.parameters)
+
+    def drop_unused(self) -> None:
+        used = torch.tensor([index in self._arrived for index in range(len(self.parameters))], dtype=torch.int32)
+        self.collectives.start_sum(used).wait()
+        starts = [*self._starts, self.flat.numel()]
+        self._idle = [(starts[index], starts[index + 1]) for index in (used == 0).nonzero().flatten().tolist()]
+
+    def gradients(self) -> list[Tensor]:
+        return [self.gradient]
 
     @torch.no_grad()
     def step(self, scale: float = 1.0) -> None:
@@ -135,12 +150,44 @@ class ShardedOptimizer:
         self.finish()
         if scale != 1.0:
             self.gradient.mul_(scale)
+        if self._host is not None:
+            self._host_gradient.copy_(self.gradient)
+        kept = [(view, view.clone()) for view in self._idle_views()]
         self.optimizer.step()
-        self.gradient.zero_()
-        self._is_stale = self.collectives.world > 1
+        for view, before in kept:
+            view.copy_(before)
+        self._forget()
+        self._is_stale = self.collectives.world > 1 or self._host is not None
 
+    def _idle_views(self) -> list[Tensor]:
+        """What the optimizer must not change: parameters that nobody used, and their state."""
+        views = []
+        for start, end in self._idle:
+            for run, begin in zip(self.runs, self._run_starts, strict=True):
+                low, high = max(start, begin), min(end, begin + run.parameter.numel())
+                if low < high:
+                    state = self.optimizer.state.get(run.parameter, {}).values()
+                    flats = [run.parameter.data, *(v for v in state if isinstance(v, Tensor) and v.dim())]
+                    views += [flat[low - begin : high - begin] for flat in flats]
+        return views
+
+    def _forget(self) -> None:
+        (self._whole_gradient if self._whole_gradient is not None else self.gradient).zero_()
+        self._arrived.clear()
+        self._idle = []
+        self._is_summed = False
+
+    def share(self) -> None:
+        self.broadcast_updated_params()
+
+    def settle(self) -> None:
+        self.wait()
+
+    @torch.no_grad()
     def broadcast_updated_params(self) -> None:
         """Begins to send each owner's range to all; a layer's forward waits for its own parameters alone."""
+        if self._host is not None:
+            self.flat[self.shard.param_start : self.shard.param_end].copy_(self._host)
         self._is_stale = False
         for bucket in reversed(self._buckets):  # the forward needs the first layers first
             for shard in self.shards:
@@ -159,30 +206,18 @@ class ShardedOptimizer:
     def drop(self) -> None:
         """Forgets the gradient: this step is skipped."""
         self.finish()
-        self.gradient.zero_()
+        self._forget()
 
-    def memory_bytes(self) -> dict[str, int]:
-        """What this rank holds between two steps."""
-        values = [value for each in self.optimizer.state.values() for value in each.values()]
-        return {
-            "parameters": self.flat.nbytes,
-            "gradients": self.gradient.nbytes,
-            "state": sum(value.nbytes for value in values if isinstance(value, Tensor) and value.dim()),
-        }
+    def _parameters(self) -> list[Tensor]:
+        return [self.flat]
 
     # How it is made
 
     def _check(self, model: nn.Module) -> None:
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._names = names = {id(parameter): name for name, parameter in model.named_parameters()}
         if not self.parameters:
             raise ConfigError("The optimizer holds no parameter of the model that requires a gradient.")
-        for parameter in self.parameters:
-            other = getattr(parameter, _MARK, None)
-            if other is not None and other() is not None:
-                raise ConfigError(
-                    f"Two optimizers hold {names[id(parameter)]}. Give each parameter to one of them, or use groups of"
-                    " one optimizer."
-                )
+        claim({names[id(parameter)]: parameter for parameter in self.parameters}, self)
         kinds = {(parameter.dtype, parameter.device) for parameter in self.parameters}
         if len(kinds) > 1:
             raise ConfigError(
@@ -198,50 +233,38 @@ class ShardedOptimizer:
             piece = self.flat[start : start + parameter.numel()].view_as(parameter)
             piece.copy_(parameter)
             parameter.data = piece
-        size = self.shard.shard_size
-        self.gradient = torch.zeros(size, dtype=first.dtype, device=first.device)  # [this rank's range]
+        a, b = self.shard.param_start, self.shard.param_end
+        self._whole_gradient = torch.zeros_like(self.flat) if self._keeps else None
+        self.gradient = self._whole_gradient[a:b] if self._whole_gradient is not None else self.flat.new_zeros(b - a)
 
     def _point_optimizer(self) -> None:
         """Its groups hold this rank's range instead of the parameters, in runs of neighbours of one group."""
-        home = {id(p): number for number, each in enumerate(self.optimizer.param_groups) for p in each["params"]}
-        runs: list[list[int]] = []
+        home = homes(self.optimizer)
+        found: list[tuple[int, list[Span], int]] = []
         for parameter, start in zip(self.parameters, self._starts, strict=True):
             number = home[id(parameter)]
             begin = max(start, self.shard.param_start)
             end = min(start + parameter.numel(), self.shard.param_end)
-            if begin >= end:
-                continue
-            if runs and runs[-1][0] == number and runs[-1][2] == begin:
-                runs[-1][2] = end
-            else:
-                runs.append([number, begin, end])
-        before = dict(self.optimizer.state)
-        self.optimizer.state.clear()
-        pieces: list[list[nn.Parameter]] = [[] for _ in self.optimizer.param_groups]
-        for number, begin, end in runs:
-            piece = nn.Parameter(self.flat[begin:end])
-            piece.grad = self.gradient[begin - self.shard.param_start : end - self.shard.param_start]
-            pieces[number].append(piece)
-            if before:
-                self.optimizer.state[piece] = self._state_of(before, begin, end)
-        for each, mine in zip(self.optimizer.param_groups, pieces, strict=True):
-            each["params"] = mine
-        self.optimizer.zero_grad = lambda set_to_none=True: None  # type: ignore[method-assign]  # gradients are ours
-
-    def _state_of(self, whole: dict[Any, Any], begin: int, end: int) -> dict[str, Any]:
-        """The part of whole parameters' state that lies in a range; what is not of a parameter's shape is shared."""
-        inside = [
-            (parameter, max(begin, start) - start, min(end, start + parameter.numel()) - start)
-            for parameter, start in zip(self.parameters, self._starts, strict=True)
-            if start < end and begin < start + parameter.numel() and parameter in whole
-        ]
-        found: dict[str, Any] = {}
-        for key, value in whole[inside[0][0]].items() if inside else ():
-            if isinstance(value, Tensor) and value.shape == inside[0][0].shape and value.dim():
-                found[key] = torch.cat([whole[parameter][key].reshape(-1)[a:b] for parameter, a, b in inside])
-            else:
-                found[key] = value.clone() if isinstance(value, Tensor) else value
-        return found
+            if begin < end:
+                span = Span(self._names[id(parameter)], tuple(parameter.shape), begin - start, end - start)
+                if found and found[-1][0] == number:
+                    found[-1][1].append(span)
+                else:
+                    found.append((number, [span], begin))
+        self._run_starts = [begin for _, _, begin in found]
+        self.runs = []
+        own, gradient = self.flat[self.shard.param_start : self.shard.param_end], self.gradient
+        self._host: Tensor | None = None
+        if self._offloads:
+            own = self._host = in_host_memory(own)
+            gradient = self._host_gradient = torch.zeros_like(own)
+        for _, spans, begin in found:
+            first = begin - self.shard.param_start
+            parameter = nn.Parameter(own[first : first + sum(span.size for span in spans)])
+            parameter.grad = gradient[first : first + parameter.numel()]
+            self.runs.append(Run(parameter, tuple(spans)))
+        numbered = [(number, run) for (number, _, _), run in zip(found, self.runs, strict=True)]
+        repoint(self.optimizer, numbered, {self._names[id(p)]: p for p in self.parameters})
 
     def _plan_buckets(self) -> list[_Bucket]:
         """From the last parameters to the first, as the backward gives their gradients."""
@@ -268,19 +291,28 @@ class ShardedOptimizer:
             assert parameter.grad is not None
             if self._is_stale:
                 raise ConfigError(_FORGOTTEN)
-            if index not in bucket.missing:  # another backward before the step: the first one leaves now
-                self.finish()
+            if index not in bucket.missing and not self._keeps:
+                self.finish()  # another backward before the step: the first one leaves now
+            self._is_summed = False
             self._fill(bucket)
             assert bucket.gradient is not None
-            bucket.gradient[start : start + size].view_as(parameter).copy_(parameter.grad)
+            mine = bucket.gradient[start : start + size].view_as(parameter)
+            if self._keeps:
+                mine.add_(parameter.grad)
+            else:
+                mine.copy_(parameter.grad)
             parameter.grad = None
-            bucket.missing.discard(index)
-            self._send_in_order()
+            self._arrived.add(index)
+            if self._is_last or not self._keeps:
+                bucket.missing.discard(index)
+                self._send_in_order()
 
         return on_gradient
 
     def _fill(self, bucket: _Bucket) -> None:
-        if bucket.gradient is None:
+        if bucket.gradient is None and self._whole_gradient is not None:
+            bucket.gradient = self._whole_gradient[bucket.start : bucket.end]
+        elif bucket.gradient is None:
             bucket.gradient = self.flat.new_zeros(bucket.end - bucket.start)
 
     def _send_in_order(self) -> None:
@@ -314,7 +346,11 @@ class ShardedOptimizer:
         if start < end:
             part = bucket.gradient[start - bucket.start : end - bucket.start]
             mine = self.gradient[start - self.shard.param_start : end - self.shard.param_start]
-            mine.add_(part, alpha=1 / self.collectives.world if self._mean else 1.0)
+            share = 1 / self.collectives.world if self._mean else 1.0
+            if not self._keeps:
+                mine.add_(part, alpha=share)
+            elif share != 1.0:
+                mine.mul_(share)
         bucket.gradient, bucket.pending = None, []
 
     # Parameters
@@ -342,16 +378,3 @@ _FORGOTTEN = (
     "The parameters here are out of date: broadcast_updated_params() was not called after step(), so each rank has only"
     " its own range of the new ones. Call it after every step()."
 )
-
-
-def _insist_on_elementwise(optimizer: Optimizer) -> None:
-    name = type(optimizer).__name__
-    if isinstance(optimizer, ELEMENTWISE) and name not in REASONS:
-        if any(each.get("differentiable") for each in optimizer.param_groups):
-            raise ConfigError(f"{name} with differentiable=True cannot be sharded.")
-        return
-    why = REASONS.get(name, "Potluck does not know whether it treats each number of a parameter by itself")
-    known = ", ".join(kind.__name__ for kind in ELEMENTWISE)
-    raise ConfigError(
-        f"{name} cannot be sharded over ranges of the flattened parameters: {why}. Use one of {known}, or NoShard."
-    )

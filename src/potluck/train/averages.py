@@ -1,19 +1,21 @@
-"""The mean of the replicas' parameters, in few flat buffers. Knows nothing of windows, data or optimizers.
+"""The mean of the replicas' parameters, in few flat buffers. Knows nothing of models, windows, data or optimizers.
+
+Where a replica is split over ranks, each of them forms the mean of its own part, with those who hold the same part.
 
 With overlap the mean of a snapshot is formed while the next window computes, and merged at its end as a correction:
 what a replica changed since the snapshot is kept.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from potluck.agree.policy import Outer
 from potluck.train.buckets import split_like
-from potluck.train.link import Link, Pending
-from potluck.train.state import saved_buffers
+from potluck.train.link import Alone, Link, Pending
 
 FLAT_BYTES = 32 << 20
 """Of one buffer: while one of them travels, the next is filled."""
@@ -52,24 +54,38 @@ class Drift:
         self._off = self._off + off.double().cpu() ** 2
         self._size = self._size + mean.norm().double().cpu() ** 2
 
-    @property
-    def share(self) -> float:
-        return float((self._off / self._size.clamp(min=1e-300)).sqrt())
+    def share(self, within: Link) -> float:
+        """Of the whole replica, whose parts all ranks of `within` hold."""
+        told = within.gather_rows([float(self._off), float(self._size)])
+        off, size = (sum(column) for column in zip(*told, strict=True))
+        return math.sqrt(off / max(size, 1e-300))
 
 
 class Averages:
     """For each agreement: start, and finish at once or after the next window."""
 
-    def __init__(self, model: nn.Module, link: Link, outer: Outer | None = None) -> None:
+    def __init__(
+        self,
+        trained: Sequence[Tensor],
+        buffers: Sequence[Tensor],
+        link: Link,
+        outer: Outer | None = None,
+        *,
+        within: Link | None = None,
+    ) -> None:
+        """`trained`: the memory of this rank's part of the parameters, which the ranks of the link hold of theirs.
+
+        `within`: the ranks that hold the other parts of this replica.
+        """
         self._link = link
-        buffers = saved_buffers(model)
-        trained = [parameter.data for parameter in model.parameters() if parameter.requires_grad]
+        self._within = within or Alone()
         self._trained = _flats(trained)
         self._buffers = _flats([buffer for buffer in buffers if buffer.is_floating_point()])
         self._whole = [buffer for buffer in buffers if not buffer.is_floating_point()]
         self._flats = self._trained + self._buffers
         self._pending: list[Pending] = []
-        self._stream = torch.cuda.Stream(trained[0].device) if trained[0].is_cuda else None  # type: ignore[no-untyped-call]
+        device = next((tensor.device for tensor in [*trained, *buffers]), torch.device("cpu"))
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._outer = outer
         self._start = [flat.snapshot().clone() for flat in self._trained] if outer is not None else []
         self._momentum = [torch.zeros_like(start) for start in self._start]
@@ -113,7 +129,7 @@ class Averages:
                 torch._foreach_sub_(flat.tensors, moved)
             else:
                 torch._foreach_copy_(flat.tensors, torch._foreach_sub([t.float() for t in flat.tensors], moved))
-        return drift.share
+        return drift.share(self._within)
 
     @torch.no_grad()
     def agree(self, weight: float) -> float:
@@ -127,7 +143,7 @@ class Averages:
             torch._foreach_copy_(flat.tensors, flat.views)
         if self._outer is not None:
             self._step_outer(self._outer)
-        return drift.share
+        return drift.share(self._within)
 
     def _arriving(self) -> Iterator[Flat]:
         """Each as soon as it holds the mean."""

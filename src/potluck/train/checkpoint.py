@@ -2,14 +2,16 @@
 
 A checkpoint is a folder `step-00000120` with safetensors files and manifest.json, which holds everything else and a
 checksum of each file. It is written beside its place and renamed into it, so that a kill at any moment leaves the one
-before it whole. Knows nothing of links: rank 0 alone touches the disk.
+before it whole. Knows nothing of links: rank 0 alone touches the disk, but for a model that is split (together.py).
 """
 
+import hashlib
 import json
 import os
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,12 +21,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from potluck.errors import CheckpointError
+from potluck.shard.ranges import Ranges, as_buffer, type_name
+from potluck.shard.stored import make_header, write_all
 from potluck.train.shelf import (
     FORMAT,
     WRITING,
     body_sha256,
     check,
     file_sha256,
+    files_of,
     free_place,
     holds_any,
     insist_on_space,
@@ -57,6 +62,8 @@ class Snapshot:
 
     body: dict[str, Any]
     files: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    notes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """What a file says of its tensors, by its stem: where they are pieces."""
 
     @property
     def step(self) -> int:
@@ -74,7 +81,7 @@ def write(folder: Path, snapshot: Snapshot) -> Path:
     """Writes a checkpoint below `folder` and returns where it is. Whole or not at all."""
     place = free_place(folder, snapshot.step)
     aside = folder / f"{WRITING}{place.name}-{os.getpid()}"
-    try:
+    with failures_told(folder, aside, snapshot.step):
         if not folder.exists():
             folder.mkdir(parents=True)
             sync(folder.parent)
@@ -87,21 +94,46 @@ def write(folder: Path, snapshot: Snapshot) -> Path:
             save_file(tensors, file)
             sums[file.name] = {"bytes": file.stat().st_size, "sha256": file_sha256(file)}
             sync(file)
-        body = {"format": FORMAT, "files": sums} | snapshot.body
-        manifest = aside / "manifest.json"
-        manifest.write_text(json.dumps({"sha256": body_sha256(body), "body": body}, indent=1), encoding="utf-8")
-        sync(manifest)
-        sync(aside)
-        aside.rename(place)
-        sync(folder)
-    except (OSError, SafetensorError) as error:
+        finish(aside, place, {"format": FORMAT, "files": sums} | snapshot.body)
+    return place
+
+
+@contextmanager
+def failures_told(folder: Path, aside: Path, step: int) -> Iterator[None]:
+    """Whatever goes wrong, nothing is left of what was being written, and a sentence says why."""
+    try:
+        yield
+    except (OSError, SafetensorError, CheckpointError) as error:
         shutil.rmtree(aside, ignore_errors=True)
-        reason = getattr(error, "strerror", None) or str(error)
+        reason = getattr(error, "strerror", None) or str(error).removesuffix(".")
         raise CheckpointError(
-            f"Cannot write the checkpoint of step {snapshot.step} to {folder}: {reason}. Checkpoints that were there"
+            f"Cannot write the checkpoint of step {step} to {folder}: {reason}. Checkpoints that were there"
             " are whole. Free some space or choose another folder with --out, then go on with --resume."
         ) from None
-    return place
+
+
+def finish(aside: Path, place: Path, body: dict[str, Any]) -> None:
+    """The manifest, and the name under which it is found: from then on it is a checkpoint."""
+    manifest = aside / "manifest.json"
+    manifest.write_text(json.dumps({"sha256": body_sha256(body), "body": body}, indent=1), encoding="utf-8")
+    sync(manifest)
+    sync(aside)
+    aside.rename(place)
+    sync(place.parent)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], notes: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Writes tensors in host memory as a safetensors file, without another copy of them; says its size and checksum."""
+    header = make_header({name: (type_name(tensor), tuple(tensor.shape)) for name, tensor in tensors.items()}, notes)
+    digest = hashlib.sha256(header.data)
+    with path.open("wb", buffering=0) as file:
+        write_all(file, header.data)
+        for name in header.order:
+            data = as_buffer(tensors[name])
+            write_all(file, data)
+            digest.update(data)
+        os.fsync(file.fileno())
+    return {"bytes": header.total_bytes, "sha256": digest.hexdigest()}
 
 
 class Writer:
@@ -115,17 +147,22 @@ class Writer:
 
     def start(self, snapshot: Snapshot, on_saved: Callable[[Path], None]) -> None:
         """Begins to write. Waits for the one before it, if that is still being written."""
+        self.begin(lambda: write(self.folder, snapshot), on_saved)
+
+    def begin(self, work: Callable[[], Path | None], on_saved: Callable[[Path], None]) -> None:
+        """The same with any way to write one; `work` says where it is, or nothing if that is another's to say."""
         self.wait()
 
-        def work() -> None:
+        def run() -> None:
             try:
-                place = write(self.folder, snapshot)
-                prune(self.folder, self.keep_last, place)
-                on_saved(place)
+                place = work()
+                if place is not None:
+                    prune(self.folder, self.keep_last, place)
+                    on_saved(place)
             except Exception as error:  # raised by the next wait(), where somebody hears of it
                 self._error = error
 
-        self._thread = threading.Thread(target=work, name="checkpoint writer")
+        self._thread = threading.Thread(target=run, name="checkpoint writer")
         self._thread.start()
 
     def wait(self) -> None:
@@ -143,3 +180,8 @@ class Writer:
 
 def read(path: Path, stem: str) -> dict[str, Tensor]:
     return load_file(path / f"{stem}.safetensors")
+
+
+def ranges(path: Path, body: dict[str, Any], stem: str) -> Ranges:
+    """The model, or the optimizer's state, whoever wrote it and however it was split."""
+    return Ranges(files_of(path, body, stem))

@@ -155,14 +155,30 @@ class MicroBatch:
     """Where the whole step ends, over all workers."""
     number: int = 0
     """Which of this worker's parts of the step it is."""
+    counts: bool = True
+    """False: somebody else's row, with which this worker takes part in what all must do together."""
 
 
-def plan_step(row: int, rows: int, batch: BatchConfig, shares: Sequence[float], rank: int) -> list[MicroBatch]:
-    """This rank's micro-batches of the step that starts at `row`. A rank without rows gets one that is empty."""
+def plan_step(
+    row: int, rows: int, batch: BatchConfig, shares: Sequence[float], rank: int, *, in_step: bool = False
+) -> list[MicroBatch]:
+    """This rank's micro-batches of the step that starts at `row`. A rank without rows gets one that is empty.
+
+    `in_step`: all ranks get equally many, and for each that has no rows there is one row that does not count.
+    """
     step_end = min(row + batch.size, rows)
     parts = share_out(step_end - row, shares)
     start = row + sum(parts[:rank])
     end = start + parts[rank]
+    if in_step:
+        many = max(-(-part // (batch.micro_size or part or 1)) for part in parts)
+        cuts = [start + parts[rank] * number // many for number in range(many + 1)]
+        return [
+            MicroBatch(a, b, b == end and number == many - 1, step_end)
+            if a < b
+            else MicroBatch(row, row + 1, number == many - 1, step_end, counts=False)
+            for number, (a, b) in enumerate(itertools.pairwise(cuts))
+        ]
     size = batch.micro_size or max(1, end - start)
     cuts = [*range(start, end, size), end] if end > start else [start, end]
     return [MicroBatch(a, b, b == end, step_end) for a, b in itertools.pairwise(cuts)]
@@ -184,7 +200,9 @@ class Loader:
         device: torch.device,
         seed: int = 0,
         collate: Callable[[list[Any]], Any] | None = None,
+        in_step: bool = False,
     ) -> None:
+        """`in_step`: this worker does as many micro-batches as the others, if need be with rows that do not count."""
         self.dataset = as_dataset(dataset)
         self.batch = batch
         self.rows = len(self.dataset)
@@ -199,6 +217,7 @@ class Loader:
         """May be changed between two steps."""
         self._rank = rank
         self._device = device
+        self.in_step = in_step
         self.collate = collate
         if self.rows == 0:
             raise ConfigError("The dataset is empty.")
@@ -210,7 +229,7 @@ class Loader:
             if shares != self.shares:  # also at first: rows are fetched ahead, for shares as they are
                 shares = self.shares
                 fetched = iter(self._fetch(order, self.position.row))
-            for micro in plan_step(self.position.row, self.rows, self.batch, shares, self._rank):
+            for micro in self._step_at(self.position.row):
                 self.current = micro
                 if micro.start == micro.end:
                     self.on_empty()
@@ -225,7 +244,9 @@ class Loader:
 
     def once(self) -> Iterator[Any]:
         """This worker's rows of the dataset in their own order, for looking and not for training."""
-        for batch in self._fetch(torch.arange(self.rows), 0):
+        parts = (micro for micro in self._micro_batches(0) if micro.start < micro.end)
+        for micro, batch in zip(parts, self._fetch(torch.arange(self.rows), 0), strict=True):
+            self.current = micro
             yield to_device(batch, self._device)
 
     def __len__(self) -> int:
@@ -235,9 +256,12 @@ class Loader:
     def _micro_batches(self, row: int) -> Iterator[MicroBatch]:
         shares = self.shares
         while row < self.rows:
-            planned = plan_step(row, self.rows, self.batch, shares, self._rank)
+            planned = self._step_at(row, shares)
             yield from planned
             row = planned[-1].step_end
+
+    def _step_at(self, row: int, shares: tuple[float, ...] | None = None) -> list[MicroBatch]:
+        return plan_step(row, self.rows, self.batch, shares or self.shares, self._rank, in_step=self.in_step)
 
     def _order(self) -> Tensor:
         """The epoch's shuffled order: the same on every rank, and after a restart."""

@@ -36,6 +36,7 @@ from potluck.fleet.description import Description, Part, settings_of
 from potluck.fleet.invite import Invite
 from potluck.fleet.parcel import Unpacker, chunks, pack
 from potluck.fleet.tree import Node, sized_rows, slice_rows
+from potluck.shard.blocks import find_blocks
 from potluck.shard.strategy import NoShard, ShardingStrategy
 from potluck.train import checkpoint
 from potluck.train.buckets import Allocate
@@ -44,7 +45,7 @@ from potluck.train.engine import Engine, _insist_on_mean, loss_and_samples
 from potluck.train.launch import QUIET
 from potluck.train.link import Alone
 from potluck.train.pulse import Verdict, decide_mean
-from potluck.train.replica import Replica, StepConfig, find_blocks
+from potluck.train.replica import Replica, StepConfig
 from potluck.train.saves import take_snapshot
 from potluck.train.slices import SliceSums, describe_model, digest
 from potluck.wire.messages import (
@@ -83,7 +84,7 @@ class ElasticEngine(Engine):
         strategy: ShardingStrategy = NoShard(),
         step: StepConfig = StepConfig(),
     ) -> "ElasticEngine":
-        kind = engine_for(policy)
+        kind = engine_for(policy, strategy)
         return kind(connect(invite, device), device, policy=policy, strategy=strategy, step=step)
 
     def __init__(
@@ -746,8 +747,13 @@ def connect(invite: Invite, device: torch.device) -> Client:
     return client
 
 
-def engine_for(policy: ApplyPolicy) -> type[ElasticEngine]:
+def engine_for(policy: ApplyPolicy, strategy: ShardingStrategy = NoShard()) -> type[ElasticEngine]:
     """Whether workers take each step together, or step by themselves."""
+    if not isinstance(strategy, NoShard):
+        raise ConfigError(
+            f"{type(strategy).__name__} splits a replica over workers that stay together, and under a host each may go"
+            " at any time. Set strategy to no_shard, or start the workers as one group, with potluck run or torchrun."
+        )
     if isinstance(policy, Sync):
         return ElasticEngine
     from potluck.train.elastic_windows import ElasticWindowEngine, insist_on_what_a_host_can_do

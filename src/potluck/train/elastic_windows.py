@@ -22,13 +22,14 @@ from potluck.errors import ConfigError
 from potluck.events import StepDone, StepSkipped
 from potluck.fleet.description import BUFFERS, Part
 from potluck.fleet.tree import Node, slice_rows
+from potluck.shard.blocks import find_blocks
 from potluck.train import checkpoint
 from potluck.train.buckets import Allocate, split_like
 from potluck.train.data import MicroBatch, mix
 from potluck.train.elastic import ElasticEngine
 from potluck.train.engine import _insist_on_mean
 from potluck.train.pulse import Verdict, decide_alone
-from potluck.train.replica import Replica, find_blocks
+from potluck.train.replica import Replica
 from potluck.train.slices import insist_on_float32, plan_parts
 from potluck.train.state import saved_buffers
 from potluck.wire.messages import Committed, SliceReport, Work

@@ -20,9 +20,10 @@ import math
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor, nn
@@ -30,11 +31,11 @@ from torch.optim import Optimizer
 
 from potluck.agree.balance import Balance
 from potluck.agree.policy import ApplyPolicy, Sync, share_out
-from potluck.errors import CheckpointError, ConfigError, Diverged
-from potluck.events import Decided, EpochDone, EventLog, StepDone, StepSkipped
+from potluck.errors import CheckpointError, ConfigError, Diverged, WorkerLost
+from potluck.events import Decided, EpochDone, EventLog, Recovered, StepDone, StepSkipped
 from potluck.fleet.invite import INVITE, read_invite
 from potluck.fleet.ledger import Ledger, prove
-from potluck.shard.strategy import NoShard, ShardingStrategy
+from potluck.shard.strategy import FullShard, NoShard, ShardGradOp, ShardingStrategy
 from potluck.train.data import (
     BatchConfig,
     Loader,
@@ -45,11 +46,16 @@ from potluck.train.data import (
     rows_of,
     seed_everything,
 )
-from potluck.train.link import Alone, Link, Rows, choose_device, connect
+from potluck.train.link import Alone, Link, Rows, choose_device, connect, loss_of_peer
+from potluck.train.memory import Recovery, my_recovery
 from potluck.train.order import PATIENCE_S
 from potluck.train.pulse import Pulse, Verdict, decide_step, worker_steps
 from potluck.train.replica import Replica, StepConfig
-from potluck.train.saves import Saves, Standing
+from potluck.train.saves import Saves, Standing, sharded_of
+
+if TYPE_CHECKING:
+    from potluck.shard.sharded import Sharded
+    from potluck.train.buddies import Buddies
 
 
 def init(
@@ -65,12 +71,28 @@ def init(
         from potluck.train.elastic import ElasticEngine
 
         return ElasticEngine.join(read_invite(None), device, policy=policy, strategy=strategy, step=step)
+    recovery = my_recovery()
+    if recovery is not None:
+        policy, strategy = _for_those_left(policy, strategy, recovery)
     link = connect(device, patience_s)
     if not isinstance(policy, Sync):
         from potluck.train.windows import WindowEngine
 
         return WindowEngine(link, device, policy=policy, strategy=strategy, step=step)
-    return Engine(link, device, policy=policy, strategy=strategy, step=step)
+    engine = Engine(link, device, policy=policy, strategy=strategy, step=step)
+    engine.recovery = recovery
+    return engine
+
+
+def _for_those_left(
+    policy: ApplyPolicy, strategy: ShardingStrategy, recovery: Recovery
+) -> tuple[ApplyPolicy, ShardingStrategy]:
+    """What was set for each worker by itself, without that of the lost ones."""
+    if isinstance(policy, Sync):
+        policy = replace(policy, shares=recovery.of_those_left(policy.shares))
+    if isinstance(strategy, FullShard | ShardGradOp) and strategy.weights != "memory":
+        strategy = replace(strategy, weights=recovery.of_those_left(strategy.weights))
+    return policy, strategy
 
 
 class Engine:
@@ -107,6 +129,10 @@ class Engine:
         self.told: dict[str, Any] = {}
         """What a host shows of the run: its name, the unit of samples, how many steps there are."""
         self.loaded_from: Path | None = None
+        self.run_folder: Path | None = None
+        """Kept with the rest in memory, so that a run that outlived a loss finds its folder again."""
+        self.recovery: Recovery | None = None
+        """What was left of this run after a loss: prepare() goes on from it."""
         self.last_epoch: EpochDone | None = None
         """What was proved of the epoch that ended last."""
         self.replica: Replica | None = None
@@ -120,6 +146,9 @@ class Engine:
         self._ledger = Ledger()
         self._trained: MicroBatch | None = None
         self._saves = Saves(self.link, self.events)
+        self._buddies: Buddies | None = None
+        self._recovered: Recovered | None = None
+        """Told with the first step, when everybody listens."""
         self._unit = 1.0
         self._start_of_step()
 
@@ -187,6 +216,7 @@ class Engine:
             )
         self.replica = self._make_replica(model, optimizer)
         if dataset is None:
+            self._meet_buddies()
             return model, optimizer
         try:
             batch = BatchConfig(size=batch_size, micro_size=micro_batch_size, fetchers=fetchers)
@@ -197,6 +227,7 @@ class Engine:
         self.loader = self._make_loader(dataset, batch, seed, collate)
         self.loader.on_epoch_end = self._end_of_epoch
         self.loader.is_stopped = lambda: self.stopping
+        self._meet_buddies()
         self.start()
         return model, optimizer, self.loader
 
@@ -215,14 +246,17 @@ class Engine:
         if last is None:
             last = micro is None or micro.last
         replica.arm(last=last)
-        if samples:  # a mean over nothing is not a number, and weighs nothing
+        if micro is not None and not micro.counts:
+            samples = 0.0
+        if samples or replica.in_step:
             (loss * (samples * self._unit)).backward()  # type: ignore[no-untyped-call]
+        if samples:  # a mean over nothing is not a number, and weighs nothing
             self._loss_sum += loss.detach().reshape(()) * samples
             self._samples += samples
         self._is_last = last
         if micro is None:
             self._rows += int(samples)
-        elif micro is not self._trained:  # several backwards of one batch still use its rows once
+        elif micro is not self._trained and micro.counts:  # several backwards of one batch still use its rows once
             self._rows += micro.end - micro.start
             self._ledger.record(micro.start, micro.end)
             self._trained = micro
@@ -238,12 +272,15 @@ class Engine:
             if micro is not None and micro.last and micro is not self._trained:
                 raise ConfigError("step() was called before backward(). Call backward(loss, samples=...) first.")
             return None
-        if self.device.type == "cuda":
+        if self.device.type == "cuda" and self.world > 1 and not replica.gathers:
             torch.cuda.current_stream().synchronize()  # else busy would be the time to launch kernels
         busy_s = time.perf_counter() - self._started + self._optimizer_s
+        if replica.runs_ahead and self._samples and not replica.has_unused and type(self) is Engine:
+            return self._step_ahead(replica, busy_s)
         replica.start_sums()
-        told = self._tell(busy_s)
-        wait_s, norm, _ = self._reduce(replica)
+        told = self._tell(busy_s) if self.world > 1 else None
+        wait_s, norm, loss_sum = self._reduce(replica)
+        told = told or self._tell(busy_s, loss_sum)
         pulses = [Pulse(*row) for row in told.wait()]
         if any(pulse.has_unused for pulse in pulses):
             replica.drop_unused()
@@ -253,11 +290,31 @@ class Engine:
         exchanged = time.perf_counter()
         event = self._apply(pulses, verdict, busy_s + wait_s)
         self._optimizer_s = time.perf_counter() - exchanged
+        return self._end_of_step(event, pulses)
+
+    def _step_ahead(self, replica: Replica, busy_s: float) -> StepDone | StepSkipped:
+        """As step(), with the verdict reached on the GPU, which has its next work before we know of it."""
+        replica.finish()
+        self._advance(self._rows)
+        self._set_lr(replica)
+        norm_of_sum = replica.apply_unless_bad(self._loss_sum, 1 / (self._samples * self._unit), self.config.clip)
+        norm, loss_sum = torch.stack([norm_of_sum, self._loss_sum]).tolist()
+        pulses = [Pulse(*row) for row in self._tell(busy_s, loss_sum).wait()]
+        self.stopping = bool(pulses[0].wants_stop)
+        event = self._apply(pulses, decide_step(pulses, norm, self._unit, self.config.clip), busy_s, is_done=True)
+        return self._end_of_step(event, pulses)
+
+    def _end_of_step(self, event: StepDone | StepSkipped, pulses: list[Pulse]) -> StepDone | StepSkipped:
+        if self._recovered is not None:
+            self.events.emit(self._recovered)
+            self._recovered = None
         self.events.emit(event)
         self._insist_on_progress(event)
         self._share_anew(pulses)
         for call in self.after_step:
             call()
+        if self._buddies is not None and self._buddies.is_due(self.step_number):
+            self._refresh()
         self._start_of_step()
         return event
 
@@ -276,6 +333,7 @@ class Engine:
             rank=self.rank,
             device=self.device,
             collate=self.loader.collate if self.loader is not None else None,
+            in_step=self._prepared().in_step,
         )
         total = count = 0.0
         were_training = [module for module in model.modules() if module.training]
@@ -283,7 +341,7 @@ class Engine:
         with torch.no_grad():
             for batch in loader.once():
                 loss, samples = loss_and_samples(loss_of(model, batch), batch)
-                if samples:
+                if samples and loader.current is not None and loader.current.counts:
                     total += loss.item() * samples
                     count += samples
         for module in were_training:
@@ -300,7 +358,12 @@ class Engine:
         self._saves.save(Path(folder), self._prepared(), self._standing(), keep_last)
 
     def load(self, folder: str | Path) -> bool:
-        """Goes on from the newest whole checkpoint below `folder`, on any number of workers. False if there is none."""
+        """Goes on from the newest whole checkpoint below `folder`, on any number of workers. False if there is none.
+
+        A run that has just outlived a loss stays where it is.
+        """
+        if self._recovered is not None:
+            return True
         standing = self._saves.load(Path(folder), self._prepared(), self._check_standing)
         if standing is None:
             return False
@@ -308,6 +371,7 @@ class Engine:
         self.loaded_from = Path(standing["path"])
         if standing["workers"] != self.world:
             self.seed_random(standing["seed"])
+        self._refresh()
         return True
 
     def last_words(self) -> str:
@@ -331,6 +395,8 @@ class Engine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if isinstance(error, WorkerLost) or (error is not None and loss_of_peer(error) is not None):
+            self._saves.one_is_gone()
         self.close()
 
     def seed_random(self, seed: int) -> None:
@@ -340,7 +406,11 @@ class Engine:
     # What a step is made of
 
     def _make_replica(self, model: nn.Module, optimizer: Optimizer) -> Replica:
-        return Replica(model, optimizer, self.link, self.device, self.config)
+        if isinstance(self.strategy, NoShard):
+            return Replica(model, optimizer, self.link, self.device, self.config)
+        from potluck.train.sharded import ShardedReplica
+
+        return ShardedReplica(model, optimizer, self.link, self.device, self.config, strategy=self.strategy)
 
     def _make_loader(
         self, dataset: Any, batch: BatchConfig, seed: int, collate: Callable[[list[Any]], Any] | None
@@ -353,11 +423,13 @@ class Engine:
             device=self.device,
             seed=seed,
             collate=collate,
+            in_step=self._prepared().in_step,
         )
         self._insist_on_same_data(loader)
         loader.on_empty = self._step_without_rows
         is_measured = isinstance(self.policy, Sync) and self.policy.balance and not self.policy.shares
-        if is_measured and self.world > 1:
+        # Where ranks gather parameters they wait for each other in every layer, and nobody's own speed can be seen.
+        if is_measured and self.world > 1 and not self._prepared().gathers:
             self._balance = Balance(batch.size, self.world)
         return loader
 
@@ -379,11 +451,11 @@ class Engine:
             wait_s += time.perf_counter() - started
         return wait_s, norm, loss_sum
 
-    def _tell(self, busy_s: float) -> Rows:
+    def _tell(self, busy_s: float, loss_sum: float | None = None) -> Rows:
         """What this worker says of the step, and hears from all, while the sums are under way."""
         mine = Pulse(
             samples=self._samples,
-            loss_sum=self._loss_sum.item(),
+            loss_sum=self._loss_sum.item() if loss_sum is None else loss_sum,
             rows=self._rows,
             busy_s=busy_s,
             has_unused=self._prepared().has_unused,
@@ -397,7 +469,10 @@ class Engine:
         if self.loader is not None and self.loader.current is not None:
             self.loader.position.row = self.loader.current.step_end
 
-    def _apply(self, pulses: list[Pulse], verdict: Verdict, took_s: float) -> StepDone | StepSkipped:
+    def _apply(
+        self, pulses: list[Pulse], verdict: Verdict, took_s: float, *, is_done: bool = False
+    ) -> StepDone | StepSkipped:
+        """`is_done`: the optimizer has stepped already, or has left it out."""
         replica = self._prepared()
         if verdict.fault is not None:
             replica.drop()
@@ -409,8 +484,9 @@ class Engine:
                 step=self.step_number, loss=verdict.loss, in_a_row=self._skipped_in_a_row, reason=verdict.fault
             )
         self._skipped_in_a_row = 0
-        self._set_lr(replica)
-        replica.apply(verdict.scale)
+        if not is_done:
+            self._set_lr(replica)
+            replica.apply(verdict.scale)
         replica.average_buffers(self._samples / verdict.samples)
         return StepDone(
             step=self.step_number,
@@ -524,6 +600,39 @@ class Engine:
         if self.replica is None:
             raise ConfigError("Call prepare(model, optimizer, ...) first.")
         return self.replica
+
+    # Copies in memory
+
+    def _meet_buddies(self) -> None:
+        """Goes on from what those who are left had kept, if one was lost; from here on, all keep copies anew."""
+        if not (isinstance(self.strategy, FullShard | ShardGradOp) and self.strategy.buddy):
+            return
+        from potluck.train.buddies import Buddies, recover
+
+        if not isinstance(self.policy, Sync):
+            raise ConfigError("strategy.buddy keeps copies between steps of all workers together: use the Sync policy.")
+        if self.recovery is not None:
+            standing = recover(self.recovery, self._sharded())
+            self._prepared().remember_buffers()
+            self._check_standing(Path("What the workers had kept in memory"), standing)
+            self._stand_at(standing)
+            self.seed_random(standing["seed"])
+            self._recovered = Recovered(step=self.step_number, lost=self.recovery.lost, workers=self.world)
+        if self.world > 1:
+            self._buddies = Buddies(self.link, self.strategy.buddy_every)
+        self._refresh()
+        if self.recovery is not None and self.rank == 0:
+            self.recovery.forget()
+
+    def _refresh(self) -> None:
+        if self._buddies is not None:
+            folder = str(self.run_folder) if self.run_folder is not None else None
+            self._buddies.refresh(self._sharded(), self._standing() | {"folder": folder})
+
+    def _sharded(self) -> "Sharded":
+        sharded = sharded_of(self._prepared())
+        assert sharded is not None
+        return sharded
 
     # Where the run stands
 

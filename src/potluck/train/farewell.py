@@ -1,13 +1,15 @@
 """What a person sees when a recipe's run has ended: the figures, the curve, a paragraph, and what to try next."""
 
-import shutil
 from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
+from safetensors.torch import load_file
 
+from potluck.errors import CheckpointError
+from potluck.train.export import write_plain
 from potluck.train.model import GPT
 from potluck.train.order import Order
 from potluck.train.picture import draw_losses
@@ -18,14 +20,17 @@ PROMPT = "    def __init__(self, "
 LENGTH = 320
 
 
-def say_farewell(summary: Summary, model: GPT, order: Order, *, epochs: int) -> None:
+def say_farewell(summary: Summary, model: GPT, order: Order, *, epochs: int, is_split: bool = False) -> None:
+    """`is_split`: the model computes only with all workers together, who have left by now."""
     console = Console(highlight=False, soft_wrap=True)
+    exported = _export(summary)
+    if is_split:
+        model = _whole(model, exported)
     if order.farewell == "paragraph":
         console.print()
         show_paragraph(console, model)
         return
     curve = draw_losses(summary.folder / "events.jsonl", summary.folder / "loss.png")
-    exported = _export(summary)
     tokens = summary.rows_seen * model.config.context
     validation = f", validation loss {summary.validation_loss:.4f}" if summary.validation_loss is not None else ""
     skipped = f", {summary.skipped} skipped" if summary.skipped else ""
@@ -69,10 +74,20 @@ def _export(summary: Summary) -> Path | None:
     """The weights alone, as one file that safetensors.torch.load_file reads."""
     if summary.checkpoint is None:
         return None
+    out = summary.folder / "model.safetensors"
     try:
-        return Path(shutil.copy(summary.checkpoint / "model.safetensors", summary.folder / "model.safetensors"))
-    except OSError:  # no room for a copy: the weights are in the checkpoint all the same
-        return summary.checkpoint / "model.safetensors"
+        out.unlink(missing_ok=True)  # that of an earlier part of this run
+        write_plain(summary.checkpoint, out)
+    except (OSError, CheckpointError):  # no room for a copy: the weights are in the checkpoint all the same
+        return summary.checkpoint
+    return out
+
+
+def _whole(model: GPT, exported: Path | None) -> GPT:
+    copy = GPT(model.config)
+    if exported is not None and exported.is_file():
+        copy.load_state_dict(load_file(exported))
+    return copy
 
 
 def _next(folder: Path, order: Order, epochs: int) -> list[tuple[str, str]]:

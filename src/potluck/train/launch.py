@@ -1,6 +1,7 @@
 """Workers on this machine: starts them, watches over them, and tells what became of them.
 
-Imports no torch. A worker that fails ends the others within seconds, and its last words are said once. When we
+Imports no torch. A worker that fails ends the others within seconds, and its last words are said once; where they had
+kept copies of each other's parts in memory, those who are left are then started anew and go on from there. When we
 ourselves are killed, however, the workers see our pipe close and end too.
 """
 
@@ -13,12 +14,13 @@ import sys
 import tempfile
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import IO
 
 from potluck.errors import Interrupted, WorkerLost
+from potluck.train.memory import MEMORY, Recovery, Start, first_start
 from potluck.train.order import WorkersConfig
 
 RENDEZVOUS = "POTLUCK_RENDEZVOUS"
@@ -61,15 +63,25 @@ class Worker:
 
 def launch(command: list[str], config: WorkersConfig) -> int:
     """Runs `command` (for potluck.train.worker) on every worker until all have ended. Returns the exit code."""
+    with first_start(config.count) as start:
+        while not isinstance(ended := _run_team(command, config, start), int):
+            assert start is not None
+            start = start.next(ended)
+            config = replace(config, count=len(start.ranks))
+        return ended
+
+
+def _run_team(command: list[str], config: WorkersConfig, start: Start | None) -> int | Recovery:
+    """The exit code; or what those who are left can go on from."""
     with tempfile.TemporaryDirectory(prefix="potluck-") as folder:
         read_end, write_end = os.pipe()
         team: list[Worker] = []
         try:
             environment = worker_environment(config) | _group_environment(config, Path(folder))
-            environment[PARENT_PIPE] = str(read_end)
+            environment |= {PARENT_PIPE: str(read_end), MEMORY: str(start.folder) if start is not None else ""}
             for rank in range(config.count):
                 team.append(start_worker(rank, command, environment, Path(folder), read_end))
-            return _watch(team)
+            return _watch(team, start)
         finally:
             end_workers(team, signal.SIGKILL)
             os.close(read_end)
@@ -125,12 +137,12 @@ def _forward(stream: IO[bytes], rank: int) -> None:
         print(f"[worker {rank}] {text}", file=sys.stderr, flush=True)
 
 
-def _watch(team: list[Worker]) -> int:
-    """Until all have ended, or one has failed and the rest have been ended."""
+def _watch(team: list[Worker], start: Start | None) -> int | Recovery:
+    """Until all have ended, or one has failed and the rest have been ended; they may go on from what they had kept."""
     interrupts = _Interrupts(team)
     ended: list[Worker] = []  # in the order in which they did
     with interrupts:
-        while len(ended) < len(team) and not _cause(ended, interrupts):
+        while len(ended) < len(team) and not _failed(ended, interrupts):
             if interrupts.count > 1:
                 _say("Stopped at once. The last checkpoint is whole.")
                 return Interrupted.exit_code
@@ -139,13 +151,45 @@ def _watch(team: list[Worker]) -> int:
         if all(worker.code == 0 for worker in ended):
             return 0
         _let_the_others_end(team, ended)
-        return _report(_cause(ended, interrupts) or _speaker(ended))
+        failed = _failed(ended, interrupts)
+        recovery = "" if start is None or interrupts.count or _has_said_why(failed) else _recover(start, failed)
+        if isinstance(recovery, Recovery):
+            return recovery
+        code = _report(failed[0] if failed else _speaker(ended))
+        if recovery:
+            _say(recovery)
+        return code
 
 
-def _cause(ended: list[Worker], interrupts: "_Interrupts") -> Worker | None:
-    """The first worker that failed by itself. One that only lost a peer, or was asked to stop, did not."""
+def _failed(ended: list[Worker], interrupts: "_Interrupts") -> list[Worker]:
+    """Those who failed by themselves. One that only lost a peer, or was asked to stop, did not."""
     excused = {0, WorkerLost.exit_code} | ({Interrupted.exit_code} if interrupts.count else set())
-    return next((worker for worker in ended if worker.code not in excused), None)
+    return [worker for worker in ended if worker.code not in excused]
+
+
+def _has_said_why(failed: list[Worker]) -> bool:
+    """What we refuse on purpose, such as a setting, would be refused again."""
+    return not failed or any(worker.words().startswith("potluck: ") for worker in failed)
+
+
+def _recover(start: Start, lost: list[Worker]) -> Recovery | str:
+    """What those who are left can go on from, said to the person; or why they cannot."""
+    ranks = [worker.rank for worker in lost]
+    start.lose(ranks)
+    recovery = start.plan_recovery(ranks)
+    if isinstance(recovery, Recovery):
+        left = len(recovery.ranks)
+        who, they = ("1 worker goes", "it") if left == 1 else (f"{left} workers go", "they")
+        fates = " ".join(f"Worker {worker.rank} {_fate(worker)}." for worker in lost)
+        _say(f"{fates} {who} on from step {recovery.step}, which {they} had kept in memory.")
+    return recovery
+
+
+def _fate(worker: Worker) -> str:
+    if worker.code < 0:
+        return f"was ended by {signal.Signals(-worker.code).name}"
+    words = worker.words().rstrip(".")
+    return f"failed: {words}" if words else f"stopped with exit code {worker.code}"
 
 
 def _speaker(ended: list[Worker]) -> Worker:

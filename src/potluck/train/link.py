@@ -17,6 +17,7 @@ from torch import Tensor
 
 from potluck.errors import ConfigError, WorkerLost
 from potluck.train.launch import RENDEZVOUS
+from potluck.train.order import PATIENCE_S
 
 
 class Pending(Protocol):
@@ -53,6 +54,13 @@ class Link(Protocol):
 
     def broadcast(self, tensor: Tensor) -> None:
         """Replaces `tensor` by rank 0's."""
+        ...
+
+    def start_pass(self, out: Tensor, heard: Tensor) -> Pending:
+        """Begins to send bytes to the next rank, and to fill `heard` with those of the rank before. In host memory.
+
+        Either may be empty, where the other side's is.
+        """
         ...
 
     def close(self) -> None: ...
@@ -95,17 +103,23 @@ class Alone:
     def broadcast(self, tensor: Tensor) -> None:
         pass
 
+    def start_pass(self, out: Tensor, heard: Tensor) -> Pending:
+        heard.copy_(out)
+        return _Done()
+
     def close(self) -> None:
         pass
 
 
 class _Begun:
-    def __init__(self, work: dist.Work) -> None:
-        self._work = work
+    def __init__(self, *works: dist.Work | None) -> None:
+        self._works = works
 
     def wait(self) -> None:
         with _peers_may_vanish():
-            self._work.wait()
+            for work in self._works:
+                if work is not None:
+                    work.wait()
 
 
 class _Gathered:
@@ -121,17 +135,30 @@ class _Gathered:
 
 
 class GroupLink:
-    """All ranks of the default process group."""
+    """All ranks of a process group: the default one, or a part of it."""
 
-    def __init__(self, *, owned: bool) -> None:
-        self.rank = dist.get_rank()
-        self.world = dist.get_world_size()
+    def __init__(self, *, owned: bool, group: dist.ProcessGroup | None = None, patience_s: float = PATIENCE_S) -> None:
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.world = dist.get_world_size(group)
         self._owned = owned
-        """Whether we made the group, and so end it."""
+        """Whether we made the default group, and so end it; its parts end with it."""
+        self._patience_s = patience_s
+
+    def part(self, groups: Sequence[Sequence[int]]) -> "GroupLink":
+        """A link of that group of our ranks in which we are. Every rank calls this with the same groups."""
+        assert self.group is None, "only the default group's ranks are numbered as new_group() wants them"
+        own: dist.ProcessGroup | None = None
+        for ranks in groups:
+            with _peers_may_vanish():
+                made = dist.new_group(list(ranks), timeout=timedelta(seconds=self._patience_s))
+            own = made if self.rank in ranks else own
+        assert own is not None, f"no group holds rank {self.rank}"
+        return GroupLink(owned=False, group=own, patience_s=self._patience_s)
 
     def start_sum(self, tensor: Tensor) -> Pending:
         with _peers_may_vanish():
-            work = dist.all_reduce(tensor, async_op=True)
+            work = dist.all_reduce(tensor, group=self.group, async_op=True)
         assert work is not None
         return _Begun(work)
 
@@ -142,7 +169,7 @@ class GroupLink:
         told = torch.tensor(row, dtype=torch.float64)
         found = [torch.empty_like(told) for _ in range(self.world)]
         with _peers_may_vanish():
-            work = dist.all_gather(found, told, async_op=True)
+            work = dist.all_gather(found, told, group=self.group, async_op=True)
         assert work is not None
         return _Gathered(work, found)
 
@@ -154,7 +181,13 @@ class GroupLink:
 
     def broadcast(self, tensor: Tensor) -> None:
         with _peers_may_vanish():
-            dist.broadcast(tensor, src=0)
+            dist.broadcast(tensor, group=self.group, group_src=0)
+
+    def start_pass(self, out: Tensor, heard: Tensor) -> Pending:
+        with _peers_may_vanish():
+            coming = dist.irecv(heard, src=(self.rank - 1) % self.world) if heard.numel() else None
+            going = dist.isend(out, dst=(self.rank + 1) % self.world) if out.numel() else None
+        return _Begun(going, coming)
 
     def close(self) -> None:
         if self._owned and dist.is_initialized():
@@ -163,7 +196,7 @@ class GroupLink:
     def _gather(self, tensor: Tensor) -> list[Tensor]:
         found = [torch.empty_like(tensor) for _ in range(self.world)]
         with _peers_may_vanish():
-            dist.all_gather(found, tensor)
+            dist.all_gather(found, tensor, group=self.group)
         return found
 
 
@@ -176,10 +209,25 @@ def _peers_may_vanish() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        # Backends also refuse what they cannot do (a type, a shape), and that is nobody's death.
-        if not (isinstance(error, dist.DistBackendError | dist.DistNetworkError) or _GONE.search(str(error))):
+        if not _tells_of_loss(error):
             raise
-        raise WorkerLost(f"Another worker stopped answering: {str(error).strip().splitlines()[0]}") from error
+        raise WorkerLost(_loss(error)) from error
+
+
+def _tells_of_loss(error: RuntimeError) -> bool:
+    # Backends also refuse what they cannot do (a type, a shape), and that is nobody's death.
+    return isinstance(error, dist.DistBackendError | dist.DistNetworkError) or bool(_GONE.search(str(error)))
+
+
+def _loss(error: RuntimeError) -> str:
+    return f"Another worker stopped answering: {str(error).strip().splitlines()[0]}"
+
+
+def loss_of_peer(error: BaseException) -> str | None:
+    """A sentence, if an error from anywhere in a script comes from a process group that has lost a peer."""
+    if not isinstance(error, RuntimeError) or not _tells_of_loss(error):
+        return None
+    return _loss(error) if isinstance(error, dist.DistError) or "gloo" in str(error) else None
 
 
 def choose_device() -> torch.device:
@@ -194,7 +242,7 @@ def choose_device() -> torch.device:
 def connect(device: torch.device, patience_s: float) -> Link:
     """Joins whatever started us: our launcher, torchrun, or a group the caller made; else we are alone."""
     if dist.is_initialized():
-        return GroupLink(owned=False)
+        return GroupLink(owned=False, patience_s=patience_s)
     rendezvous = os.environ.get(RENDEZVOUS)
     if rendezvous is None and "RANK" not in os.environ:
         return Alone()
@@ -215,7 +263,7 @@ def connect(device: torch.device, patience_s: float) -> Link:
             world_size=world,
             timeout=timedelta(seconds=patience_s),
         )
-    return GroupLink(owned=True)
+    return GroupLink(owned=True, patience_s=patience_s)
 
 
 def _backend(device: torch.device) -> str:

@@ -19,7 +19,7 @@ from potluck.config import from_dict, from_toml, to_toml
 from potluck.errors import ConfigError, Interrupted
 from potluck.events import Event, RunStarted
 from potluck.fleet.invite import read_invite
-from potluck.shard.strategy import NoShard, ShardingStrategy
+from potluck.shard.strategy import NoShard, ShardingStrategy, bytes_per_parameter
 from potluck.train.data import BatchConfig, DataConfig, read_windows
 from potluck.train.elastic import connect, engine_for
 from potluck.train.engine import Engine, init
@@ -77,11 +77,11 @@ def cook(config: RunConfig, order: Order, engine: Engine) -> tuple[Summary, GPT]
     training, validation = read_windows(config.data, config.model.context)
     folder = Path("runs") / config.name  # where a host leads, it keeps its own
     if not engine.is_led:
-        folder = Path(engine.link.gather_bytes(str(_run_folder(config, order, engine.rank)).encode())[0].decode())
+        folder = Path(engine.link.gather_bytes(str(_run_folder(config, order, engine)).encode())[0].decode())
     _insist_on_memory(config, engine)
     engine.samples_per_row = float(config.model.context)
     torch.manual_seed(config.fit.seed)
-    model = GPT(config.model).to(engine.device)
+    model = GPT(config.model)
     loss = next_token_loss
     if order.slowdown is not None:
         brake = Brake(order.slowdown, engine.rank, has_gpu=engine.device.type == "cuda")
@@ -118,7 +118,8 @@ def main(arguments: list[str]) -> None:
         if engine.keeps_folder and order.farewell != "none":
             from potluck.train.farewell import say_farewell
 
-            say_farewell(summary, model, order, epochs=config.fit.epochs)
+            is_split = engine.replica is not None and engine.replica.gathers
+            say_farewell(summary, model, order, epochs=config.fit.epochs, is_split=is_split)
 
 
 def join(arguments: list[str]) -> None:
@@ -133,7 +134,7 @@ def join(arguments: list[str]) -> None:
                 "This host trains a script, not a recipe. Join with your copy of it: potluck join - SCRIPT"
             )
         config = from_toml(RunConfig, text, source="the host's recipe", overrides=settings)
-        kind = engine_for(config.policy)
+        kind = engine_for(config.policy, config.strategy)
     except BaseException:
         client.close()
         raise
@@ -145,7 +146,8 @@ def _insist_on_memory(config: RunConfig, engine: Engine) -> None:
     """A model that cannot fit is refused before the system ends somebody for it."""
     with torch.device("meta"):
         parameters = sum(parameter.numel() for parameter in GPT(config.model).parameters())
-    needed = 16 * parameters  # weights, gradients and AdamW's two means, in fp32
+    # Weights, gradients and AdamW's two means, in fp32; each rank's share of what the strategy splits.
+    needed = int(parameters * bytes_per_parameter(config.strategy, engine.world))
     if engine.device.type == "cuda":
         has, where = torch.cuda.mem_get_info(engine.device)[1], "this GPU"
     else:
@@ -154,7 +156,8 @@ def _insist_on_memory(config: RunConfig, engine: Engine) -> None:
     if needed > has:
         raise ConfigError(
             f"A model of {count(parameters)} parameters needs {size(needed)} of memory to be trained here, and {where}"
-            f" has {size(has)}. Make model.dim or model.layers smaller, or use fewer workers."
+            f" has {size(has)}. Make model.dim or model.layers smaller, use fewer workers, or split the model over"
+            ' them with strategy.kind = "full_shard".'
         )
 
 
@@ -166,10 +169,12 @@ def _keep_recipe(event: Event, folder: Path, config: RunConfig) -> None:
         aside.rename(folder / "run.toml")
 
 
-def _run_folder(config: RunConfig, order: Order, rank: int) -> Path | str:
-    """Rank 0 decides. A new run never takes over a folder that holds one."""
-    if rank != 0:
+def _run_folder(config: RunConfig, order: Order, engine: Engine) -> Path | str:
+    """Rank 0 decides. A new run never takes over a folder that holds one; one that outlived a loss has its own."""
+    if engine.rank != 0:
         return ""
+    if engine.recovery is not None and engine.recovery.standing["folder"] is not None:
+        return str(engine.recovery.standing["folder"])
     wanted = Path(order.out) if order.out else Path("runs") / config.name
     taken = (wanted / "checkpoints").exists()
     if order.resume:

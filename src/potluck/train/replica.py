@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from potluck.errors import ConfigError
+from potluck.shard.blocks import find_blocks
+from potluck.shard.runs import can_skip, held_bytes, in_host_memory, step_unless
 from potluck.train.buckets import Buckets
 from potluck.train.link import Link
 from potluck.train.state import saved_buffers
@@ -36,6 +38,8 @@ class StepConfig:
     """torch.compile for the model's repeated blocks, or for the whole model if it has none."""
     checkpoint_activations: bool = False
     """Keep only the input of each repeated block and compute the rest again in the backward: less memory, more time."""
+    offload_optimizer: bool = False
+    """Keep the optimizer's state in host memory and step there: less of a GPU's memory, more time."""
     nonfinite_limit: int = 10
     """Stop after this many steps in a row whose loss or gradient is not finite."""
 
@@ -51,6 +55,11 @@ class StepConfig:
 class Replica:
     """For each step: arm and backward for every micro-batch, then finish, and apply or drop."""
 
+    in_step = False
+    """Whether every rank has to run as many backwards as the others."""
+    gathers = False
+    """Whether they wait for each other in every layer."""
+
     def __init__(
         self,
         model: nn.Module,
@@ -59,31 +68,55 @@ class Replica:
         device: torch.device,
         config: StepConfig,
         *,
-        sums_gradients: bool = True,
+        within: Link | None = None,
     ) -> None:
-        """`sums_gradients`: over the ranks of the link; else each steps by its own."""
+        """`within`: the ranks that step as one, if they are not all ranks of the link."""
         if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer):
             raise ConfigError(
                 f"prepare() takes a torch.nn.Module and a torch.optim.Optimizer, not {type(model).__name__} and"
                 f" {type(optimizer).__name__}."
             )
-        self.model = model.to(device)
+        self.model = model
         self.optimizer = optimizer
         self.link = link
+        self.within = within or link
+        self.device = device
         self.config = config
         self.names = {id(parameter): name for name, parameter in model.named_parameters()}
         self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._check()
+        self._place()
         self._same_start()
-        _switch_on(model, device, config)
+        self._switch_on()
         # Each step forgets its gradients by itself: a zero_grad() out of habit would drop those of earlier parts of it.
         optimizer.zero_grad = lambda set_to_none=True: None  # type: ignore[method-assign]
-        is_summed = sums_gradients and link.world > 1
-        self._buckets = Buckets(model, find_blocks(model), link.start_sum) if is_summed else None
+        self._buckets: Buckets | None = None
+        self._on_host: OnHost | None = None
+        self._prepare_sums()
         self._trained_ids = {id(parameter) for parameter in self.trained}
         self._buffers = saved_buffers(model)
         self.remember_buffers()
         self._is_armed_for_last = False
+
+    def _place(self) -> None:
+        self.model.to(self.device)
+
+    def _switch_on(self) -> None:
+        switch_on(self.model, self.device, self.config)
+
+    def _prepare_sums(self) -> None:
+        if self.within.world > 1:
+            self._buckets = Buckets(self.model, find_blocks(self.model), self.within.start_sum)
+        if self.config.offload_optimizer:
+            self._on_host = OnHost(self.optimizer)
+            self.names |= {id(twin): self.names[id(own)] for own, twin in self._on_host.twins}
+
+    def parts(self) -> list[Tensor]:
+        """The memory of what this rank holds of the parameters that are trained: here all of them."""
+        return [parameter.data for parameter in self.model.parameters() if parameter.requires_grad]
+
+    def on_parts_written(self) -> None:
+        """Called by whoever wrote into parts()."""
 
     def arm(self, *, last: bool) -> None:
         """Before each backward: only the step's last backward talks to the other ranks."""
@@ -93,13 +126,16 @@ class Replica:
                 " one step, pass last=False to all but the last of them."
             )
         self._is_armed_for_last = last
+        self._insist_on_frozen()
+        if self._buckets is not None:
+            self._buckets.arm(communicate=last)
+
+    def _insist_on_frozen(self) -> None:
         if any(p.requires_grad and id(p) not in self._trained_ids for p in self.model.parameters()):
             raise ConfigError(
                 "A parameter that was frozen at prepare() requires a gradient now. Unfreeze it before prepare(); an"
                 " optimizer that does not hold it will leave it as it is."
             )
-        if self._buckets is not None:
-            self._buckets.arm(communicate=last)
 
     def disarm(self) -> None:
         """Another slice begins, whose backwards are its own."""
@@ -119,7 +155,7 @@ class Replica:
         if self._buckets is None:
             return
         used = torch.tensor(self._buckets.arrivals(), dtype=torch.int32)
-        self.link.start_sum(used).wait()
+        self.within.start_sum(used).wait()
         self._buckets.drop(used.bool().tolist())
 
     @property
@@ -134,8 +170,29 @@ class Replica:
         """Scales the gradient and steps the optimizer."""
         if scale != 1.0 and (gradients := self._gradients()):
             torch._foreach_mul_(gradients, scale)
-        self.optimizer.step()
+        (self._on_host or self.optimizer).step()
         self.drop()
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether apply_unless_bad() can be used: one rank on a GPU, which then need not wait for our verdict."""
+        return (
+            self.link.world == 1 and self.device.type == "cuda" and self._on_host is None and can_skip(self.optimizer)
+        )
+
+    @torch.no_grad()
+    def apply_unless_bad(self, loss_sum: Tensor, scale: float, clip: float | None) -> Tensor:
+        """As pulse.decide_mean and apply(), on the GPU: steps only if loss and norm are finite. Gives the norm."""
+        norm = self.norm()
+        mean_norm = norm * scale
+        is_bad = ~(torch.isfinite(mean_norm) & torch.isfinite(loss_sum))
+        factor = mean_norm.new_full((), scale)
+        if clip is not None:
+            factor = factor * (clip / (mean_norm + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_(self._gradients(), factor)
+        step_unless(self.optimizer, is_bad)
+        self.drop()
+        return norm
 
     def drop(self) -> None:
         """Forgets the gradient."""
@@ -144,6 +201,10 @@ class Replica:
         for parameter in self.trained:
             parameter.grad = None
         self._is_armed_for_last = False
+
+    def memory_bytes(self) -> dict[str, int]:
+        """What this rank holds of the model and its optimizer, between the last backward and the step."""
+        return held_bytes(list(self.model.parameters()), self._gradients(), self.optimizer)
 
     # Buffers that are saved with the model: running statistics and the like
 
@@ -157,16 +218,16 @@ class Replica:
             buffer.copy_(before)
 
     def average_buffers(self, weight: float) -> None:
-        """What the step changed in floating-point ones becomes the mean over ranks, by weight; others are rank 0's."""
-        if self.link.world == 1:
+        """What the step changed in floating-point ones becomes the ranks' mean, by weight; others are the first's."""
+        if self.within.world == 1:
             return
         for buffer, before in zip(self._buffers, self._buffers_before, strict=True):
             if buffer.is_floating_point():
                 change = (buffer - before).mul_(weight)
-                self.link.start_sum(change).wait()
+                self.within.start_sum(change).wait()
                 buffer.copy_(before.add_(change))
             else:
-                self.link.broadcast(buffer)
+                self.within.broadcast(buffer)
 
     def align(self) -> None:
         """Every rank takes rank 0's values."""
@@ -216,17 +277,26 @@ class Replica:
         self.align()
 
 
-def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """The model's repeated layers: the longest list of at least two modules of one class."""
-    best: list[nn.Module] = []
-    for module in model.modules():
-        if isinstance(module, nn.ModuleList | nn.Sequential):
-            children = list(module)
-            parameters = sum(p.numel() for p in module.parameters())
-            alike = len({type(child) for child in children}) == 1
-            if alike and len(children) >= 2 and parameters and len(children) > len(best):
-                best = children
-    return best
+class OnHost:
+    """An optimizer that steps copies of the parameters in host memory, where its state is."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self.twins: list[tuple[nn.Parameter, nn.Parameter]] = []
+        for group in optimizer.param_groups:
+            pairs = [(own, nn.Parameter(in_host_memory(own), own.requires_grad)) for own in group["params"]]
+            group["params"] = [twin for _, twin in pairs]
+            self.twins += pairs
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for own, twin in self.twins:  # what changed the parameters meanwhile, such as an average, counts
+            twin.copy_(own)
+            twin.grad = own.grad.to("cpu") if own.grad is not None else None
+        self.optimizer.step()
+        for own, twin in self.twins:
+            own.copy_(twin)
+            twin.grad = None
 
 
 def _dense(parameter: nn.Parameter) -> Tensor:
@@ -243,7 +313,7 @@ def as_bytes(tensor: Tensor) -> memoryview:
     return tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def _switch_on(model: nn.Module, device: torch.device, config: StepConfig) -> None:
+def switch_on(model: nn.Module, device: torch.device, config: StepConfig, *, autocast: bool = True) -> None:
     """The switches change how forward runs, in place: the model keeps its class and its parameters' names."""
     blocks = find_blocks(model)
     if config.checkpoint_activations:
@@ -256,7 +326,7 @@ def _switch_on(model: nn.Module, device: torch.device, config: StepConfig) -> No
             _replace_forward(
                 block, functools.partial(torch.utils.checkpoint.checkpoint, block.forward, use_reentrant=False)
             )
-    if config.precision == "bf16":
+    if config.precision == "bf16" and autocast:
         _replace_forward(model, torch.autocast(device.type, torch.bfloat16)(model.forward))
     if config.compile:
         if device.type == "cpu" and not any(shutil.which(name) for name in ("g++", "clang++", "c++")):

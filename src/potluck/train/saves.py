@@ -1,25 +1,31 @@
-"""Saves where a run stands, and finds it again on any number of workers.
+"""Saves where a run stands, and finds it again on any number of workers, however its model is split.
 
-Rank 0 alone touches the disk; what the others need of a checkpoint reaches them over the link.
+Of a model that each worker has whole, rank 0 alone touches the disk; what the others need of a checkpoint reaches them
+over the link. A model that is split is written and read by all of them, each its own part, in a folder that they share.
 """
 
 import json
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from potluck.errors import CheckpointError
 from potluck.events import CheckpointPassedOver, CheckpointSaved, EventLog
-from potluck.train import checkpoint, state
+from potluck.shard.ranges import Ranges, Spec
+from potluck.train import checkpoint, shelf, split_saves, state
 from potluck.train.link import Link
 from potluck.train.replica import Replica
+from potluck.train.split_saves import ALL_DAMAGED, Standing, together
 
-Standing = dict[str, Any]
-"""Where a run stands, as JSON: step, rows, epoch, position."""
+if TYPE_CHECKING:
+    from potluck.shard.sharded import Sharded
+
+__all__ = ["Saves", "Standing", "take_snapshot"]
 
 
 class Saves:
@@ -27,6 +33,7 @@ class Saves:
         self._link = link
         self._events = events
         self._writers: dict[Path, checkpoint.Writer] = {}
+        self._gone = threading.Event()
 
     def save(self, folder: Path, replica: Replica, standing: Standing, keep_last: int) -> None:
         """Returns once the checkpoint is in host memory; the disk is written meanwhile.
@@ -37,34 +44,31 @@ class Saves:
         writer.keep_last = keep_last
         writer.wait()
         started = time.perf_counter()
-        randoms = self._link.gather_bytes(state.random_state())
-        if self._link.rank != 0:
+        if (sharded := sharded_of(replica)) is not None:
+            split_saves.save(self._link, writer, sharded, standing, self._saved, self._gone.is_set)
             return
-        snapshot = take_snapshot(replica, standing, randoms)
-        stall_s = time.perf_counter() - started
-        writer.start(
-            snapshot,
-            lambda place: self._events.emit(
-                CheckpointSaved(step=snapshot.step, folder=str(place), stall_s=stall_s, bytes=snapshot.bytes)
-            ),
-        )
+        randoms = self._link.gather_bytes(state.random_state())
+        if self._link.rank == 0:
+            snapshot = take_snapshot(replica, standing, randoms)
+            writer.start(snapshot, self._saved(snapshot.step, time.perf_counter() - started))
 
     def load(self, folder: Path, replica: Replica, check: Callable[[Path, Standing], None]) -> Standing | None:
         """Puts the newest whole checkpoint into the replica and says where it stands; none if there is none.
 
         `check` may refuse it. The random state is put back if there are as many workers as there were.
         """
-        path, standing = self._find(folder, replica, check)
-        if standing is None:
-            return None
-        replica.align()
-        replica.remember_buffers()
-        tensors = self._share(checkpoint.read(path, checkpoint.OPTIMIZER) if path else {})
-        state.load_optimizer(replica.optimizer, replica.names, tensors, standing["optimizer"])
-        randoms = self._share(checkpoint.read(path, checkpoint.RANDOM) if path else {})
-        if standing["workers"] == self._link.world:
-            state.set_random_state(randoms[str(self._link.rank)].numpy().tobytes())
+        if (sharded := sharded_of(replica)) is not None:
+            self.wait_together()  # else some would see a checkpoint that others do not see yet
+            standing = split_saves.load(self._link, folder, sharded, check, self._pass_over)
+        else:
+            standing = self._load_whole(folder, replica, check)
+        if standing is not None:
+            replica.remember_buffers()
         return standing
+
+    def one_is_gone(self) -> None:
+        """Another worker is: what it has not written by now of a checkpoint will not come."""
+        self._gone.set()
 
     def wait(self) -> None:
         """Until nothing is being written here."""
@@ -73,21 +77,42 @@ class Saves:
 
     def wait_together(self) -> None:
         """On every worker alike, until nothing is being written anywhere. What went wrong is raised on all."""
-        error: Exception | None = None
-        try:
-            self.wait()
-        except Exception as caught:
-            error = caught
-        told = [data.decode() for data in self._link.gather_bytes(str(error or "").encode())]
-        if error is not None:
-            raise error
-        if any(told):
-            raise CheckpointError(next(sentence for sentence in told if sentence))
+        together(self._link, self.wait)
+
+    def _saved(self, step: int, stall_s: float) -> Callable[[Path], None]:
+        def tell(place: Path) -> None:
+            size = sum(file.stat().st_size for file in place.iterdir())
+            self._events.emit(CheckpointSaved(step=step, folder=str(place), stall_s=stall_s, bytes=size))
+
+        return tell
+
+    def _pass_over(self, path: Path, reason: str) -> None:
+        self._events.emit(CheckpointPassedOver(folder=str(path), reason=reason))
+
+    # A model that each worker has whole
+
+    def _load_whole(self, folder: Path, replica: Replica, check: Callable[[Path, Standing], None]) -> Standing | None:
+        path, standing = self._find(folder, replica, check)
+        if standing is None:
+            return None
+        with Ranges(shelf.files_of(path, standing, checkpoint.MODEL) if path else ()) as source:
+            if path:
+                state.load_model(replica.model, source)
+        replica.align()
+        with Ranges(shelf.files_of(path, standing, checkpoint.OPTIMIZER) if path else ()) as source:
+            told = _Told(self._link, source, replica)
+            state.load_optimizer(replica.optimizer, replica.names, told, standing["optimizer"])
+        if standing["workers"] == self._link.world:
+            with Ranges(shelf.files_of(path, standing, checkpoint.RANDOM) if path else ()) as source:
+                told = _Told(self._link, source, replica)
+                randoms = [told[str(rank)] for rank in range(self._link.world)]
+            state.set_random_state(randoms[self._link.rank].numpy().tobytes())
+        return standing
 
     def _find(
         self, folder: Path, replica: Replica, check: Callable[[Path, Standing], None]
     ) -> tuple[Path | None, Standing | None]:
-        """Where it stands, on every rank, and on rank 0 its path, with the model loaded from there.
+        """Where it stands, on every rank, and on rank 0 its path.
 
         A refusal is raised on every rank alike, before anything is changed.
         """
@@ -97,12 +122,10 @@ class Saves:
                 found = checkpoint.newest(folder, self._pass_over)
                 if found is not None:
                     path, standing = found
-                    tensors = checkpoint.read(path, checkpoint.MODEL)
-                    state.check_model(replica.model, tensors, str(path))
+                    self._insist_on_whole(path, standing, replica)
                     check(path, standing)
-                    replica.model.load_state_dict(tensors)
                 elif checkpoint.holds_any(folder):
-                    raise CheckpointError(f"Every checkpoint in {folder} is damaged. Start anew in another folder.")
+                    raise CheckpointError(ALL_DAMAGED.format(folder))
                 told = json.dumps({"standing": found and found[1] | {"path": str(found[0])}})
             except CheckpointError as error:
                 told = json.dumps({"refusal": str(error)})
@@ -111,18 +134,42 @@ class Saves:
             raise CheckpointError(answer["refusal"])
         return path, answer["standing"]
 
-    def _pass_over(self, path: Path, reason: str) -> None:
-        self._events.emit(CheckpointPassedOver(folder=str(path), reason=reason))
+    def _insist_on_whole(self, path: Path, standing: Standing, replica: Replica) -> None:
+        """That it is of this model and this optimizer, and that nothing is missing."""
+        with (
+            checkpoint.ranges(path, standing, checkpoint.MODEL) as model,
+            checkpoint.ranges(path, standing, checkpoint.OPTIMIZER) as optimizer,
+        ):
+            state.check_model(replica.model.state_dict(), model.specs, str(path))
+            names = [[replica.names[id(p)] for p in group["params"]] for group in replica.optimizer.param_groups]
+            state.check_optimizer(replica.optimizer, names, standing["optimizer"])
+            model.check_whole(str(path))
+            optimizer.check_whole(str(path))
 
-    def _share(self, mine: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Rank 0's tensors on every rank."""
-        specs = [[name, list(t.shape), str(t.dtype).removeprefix("torch.")] for name, t in mine.items()]
-        told = json.loads(self._link.gather_bytes(json.dumps(specs).encode())[0])
-        shared: dict[str, Tensor] = {}
-        for name, shape, dtype in told:
-            shared[name] = mine[name] if name in mine else torch.empty(shape, dtype=getattr(torch, dtype))
-            self._link.broadcast(shared[name])
-        return shared
+
+class _Told:
+    """Rank 0's tensors on every rank, each when it is asked for: by all ranks in the same order."""
+
+    def __init__(self, link: Link, source: Ranges, replica: Replica) -> None:
+        self._link = link
+        self._source = source
+        held = [parameter for group in replica.optimizer.param_groups for parameter in group["params"]]
+        self._parameters = {replica.names[id(parameter)]: parameter for parameter in held}
+        mine = {name: [list(spec.shape), str(spec.dtype).removeprefix("torch.")] for name, spec in source.specs.items()}
+        told = json.loads(link.gather_bytes(json.dumps(mine).encode())[0])
+        self._specs = {name: Spec(tuple(shape), getattr(torch, dtype)) for name, (shape, dtype) in told.items()}
+
+    def __getitem__(self, name: str, /) -> Tensor:
+        spec = self._specs[name]
+        tensor = self._source.tensor(name) if self._link.rank == 0 else torch.empty(spec.shape, dtype=spec.dtype)
+        self._link.broadcast(tensor)
+        owner = self._parameters.get(name.rpartition("/")[0])
+        is_like_it = owner is not None and owner.dim() > 0 and owner.shape == tensor.shape
+        return tensor.to(owner.device) if owner is not None and is_like_it else tensor  # none waits in host memory
+
+
+def sharded_of(replica: Replica) -> "Sharded | None":
+    return getattr(replica, "sharded", None)
 
 
 def take_snapshot(replica: Replica, standing: Standing, randoms: list[bytes]) -> checkpoint.Snapshot:

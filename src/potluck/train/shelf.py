@@ -18,7 +18,8 @@ from typing import Any
 
 from potluck.errors import CheckpointError
 
-FORMAT = 1
+FORMAT, FORMAT_IN_PARTS = 1, 2
+"""Of a checkpoint with whole tensors; and of one whose files each hold some pieces (shard/stored.py)."""
 WRITING, LEAVING = ".writing-", ".leaving-"
 _NAME = re.compile(r"step-(\d{8,})(?:-(\d+))?")
 
@@ -49,24 +50,40 @@ def holds_any(folder: Path) -> bool:
     return bool(found(folder))
 
 
-def check(path: Path) -> dict[str, Any]:
-    """The manifest's body, once every file's checksum is right."""
+def check(path: Path, part: int = 0, parts: int = 1, tell: Callable[[int], None] | None = None) -> dict[str, Any]:
+    """The manifest's body, once every file's checksum is right; or those of one of so many parts of the files.
+
+    `tell` hears how many bytes each file had that was read.
+    """
     try:
         manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
         body = manifest["body"]
         if manifest["sha256"] != body_sha256(body):
             raise CheckpointError(f"{path} is damaged: its manifest.json does not match its own checksum.")
-        if body["format"] != FORMAT:
-            raise CheckpointError(f"{path} has format {body['format']}, and this Potluck reads format {FORMAT}.")
-        for name, expected in body["files"].items():
+        if body["format"] not in (FORMAT, FORMAT_IN_PARTS):
+            raise CheckpointError(
+                f"{path} has format {body['format']}, and this Potluck reads formats {FORMAT} and {FORMAT_IN_PARTS}."
+            )
+        for index, (name, expected) in enumerate(body["files"].items()):
             if Path(name).name != name:
                 raise CheckpointError(f"{path} is damaged: its manifest names {name!r}, which is not a file in it.")
-            if (path / name).stat().st_size != expected["bytes"] or file_sha256(path / name) != expected["sha256"]:
+            if (path / name).stat().st_size != expected["bytes"]:
                 raise CheckpointError(f"{path} is damaged: {name} does not match its checksum.")
+            if index % parts == part:
+                if file_sha256(path / name) != expected["sha256"]:
+                    raise CheckpointError(f"{path} is damaged: {name} does not match its checksum.")
+                if tell is not None:
+                    tell(expected["bytes"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = getattr(error, "strerror", None) or f"{type(error).__name__} in its manifest.json"
         raise CheckpointError(f"{path} is damaged: {reason}.") from None
     return dict(body)
+
+
+def files_of(path: Path, body: dict[str, Any], stem: str) -> list[Path]:
+    """The files that hold the model, or the optimizer's state: one, or one for each of those who wrote it."""
+    pattern = re.compile(re.escape(stem) + r"(-\d+-of-\d+)?\.safetensors")
+    return [path / name for name in body["files"] if pattern.fullmatch(name)]
 
 
 def file_sha256(path: Path) -> str:

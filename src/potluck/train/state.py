@@ -2,7 +2,8 @@
 
 import json
 import random
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -11,6 +12,23 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from potluck.errors import CheckpointError
+from potluck.shard.ranges import Ranges
+
+
+class Described(Protocol):
+    """A tensor, or what a file says of one."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
+class Tensors(Protocol):
+    """Tensors by name: in a dictionary, or read when they are asked for."""
+
+    def __getitem__(self, name: str, /) -> Tensor: ...
 
 
 def model_state(model: nn.Module) -> dict[str, Tensor]:
@@ -24,13 +42,12 @@ def saved_buffers(model: nn.Module) -> list[Tensor]:
     return [buffer for name, buffer in model.named_buffers() if name in kept]
 
 
-def check_model(model: nn.Module, saved: dict[str, Tensor], source: str) -> None:
-    """The first parameter that differs is named; nothing has been changed by then."""
-    mine = model.state_dict()
+def check_model(mine: Mapping[str, Described], saved: Mapping[str, Described], source: str) -> None:
+    """The first parameter that differs is named; nothing has been changed by then. `mine`: as in a state_dict."""
     for name, tensor in mine.items():
         if name not in saved:
             raise CheckpointError(f"{source} is of another model: it has no parameter {name}.")
-        if saved[name].shape != tensor.shape or saved[name].dtype != tensor.dtype:
+        if tuple(saved[name].shape) != tuple(tensor.shape) or saved[name].dtype != tensor.dtype:
             raise CheckpointError(
                 f"{source} is of another model: its {name} is {_shape(saved[name])}, and this model's is"
                 f" {_shape(tensor)}."
@@ -38,6 +55,19 @@ def check_model(model: nn.Module, saved: dict[str, Tensor], source: str) -> None
     for name in saved:
         if name not in mine:
             raise CheckpointError(f"{source} is of another model: its parameter {name} is not in this one.")
+
+
+def load_model(model: nn.Module, source: Ranges) -> None:
+    """Tensor by tensor, straight into the model's own memory."""
+    own = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
+    others: dict[str, Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        if name in own and own[name].data_ptr() == tensor.data_ptr() and own[name].shape == tensor.shape:
+            source.fill(tensor, name)
+        else:  # what a module makes up for its state_dict, it knows to take back
+            others[name] = source.tensor(name)
+    if others:
+        model.load_state_dict(others, strict=False)
 
 
 def optimizer_state(optimizer: Optimizer, names: dict[int, str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -48,30 +78,40 @@ def optimizer_state(optimizer: Optimizer, names: dict[int, str]) -> tuple[dict[s
     groups = [{**group, "params": [order[i] for i in group["params"]]} for group in state["param_groups"]]
     skeleton = {
         "class": type(optimizer).__name__,
-        "groups": _flatten(groups, "groups", tensors),
-        "state": {order[i]: _flatten(value, order[i], tensors) for i, value in state["state"].items()},
+        "groups": flatten(groups, "groups", tensors),
+        "state": {order[i]: flatten(value, order[i], tensors) for i, value in state["state"].items()},
     }
     return tensors, skeleton
 
 
-def load_optimizer(
-    optimizer: Optimizer, names: dict[int, str], tensors: dict[str, Tensor], skeleton: dict[str, Any]
-) -> None:
-    """The reverse of optimizer_state, into an optimizer of the same class over the same parameters."""
+def groups_json(optimizer: Optimizer, names: list[list[str]], tensors: dict[str, Tensor]) -> Any:
+    """Its groups with the names of their parameters; tensors among their settings go into `tensors`."""
+    groups = [{**group, "params": own} for group, own in zip(optimizer.param_groups, names, strict=True)]
+    return flatten(groups, "groups", tensors)
+
+
+def check_optimizer(optimizer: Optimizer, names: list[list[str]], skeleton: dict[str, Any]) -> None:
+    """`names`: of the parameters in each of its groups. Changes nothing."""
     if skeleton["class"] != type(optimizer).__name__:
         raise CheckpointError(
             f"The checkpoint holds the state of {skeleton['class']}, and this run uses {type(optimizer).__name__}."
         )
-    order = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
-    groups = _unflatten(skeleton["groups"], tensors)
-    mine = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-    if [group["params"] for group in groups] != mine:
+    groups = skeleton["groups"]["list"]
+    if [group["dict"]["params"]["list"] for group in groups] != names:
         raise CheckpointError("The checkpoint's optimizer has other parameter groups than this run's.")
-    index = {name: i for i, name in enumerate(order)}
+
+
+def load_optimizer(optimizer: Optimizer, names: dict[int, str], tensors: Tensors, skeleton: dict[str, Any]) -> None:
+    """The reverse of optimizer_state, into an optimizer of the same class over the same parameters."""
+    mine = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    check_optimizer(optimizer, mine, skeleton)
+    optimizer.state.clear()  # else the old state and the new one would be here together
+    index = {name: i for i, name in enumerate(name for group in mine for name in group)}
+    groups = unflatten(skeleton["groups"], tensors)
     optimizer.load_state_dict(
         {
             "param_groups": [{**group, "params": [index[n] for n in group["params"]]} for group in groups],
-            "state": {index[name]: _unflatten(value, tensors) for name, value in skeleton["state"].items()},
+            "state": {index[name]: unflatten(value, tensors) for name, value in skeleton["state"].items()},
         }
     )
 
@@ -104,7 +144,7 @@ def to_host(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
-def _flatten(value: Any, key: str, tensors: dict[str, Tensor]) -> Any:
+def flatten(value: Any, key: str, tensors: dict[str, Tensor]) -> Any:
     """JSON in which each tensor is replaced by its key in `tensors`."""
     match value:
         case Tensor():
@@ -114,16 +154,16 @@ def _flatten(value: Any, key: str, tensors: dict[str, Tensor]) -> Any:
             return value
         case list() | tuple():
             kind = "list" if isinstance(value, list) else "tuple"
-            return {kind: [_flatten(item, f"{key}/{i}", tensors) for i, item in enumerate(value)]}
+            return {kind: [flatten(item, f"{key}/{i}", tensors) for i, item in enumerate(value)]}
         case dict():
-            return {"dict": {str(k): _flatten(item, f"{key}/{k}", tensors) for k, item in value.items()}}
+            return {"dict": {str(k): flatten(item, f"{key}/{k}", tensors) for k, item in value.items()}}
     raise CheckpointError(
         f"The optimizer's {key} is a {type(value).__name__}, which has no place in a checkpoint that is never pickled."
         " Tensors, numbers, strings, lists and dictionaries have."
     )
 
 
-def _unflatten(value: Any, tensors: dict[str, Tensor]) -> Any:
+def unflatten(value: Any, tensors: Tensors) -> Any:
     if not isinstance(value, dict):
         return value
     ((kind, content),) = value.items()
@@ -131,11 +171,11 @@ def _unflatten(value: Any, tensors: dict[str, Tensor]) -> Any:
         case "tensor":
             return tensors[content]
         case "dict":
-            return {key: _unflatten(item, tensors) for key, item in content.items()}
+            return {key: unflatten(item, tensors) for key, item in content.items()}
         case "list":
-            return [_unflatten(item, tensors) for item in content]
+            return [unflatten(item, tensors) for item in content]
         case "tuple":
-            return tuple(_unflatten(item, tensors) for item in content)
+            return tuple(unflatten(item, tensors) for item in content)
     raise CheckpointError(f"The checkpoint's optimizer state holds an unknown kind {kind!r}.")
 
 
@@ -151,5 +191,5 @@ def _tensor_json(tensor: Tensor) -> Any:
     return json.loads(tensor.numpy().tobytes())
 
 
-def _shape(tensor: Tensor) -> str:
+def _shape(tensor: Described) -> str:
     return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"

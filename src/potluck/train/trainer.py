@@ -127,6 +127,7 @@ class Trainer:
         self.config = config
         self.batch = _batch(batch_size)
         self._validation = as_dataset(validation) if validation is not None else None
+        self.engine.run_folder = self.folder
         self.model, self.optimizer, self._loader = self.engine.prepare(
             model,
             optimizer,
@@ -154,8 +155,10 @@ class Trainer:
         engine = self.engine
         started = time.perf_counter()
         engine.told = asdict(self._run_started())
+        outlived = engine.recovery is not None  # then it stands where it goes on already
+        resume = resume or outlived
         with self._listening(resume=resume), _on_interrupt(engine.request_stop):
-            if not ((resume or engine.is_led) and self._load()):
+            if not (outlived or ((resume or engine.is_led) and self._load())):
                 engine.seed_random(self.config.seed)
             self._emit_start()
             reason = "failed"

@@ -3,6 +3,7 @@
 The same two doors, Trainer and your own loop, run on it unchanged. The loader gives this replica's batches; each
 step() is one of its own optimizer. When its part of the window is done the loader agrees with the others: parameters
 are averaged by samples, and everybody decides alike what the next window is.
+A replica is one rank, or under HybridShard a node of several: they take each step as one, and each averages its part.
 `step_number` counts whole batches of the run, as it does when all step together; there are several to a window.
 """
 
@@ -21,21 +22,33 @@ from potluck.agree.windows import Decision, Pool, Report, Windows, after
 from potluck.errors import ConfigError
 from potluck.events import Decided, StepDone, StepSkipped, WorkerStep
 from potluck.fleet.tree import slice_rows
-from potluck.shard.strategy import NoShard, ShardingStrategy
+from potluck.shard.strategy import FullShard, NoShard, ShardingStrategy
 from potluck.train.averages import Averages
-from potluck.train.data import BatchConfig, Loader, MicroBatch, SliceLoader, mix
+from potluck.train.data import BatchConfig, Loader, MicroBatch, SliceLoader, mix, plan_step
 from potluck.train.engine import Engine
 from potluck.train.link import Alone, Link, Rows
+from potluck.train.nodes import make_nodes, node_size
 from potluck.train.pulse import decide_alone
 from potluck.train.replica import Replica, StepConfig
 from potluck.train.saves import Standing
+from potluck.train.state import saved_buffers
 
 NEARLY = 0.9
 """Of its part: whoever may go on beyond it says here already that nobody need wait for it."""
 
 
+class NodePulse(NamedTuple):
+    """What the ranks of a node tell each other once per step."""
+
+    samples: float
+    loss_sum: float
+    rows: float
+    is_over: float = 0.0
+    """Whether the window ends with this step: the first rank's word. Whoever went on alone would wait for ever."""
+
+
 class WindowPulse(NamedTuple):
-    """What one replica tells the others at the end of a window."""
+    """What one replica tells the others at the end of a window; of a node, each of its ranks."""
 
     samples: float = 0.0
     loss_sum: float = 0.0
@@ -66,7 +79,8 @@ class WindowEngine(Engine):
         super().__init__(link, device, policy=policy, strategy=strategy, step=step)
         self.version = 0
         """Agreements so far."""
-        self._windows = Windows(policy, [f"worker {rank}" for rank in range(self.world)])
+        self._nodes = make_nodes(self.link, node_size(policy, strategy, self.world))
+        self._windows = Windows(policy, self._nodes.names)
         self._pool = Pool([])
         self._taken: list[list[tuple[int, int]]] = []
         self._decision: Decision | None = None
@@ -74,14 +88,25 @@ class WindowEngine(Engine):
         self._window_started = 0.0
         self._all_done: Rows | None = None
         self._sync_s = self._drift = 0.0
-        self._weight = 1 / self.world
+        self._weight = 1 / self._nodes.count
         self._lr = self._norm = 0.0
+        self._batch_rows = 0
+        """Of the batch that is under way, over all ranks of this node."""
+        self._node_is_over = False
 
     # Preparing
 
     def _make_replica(self, model: nn.Module, optimizer: Optimizer) -> Replica:
-        replica = Replica(model, optimizer, self.link, self.device, self.config, sums_gradients=False)
-        self._averages = Averages(model, self.link, self.policy.outer)
+        nodes, arguments = self._nodes, (model, optimizer, self.link, self.device, self.config)
+        if nodes.size == 1:
+            replica = Replica(*arguments, within=nodes.within)
+        else:
+            from potluck.train.sharded import ShardedReplica
+
+            replica = ShardedReplica(*arguments, strategy=FullShard(), within=nodes.within, across=nodes.across)
+        self._averages = Averages(
+            replica.parts(), saved_buffers(model), nodes.across, self.policy.outer, within=nodes.within
+        )
         return replica
 
     def prepare(self, model: nn.Module, optimizer: Optimizer, dataset: Any = None, **options: Any) -> Any:
@@ -114,20 +139,20 @@ class WindowEngine(Engine):
 
     def _open_window(self, loader: SliceLoader) -> Iterator[MicroBatch]:
         rows_left = min(self._pool.rows, (self.rows_limit or 1 << 62) - self.rows_seen)
-        own_rows = -(-loader.batch.size // self.world)
+        nodes = self._nodes
+        own_rows = -(-loader.batch.size // nodes.count)
         decision = self._decision = self._windows.decide(rows_left, own_rows)
         self._taken = [self._pool.take(a + b) for a, b in zip(decision.rows, decision.spare, strict=True)]
         self._emit_decision(decision)
         self._window, self._window_started = WindowPulse(), time.perf_counter()
         self._all_done = None
         self._start_of_step()
-        for start, end in _cut(self._taken[self.rank], own_rows):
+        for start, end in _cut(self._taken[nodes.number], own_rows):
             if self._is_over(decision):
                 return
-            size = loader.batch.micro_size or own_rows
-            done = self._window.rows
-            for first in range(start, end, size):
-                yield MicroBatch(first, min(first + size, end), first + size >= end, loader.rows)
+            done, self._batch_rows = self._window.rows, end - start
+            shares = (1.0,) * nodes.size
+            yield from plan_step(start, end, loader.batch, shares, nodes.within.rank, in_step=nodes.size > 1)
             if self._window.rows == done:
                 raise ConfigError(
                     f"The batch of rows {start} to {end} was given out, but step() was not called after it."
@@ -135,19 +160,27 @@ class WindowEngine(Engine):
                 )
 
     def _is_over(self, decision: Decision) -> bool:
-        """Whether the window's end is nearer than the middle of another batch; or whether all have done their parts."""
+        """Before each batch. The ranks of a node have heard it with their last step."""
         if not self._window.batches:
             return False
+        if self._nodes.size > 1:
+            return self._node_is_over
+        return self._sees_end(decision, self._window.batches, self._window.rows)
+
+    def _sees_end(self, decision: Decision, batches: float, rows: float) -> bool:
+        """Whether the window's end is nearer than the middle of another batch; or whether all have done their parts."""
         if decision.until_s is not None:
             spent = time.perf_counter() - self._window_started
-            return spent + 0.5 * spent / self._window.batches > decision.until_s
-        part = decision.rows[self.rank] * (NEARLY if decision.spare[self.rank] else 1)
-        return self._window.rows >= part and self._own_part_done(decision).is_here()
+            return spent + 0.5 * spent / batches > decision.until_s
+        node = self._nodes.number
+        part = decision.rows[node] * (NEARLY if decision.spare[node] else 1)
+        return rows >= part and self._own_part_done(decision).is_here()
 
     def _own_part_done(self, decision: Decision) -> Rows:
         """Tells the others so, once in each window in which some may go on while others are not done."""
         if self._all_done is None:
-            self._all_done = self.link.start_gather([1.0]) if any(decision.spare) else Alone().start_gather([1.0])
+            among = self._nodes.across if any(decision.spare) else Alone()
+            self._all_done = among.start_gather([1.0])
         return self._all_done
 
     def step(self) -> StepDone | StepSkipped | None:
@@ -158,26 +191,44 @@ class WindowEngine(Engine):
             if micro is not None and micro.last and micro is not self._trained:
                 raise ConfigError("step() was called before backward(). Call backward(loss, samples=...) first.")
             return None
-        _, norm, loss_sum = self._reduce(replica)
-        verdict = decide_alone(self._samples, loss_sum, norm, self._unit, self.config.clip)
+        done, norm = self._finish_batch(replica)
+        verdict = decide_alone(done.samples, done.loss_sum, norm, self._unit, self.config.clip)
         is_good, before = verdict.fault is None, self._window
         self._window = before._replace(
-            samples=before.samples + self._samples * is_good,
-            loss_sum=before.loss_sum + (loss_sum if is_good else 0.0),
-            rows=before.rows + self._rows,
+            samples=before.samples + done.samples * is_good,
+            loss_sum=before.loss_sum + (done.loss_sum if is_good else 0.0),
+            rows=before.rows + done.rows,
             batches=before.batches + 1,
             skipped=before.skipped + (not is_good),
         )
-        event = self._apply_alone(verdict, f"worker {self.rank}")
+        event = self._apply_alone(verdict, self._nodes.names[self._nodes.number])
         if is_good:
+            replica.average_buffers(self._samples / done.samples)
             self._lr, self._norm = float(replica.optimizer.param_groups[0]["lr"]), verdict.norm
         self._start_of_step()
         return event
 
+    def _finish_batch(self, replica: Replica) -> tuple[NodePulse, float]:
+        """What the ranks of this node did together in the batch that ends, and the norm of their gradient's sum."""
+        if self._nodes.size == 1:
+            _, norm, loss_sum = self._reduce(replica)
+            return NodePulse(self._samples, loss_sum, self._rows), norm
+        assert self._decision is not None
+        replica.start_sums()
+        loss_sum = self._loss_sum.item()
+        is_over = self._nodes.within.rank == 0 and self._sees_end(
+            self._decision, self._window.batches + 1, self._window.rows + self._batch_rows
+        )
+        told = self._nodes.within.start_gather(NodePulse(self._samples, loss_sum, self._rows, is_over))
+        _, norm, _ = self._reduce(replica)
+        pulses = [NodePulse(*row) for row in told.wait()]
+        self._node_is_over = bool(pulses[0].is_over)
+        return NodePulse(*(sum(column) for column in zip(*pulses, strict=True))), norm
+
     def _rows_of_schedule(self) -> int:
         """As if all replicas were as far in the window as this one."""
         assert self._decision is not None
-        mine, whole = self._decision.rows[self.rank], sum(self._decision.rows)
+        mine, whole = self._decision.rows[self._nodes.number], sum(self._decision.rows)
         done = min(1.0, self._window.rows / mine) if mine else 1.0
         return self.rows_seen + round(done * whole)
 
@@ -191,10 +242,10 @@ class WindowEngine(Engine):
         )
         if self._decision.until_s is None:
             self._own_part_done(self._decision).wait()
-        pulses = [WindowPulse(*row) for row in self.link.gather_rows(mine)]
+        pulses = _by_node([WindowPulse(*row) for row in self.link.gather_rows(mine)], self._nodes.size)
         started = time.perf_counter()
         samples = sum(pulse.samples for pulse in pulses)
-        self._weight = mine.samples / samples if samples else 1 / self.world
+        self._weight = mine.samples / samples if samples else 1 / self._nodes.count
         self._merge()
         self._sync_s = time.perf_counter() - started
         for pulse, taken in zip(pulses, self._taken, strict=True):
@@ -215,16 +266,18 @@ class WindowEngine(Engine):
         """The mean of all replicas; or, with overlap, the one that was begun at the end of the window before."""
         if not self.policy.overlap:
             self._drift = self._averages.agree(self._weight)
-            return
-        if self._averages.is_pending:
-            self._drift = self._averages.finish()
-        self._averages.start(self._weight)
+        else:
+            if self._averages.is_pending:
+                self._drift = self._averages.finish()
+            self._averages.start(self._weight)
+        self._prepared().on_parts_written()
 
     def _settle(self) -> None:
         """All replicas are equal after this, also with overlap. Called on every worker alike."""
         if self._averages.is_pending:
             self._drift = self._averages.finish()
             self._averages.agree(self._weight)
+            self._prepared().on_parts_written()
 
     def _count_rows(self, loader: SliceLoader, rows: int) -> None:
         self.rows_seen += rows
@@ -281,6 +334,16 @@ class WindowEngine(Engine):
     def _loader(self) -> SliceLoader:
         assert isinstance(self.loader, SliceLoader)
         return self.loader
+
+
+def _by_node(pulses: list[WindowPulse], size: int) -> list[WindowPulse]:
+    """One for each node: its ranks did the same steps, each has its own times, and any of them may want to stop."""
+    return [
+        max(node, key=lambda pulse: pulse.busy_s)._replace(
+            sync_s=max(pulse.sync_s for pulse in node), wants_stop=max(pulse.wants_stop for pulse in node)
+        )
+        for node in (pulses[first : first + size] for first in range(0, len(pulses), size))
+    ]
 
 
 def _cut(ranges: list[tuple[int, int]], rows: int) -> Iterator[tuple[int, int]]:

@@ -13,8 +13,9 @@ import threading
 import traceback
 from pathlib import Path
 
-from potluck.errors import Interrupted, PotluckError
+from potluck.errors import Interrupted, PotluckError, WorkerLost
 from potluck.train.launch import LAST_WORDS, PARENT_PIPE
+from potluck.train.memory import clear_away
 
 
 def main() -> None:
@@ -30,9 +31,7 @@ def main() -> None:
     except SystemExit as error:
         code = _exit_code(error)
     except Exception as error:
-        traceback.print_exc()
-        _leave_words("".join(traceback.format_exception_only(error)).strip())
-        code = 1
+        code = _tell_of(error)
     _exit(code)
 
 
@@ -52,6 +51,19 @@ def _run(arguments: list[str]) -> None:
     runpy.run_path(arguments[0], run_name="__main__")
 
 
+def _tell_of(error: Exception) -> int:
+    """A script's own error is shown to its author. Where a layer gathers its parameters, it may be a peer's loss."""
+    if "torch.distributed" in sys.modules:
+        from potluck.train.link import loss_of_peer
+
+        if (loss := loss_of_peer(error)) is not None:
+            _leave_words(f"potluck: {loss}")
+            return WorkerLost.exit_code
+    traceback.print_exc()
+    _leave_words("".join(traceback.format_exception_only(error)).strip())
+    return 1
+
+
 def _end_with_parent() -> None:
     """The launcher holds the other end of a pipe. When that closes it is gone, however it went, and so are we."""
     number = os.environ.pop(PARENT_PIPE, None)
@@ -60,6 +72,7 @@ def _end_with_parent() -> None:
 
     def wait_for_end() -> None:
         os.read(int(number), 1)
+        clear_away()
         os._exit(1)
 
     threading.Thread(target=wait_for_end, name="parent watch", daemon=True).start()

@@ -1,0 +1,148 @@
+"""FullShard and HybridShard on torch's fully_shard: parameters, gradients and optimizer state split within a node.
+
+The optimizer is pointed at this rank's own memory, as plain tensors: it need not know of shards, and steps without
+DTensor's overhead. Between ranks of Gloo our own collectives are used (collectives.py), on all others torch's.
+"""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from potluck.errors import ConfigError
+from potluck.shard.collectives import Collectives, Lent, lend, local_part, sum_gradients
+from potluck.shard.ranges import Spec
+from potluck.shard.runs import Run, Span, claim, group_names, homes, insist_on_elementwise, repoint
+from potluck.shard.sharded import Sharded
+
+
+class FullySharded(Sharded):
+    in_step = gathers = True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        blocks: Sequence[nn.Module],
+        device: torch.device,
+        mesh: DeviceMesh,
+        bf16: bool = False,
+        offload: bool = False,
+        mean: bool = True,
+    ) -> None:
+        """`mesh`: of one dimension, or of two: nodes, and the ranks of each. `mean`: instead of a sum of gradients."""
+        insist_on_elementwise(optimizer)
+        self.model, self.optimizer = model, optimizer
+        self.collectives = Collectives(mesh.get_group(mesh.ndim - 1))
+        self._lent = Lent() if _is_gloo(self.collectives.group, device) else None
+        # What a reduction gives is read at once: summed over nodes, or copied to a GPU on a stream of its own.
+        self._must_wait = device.type == "cuda" or (mesh.ndim == 2 and mesh.size(0) > 1)
+        self._has_added = False
+        whole = dict(model.named_parameters())
+        home = homes(optimizer)
+        self.group_names = group_names(optimizer, {id(parameter): name for name, parameter in whole.items()})
+        claim({name: parameter for name, parameter in whole.items() if id(parameter) in home}, self)
+        number = {name: home[id(parameter)] for name, parameter in whole.items() if id(parameter) in home}
+        shapes = {name: tuple(parameter.shape) for name, parameter in whole.items()}
+        before = {parameter: optimizer.state[parameter] for parameter in list(optimizer.state)}
+        kept = {name: whole[name] for name in number} if before else {}
+        for name, shape in shapes.items():
+            if not shape:
+                raise ConfigError(
+                    f"{name} is a single number without a dimension, which FullShard cannot split. Make it"
+                    " a tensor of one number, or use ShardGradOp or NoShard."
+                )
+        options: dict[str, Any] = {
+            "mesh": mesh,
+            "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+            if bf16
+            else MixedPrecisionPolicy(),
+            "offload_policy": CPUOffloadPolicy() if offload and device.type == "cuda" else OffloadPolicy(),
+        }
+        for block in blocks:
+            fully_shard(block, **options)
+        fully_shard(model, **options)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                if not mean and mesh.size() > 1:  # of one, the sum is the mean, and dividing it by 1 takes time
+                    sum_gradients(module)
+                if self._lent is not None:
+                    lend(module, self._lent)
+        # Gloo's collectives run beside the CPU's work only if they begin early; on a GPU, streams see to that.
+        for one, other in itertools.pairwise(blocks if self._lent is not None else ()):
+            one.set_modules_to_forward_prefetch([other])  # type: ignore[operator]
+            other.set_modules_to_backward_prefetch([one])  # type: ignore[operator]
+        self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        self._parts = {name: part for name, part in model.named_parameters() if isinstance(part, DTensor)}
+        self.split = {name: Spec(shapes[name], part.dtype) for name, part in self._parts.items()}
+        self.runs, self.rest, self._sources = [], [], []
+        numbered = []
+        for name, part in self._parts.items():
+            if not part.to_local().numel():
+                continue
+            run = Run(nn.Parameter(_flat(part), requires_grad=name in number), (self._span(name, shapes[name]),))
+            if name not in number:
+                self.rest.append(run)
+            else:
+                self.runs.append(run)
+                self._sources.append(part)
+                numbered.append((number[name], run))
+        repoint(optimizer, numbered, kept)
+
+    def _span(self, name: str, shape: tuple[int, ...]) -> Span:
+        """Which rows are here: as torch.chunk cuts them."""
+        each = -(-shape[0] // self.collectives.world)
+        first, last = (min(shape[0], each * rank) for rank in (self.collectives.rank, self.collectives.rank + 1))
+        size = torch.Size(shape[1:]).numel()
+        return Span(name, shape, first * size, last * size)
+
+    def arm(self, *, last: bool) -> None:
+        if self._lent is not None:
+            self._lent.finish()
+            self._lent.arm(waits=self._has_added or self._must_wait)
+        self._has_added = True
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        if self._lent is not None:
+            self._lent.finish()
+        for run, source in zip(self.runs, self._sources, strict=True):
+            run.parameter.grad = None if source.grad is None else _flat(source.grad)
+
+    @torch.no_grad()
+    def step(self, scale: float = 1.0) -> None:
+        self.finish()
+        if scale != 1.0 and (gradients := self.gradients()):
+            torch._foreach_mul_(gradients, scale)
+        self.optimizer.step()
+        self._forget()
+
+    def share(self) -> None:
+        """A forward without a backward leaves the root's parameters gathered, and they would be taken for the new."""
+        for module in self._modules:
+            module.reshard()
+
+    def drop(self) -> None:
+        self.finish()
+        self._forget()
+
+    def _forget(self) -> None:
+        for run, source in zip(self.runs, self._sources, strict=True):
+            run.parameter.grad = source.grad = None
+        self._has_added = False
+
+
+def _flat(part: Tensor) -> Tensor:
+    return local_part(part).detach().view(-1)
+
+
+def _is_gloo(group: dist.ProcessGroup | None, device: torch.device) -> bool:
+    return dist.get_backend(group) == "gloo" or (device.type == "cpu" and "gloo" in str(dist.get_backend(group)))

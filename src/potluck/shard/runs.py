@@ -1,0 +1,171 @@
+"""What one rank owns of a model, laid flat; the same words for every way to split it.
+
+A Run is memory that the optimizer steps at once: the numbers of some parameters, or of parts of them, end to end.
+Saving, averaging and handing over need nothing else than a rank's runs and the optimizer's state of each.
+"""
+
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from potluck.errors import ConfigError
+
+ELEMENTWISE = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.ASGD,
+)
+REASONS = {
+    "Adafactor": "it keeps means over whole rows and columns of a matrix",
+    "Muon": "it makes a whole matrix orthogonal",
+    "LBFGS": "it searches along one direction for all parameters together",
+    "SparseAdam": "its gradients are sparse",
+}
+COUNTERS = {"step", "eta", "mu", "mu_product"}
+"""What optimizers keep once for a whole parameter. Of one that is a single number, it has the shape of all the rest."""
+_MARK = "_sharded_by"
+"""On a parameter: whoever has split it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Numbers of one parameter, as it would lie flat."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+    """Exclusive."""
+
+    @property
+    def size(self) -> int:
+        return self.end - self.start
+
+
+@dataclass(eq=False, slots=True)
+class Run:
+    parameter: nn.Parameter
+    """[sum of the spans' sizes]; its memory is the model's own."""
+    spans: tuple[Span, ...]
+
+    def cut(self, flat: Tensor) -> list[tuple[Span, Tensor]]:
+        """Something of the run's length, such as one of its optimizer's means, by spans."""
+        return list(zip(self.spans, torch.split(flat, [span.size for span in self.spans]), strict=True))
+
+
+def insist_on_elementwise(optimizer: Optimizer) -> None:
+    name = type(optimizer).__name__
+    if isinstance(optimizer, ELEMENTWISE) and name not in REASONS:
+        if any(each.get("differentiable") for each in optimizer.param_groups):
+            raise ConfigError(f"{name} with differentiable=True cannot be sharded.")
+        return
+    why = REASONS.get(name, "Potluck does not know whether it treats each number of a parameter by itself")
+    known = ", ".join(kind.__name__ for kind in ELEMENTWISE)
+    raise ConfigError(
+        f"{name} cannot be sharded over ranges of the flattened parameters: {why}. Use one of {known}, or NoShard."
+    )
+
+
+def can_skip(optimizer: Optimizer) -> bool:
+    """Whether it can leave out a step by what stands in a tensor on the GPU, so that nobody has to look there first."""
+    return getattr(optimizer, "_step_supports_amp_scaling", False) and all(
+        group.get("fused") and all(parameter.is_cuda for parameter in group["params"])
+        for group in optimizer.param_groups
+    )
+
+
+def step_unless(optimizer: Optimizer, is_bad: Tensor) -> None:
+    """A step, but none if `is_bad`, which can_skip() says that it understands."""
+    optimizer.found_inf = is_bad.float()  # type: ignore[attr-defined]
+    try:
+        optimizer.step()
+    finally:
+        del optimizer.found_inf  # type: ignore[attr-defined]
+
+
+def claim(parameters: Mapping[str, nn.Parameter], owner: object) -> None:
+    """For one optimizer alone: two that split one parameter would each step it."""
+    for name, parameter in parameters.items():
+        other = getattr(parameter, _MARK, None)
+        if other is not None and other() is not None:
+            raise ConfigError(
+                f"Two optimizers hold {name}. Give each parameter to one of them, or use groups of one optimizer."
+            )
+    for parameter in parameters.values():
+        setattr(parameter, _MARK, weakref.ref(owner))
+
+
+def homes(optimizer: Optimizer) -> dict[int, int]:
+    """By a parameter's id: the number of its group."""
+    return {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
+
+
+def group_names(optimizer: Optimizer, names: Mapping[int, str]) -> list[list[str]]:
+    """The names of each group's parameters, in its order. `names`: by a parameter's id."""
+    return [[names.get(id(parameter), "") for parameter in group["params"]] for group in optimizer.param_groups]
+
+
+def repoint(optimizer: Optimizer, runs: Sequence[tuple[int, Run]], whole: Mapping[str, nn.Parameter]) -> None:
+    """The optimizer's groups hold these runs instead of whole parameters. What it knows of those is kept, by spans."""
+    before = dict(optimizer.state)
+    optimizer.state.clear()
+    groups: list[list[nn.Parameter]] = [[] for _ in optimizer.param_groups]
+    for number, run in runs:
+        groups[number].append(run.parameter)
+        if before:
+            optimizer.state[run.parameter] = _state_of(run, before, whole)
+    for group, parameters in zip(optimizer.param_groups, groups, strict=True):
+        group["params"] = parameters
+    optimizer.zero_grad = lambda set_to_none=True: None  # type: ignore[method-assign]  # gradients are not its own
+
+
+def _state_of(run: Run, before: Mapping[Any, Any], whole: Mapping[str, nn.Parameter]) -> dict[str, Any]:
+    """The part of whole parameters' state that a run holds; what is not of a parameter's shape is shared.
+
+    A parameter that the optimizer has not stepped yet has none, and counts as zeros.
+    """
+    first = next((whole[span.name] for span in run.spans if whole[span.name] in before), None)
+    found: dict[str, Any] = {}
+    if first is None:
+        return found
+    for key, value in before[first].items():
+        if isinstance(value, Tensor) and value.shape == first.shape and key not in COUNTERS:
+            known = [before.get(whole[span.name], {}).get(key) for span in run.spans]
+            parts = [
+                value.new_zeros(span.size) if one is None else one.reshape(-1)[span.start : span.end]
+                for span, one in zip(run.spans, known, strict=True)
+            ]
+            found[key] = torch.cat(parts).to(run.parameter.device)
+        else:
+            found[key] = value.clone() if isinstance(value, Tensor) else value
+    return found
+
+
+def held_bytes(parameters: Sequence[Tensor], gradients: Sequence[Tensor], optimizer: Optimizer) -> dict[str, int]:
+    """Of the memory under them, each piece of it counted once."""
+    values = [value for each in optimizer.state.values() for value in each.values()]
+    state = [value for value in values if isinstance(value, Tensor) and value.dim()]
+    found = {}
+    for kind, tensors in (("parameters", parameters), ("gradients", gradients), ("state", state)):
+        storages = [tensor.untyped_storage() for tensor in tensors]
+        found[kind] = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    return found
+
+
+def in_host_memory(tensor: Tensor) -> Tensor:
+    """A copy there; pinned, if it is to travel to a GPU and back."""
+    copy = torch.empty_like(tensor.detach(), device="cpu", pin_memory=tensor.is_cuda)
+    return copy.copy_(tensor.detach())

@@ -1,0 +1,84 @@
+"""Sharded: a model whose bytes are split over ranks, with its optimizer. What every way to split it has in common.
+
+For each step: arm and backward, once or many times; then finish, and step or drop.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from potluck.shard.collectives import Collectives
+from potluck.shard.ranges import Spec
+from potluck.shard.runs import Run, held_bytes
+
+
+class Sharded:
+    model: nn.Module
+    optimizer: Optimizer
+    """Holds the runs of this rank that are trained, and steps those."""
+    runs: list[Run]
+    """All that this rank owns of the trained parameters; the runs of all ranks of `collectives` are the whole model."""
+    rest: list[Run]
+    """The same of parameters that are split too and that the optimizer does not have, such as frozen ones."""
+    split: dict[str, Spec]
+    """Every parameter that is split over ranks, whoever owns it, by name; what else there is, each rank has whole."""
+    group_names: list[list[str]]
+    """The names of the whole parameters of each of the optimizer's groups, as they were given."""
+    collectives: Collectives
+    """The ranks over which the model is split."""
+    in_step: bool = False
+    """Whether every rank has to run as many backwards as the others, since they talk in each."""
+    gathers: bool = False
+    """Whether they also wait for each other in every layer, so that no rank's own speed can be seen."""
+
+    def arm(self, *, last: bool) -> None:
+        """Before each backward. `last`: the step comes after it."""
+
+    def start_sums(self) -> None:
+        """After the step's last backward: begins what it has not begun."""
+
+    def finish(self) -> None:
+        """Until this rank's runs have their whole gradients."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def norm(self) -> Tensor:
+        """Of the whole gradient, on every rank alike."""
+        norm = torch.nn.utils.get_total_norm(self.gradients())
+        if self.collectives.world == 1:
+            return norm
+        square = norm.cpu().double().square()
+        self.collectives.start_sum(square).wait()
+        return square.sqrt()
+
+    def gradients(self) -> list[Tensor]:
+        return [run.parameter.grad for run in self.runs if run.parameter.grad is not None]
+
+    def step(self, scale: float = 1.0) -> None:
+        """Steps this rank's runs, on their gradients times `scale`."""
+        raise NotImplementedError
+
+    def drop(self) -> None:
+        """Forgets the gradient: this step is skipped."""
+        raise NotImplementedError
+
+    def share(self) -> None:
+        """After step(), or when this rank's runs were written: wherever parameters are kept whole, they are told."""
+
+    def settle(self) -> None:
+        """Until all that share() began has arrived."""
+
+    @property
+    def has_unused(self) -> bool:
+        """Whether some parameter got no gradient on this rank."""
+        return False
+
+    def drop_unused(self) -> None:
+        """Parameters that no rank used are left as they are, as in one process. A collective."""
+
+    def memory_bytes(self) -> dict[str, int]:
+        """What this rank holds of the model between backward and step."""
+        return held_bytes(self._parameters(), self.gradients(), self.optimizer)
+
+    def _parameters(self) -> list[Tensor]:
+        return [run.parameter for run in self.runs]

@@ -1,0 +1,332 @@
+"""UnevenShards: parameters, gradients and optimizer state split in proportion to weights; ZeRO-3 on unequal machines.
+
+    sharded = UnevenShards(model, AdamW(model.parameters()), blocks=list(model.blocks), device=device, weights=(3, 1))
+    loss_of(model, batch).backward()      # block by block: gathered, used, freed; gradients go to their owners
+    sharded.step()                        # each rank steps what it owns
+
+The order of events, for blocks 1 to n and the root unit (units.py says what those are):
+
+    forward        gather root and start 1; at each block: start the next one, wait for its own, compute, release
+    backward       at each block, from n to 1: release the one after it and send its gradients, start the one before,
+                   wait for its own; in the end the root's gradients leave, and everything is released
+    step           what is on its way arrives, and the optimizer steps this rank's homes
+
+Each collective begins at a place in this order that the model's structure gives, and never because a gradient has
+arrived: a rank whose rows leave a parameter unused would else begin them in another order than the rest, and hang.
+Why this is not torch's fully_shard: docs/decisions/0012-uneven-shards-have-their-own-engine.md.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from potluck.errors import ConfigError
+from potluck.shard.collectives import Collectives
+from potluck.shard.ranges import Spec
+from potluck.shard.runs import Run, claim, group_names, homes, insist_on_elementwise, repoint
+from potluck.shard.sharded import Sharded
+from potluck.shard.units import Home, Member, Placement, Stretch, Sum, Unit
+
+MOST_ON_THEIR_WAY = 1
+"""Sums of gradients: further ones wait for it. One lasts as long as a block's backward, and costs a block's memory."""
+
+
+class UnevenShards(Sharded):
+    in_step = gathers = True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        blocks: Sequence[nn.Module],
+        device: torch.device,
+        group: dist.ProcessGroup | None = None,
+        weights: Sequence[float] | None = None,
+        bf16: bool = False,
+        mean: bool = True,
+    ) -> None:
+        """`weights`: each rank's part, in proportion; `bf16`: to compute in; `mean`: instead of a sum of gradients."""
+        insist_on_elementwise(optimizer)
+        self.model, self.optimizer, self.device = model, optimizer, device
+        self.collectives = Collectives(group)
+        if weights is not None and len(weights) != self.collectives.world:
+            raise ValueError(f"there are {len(weights)} weights, and {self.collectives.world} ranks")
+        self._weights = list(weights or [1.0] * self.collectives.world)
+        self._share = 1 / self.collectives.world if mean else 1.0
+        self._computes_in = torch.bfloat16 if bf16 else None
+        self._in_backward = False
+        self._current: Unit | None = None
+        """The block whose backward runs."""
+        self._sums: list[Sum] = []
+        self._used: set[str] = set()
+        """Parameters that got a gradient on this rank in this step."""
+        self._idle: set[str] = set()
+        """Those that no rank has used."""
+        distinct = list(dict.fromkeys(blocks))
+        members = self._members()
+        claim({member.name: member.parameter for member in members.values() if member.is_trained}, self)
+        self.split = {member.name: Spec(member.shape, member.dtype) for member in members.values()}
+        self.group_names = group_names(optimizer, {key: member.name for key, member in members.items()})
+        self._plan(distinct, members)
+        self._move()
+        self._hook(distinct)
+
+    # A step
+
+    def start_sums(self) -> None:
+        """They have begun within the backward."""
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        while self._sums:
+            self._sums.pop(0).take_in(self._share)
+
+    def gradients(self) -> list[Tensor]:
+        return [home.gradient for home in self._homes.values() if home.gradient is not None]
+
+    @torch.no_grad()
+    def step(self, scale: float = 1.0) -> None:
+        self.finish()
+        if scale != 1.0 and (gradients := self.gradients()):
+            torch._foreach_mul_(gradients, scale)
+        kept = [(view, view.clone()) for view in self._idle_views()]
+        self.optimizer.step()
+        for view, before in kept:
+            view.copy_(before)
+        self._forget()
+
+    @torch.no_grad()
+    def drop(self) -> None:
+        self.finish()
+        self._forget()
+
+    def share(self) -> None:
+        """What was gathered before the runs were written is out of date."""
+        for unit in self._units:
+            unit.release()
+
+    def _forget(self) -> None:
+        for unit in self._units:
+            unit.release()
+            unit.forget()
+        for gradient in self.gradients():
+            gradient.zero_()
+        self._used.clear()
+        self._idle.clear()
+        self._in_backward, self._current = False, None
+
+    @property
+    def has_unused(self) -> bool:
+        return len(self._used) < len(self._trained)
+
+    def drop_unused(self) -> None:
+        used = torch.tensor([name in self._used for name in self._trained], dtype=torch.int32, device=self.device)
+        self.collectives.start_sum(used).wait()
+        self._idle = {name for name, count in zip(self._trained, used.tolist(), strict=True) if not count}
+
+    def _idle_views(self) -> Iterator[Tensor]:
+        """What the optimizer must not change: parameters that nobody used, and their state."""
+        for run in self.runs if self._idle else ():
+            state = self.optimizer.state.get(run.parameter, {}).values()
+            for flat in (run.parameter.data, *(v for v in state if isinstance(v, Tensor) and v.dim())):
+                yield from (part for span, part in run.cut(flat) if span.name in self._idle)
+
+    def _parameters(self) -> list[Tensor]:
+        gathered = [stretch.whole for unit in self._units for stretch in unit.stretches]
+        return [home.flat for home in self._homes.values()] + gathered
+
+    # How it is made
+
+    def _members(self) -> dict[int, Member]:
+        """By a parameter's id, so that a tied one is there once."""
+        home = homes(self.optimizer)
+        found = {}
+        for name, parameter in self.model.named_parameters():
+            group = home.get(id(parameter)) if parameter.requires_grad else None
+            found[id(parameter)] = Member(name, parameter, group, tuple(parameter.shape), parameter.dtype)
+        if not any(member.is_trained for member in found.values()):
+            raise ConfigError("The optimizer holds no parameter of the model that requires a gradient.")
+        return found
+
+    def _plan(self, blocks: list[nn.Module], members: dict[int, Member]) -> None:
+        """A unit for each block, and the root for whatever is in no block, or is tied to something outside its own."""
+        inside = [{id(parameter) for parameter in block.parameters()} for block in blocks]
+        within = {module for block in blocks for module in block.modules()}
+        outside = {id(p) for m in self.model.modules() if m not in within for p in m.parameters(recurse=False)}
+        shared = {key for key in members if sum(key in block for block in inside) != 1 or key in outside}
+        self._blocks = [self._unit([members[key] for key in members if key in block - shared]) for block in inside]
+        self._root = self._unit([members[key] for key in members if key in shared])
+        self._root_ids = shared
+        self._units = [*self._blocks, self._root]
+
+    def _unit(self, members: list[Member]) -> Unit:
+        kinds: dict[tuple[torch.dtype, bool], list[Member]] = {}
+        for member in members:
+            kinds.setdefault((member.dtype, member.is_trained), []).append(member)
+        stretches = []
+        for (dtype, _), alike in kinds.items():
+            gathered = self._computes_in if self._computes_in and dtype.is_floating_point else dtype
+            stretches.append(Stretch(alike, self.collectives.rank, self._weights, gathered, self.device))
+        return Unit(stretches)
+
+    @torch.no_grad()
+    def _move(self) -> None:
+        """Unit by unit, so that a model that is not yet on the device is never all there."""
+        stretches = [stretch for unit in self._units for stretch in unit.stretches]
+        sizes: dict[tuple[torch.dtype, int | None], int] = {}
+        for stretch in stretches:
+            for index, span in stretch.own_spans():
+                key = stretch.members[index].dtype, stretch.members[index].group
+                sizes[key] = sizes.get(key, 0) + span.size
+        self._homes = {
+            (dtype, group): Home(size, dtype, self.device, is_trained=group is not None)
+            for (dtype, group), size in sizes.items()
+        }
+        trained = {m.name: m.parameter for stretch in stretches if stretch.is_trained for m in stretch.members}
+        self._trained = list(trained)
+        for stretch in stretches:
+            stretch.move_into(self._homes)
+        self.model.to(self.device)  # its buffers
+        numbered, self.rest = [], []
+        for (_, group), home in self._homes.items():
+            run = Run(nn.Parameter(home.flat, requires_grad=group is not None), tuple(home.spans))
+            if group is None:
+                self.rest.append(run)
+            else:
+                run.parameter.grad = home.gradient
+                numbered.append((group, run))
+        self.runs = [run for _, run in numbered]
+        repoint(self.optimizer, numbered, trained)
+
+    def _hook(self, blocks: list[nn.Module]) -> None:
+        quiet: Callable[..., Any] = torch.compiler.disable
+        for unit, module in zip(self._units, [*blocks, self.model], strict=True):
+            module.register_forward_pre_hook(quiet(partial(self._before_forward, unit)), prepend=True, with_kwargs=True)
+            module.register_forward_hook(quiet(partial(self._after_forward, unit)))
+        for module in self.model.modules():
+            # Also where somebody calls a part of the model without the model.
+            if module is not self.model and any(id(p) in self._root_ids for p in module.parameters(recurse=False)):
+                module.register_forward_pre_hook(quiet(self._before_part_of_root), prepend=True)
+        for unit in self._units:
+            for stretch in unit.stretches:
+                for index, member in enumerate(stretch.members):
+                    if member.parameter.requires_grad:
+                        on_gradient = partial(self._on_gradient, unit, stretch, index)
+                        member.parameter.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]
+
+    # While it computes
+
+    def _before_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        with torch.no_grad():
+            unit.start_gather(self.collectives)
+            if not self._in_backward:  # where a block is computed again, its backward has said what comes next
+                self._start_neighbour(unit, +1)
+            unit.gather(self.collectives)
+        return None if self._computes_in is None else tree_map_only(Tensor, self._cast, (args, kwargs))
+
+    def _cast(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._computes_in) if tensor.is_floating_point() else tensor
+
+    @torch.no_grad()
+    def _before_part_of_root(self, module: nn.Module, args: Any) -> None:
+        self._root.gather(self.collectives)
+
+    def _start_neighbour(self, unit: Unit, way: int) -> None:
+        """The block that will be needed next, in a forward (+1) or in a backward (-1)."""
+        if unit is self._root:
+            following = 0 if way > 0 else len(self._blocks) - 1
+        else:
+            following = self._blocks.index(unit) + way
+        if 0 <= following < len(self._blocks):
+            self._blocks[following].start_gather(self.collectives)
+
+    def _after_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
+        if self._in_backward:
+            return  # computed again: its backward comes at once
+        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        ends_here = not torch.is_grad_enabled() or (bool(tensors) and not any(t.requires_grad for t in tensors))
+        if unit is self._root:
+            for block in self._blocks:  # begun for a block that was not used
+                if block.placement is Placement.ARRIVING:
+                    block.release()
+        if not ends_here:
+            self._hook_outputs(unit, tensors)
+        # Tensors that we cannot find we cannot hook: then nothing would gather the unit again before its backward.
+        if ends_here or (tensors and unit is not self._root):
+            unit.release()
+
+    def _hook_outputs(self, unit: Unit, tensors: list[Tensor]) -> None:
+        unit.uses += 1
+        is_first = True
+
+        def before_backward(gradient: Tensor) -> None:
+            nonlocal is_first
+            unit.uses -= is_first
+            is_first = False
+            self._before_backward(unit)
+
+        for tensor in tensors:
+            if tensor.requires_grad:
+                tensor.register_hook(before_backward)  # type: ignore[no-untyped-call]
+
+    @torch.no_grad()
+    def _before_backward(self, unit: Unit) -> None:
+        self._begin_backward()
+        unit.owes_sums = True
+        self._root.gather(self.collectives)
+        if unit is not self._root and unit is not self._current:
+            # Autograd runs what was computed later first, so nothing of the other block is left to run.
+            self._leave_current()
+            self._current = unit
+        unit.start_gather(self.collectives)
+        self._start_neighbour(unit, -1)
+        unit.gather(self.collectives)
+
+    def _begin_backward(self) -> None:
+        if not self._in_backward:
+            self._in_backward = True
+            Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _leave_current(self) -> None:
+        unit, self._current = self._current, None
+        if unit is not None:
+            unit.release()
+            if unit.uses <= 0:  # else its gradients come with the first of its uses
+                self._start_sums_of(unit)
+
+    @torch.no_grad()
+    def _end_backward(self) -> None:
+        self._leave_current()
+        self._root.owes_sums = True
+        for unit in (*reversed(self._blocks), self._root):
+            unit.uses = 0
+            unit.release()
+            if unit.owes_sums:
+                self._start_sums_of(unit)
+        self._in_backward = False
+
+    def _start_sums_of(self, unit: Unit) -> None:
+        unit.owes_sums = False
+        for stretch in unit.stretches:
+            if stretch.is_trained:
+                while len(self._sums) >= MOST_ON_THEIR_WAY:
+                    self._sums.pop(0).take_in(self._share)
+                self._sums.append(stretch.start_reduce(self.collectives))
+
+    @torch.no_grad()
+    def _on_gradient(self, unit: Unit, stretch: Stretch, index: int, parameter: Tensor) -> None:
+        self._begin_backward()
+        if not stretch.is_trained:
+            parameter.grad = None
+            return
+        unit.owes_sums = True
+        self._used.add(stretch.members[index].name)
+        stretch.add_gradient(index)

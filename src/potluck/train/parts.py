@@ -1,0 +1,192 @@
+"""A rank's own part of a model that is split, as pieces for a file, and back from any files that hold the whole.
+
+What is split is written by its owners; what every rank has whole, such as buffers, by the first of them. Optimizer
+state is described by parameters' names as if nothing were split (state.py), so any strategy can load it.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from potluck.shard.ranges import Ranges
+from potluck.shard.runs import COUNTERS, Run, Span
+from potluck.shard.stored import Spans, piece_key
+from potluck.train import state
+
+if TYPE_CHECKING:
+    from potluck.shard.sharded import Sharded
+
+
+# Out of the model
+
+
+class Pieces:
+    """Tensors for one file, and its notes."""
+
+    def __init__(self, *, copies: bool = True) -> None:
+        """`copies`: in host memory; else they are the model's own, wherever they are."""
+        self._copies = copies
+        self.tensors: dict[str, Tensor] = {}
+        self.notes: dict[str, Any] = {}
+        self._spans: Spans = {}
+        self.notes["spans"] = self._spans
+
+    def add(self, name: str, span: Span, numbers: Tensor) -> None:
+        """Some numbers of a tensor that is as large as the span's parameter."""
+        key = piece_key(name, span.start, span.end)
+        self.tensors[key] = self._of(numbers)
+        self._spans[key] = (name, span.shape, span.start, span.end)
+
+    def add_whole(self, name: str, tensor: Tensor) -> None:
+        self.tensors[name] = self._of(tensor)
+
+    def _of(self, tensor: Tensor) -> Tensor:
+        return state.to_host(tensor) if self._copies else tensor
+
+
+def model_part(sharded: "Sharded", *, copies: bool = True) -> Pieces:
+    pieces = Pieces(copies=copies)
+    for run in (*sharded.runs, *sharded.rest):
+        for span, numbers in run.cut(run.parameter.detach()):
+            pieces.add(span.name, span, numbers)
+    if sharded.collectives.rank == 0:
+        for name, tensor in whole_tensors(sharded).items():
+            pieces.add_whole(name, tensor)
+        for name, spec in sharded.split.items():
+            if 0 in spec.shape:  # nobody owns any of it
+                pieces.add_whole(name, torch.empty(spec.shape, dtype=spec.dtype))
+        pieces.notes["tied"] = tied(sharded)
+    return pieces
+
+
+def optimizer_part(sharded: "Sharded", *, copies: bool = True) -> Pieces:
+    """Its notes are what state.optimizer_state says, of this rank's part: all ranks' notes together are the whole."""
+    pieces = Pieces(copies=copies)
+    said: dict[str, Any] = {}
+    for run in sharded.runs:
+        if run.parameter in sharded.optimizer.state:
+            _add_state(pieces, said, run, sharded.optimizer.state[run.parameter])
+    pieces.notes["state"] = said
+    if sharded.collectives.rank == 0:
+        pieces.notes["class"] = type(sharded.optimizer).__name__
+        settings: dict[str, Tensor] = {}
+        pieces.notes["groups"] = state.groups_json(sharded.optimizer, sharded.group_names, settings)
+        for name, tensor in settings.items():
+            pieces.add_whole(name, tensor)
+    return pieces
+
+
+def whole_tensors(sharded: "Sharded") -> dict[str, Tensor]:
+    """What each rank has whole of all that the model's state_dict holds."""
+    elsewhere = {*sharded.split, *tied(sharded)}
+    return {name: tensor for name, tensor in sharded.model.state_dict().items() if name not in elsewhere}
+
+
+def tied(sharded: "Sharded") -> dict[str, str]:
+    """Further names of split parameters, and the first name of each."""
+    first: dict[int, str] = {}
+    found: dict[str, str] = {}
+    for name, parameter in sharded.model.named_parameters(remove_duplicate=False):
+        if (known := first.setdefault(id(parameter), name)) != name and known in sharded.split:
+            found[name] = known
+    return found
+
+
+def _add_state(pieces: Pieces, said: dict[str, Any], run: Run, known: dict[str, Any]) -> None:
+    flat = {key: value for key, value in known.items() if _is_flat(value, run)}
+    for key, value in flat.items():
+        for span, numbers in run.cut(value):
+            pieces.add(f"{span.name}/{key}", span, numbers)
+    for span in run.spans:
+        if span.start == 0:  # once for each parameter
+            of_all: dict[str, Tensor] = {}
+            rest = {key: value for key, value in known.items() if key not in flat}
+            told = state.flatten(rest, span.name, of_all)["dict"]
+            for name, tensor in of_all.items():
+                pieces.add_whole(name, tensor)
+            said[span.name] = {"dict": told | {key: {"tensor": f"{span.name}/{key}"} for key in flat}}
+
+
+def _is_flat(value: Any, run: Run) -> bool:
+    """Whether it holds a number for each of the run's."""
+    return isinstance(value, Tensor) and value.dim() == 1 and value.numel() == run.parameter.numel()
+
+
+# Into the model
+
+
+def check_part(sharded: "Sharded", model: Ranges, optimizer: Ranges, skeleton: dict[str, Any], source: str) -> None:
+    """Whether it can be loaded. Changes nothing."""
+    mine: dict[str, state.Described] = {**sharded.model.state_dict(), **sharded.split}
+    mine |= {name: sharded.split[first] for name, first in tied(sharded).items()}
+    state.check_model(mine, model.specs, source)
+    state.check_optimizer(sharded.optimizer, sharded.group_names, skeleton)
+    model.check_whole(source)
+    optimizer.check_whole(source)
+
+
+@torch.no_grad()
+def load_model_part(sharded: "Sharded", source: Ranges) -> None:
+    """Straight into the model's own memory. Where parameters are kept whole, the others' parts are still old."""
+    for run in (*sharded.runs, *sharded.rest):
+        for span, numbers in run.cut(run.parameter.detach()):
+            source.read_into(numbers, span.name, span.start)
+    for name, tensor in whole_tensors(sharded).items():
+        source.fill(tensor, name)
+
+
+def load_optimizer_part(sharded: "Sharded", source: Ranges, skeleton: dict[str, Any]) -> None:
+    optimizer = sharded.optimizer
+    optimizer.state.clear()  # else the old state and the new one would be here together
+    mine = {id(run.parameter): run for run in sharded.runs}
+    order = [mine[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
+    index = {id(run.parameter): i for i, run in enumerate(order)}
+    settings = state.unflatten(skeleton["groups"], _Read(source))
+    groups = [
+        {**saved, "params": [index[id(parameter)] for parameter in group["params"]]}
+        for saved, group in zip(settings, optimizer.param_groups, strict=True)
+    ]
+    states = {i: _read_state(run, source, skeleton["state"]) for i, run in enumerate(order)}
+    optimizer.load_state_dict({"param_groups": groups, "state": {i: each for i, each in states.items() if each}})
+
+
+class _Read:
+    """Whole tensors of a source, when they are asked for."""
+
+    def __init__(self, source: Ranges) -> None:
+        self._source = source
+
+    def __getitem__(self, name: str, /) -> Tensor:
+        return self._source.tensor(name)
+
+
+def _read_state(run: Run, source: Ranges, skeleton: dict[str, Any]) -> dict[str, Any]:
+    """A run has one state for all of its parameters: of what is one number for each, such as steps, the largest."""
+    saved = {span: skeleton[span.name]["dict"] for span in run.spans if span.name in skeleton}
+    found: dict[str, Any] = {}
+    for key in dict.fromkeys(key for entries in saved.values() for key in entries):
+        having = {span: entries[key] for span, entries in saved.items() if key in entries}
+        if all(_is_range(key, span, entry, source) for span, entry in having.items()):
+            found[key] = _read_flat(run, source, {span: entry["tensor"] for span, entry in having.items()})
+        else:
+            values = [state.unflatten(entry, _Read(source)) for entry in having.values()]
+            found[key] = max(values) if all(isinstance(value, Tensor | int | float) for value in values) else values[0]
+    return found
+
+
+def _is_range(key: str, span: Span, entry: Any, source: Ranges) -> bool:
+    """Whether it is of the parameter's shape, number for number."""
+    if not isinstance(entry, dict) or "tensor" not in entry:
+        return False
+    return source.spec(entry["tensor"]).shape == span.shape and key not in COUNTERS
+
+
+@torch.no_grad()
+def _read_flat(run: Run, source: Ranges, names: dict[Span, str]) -> Tensor:
+    dtype = source.spec(next(iter(names.values()))).dtype
+    flat = torch.zeros(run.parameter.numel(), dtype=dtype, device=run.parameter.device)
+    for span, numbers in run.cut(flat):
+        if span in names:
+            source.read_into(numbers, names[span], span.start)
+    return flat
