@@ -46,7 +46,8 @@ class BareFsdp(BareSharded):
     def __init__(self, task: Task, *shape: int) -> None:
         self._read(task)
         model, _ = task.build()
-        mesh = init_device_mesh(task.device.type, shape or (dist.get_world_size(),))
+        shape = shape or (dist.get_world_size(),)
+        mesh = init_device_mesh(task.device.type, shape, mesh_dim_names=("nodes", "ranks")[-len(shape) :])
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy if task.fast else MixedPrecisionPolicy()}
         for block in model.blocks:
