@@ -26,7 +26,7 @@ from potluck.shard.ranges import Spec
 from potluck.shard.runs import Run, Span, claim, group_names, homes, in_host_memory, insist_on_elementwise, repoint
 from potluck.shard.sharded import Sharded
 
-BUCKET_BYTES = 16 << 20
+BUCKET_BYTES = 8 << 20
 """Of gradients that travel together."""
 MOST_ON_THEIR_WAY = 3
 """Buckets: further ones wait for the first of them, so that gradients never take more memory than that."""
@@ -42,6 +42,8 @@ class _Bucket:
     missing: set[int] = field(default_factory=set)
     gradient: Tensor | None = None
     pending: list[Pending] = field(default_factory=list)
+    is_taken: bool = False
+    """Whether an earlier backward of this step is in this rank's range already."""
 
 
 class ShardedOptimizer(Sharded):
@@ -94,6 +96,8 @@ class ShardedOptimizer(Sharded):
         """Ranges of the flat tensor that no rank used."""
         self._is_summed = False
         """Whether this rank's range holds its whole gradient already."""
+        self._memory: list[Tensor] = []
+        """Of buckets that have arrived, for the next ones: fresh memory would cost more than what is sent in it."""
         self._on_their_way: list[_Bucket] = []
         self._updates: list[tuple[int, int, Pending]] = []
         self._is_stale = False
@@ -117,6 +121,7 @@ class ShardedOptimizer(Sharded):
         for bucket in self._buckets:
             if not bucket.pending and (bucket.missing or bucket.gradient is not None):
                 self._fill(bucket)
+                self._clear_missing(bucket)
                 self._send(bucket)
 
     @torch.no_grad()
@@ -172,7 +177,10 @@ class ShardedOptimizer(Sharded):
         return views
 
     def _forget(self) -> None:
-        (self._whole_gradient if self._whole_gradient is not None else self.gradient).zero_()
+        if self._whole_gradient is not None:
+            self._whole_gradient.zero_()
+        for bucket in self._buckets:
+            bucket.is_taken = False
         self._arrived.clear()
         self._idle = []
         self._is_summed = False
@@ -313,7 +321,17 @@ class ShardedOptimizer(Sharded):
         if bucket.gradient is None and self._whole_gradient is not None:
             bucket.gradient = self._whole_gradient[bucket.start : bucket.end]
         elif bucket.gradient is None:
-            bucket.gradient = self.flat.new_zeros(bucket.end - bucket.start)
+            size = bucket.end - bucket.start
+            fits = next((index for index, memory in enumerate(self._memory) if memory.numel() >= size), None)
+            memory = self._memory.pop(fits) if fits is not None else self.flat.new_empty(size)
+            bucket.gradient = memory[:size]
+
+    def _clear_missing(self, bucket: _Bucket) -> None:
+        """What no backward of this rank has given; with gradients that are kept, an earlier one may have."""
+        assert bucket.gradient is not None
+        for index in () if self._keeps else bucket.missing:
+            start = self._starts[index] - bucket.start
+            bucket.gradient[start : start + self.parameters[index].numel()].zero_()
 
     def _send_in_order(self) -> None:
         """Ranks that reduced in different orders would add up the wrong tensors."""
@@ -347,11 +365,15 @@ class ShardedOptimizer(Sharded):
             part = bucket.gradient[start - bucket.start : end - bucket.start]
             mine = self.gradient[start - self.shard.param_start : end - self.shard.param_start]
             share = 1 / self.collectives.world if self._mean else 1.0
-            if not self._keeps:
-                mine.add_(part, alpha=share)
-            elif share != 1.0:
+            if self._keeps:
                 mine.mul_(share)
-        bucket.gradient, bucket.pending = None, []
+            elif bucket.is_taken:
+                mine.add_(part, alpha=share)
+            else:
+                torch.mul(part, share, out=mine)
+        if not self._keeps and len(self._memory) <= MOST_ON_THEIR_WAY:
+            self._memory.append(bucket.gradient)
+        bucket.gradient, bucket.pending, bucket.is_taken = None, [], True
 
     # Parameters
 
