@@ -90,3 +90,15 @@ def test_what_a_run_kept_is_gone_when_it_ends() -> None:
         assert start is not None
         keep(start, 1, step=0)
     assert not start.folder.parent.exists()
+
+
+def test_what_a_killed_run_left_in_memory_is_swept_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "PLACE", tmp_path)
+    left = tmp_path / "potluck-left"
+    left.mkdir()
+    (left / "held").touch()  # nobody has it locked
+    with memory.first_start(2) as mine, memory.first_start(2) as other:
+        assert mine is not None and other is not None
+        assert not left.exists()
+        assert mine.folder.exists() and other.folder.exists()  # the second has not swept away the first
+    assert list(tmp_path.iterdir()) == []

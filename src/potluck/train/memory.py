@@ -7,13 +7,14 @@ A rank's folder stands for the memory of its machine, and goes with it. Workers 
 from the parts of the start before. Imports no torch, so that the launcher can look.
 """
 
+import fcntl
 import json
 import os
 import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ MEMORY = "POTLUCK_MEMORY"
 """Tells workers the folder of their start."""
 PLACE = Path("/dev/shm")
 OWN, NEIGHBOUR, STANDING = "own", "neighbour", "standing.json"
+_HELD = "held"
+"""Locked by the launcher, as long as there is one."""
 _PREFIX = "potluck-"
 _RECOVERY = "recovery.json"
 _NAME = re.compile(rf"{OWN}-(\d+)")
@@ -112,17 +115,29 @@ class Start:
 @contextmanager
 def first_start(world: int) -> Iterator[Start | None]:
     """A folder in memory that is gone when the run is; none where the system has no place for it."""
+    _sweep()
     try:
         memory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=PLACE))
+        held = (memory / _HELD).open("w")
     except OSError:
         yield None
         return
     try:
+        fcntl.flock(held, fcntl.LOCK_EX)
         start = Start(memory / "start-0", tuple(range(world)))
         start.folder.mkdir()
         yield start
     finally:
         shutil.rmtree(memory, ignore_errors=True)
+        held.close()
+
+
+def _sweep() -> None:
+    """Folders of runs that were killed with all their workers: nobody holds them any more."""
+    for memory in PLACE.glob(f"{_PREFIX}*"):
+        with suppress(OSError), (memory / _HELD).open("r+") as held:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(memory, ignore_errors=True)
 
 
 def my_folder() -> Path | None:
