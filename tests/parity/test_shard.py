@@ -342,3 +342,10 @@ def test_settings_that_make_no_sense_are_refused() -> None:
         with pytest.raises(ValueError, match=sentence):
             make_strategy()
     assert NoShard() == NoShard()
+
+
+@pytest.mark.parametrize("strategy", [NoShard(), ShardGradOp(), ShardGradOp(keep_gradients=True), FullShard()])
+def test_an_optimizer_in_host_memory_steps_alike(strategy: Any) -> None:
+    judge = one_process("fused", clip=0.5)
+    for found in run_ranks(2, ours, strategy, "fused", StepConfig(clip=0.5, offload_optimizer=True)):
+        assert_same(found, judge, strategy.kind, atol=5e-5)
