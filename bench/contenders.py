@@ -6,6 +6,7 @@ imported only by its own side, so that the memory of the bare one is its own.
 """
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +55,11 @@ class Task:
         shuffled = torch.randperm(len(self.tokens(world)), generator=torch.Generator().manual_seed(0))
         return [step.tolist() for step in shuffled.split(self.rows_per_rank)[rank::world]]
 
+    def batches(self, rank: int, world: int) -> Iterator[list[Tensor]]:
+        rows = TensorDataset(self.tokens(world))
+        pinned = self.device.type == "cuda"
+        return iter(DataLoader(rows, batch_sampler=self.order(rank, world), pin_memory=pinned))
+
 
 class Bare:
     """DistributedDataParallel where there are several ranks, and nothing around the model where there is one."""
@@ -68,9 +74,7 @@ class Bare:
         self.model: nn.Module = self.weights
         if world > 1:
             self.model = DistributedDataParallel(self.weights, gradient_as_bucket_view=bucket_view)
-        rows = TensorDataset(task.tokens(world))
-        pinned = task.device.type == "cuda"
-        self.batches = iter(DataLoader(rows, batch_sampler=task.order(rank, world), pin_memory=pinned))
+        self.batches = task.batches(rank, world)
 
     def step(self) -> float:
         rows = next(self.batches)[0].to(self.task.device, non_blocking=True)

@@ -13,7 +13,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -152,7 +151,7 @@ def train_part(seat: Any, *, strategy: str) -> dict[str, Any]:
     from bench.contenders import Task
     from bench.h200 import GPT_900M
     from potluck import FullShard, NoShard, StepConfig, Sync
-    from potluck.train.model import next_token_loss
+    from potluck.train.model import GPT, next_token_loss
 
     is_limited = strategy != "one rank without a limit"
     if is_limited:
@@ -164,8 +163,6 @@ def train_part(seat: Any, *, strategy: str) -> dict[str, Any]:
         step=StepConfig(clip=1.0, checkpoint_activations=True),
     )
     torch.manual_seed(1)
-    from potluck.train.model import GPT
-
     model = GPT(task.model)
     try:
         model, _, loader = fleet.prepare(
@@ -183,5 +180,4 @@ def train_part(seat: Any, *, strategy: str) -> dict[str, Any]:
 
 if __name__ == "__main__":
     side, how, size = sys.argv[1:]
-    with tempfile.TemporaryDirectory():
-        print(json.dumps(as_process(side, how, size == "quick")))
+    print(json.dumps(as_process(side, how, size == "quick")))

@@ -11,7 +11,6 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW
-from torch.utils.data import DataLoader, TensorDataset
 
 from bench.contenders import CLIP, LEARNING_RATE, Task
 from potluck.train.model import next_token_loss
@@ -25,10 +24,7 @@ class BareSharded:
 
     def _read(self, task: Task) -> None:
         self.task = task
-        rank, world = dist.get_rank(), dist.get_world_size()
-        rows = TensorDataset(task.tokens(world))
-        pinned = task.device.type == "cuda"
-        self.batches = iter(DataLoader(rows, batch_sampler=task.order(rank, world), pin_memory=pinned))
+        self.batches = task.batches(dist.get_rank(), dist.get_world_size())
 
     def step(self) -> float:
         rows = next(self.batches)[0].to(self.task.device, non_blocking=True)

@@ -5,7 +5,7 @@ DTensor's overhead. Between ranks of Gloo our own collectives are used (collecti
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,55 +47,60 @@ class FullySharded(Sharded):
         self._must_wait = device.type == "cuda" or (mesh.ndim == 2 and mesh.size(0) > 1)
         self._has_added = False
         whole = dict(model.named_parameters())
+        _insist_on_dimensions(whole)
         home = homes(optimizer)
+        held = {name: parameter for name, parameter in whole.items() if id(parameter) in home}
         self.group_names = group_names(optimizer, {id(parameter): name for name, parameter in whole.items()})
-        claim({name: parameter for name, parameter in whole.items() if id(parameter) in home}, self)
-        number = {name: home[id(parameter)] for name, parameter in whole.items() if id(parameter) in home}
+        claim(held, self)
+        number = {name: home[id(parameter)] for name, parameter in held.items()}
         shapes = {name: tuple(parameter.shape) for name, parameter in whole.items()}
-        before = {parameter: optimizer.state[parameter] for parameter in list(optimizer.state)}
-        kept = {name: whole[name] for name in number} if before else {}
-        for name, shape in shapes.items():
-            if not shape:
-                raise ConfigError(
-                    f"{name} is a single number without a dimension, which FullShard cannot split. Make it"
-                    " a tensor of one number, or use ShardGradOp or NoShard."
-                )
-        options: dict[str, Any] = {
-            "mesh": mesh,
-            "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-            if bf16
-            else MixedPrecisionPolicy(),
-            "offload_policy": CPUOffloadPolicy() if offload and device.type == "cuda" else OffloadPolicy(),
-        }
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        self._split(
+            blocks,
+            mesh=mesh,
+            mp_policy=policy if bf16 else MixedPrecisionPolicy(),
+            offload_policy=CPUOffloadPolicy() if offload and device.type == "cuda" else OffloadPolicy(),
+        )
+        if not mean and mesh.size() > 1:  # of one, the sum is the mean, and dividing it by 1 takes time
+            for module in self._modules:
+                sum_gradients(module)
+        parts = {name: part for name, part in model.named_parameters() if isinstance(part, DTensor)}
+        self.split = {name: Spec(shapes[name], part.dtype) for name, part in parts.items()}
+        self._point_optimizer(parts, number, held)
+
+    def _split(self, blocks: Sequence[nn.Module], **options: Any) -> None:
         for block in blocks:
             fully_shard(block, **options)
-        fully_shard(model, **options)
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                if not mean and mesh.size() > 1:  # of one, the sum is the mean, and dividing it by 1 takes time
-                    sum_gradients(module)
-                if self._lent is not None:
-                    lend(module, self._lent)
+        fully_shard(self.model, **options)
+        self._modules = [module for module in self.model.modules() if isinstance(module, FSDPModule)]
+        if self._lent is None:
+            return
+        for module in self._modules:
+            lend(module, self._lent)
         # Gloo's collectives run beside the CPU's work only if they begin early; on a GPU, streams see to that.
-        for one, other in itertools.pairwise(blocks if self._lent is not None else ()):
+        for one, other in itertools.pairwise(blocks):
             one.set_modules_to_forward_prefetch([other])  # type: ignore[operator]
             other.set_modules_to_backward_prefetch([one])  # type: ignore[operator]
-        self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        self._parts = {name: part for name, part in model.named_parameters() if isinstance(part, DTensor)}
-        self.split = {name: Spec(shapes[name], part.dtype) for name, part in self._parts.items()}
+
+    def _point_optimizer(
+        self, parts: Mapping[str, DTensor], number: Mapping[str, int], whole: Mapping[str, nn.Parameter]
+    ) -> None:
+        """`number`: of a trained parameter's group, by name."""
         self.runs, self.rest, self._sources = [], [], []
         numbered = []
-        for name, part in self._parts.items():
-            if not part.to_local().numel():
+        for name, part in parts.items():
+            if not local_part(part).numel():
                 continue
-            run = Run(nn.Parameter(_flat(part), requires_grad=name in number), (self._span(name, shapes[name]),))
+            run = Run(
+                nn.Parameter(_flat(part), requires_grad=name in number), (self._span(name, self.split[name].shape),)
+            )
             if name not in number:
                 self.rest.append(run)
             else:
                 self.runs.append(run)
                 self._sources.append(part)
                 numbered.append((number[name], run))
-        repoint(optimizer, numbered, kept)
+        repoint(self.optimizer, numbered, whole)
 
     def _span(self, name: str, shape: tuple[int, ...]) -> Span:
         """Which rows are here: as torch.chunk cuts them."""
@@ -138,6 +143,15 @@ class FullySharded(Sharded):
         for run, source in zip(self.runs, self._sources, strict=True):
             run.parameter.grad = source.grad = None
         self._has_added = False
+
+
+def _insist_on_dimensions(parameters: Mapping[str, Tensor]) -> None:
+    for name, parameter in parameters.items():
+        if not parameter.dim():
+            raise ConfigError(
+                f"{name} is a single number without a dimension, which FullShard cannot split. Make it"
+                " a tensor of one number, or use ShardGradOp or NoShard."
+            )
 
 
 def _flat(part: Tensor) -> Tensor:

@@ -12,6 +12,13 @@ STATE_BYTES = 2 * 4
 """Of one parameter: Adam's two means, in float32."""
 
 
+def weights_for(weights: Sequence[float] | None, world: int) -> list[float]:
+    """One for each rank; none given: all alike."""
+    if weights is not None and len(weights) != world:
+        raise ValueError(f"there are {len(weights)} weights, and {world} ranks")
+    return list(weights or [1.0] * world)
+
+
 @dataclass(frozen=True, slots=True)
 class OptimizerShard:
     rank: int

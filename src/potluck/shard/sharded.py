@@ -3,6 +3,8 @@
 For each step: arm and backward, once or many times; then finish, and step or drop.
 """
 
+from collections.abc import Iterator, Set
+
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -75,6 +77,19 @@ class Sharded:
 
     def drop_unused(self) -> None:
         """Parameters that no rank used are left as they are, as in one process. A collective."""
+
+    def _step_except(self, idle: Set[str]) -> None:
+        """The optimizer's step, which leaves these parameters and their state as they are: nobody has used them."""
+        kept = [(view, view.clone()) for view in self._views_of(idle)]
+        self.optimizer.step()
+        for view, before in kept:
+            view.copy_(before)
+
+    def _views_of(self, names: Set[str]) -> Iterator[Tensor]:
+        for run in self.runs if names else ():
+            state = self.optimizer.state.get(run.parameter, {}).values()
+            for flat in (run.parameter.data, *(v for v in state if isinstance(v, Tensor) and v.dim())):
+                yield from (part for span, part in run.cut(flat) if span.name in names)
 
     def memory_bytes(self) -> dict[str, int]:
         """What this rank holds of the model between backward and step."""

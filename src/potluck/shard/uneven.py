@@ -16,7 +16,7 @@ arrived: a rank whose rows leave a parameter unused would else begin them in ano
 Why this is not torch's fully_shard: docs/decisions/0012-uneven-shards-have-their-own-engine.md.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from potluck.errors import ConfigError
 from potluck.shard.collectives import Collectives
+from potluck.shard.optimizer_shard import weights_for
 from potluck.shard.ranges import Spec
 from potluck.shard.runs import Run, claim, group_names, homes, insist_on_elementwise, repoint
 from potluck.shard.sharded import Sharded
@@ -57,9 +58,7 @@ class UnevenShards(Sharded):
         insist_on_elementwise(optimizer)
         self.model, self.optimizer, self.device = model, optimizer, device
         self.collectives = Collectives(group)
-        if weights is not None and len(weights) != self.collectives.world:
-            raise ValueError(f"there are {len(weights)} weights, and {self.collectives.world} ranks")
-        self._weights = list(weights or [1.0] * self.collectives.world)
+        self._weights = weights_for(weights, self.collectives.world)
         self._share = 1 / self.collectives.world if mean else 1.0
         self._computes_in = torch.bfloat16 if bf16 else None
         self._in_backward = False
@@ -81,9 +80,6 @@ class UnevenShards(Sharded):
 
     # A step
 
-    def start_sums(self) -> None:
-        """They have begun within the backward."""
-
     @torch.no_grad()
     def finish(self) -> None:
         while self._sums:
@@ -97,10 +93,7 @@ class UnevenShards(Sharded):
         self.finish()
         if scale != 1.0 and (gradients := self.gradients()):
             torch._foreach_mul_(gradients, scale)
-        kept = [(view, view.clone()) for view in self._idle_views()]
-        self.optimizer.step()
-        for view, before in kept:
-            view.copy_(before)
+        self._step_except(self._idle)
         self._forget()
 
     @torch.no_grad()
@@ -131,13 +124,6 @@ class UnevenShards(Sharded):
         used = torch.tensor([name in self._used for name in self._trained], dtype=torch.int32, device=self.device)
         self.collectives.start_sum(used).wait()
         self._idle = {name for name, count in zip(self._trained, used.tolist(), strict=True) if not count}
-
-    def _idle_views(self) -> Iterator[Tensor]:
-        """What the optimizer must not change: parameters that nobody used, and their state."""
-        for run in self.runs if self._idle else ():
-            state = self.optimizer.state.get(run.parameter, {}).values()
-            for flat in (run.parameter.data, *(v for v in state if isinstance(v, Tensor) and v.dim())):
-                yield from (part for span, part in run.cut(flat) if span.name in self._idle)
 
     def _parameters(self) -> list[Tensor]:
         gathered = [stretch.whole for unit in self._units for stretch in unit.stretches]

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from potluck.errors import ConfigError
 from potluck.shard.collectives import Collectives, Pending
-from potluck.shard.optimizer_shard import OptimizerShard
+from potluck.shard.optimizer_shard import OptimizerShard, weights_for
 from potluck.shard.ranges import Spec
 from potluck.shard.runs import Run, Span, claim, group_names, homes, in_host_memory, insist_on_elementwise, repoint
 from potluck.shard.sharded import Sharded
@@ -66,6 +66,7 @@ class ShardedOptimizer(Sharded):
         self.model = model
         self.optimizer = optimizer
         self.collectives = Collectives(group)
+        shares = weights_for(weights, self.collectives.world)
         self._mean = mean
         self._keeps = keep_gradients
         self.in_step = not keep_gradients  # gradients travel in each backward
@@ -80,20 +81,15 @@ class ShardedOptimizer(Sharded):
         sizes = [parameter.numel() for parameter in self.parameters]
         self._starts = [sum(sizes[:index]) for index in range(len(sizes))]
         total = sum(sizes)
-        even = [1.0] * self.collectives.world
-        if weights is not None and len(weights) != self.collectives.world:
-            raise ValueError(f"there are {len(weights)} weights, and {self.collectives.world} ranks")
-        self.shards = [
-            OptimizerShard.for_weights(rank, weights or even, total) for rank in range(self.collectives.world)
-        ]
+        self.shards = [OptimizerShard.for_weights(rank, shares, total) for rank in range(self.collectives.world)]
         self.shard = self.shards[self.collectives.rank]
         self._flatten(total)
         self._point_optimizer()
         self._buckets = self._plan_buckets()
         self._arrived: set[int] = set()
         """Parameters that got a gradient on this rank in this step."""
-        self._idle: list[tuple[int, int]] = []
-        """Ranges of the flat tensor that no rank used."""
+        self._idle: set[str] = set()
+        """Those that no rank has used."""
         self._is_summed = False
         """Whether this rank's range holds its whole gradient already."""
         self._memory: list[Tensor] = []
@@ -141,8 +137,7 @@ class ShardedOptimizer(Sharded):
     def drop_unused(self) -> None:
         used = torch.tensor([index in self._arrived for index in range(len(self.parameters))], dtype=torch.int32)
         self.collectives.start_sum(used).wait()
-        starts = [*self._starts, self.flat.numel()]
-        self._idle = [(starts[index], starts[index + 1]) for index in (used == 0).nonzero().flatten().tolist()]
+        self._idle = {self._names[id(p)] for p, count in zip(self.parameters, used.tolist(), strict=True) if not count}
 
     def gradients(self) -> list[Tensor]:
         return [self.gradient]
@@ -157,24 +152,9 @@ class ShardedOptimizer(Sharded):
             self.gradient.mul_(scale)
         if self._host is not None:
             self._host_gradient.copy_(self.gradient)
-        kept = [(view, view.clone()) for view in self._idle_views()]
-        self.optimizer.step()
-        for view, before in kept:
-            view.copy_(before)
+        self._step_except(self._idle)
         self._forget()
         self._is_stale = self.collectives.world > 1 or self._host is not None
-
-    def _idle_views(self) -> list[Tensor]:
-        """What the optimizer must not change: parameters that nobody used, and their state."""
-        views = []
-        for start, end in self._idle:
-            for run, begin in zip(self.runs, self._run_starts, strict=True):
-                low, high = max(start, begin), min(end, begin + run.parameter.numel())
-                if low < high:
-                    state = self.optimizer.state.get(run.parameter, {}).values()
-                    flats = [run.parameter.data, *(v for v in state if isinstance(v, Tensor) and v.dim())]
-                    views += [flat[low - begin : high - begin] for flat in flats]
-        return views
 
     def _forget(self) -> None:
         if self._whole_gradient is not None:
@@ -182,7 +162,7 @@ class ShardedOptimizer(Sharded):
         for bucket in self._buckets:
             bucket.is_taken = False
         self._arrived.clear()
-        self._idle = []
+        self._idle.clear()
         self._is_summed = False
 
     def share(self) -> None:
@@ -259,7 +239,6 @@ class ShardedOptimizer(Sharded):
                     found[-1][1].append(span)
                 else:
                     found.append((number, [span], begin))
-        self._run_starts = [begin for _, _, begin in found]
         self.runs = []
         own, gradient = self.flat[self.shard.param_start : self.shard.param_end], self.gradient
         self._host: Tensor | None = None
