@@ -364,10 +364,10 @@ def test_an_invite_without_a_pin_fits_no_certificate(identity: Identity) -> None
 def test_a_client_in_plain_text_gets_nothing(said: bytes, identity: Identity) -> None:
     with serving(identity.server_context()) as host, connect(host) as peer:
         peer.sendall(said)
-        peer.shutdown(socket.SHUT_WR)
         try:
+            peer.shutdown(socket.SHUT_WR)
             answer = b"".join(iter(lambda: peer.recv(1 << 16), b""))
-        except ConnectionResetError:
+        except OSError:  # the host may have hung up already: reset, or not connected any more
             answer = b""
     assert answer == b"" or (answer[0] == 21 and len(answer) == 7)  # at most an alert of TLS: "I did not understand"
     assert host.heard == []
