@@ -1,0 +1,1 @@
+"""One model over several workers: cut into stages, joined by a channel."""

@@ -1,0 +1,84 @@
+"""CommunicationProtocol: how the stages of one model exchange activations and gradients. Pure."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, ClassVar, Literal, get_args
+
+Schedule = Literal["1f1b", "gpipe", "interleaved", "zero-bubble"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataStore:
+    """Through a store that all can reach, and no connection between workers: a folder, or an object store."""
+
+    kind: ClassVar[str] = "datastore"
+
+    url: str
+    """Where: file:///some/folder, or s3://bucket/prefix."""
+    micro_batch_size: int | None = None
+    """Rows per micro-batch, so that several objects are under way at once; none: whole batches."""
+
+    def __post_init__(self) -> None:
+        scheme, separator, rest = self.url.partition("://")
+        if not separator or scheme not in ("file", "s3") or not rest.strip("/"):
+            raise ValueError(f"url must be file:///some/folder or s3://bucket/prefix, not {self.url!r}")
+        _check_rows(self.micro_batch_size)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Direct:
+    """Whole batches, from one stage straight to the next."""
+
+    kind: ClassVar[str] = "direct"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pipeline:
+    """Micro-batches, of which several are under way, so that stages compute side by side."""
+
+    kind: ClassVar[str] = "pipeline"
+
+    micro_batch_size: int
+    """Rows per micro-batch; the last of a batch may be short, and the gradient is the whole batch's."""
+    schedule: Schedule = "1f1b"
+    """Which forward and which backward comes next on each stage."""
+
+    def __post_init__(self) -> None:
+        _check_rows(self.micro_batch_size)
+        if self.schedule not in get_args(Schedule):
+            raise ValueError(f"schedule must be one of {', '.join(get_args(Schedule))}, not {self.schedule!r}")
+
+
+CommunicationProtocol = DataStore | Direct | Pipeline
+
+_BY_NAME: dict[str, type[DataStore] | type[Direct] | type[Pipeline]] = {
+    option.__name__: option for option in (DataStore, Direct, Pipeline)
+}
+
+
+def to_json(protocol: CommunicationProtocol) -> dict[str, Any]:
+    """As published, with `protocol` as the tag; a field of our own that has its default is left out."""
+    defaults = {field.name: field.default for field in fields(protocol)}
+    told = {name: value for name, value in asdict(protocol).items() if value != defaults[name]}
+    return {"protocol": type(protocol).__name__} | told
+
+
+def from_json(data: Mapping[str, Any]) -> CommunicationProtocol:
+    """The reverse of to_json; ValueError for what is none."""
+    name = data.get("protocol")
+    if name not in _BY_NAME:
+        raise ValueError(f"protocol must be one of {', '.join(_BY_NAME)}, not {name!r}")
+    kind = _BY_NAME[name]
+    given = {key: value for key, value in data.items() if key != "protocol"}
+    known = {field.name for field in fields(kind)}
+    if unknown := sorted(given.keys() - known):
+        raise ValueError(f"{name} has no field {unknown[0]!r}; it has {', '.join(sorted(known)) or 'none'}")
+    try:
+        return kind(**given)
+    except TypeError as error:
+        raise ValueError(f"{name}: {error}") from None
+
+
+def _check_rows(rows: int | None) -> None:
+    if rows is not None and (isinstance(rows, bool) or not isinstance(rows, int) or rows < 1):
+        raise ValueError(f"micro_batch_size is a whole number of rows, at least 1, not {rows!r}")
