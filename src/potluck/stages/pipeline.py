@@ -1,0 +1,199 @@
+"""The stages of one worker at work: micro-batches forward and backward in the order of a schedule.
+
+Knows no model and no data: `Stage` computes, a Channel sends. The backward that is cut in two is torch's own.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from potluck.stages.channel import Channel, Label
+from potluck.stages.schedule import Action, Order
+
+
+class Stage(Protocol):
+    """What one stage computes."""
+
+    def forward(self, micro: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """What goes to the next stage; of the last stage, what the backward starts from: one number, or nothing."""
+        ...
+
+    def weights(self) -> Sequence[nn.Parameter]: ...
+
+
+@dataclass(slots=True)
+class Times:
+    """Where the time of a step went."""
+
+    busy_s: float = 0.0
+    wait_s: float = 0.0
+    send_s: float = 0.0
+
+    @property
+    def idle_share(self) -> float:
+        total = self.busy_s + self.wait_s + self.send_s
+        return 1 - self.busy_s / total if total else 0.0
+
+
+@dataclass(slots=True)
+class _Kept:
+    """Of one micro-batch on one stage, from its forward to its backward."""
+
+    received: tuple[Tensor, ...]
+    given: tuple[Tensor, ...]
+    groups: Any = field(default=None)
+    """What torch's stage_backward_input left for stage_backward_weight."""
+
+
+class Line:
+    """One worker's place among those who hold one replica together."""
+
+    def __init__(self, stages: Mapping[int, Stage], widths: Sequence[int], channel: Channel) -> None:
+        """`stages`: this worker's own, by number. `widths`: how many tensors each stage but the last gives the next."""
+        self._stages = stages
+        self._widths = widths
+        self._last = len(widths)
+        self._channel = channel
+        self._kept: dict[tuple[int, int], _Kept] = {}
+        self.times = Times()
+        """Of the step that was run last."""
+
+    def run(
+        self, step: int, orders: Sequence[Order], worker: int, *, before_backward: Callable[[bool], None] | None = None
+    ) -> None:
+        """All that this worker does in a step. `before_backward` hears whether it is the last one of the step."""
+        self.times = Times()
+        self._channel.expect(list(self._coming(step, orders, worker)))
+        mine = orders[worker]
+        ends = [number for number, action in enumerate(mine) if action.kind in "BW"]
+        with torch.set_grad_enabled(bool(ends)):
+            for number, action in enumerate(mine):
+                if action.kind in "BIW" and before_backward is not None:
+                    before_backward(number == ends[-1])
+                self._do(step, action)
+        with self._timed("send_s"):
+            self._channel.flush()
+        assert not self._kept or not ends
+        self._kept.clear()
+
+    def _coming(self, step: int, orders: Sequence[Order], worker: int) -> "list[Label]":
+        """What the others will send, those of each in the order in which it does what they come from."""
+        found = []
+        for other, order in enumerate(orders):
+            if other != worker:
+                for action in order:
+                    found += [label for label in self._given(step, action) if label.target % len(orders) == worker]
+        return found
+
+    def _given(self, step: int, action: Action) -> list[Label]:
+        """What an action gives other stages."""
+        stage, micro = action.stage, action.micro
+        if action.kind == "F" and stage < self._last:
+            return self._labels(step, "activation", stage, stage + 1, micro)
+        if action.kind in "BI" and stage > 0:
+            return self._labels(step, "gradient", stage, stage - 1, micro)
+        return []
+
+    def _labels(self, step: int, what: str, source: int, target: int, micro: int) -> list[Label]:
+        width = self._widths[min(source, target)]
+        return [Label(step, what, source, target, micro, part) for part in range(width)]
+
+    def _do(self, step: int, action: Action) -> None:
+        match action.kind:
+            case "F":
+                given = self._forward(step, action)
+            case "B":
+                given = self._backward(step, action)
+            case "I":
+                given = self._backward_inputs(step, action)
+            case "W":
+                given = self._backward_weights(action)
+        labels = self._given(step, action)
+        with self._timed("send_s"):
+            for label, tensor in zip(labels, given if labels else (), strict=True):
+                self._channel.send(label, tensor)
+
+    def _forward(self, step: int, action: Action) -> tuple[Tensor, ...]:
+        received: tuple[Tensor, ...] = ()
+        if action.stage > 0:
+            labels = self._labels(step, "activation", action.stage - 1, action.stage, action.micro)
+            received = self._receive(labels)
+            if torch.is_grad_enabled():
+                for tensor in received:
+                    tensor.requires_grad_(tensor.is_floating_point())
+        with self._timed("busy_s"):
+            given = self._stages[action.stage].forward(action.micro, received)
+        if torch.is_grad_enabled():
+            self._kept[action.stage, action.micro] = _Kept(received, given)
+        return given
+
+    def _backward(self, step: int, action: Action) -> tuple[Tensor, ...]:
+        kept = self._kept.pop((action.stage, action.micro))
+        pairs = self._with_gradients(step, action, kept)
+        with self._timed("busy_s"):
+            _backward(pairs)
+        return _gradients_of(kept.received)
+
+    def _backward_inputs(self, step: int, action: Action) -> tuple[Tensor, ...]:
+        kept = self._kept[action.stage, action.micro]
+        pairs = self._with_gradients(step, action, kept)
+        if action.stage == 0:  # nobody waits for it: all of it comes with the weights
+            kept.groups = pairs
+            return ()
+        from torch.distributed.pipelining._backward import stage_backward_input
+
+        outputs, gradients = [list(each) for each in zip(*pairs, strict=True)] if pairs else ([], [])
+        weights = iter(self._stages[action.stage].weights())
+        with self._timed("busy_s"):
+            _, kept.groups = stage_backward_input(outputs, gradients, list(kept.received), weights)
+        return _gradients_of(kept.received)
+
+    def _backward_weights(self, action: Action) -> tuple[Tensor, ...]:
+        kept = self._kept.pop((action.stage, action.micro))
+        if action.stage == 0:
+            with self._timed("busy_s"):
+                _backward(kept.groups)
+            return ()
+        from torch.distributed.pipelining._backward import stage_backward_weight
+
+        weights = iter(self._stages[action.stage].weights())
+        groups = [group for group in kept.groups if group.get("grads") is not None]
+        with self._timed("busy_s"):
+            stage_backward_weight(weights, groups)
+        return ()
+
+    def _with_gradients(self, step: int, action: Action, kept: _Kept) -> list[tuple[Tensor, Tensor]]:
+        """What the stage gave, each with its gradient."""
+        if action.stage == self._last:
+            return [(tensor, torch.ones_like(tensor)) for tensor in kept.given if tensor.requires_grad]
+        labels = self._labels(step, "gradient", action.stage + 1, action.stage, action.micro)
+        gradients = self._receive(labels)
+        return [(a, b) for a, b in zip(kept.given, gradients, strict=True) if a.requires_grad]
+
+    def _receive(self, labels: Sequence[Label]) -> tuple[Tensor, ...]:
+        with self._timed("wait_s"):
+            return tuple(self._channel.receive(label) for label in labels)
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        setattr(self.times, name, getattr(self.times, name) + time.perf_counter() - started)
+
+
+def _backward(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    if pairs:
+        torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
+
+
+def _gradients_of(received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """One for each; zeros where nothing depends on it."""
+    found = tuple(torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in received)
+    for tensor in received:
+        tensor.grad = None
+    return found
