@@ -1,4 +1,4 @@
-"""The stages of a chain, on real workers, give the gradients of one process: every schedule, short micro-batches too."""
+"""The stages of a chain on real workers give the gradients of one process: every schedule, short micro-batches too."""
 
 import pytest
 import torch
