@@ -69,9 +69,11 @@ class FullySharded(Sharded):
         self._point_optimizer(parts, number, held)
 
     def _split(self, blocks: Sequence[nn.Module], **options: Any) -> None:
-        for block in blocks:
-            fully_shard(block, **options)
-        fully_shard(self.model, **options)
+        for module in (*blocks, self.model):
+            whole = [parameter for parameter in module.parameters() if not isinstance(parameter, DTensor)]
+            fully_shard(module, **options)
+            for parameter in whole:  # the optimizer still has it: else all of the model would be on the device at once
+                parameter.data = parameter.data.new_empty(1).expand(parameter.shape)
         self._modules = [module for module in self.model.modules() if isinstance(module, FSDPModule)]
         if self._lent is None:
             return
