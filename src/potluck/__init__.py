@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from potluck.shard.optimizer_shard import OptimizerShard
     from potluck.shard.strategy import FullShard, HybridShard, NoShard, ShardGradOp, ShardingStrategy
     from potluck.shard.zero import ShardedOptimizer
+    from potluck.stages.protocol import CommunicationProtocol, DataStore, Direct, Pipeline, Stages
     from potluck.train.checkpoint import CheckpointConfig
     from potluck.train.engine import Engine, init
     from potluck.train.recipe import RunConfig
@@ -27,6 +28,9 @@ _HOMES = {
     "Async": "agree.policy",
     "Cadence": "agree.policy",
     "CheckpointConfig": "train.checkpoint",
+    "CommunicationProtocol": "stages.protocol",
+    "DataStore": "stages.protocol",
+    "Direct": "stages.protocol",
     "ElChe": "agree.elche",
     "Engine": "train.engine",
     "FitConfig": "train.trainer",
@@ -35,11 +39,13 @@ _HOMES = {
     "NoShard": "shard.strategy",
     "OptimizerShard": "shard.optimizer_shard",
     "Outer": "agree.policy",
+    "Pipeline": "stages.protocol",
     "RunConfig": "train.recipe",
     "ScheduleConfig": "train.schedule",
     "ShardGradOp": "shard.strategy",
     "ShardedOptimizer": "shard.zero",
     "ShardingStrategy": "shard.strategy",
+    "Stages": "stages.protocol",
     "StepConfig": "train.replica",
     "Sync": "agree.policy",
     "Trainer": "train.trainer",
@@ -51,6 +57,9 @@ __all__ = [
     "Async",
     "Cadence",
     "CheckpointConfig",
+    "CommunicationProtocol",
+    "DataStore",
+    "Direct",
     "ElChe",
     "Engine",
     "FitConfig",
@@ -59,11 +68,13 @@ __all__ = [
     "NoShard",
     "OptimizerShard",
     "Outer",
+    "Pipeline",
     "RunConfig",
     "ScheduleConfig",
     "ShardGradOp",
     "ShardedOptimizer",
     "ShardingStrategy",
+    "Stages",
     "StepConfig",
     "Sync",
     "Trainer",

@@ -42,7 +42,9 @@ class WorkerStep:
     wait_s: float
     """Waiting for the others' gradients after its own were done."""
     name: str = ""
-    """Of a worker that joined a host."""
+    """Of a worker that joined a host, or of a stage."""
+    send_s: float = 0.0
+    """Sending to other stages of a model that is cut."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

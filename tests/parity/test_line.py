@@ -49,7 +49,7 @@ def train(schedule: Schedule) -> dict[int, list[Tensor]]:
         stage: Part(whole[cuts[stage] : cuts[stage + 1]], inputs, targets if stage == stages - 1 else None)
         for stage in range(link.rank, stages, link.world)
     }
-    line = Line(mine, [1] * (stages - 1), GroupChannel(link.group, CPU))
+    line = Line(mine, [1] * (stages - 1), GroupChannel(link.group, CPU, rank=link.rank, workers=link.world))
     orders = plan_orders(schedule, link.world, len(inputs))
     ends: list[bool] = []
     for step in range(2):

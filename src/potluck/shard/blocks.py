@@ -8,9 +8,9 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
     best: list[nn.Module] = []
     for module in model.modules():
         if isinstance(module, nn.ModuleList | nn.Sequential):
-            children = list(module)
+            children = [child for child in module if not getattr(child, "stands_in", False)]  # of another stage
             parameters = sum(p.numel() for p in module.parameters())
             alike = len({type(child) for child in children}) == 1
-            if alike and len(children) >= 2 and parameters and len(children) > len(best):
+            if alike and len(module) >= 2 and parameters and len(children) > len(best):
                 best = children
     return best

@@ -58,11 +58,12 @@ class Span:
 @dataclass(eq=False, slots=True)
 class Run:
     parameter: nn.Parameter
-    """[sum of the spans' sizes]; its memory is the model's own."""
+    """[sum of the spans' sizes], or of one whole parameter's shape; its memory is the model's own."""
     spans: tuple[Span, ...]
 
-    def cut(self, flat: Tensor) -> list[tuple[Span, Tensor]]:
-        """Something of the run's length, such as one of its optimizer's means, by spans."""
+    def cut(self, numbers: Tensor) -> list[tuple[Span, Tensor]]:
+        """Something of the run's length, such as one of its optimizer's means, flat and by spans."""
+        flat = numbers.view(-1)
         return list(zip(self.spans, torch.split(flat, [span.size for span in self.spans]), strict=True))
 
 

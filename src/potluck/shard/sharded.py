@@ -3,7 +3,7 @@
 For each step: arm and backward, once or many times; then finish, and step or drop.
 """
 
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Sequence, Set
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,8 @@ class Sharded:
     """All that this rank owns of the trained parameters; the runs of all ranks of `collectives` are the whole model."""
     rest: list[Run]
     """The same of parameters that are split too and that the optimizer does not have, such as frozen ones."""
+    mirrors: Sequence[Run] = ()
+    """Runs that other ranks own too, and write: this one only reads them, such as a weight that two stages have."""
     split: dict[str, Spec]
     """Every parameter that is split over ranks, whoever owns it, by name; what else there is, each rank has whole."""
     group_names: list[list[str]]
@@ -32,6 +34,15 @@ class Sharded:
     """Whether every rank has to run as many backwards as the others, since they talk in each."""
     gathers: bool = False
     """Whether they also wait for each other in every layer, so that no rank's own speed can be seen."""
+
+    def tied(self) -> dict[str, str]:
+        """Further names of split parameters, and the first name of each."""
+        first: dict[int, str] = {}
+        found: dict[str, str] = {}
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            if (known := first.setdefault(id(parameter), name)) != name and known in self.split:
+                found[name] = known
+        return found
 
     def arm(self, *, last: bool) -> None:
         """Before each backward. `last`: the step comes after it."""

@@ -63,15 +63,25 @@ def shard_over(
     offload: bool = False,
     blocks: Sequence[nn.Module] | None = None,
     group: dist.ProcessGroup | None = None,
+    nodes: dist.ProcessGroup | None = None,
 ) -> Sharded:
-    """Splits a model over all ranks of the default process group, or by FullShard over those of `group`."""
+    """Splits a model over all ranks of the default process group, or over those of `group`.
+
+    `nodes`: then under HybridShard `group` is one node of several, and these are the ranks of our place in each.
+    """
     blocks = find_blocks(model) if blocks is None else blocks
-    world = dist.get_world_size() if dist.is_initialized() else 1
+    world = dist.get_world_size(group) if dist.is_initialized() else 1
     match strategy:
         case ShardGradOp():
             weights = _weights(strategy.weights, device, world)
             return ShardedOptimizer(
-                model, optimizer, weights=weights, mean=mean, keep_gradients=strategy.keep_gradients, offload=offload
+                model,
+                optimizer,
+                weights=weights,
+                mean=mean,
+                keep_gradients=strategy.keep_gradients,
+                offload=offload,
+                group=group,
             )
         case FullShard() if strategy.weights:
             if offload and device.type == "cuda":
@@ -85,9 +95,11 @@ def shard_over(
             )
         case FullShard():
             mesh = DeviceMesh.from_group(group, device.type) if group is not None else _mesh(device, (world,))
+        case HybridShard() if group is not None:
+            mesh = _mesh_of_groups(device, group, nodes)
         case HybridShard():
-            nodes = strategy.nodes(world)
-            mesh = _mesh(device, (nodes, strategy.intra_node_size) if nodes > 1 else (world,))
+            many = strategy.nodes(world)
+            mesh = _mesh(device, (many, strategy.intra_node_size) if many > 1 else (world,))
         case _:
             raise ConfigError("NoShard splits nothing.")
     return FullySharded(
@@ -100,6 +112,15 @@ def _mesh(device: torch.device, shape: tuple[int, ...]) -> DeviceMesh:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
         dist.init_process_group(backend, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
     return init_device_mesh(device.type, shape, mesh_dim_names=("nodes", "ranks")[-len(shape) :])
+
+
+def _mesh_of_groups(device: torch.device, node: dist.ProcessGroup, nodes: dist.ProcessGroup | None) -> DeviceMesh:
+    """Of groups that are there: making a mesh would make groups, and other ranks may be making another mesh."""
+    if nodes is None:
+        return DeviceMesh.from_group(node, device.type)
+    own = dist.get_process_group_ranks(node)
+    grid = [[rank - dist.get_rank() + each for each in own] for rank in dist.get_process_group_ranks(nodes)]
+    return DeviceMesh.from_group([nodes, node], device.type, torch.tensor(grid), mesh_dim_names=("nodes", "ranks"))
 
 
 def _weights(weights: Any, device: torch.device, world: int) -> list[float] | None:

@@ -49,13 +49,14 @@ def unpack(numbers: Sequence[int], label: Label) -> Header:
 
 
 class GroupChannel:
-    """Among the workers of one replica, who are the ranks of `group`. Stage s is with worker s % workers."""
+    """Among the workers of one lane, who are the ranks of `group`. Stage s is with worker s % workers."""
 
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, *, rank: int, workers: int) -> None:
+        """`rank`: ours in the group, of so many workers. One alone needs no group."""
         self._group = group
         self._device = device
-        self._rank = dist.get_rank(group)
-        self._workers = dist.get_world_size(group)
+        self._rank = rank
+        self._workers = workers
         self._sent: list[tuple[Label, dist.Work, Tensor]] = []
         self._here: dict[Label, Tensor] = {}
         self._changed = threading.Condition()

@@ -58,7 +58,7 @@ class Line:
         self._stages = stages
         self._widths = widths
         self._last = len(widths)
-        self._channel = channel
+        self.channel = channel
         self._kept: dict[tuple[int, int], _Kept] = {}
         self.times = Times()
         """Of the step that was run last."""
@@ -68,7 +68,7 @@ class Line:
     ) -> None:
         """All that this worker does in a step. `before_backward` hears whether it is the last one of the step."""
         self.times = Times()
-        self._channel.expect(list(self._coming(step, orders, worker)))
+        self.channel.expect(list(self._coming(step, orders, worker)))
         mine = orders[worker]
         ends = [number for number, action in enumerate(mine) if action.kind in "BW"]
         with torch.set_grad_enabled(bool(ends)):
@@ -77,7 +77,7 @@ class Line:
                     before_backward(number == ends[-1])
                 self._do(step, action)
         with self._timed("send_s"):
-            self._channel.flush()
+            self.channel.flush()
         assert not self._kept or not ends
         self._kept.clear()
 
@@ -116,7 +116,7 @@ class Line:
         labels = self._given(step, action)
         with self._timed("send_s"):
             for label, tensor in zip(labels, given if labels else (), strict=True):
-                self._channel.send(label, tensor)
+                self.channel.send(label, tensor)
 
     def _forward(self, step: int, action: Action) -> tuple[Tensor, ...]:
         received: tuple[Tensor, ...] = ()
@@ -177,7 +177,7 @@ class Line:
 
     def _receive(self, labels: Sequence[Label]) -> tuple[Tensor, ...]:
         with self._timed("wait_s"):
-            return tuple(self._channel.receive(label) for label in labels)
+            return tuple(self.channel.receive(label) for label in labels)
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:

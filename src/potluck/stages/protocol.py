@@ -82,3 +82,28 @@ def from_json(data: Mapping[str, Any]) -> CommunicationProtocol:
 def _check_rows(rows: int | None) -> None:
     if rows is not None and (isinstance(rows, bool) or not isinstance(rows, int) or rows < 1):
         raise ValueError(f"micro_batch_size is a whole number of rows, at least 1, not {rows!r}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stages:
+    """One model over several workers: how it is cut, and how its stages talk."""
+
+    protocol: CommunicationProtocol
+    count: int | None = None
+    """Workers that hold one replica together, each some of its layers; none: all of them, so one replica."""
+    cuts: tuple[int, ...] = ()
+    """The first layer of each stage but the first; empty: by what layers cost, and what workers can do and hold."""
+
+    def __post_init__(self) -> None:
+        if self.count is not None and self.count < 1:
+            raise ValueError(f"count must be at least 1, not {self.count}")
+        if list(self.cuts) != sorted(set(self.cuts)) or any(cut < 1 for cut in self.cuts):
+            raise ValueError(f"cuts are layers from 1 on, in order, each once, not {list(self.cuts)}")
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.protocol.schedule if isinstance(self.protocol, Pipeline) else "1f1b"
+
+    @property
+    def micro_batch_size(self) -> int | None:
+        return None if isinstance(self.protocol, Direct) else self.protocol.micro_batch_size

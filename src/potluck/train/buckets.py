@@ -75,8 +75,12 @@ class Bucket:
 
     def complete(self) -> None:
         """Zeros for what no backward of this rank has given."""
-        for parameter, view, arrived in zip(self.parameters, self.views, self.arrived, strict=True):
-            if not arrived:
+        for index, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
+            if self.arrived[index]:
+                continue
+            if parameter.grad is not None:  # a backward that was cut in two gives weights' gradients without a word
+                self.take(index)
+            else:
                 view.zero_()
                 parameter.grad = view
 

@@ -32,10 +32,11 @@ from torch.optim import Optimizer
 from potluck.agree.balance import Balance
 from potluck.agree.policy import ApplyPolicy, Sync, share_out
 from potluck.errors import CheckpointError, ConfigError, Diverged, WorkerLost
-from potluck.events import Decided, EpochDone, EventLog, Recovered, StepDone, StepSkipped
+from potluck.events import Decided, EpochDone, EventLog, Recovered, StepDone, StepSkipped, WorkerStep
 from potluck.fleet.invite import INVITE, read_invite
 from potluck.fleet.ledger import Ledger, prove
 from potluck.shard.strategy import FullShard, NoShard, ShardGradOp, ShardingStrategy
+from potluck.stages.protocol import CommunicationProtocol, Stages
 from potluck.train.data import (
     BatchConfig,
     Loader,
@@ -58,15 +59,25 @@ if TYPE_CHECKING:
     from potluck.train.buddies import Buddies
 
 
+LossFunction = Callable[[nn.Module, Any], Any]
+"""Gives the mean loss over a batch's rows, or (mean loss, number of samples) where rows are not what is counted."""
+
+
 def init(
     policy: ApplyPolicy = Sync(),
     strategy: ShardingStrategy = NoShard(),
     *,
+    stages: Stages | CommunicationProtocol | None = None,
     step: StepConfig = StepConfig(),
     patience_s: float = PATIENCE_S,
 ) -> "Engine":
-    """Joins the run that `potluck join`, `potluck run` or torchrun started; started by none, it is a run of one."""
+    """Joins the run that `potluck join`, `potluck run` or torchrun started; started by none, it is a run of one.
+
+    `stages`: cuts the model into stages, one to a worker; how they talk, or also how many and where it is cut.
+    """
     device = choose_device()
+    if stages is not None:
+        stages = stages if isinstance(stages, Stages) else Stages(protocol=stages)
     if INVITE in os.environ:
         from potluck.train.elastic import ElasticEngine
 
@@ -75,6 +86,10 @@ def init(
     if recovery is not None:
         policy, strategy = _for_those_left(policy, strategy, recovery)
     link = connect(device, patience_s)
+    if stages is not None:
+        from potluck.train.staged import staged_engine
+
+        return staged_engine(link, device, policy=policy, strategy=strategy, step=step, stages=stages)
     if not isinstance(policy, Sync):
         from potluck.train.windows import WindowEngine
 
@@ -161,6 +176,21 @@ class Engine:
         return self.link.world
 
     @property
+    def parameters(self) -> int:
+        """How many numbers the whole model has, whoever holds them."""
+        return sum(parameter.numel() for parameter in self._prepared().model.parameters())
+
+    @property
+    def lanes(self) -> int:
+        """Among how many each batch is shared out: here all workers."""
+        return self.world
+
+    @property
+    def lane(self) -> int:
+        """Which of them this worker is."""
+        return self.rank
+
+    @property
     def keeps_folder(self) -> bool:
         """Whether this worker writes the run folder."""
         return self.rank == 0
@@ -190,6 +220,7 @@ class Engine:
         fetchers: int = 0,
         collate: Callable[[list[Any]], Any] | None = None,
         seed: int = 0,
+        loss: LossFunction | None = None,
     ) -> tuple[nn.Module, Optimizer, Loader]: ...
 
     def prepare(
@@ -203,11 +234,13 @@ class Engine:
         fetchers: int = 0,
         collate: Callable[[list[Any]], Any] | None = None,
         seed: int = 0,
+        loss: LossFunction | None = None,
     ) -> Any:
         """Readies model and optimizer, and gives a loader of this worker's share.
 
         `batch_size` is the rows of one step over all workers together, so that the numbers do not depend on how many
         there are. Without a dataset you bring your own batches; their sizes may differ between workers.
+        `loss` is needed only where the model is cut into stages: see train().
         """
         if self.replica is not None:
             raise ConfigError(
@@ -217,7 +250,7 @@ class Engine:
         self.replica = self._make_replica(model, optimizer)
         if dataset is None:
             self._meet_buddies()
-            return model, optimizer
+            return self.replica.model, optimizer
         try:
             batch = BatchConfig(size=batch_size, micro_size=micro_batch_size, fetchers=fetchers)
         except ValueError as error:
@@ -229,11 +262,19 @@ class Engine:
         self.loader.is_stopped = lambda: self.stopping
         self._meet_buddies()
         self.start()
-        return model, optimizer, self.loader
+        return self.replica.model, optimizer, self.loader
 
     def start(self) -> None:
         """What was done since init(), such as loading data and weights, is no part of the first step."""
         self._start_of_step()
+
+    def train(self, loss_of: LossFunction, batch: Any) -> None:
+        """Forward and backward of one batch of the loader, also where the model is cut into stages.
+
+        Then step(). `loss_of(model, batch)` gives the mean loss over the batch's rows, or (mean, samples).
+        """
+        loss, samples = loss_and_samples(loss_of(self._prepared().model, batch), batch)
+        self.backward(loss, samples=samples)
 
     def backward(self, loss: Tensor, *, samples: float, last: bool | None = None) -> None:
         """The gradient of a mean over `samples`, weighted by them: rows, or tokens, as you count.
@@ -322,33 +363,38 @@ class Engine:
         """Asks all workers to stop together after the step in which they hear of it."""
         self._wants_stop = True
 
-    def evaluate(self, loss_of: Callable[[nn.Module, Any], Any], dataset: Any, batch_size: int) -> float:
+    def evaluate(self, loss_of: LossFunction, dataset: Any, batch_size: int) -> float:
         """The mean loss over a dataset, each worker computing its share. Nothing is trained."""
         model = self._prepared().model
         rows = as_dataset(dataset)
         loader = Loader(
             rows,
-            BatchConfig(size=max(1, len(rows)), micro_size=max(1, batch_size // self.world)),
+            BatchConfig(size=max(1, len(rows)), micro_size=max(1, batch_size // self.lanes)),
             shares=self.loader.shares if self._balance is not None and self.loader is not None else self._shares(None),
-            rank=self.rank,
+            rank=self.lane,
             device=self.device,
             collate=self.loader.collate if self.loader is not None else None,
             in_step=self._prepared().in_step,
         )
-        total = count = 0.0
         were_training = [module for module in model.modules() if module.training]
         model.eval()
         with torch.no_grad():
-            for batch in loader.once():
-                loss, samples = loss_and_samples(loss_of(model, batch), batch)
-                if samples and loader.current is not None and loader.current.counts:
-                    total += loss.item() * samples
-                    count += samples
+            total, count = self._look(loss_of, loader)
         for module in were_training:
             module.training = True
         sums = self.link.gather_rows([total, count])
         counted = sum(row[1] for row in sums)
         return sum(row[0] for row in sums) / counted if counted else math.nan
+
+    def _look(self, loss_of: LossFunction, loader: Loader) -> tuple[float, float]:
+        """The sum of the losses of this worker's rows, and over how many samples it is."""
+        total = count = 0.0
+        for batch in loader.once():
+            loss, samples = loss_and_samples(loss_of(self._prepared().model, batch), batch)
+            if samples and loader.current is not None and loader.current.counts:
+                total += loss.item() * samples
+                count += samples
+        return total, count
 
     def save(self, folder: str | Path, *, keep_last: int = 2) -> None:
         """Saves a checkpoint below `folder`: call it on every worker.
@@ -406,6 +452,7 @@ class Engine:
     # What a step is made of
 
     def _make_replica(self, model: nn.Module, optimizer: Optimizer) -> Replica:
+        """Called once."""
         if isinstance(self.strategy, NoShard):
             return Replica(model, optimizer, self.link, self.device, self.config)
         from potluck.train.sharded import ShardedReplica
@@ -419,7 +466,7 @@ class Engine:
             dataset,
             batch,
             shares=self._shares(batch.size),
-            rank=self.rank,
+            rank=self.lane,
             device=self.device,
             seed=seed,
             collate=collate,
@@ -429,8 +476,8 @@ class Engine:
         loader.on_empty = self._step_without_rows
         is_measured = isinstance(self.policy, Sync) and self.policy.balance and not self.policy.shares
         # Where ranks gather parameters they wait for each other in every layer, and nobody's own speed can be seen.
-        if is_measured and self.world > 1 and not self._prepared().gathers:
-            self._balance = Balance(batch.size, self.world)
+        if is_measured and self.lanes > 1 and not self._prepared().gathers:
+            self._balance = Balance(batch.size, self.lanes)
         return loader
 
     def _start_of_step(self) -> None:
@@ -487,7 +534,7 @@ class Engine:
         if not is_done:
             self._set_lr(replica)
             replica.apply(verdict.scale)
-        replica.average_buffers(self._samples / verdict.samples)
+        replica.average_buffers(self._samples_of(pulses) / verdict.samples)
         return StepDone(
             step=self.step_number,
             epoch=self.loader.position.epoch if self.loader is not None else 0,
@@ -497,8 +544,15 @@ class Engine:
             lr=float(replica.optimizer.param_groups[0]["lr"]),
             grad_norm=verdict.norm,
             seconds=time.perf_counter() - self._started,
-            workers=worker_steps(pulses, took_s),
+            workers=self._worker_steps(pulses, took_s),
         )
+
+    def _worker_steps(self, pulses: list[Pulse], took_s: float) -> tuple[WorkerStep, ...]:
+        return worker_steps(pulses, took_s)
+
+    def _samples_of(self, pulses: list[Pulse]) -> float:
+        """Over which this worker's gradient is."""
+        return self._samples
 
     def _apply_alone(self, verdict: Verdict, where: str) -> StepSkipped | None:
         """A step of this replica by itself: applied, or skipped and told."""
@@ -555,7 +609,7 @@ class Engine:
 
     def _end_of_epoch(self) -> None:
         assert self.loader is not None
-        mine = json.dumps([self._prepared().fingerprint(), self._ledger.ranges]).encode()
+        mine = json.dumps([self._fingerprint(), self._ledger.ranges]).encode()
         told = [json.loads(data) for data in self.link.gather_bytes(mine)]
         proof = prove(((a, b) for _, ranges in told for a, b in ranges), self.loader.rows)
         same = len({fingerprint for fingerprint, _ in told}) == 1
@@ -575,6 +629,9 @@ class Engine:
         )
         self.events.emit(self.last_epoch)
 
+    def _fingerprint(self) -> str:
+        return self._prepared().fingerprint()
+
     def _insist_on_same_data(self, loader: Loader) -> None:
         """Workers that planned different steps would wait for each other for ever."""
         mine = f"{loader.rows:,} rows in batches of {loader.batch.size:,}, shuffled by seed {loader.seed}"
@@ -586,12 +643,12 @@ class Engine:
                 )
 
     def _shares(self, batch_size: int | None) -> tuple[float, ...]:
-        shares = (self.policy.shares if isinstance(self.policy, Sync) else ()) or (1.0,) * self.world
-        if len(shares) != self.world:
-            raise ConfigError(f"policy.shares has {len(shares)} numbers, and there are {self.world} workers.")
+        shares = (self.policy.shares if isinstance(self.policy, Sync) else ()) or (1.0,) * self.lanes
+        if len(shares) != self.lanes:
+            raise ConfigError(f"policy.shares has {len(shares)} numbers, and there are {self.lanes} workers.")
         if batch_size is not None and 0 in (parts := share_out(batch_size, shares)):
             raise ConfigError(
-                f"A batch of {batch_size} does not fit {self.world} workers: each needs at least one row, and they"
+                f"A batch of {batch_size} does not fit {self.lanes} workers: each needs at least one row, and they"
                 f" would have {', '.join(map(str, parts))}. Use a larger batch, fewer workers, or more even shares."
             )
         return shares

@@ -56,7 +56,7 @@ def model_part(sharded: "Sharded", *, copies: bool = True) -> Pieces:
         for name, spec in sharded.split.items():
             if 0 in spec.shape:  # nobody owns any of it
                 pieces.add_whole(name, torch.empty(spec.shape, dtype=spec.dtype))
-        pieces.notes["tied"] = tied(sharded)
+        pieces.notes["tied"] = sharded.tied()
     return pieces
 
 
@@ -79,18 +79,8 @@ def optimizer_part(sharded: "Sharded", *, copies: bool = True) -> Pieces:
 
 def whole_tensors(sharded: "Sharded") -> dict[str, Tensor]:
     """What each rank has whole of all that the model's state_dict holds."""
-    elsewhere = {*sharded.split, *tied(sharded)}
+    elsewhere = {*sharded.split, *sharded.tied()}
     return {name: tensor for name, tensor in sharded.model.state_dict().items() if name not in elsewhere}
-
-
-def tied(sharded: "Sharded") -> dict[str, str]:
-    """Further names of split parameters, and the first name of each."""
-    first: dict[int, str] = {}
-    found: dict[str, str] = {}
-    for name, parameter in sharded.model.named_parameters(remove_duplicate=False):
-        if (known := first.setdefault(id(parameter), name)) != name and known in sharded.split:
-            found[name] = known
-    return found
 
 
 def _add_state(pieces: Pieces, said: dict[str, Any], run: Run, known: dict[str, Any]) -> None:
@@ -110,7 +100,7 @@ def _add_state(pieces: Pieces, said: dict[str, Any], run: Run, known: dict[str, 
 
 def _is_flat(value: Any, run: Run) -> bool:
     """Whether it holds a number for each of the run's."""
-    return isinstance(value, Tensor) and value.dim() == 1 and value.numel() == run.parameter.numel()
+    return isinstance(value, Tensor) and value.dim() > 0 and value.shape == run.parameter.shape
 
 
 # Into the model
@@ -119,7 +109,7 @@ def _is_flat(value: Any, run: Run) -> bool:
 def check_part(sharded: "Sharded", model: Ranges, optimizer: Ranges, skeleton: dict[str, Any], source: str) -> None:
     """Whether it can be loaded. Changes nothing."""
     mine: dict[str, state.Described] = {**sharded.model.state_dict(), **sharded.split}
-    mine |= {name: sharded.split[first] for name, first in tied(sharded).items()}
+    mine |= {name: sharded.split[first] for name, first in sharded.tied().items()}
     state.check_model(mine, model.specs, source)
     state.check_optimizer(sharded.optimizer, sharded.group_names, skeleton)
     model.check_whole(source)
@@ -129,7 +119,7 @@ def check_part(sharded: "Sharded", model: Ranges, optimizer: Ranges, skeleton: d
 @torch.no_grad()
 def load_model_part(sharded: "Sharded", source: Ranges) -> None:
     """Straight into the model's own memory. Where parameters are kept whole, the others' parts are still old."""
-    for run in (*sharded.runs, *sharded.rest):
+    for run in (*sharded.runs, *sharded.mirrors, *sharded.rest):
         for span, numbers in run.cut(run.parameter.detach()):
             source.read_into(numbers, span.name, span.start)
     for name, tensor in whole_tensors(sharded).items():
@@ -139,7 +129,7 @@ def load_model_part(sharded: "Sharded", source: Ranges) -> None:
 def load_optimizer_part(sharded: "Sharded", source: Ranges, skeleton: dict[str, Any]) -> None:
     optimizer = sharded.optimizer
     optimizer.state.clear()  # else the old state and the new one would be here together
-    mine = {id(run.parameter): run for run in sharded.runs}
+    mine = {id(run.parameter): run for run in (*sharded.runs, *sharded.mirrors)}
     order = [mine[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
     index = {id(run.parameter): i for i, run in enumerate(order)}
     settings = state.unflatten(skeleton["groups"], _Read(source))
@@ -189,4 +179,4 @@ def _read_flat(run: Run, source: Ranges, names: dict[Span, str]) -> Tensor:
     for span, numbers in run.cut(flat):
         if span in names:
             source.read_into(numbers, names[span], span.start)
-    return flat
+    return flat.view_as(run.parameter)

@@ -21,6 +21,8 @@ class Pulse(NamedTuple):
     has_unused: float
     """Whether some parameter got no gradient on this worker."""
     wants_stop: float
+    send_s: float = 0.0
+    """Sending to other stages of a model that is cut."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,13 @@ def decide_mean(
 def worker_steps(pulses: Sequence[Pulse], took_s: float) -> tuple[WorkerStep, ...]:
     """All have begun together, and had the sums together, after `took_s`."""
     return tuple(
-        WorkerStep(rank=rank, rows=int(p.rows), samples=p.samples, busy_s=p.busy_s, wait_s=max(0.0, took_s - p.busy_s))
+        WorkerStep(
+            rank=rank,
+            rows=int(p.rows),
+            samples=p.samples,
+            busy_s=p.busy_s,
+            wait_s=max(0.0, took_s - p.busy_s - p.send_s),
+            send_s=p.send_s,
+        )
         for rank, p in enumerate(pulses)
     )

@@ -9,7 +9,7 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 import torch.utils.checkpoint
@@ -22,6 +22,9 @@ from potluck.shard.runs import can_skip, held_bytes, in_host_memory, step_unless
 from potluck.train.buckets import Buckets
 from potluck.train.link import Link
 from potluck.train.state import saved_buffers
+
+if TYPE_CHECKING:
+    from potluck.shard.sharded import Sharded
 
 Precision = Literal["fp32", "bf16"]
 
@@ -59,6 +62,9 @@ class Replica:
     """Whether every rank has to run as many backwards as the others."""
     gathers = False
     """Whether they wait for each other in every layer."""
+
+    part: "Sharded | None" = None
+    """What this worker holds, if that is a stage of a model; a replica that is split otherwise says so itself."""
 
     def __init__(
         self,

@@ -169,7 +169,8 @@ class _Told:
 
 
 def sharded_of(replica: Replica) -> "Sharded | None":
-    return getattr(replica, "sharded", None)
+    """What this worker holds of a model that is split; none if it has all of it."""
+    return replica.part or getattr(replica, "sharded", None)
 
 
 def take_snapshot(replica: Replica, standing: Standing, randoms: list[bytes]) -> checkpoint.Snapshot:

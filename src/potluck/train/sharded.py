@@ -17,10 +17,21 @@ from potluck.train.replica import Replica, as_bytes, switch_on
 class ShardedReplica(Replica):
     sharded: Sharded
 
-    def __init__(self, *arguments: Any, strategy: ShardingStrategy, across: Link | None = None, **options: Any) -> None:
-        """`across`: those who hold the same part of other replicas, where replicas step by themselves."""
+    def __init__(
+        self,
+        *arguments: Any,
+        strategy: ShardingStrategy,
+        across: Link | None = None,
+        nodes: Link | None = None,
+        **options: Any,
+    ) -> None:
+        """`across`: those who hold the same part of other replicas, where replicas step by themselves.
+
+        `nodes`: where they step together, and `within` is not all ranks that do.
+        """
         self.strategy = strategy
         self._across = across or Alone()
+        self._nodes = nodes
         super().__init__(*arguments, **options)
 
     @property
@@ -50,6 +61,7 @@ class ShardedReplica(Replica):
                 bf16=self.config.precision == "bf16",
                 offload=self.config.offload_optimizer,
                 group=self.within.group if isinstance(self.within, GroupLink) else None,
+                nodes=self._nodes.group if isinstance(self._nodes, GroupLink) else None,
             )
         except ValueError as error:
             raise ConfigError(f"strategy: {error}.") from None

@@ -37,12 +37,10 @@ from potluck.events import (
 )
 from potluck.train.checkpoint import CheckpointConfig, holds_any
 from potluck.train.data import BatchConfig, as_dataset
-from potluck.train.engine import Engine, init, loss_and_samples
+from potluck.train.engine import Engine, LossFunction, init
 from potluck.train.launch import LAST_WORDS
 from potluck.train.progress import Progress, size
 from potluck.train.schedule import ScheduleConfig
-
-LossFunction = Callable[[nn.Module, Any], Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,6 +135,7 @@ class Trainer:
             fetchers=self.batch.fetchers,
             collate=collate,
             seed=config.seed,
+            loss=loss,
         )
         self.steps_total, self.rows_total = self._length()
         if (schedule := config.schedule) is not None:
@@ -191,8 +190,7 @@ class Trainer:
         try:
             while not self._is_over and not self.engine.stopping:
                 for batch in self._loader:
-                    loss, samples = loss_and_samples(self.loss(self.model, batch), batch)
-                    self.engine.backward(loss, samples=samples)
+                    self.engine.train(self.loss, batch)
                     self.engine.step()
         finally:
             self.engine.after_step.remove(self._after_step)
@@ -277,7 +275,7 @@ class Trainer:
             folder=str(self.folder),
             workers=engine.world,
             device=str(engine.device),
-            parameters=sum(parameter.numel() for parameter in self.model.parameters()),
+            parameters=engine.parameters,
             unit=self.config.unit,
             batch_size=self.batch.size,
             steps_total=self.steps_total,

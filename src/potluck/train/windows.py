@@ -27,7 +27,7 @@ from potluck.train.averages import Averages
 from potluck.train.data import BatchConfig, Loader, MicroBatch, SliceLoader, mix, plan_step
 from potluck.train.engine import Engine
 from potluck.train.link import Alone, Link, Rows
-from potluck.train.nodes import make_nodes, node_size
+from potluck.train.nodes import Nodes, make_nodes, node_size
 from potluck.train.pulse import decide_alone
 from potluck.train.replica import Replica, StepConfig
 from potluck.train.saves import Standing
@@ -79,7 +79,7 @@ class WindowEngine(Engine):
         super().__init__(link, device, policy=policy, strategy=strategy, step=step)
         self.version = 0
         """Agreements so far."""
-        self._nodes = make_nodes(self.link, node_size(policy, strategy, self.world))
+        self._nodes = self._make_nodes()
         self._windows = Windows(policy, self._nodes.names)
         self._pool = Pool([])
         self._taken: list[list[tuple[int, int]]] = []
@@ -96,18 +96,27 @@ class WindowEngine(Engine):
 
     # Preparing
 
+    def _make_nodes(self) -> Nodes:
+        return make_nodes(self.link, node_size(self.policy, self.strategy, self.world))
+
     def _make_replica(self, model: nn.Module, optimizer: Optimizer) -> Replica:
+        replica = self._new_replica(model, optimizer)
+        self._average_with(replica)
+        return replica
+
+    def _new_replica(self, model: nn.Module, optimizer: Optimizer) -> Replica:
         nodes, arguments = self._nodes, (model, optimizer, self.link, self.device, self.config)
         if nodes.size == 1:
-            replica = Replica(*arguments, within=nodes.within)
-        else:
-            from potluck.train.sharded import ShardedReplica
+            return Replica(*arguments, within=nodes.within)
+        from potluck.train.sharded import ShardedReplica
 
-            replica = ShardedReplica(*arguments, strategy=FullShard(), within=nodes.within, across=nodes.across)
+        return ShardedReplica(*arguments, strategy=FullShard(), within=nodes.within, across=nodes.across)
+
+    def _average_with(self, replica: Replica) -> None:
+        nodes = self._nodes
         self._averages = Averages(
-            replica.parts(), saved_buffers(model), nodes.across, self.policy.outer, within=nodes.within
+            replica.parts(), saved_buffers(replica.model), nodes.across, self.policy.outer, within=nodes.within
         )
-        return replica
 
     def prepare(self, model: nn.Module, optimizer: Optimizer, dataset: Any = None, **options: Any) -> Any:
         if dataset is None:
@@ -151,13 +160,17 @@ class WindowEngine(Engine):
             if self._is_over(decision):
                 return
             done, self._batch_rows = self._window.rows, end - start
-            shares = (1.0,) * nodes.size
-            yield from plan_step(start, end, loader.batch, shares, nodes.within.rank, in_step=nodes.size > 1)
+            yield from self._plan_batch(start, end, loader.batch)
             if self._window.rows == done:
                 raise ConfigError(
                     f"The batch of rows {start} to {end} was given out, but step() was not called after it."
                     " Call backward() and step() for every batch of the loader."
                 )
+
+    def _plan_batch(self, start: int, end: int, batch: BatchConfig) -> list[MicroBatch]:
+        """This rank's part of one of its replica's batches."""
+        nodes = self._nodes
+        return plan_step(start, end, batch, (1.0,) * nodes.size, nodes.within.rank, in_step=nodes.size > 1)
 
     def _is_over(self, decision: Decision) -> bool:
         """Before each batch. The ranks of a node have heard it with their last step."""

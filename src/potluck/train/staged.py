@@ -1,0 +1,470 @@
+"""The engine of replicas that are cut into stages: each worker has some layers, and micro-batches go through all.
+
+The same two doors, Trainer and your own loop, run on it: train(loss_of, batch) takes one micro-batch of the loader, and
+with the last of a step all of them go forward and backward, in the order of the schedule. A step's figures are the last
+stage's to tell. Several replicas, cut alike, stand side by side: under Sync each stage sums its gradients with its
+peers, under Cadence and Async each averages its own part with them.
+"""
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from potluck.agree.policy import ApplyPolicy, Sync
+from potluck.errors import ConfigError
+from potluck.events import WorkerStep
+from potluck.shard.splitting import free_bytes
+from potluck.shard.strategy import FullShard, NoShard, ShardGradOp, ShardingStrategy
+from potluck.stages.balance import Device, balance
+from potluck.stages.channel import Channel, Label
+from potluck.stages.cut import Stage, cut
+from potluck.stages.direct import GroupChannel
+from potluck.stages.pipeline import Line
+from potluck.stages.plan import Plan, count_sent
+from potluck.stages.profile import measure
+from potluck.stages.protocol import DataStore, Stages
+from potluck.stages.schedule import forward_only, per_worker, plan_orders
+from potluck.train.data import BatchConfig, Loader, MicroBatch, as_dataset, mix, plan_step
+from potluck.train.engine import Engine, LossFunction, loss_and_samples
+from potluck.train.held import Held, HeldPart, empty, held_in, hold, narrow
+from potluck.train.link import GroupLink, Link
+from potluck.train.nodes import Nodes
+from potluck.train.places import as_nodes, make_places
+from potluck.train.pulse import Pulse, worker_steps
+from potluck.train.replica import Replica, StepConfig
+from potluck.train.saves import Standing
+from potluck.train.windows import WindowEngine
+
+AT_ONCE = 8
+"""Micro-batches that go through the stages together where nothing is trained."""
+
+
+@dataclass(slots=True)
+class _Micro:
+    """A micro-batch that waits for the others of its step."""
+
+    batch: Any
+    seed: int
+    weight: float
+    """1, or 0 for rows that do not count."""
+
+
+class _Work:
+    """What one stage computes of the micro-batches at hand."""
+
+    def __init__(self, stage: Stage, unit: Callable[[], float]) -> None:
+        self._stage = stage
+        self._unit = unit
+        self.micros: list[_Micro] = []
+        self.loss_of: LossFunction | None = None
+        self.samples = 0.0
+        self.loss_sum: Tensor | None = None
+
+    def begin(self, loss_of: LossFunction, micros: list[_Micro]) -> None:
+        self.loss_of, self.micros = loss_of, micros
+        self.samples, self.loss_sum = 0.0, None
+
+    def forward(self, micro: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        assert self.loss_of is not None
+        one = self.micros[micro]
+        found = self._stage.run(self.loss_of, one.batch, received or None, seed=one.seed)
+        if not self._stage.is_last:
+            return tuple(found)
+        loss, samples = loss_and_samples(found, one.batch)
+        samples *= one.weight
+        if samples:  # a mean over nothing is not a number, and weighs nothing
+            self.samples += samples
+            told = loss.detach().reshape(()) * samples
+            self.loss_sum = told if self.loss_sum is None else self.loss_sum + told
+            return (loss * (samples * self._unit()),)
+        return (loss.nan_to_num(0.0) * 0.0,)
+
+    def weights(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self._stage.model.parameters() if parameter.requires_grad]
+
+
+class Staged(Engine):
+    """What every policy has in common where replicas are cut into stages."""
+
+    def __init__(
+        self,
+        link: Link,
+        device: torch.device,
+        *,
+        policy: ApplyPolicy,
+        strategy: ShardingStrategy,
+        step: StepConfig,
+        stages: Stages,
+    ) -> None:
+        _insist_on_fit(strategy, stages)
+        self.stages = stages
+        self.places = make_places(link, stages.count, strategy)
+        super().__init__(link, device, policy=policy, strategy=strategy, step=step)
+        self.plan: Plan | None = None
+        self._given: dict[str, Any] = {}
+        self._parameters = 0
+        self._micros: list[_Micro] = []
+        self._work: dict[int, _Work] = {}
+        self._ties: dict[str, list[int]] = {}
+        self._is_first_of: dict[str, bool] = {}
+        self._pass = 0
+        """Counts the times that micro-batches went through the stages: the names of what travels."""
+
+    @property
+    def lanes(self) -> int:
+        return self.places.lanes
+
+    @property
+    def lane(self) -> int:
+        return self.places.lane
+
+    @property
+    def parameters(self) -> int:
+        return self._parameters
+
+    # Preparing
+
+    def prepare(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        dataset: Any = None,
+        *,
+        loss: LossFunction | None = None,
+        micro_batch_size: int | None = None,
+        **options: Any,
+    ) -> Any:
+        if dataset is None or loss is None:
+            raise ConfigError(
+                "A model that is cut into stages is prepared with its data and its loss function: prepare(model,"
+                " optimizer, dataset, batch_size=..., loss=loss_of), where loss_of(model, batch) gives the mean loss."
+            )
+        wanted = self.stages.micro_batch_size
+        if micro_batch_size is not None and micro_batch_size != wanted:
+            told = "whole batches" if wanted is None else f"micro-batches of {wanted} rows"
+            raise ConfigError(
+                f"stages.protocol asks for {told}, and batch.micro_size for {micro_batch_size} rows. Leave out the"
+                " latter: stages.protocol.micro_batch_size says how a batch is cut."
+            )
+        self._given = {"dataset": as_dataset(dataset), "loss": loss, "options": options}
+        return super().prepare(model, optimizer, dataset, loss=loss, micro_batch_size=wanted, **options)
+
+    def _make_replica(self, model: nn.Module, optimizer: Optimizer) -> Replica:
+        plan = self.plan = self._agree_on_plan(model)
+        held = hold(model, optimizer)
+        self._parameters = held.parameters
+        places, count = self.places, len(plan.stages)
+        stages = [cut(model, plan, number) for number in range(places.place, count, places.workers)]
+        own = stages[0].model if len(stages) == 1 else Held([stage.model for stage in stages])
+        narrow(optimizer, own)
+        empty(model, own)
+        self._find_ties(own)
+        replica = self._new_replica(own, optimizer)
+        replica.part = HeldPart(replica, held, self._is_first_of, rank=self.rank % places.size, world=places.size)
+        self._work = {stage.index: _Work(stage, lambda: self._unit) for stage in stages}
+        widths = [count_sent(plan.layers[cut - 1].output or {"value": None}) for cut in plan.cuts]
+        self._line = Line(self._work, widths, self._make_channel())
+        return replica
+
+    def _new_replica(self, model: nn.Module, optimizer: Optimizer) -> Replica:
+        raise NotImplementedError
+
+    def _make_channel(self) -> Channel:
+        line = self.places.line
+        group = line.group if isinstance(line, GroupLink) else None
+        return GroupChannel(group, self.device, rank=self.places.place, workers=self.places.workers)
+
+    def _agree_on_plan(self, model: nn.Module) -> Plan:
+        """Rank 0's, from what everyone has measured."""
+        profile = measure(model, self._given["loss"], self._sample(), self.device)
+        seconds = sum(layer.seconds for layer in profile.layers)
+        told = self.link.gather_rows([seconds, float(free_bytes(self.device))])
+        mine: dict[str, str] = {}
+        if self.rank == 0:
+            try:
+                mine = {"plan": self._draw_plan(profile, told).to_json()}
+            except ConfigError as error:
+                mine = {"refusal": str(error)}
+        answer = json.loads(self.link.gather_bytes(json.dumps(mine).encode())[0])
+        if "refusal" in answer:
+            raise ConfigError(answer["refusal"])
+        return Plan.from_json(answer["plan"])
+
+    def _draw_plan(self, profile: Any, told: list[list[float]]) -> Plan:
+        """`told`: of each rank, the seconds that the whole model takes it, and its free memory."""
+        workers, each = self.places.workers, per_worker(self.stages.schedule)
+        if self.stages.cuts:
+            if len(self.stages.cuts) + 1 != workers * each:
+                raise ConfigError(
+                    f"stages.cuts makes {len(self.stages.cuts) + 1} stages, and there are {workers * each}: {workers}"
+                    f" workers to a replica, with {each} each. Give {workers * each - 1} cuts."
+                )
+            return Plan.at(profile, self.stages.cuts)
+        # As fast as the slowest of those who have the place, and with the memory of the smallest.
+        mates = [[told[r] for r in range(self.world) if self.places.place_of(r) == place] for place in range(workers)]
+        devices = [
+            Device(speed=1 / max(row[0] for row in mates[n % workers]), memory_bytes=None)
+            for n in range(workers * each)
+        ]
+        return balance(profile, devices)
+
+    def _sample(self) -> Any:
+        """Some rows of the data, to measure what layers cost."""
+        dataset, options = self._given["dataset"], self._given["options"]
+        rows = min(len(dataset), self.stages.micro_batch_size or max(1, options["batch_size"] // self.lanes))
+        loader = Loader(
+            dataset,
+            BatchConfig(size=rows),
+            shares=(1.0,),
+            rank=0,
+            device=torch.device("cpu"),
+            collate=options.get("collate"),
+        )
+        return next(loader.once())
+
+    def _find_ties(self, own: nn.Module) -> None:
+        """Which parameters other workers of the lane hold too; the first of those writes them, and counts them."""
+        names = [name for name, _ in held_in(own)]
+        trained = {name for name, parameter in own.named_parameters() if parameter.requires_grad}
+        told = [set(json.loads(data)) for data in self.places.line.gather_bytes(json.dumps(names).encode())]
+        for name in names:
+            holders = [place for place, theirs in enumerate(told) if name in theirs]
+            self._is_first_of[name] = holders[0] == self.places.place
+            if len(holders) > 1 and name in trained:
+                self._ties[name] = holders
+        if self._ties and isinstance(self.strategy, ShardGradOp):
+            raise ConfigError(
+                f"{next(iter(self._ties))} belongs to two stages, and ShardGradOp splits each stage's parameters"
+                " elsewhere. Use NoShard or HybridShard, or untie the weights."
+            )
+
+    # A step
+
+    def train(self, loss_of: LossFunction, batch: Any) -> None:
+        micro = self.loader.current if self.loader is not None else None
+        if micro is None:
+            raise ConfigError("train() takes the batches of the loader that prepare() gave.")
+        assert self.loader is not None
+        seed = mix(self.loader.seed, self.loader.position.epoch, micro.start)
+        self._micros.append(_Micro(batch, seed, float(micro.counts)))
+        if self.places.is_last and micro.counts:
+            self._rows += micro.end - micro.start
+            self._ledger.record(micro.start, micro.end)
+        self._trained = micro
+        if micro.last:
+            self._run(loss_of)
+            self._is_last = True
+
+    def backward(self, loss: Tensor, *, samples: float, last: bool | None = None) -> None:
+        raise ConfigError(
+            "Stages go forward and backward by themselves: call fleet.train(loss_of, batch) instead of the loss"
+            " function and backward()."
+        )
+
+    def _run(self, loss_of: LossFunction) -> None:
+        replica, micros = self._prepared(), self._micros
+        self._micros = []
+        for work in self._work.values():
+            work.begin(loss_of, micros)
+        orders = plan_orders(self.stages.schedule, self.places.workers, len(micros))
+        self._pass += 1
+        self._line.run(self._pass, orders, self.places.place, before_backward=lambda last: replica.arm(last=last))
+        for work in self._work.values():
+            self._samples += work.samples
+            if work.loss_sum is not None:
+                self._loss_sum = self._loss_sum + work.loss_sum
+
+    def _reduce(self, replica: Replica) -> tuple[float, float, float]:
+        wait_s = replica.finish()
+        started = time.perf_counter()
+        self._add_ties(replica)
+        own, loss_sum = torch.stack([replica.norm().to(self.device), self._loss_sum]).tolist()
+        squares = [row[0] for row in self.places.line.gather_rows([own**2 - self._counted_elsewhere(replica)])]
+        return wait_s + time.perf_counter() - started, math.sqrt(max(0.0, sum(squares))), loss_sum
+
+    def _add_ties(self, replica: Replica) -> None:
+        """A weight that several stages use has the sum of their gradients, on each of them, to the last bit."""
+        if not self._ties:
+            return
+        channel, place = self._line.channel, self.places.place
+        numbers = {name: number for number, name in enumerate(sorted(self._ties))}
+        coming: list[Label] = []
+        for name, holders in sorted(self._ties.items()):
+            coming += [Label(self._pass, "tied", other, place, numbers[name]) for other in holders if other != place]
+        channel.expect(sorted(coming, key=lambda label: (label.source, label.micro)))
+        own = {name: _gradient(replica, name) for name in sorted(self._ties)}
+        for name, gradient in own.items():
+            for other in self._ties[name]:
+                if other != place:
+                    channel.send(Label(self._pass, "tied", place, other, numbers[name]), gradient)
+        for name, gradient in own.items():
+            parts = [
+                gradient if other == place else channel.receive(Label(self._pass, "tied", other, place, numbers[name]))
+                for other in self._ties[name]
+            ]
+            total = parts[0].clone()
+            for part in parts[1:]:
+                total += part
+            own[name] = total
+        channel.flush()
+        for name, total in own.items():
+            _gradient(replica, name).copy_(total)
+
+    def _counted_elsewhere(self, replica: Replica) -> float:
+        """The square of the norm of what another stage has too, and counts."""
+        twice = [_gradient(replica, name) for name in self._ties if not self._is_first_of[name]]
+        return float(sum(gradient.double().square().sum() for gradient in twice))
+
+    def _tell(self, busy_s: float, loss_sum: float | None = None) -> Any:
+        times = self._line.times
+        mine = Pulse(
+            samples=self._samples,
+            loss_sum=self._loss_sum.item() if loss_sum is None else loss_sum,
+            rows=self._rows,
+            busy_s=times.busy_s + self._optimizer_s,
+            has_unused=self._prepared().has_unused,
+            wants_stop=self._wants_stop,
+            send_s=times.send_s,
+        )
+        return self.link.start_gather(mine)
+
+    def _lane_pulses(self, pulses: list[Pulse]) -> list[Pulse]:
+        """One for each lane: the last stage's figures, and the time of its busiest stage."""
+        found = []
+        for lane in range(self.lanes):
+            own = [pulses[rank] for rank in self.places.ranks_of(lane)]
+            found.append(own[-1]._replace(busy_s=max(pulse.busy_s for pulse in own)))
+        return found
+
+    def _samples_of(self, pulses: list[Pulse]) -> float:
+        return self._lane_pulses(pulses)[self.lane].samples
+
+    def _share_anew(self, pulses: list[Pulse]) -> None:
+        super()._share_anew(self._lane_pulses(pulses))
+
+    def _worker_steps(self, pulses: list[Pulse], took_s: float) -> tuple[WorkerStep, ...]:
+        lanes = self._lane_pulses(pulses)
+        found = []
+        for step in worker_steps(pulses, took_s):
+            lane = self.places.lane_of(step.rank)
+            name = f"stage {self.places.place_of(step.rank)}" + (f" of {lane}" if self.lanes > 1 else "")
+            found.append(replace(step, name=name, rows=int(lanes[lane].rows), samples=lanes[lane].samples))
+        return tuple(found)
+
+    def _fingerprint(self) -> str:
+        return "/".join(data.decode() for data in self.places.line.gather_bytes(super()._fingerprint().encode()))
+
+    def _look(self, loss_of: LossFunction, loader: Loader) -> tuple[float, float]:
+        total = count = 0.0
+        for micros in _in_groups(loader):
+            for work in self._work.values():
+                work.begin(loss_of, micros)
+            orders = forward_only(self.stages.schedule, self.places.workers, len(micros))
+            self._pass += 1
+            self._line.run(self._pass, orders, self.places.place)
+            for work in self._work.values():
+                count += work.samples
+                total += work.loss_sum.item() if work.loss_sum is not None else 0.0
+        return total, count
+
+    def close(self) -> None:
+        if self.replica is not None:
+            self._line.channel.close()
+        super().close()
+
+    def _standing(self) -> Standing:
+        assert self.plan is not None
+        return super()._standing() | {"plan": self.plan.to_json()}
+
+
+class StagedEngine(Staged):
+    """All replicas step together."""
+
+    def _new_replica(self, model: nn.Module, optimizer: Optimizer) -> Replica:
+        places, arguments = self.places, (model, optimizer, self.places.peers, self.device, self.config)
+        if isinstance(self.strategy, NoShard):
+            return Replica(*arguments)
+        from potluck.train.sharded import ShardedReplica
+
+        if places.each == 1:
+            return ShardedReplica(*arguments, strategy=self.strategy)
+        nodes = as_nodes(places).across if places.lanes > places.each else None
+        return ShardedReplica(*arguments, strategy=self.strategy, within=places.shards, nodes=nodes)
+
+
+class StagedWindowEngine(Staged, WindowEngine):
+    """Each replica steps by itself."""
+
+    def _make_nodes(self) -> Nodes:
+        return as_nodes(self.places)
+
+    def _make_replica(self, model: nn.Module, optimizer: Optimizer) -> Replica:
+        replica = Staged._make_replica(self, model, optimizer)
+        self._average_with(replica)
+        return replica
+
+    def _new_replica(self, model: nn.Module, optimizer: Optimizer) -> Replica:
+        shards = self.places.shards
+        arguments = (model, optimizer, self._nodes.across, self.device, self.config)
+        if isinstance(self.strategy, NoShard):
+            return Replica(*arguments, within=shards)
+        from potluck.train.sharded import ShardedReplica
+
+        return ShardedReplica(*arguments, strategy=FullShard(), within=shards, across=self._nodes.across)
+
+    def _plan_batch(self, start: int, end: int, batch: BatchConfig) -> list[MicroBatch]:
+        each = self.places.each
+        return plan_step(start, end, batch, (1.0,) * each, self.rank % each, in_step=each > 1)
+
+
+def staged_engine(
+    link: Link,
+    device: torch.device,
+    *,
+    policy: ApplyPolicy,
+    strategy: ShardingStrategy,
+    step: StepConfig,
+    stages: Stages,
+) -> Staged:
+    kind = StagedEngine if isinstance(policy, Sync) else StagedWindowEngine
+    return kind(link, device, policy=policy, strategy=strategy, step=step, stages=stages)
+
+
+def _insist_on_fit(strategy: ShardingStrategy, stages: Stages) -> None:
+    if isinstance(strategy, FullShard | ShardGradOp) and strategy.buddy:
+        raise ConfigError("strategy.buddy does not go with stages. Leave it out, and save checkpoints.")
+    if stages.schedule == "zero-bubble" and not isinstance(strategy, NoShard):
+        raise ConfigError(
+            "The schedule zero-bubble cuts backwards in two, of which a split stage would not hear. Use 1f1b, or"
+            " NoShard."
+        )
+    if isinstance(stages.protocol, DataStore):
+        raise ConfigError("DataStore is not there yet.")
+
+
+def _in_groups(loader: Loader) -> Iterator[list[_Micro]]:
+    group: list[_Micro] = []
+    for batch in loader.once():
+        assert loader.current is not None
+        group.append(_Micro(batch, 0, float(loader.current.counts)))
+        if len(group) == AT_ONCE:
+            yield group
+            group = []
+    if group:
+        yield group
+
+
+def _gradient(replica: Replica, name: str) -> Tensor:
+    """Of a parameter by the whole model's name, as this rank holds it; zeros if there is none yet."""
+    assert isinstance(replica.part, HeldPart)
+    parameter = replica.part.by_name[name]
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad

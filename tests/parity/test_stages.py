@@ -1,0 +1,195 @@
+"""A model cut into stages, on real workers, against plain PyTorch in one process: every protocol, schedule and cut."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import potluck
+from potluck import Direct, Pipeline, Stages
+from potluck.stages.cut import seed_of
+from potluck.train.data import mix
+from tests.ranks import RankFailed, run_ranks
+
+ROWS, BATCH, STEPS, MICRO = 22, 8, 6, 3  # batches of 8, 8 and 6 rows, in micro-batches of 3, 3, 2 and 3, 3
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(12, 20)
+        self.outer = nn.Linear(20, 12, bias=False)
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.drop(self.outer(torch.tanh(self.inner(x))))
+
+
+class Net(nn.Module):
+    """Embeddings that the head uses too, dropout, and a frozen parameter."""
+
+    def __init__(self, tied: bool = True) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 12)
+        self.blocks = nn.ModuleList(Block() for _ in range(6))
+        self.norm = nn.LayerNorm(12)
+        self.norm.bias.requires_grad_(False)
+        self.head = nn.Linear(12, 11, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))  # type: ignore[no-any-return]
+
+
+def loss_of(model: nn.Module, batch: Tensor) -> tuple[Tensor, int]:
+    logits = model(batch[:, :-1])
+    return F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten()), batch[:, 1:].numel()
+
+
+def make(tied: bool = True, drop: bool = True) -> tuple[Net, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = Net(tied)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout) and not drop:
+            module.p = 0.0
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def data() -> Tensor:
+    return torch.randint(0, 11, (ROWS, 5), generator=torch.Generator().manual_seed(1))
+
+
+def one_process(
+    steps: int = STEPS,
+    clip: float | None = None,
+    tied: bool = True,
+    micro: int = MICRO,
+    lanes: int = 1,
+    drop: bool = True,
+) -> dict[str, Any]:
+    """Plain PyTorch, with each layer's random numbers from the micro-batch and the layer's place."""
+    model, optimizer = make(tied, drop)
+    rows, seed, losses = data(), 0, []
+
+    def sow(place: int) -> None:
+        torch.manual_seed(seed_of(seed, place))
+
+    for place, block in enumerate(model.blocks, start=1):
+        block.register_forward_pre_hook(lambda module, args, place=place: sow(place))
+    epoch, at = 0, 0
+    order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(mix(0, 0)))
+    for _ in range(steps):
+        if at == ROWS:
+            epoch, at = epoch + 1, 0
+            order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(mix(0, epoch)))
+        end = min(at + BATCH, ROWS)
+        total = count = 0.0
+        parts = torch.arange(at, end).tensor_split(lanes)
+        for part in (micros for part in parts for micros in part.split(micro)):
+            seed = mix(0, epoch, int(part[0]))
+            loss, samples = loss_of(model, rows[order[part]])
+            (loss * samples).backward()
+            total, count = total + loss.item() * samples, count + samples
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= count
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total / count)
+        at = end
+    return {"losses": losses, "weights": {name: p.detach() for name, p in model.named_parameters()}}
+
+
+def train(stages: Any, options: dict[str, Any]) -> dict[str, Any]:
+    clip, tied = options.get("clip"), options.get("tied", True)
+    losses = []
+    policy, strategy = potluck.Sync(balance=False), options.get("strategy", potluck.NoShard())
+    with potluck.init(policy, strategy, stages=stages, step=potluck.StepConfig(clip=clip), patience_s=30) as fleet:
+        model, optimizer = make(tied, options.get("drop", True))
+        model, optimizer, loader = fleet.prepare(model, optimizer, data(), batch_size=BATCH, loss=loss_of)
+        while fleet.step_number < STEPS:
+            for batch in loader:
+                fleet.train(loss_of, batch)
+                event = fleet.step()
+                if event is not None:
+                    losses.append(event.loss)
+                if fleet.step_number == STEPS:
+                    break
+        whole = {name: _whole(p) for name, p in model.named_parameters()}
+        return {"losses": losses, "weights": whole}
+
+
+def _whole(parameter: Any) -> Tensor:
+    return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter.detach()  # type: ignore[no-any-return]
+
+
+def assert_same(found: list[dict[str, Any]], judge: dict[str, Any]) -> None:
+    weights: dict[str, Tensor] = {}
+    for each in found:
+        assert each["losses"] == pytest.approx(judge["losses"], rel=1e-5)
+        for name, tensor in each["weights"].items():
+            # A weight that two stages have is the same on both, to the last bit.
+            assert name not in weights or torch.equal(tensor, weights[name]), name
+            weights[name] = tensor
+    assert weights.keys() == judge["weights"].keys()
+    for name, tensor in weights.items():
+        # Gradients of micro-batches are added in another order where a weight is tied, and AdamW divides by their root.
+        torch.testing.assert_close(tensor, judge["weights"][name], rtol=1e-4, atol=2e-5, msg=name)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 4])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero-bubble", "interleaved"])
+def test_a_pipeline_learns_what_one_process_learns(schedule: Any, workers: int) -> None:
+    stages = Pipeline(micro_batch_size=MICRO, schedule=schedule)
+    assert_same(run_ranks(workers, train, stages, {"clip": 0.5}), one_process(clip=0.5))
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_direct_sends_whole_batches_to_the_same_end(workers: int) -> None:
+    assert_same(run_ranks(workers, train, Direct(), {}), one_process(micro=BATCH))
+
+
+@pytest.mark.parametrize("cuts", [(1,), (4,), (7,), (1, 7), (2, 3, 6)])
+def test_it_does_not_matter_where_it_is_cut(cuts: tuple[int, ...]) -> None:
+    stages = Stages(protocol=Pipeline(micro_batch_size=MICRO), cuts=cuts)
+    assert_same(run_ranks(len(cuts) + 1, train, stages, {"tied": False}), one_process(tied=False))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_replicas_side_by_side_step_as_one(schedule: Any) -> None:
+    """Two replicas of two stages: each batch is shared out among them, micro-batches as they fall."""
+    stages = Stages(protocol=Pipeline(micro_batch_size=2, schedule=schedule), count=2)
+    found = run_ranks(4, train, stages, {})
+    for one, other in ((0, 2), (1, 3)):
+        for name, tensor in found[one]["weights"].items():
+            assert torch.equal(tensor, found[other]["weights"][name]), name
+    assert_same(found, one_process(micro=2, lanes=2))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    ("strategy", "workers", "count", "lanes"),
+    [
+        (potluck.HybridShard(intra_node_size=2), 4, 2, 2),
+        (potluck.HybridShard(intra_node_size=2), 8, 2, 4),
+        (potluck.FullShard(), 4, 2, 2),
+        (potluck.ShardGradOp(), 4, 2, 2),
+    ],
+)
+def test_each_stage_may_itself_be_split(strategy: Any, workers: int, count: int, lanes: int, tied: bool) -> None:
+    stages = Stages(protocol=Pipeline(micro_batch_size=2), count=count)
+    if tied and isinstance(strategy, potluck.ShardGradOp):
+        with pytest.raises(RankFailed, match="embed.weight belongs to two stages, and ShardGradOp"):
+            run_ranks(workers, train, stages, {"strategy": strategy})
+        return
+    # Their micro-batches are cut otherwise, so that all have equally many: no dropout, which would be another.
+    found = run_ranks(workers, train, stages, {"strategy": strategy, "tied": tied, "drop": False})
+    assert_same(found, one_process(micro=2, lanes=lanes, tied=tied, drop=False))
