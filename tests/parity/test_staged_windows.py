@@ -129,7 +129,7 @@ def test_stages_that_are_split_average_their_parts() -> None:
 
 
 def test_one_replica_alone_has_nothing_to_average_with() -> None:
-    with pytest.raises(RankFailed, match="There is one replica of 2 stages, and nothing to average with. Start"):
+    with pytest.raises(RankFailed, match=r"There is one replica of 2 stages, and nothing to average with. Start"):
         run_ranks(2, ours, Async(), "sgd", 24, Direct())
-    with pytest.raises(RankFailed, match="3 workers cannot hold replicas of 2 stages. Start a multiple of 2"):
+    with pytest.raises(RankFailed, match=r"3 workers cannot hold replicas of 2 stages. Start a multiple of 2"):
         run_ranks(3, ours, Async(), "sgd", 24, Stages(protocol=Direct(), count=2))

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import potluck
 from potluck import Direct, Pipeline, Stages
-from potluck.stages.cut import seed_of
+from potluck.stages.seats import seed_of
 from potluck.train.data import mix
 from tests.ranks import RankFailed, run_ranks
 
@@ -91,7 +91,7 @@ def one_process(
         end = min(at + BATCH, ROWS)
         total = count = 0.0
         parts = torch.arange(at, end).tensor_split(lanes)
-        for part in (micros for part in parts for micros in part.split(micro)):
+        for part in (one for lane in parts for one in lane.split(micro)):
             seed = mix(0, epoch, int(part[0]))
             loss, samples = loss_of(model, rows[order[part]])
             (loss * samples).backward()
@@ -187,7 +187,7 @@ def test_replicas_side_by_side_step_as_one(schedule: Any) -> None:
 def test_each_stage_may_itself_be_split(strategy: Any, workers: int, count: int, lanes: int, tied: bool) -> None:
     stages = Stages(protocol=Pipeline(micro_batch_size=2), count=count)
     if tied and isinstance(strategy, potluck.ShardGradOp):
-        with pytest.raises(RankFailed, match="embed.weight belongs to two stages, and ShardGradOp"):
+        with pytest.raises(RankFailed, match=r"embed.weight belongs to two stages, and ShardGradOp"):
             run_ranks(workers, train, stages, {"strategy": strategy})
         return
     # Their micro-batches are cut otherwise, so that all have equally many: no dropout, which would be another.

@@ -25,6 +25,9 @@ GROUND = {"errors", "events", "config"}
 PURE = [
     "agree/*.py",
     "shard/optimizer_shard.py",
+    "stages/plan.py",
+    "stages/balance.py",
+    "stages/protocol.py",
     "wire/*.py",
     "fleet/ledger.py",
     "fleet/tree.py",

@@ -1,0 +1,221 @@
+"""cut: one stage of a model, which runs the same loss function as the whole model and computes its own layers only.
+
+A stage's model has the class and the names of the whole one. Its own layers are the whole model's; a layer of another
+stage has a stand-in without parameters. Those before ours hand on what was received; after our last layer the loss
+function is left, and what that layer gave is the stage's result. So whatever else the model's forward does between its
+layers (masks, tables, positions) is done on every stage, and nothing has to be traced.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from potluck.errors import ConfigError
+from potluck.stages.chain import Chain, chain_of, parameters_of
+from potluck.stages.plan import Layer, Plan, count_sent
+from potluck.stages.seats import AbsentLayer, AbsentPart, Activation, Pass, Reached, Seat, StandIn, seated, shallow
+
+LossOf = Callable[[nn.Module, Any], Any]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stage:
+    """One stage of a plan."""
+
+    model: nn.Module
+    """Of the whole model's class; parameters have its names and are its parameters."""
+    plan: Plan
+    index: int
+    blocks: list[nn.Module]
+    """Its own links of the chain, to be compiled, recomputed or sharded one by one."""
+    ties: dict[str, tuple[int, ...]]
+    """Its parameters that other stages use too, by name, and all stages that do: their gradients are to be added."""
+    receives: int
+    """How many tensors the stage before sends."""
+    _now: "Pass" = field(repr=False)
+
+    @property
+    def is_first(self) -> bool:
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == len(self.plan.stages) - 1
+
+    def run(self, loss_of: LossOf, batch: Any, activation: Activation | None = None, *, seed: int | None = None) -> Any:
+        """The forward of one micro-batch: what goes to the next stage, or from the last one what `loss_of` returned.
+
+        `activation`: what the stage before gave. Set requires_grad_() on its floating-point tensors to get their
+        gradients; a layer that works in place may change them. With a seed, each layer's random numbers come from it
+        and the layer's place alone, however the model is cut, and the global generators stand afterwards as before.
+        """
+        given = tuple(activation or ())
+        if len(given) != self.receives:
+            raise ConfigError(
+                f"Stage {self.index} takes {self.receives} tensors from the stage before, and got {len(given)}."
+            )
+        try:
+            with self._now.begin(given, seed, self._device(given)):
+                result = loss_of(self.model, batch)
+        except Reached as reached:
+            if reached.by is not self._now:
+                raise
+            return reached.activation
+        if not self.is_last or not self._now.has_entered:
+            raise ConfigError(
+                f"The loss function returned without running the layers of stage {self.index}. It has to run the model"
+                " that it gets as its argument, and no other."
+            )
+        return result
+
+    def _device(self, given: Activation) -> torch.device:
+        for tensor in (*self.model.parameters(), *given):
+            return tensor.device
+        return torch.device("cpu")
+
+
+def cut(model: nn.Module, plan: Plan, index: int) -> Stage:
+    """A stage of the model. The model itself stays as it is and works on; the stage holds nothing of other stages.
+
+    So to free what the others own, let go of the model. It may also be without memory, on the meta device: then only
+    the stage is to be given memory and loaded.
+    """
+    if not 0 <= index < len(plan.stages):
+        raise ConfigError(f"The plan has stages 0 to {len(plan.stages) - 1}, and no stage {index}.")
+    chain = chain_of(model, [layer.module for layer in plan.layers if layer.module is not None])
+    _check(model, plan, chain)
+    now = Pass()
+    own = plan.layers[plan.stages[index].start : plan.stages[index].stop]
+    used = {id(parameter) for layer in own for parameter in _used(chain, layer)}
+    replaced: dict[int, nn.Module] = {}
+    blocks = _place_layers(plan, index, chain, now, replaced)
+    kept = {name for layer in own for name in layer.parts}
+    for name, part in chain.parts.items():
+        if name not in kept and isinstance(part, nn.Module):
+            if isinstance(part, nn.modules.dropout._DropoutNd):
+                replaced[id(part)] = nn.Identity()
+            elif any(True for _ in part.parameters()):
+                replaced[id(part)] = AbsentPart(part, now, name)
+    for original in (*chain.modules.values(), *(part for part in chain.parts.values() if isinstance(part, nn.Module))):
+        if isinstance(stand_in := replaced.get(id(original)), StandIn):
+            _hang(stand_in, original, used)
+    for path, holder in chain.holders.items():
+        replaced[id(holder)] = _hollow(holder, path, kept, used)
+    for holder in chain.holders.values():
+        copy = replaced[id(holder)]
+        copy._modules = {
+            name: None if child is None else replaced.get(id(child), child) for name, child in copy._modules.items()
+        }
+    first = plan.stages[index].start
+    return Stage(
+        model=replaced[id(model)],
+        plan=plan,
+        index=index,
+        blocks=blocks,
+        ties={name: stages for name, stages in owners(model, plan).items() if len(stages) > 1 and index in stages},
+        receives=count_sent(plan.layers[first - 1].output or {"value": None}) if first else 0,
+        _now=now,
+    )
+
+
+def owners(model: nn.Module, plan: Plan) -> dict[str, tuple[int, ...]]:
+    """Every parameter of the model, by its first name, and the stages that use it; several: a tie."""
+    chain = chain_of(model, [layer.module for layer in plan.layers if layer.module is not None])
+    using: dict[int, set[int]] = {}
+    for number, layer in enumerate(plan.layers):
+        for parameter in _used(chain, layer):
+            using.setdefault(id(parameter), set()).add(plan.stage_of(number))
+    return {name: tuple(sorted(using[id(parameter)])) for name, parameter in model.named_parameters()}
+
+
+def _used(chain: Chain, layer: Layer) -> list[nn.Parameter]:
+    """Each once."""
+    found = [] if layer.module is None else list(chain.modules[layer.module].parameters())
+    for name in layer.parts:
+        found += parameters_of(chain.parts[name])
+    return list({id(parameter): parameter for parameter in found}.values())
+
+
+def _check(model: nn.Module, plan: Plan, chain: Chain) -> None:
+    """The plan is of this model."""
+    listed = {name for layer in plan.layers for name in layer.parts}
+    if unknown := sorted(listed - chain.parts.keys()):
+        raise ConfigError(f"The model has no {unknown[0]} outside of its layers: the plan is of another model.")
+    for name, part in chain.parts.items():
+        if name not in listed and parameters_of(part):
+            raise ConfigError(f"The plan does not know {name}: it is of another model.")
+    for layer in plan.layers:
+        count = sum(parameter.numel() for parameter in _used(chain, layer))
+        if count != layer.parameters:
+            raise ConfigError(
+                f"Layer {layer.name} has {count:,} parameters, and in the plan {layer.parameters:,}: the plan is of"
+                " another model."
+            )
+    for path, holder in chain.holders.items():
+        if "forward" in holder.__dict__ or holder._compiled_call_impl is not None:
+            raise ConfigError(
+                f"The forward of {path or type(holder).__name__} has been compiled or replaced. Cut the model first,"
+                " and do so with the stages."
+            )
+
+
+def _place_layers(plan: Plan, index: int, chain: Chain, now: Pass, replaced: dict[int, nn.Module]) -> list[nn.Module]:
+    """Gives every link of the chain its own seat or a stand-in, and returns those with a seat."""
+    own = plan.stages[index]
+    links = [number for number, layer in enumerate(plan.layers) if layer.module is not None]
+    opening = plan.layers[0].output if links[0] == 1 else None  # what "before" gives to the first link
+    blocks = []
+    for place, number in enumerate(links, start=1):
+        layer = plan.layers[number]
+        assert layer.module is not None
+        module = chain.modules[layer.module]
+        is_end = number == links[-1]
+        if number in own:
+            layer_here = shallow(module, seated(type(module)))
+            layer_here.__dict__["_seat"] = Seat(
+                now=now,
+                place=place,
+                takes=opening if number == own.start == 1 else None,
+                gives=layer.output if number == own.stop - 1 and index < len(plan.stages) - 1 else None,
+                is_end=is_end,
+            )
+            blocks.append(layer_here)
+            replaced[id(module)] = layer_here
+        else:
+            replaced[id(module)] = AbsentLayer(
+                module,
+                now,
+                output=layer.output if number < own.start else None,
+                is_door=number == own.start - 1,
+                leaves=opening if number == own.stop == 1 else None,
+                ends_at=place + 1 if is_end else 0,
+            )
+    return blocks
+
+
+def _hollow(holder: nn.Module, path: str, kept: set[str], used: set[int]) -> nn.Module:
+    """A copy without those of its own parameters that the stage does not use; zeros are in their place."""
+    copy = shallow(holder, type(holder))
+    copy._buffers = dict(holder._buffers)
+    copy._parameters = dict(holder._parameters)
+    copy._non_persistent_buffers_set = set(holder._non_persistent_buffers_set)
+    for name, parameter in holder._parameters.items():
+        full = f"{path}.{name}" if path else name
+        if parameter is not None and full not in kept and id(parameter) not in used:
+            del copy._parameters[name]
+            copy.register_buffer(name, torch.zeros_like(parameter, requires_grad=False), persistent=False)
+    return copy
+
+
+def _hang(stand_in: nn.Module, original: nn.Module, used: set[int]) -> None:
+    """Parameters that the stage uses elsewhere under another name keep the whole model's first name for them."""
+    for name, parameter in original.named_parameters(remove_duplicate=False):
+        if id(parameter) in used:
+            *steps, last = name.split(".")
+            place = stand_in
+            for step in steps:
+                place = place._modules.setdefault(step, nn.Module())  # type: ignore[assignment]
+            place._parameters[last] = parameter

@@ -1,0 +1,99 @@
+"""What layers hand to each other, taken apart into the tensors that are sent and put together again."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from potluck.errors import ConfigError
+from potluck.stages.plan import Form
+
+
+def describe(value: Any, is_sent: Callable[[Tensor], bool], what: str) -> Form:
+    """The form of a value, its tensors that are sent numbered in order."""
+    count = 0
+
+    def visit(value: Any) -> Form:
+        nonlocal count
+        if isinstance(value, Tensor):
+            number = count if is_sent(value) else None
+            count += number is not None
+            return {"tensor": number}
+        if type(value) in (tuple, list):
+            return {type(value).__name__: [visit(one) for one in value]}
+        if type(value) is dict and all(isinstance(key, str) for key in value):
+            return {"dict": {key: visit(one) for key, one in value.items()}}
+        if value is None or isinstance(value, bool | int | float | str):
+            return {"value": value}
+        raise ConfigError(
+            f"{what} is a {type(value).__name__}. Between stages go tensors, and tuples, lists and dicts of them."
+        )
+
+    return visit(value)
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """In tuples, lists and dicts, however deep; in the order of describe()."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, tuple | list):
+        return [tensor for one in value for tensor in tensors_in(one)]
+    if isinstance(value, dict):
+        return [tensor for one in value.values() for tensor in tensors_in(one)]
+    return []
+
+
+def pick(form: Form, value: Any, what: str) -> list[Tensor]:
+    """The tensors of a value that are sent; ConfigError if it has another form than the plan says."""
+    [(kind, inner)] = form.items()
+    if kind == "tensor":
+        if not isinstance(value, Tensor):
+            raise _other_form(what, value)
+        return [] if inner is None else [value]
+    if kind in ("tuple", "list"):
+        if not isinstance(value, tuple | list) or len(value) != len(inner):
+            raise _other_form(what, value)
+        return [tensor for one, part in zip(inner, value, strict=True) for tensor in pick(one, part, what)]
+    if kind == "dict":
+        if not isinstance(value, dict) or not inner.keys() <= value.keys():
+            raise _other_form(what, value)
+        return [tensor for key, one in inner.items() for tensor in pick(one, value[key], what)]
+    return []
+
+
+def fill(form: Form, tensors: Sequence[Tensor]) -> Any:
+    """A value of this form with these tensors; one that is not sent, or that is missing, is a single zero."""
+    [(kind, inner)] = form.items()
+    match kind:
+        case "tensor":
+            return tensors[inner] if inner is not None and inner < len(tensors) else torch.zeros(())
+        case "tuple":
+            return tuple(fill(one, tensors) for one in inner)
+        case "list":
+            return [fill(one, tensors) for one in inner]
+        case "dict":
+            return {key: fill(one, tensors) for key, one in inner.items()}
+    return inner
+
+
+def arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Both by name: those without one by their place."""
+    return {str(place): value for place, value in enumerate(args)} | kwargs
+
+
+def with_arguments(
+    args: tuple[Any, ...], kwargs: dict[str, Any], given: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The reverse: those that are given take the place of what was there."""
+    return (
+        tuple(given.get(str(place), value) for place, value in enumerate(args)),
+        kwargs | {name: value for name, value in given.items() if not name.isdecimal()},
+    )
+
+
+def _other_form(what: str, value: Any) -> ConfigError:
+    return ConfigError(
+        f"{what} is a {type(value).__name__} of another form than when the model was surveyed. Stages need the same"
+        " form in every batch."
+    )

@@ -1,0 +1,217 @@
+"""Plan: which layers of a model make up which stage. Pure: data that prints, is checked and is saved.
+
+A model is a chain of layers: "before" (what runs before the first block: embeddings and the like), every block,
+"after" (the last norm, the head). A stage owns some of them, next to each other.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from itertools import pairwise
+from typing import Any
+
+from potluck.errors import ConfigError
+
+FORMAT = 1
+"""Of a plan as JSON."""
+
+Form = dict[str, Any]
+"""How a layer's output looks, as JSON: {"tensor": number} or {"tensor": null} for one that is not sent,
+{"tuple": [...]}, {"list": [...]}, {"dict": {...}}, {"value": null, a truth, a number or a text}."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layer:
+    """One link of the chain, and what it costs."""
+
+    name: str
+    module: str | None
+    """Where the model has it; none for "before" and "after", which are parts of the model rather than one module."""
+    parts: tuple[str, ...] = ()
+    """Modules and parameters outside of the chain that it uses, by name."""
+    output: Form | None = None
+    """What it hands to the next one. Of "before": those arguments of the first block that come from it, by name."""
+    seconds: float = 0.0
+    """Forward and backward of the rows that were measured."""
+    parameters: int = 0
+    trained: int = 0
+    """How many of the parameters are trained."""
+    sent_bytes: int = 0
+    """Of its output, per row: what the next layer uses."""
+    kept_bytes: int = 0
+    """Kept from its forward for its backward, per row."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The layers, and where they are cut."""
+
+    layers: tuple[Layer, ...]
+    cuts: tuple[int, ...] = ()
+    """The first layer of each stage but the first."""
+
+    def __post_init__(self) -> None:
+        self.validate()
+
+    @staticmethod
+    def at(layers: "Sequence[Layer] | Any", cuts: Sequence[int] = ()) -> "Plan":
+        """Cut points given. Takes layers, or what has them: a profile, or another plan."""
+        return Plan(tuple(getattr(layers, "layers", layers)), tuple(cuts))
+
+    @property
+    def stages(self) -> tuple[range, ...]:
+        """The layers of each stage, by number."""
+        return tuple(range(start, end) for start, end in pairwise((0, *self.cuts, len(self.layers))))
+
+    def stage_of(self, layer: int) -> int:
+        return sum(cut <= layer for cut in self.cuts)
+
+    def validate(self) -> None:
+        """Every layer is in one stage, in order, and no stage is empty; ConfigError otherwise."""
+        check_layers(self.layers)
+        count = len(self.layers)
+        for cut in self.cuts:
+            if isinstance(cut, bool) or not isinstance(cut, int) or not 0 < cut < count:
+                raise ConfigError(
+                    f"A model of {count} layers can be cut before layer 1 to {count - 1}, and not before {cut!r}."
+                )
+        for earlier, later in pairwise(self.cuts):
+            if earlier >= later:
+                raise ConfigError(
+                    f"Cut points go up, and {list(self.cuts)} do not: {later} after {earlier} would leave a stage"
+                    " without layers."
+                )
+
+    def __str__(self) -> str:
+        total = sum(layer.seconds for layer in self.layers)
+        rows = [("stage", "layers", "", "parameters", "time", "kept/row", "sent/row")]
+        for number, stage in enumerate(self.stages):
+            own = self.layers[stage.start : stage.stop]
+            seconds = sum(layer.seconds for layer in own)
+            rows.append(
+                (
+                    str(number),
+                    f"{stage.start}-{stage.stop - 1}" if len(stage) > 1 else f"{stage.start}",
+                    f"{own[0].name} to {own[-1].name}" if len(own) > 1 else own[0].name,
+                    f"{sum(layer.parameters for layer in own):,}",
+                    f"{seconds / total:.0%}" if total else "-",
+                    tell_bytes(sum(layer.kept_bytes for layer in own)),
+                    tell_bytes(own[-1].sent_bytes) if number < len(self.cuts) else "-",
+                )
+            )
+        return table(rows)
+
+    def to_json(self) -> str:
+        return json.dumps({"format": FORMAT, "cuts": self.cuts, "layers": [asdict(layer) for layer in self.layers]})
+
+    @staticmethod
+    def from_json(text: str | bytes) -> "Plan":
+        """The reverse of to_json, of text from outside: ConfigError for what is no plan."""
+        try:
+            data = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"This is no plan of stages: {error}.") from None
+        _expect_fields(data, {"format", "cuts", "layers"}, "A plan of stages")
+        if data["format"] != FORMAT:
+            raise ConfigError(f"This plan of stages has format {data['format']!r}, and we read format {FORMAT}.")
+        if not isinstance(data["cuts"], list) or not isinstance(data["layers"], list):
+            raise ConfigError("A plan of stages has a list of cuts and a list of layers; this one has not.")
+        return Plan(tuple(map(_layer_from_json, data["layers"])), tuple(data["cuts"]))
+
+
+def check_layers(layers: Sequence[Layer]) -> None:
+    """A chain: "before" can only be first and "after" only last; all but the last say what they hand on."""
+    if not layers:
+        raise ConfigError("A plan of stages needs at least one layer.")
+    names = [layer.name for layer in layers]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ConfigError(f"Layer {twice} is in the plan twice, and every layer is in it once.")
+    inner = [layer.name for layer in layers[1:-1] if layer.module is None]
+    if inner or (len(layers) == 1 and layers[0].module is None):
+        raise ConfigError(f"{inner[0] if inner else names[0]} is not a module, and only the ends of a chain can be so.")
+    for layer in layers:
+        if layer.output is not None:
+            count_sent(layer.output)
+        elif layer is not layers[-1]:
+            raise ConfigError(f"The plan does not say what layer {layer.name} hands to the next one.")
+    if layers[0].module is None and "dict" not in (layers[0].output or {}):
+        raise ConfigError(f"What {names[0]} hands on has to be a dict of arguments.")
+
+
+def count_sent(form: Form) -> int:
+    """How many tensors are sent; ConfigError unless they are numbered in order from 0."""
+    numbers: list[int] = []
+
+    def visit(form: object, depth: int) -> None:
+        if not isinstance(form, dict) or len(form) != 1 or depth > 8:
+            raise ConfigError(f"This does not say how a layer's output looks: {str(form)[:80]}.")
+        [(kind, inner)] = form.items()
+        match kind, inner:
+            case "tensor", None:
+                pass
+            case "tensor", int() if not isinstance(inner, bool):
+                numbers.append(inner)
+            case "tuple" | "list", list() | tuple():
+                for one in inner:
+                    visit(one, depth + 1)
+            case "dict", dict() if all(isinstance(key, str) for key in inner):
+                for one in inner.values():
+                    visit(one, depth + 1)
+            case "value", None | bool() | int() | float() | str():
+                pass
+            case _:
+                raise ConfigError(f"This does not say how a layer's output looks: {str(form)[:80]}.")
+
+    visit(form, 0)
+    if numbers != list(range(len(numbers))):
+        raise ConfigError(f"The tensors that a layer hands on are numbered {numbers}, and not from 0 in order.")
+    return len(numbers)
+
+
+_COUNTS = ("parameters", "trained", "sent_bytes", "kept_bytes")
+
+
+def _layer_from_json(data: Any) -> Layer:
+    _expect_fields(data, {field.name for field in fields(Layer)}, "A layer of a plan of stages")
+    name, seconds = data["name"], data["seconds"]
+    if not isinstance(name, str) or not name or not isinstance(data["module"], str | None):
+        raise ConfigError(f"A layer and its module have names, not {name!r} and {data['module']!r}.")
+    if not isinstance(data["parts"], list) or not all(isinstance(part, str) for part in data["parts"]):
+        raise ConfigError(f"The parts of layer {name} are not a list of names.")
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds < float("inf"):
+        raise ConfigError(f"Layer {name} cannot take {seconds!r} seconds.")
+    for count in _COUNTS:
+        if isinstance(data[count], bool) or not isinstance(data[count], int) or data[count] < 0:
+            raise ConfigError(f"{count} of layer {name} is a whole number from 0 on, not {data[count]!r}.")
+    if data["trained"] > data["parameters"]:
+        raise ConfigError(f"Layer {name} trains {data['trained']} of {data['parameters']} parameters.")
+    return Layer(**data | {"parts": tuple(data["parts"])})
+
+
+def _expect_fields(data: object, known: set[str], what: str) -> None:
+    if not isinstance(data, Mapping):
+        raise ConfigError(f"{what} is a table of fields, not {str(data)[:40]!r}.")
+    if odd := sorted(data.keys() ^ known):
+        raise ConfigError(f"{what} has {'a field too many' if odd[0] in data else 'no field'}: {str(odd[0])[:40]}.")
+
+
+def table(rows: Sequence[tuple[str, ...]]) -> str:
+    """Columns as wide as they need to be; what holds names is flush left."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.ljust(width) if column < 3 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def tell_bytes(count: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} GB"

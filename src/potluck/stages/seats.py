@@ -1,0 +1,251 @@
+"""What a stage's model is made of: its own layers in their seats, and stand-ins for all that other stages have.
+
+A layer in its seat is called as it always was, and knows where its stage begins and ends. Stand-ins have no parameters.
+"""
+
+import functools
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from potluck.errors import ConfigError
+from potluck.stages.forms import arguments, fill, pick, tensors_in, with_arguments
+from potluck.stages.plan import Form
+
+Activation = tuple[Tensor, ...]
+"""What goes from one stage to the next."""
+
+
+class Reached(BaseException):
+    """Leaves the loss function once the stage has done its part. A BaseException, so that no `except` keeps it."""
+
+    def __init__(self, by: "Pass", activation: Activation) -> None:
+        super().__init__("a stage has done its part")
+        self.by = by
+        self.activation = activation
+
+
+def seed_of(seed: int, place: int) -> int:
+    """Of a layer's random numbers. Place 0 is what runs before the chain, then come its links, then what follows."""
+    return int.from_bytes(hashlib.blake2b(f"{seed} {place}".encode(), digest_size=7).digest(), "big")
+
+
+class Pass:
+    """What is under way in a stage: one run at a time."""
+
+    is_running = False
+    has_entered = False
+    on_enter: Callable[[], None] | None = None
+    """Called as soon as the stage's own work begins."""
+
+    def __init__(self) -> None:
+        self._given: Activation = ()
+        self._seed: int | None = None
+        self._generators: list[torch.Generator] = []
+        self.device = torch.device("cpu")
+
+    @contextmanager
+    def begin(self, given: Activation, seed: int | None, device: torch.device) -> Iterator[None]:
+        assert not self.is_running, "a stage runs one micro-batch at a time"
+        self._given, self._seed, self.device = given, seed, device
+        self._generators = generators_of(device) if seed is not None else []
+        states = [generator.get_state() for generator in self._generators]
+        self.is_running, self.has_entered = True, False
+        if not given:
+            self._enter()
+        self.sow(0)
+        try:
+            yield
+        finally:
+            self.is_running, self._given = False, ()
+            for generator, state in zip(self._generators, states, strict=True):
+                generator.set_state(state)
+
+    def take(self) -> Activation:
+        """What was received, for the first of the stage's own layers."""
+        self._enter()
+        return tuple(_Enter.apply(tensor) if tensor.requires_grad else tensor for tensor in self._given)  # type: ignore[no-untyped-call]
+
+    def sow(self, place: int) -> None:
+        if self._seed is not None:
+            seed = seed_of(self._seed, place)
+            for generator in self._generators:
+                generator.manual_seed(seed)
+
+    def _enter(self) -> None:
+        self.has_entered = True
+        if self.on_enter is not None:
+            self.on_enter()
+
+
+class _Enter(torch.autograd.Function):
+    """The same numbers as no leaf, so that a layer may work on them in place."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.data
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
+
+
+def generators_of(device: torch.device) -> list[torch.Generator]:
+    generators = [torch.default_generator]
+    if device.type == "cuda":
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        index = torch.cuda.current_device() if device.index is None else device.index
+        generators.append(torch.cuda.default_generators[index])
+    return generators
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Seat:
+    """The place of one of the stage's own layers."""
+
+    now: Pass
+    place: int
+    takes: Form | None
+    """Its arguments that are received."""
+    gives: Form | None
+    """What it hands to the next stage, where it is the last of this one."""
+    is_end: bool
+    """Whether what follows it is not of the chain."""
+
+    def run(self, layer: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self.now.is_running:
+            return layer(*args, **kwargs)
+        if self.takes is not None:
+            args, kwargs = with_arguments(args, kwargs, fill(self.takes, self.now.take()))
+        self.now.sow(self.place)
+        output = layer(*args, **kwargs)
+        if self.gives is not None:
+            raise Reached(self.now, tuple(pick(self.gives, output, "A layer's output")))
+        if self.is_end:
+            self.now.sow(self.place + 1)
+        return output
+
+
+_SEATED: dict[type[nn.Module], type[nn.Module]] = {}
+"""One class for all layers of a class, so that they stay alike."""
+
+
+def seated(kind: type[nn.Module]) -> type[nn.Module]:
+    """The class of a layer, called through its seat: outside of hooks, of compile() and of another forward."""
+
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
+        return self._seat.run(functools.partial(kind.__call__, self), args, kwargs)
+
+    if kind not in _SEATED:
+        names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+        _SEATED[kind] = type(kind.__name__, (kind,), {"__call__": __call__} | names)
+    return _SEATED[kind]
+
+
+class StandIn(nn.Module):
+    """In the place of a module that this stage does not have: without its parameters, but with its attributes."""
+
+    stands_in = True
+
+    def __init__(self, original: nn.Module, now: Pass) -> None:
+        super().__init__()
+        # Not registered as a module: its parameters have no memory and are nobody's.
+        object.__setattr__(self, "_skeleton", skeleton(original))
+        self._now = now
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["_skeleton"], name)
+
+    def _insist_on_run(self) -> None:
+        if not self._now.is_running:
+            raise ConfigError("A stage's model is a part of the model, and only stage.run() can run it.")
+
+
+class AbsentLayer(StandIn):
+    """In the place of a link of the chain."""
+
+    def __init__(
+        self, original: nn.Module, now: Pass, *, output: Form | None, is_door: bool, leaves: Form | None, ends_at: int
+    ) -> None:
+        """`is_door`: what was received is this one's output. `leaves`: it is the first to be met after our own part."""
+        super().__init__(original, now)
+        self._output, self._is_door, self._leaves, self._ends_at = output, is_door, leaves, ends_at
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._insist_on_run()
+        if self._leaves is not None:
+            given = pick(self._leaves, arguments(args, kwargs), "What the first block gets")
+            raise Reached(self._now, tuple(given))
+        assert self._output is not None
+        if not self._is_door:  # whatever it gives is thrown away at the door, so only its form matters
+            return fill(self._output, tensors_in((args, kwargs)))
+        output = fill(self._output, self._now.take())
+        if self._ends_at:
+            self._now.sow(self._ends_at)
+        return output
+
+
+class AbsentPart(StandIn):
+    """In the place of a module around the chain: gives zeros without memory, which are thrown away at the door."""
+
+    def __init__(self, original: nn.Module, now: Pass, name: str) -> None:
+        super().__init__(original, now)
+        self._name = name
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._insist_on_run()
+        device = next((tensor.device for tensor in tensors_in((args, kwargs))), self._now.device)
+        inputs = tree_map(lambda one: one.to("meta") if isinstance(one, Tensor) else one, (args, kwargs))
+        try:
+            with torch.no_grad():
+                output = self.__dict__["_skeleton"](*inputs[0], **inputs[1])
+        except (RuntimeError, NotImplementedError) as error:
+            raise ConfigError(
+                f"{self._name} cannot be left out of a stage, because it does not run without its numbers: {error}"
+            ) from error
+
+        def without_memory(one: Any) -> Any:
+            if not isinstance(one, Tensor):
+                return one
+            return torch.zeros((), dtype=one.dtype, device=device).expand(one.shape)
+
+        return tree_map(without_memory, output)
+
+
+def skeleton(module: nn.Module) -> nn.Module:
+    """A copy whose parameters and buffers have shapes and no memory. Keeps no reference to those of the module."""
+    copy = shallow(module, type(module))
+    copy.__dict__.pop("forward", None)  # one put there is bound to the module
+    copy.__dict__["_compiled_call_impl"] = None
+    for hooks in [value for name, value in copy.__dict__.items() if _is_hooks(name, value)]:
+        hooks.clear()
+    copy._parameters = {
+        name: None if one is None else nn.Parameter(torch.empty_like(one, device="meta"), requires_grad=False)
+        for name, one in module._parameters.items()
+    }
+    copy._buffers = {
+        name: None if one is None else torch.empty_like(one, device="meta") for name, one in module._buffers.items()
+    }
+    copy._modules = {name: None if one is None else skeleton(one) for name, one in module._modules.items()}
+    return copy
+
+
+def shallow(module: nn.Module, kind: type[nn.Module]) -> nn.Module:
+    """Another object with the same parameters, buffers and children. Hooks put on it are its own."""
+    copy: nn.Module = kind.__new__(kind)
+    copy.__dict__.update(module.__dict__)
+    copy.__dict__.update({name: value.copy() for name, value in copy.__dict__.items() if _is_hooks(name, value)})
+    return copy
+
+
+def _is_hooks(name: str, value: object) -> bool:
+    return "_hooks" in name and isinstance(value, dict)
