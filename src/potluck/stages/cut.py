@@ -97,7 +97,7 @@ def cut(model: nn.Module, plan: Plan, index: int) -> Stage:
         if name not in kept and isinstance(part, nn.Module):
             if isinstance(part, nn.modules.dropout._DropoutNd):
                 replaced[id(part)] = nn.Identity()
-            elif any(True for _ in part.parameters()):
+            elif part.state_dict():
                 replaced[id(part)] = AbsentPart(part, now, name)
     for original in (*chain.modules.values(), *(part for part in chain.parts.values() if isinstance(part, nn.Module))):
         if isinstance(stand_in := replaced.get(id(original)), StandIn):

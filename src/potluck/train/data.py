@@ -211,6 +211,8 @@ class Loader:
         self.current: MicroBatch | None = None
         self.on_empty: Callable[[], None] = lambda: None
         """Called for a step in which this worker has no rows."""
+        self.on_stand_in: Callable[[], None] = lambda: None
+        """Called before a row that does not count."""
         self.on_epoch_end: Callable[[], None] = lambda: None
         self.is_stopped: Callable[[], bool] = lambda: False
         self.shares = tuple(shares)
@@ -233,8 +235,10 @@ class Loader:
                 self.current = micro
                 if micro.start == micro.end:
                     self.on_empty()
-                else:
-                    yield to_device(next(fetched), self._device)
+                    continue
+                if not micro.counts:
+                    self.on_stand_in()
+                yield to_device(next(fetched), self._device)
         self._insist_on_step()
         if self.is_stopped() and self.position.row < self.rows:
             return
@@ -336,6 +340,8 @@ class SliceLoader(Loader):
         for micro in self.plan():
             self.current = micro
             seed_everything(self.seed_of(micro))
+            if not micro.counts:
+                self.on_stand_in()
             yield to_device(self._rows_of(micro), self._device)
         if self.position.row < self.rows:
             return

@@ -20,6 +20,7 @@ import math
 import os
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -165,6 +166,8 @@ class Engine:
         self._recovered: Recovered | None = None
         """Told with the first step, when everybody listens."""
         self._unit = 1.0
+        self._stand_in = ExitStack()
+        """Puts back what the forward of a row that does not count has changed in buffers."""
         self._start_of_step()
 
     @property
@@ -259,6 +262,7 @@ class Engine:
         self._unit = 2.0 ** -round(math.log2(batch.size))
         self.loader = self._make_loader(dataset, batch, seed, collate)
         self.loader.on_epoch_end = self._end_of_epoch
+        self.loader.on_stand_in = lambda: self._stand_in.enter_context(self._prepared().buffers_kept())
         self.loader.is_stopped = lambda: self.stopping
         self._meet_buddies()
         self.start()
@@ -287,6 +291,7 @@ class Engine:
         if last is None:
             last = micro is None or micro.last
         replica.arm(last=last)
+        self._stand_in.close()
         if micro is not None and not micro.counts:
             samples = 0.0
         if samples or replica.in_step:

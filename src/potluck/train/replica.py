@@ -7,7 +7,8 @@ import functools
 import hashlib
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -222,6 +223,14 @@ class Replica:
         """A step that is skipped leaves no trace in them either."""
         for buffer, before in zip(self._buffers, self._buffers_before, strict=True):
             buffer.copy_(before)
+
+    @contextmanager
+    def buffers_kept(self) -> Iterator[None]:
+        """A forward of rows that do not count leaves no trace in them."""
+        before = [buffer.clone() for buffer in self._buffers]
+        yield
+        for buffer, value in zip(self._buffers, before, strict=True):
+            buffer.copy_(value)
 
     def average_buffers(self, weight: float) -> None:
         """What the step changed in floating-point ones becomes the ranks' mean, by weight; others are the first's."""

@@ -130,7 +130,7 @@ class ShardedReplica(Replica):
         digest = hashlib.sha256()
         for run in self.sharded.runs:
             digest.update(as_bytes(run.parameter.detach()))
-        told = self.link.gather_bytes(digest.digest())
+        told = self.within.gather_bytes(digest.digest())
         size = self.sharded.collectives.world
-        first = self.link.rank // size * size
+        first = self.within.rank // size * size
         return hashlib.sha256(b"".join(told[first : first + size])).hexdigest()

@@ -10,6 +10,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,7 +41,7 @@ from potluck.train.places import as_nodes, make_places
 from potluck.train.pulse import Pulse, worker_steps
 from potluck.train.replica import Replica, StepConfig
 from potluck.train.saves import Standing
-from potluck.train.windows import WindowEngine
+from potluck.train.windows import NodePulse, WindowEngine
 
 AT_ONCE = 8
 """Micro-batches that go through the stages together where nothing is trained."""
@@ -59,8 +60,9 @@ class _Micro:
 class _Work:
     """What one stage computes of the micro-batches at hand."""
 
-    def __init__(self, stage: Stage, unit: Callable[[], float]) -> None:
+    def __init__(self, stage: Stage, replica: Replica, unit: Callable[[], float]) -> None:
         self._stage = stage
+        self._replica = replica
         self._unit = unit
         self.micros: list[_Micro] = []
         self.loss_of: LossFunction | None = None
@@ -74,7 +76,8 @@ class _Work:
     def forward(self, micro: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         assert self.loss_of is not None
         one = self.micros[micro]
-        found = self._stage.run(self.loss_of, one.batch, received or None, seed=one.seed)
+        with nullcontext() if one.weight else self._replica.buffers_kept():
+            found = self._stage.run(self.loss_of, one.batch, received or None, seed=one.seed)
         if not self._stage.is_last:
             return tuple(found)
         loss, samples = loss_and_samples(found, one.batch)
@@ -168,7 +171,7 @@ class Staged(Engine):
         self._find_ties(own)
         replica = self._new_replica(own, optimizer)
         replica.part = HeldPart(replica, held, self._is_first_of, rank=self.rank % places.size, world=places.size)
-        self._work = {stage.index: _Work(stage, lambda: self._unit) for stage in stages}
+        self._work = {stage.index: _Work(stage, replica, lambda: self._unit) for stage in stages}
         widths = [count_sent(plan.layers[cut - 1].output or {"value": None}) for cut in plan.cuts]
         self._line = Line(self._work, widths, self._make_channel())
         return replica
@@ -258,6 +261,7 @@ class Staged(Engine):
             self._rows += micro.end - micro.start
             self._ledger.record(micro.start, micro.end)
         self._trained = micro
+        self._stand_in.close()
         if micro.last:
             self._run(loss_of)
             self._is_last = True
@@ -418,6 +422,10 @@ class StagedWindowEngine(Staged, WindowEngine):
         from potluck.train.sharded import ShardedReplica
 
         return ShardedReplica(*arguments, strategy=FullShard(), within=shards, across=self._nodes.across)
+
+    def _samples_among(self, pulses: list[NodePulse]) -> float:
+        """What the last stage of our lane tells."""
+        return pulses[-self.places.each + self.rank % self.places.each].samples
 
     def _plan_batch(self, start: int, end: int, batch: BatchConfig) -> list[MicroBatch]:
         each = self.places.each

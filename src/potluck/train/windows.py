@@ -93,6 +93,7 @@ class WindowEngine(Engine):
         self._batch_rows = 0
         """Of the batch that is under way, over all ranks of this node."""
         self._node_is_over = False
+        self._own_samples = 0.0
 
     # Preparing
 
@@ -216,13 +217,14 @@ class WindowEngine(Engine):
         )
         event = self._apply_alone(verdict, self._nodes.names[self._nodes.number])
         if is_good:
-            replica.average_buffers(self._samples / done.samples)
+            replica.average_buffers(self._own_samples / done.samples)
             self._lr, self._norm = float(replica.optimizer.param_groups[0]["lr"]), verdict.norm
         self._start_of_step()
         return event
 
     def _finish_batch(self, replica: Replica) -> tuple[NodePulse, float]:
         """What the ranks of this node did together in the batch that ends, and the norm of their gradient's sum."""
+        self._own_samples = self._samples
         if self._nodes.size == 1:
             _, norm, loss_sum = self._reduce(replica)
             return NodePulse(self._samples, loss_sum, self._rows), norm
@@ -236,7 +238,12 @@ class WindowEngine(Engine):
         _, norm, _ = self._reduce(replica)
         pulses = [NodePulse(*row) for row in told.wait()]
         self._node_is_over = bool(pulses[0].is_over)
+        self._own_samples = self._samples_among(pulses)
         return NodePulse(*(sum(column) for column in zip(*pulses, strict=True))), norm
+
+    def _samples_among(self, pulses: list[NodePulse]) -> float:
+        """Of its node's pulses, over which samples this rank's gradient is."""
+        return self._samples
 
     def _rows_of_schedule(self) -> int:
         """As if all replicas were as far in the window as this one."""
