@@ -1,5 +1,6 @@
 """A model cut into stages, on real workers, against plain PyTorch in one process: every protocol, schedule and cut."""
 
+import json
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 import potluck
 from potluck import Direct, Pipeline, Stages
+from potluck.stages.plan import Plan
 from potluck.stages.seats import seed_of
 from potluck.train.data import mix
 from tests.ranks import RankFailed, run_ranks
@@ -193,3 +195,44 @@ def test_each_stage_may_itself_be_split(strategy: Any, workers: int, count: int,
     # Their micro-batches are cut otherwise, so that all have equally many: no dropout, which would be another.
     found = run_ranks(workers, train, stages, {"strategy": strategy, "tied": tied, "drop": False})
     assert_same(found, one_process(micro=2, lanes=lanes, tied=tied, drop=False))
+
+
+def go_on(folder: str, stages: Any, strategy: Any, upto: int) -> dict[str, Any]:
+    """Trains to a step from wherever the folder stands, and saves."""
+    with potluck.init(potluck.Sync(balance=False), strategy, stages=stages, patience_s=30) as fleet:
+        model, optimizer = make(drop=False)
+        model, optimizer, loader = fleet.prepare(model, optimizer, data(), batch_size=BATCH, loss=loss_of)
+        fleet.load(folder)
+        while fleet.step_number < upto:
+            for batch in loader:
+                fleet.train(loss_of, batch)
+                fleet.step()
+                if fleet.step_number == upto:
+                    break
+        fleet.save(folder)
+        fleet.wait_for_saves()
+        return {"weights": {name: _whole(p) for name, p in model.named_parameters()}, "losses": []}
+
+
+PIPELINE = Pipeline(micro_batch_size=MICRO)
+SETUPS: list[tuple[int, Any, Any]] = [
+    (2, PIPELINE, potluck.NoShard()),
+    (1, None, potluck.NoShard()),
+    (3, Direct(), potluck.NoShard()),
+    (2, None, potluck.FullShard()),
+    (2, Pipeline(micro_batch_size=MICRO, schedule="interleaved"), potluck.NoShard()),
+    (4, Stages(protocol=PIPELINE, count=2), potluck.HybridShard(intra_node_size=2)),
+    (4, Stages(protocol=PIPELINE, count=2), potluck.NoShard()),
+]
+
+
+def test_a_checkpoint_is_the_whole_models_and_loads_with_another_cut_or_none(tmp_path: Any) -> None:
+    """One run that changes its workers, its cut and its strategy at every step."""
+    for step, (workers, stages, strategy) in enumerate([*SETUPS, SETUPS[0]], start=1):
+        found = run_ranks(workers, go_on, str(tmp_path), stages, strategy, step)
+    judge = one_process(steps=len(SETUPS) + 1, drop=False)
+    for each in found:
+        each["losses"] = judge["losses"]
+    assert_same(found, judge)
+    plan = Plan.from_json(json.loads(next(tmp_path.glob("step-00000008/*.json")).read_text())["plan"])
+    assert len(plan.stages) == 2

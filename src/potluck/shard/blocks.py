@@ -4,7 +4,7 @@ from torch import nn
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """The model's repeated layers: the longest list of two or more modules of one class; of a stage, its own."""
+    """The model's repeated layers: the longest list of two or more modules of one class; in a stage, its own."""
     best: list[nn.Module] = []
     for module in model.modules():
         if isinstance(module, nn.ModuleList | nn.Sequential):

@@ -1,6 +1,7 @@
 """What layers hand to each other, taken apart into the tensors that are sent and put together again."""
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,16 +11,13 @@ from potluck.errors import ConfigError
 from potluck.stages.plan import Form
 
 
-def describe(value: Any, is_sent: Callable[[Tensor], bool], what: str) -> Form:
-    """The form of a value, its tensors that are sent numbered in order."""
-    count = 0
+def describe(value: Any, what: str) -> Form:
+    """The form of a value, all its tensors numbered in order."""
+    numbers = itertools.count()
 
     def visit(value: Any) -> Form:
-        nonlocal count
         if isinstance(value, Tensor):
-            number = count if is_sent(value) else None
-            count += number is not None
-            return {"tensor": number}
+            return {"tensor": next(numbers)}
         if type(value) in (tuple, list):
             return {type(value).__name__: [visit(one) for one in value]}
         if type(value) is dict and all(isinstance(key, str) for key in value):
@@ -31,6 +29,21 @@ def describe(value: Any, is_sent: Callable[[Tensor], bool], what: str) -> Form:
         )
 
     return visit(value)
+
+
+def narrow(form: Form, sent: set[int]) -> Form:
+    """The same with only some tensors sent, which are numbered anew."""
+    places = {number: place for place, number in enumerate(sorted(sent))}
+
+    def visit(form: Form) -> Form:
+        [(kind, inner)] = form.items()
+        if kind == "tensor":
+            return {kind: places.get(inner)}
+        if kind in ("tuple", "list"):
+            return {kind: [visit(one) for one in inner]}
+        return {kind: {key: visit(one) for key, one in inner.items()}} if kind == "dict" else form
+
+    return visit(form)
 
 
 def tensors_in(value: Any) -> list[Tensor]:

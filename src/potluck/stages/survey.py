@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 from potluck.errors import ConfigError
 from potluck.stages.chain import Chain, find_chain, parameters_of
 from potluck.stages.cut import LossOf, cut
-from potluck.stages.forms import arguments, describe, tensors_in
+from potluck.stages.forms import arguments, describe, narrow, tensors_in
 from potluck.stages.plan import Layer, Plan
 from potluck.stages.seats import generators_of, seed_of
 
@@ -103,7 +103,6 @@ class _Watch:
         self._is_inside = False
         self._leaves: dict[int, tuple[int, int]] = {}
         """Severed leaves: the place each is from, and which of its tensors it is."""
-        self._outputs: dict[int, Any] = {}
         self._consumed: dict[int, set[int]] = {}
         self._kept: list[Tensor] = []
         self._before: set[int] = set()
@@ -159,7 +158,7 @@ class _Watch:
                 given = arguments(args, kwargs)
                 coming = {key: one for key, one in given.items() if any(t.requires_grad for t in tensors_in(one))}
                 self._before = {id(leaf) for leaf in leaves_behind(tensors_in(coming))}
-                self.forms[0] = describe(coming, lambda tensor: True, f"What {name} gets")
+                self.forms[0] = describe(coming, f"What {name} gets")
                 self._note(0, self._before)
             self.sow(place)
 
@@ -181,8 +180,7 @@ class _Watch:
 
     def _sever(self, place: int, output: Any) -> Any:
         numbers = iter(range(len(tensors_in(output))))
-        describe(output, lambda tensor: True, f"What layer {self._links[place - 1]} gives")
-        self._outputs[place] = output
+        self.forms[place] = describe(output, f"What layer {self._links[place - 1]} gives")
 
         def sever(one: Any) -> Any:
             if not isinstance(one, Tensor):
@@ -219,9 +217,7 @@ class _Watch:
             )
         self._note(last + 1, {id(leaf) for leaf in leaves_behind(all_tensors(result))})
         for place in range(1, last + 1):
-            numbers = iter(range(1 << 30))
-            used = self._consumed.get(place, set())
-            self.forms[place] = describe(self._outputs.pop(place), lambda _: next(numbers) in used, "")  # noqa: B023
+            self.forms[place] = narrow(self.forms[place], self._consumed.get(place, set()))
         self._kept.clear()
 
     def _note(self, place: int, behind: Iterable[int]) -> None:
