@@ -1,6 +1,5 @@
 """A model cut into stages, on real workers, against plain PyTorch in one process: every protocol, schedule and cut."""
 
-import json
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ import potluck
 from potluck import Direct, Pipeline, Stages
 from potluck.stages.plan import Plan
 from potluck.stages.seats import seed_of
+from potluck.train import shelf
 from potluck.train.data import mix
 from tests.ranks import RankFailed, run_ranks
 
@@ -234,5 +234,5 @@ def test_a_checkpoint_is_the_whole_models_and_loads_with_another_cut_or_none(tmp
     for each in found:
         each["losses"] = judge["losses"]
     assert_same(found, judge)
-    plan = Plan.from_json(json.loads(next(tmp_path.glob("step-00000008/*.json")).read_text())["plan"])
+    plan = Plan.from_json(shelf.check(shelf.found(tmp_path)[0])["plan"])
     assert len(plan.stages) == 2
