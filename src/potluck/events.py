@@ -28,6 +28,8 @@ class RunStarted:
     steps_total: int
     from_step: int
     """Where a resumed run goes on; 0 for a new one."""
+    layout: str = ""
+    """Which layers each stage of a model has that is cut, and in what order they work: lines to be shown."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -142,6 +142,8 @@ class Engine:
         """A step is applied that others have taken before this worker came."""
         self.samples_per_row = 1.0
         """How many samples a row counts as; only for peers of a host that cannot say."""
+        self.layout = ""
+        """How a model that is cut lies on the workers, as lines to be shown."""
         self.told: dict[str, Any] = {}
         """What a host shows of the run: its name, the unit of samples, how many steps there are."""
         self.loaded_from: Path | None = None

@@ -107,6 +107,8 @@ class Progress:
             f"Training {count(run.parameters)} parameters on {who} ({run.device}): {run.steps_total:,} steps of"
             f" {run.batch_size:,} rows, in {run.folder}"
         )
+        if run.layout:
+            self.say(run.layout, style="dim")
         if run.from_step:
             self.say(f"Going on from step {run.from_step:,}.")
         if self.console.is_terminal:
@@ -123,10 +125,18 @@ class Progress:
         now = time.perf_counter()
         if now - self._line_at >= LINE_EVERY_S or self._last.step == self._run.steps_total:
             self._line_at = now
-            waits = " ".join(f"{w.name or w.rank}:{share(w.wait_s, w.busy_s)}" for w in self._last.workers)
-            waiting = f", waiting {waits}" if len(self._last.workers) > 1 else ""
-            self.say(f"{self._headline()}{waiting}")
+            self.say(f"{self._headline()}{self._waiting(self._last.workers)}")
             self._say_reason()
+
+    def _waiting(self, workers: tuple[WorkerStep, ...]) -> str:
+        if any(worker.send_s for worker in workers):
+            parts = [
+                (_name(w), [100 * s / max(_took(w), 1e-9) for s in (w.busy_s, w.wait_s, w.send_s)]) for w in workers
+            ]
+            told = ", ".join(f"{name} {a:.0f}/{b:.0f}/{c:.0f} %" for name, (a, b, c) in parts)
+            return f"; busy/waiting/sending: {told}"
+        waits = " ".join(f"{w.name or w.rank}:{share(w.wait_s, w.busy_s)}" for w in workers)
+        return f", waiting {waits}" if len(workers) > 1 else ""
 
     def _say_reason(self) -> None:
         """When something else is decided than before; that a figure in it has moved is no news."""
@@ -155,6 +165,7 @@ class Progress:
                 samples=old.samples + new.samples,
                 busy_s=old.busy_s + new.busy_s,
                 wait_s=old.wait_s + new.wait_s,
+                send_s=old.send_s + new.send_s,
             )
 
     def _picture(self, *, of_run: bool = False) -> Group:
@@ -171,6 +182,8 @@ class Progress:
 
     def _table(self, workers: tuple[WorkerStep, ...]) -> Table:
         assert self._run is not None
+        if any(worker.send_s for worker in workers):
+            return _table_of_stages(workers)
         table = Table(box=None, pad_edge=False, header_style="dim")
         for name in ("worker", "rows", "share", "busy", "waiting", f"{self._run.unit}/s"):
             table.add_column(name, justify="left" if name == "worker" else "right", min_width=9)
@@ -202,6 +215,21 @@ class Progress:
         if len(self._recent) > 1:
             each = (last[0] - first[0]) / max(1, last[1].step - first[1].step)  # a short window may end no step
         return each * (self._run.steps_total - last[1].step)
+
+
+def _table_of_stages(workers: tuple[WorkerStep, ...]) -> Table:
+    """Where the time of each stage goes."""
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in ("stage", "rows", "busy", "waiting", "sending"):
+        table.add_column(name, justify="left" if name == "stage" else "right", min_width=9)
+    for worker in workers:
+        shares = (share(part, _took(worker) - part) for part in (worker.busy_s, worker.wait_s, worker.send_s))
+        table.add_row(_name(worker).removeprefix("stage "), f"{worker.rows:,}", *shares)
+    return table
+
+
+def _took(worker: WorkerStep) -> float:
+    return worker.busy_s + worker.wait_s + worker.send_s
 
 
 def _name(worker: WorkerStep) -> str:

@@ -20,6 +20,7 @@ from potluck.errors import ConfigError, Interrupted
 from potluck.events import Event, RunStarted
 from potluck.fleet.invite import read_invite
 from potluck.shard.strategy import NoShard, ShardingStrategy, bytes_per_parameter
+from potluck.stages.protocol import Stages
 from potluck.train.data import BatchConfig, DataConfig, read_windows
 from potluck.train.elastic import connect, engine_for
 from potluck.train.engine import Engine, init
@@ -64,10 +65,14 @@ class RunConfig:
     workers: WorkersConfig = WorkersConfig()
     policy: ApplyPolicy = Sync()
     strategy: ShardingStrategy = NoShard()
+    stages: Stages | None = None
+    """Cuts the model over several workers; none: each has all layers."""
 
     def __post_init__(self) -> None:
         if not self.name or Path(self.name).name != self.name or self.name.startswith("."):
             raise ValueError(f"name must be a plain word for a folder, not {self.name!r}")
+        if self.stages is not None and self.batch.micro_size is not None:
+            raise ValueError("batch.micro_size does not go with stages: stages.protocol.micro_batch_size cuts a batch")
         if self.model.vocab < 256:
             raise ValueError(f"model.vocab must be at least 256 for text read byte by byte, not {self.model.vocab}")
 
@@ -113,12 +118,18 @@ def main(arguments: list[str]) -> None:
     order = from_dict(Order, json.loads(arguments[0]), "the order")
     text, source = find_recipe(order.recipe)
     config = from_toml(RunConfig, text, source=source, overrides=tuple(order.settings))
-    with init(config.policy, config.strategy, step=config.step, patience_s=config.workers.patience_s) as engine:
+    with init(
+        config.policy,
+        config.strategy,
+        stages=config.stages,
+        step=config.step,
+        patience_s=config.workers.patience_s,
+    ) as engine:
         summary, model = cook(config, order, engine)
         if engine.keeps_folder and order.farewell != "none":
             from potluck.train.farewell import say_farewell
 
-            is_split = engine.replica is not None and engine.replica.gathers
+            is_split = engine.replica is not None and (engine.replica.gathers or config.stages is not None)
             say_farewell(summary, model, order, epochs=config.fit.epochs, is_split=is_split)
 
 
@@ -147,7 +158,7 @@ def _insist_on_memory(config: RunConfig, engine: Engine) -> None:
     with torch.device("meta"):
         parameters = sum(parameter.numel() for parameter in GPT(config.model).parameters())
     # Weights, gradients and AdamW's two means, in fp32; each rank's share of what the strategy splits.
-    needed = int(parameters * bytes_per_parameter(config.strategy, engine.world))
+    needed = int(parameters * bytes_per_parameter(config.strategy, engine.world) / (engine.world // engine.lanes))
     if engine.device.type == "cuda":
         has, where = torch.cuda.mem_get_info(engine.device)[1], "this GPU"
     else:

@@ -31,7 +31,7 @@ from potluck.stages.pipeline import Line
 from potluck.stages.plan import Plan, count_sent
 from potluck.stages.profile import measure
 from potluck.stages.protocol import DataStore, Stages
-from potluck.stages.schedule import forward_only, per_worker, plan_orders
+from potluck.stages.schedule import draw, expected_idle_share, forward_only, per_worker, plan_orders
 from potluck.train.data import BatchConfig, Loader, MicroBatch, as_dataset, mix, plan_step
 from potluck.train.engine import Engine, LossFunction, loss_and_samples
 from potluck.train.held import Held, HeldPart, empty, held_in, hold, narrow
@@ -43,6 +43,8 @@ from potluck.train.replica import Replica, StepConfig
 from potluck.train.saves import Standing
 from potluck.train.windows import NodePulse, WindowEngine
 
+WIDTH = 118
+"""Of what is shown: a schedule that is longer is not drawn."""
 AT_ONCE = 8
 """Micro-batches that go through the stages together where nothing is trained."""
 
@@ -174,10 +176,25 @@ class Staged(Engine):
         self._work = {stage.index: _Work(stage, replica, lambda: self._unit) for stage in stages}
         widths = [count_sent(plan.layers[cut - 1].output or {"value": None}) for cut in plan.cuts]
         self._line = Line(self._work, widths, self._make_channel())
+        self.layout = self._describe(plan)
         return replica
 
     def _new_replica(self, model: nn.Module, optimizer: Optimizer) -> Replica:
         raise NotImplementedError
+
+    def _describe(self, plan: Plan) -> str:
+        """The plan as a table, and the order of a step, if it fits a screen."""
+        workers, schedule = self.places.workers, self.stages.schedule
+        rows = self._given["options"]["batch_size"] // self.lanes
+        micros = -(-rows // (self.stages.micro_batch_size or rows))
+        order = draw(plan_orders(schedule, workers, micros), len(plan.stages))
+        if max(map(len, order.splitlines())) > WIDTH:
+            order = ""
+        idle = expected_idle_share(workers, micros)
+        told = f"{schedule}, {micros} micro-batches: stages wait at least {idle:.0%} of the time, if they are equal"
+        if schedule in ("interleaved", "zero-bubble"):
+            told = f"{schedule}, {micros} micro-batches"
+        return "\n".join(filter(None, (str(plan), told, order)))
 
     def _make_channel(self) -> Channel:
         line = self.places.line

@@ -280,6 +280,7 @@ class Trainer:
             batch_size=self.batch.size,
             steps_total=self.steps_total,
             from_step=engine.step_number,
+            layout=engine.layout,
         )
 
     def _emit_end(self, reason: str, seconds: float) -> None:
