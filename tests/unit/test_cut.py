@@ -450,7 +450,7 @@ def test_a_measured_model_is_balanced_by_what_its_layers_take() -> None:
     light = [nn.Tanh() for _ in range(8)]
     heavy = [nn.Sequential(nn.Linear(16, 2048), nn.Linear(2048, 16)) for _ in range(4)]
     model = nn.Sequential(*light, *(Whole(layer) for layer in heavy))
-    profile = measure(model, squares, torch.randn(512, 16))
+    profile = measure(model, squares, torch.randn(512, 16), repeats=6)
     assert balance(profile, [Device(), Device()]).cuts == (10,)
     assert balance(profile, [Device(speed=1.0), Device(speed=3.0)]).cuts == (9,)
 
