@@ -370,20 +370,23 @@ def test_without_a_seed_the_generators_run_on_and_with_one_they_are_left_alone()
     assert not torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize("switch", ["recompute", "compile", "bf16"])
+@pytest.mark.parametrize("switch", ["recompute", "compile", "bf16", "their own recomputing"])
 def test_blocks_of_a_stage_can_be_recomputed_and_compiled(switch: str) -> None:
     torch.manual_seed(1)
     model, loss_of, rows = hugging_face_gpt2()
     plan = Plan.at(survey(model, loss_of, rows(2)), (2,))
-    stages = [cut(copy.deepcopy(model), plan, index) for index in range(2)]
     judge = copy.deepcopy(model)
+    if switch == "their own recomputing":
+        model.train().gradient_checkpointing_enable()
+        plan = Plan.at(survey(model, loss_of, rows(2)), (2,))
+    stages = [cut(copy.deepcopy(model), plan, index) for index in range(2)]
     for stage in stages:
         assert len(stage.blocks) == 1 and stage.blocks == find_blocks(stage.model)
         if switch == "recompute":
             switch_on(stage.model, torch.device("cpu"), StepConfig(checkpoint_activations=True))
         elif switch == "bf16":
             switch_on(stage.model, torch.device("cpu"), StepConfig(precision="bf16"))
-        else:
+        elif switch == "compile":
             for block in stage.blocks:
                 block.compile(backend="eager")
     if switch == "bf16":
@@ -444,10 +447,23 @@ def test_kept_bytes_are_what_autograd_keeps() -> None:
 
 
 def test_a_measured_model_is_balanced_by_what_its_layers_take() -> None:
-    model = nn.Sequential(*(nn.Linear(width, width) for width in (256,) * 12))
-    profile = measure(model, squares, torch.randn(2048, 256))
-    plan = balance(profile, [Device(speed=1.0), Device(speed=3.0)])
-    assert 2 <= len(plan.stages[0]) <= 4  # a quarter of twelve
+    light = [nn.Tanh() for _ in range(8)]
+    heavy = [nn.Sequential(nn.Linear(16, 2048), nn.Linear(2048, 16)) for _ in range(4)]
+    model = nn.Sequential(*light, *(Whole(layer) for layer in heavy))
+    profile = measure(model, squares, torch.randn(512, 16), repeats=6)
+    assert balance(profile, [Device(), Device()]).cuts == (10,)
+    assert balance(profile, [Device(speed=1.0), Device(speed=3.0)]).cuts == (9,)
+
+
+class Whole(nn.Module):
+    """Keeps a Sequential from being cut within."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
 
 
 class WithResidualOutside(Tied):

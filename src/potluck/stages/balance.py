@@ -4,13 +4,12 @@ Each stage has its device, which has a speed and perhaps a limit of memory; stag
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
 from potluck.errors import ConfigError
-from potluck.stages.plan import Layer, Plan, tell_bytes
+from potluck.stages.plan import HasLayers, Layer, Plan, tell_bytes, tuple_of
 
 FROZEN_BYTES = 4
 """Of a parameter that is not trained."""
@@ -33,14 +32,14 @@ class Device:
 
 
 def balance(
-    layers: "Sequence[Layer] | Any",
+    layers: Sequence[Layer] | HasLayers,
     devices: Sequence[Device],
     *,
     micro_batches: int = 1,
     rows: int = 1,
     bytes_per_parameter: int = 16,
 ) -> Plan:
-    """One stage for each device. `layers`, or what has them: a profile.
+    """One stage for each device, in their order.
 
     The largest of the stages' times (seconds by speed) is as small as it can be, and among such plans the times are as
     even as they can be. No stage exceeds its device's memory: `bytes_per_parameter` of those that are trained (16:
@@ -48,7 +47,7 @@ def balance(
     `rows` rows each, that are under way at once: min(micro_batches, stages from here on), as 1F1B has it. A parameter
     that two layers share counts for each of them.
     """
-    chain = tuple(getattr(layers, "layers", layers))
+    chain = tuple_of(layers)
     Plan(chain)
     if not devices:
         raise ConfigError("A model needs at least one device to be cut for.")
@@ -108,7 +107,7 @@ class _Costs:
         )
 
 
-def _best(costs: _Costs, limit: float, add: Any) -> tuple[float, list[int]]:
+def _best(costs: _Costs, limit: float, add: Callable[[float, float], float]) -> tuple[float, list[int]]:
     """The least of `add` over the stages' times, none of which is above the limit, and the cuts that have it."""
     layers, stages = len(costs.layers), len(costs.devices)
     best = [0.0] + [math.inf] * layers  # of the first `end` layers in the stages so far

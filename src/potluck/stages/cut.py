@@ -6,6 +6,7 @@ function is left, and what that layer gave is the stage's result. So whatever el
 layers (masks, tables, positions) is done on every stage, and nothing has to be traced.
 """
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -72,7 +73,7 @@ class Stage:
         return result
 
     def _device(self, given: Activation) -> torch.device:
-        for tensor in (*self.model.parameters(), *given):
+        for tensor in itertools.chain(given, self.model.parameters()):
             return tensor.device
         return torch.device("cpu")
 

@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 from potluck.errors import ConfigError
 
@@ -42,6 +42,13 @@ class Layer:
     """Kept from its forward for its backward, per row."""
 
 
+class HasLayers(Protocol):
+    """A profile, or another plan."""
+
+    @property
+    def layers(self) -> tuple[Layer, ...]: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """The layers, and where they are cut."""
@@ -54,9 +61,9 @@ class Plan:
         self.validate()
 
     @staticmethod
-    def at(layers: "Sequence[Layer] | Any", cuts: Sequence[int] = ()) -> "Plan":
-        """Cut points given. Takes layers, or what has them: a profile, or another plan."""
-        return Plan(tuple(getattr(layers, "layers", layers)), tuple(cuts))
+    def at(layers: Sequence[Layer] | HasLayers, cuts: Sequence[int] = ()) -> "Plan":
+        """Cut points given: the first layer of every stage but the first."""
+        return Plan(tuple_of(layers), tuple(cuts))
 
     @property
     def stages(self) -> tuple[range, ...]:
@@ -112,11 +119,15 @@ class Plan:
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"This is no plan of stages: {error}.") from None
         _expect_fields(data, {"format", "cuts", "layers"}, "A plan of stages")
-        if data["format"] != FORMAT:
+        if data["format"] is True or data["format"] != FORMAT:
             raise ConfigError(f"This plan of stages has format {data['format']!r}, and we read format {FORMAT}.")
         if not isinstance(data["cuts"], list) or not isinstance(data["layers"], list):
             raise ConfigError("A plan of stages has a list of cuts and a list of layers; this one has not.")
         return Plan(tuple(map(_layer_from_json, data["layers"])), tuple(data["cuts"]))
+
+
+def tuple_of(layers: Sequence[Layer] | HasLayers) -> tuple[Layer, ...]:
+    return tuple(layers) if isinstance(layers, Sequence) else layers.layers
 
 
 def check_layers(layers: Sequence[Layer]) -> None:
