@@ -130,10 +130,7 @@ class Progress:
 
     def _waiting(self, workers: tuple[WorkerStep, ...]) -> str:
         if any(worker.send_s for worker in workers):
-            parts = [
-                (_name(w), [100 * s / max(_took(w), 1e-9) for s in (w.busy_s, w.wait_s, w.send_s)]) for w in workers
-            ]
-            told = ", ".join(f"{name} {a:.0f}/{b:.0f}/{c:.0f} %" for name, (a, b, c) in parts)
+            told = ", ".join(f"{_name(worker)} {'/'.join(_shares(worker))}" for worker in workers)
             return f"; busy/waiting/sending: {told}"
         waits = " ".join(f"{w.name or w.rank}:{share(w.wait_s, w.busy_s)}" for w in workers)
         return f", waiting {waits}" if len(workers) > 1 else ""
@@ -223,13 +220,14 @@ def _table_of_stages(workers: tuple[WorkerStep, ...]) -> Table:
     for name in ("stage", "rows", "busy", "waiting", "sending"):
         table.add_column(name, justify="left" if name == "stage" else "right", min_width=9)
     for worker in workers:
-        shares = (share(part, _took(worker) - part) for part in (worker.busy_s, worker.wait_s, worker.send_s))
-        table.add_row(_name(worker).removeprefix("stage "), f"{worker.rows:,}", *shares)
+        table.add_row(_name(worker).removeprefix("stage "), f"{worker.rows:,}", *_shares(worker))
     return table
 
 
-def _took(worker: WorkerStep) -> float:
-    return worker.busy_s + worker.wait_s + worker.send_s
+def _shares(worker: WorkerStep) -> list[str]:
+    """Busy, waiting, sending."""
+    parts = (worker.busy_s, worker.wait_s, worker.send_s)
+    return [share(part, sum(parts) - part) for part in parts]
 
 
 def _name(worker: WorkerStep) -> str:
