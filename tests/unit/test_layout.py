@@ -25,6 +25,8 @@ GROUND = {"errors", "events", "config"}
 PURE = [
     "agree/*.py",
     "shard/optimizer_shard.py",
+    "stages/objects.py",
+    "stages/protocol.py",
     "wire/*.py",
     "fleet/ledger.py",
     "fleet/tree.py",
