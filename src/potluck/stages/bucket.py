@@ -30,6 +30,7 @@ CHUNK_BYTES = 1 << 20
 WHOLE_BYTES = 1 << 28
 """A larger object travels in pieces of this many bytes: S3 takes at most 5 GB in one request."""
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+_REFUSED = re.compile("status code: 40[13]")
 _FOR_NOW = re.compile("HTTP error|status code: (5..|408|429)|timed out|SlowDown", re.IGNORECASE)
 
 
@@ -127,12 +128,12 @@ class Bucket:
             return Missing(name)
         if "/latest/" in text:  # it asked the machine for credentials, for want of any others
             return StoreError("There are no credentials. Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY.")
-        if isinstance(error, PermissionDeniedError | UnauthenticatedError | PermissionError):
+        if isinstance(error, PermissionDeniedError | UnauthenticatedError | PermissionError) or _REFUSED.search(text):
             return StoreError(
                 f"{self._where} does not let us in ({_code(text)}). Check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and"
                 " AWS_REGION, and that they may read, write, list and delete there."
             )
-        reason = text.partition("\n")[0].strip().removesuffix(":")[:300]
+        reason = _reason(text)
         if _FOR_NOW.search(text):
             return Unreachable(reason)
         return StoreError(f"{self._where} refused: {reason}.")
@@ -141,7 +142,7 @@ class Bucket:
 class _Body:
     """What comes from the network, copied once: to where it belongs."""
 
-    def __init__(self, result: obstore.GetResult) -> None:
+    def __init__(self, result: "obstore.GetResult") -> None:
         self.size = result.meta["size"]
         self._chunks = iter(result.stream(min_chunk_size=CHUNK_BYTES))
         self._rest = memoryview(b"")
@@ -164,6 +165,11 @@ class _Body:
 def _code(text: str) -> str:
     found = re.search("<Code>([A-Za-z]{1,60})</Code>", text)
     return found[1] if found else "permission denied"
+
+
+def _reason(text: str) -> str:
+    """The end of the first line, where obstore says what it came to, without what it asked for."""
+    return text.partition("\n")[0].rpartition(" - ")[2].partition(": <?xml")[0].strip()[:200]
 
 
 def _is_loopback(endpoint: str) -> bool:

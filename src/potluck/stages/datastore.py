@@ -7,23 +7,19 @@ and started again finds what it was sent.
 
 import re
 import struct
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import Future
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from potluck.errors import PotluckError, TheirProtocolError, WorkerLost
-from potluck.stages.background import Background
+from potluck.errors import TheirProtocolError
 from potluck.stages.channel import WHAT, Header, Label
-from potluck.stages.store import CHECK_EVERY_S, Claim, Store
+from potluck.stages.station import IN_FLIGHT, Station
+from potluck.stages.store import Store
 
-IN_FLIGHT = 4
-"""Objects that are put at once, and objects per source that are fetched and not received yet."""
-_SOURCES = 64
 _KEY = re.compile(
     r"to-(?P<target>\d+)/s(?P<step>\d{12})-(?P<what>[a-z]+)-m(?P<micro>\d+)-p(?P<part>\d+)-from-(?P<source>\d+)"
 )
@@ -48,19 +44,14 @@ class StoreChannel:
     def __init__(
         self, store: Store, stage: int, *, device: torch.device | None = None, in_flight: int = IN_FLIGHT
     ) -> None:
+        """`in_flight`: objects that are put at once, and objects of each source that are fetched ahead."""
         self.stage = stage
         self._store, self._device, self._in_flight = store, device or torch.device("cpu"), in_flight
-        self._claim = Claim(store, f"stage-{stage}", f"stage {stage}")
-        self._puts = Background(in_flight, "potluck-put")
-        self._gets = Background(in_flight * _SOURCES, "potluck-get")
-        self._clears = Background(1, "potluck-clear")
+        self._station = Station(store, f"stage-{stage}", f"stage {stage}", in_flight=in_flight)
         self._sent: list[Future[Any]] = []
-        self._failed: Future[Any] = Future()
-        """Holds the first error of the background; whoever waits for anything waits for this too."""
         self._expected: dict[int, deque[Label]] = {}
         self._coming: dict[Label, Future[Tensor]] = {}
         self._marks: dict[int, int] = {}
-        self._start(self._clears, store.clear_older)
 
     def expect(self, labels: Sequence[Label]) -> None:
         for label in labels:
@@ -71,63 +62,56 @@ class StoreChannel:
 
     def send(self, label: Label, tensor: Tensor) -> None:
         assert label.source == self.stage, label
-        self._raise_failure()
+        self._station.raise_failure()
         if label.step <= self._consumed_by(label.target):
             return
-        header, payload = Header.of(tensor), self._start_to_host(tensor)
-        about = struct.pack(f"<B{len(header.shape)}Q", header.code, *header.shape)
-        self._sent.append(self._start(self._puts, lambda: self._store.put(key_of(label), [bytes_of(payload())], about)))
+        about, on_host = about_of(tensor), start_to_host(tensor)
+        put = self._station.start_put(lambda: self._store.put(key_of(label), [bytes_of(on_host())], about))
+        self._sent.append(put)
 
     def receive(self, label: Label) -> Tensor:
         """Nothing is deleted by this: see consumed()."""
         coming = self._coming.get(label) or self._fetch_now(label)
-        deadline = time.monotonic() + self._store.patience_s
-        while not coming.done():
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
-                raise WorkerLost(
-                    f"Waited {self._store.patience_s:g} s in vain for {label}, in {self._store.url}. Stage"
-                    f" {label.source} is gone, or too slow for this patience."
-                )
-            wait([coming, self._failed], min(left_s, CHECK_EVERY_S), FIRST_COMPLETED)
-            self._raise_failure()
-            if not coming.done():
-                self._claim.check()
+        arrived = self._station.wait(coming, lambda: self._lost(label))
         del self._coming[label]
         self._fetch_ahead(label.source)
-        return coming.result().to(self._device, non_blocking=True)
+        return arrived.to(self._device, non_blocking=True)
 
     def consumed(self, step: int) -> None:
         """What came for this step and those before is not needed again, even if this stage is killed now.
 
         Deletes it, and tells those who sent it, so that they do not send it again when they are started again.
         """
-        self._raise_failure()
-        self._claim.check()  # else we might delete what our successor needs
-        self._start(self._clears, lambda: self._clear_up_to(step))
+        self._station.raise_failure()
+        self._station.claim.check()  # else we might delete what our successor needs
+        self._station.start_clear(lambda: self._clear_up_to(step))
 
     def flush(self) -> None:
         sent, self._sent = self._sent, []
         for put in sent:
-            wait([put, self._failed], return_when=FIRST_COMPLETED)
-            self._raise_failure()
+            put.exception()  # it has a deadline of its own
+        self._station.raise_failure()
 
     def end(self) -> None:
         """The run has ended, and this stage needs nothing more: its inbox, its mark and its claim go."""
         self.flush()
-        self._claim.check()
-        self._clears.close()
+        self._station.claim.check()
+        self._station.finish_clears()
         self._store.sweep(f"to-{self.stage}", lambda key: True)
         self._store.delete([f"marks/stage-{self.stage}"])
-        self._claim.release()
+        self._station.claim.release()
         self._store.tidy()
         self.close()
 
     def close(self) -> None:
         """Everything in the store stays for a successor."""
-        self._store.close()
-        for background in (self._puts, self._gets, self._clears):
-            background.close()
+        self._station.close()
+
+    def _lost(self, label: Label) -> str:
+        return (
+            f"Waited {self._store.patience_s:g} s in vain for {label}, in {self._store.url}. Stage {label.source} is"
+            " gone, or too slow for this patience."
+        )
 
     def _fetch_ahead(self, source: int) -> None:
         under_way = sum(label.source == source for label in self._coming)
@@ -145,7 +129,7 @@ class StoreChannel:
         return self._start_fetch(label)
 
     def _start_fetch(self, label: Label) -> Future[Tensor]:
-        self._coming[label] = coming = self._gets.start(lambda: self._fetch(label))
+        self._coming[label] = coming = self._station.start_get(lambda: self._fetch(label))
         return coming
 
     def _fetch(self, label: Label) -> Tensor:
@@ -160,25 +144,9 @@ class StoreChannel:
         self._store.wait_for(key_of(label), room, f"the {label}", patience_s=float("inf"))
         return arrived[0]
 
-    def _start_to_host(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Begins to copy it to host memory, if it is not there; the result is for another thread to call."""
-        tensor = tensor.detach()
-        if tensor.device.type != "cuda":
-            return lambda: tensor
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        host.copy_(tensor, non_blocking=True)
-        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        copied.record(torch.cuda.current_stream(tensor.device))
-
-        def ready() -> Tensor:
-            copied.synchronize()
-            return host
-
-        return ready
-
     def _consumed_by(self, target: int) -> int:
         """Up to which step a stage needs nothing, as of when we took over. A stage's first worker need not ask."""
-        if not self._claim.was_held:
+        if not self._station.claim.was_held:
             return -1
         if target not in self._marks:
             told = self._store.get_bytes(f"marks/stage-{target}")
@@ -190,32 +158,38 @@ class StoreChannel:
         self._store.put_bytes(f"marks/stage-{self.stage}", str(step).encode())
         self._store.sweep(f"to-{self.stage}", lambda key: (label := label_of(key)) is not None and label.step <= step)
 
-    def _start(self, background: Background, work: Callable[[], None]) -> Future[None]:
-        started = background.start(work)
-        started.add_done_callback(self._note_failure)
-        return started
 
-    def _note_failure(self, done: Future[Any]) -> None:
-        error = done.exception()
-        if error is not None and not self._failed.done():
-            self._failed.set_exception(error)
+def start_to_host(tensor: Tensor) -> Callable[[], Tensor]:
+    """Begins to copy it to host memory, if it is not there; the result is for another thread to call."""
+    tensor = tensor.detach()
+    if tensor.device.type != "cuda":
+        return lambda: tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host.copy_(tensor, non_blocking=True)
+    copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    copied.record(torch.cuda.current_stream(tensor.device))
 
-    def _raise_failure(self) -> None:
-        if self._failed.done():
-            error = self._failed.exception()
-            assert error is not None
-            raise error if not isinstance(error, PotluckError) else type(error)(*error.args)
+    def ready() -> Tensor:
+        copied.synchronize()
+        return host
+
+    return ready
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """The memory of a tensor on the host; of a copy, where its numbers do not lie one after another."""
     flat = tensor.contiguous().reshape(-1)
-    if not flat.numel():
-        return memoryview(b"")
-    return flat.view(torch.uint8).numpy().data
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
+
+
+def about_of(tensor: Tensor) -> bytes:
+    """What an object says about the tensor in it."""
+    header = Header.of(tensor)
+    return struct.pack(f"<B{len(header.shape)}Q", header.code, *header.shape)
 
 
 def header_of(about: bytes, size: int, label: Label) -> Header:
+    """The reverse, checked."""
     if len(about) % 8 != 1:
         raise TheirProtocolError(f"The {label} does not say what shape it has.")
     code, *shape = struct.unpack(f"<B{len(about) // 8}Q", about)
