@@ -13,6 +13,19 @@ from tests.ranks import _main_module_unnamed, _server
 TIMEOUT_S = 30.0
 
 
+class Tell:
+    """A worker's way to speak to the test; listen() waits for what the test says."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def __call__(self, said: Any) -> None:
+        self._connection.send(("told", said))
+
+    def listen(self) -> Any:
+        return self._connection.recv()
+
+
 class Worker:
     """Runs function(tell, *arguments) in a process of its own; hear() returns what it told, in order."""
 
@@ -29,6 +42,12 @@ class Worker:
         kind, said = self._ours.recv()
         assert kind == "told", said
         return said
+
+    def say(self, said: Any) -> None:
+        self._ours.send(said)
+
+    def is_alive(self) -> bool:
+        return self._process.is_alive()
 
     def kill(self) -> None:
         """As kill -9 does."""
@@ -55,7 +74,7 @@ def _be(connection: Connection, env: dict[str, str], function: Callable[..., Non
     os.environ |= env
     torch.set_num_threads(1)
     try:
-        function(lambda said: connection.send(("told", said)), *arguments)
+        function(Tell(connection), *arguments)
         connection.send(("ended", None))
     except BaseException:
         connection.send(("failed", traceback.format_exc()))

@@ -23,7 +23,7 @@ from potluck.stages.datastore import StoreChannel, key_of, label_of
 from potluck.stages.objects import HEAD_BYTES, Damaged, Head, seal
 from potluck.stages.place import Exists, bucket_of, folder_of
 from potluck.stages.store import KEY, MOST_KEY_BYTES, Claim, Patience, Store
-from tests.bare import Worker
+from tests.bare import Tell, Worker
 from tests.servers import BUCKET, KEYS, Rclone, moto, rclone
 
 PATIENCE_S = 20.0
@@ -426,7 +426,7 @@ def step_forward(channel: StoreChannel, step: int) -> None:
     channel.flush()
 
 
-def read_steps(tell: Callable[[Any], None], url: str, first: int, steps: int, consume: bool, end: bool) -> None:
+def read_steps(tell: Tell, url: str, first: int, steps: int, consume: bool, end: bool) -> None:
     """The second stage: receives, answers, and says what it received."""
     channel = channel_at(url, 1)
     for step in range(first, steps):
@@ -476,7 +476,7 @@ def test_a_reader_killed_after_it_consumed_goes_on_from_there(tmp_path: Path) ->
     assert files(tmp_path) == []
 
 
-def write_for_ever(tell: Callable[[Any], None], url: str) -> None:
+def write_for_ever(tell: Tell, url: str) -> None:
     channel = channel_at(url, 0)
     tensor = torch.arange(1 << 20)
     for step in range(10**6):
@@ -509,7 +509,7 @@ def test_a_writer_killed_while_it_writes_leaves_only_whole_objects(tmp_path: Pat
     assert unfinished, "no kill met a write, so this proved nothing"
 
 
-def write_steps(tell: Callable[[Any], None], url: str, first: int, steps: int) -> None:
+def write_steps(tell: Tell, url: str, first: int, steps: int) -> None:
     channel = channel_at(url, 0)
     for step in range(first, steps):
         step_forward(channel, step)
@@ -585,7 +585,7 @@ def test_a_read_only_folder_is_a_sentence(tmp_path: Path) -> None:
             channel_at(folder, 0)
 
 
-def write_past_a_limit(tell: Callable[[Any], None], url: str) -> None:
+def write_past_a_limit(tell: Tell, url: str) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
     channel = channel_at(url, 0)
     channel.send(Label(0, "activation", 0, 1), torch.ones(1 << 18))

@@ -66,6 +66,10 @@ class Station:
             # A new one each time: frames would pile up in one that is raised again and again.
             raise type(error)(*error.args) if isinstance(error, PotluckError) else error
 
+    def fail(self, error: BaseException) -> None:
+        with suppress(InvalidStateError):  # another was first
+            self._failed.set_exception(error)
+
     def finish_clears(self) -> None:
         self._clears.close()
 
@@ -82,5 +86,4 @@ class Station:
     def _note_failure(self, done: Future[Any]) -> None:
         error = done.exception()
         if error is not None:
-            with suppress(InvalidStateError):  # another was first
-                self._failed.set_exception(error)
+            self.fail(error)
