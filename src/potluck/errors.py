@@ -3,6 +3,7 @@
 PotluckError            anything we say on purpose: a sentence, never a stack of frames
   ConfigError           you asked for something we cannot do; the sentence says what to do instead
     CheckpointError     a checkpoint cannot be used here, or cannot be written
+    StoreError          the store between workers cannot be read or written, or has gone on without us
   WireError             bytes that are no message
     OurProtocolError    we were about to send something illegal: a bug here
     TheirProtocolError  the peer sent something illegal: close it, keep training
@@ -23,6 +24,10 @@ class ConfigError(PotluckError):
 
 
 class CheckpointError(ConfigError):
+    pass
+
+
+class StoreError(ConfigError):
     pass
 
 

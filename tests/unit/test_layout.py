@@ -27,6 +27,7 @@ PURE = [
     "shard/optimizer_shard.py",
     "stages/plan.py",
     "stages/balance.py",
+    "stages/objects.py",
     "stages/protocol.py",
     "wire/*.py",
     "fleet/ledger.py",

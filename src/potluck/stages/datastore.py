@@ -1,0 +1,199 @@
+"""StoreChannel: a Channel over a store, for stages that have no connection to each other.
+
+Every tensor is an object in its receiver's inbox. Several are put and fetched in the background while the stage
+computes. An object stays until its receiver says that the step is behind it for good, so that a stage which is killed
+and started again finds what it was sent.
+"""
+
+import re
+import struct
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from potluck.errors import TheirProtocolError
+from potluck.stages.channel import WHAT, Header, Label
+from potluck.stages.station import IN_FLIGHT, Station
+from potluck.stages.store import Store
+
+_KEY = re.compile(
+    r"to-(?P<target>\d+)/s(?P<step>\d{12})-(?P<what>[a-z]+)-m(?P<micro>\d+)-p(?P<part>\d+)-from-(?P<source>\d+)"
+)
+
+
+def key_of(label: Label) -> str:
+    return f"to-{label.target}/s{label.step:012d}-{label.what}-m{label.micro}-p{label.part}-from-{label.source}"  # _KEY
+
+
+def label_of(key: str) -> Label | None:
+    """The reverse; none for a key that is no label's."""
+    found = _KEY.fullmatch(key)
+    if found is None or found["what"] not in WHAT:
+        return None
+    numbers = {name: int(found[name]) for name in ("step", "source", "target", "micro", "part")}
+    return Label(what=found["what"], **numbers)
+
+
+class StoreChannel:
+    """One stage's end. It makes the store its own, and closes it."""
+
+    def __init__(
+        self, store: Store, stage: int, *, device: torch.device | None = None, in_flight: int = IN_FLIGHT
+    ) -> None:
+        """`in_flight`: objects that are put at once, and objects of each source that are fetched ahead."""
+        self.stage = stage
+        self._store, self._device, self._in_flight = store, device or torch.device("cpu"), in_flight
+        self._station = Station(store, f"stage-{stage}", f"stage {stage}", in_flight=in_flight)
+        self._sent: list[Future[Any]] = []
+        self._expected: dict[int, deque[Label]] = {}
+        self._coming: dict[Label, Future[Tensor]] = {}
+        self._marks: dict[int, int] = {}
+
+    def expect(self, labels: Sequence[Label]) -> None:
+        for label in labels:
+            assert label.target == self.stage, label
+            self._expected.setdefault(label.source, deque()).append(label)
+        for source in {label.source for label in labels}:
+            self._fetch_ahead(source)
+
+    def send(self, label: Label, tensor: Tensor) -> None:
+        assert label.source == self.stage, label
+        self._station.raise_failure()
+        if label.step <= self._consumed_by(label.target):
+            return
+        about, on_host = about_of(tensor), start_to_host(tensor)
+        put = self._station.start_put(lambda: self._store.put(key_of(label), [bytes_of(on_host())], about))
+        self._sent.append(put)
+
+    def receive(self, label: Label) -> Tensor:
+        """Nothing is deleted by this: see consumed()."""
+        coming = self._coming.get(label) or self._fetch_now(label)
+        arrived = self._station.wait(coming, lambda: self._lost(label))
+        del self._coming[label]
+        self._fetch_ahead(label.source)
+        return arrived.to(self._device, non_blocking=True)
+
+    def consumed(self, step: int) -> None:
+        """What came for this step and those before is not needed again, even if this stage is killed now.
+
+        Deletes it, and tells those who sent it, so that they do not send it again when they are started again.
+        """
+        self._station.raise_failure()
+        self._station.claim.check()  # else we might delete what our successor needs
+        self._station.start_clear(lambda: self._clear_up_to(step))
+
+    def flush(self) -> None:
+        sent, self._sent = self._sent, []
+        for put in sent:
+            put.exception()  # it has a deadline of its own
+        self._station.raise_failure()
+
+    def end(self) -> None:
+        """The run has ended, and this stage needs nothing more: its inbox, its mark and its claim go."""
+        self.flush()
+        self._station.claim.check()
+        self._station.finish_clears()
+        self._store.sweep(f"to-{self.stage}", lambda key: True)
+        self._store.delete([f"marks/stage-{self.stage}"])
+        self._station.claim.release()
+        self._store.tidy()
+        self.close()
+
+    def close(self) -> None:
+        """Everything in the store stays for a successor."""
+        self._station.close()
+
+    def _lost(self, label: Label) -> str:
+        return (
+            f"Waited {self._store.patience_s:g} s in vain for {label}, in {self._store.url}. Stage {label.source} is"
+            " gone, or too slow for this patience."
+        )
+
+    def _fetch_ahead(self, source: int) -> None:
+        under_way = sum(label.source == source for label in self._coming)
+        expected = self._expected.get(source, deque())
+        while expected and under_way < self._in_flight:
+            self._start_fetch(expected.popleft())
+            under_way += 1
+
+    def _fetch_now(self, label: Label) -> Future[Tensor]:
+        """Out of turn, or unexpected."""
+        assert label.target == self.stage, label
+        expected = self._expected.get(label.source, deque())
+        if label in expected:
+            expected.remove(label)
+        return self._start_fetch(label)
+
+    def _start_fetch(self, label: Label) -> Future[Tensor]:
+        self._coming[label] = coming = self._station.start_get(lambda: self._fetch(label))
+        return coming
+
+    def _fetch(self, label: Label) -> Tensor:
+        arrived: list[Tensor] = []
+
+        def room(about: bytes, size: int) -> memoryview:
+            header = header_of(about, size, label)
+            arrived[:] = [torch.empty(header.shape, dtype=header.dtype, pin_memory=self._device.type == "cuda")]
+            return bytes_of(arrived[0])
+
+        # Without end: an object may be awaited long before anybody asks for it. receive() has the deadline.
+        self._store.wait_for(key_of(label), room, f"the {label}", patience_s=float("inf"))
+        return arrived[0]
+
+    def _consumed_by(self, target: int) -> int:
+        """Up to which step a stage needs nothing, as of when we took over. A stage's first worker need not ask."""
+        if not self._station.claim.was_held:
+            return -1
+        if target not in self._marks:
+            told = self._store.get_bytes(f"marks/stage-{target}")
+            self._marks[target] = -1 if told is None else int(told)
+        return self._marks[target]
+
+    def _clear_up_to(self, step: int) -> None:
+        # The mark comes first: killed in between, our successor clears what is left with its next mark.
+        self._store.put_bytes(f"marks/stage-{self.stage}", str(step).encode())
+        self._store.sweep(f"to-{self.stage}", lambda key: (label := label_of(key)) is not None and label.step <= step)
+
+
+def start_to_host(tensor: Tensor) -> Callable[[], Tensor]:
+    """Begins to copy it to host memory, if it is not there; the result is for another thread to call."""
+    tensor = tensor.detach()
+    if tensor.device.type != "cuda":
+        return lambda: tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host.copy_(tensor, non_blocking=True)
+    copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    copied.record(torch.cuda.current_stream(tensor.device))
+
+    def ready() -> Tensor:
+        copied.synchronize()
+        return host
+
+    return ready
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a tensor on the host; of a copy, where its numbers do not lie one after another."""
+    flat = tensor.contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
+
+
+def about_of(tensor: Tensor) -> bytes:
+    """What an object says about the tensor in it."""
+    header = Header.of(tensor)
+    return struct.pack(f"<B{len(header.shape)}Q", header.code, *header.shape)
+
+
+def header_of(about: bytes, size: int, label: Label) -> Header:
+    """The reverse, checked."""
+    if len(about) % 8 != 1:
+        raise TheirProtocolError(f"The {label} does not say what shape it has.")
+    code, *shape = struct.unpack(f"<B{len(about) // 8}Q", about)
+    header = Header.read(code, shape, label)
+    if header.nbytes != size:
+        raise TheirProtocolError(f"The {label} has {size:,} bytes, and {header.nbytes:,} in its header.")
+    return header
