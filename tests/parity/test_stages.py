@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import potluck
-from potluck import Direct, Pipeline, Stages
+from potluck import DataStore, Direct, Pipeline, Stages
 from potluck.stages.plan import Plan
 from potluck.stages.seats import seed_of
 from potluck.train import shelf
@@ -236,3 +236,10 @@ def test_a_checkpoint_is_the_whole_models_and_loads_with_another_cut_or_none(tmp
     assert_same(found, judge)
     plan = Plan.from_json(shelf.check(shelf.found(tmp_path)[0])["plan"])
     assert len(plan.stages) == 2
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_stages_that_meet_in_a_folder_learn_what_one_process_learns(workers: int, tmp_path: Any) -> None:
+    stages = DataStore(url=f"file://{tmp_path}/run", micro_batch_size=MICRO, keep_every=2)
+    assert_same(run_ranks(workers, train, stages, {"clip": 0.5}), one_process(clip=0.5))
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]  # nothing is left behind

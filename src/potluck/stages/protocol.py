@@ -17,8 +17,16 @@ class DataStore:
     """Where: file:///some/folder, or s3://bucket/prefix."""
     micro_batch_size: int | None = None
     """Rows per micro-batch, so that several objects are under way at once; none: whole batches."""
+    keep_every: int = 20
+    """Steps after which each worker keeps its part in the store: one that is killed and started again goes on there."""
+    generation: int = 0
+    """Goes up when a run is started anew where an earlier one was cut off: what that one left is cleared away."""
 
     def __post_init__(self) -> None:
+        if self.keep_every < 1:
+            raise ValueError(f"keep_every must be at least 1 step, not {self.keep_every}")
+        if not 0 <= self.generation < 10**6:
+            raise ValueError(f"generation must be at least 0 and below 1,000,000, not {self.generation}")
         scheme, separator, rest = self.url.partition("://")
         if not separator or scheme not in ("file", "s3") or not rest.strip("/"):
             raise ValueError(f"url must be file:///some/folder or s3://bucket/prefix, not {self.url!r}")

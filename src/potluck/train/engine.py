@@ -86,11 +86,11 @@ def init(
     recovery = my_recovery()
     if recovery is not None:
         policy, strategy = _for_those_left(policy, strategy, recovery)
-    link = connect(device, patience_s)
     if stages is not None:
         from potluck.train.staged import staged_engine
 
-        return staged_engine(link, device, policy=policy, strategy=strategy, step=step, stages=stages)
+        return staged_engine(device, policy=policy, strategy=strategy, step=step, stages=stages, patience_s=patience_s)
+    link = connect(device, patience_s)
     if not isinstance(policy, Sync):
         from potluck.train.windows import WindowEngine
 
@@ -146,6 +146,10 @@ class Engine:
         """How a model that is cut lies on the workers, as lines to be shown."""
         self.told: dict[str, Any] = {}
         """What a host shows of the run: its name, the unit of samples, how many steps there are."""
+        self.memo: dict[str, int] = {}
+        """What a caller wants to find again, should this worker be killed and started again in a run that goes on."""
+        self.is_restored = False
+        """This worker was killed, and goes on where it had been, in a run that went on meanwhile."""
         self.loaded_from: Path | None = None
         self.run_folder: Path | None = None
         """Kept with the rest in memory, so that a run that outlived a loss finds its folder again."""

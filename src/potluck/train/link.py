@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -64,6 +64,15 @@ class Link(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class Parted(Link, Protocol):
+    """A link of several, of whom some can have one of their own."""
+
+    def part(self, groups: Sequence[Sequence[int]]) -> Link:
+        """A link of that group of our ranks in which we are. Every rank calls this with the same groups."""
+        ...
 
 
 class _Done:
@@ -244,15 +253,10 @@ def connect(device: torch.device, patience_s: float) -> Link:
     if dist.is_initialized():
         return GroupLink(owned=False, patience_s=patience_s)
     rendezvous = os.environ.get(RENDEZVOUS)
-    if rendezvous is None and "RANK" not in os.environ:
+    place = placed()
+    if place is None:
         return Alone()
-    try:
-        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    except (KeyError, ValueError):
-        raise ConfigError(
-            "RANK is set but RANK and WORLD_SIZE are not both whole numbers. Start the script with"
-            " `potluck run -n 2 script.py` or torchrun, or unset RANK."
-        ) from None
+    rank, world = place
     if world == 1 and rendezvous is not None:
         return Alone()
     with _peers_may_vanish():
@@ -264,6 +268,19 @@ def connect(device: torch.device, patience_s: float) -> Link:
             timeout=timedelta(seconds=patience_s),
         )
     return GroupLink(owned=True, patience_s=patience_s)
+
+
+def placed() -> tuple[int, int] | None:
+    """This worker's rank, and how many there are, as whoever started us says; none if nobody did."""
+    if RENDEZVOUS not in os.environ and "RANK" not in os.environ:
+        return None
+    try:
+        return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    except (KeyError, ValueError):
+        raise ConfigError(
+            "RANK is set but RANK and WORLD_SIZE are not both whole numbers. Start the script with"
+            " `potluck run -n 2 script.py` or torchrun, or unset RANK."
+        ) from None
 
 
 def _backend(device: torch.device) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from potluck.errors import ConfigError
 from potluck.shard.strategy import HybridShard, ShardingStrategy
-from potluck.train.link import Alone, GroupLink, Link
+from potluck.train.link import Alone, Link, Parted
 from potluck.train.nodes import Nodes
 
 
@@ -71,7 +71,7 @@ def make_places(link: Link, workers: int | None, strategy: ShardingStrategy) -> 
     alone = Places(link, workers, each, Alone(), Alone(), Alone())
     if link.world == 1:
         return alone
-    assert isinstance(link, GroupLink)
+    assert isinstance(link, Parted)
     ranks = range(link.world)
     lines = [alone.ranks_of(lane) for lane in range(alone.lanes)]
     peers = [[rank for rank in ranks if alone.place_of(rank) == place] for place in range(workers)]
@@ -87,7 +87,7 @@ def as_nodes(places: Places) -> Nodes:
             f"There is one replica of {places.workers} stages, and nothing to average with. Start a multiple of {size}"
             f" workers, such as {2 * size}, or use the policy Sync."
         )
-    assert isinstance(link, GroupLink)
+    assert isinstance(link, Parted)
     ranks = range(link.world)
     return Nodes(
         link=link,

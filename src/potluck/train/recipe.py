@@ -182,7 +182,7 @@ def _keep_recipe(event: Event, folder: Path, config: RunConfig) -> None:
 
 def _run_folder(config: RunConfig, order: Order, engine: Engine) -> Path | str:
     """Rank 0 decides. A new run never takes over a folder that holds one; one that outlived a loss has its own."""
-    if engine.rank != 0:
+    if engine.rank != 0 or engine.is_restored:
         return ""
     if engine.recovery is not None and engine.recovery.standing["folder"] is not None:
         return str(engine.recovery.standing["folder"])

@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -19,8 +21,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from potluck.agree.policy import ApplyPolicy, Sync
-from potluck.errors import ConfigError
-from potluck.events import WorkerStep
+from potluck.errors import ConfigError, Interrupted
+from potluck.events import StepDone, StepSkipped, WorkerStep
+from potluck.fleet.ledger import Ledger
 from potluck.shard.splitting import free_bytes
 from potluck.shard.strategy import FullShard, NoShard, ShardGradOp, ShardingStrategy
 from potluck.stages.balance import Device, balance
@@ -32,10 +35,11 @@ from potluck.stages.plan import Plan, count_sent
 from potluck.stages.profile import measure
 from potluck.stages.protocol import DataStore, Stages
 from potluck.stages.schedule import draw, expected_idle_share, forward_only, per_worker, plan_orders
-from potluck.train.data import BatchConfig, Loader, MicroBatch, as_dataset, mix, plan_step
+from potluck.train.data import BatchConfig, Loader, MicroBatch, SliceLoader, as_dataset, mix, plan_step
+from potluck.train.depot import Depot
 from potluck.train.engine import Engine, LossFunction, loss_and_samples
 from potluck.train.held import Held, HeldPart, empty, held_in, hold, narrow
-from potluck.train.link import GroupLink, Link
+from potluck.train.link import GroupLink, Link, connect, placed
 from potluck.train.nodes import Nodes
 from potluck.train.places import as_nodes, make_places
 from potluck.train.pulse import Pulse, worker_steps
@@ -107,11 +111,17 @@ class Staged(Engine):
         strategy: ShardingStrategy,
         step: StepConfig,
         stages: Stages,
+        depot: Depot | None = None,
     ) -> None:
+        """`depot`: where workers meet who have no connection to each other; the link is its."""
         _insist_on_fit(strategy, stages)
         self.stages = stages
+        self._depot = depot
+        self._has_failed = False
+        self._has_saved = False
         self.places = make_places(link, stages.count, strategy)
         super().__init__(link, device, policy=policy, strategy=strategy, step=step)
+        self.is_restored = depot is not None and depot.kept is not None
         self.plan: Plan | None = None
         self._given: dict[str, Any] = {}
         self._parameters = 0
@@ -159,7 +169,10 @@ class Staged(Engine):
                 " latter: stages.protocol.micro_batch_size says how a batch is cut."
             )
         self._given = {"dataset": as_dataset(dataset), "loss": loss, "options": options}
-        return super().prepare(model, optimizer, dataset, loss=loss, micro_batch_size=wanted, **options)
+        ready = super().prepare(model, optimizer, dataset, loss=loss, micro_batch_size=wanted, **options)
+        if self._depot is not None:
+            self._settle_in(self._depot)
+        return ready
 
     def _make_replica(self, model: nn.Module, optimizer: Optimizer) -> Replica:
         plan = self.plan = self._agree_on_plan(model)
@@ -173,6 +186,7 @@ class Staged(Engine):
         self._find_ties(own)
         replica = self._new_replica(own, optimizer)
         replica.part = HeldPart(replica, held, self._is_first_of, rank=self.rank % places.size, world=places.size)
+        self._own = HeldPart(replica, held, dict.fromkeys(self._is_first_of, True), rank=0, world=1)
         self._work = {stage.index: _Work(stage, replica, lambda: self._unit) for stage in stages}
         widths = [count_sent(plan.layers[cut - 1].output or {"value": None}) for cut in plan.cuts]
         self._line = Line(self._work, widths, self._make_channel())
@@ -197,6 +211,8 @@ class Staged(Engine):
         return "\n".join(filter(None, (str(plan), told, order)))
 
     def _make_channel(self) -> Channel:
+        if self._depot is not None:
+            return self._depot.open_channel(self.lane, self.places.place, self.device)
         line = self.places.line
         group = line.group if isinstance(line, GroupLink) else None
         return GroupChannel(group, self.device, rank=self.places.place, workers=self.places.workers)
@@ -396,9 +412,62 @@ class Staged(Engine):
         return total, count
 
     def close(self) -> None:
-        if self.replica is not None:
+        if self._depot is not None:
+            (self._depot.close if self._has_failed else self._depot.end)()
+        elif self.replica is not None:
             self._line.channel.close()
         super().close()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._has_failed = error is not None and not isinstance(error, Interrupted)
+        super().__exit__(kind, error, trace)
+
+    # Workers that meet in a store
+
+    def _settle_in(self, depot: Depot) -> None:
+        """Goes on from what this worker had kept before it was killed; or keeps itself for the first time."""
+        self._balance = None  # what it has measured would be lost
+        if depot.kept is None:
+            if depot.every is not None:
+                self._keep()
+            return
+        notes = depot.kept.notes
+        depot.kept.load_into(self._own)
+        self._prepared().remember_buffers()
+        self._check_standing(Path(f"What worker {self.rank} kept of itself"), notes["standing"])
+        self._stand_at(notes["standing"])
+        self._ledger = Ledger([(start, end) for start, end in notes["ledger"]])
+        self._pass, self.memo = notes["passes"], notes["memo"]
+        depot.link.log.seal()
+        depot.kept = None
+        self.start()
+
+    def _keep(self) -> None:
+        assert self._depot is not None
+        notes = {
+            "standing": self._standing(),
+            "ledger": self._ledger.ranges,
+            "memo": self.memo,
+            "passes": self._pass,
+        }
+        self._depot.keep(self._own, notes, self._pass)
+
+    def save(self, folder: str | Path, *, keep_last: int = 2) -> None:
+        super().save(folder, keep_last=keep_last)
+        if self._depot is not None:  # whoever starts again must not come by here again: it would find it done
+            self._saves.wait()
+            self._has_saved = True
+
+    def _end_of_step(self, event: StepDone | StepSkipped, pulses: list[Pulse]) -> StepDone | StepSkipped:
+        event = super()._end_of_step(event, pulses)
+        if self._depot is not None and self._depot.every is not None:
+            if self._has_saved or self.step_number % self._depot.every == 0:
+                self._keep()
+                self.start()
+            self._has_saved = False
+        return event
 
     def _standing(self) -> Standing:
         assert self.plan is not None
@@ -444,22 +513,33 @@ class StagedWindowEngine(Staged, WindowEngine):
         """What the last stage of our lane tells."""
         return pulses[-self.places.each + self.rank % self.places.each].samples
 
+    def _close_window(self, loader: SliceLoader) -> None:
+        super()._close_window(loader)
+        if self._depot is not None:
+            self._depot.forget(self._pass)
+
     def _plan_batch(self, start: int, end: int, batch: BatchConfig) -> list[MicroBatch]:
         each = self.places.each
         return plan_step(start, end, batch, (1.0,) * each, self.rank % each, in_step=each > 1)
 
 
 def staged_engine(
-    link: Link,
     device: torch.device,
     *,
     policy: ApplyPolicy,
     strategy: ShardingStrategy,
     step: StepConfig,
     stages: Stages,
+    patience_s: float,
 ) -> Staged:
     kind = StagedEngine if isinstance(policy, Sync) else StagedWindowEngine
-    return kind(link, device, policy=policy, strategy=strategy, step=step, stages=stages)
+    depot = None
+    if isinstance(stages.protocol, DataStore):
+        _insist_on_fit(strategy, stages)
+        rank, world = placed() or (0, 1)
+        depot = Depot(stages.protocol, rank, world, patience_s, keeps=isinstance(policy, Sync))
+    link: Link = depot.link if depot is not None else connect(device, patience_s)
+    return kind(link, device, policy=policy, strategy=strategy, step=step, stages=stages, depot=depot)
 
 
 def _insist_on_fit(strategy: ShardingStrategy, stages: Stages) -> None:
@@ -470,8 +550,11 @@ def _insist_on_fit(strategy: ShardingStrategy, stages: Stages) -> None:
             "The schedule zero-bubble cuts backwards in two, of which a split stage would not hear. Use 1f1b, or"
             " NoShard."
         )
-    if isinstance(stages.protocol, DataStore):
-        raise ConfigError("DataStore is not there yet.")
+    if isinstance(stages.protocol, DataStore) and not isinstance(strategy, NoShard):
+        raise ConfigError(
+            "Stages that meet in a store have no process group, over which a stage could be split. Use NoShard, or the"
+            " protocol Pipeline."
+        )
 
 
 def _in_groups(loader: Loader) -> Iterator[list[_Micro]]:

@@ -142,7 +142,8 @@ class Trainer:
             self.engine.lr_factor = lambda rows_seen: schedule.factor(rows_seen, self.rows_total)
         self.engine.rows_limit = self.rows_total
         self.summary = Summary(self.folder)
-        self._validated_at = self._saved_at = -1
+        self._validated_at = self.engine.memo.get("validated_at", -1)
+        self._saved_at = self.engine.memo.get("saved_at", -1)
         self._looked_at = self.engine.step_number
 
     @property
@@ -154,7 +155,7 @@ class Trainer:
         engine = self.engine
         started = time.perf_counter()
         engine.told = asdict(self._run_started())
-        outlived = engine.recovery is not None  # then it stands where it goes on already
+        outlived = engine.recovery is not None or engine.is_restored  # then it stands where it goes on already
         resume = resume or outlived
         with self._listening(resume=resume), _on_interrupt(engine.request_stop):
             if not (outlived or ((resume or engine.is_led) and self._load())):
@@ -255,14 +256,14 @@ class Trainer:
     def _validate(self) -> None:
         if self._validation is None or not len(self._validation) or self._validated_at == self.engine.step_number:
             return
-        self._validated_at = self.engine.step_number
+        self._validated_at = self.engine.memo["validated_at"] = self.engine.step_number
         rows_at_once = self.batch.micro_size or self.batch.size
         loss = self.engine.evaluate(self.loss, self._validation, rows_at_once)
         self.engine.events.emit(Validated(step=self.engine.step_number, loss=loss))
 
     def _save(self) -> None:
         if self._saved_at != self.engine.step_number:
-            self._saved_at = self.engine.step_number
+            self._saved_at = self.engine.memo["saved_at"] = self.engine.step_number
             self.engine.save(self.checkpoints, keep_last=self.config.checkpoint.keep_last)
 
     def _emit_start(self) -> None:
