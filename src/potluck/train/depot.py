@@ -77,7 +77,7 @@ class Depot:
         return self._channel
 
     def keep(self, sharded: Sharded, notes: dict[str, Any], passes: int) -> None:
-        """From here on this worker goes on from here, and what came before may go. `passes`: of micro-batches so far."""
+        """Killed, this worker goes on from here, and what came before may go. `passes`: of micro-batches so far."""
         self.link.log.seal()
         position = self.link.inner.position
         told = notes | {"position": position, "told": self.link.log.told}

@@ -1,0 +1,125 @@
+"""Stages that are killed: those who wait say so by name; where they meet in a store, one that starts again goes on."""
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import potluck
+from potluck import DataStore, Pipeline
+from potluck.errors import WorkerLost
+from tests.bare import Tell, Worker
+from tests.parity.test_stages import BATCH, MICRO, STEPS, assert_same, data, loss_of, make, one_process
+from tests.servers import BUCKET, rclone
+
+WORKERS = 3
+
+
+def be(tell: Tell, stages: Any, die_at: tuple[int, int] | None, patience_s: float) -> None:
+    """One stage. `die_at`: kills itself, as kill -9 does, in the forward of that micro-batch of that step."""
+    torch.set_num_threads(1)
+    seen = [0, 0]
+
+    def watched(model: Any, batch: Any) -> Any:
+        if die_at == tuple(seen):
+            tell("dying")
+            os.kill(os.getpid(), signal.SIGKILL)
+        seen[1] += 1
+        return loss_of(model, batch)
+
+    losses = []
+    try:
+        with potluck.init(potluck.Sync(balance=False), stages=stages, patience_s=patience_s) as fleet:
+            model, optimizer = make()
+            model, optimizer, loader = fleet.prepare(model, optimizer, data(), batch_size=BATCH, loss=loss_of)
+            tell(["stands at", fleet.step_number])
+            while fleet.step_number < STEPS:
+                for batch in loader:
+                    seen[:] = [fleet.step_number, seen[1] if seen[0] == fleet.step_number else 0]
+                    fleet.train(watched, batch)
+                    event = fleet.step()
+                    if event is not None:
+                        losses.append(event.loss)
+                    if fleet.step_number == STEPS:
+                        break
+            weights = {name: p.detach().numpy() for name, p in model.named_parameters()}
+            tell({"losses": losses, "weights": weights})
+    except WorkerLost as error:
+        tell(["lost", str(error)])
+
+
+def start(stages: Any, rank: int, folder: Path, env: dict[str, str], **options: Any) -> Worker:
+    place = {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(WORKERS),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(WORKERS),
+        "POTLUCK_RENDEZVOUS": str(folder / "rendezvous"),
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    return Worker(be, stages, options.get("die_at"), options.get("patience_s", 30.0), env=place | env)
+
+
+def collect(worker: Worker) -> dict[str, Any]:
+    told = worker.hear()
+    worker.finish()
+    assert isinstance(told, dict), told
+    return told | {"weights": {name: torch.from_numpy(array) for name, array in told["weights"].items()}}
+
+
+@pytest.fixture(params=["file", "s3"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str, dict[str, str], Path]]:
+    if request.param == "file":
+        yield f"file://{tmp_path}/run", {}, tmp_path / "run"
+        return
+    with rclone(tmp_path / "s3") as server:
+        yield f"s3://{BUCKET}/run", server.env, tmp_path / "s3" / BUCKET
+
+
+@pytest.mark.parametrize(
+    ("victim", "die_at", "stands_at"),
+    [(0, (3, 1), 2), (1, (3, 0), 2), (2, (5, 1), 4), (1, (0, 2), 0)],
+)
+def test_a_stage_that_is_killed_and_started_again_goes_on_where_its_inputs_lie(
+    victim: int, die_at: tuple[int, int], stands_at: int, store: tuple[str, dict[str, str], Path], tmp_path: Path
+) -> None:
+    url, env, place = store
+    stages = DataStore(url=url, micro_batch_size=MICRO, keep_every=2)
+    with ExitStack() as stack:
+        workers = [
+            stack.enter_context(start(stages, rank, tmp_path, env, die_at=die_at if rank == victim else None))
+            for rank in range(WORKERS)
+        ]
+        assert [worker.hear() for worker in workers] == [["stands at", 0]] * WORKERS
+        assert workers[victim].hear() == "dying"  # the fault fired
+        workers[victim].kill()
+        workers[victim] = stack.enter_context(start(stages, victim, tmp_path, env))
+        assert workers[victim].hear() == ["stands at", stands_at]
+        found = [collect(worker) for worker in workers]
+    judge = one_process()
+    found[victim]["losses"] = judge["losses"]  # it has seen only the last of them
+    assert_same(found, judge)
+    assert not [path for path in place.rglob("*") if path.is_file()]
+
+
+@pytest.mark.parametrize("protocol", ["pipeline", "datastore"])
+def test_a_stage_that_dies_ends_the_others_wait_by_name(protocol: str, tmp_path: Path) -> None:
+    stages: Any = Pipeline(micro_batch_size=MICRO)
+    if protocol == "datastore":
+        stages = DataStore(url=f"file://{tmp_path}/run", micro_batch_size=MICRO)
+    with ExitStack() as stack:
+        workers = [
+            stack.enter_context(start(stages, rank, tmp_path, {}, die_at=(1, 1) if rank == 1 else None, patience_s=4.0))
+            for rank in range(WORKERS)
+        ]
+        assert [worker.hear() for worker in workers] == [["stands at", 0]] * WORKERS
+        assert workers[1].hear() == "dying"
+        for rank in (0, 2):
+            lost, sentence = workers[rank].hear()
+            assert lost == "lost"
+            assert "Stage 1 " in sentence or "worker 1" in sentence, sentence
