@@ -42,6 +42,15 @@ Out = Annotated[
     tyro.conf.arg(metavar="FOLDER", help="The run folder.", help_behavior_hint="(default: runs/NAME, numbered)"),
 ]
 
+Only = Annotated[
+    int | None,
+    tyro.conf.arg(
+        metavar="WORKER",
+        help="Start this one of the workers, counted from 0; the others run elsewhere, and all meet in a store.",
+        help_behavior_hint="(default: all, here)",
+    ),
+]
+
 
 @dataclass
 class Demo:
@@ -74,10 +83,11 @@ class Train:
     workers: Workers = None
     out: Out = None
     resume: Annotated[bool, tyro.conf.arg(help="Go on from the newest checkpoint of the run folder.")] = False
+    only: Only = None
     settings: Settings = field(default_factory=list)
 
     def __call__(self) -> int:
-        return _train(self.recipe, self.data, self.workers, self.out, self.settings, resume=self.resume)
+        return _train(self.recipe, self.data, self.workers, self.out, self.settings, resume=self.resume, only=self.only)
 
 
 @dataclass
@@ -92,11 +102,12 @@ class Run:
     threads: Annotated[
         int | None, tyro.conf.arg(metavar="N", help="Threads of each worker, instead of an even share of the cores.")
     ] = None
+    only: Only = None
 
     def __call__(self, *arguments: str) -> int:
         if not Path(self.script).is_file():
             raise ConfigError(f"There is no script {self.script}.")
-        return launch([self.script, *arguments], _workers_config(self.workers, self.threads))
+        return launch([self.script, *arguments], _workers_config(self.workers, self.threads), self.only)
 
 
 @dataclass
@@ -259,12 +270,19 @@ def main() -> None:
 
 
 def _train(
-    recipe: str, data: tuple[str, ...], workers: int | None, out: str | None, settings: list[str], *, resume: bool
+    recipe: str,
+    data: tuple[str, ...],
+    workers: int | None,
+    out: str | None,
+    settings: list[str],
+    *,
+    resume: bool,
+    only: int | None,
 ) -> int:
     extra = list(_data_setting(data))
     extra += [f"workers.count={workers}"] if workers is not None else []
     order = Order(recipe=recipe, settings=(*settings, *extra), out=out, resume=resume)
-    return launch(["--recipe", json.dumps(to_dict(order))], workers_of(order))
+    return launch(["--recipe", json.dumps(to_dict(order))], workers_of(order), only)
 
 
 def _data_setting(data: tuple[str, ...]) -> tuple[str, ...]:
@@ -284,7 +302,7 @@ def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
         return arguments, []
     index = 1
     while index < len(arguments) and arguments[index].startswith("-") and arguments[index] != "-":
-        index += 2 if arguments[index] in ("-n", "--workers", "--threads", "--data") else 1
+        index += 2 if arguments[index] in ("-n", "--workers", "--threads", "--data", "--only") else 1
     return arguments[: index + 1], arguments[index + 1 :]
 
 

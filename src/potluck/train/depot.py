@@ -7,6 +7,7 @@ is still in the store, so it does the same steps again and finds itself where th
 
 import base64
 import json
+import re
 import struct
 import tempfile
 from collections.abc import Callable, Sequence
@@ -28,6 +29,7 @@ from potluck.train.checkpoint import MODEL, OPTIMIZER, write_tensors
 from potluck.train.link import Pending, Rows
 from potluck.train.store_link import StoreLink
 
+_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 SIZES = struct.Struct("<3Q")
 """Of what a worker keeps: JSON, model, optimizer."""
 
@@ -91,8 +93,40 @@ class Depot:
         if self._channel is not None:
             self._channel.consumed(passes)
 
+    # Files that travel
+
+    def give_files(self, key: str, folder: Path) -> None:
+        """All files of a folder, as one object."""
+        files = sorted(path for path in folder.iterdir() if path.is_file())
+        data = [path.read_bytes() for path in files]
+        names = json.dumps([[path.name, len(each)] for path, each in zip(files, data, strict=True)]).encode()
+        self._states.put(key, [memoryview(each) for each in (names, *data)], struct.pack("<Q", len(names)))
+
+    def take_files(self, key: str, folder: Path, awaited: str) -> None:
+        """Waits for them, and puts them into a folder."""
+        found = bytearray()
+        cut: list[int] = []
+
+        def room(about: bytes, size: int) -> memoryview:
+            if len(about) != 8 or (length := struct.unpack("<Q", about)[0]) > size:
+                raise StoreError(f"The files {key} in {self._states.url} are damaged. Start the run anew.")
+            found[:], cut[:] = bytes(size), [length]
+            return memoryview(found)
+
+        self._states.wait_for(key, room, awaited)
+        names, rest = found[: cut[0]], memoryview(found)[cut[0] :]
+        for name, size in json.loads(names):
+            if not _FILE.fullmatch(name) or not 0 <= size <= len(rest):
+                raise StoreError(f"The files {key} in {self._states.url} are damaged. Start the run anew.")
+            (folder / name).write_bytes(rest[:size])
+            rest = rest[size:]
+
+    def drop_files(self, keys: Sequence[str]) -> None:
+        self._states.delete(keys)
+
     def end(self) -> None:
         """The run has ended: nothing of this worker stays behind."""
+        self.link.inner.durable()
         if self._channel is not None:
             self._channel.end()
         self._states.delete([self._key])

@@ -48,6 +48,7 @@ from potluck.train.data import (
     rows_of,
     seed_everything,
 )
+from potluck.train.launch import ONLY
 from potluck.train.link import Alone, Link, Rows, choose_device, connect, loss_of_peer
 from potluck.train.memory import Recovery, my_recovery
 from potluck.train.order import PATIENCE_S
@@ -212,7 +213,7 @@ class Engine:
     @property
     def speaks(self) -> bool:
         """Whether this worker shows the run to a person."""
-        return self.rank == 0
+        return self.rank == 0 or ONLY in os.environ
 
     @overload
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]: ...

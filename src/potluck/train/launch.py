@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
-from potluck.errors import Interrupted, WorkerLost
+from potluck.errors import ConfigError, Interrupted, WorkerLost
 from potluck.train.memory import MEMORY, Recovery, Start, first_start
 from potluck.train.order import WorkersConfig
 
@@ -27,6 +27,8 @@ RENDEZVOUS = "POTLUCK_RENDEZVOUS"
 """Tells workers the file through which they find each other, so that no port is opened for it."""
 LAST_WORDS = "POTLUCK_LAST_WORDS"
 PARENT_PIPE = "POTLUCK_PARENT_PIPE"
+ONLY = "POTLUCK_ONLY"
+"""Set for a worker whose others are elsewhere."""
 QUIET = "POTLUCK_QUIET"
 """Set for workers whose host shows the run."""
 GRACE_S = 3.0
@@ -61,8 +63,17 @@ class Worker:
             return ""
 
 
-def launch(command: list[str], config: WorkersConfig) -> int:
-    """Runs `command` (for potluck.train.worker) on every worker until all have ended. Returns the exit code."""
+def launch(command: list[str], config: WorkersConfig, only: int | None = None) -> int:
+    """Runs `command` (for potluck.train.worker) on every worker until all have ended. Returns the exit code.
+
+    `only`: this one of them, whom the others, elsewhere, meet in a store.
+    """
+    if only is not None:
+        if not 0 <= only < config.count:
+            raise ConfigError(f"--only takes one of the workers 0 to {config.count - 1}, not {only}.")
+        ended = _run_team(command, config, None, only)
+        assert isinstance(ended, int)
+        return ended
     with first_start(config.count) as start:
         while not isinstance(ended := _run_team(command, config, start), int):
             assert start is not None
@@ -71,7 +82,9 @@ def launch(command: list[str], config: WorkersConfig) -> int:
         return ended
 
 
-def _run_team(command: list[str], config: WorkersConfig, start: Start | None) -> int | Recovery:
+def _run_team(
+    command: list[str], config: WorkersConfig, start: Start | None, only: int | None = None
+) -> int | Recovery:
     """The exit code; or what those who are left can go on from."""
     with tempfile.TemporaryDirectory(prefix="potluck-") as folder:
         read_end, write_end = os.pipe()
@@ -79,7 +92,9 @@ def _run_team(command: list[str], config: WorkersConfig, start: Start | None) ->
         try:
             environment = worker_environment(config) | _group_environment(config, Path(folder))
             environment |= {PARENT_PIPE: str(read_end), MEMORY: str(start.folder) if start is not None else ""}
-            for rank in range(config.count):
+            if only is not None:
+                environment |= {ONLY: "1", "LOCAL_WORLD_SIZE": "1"}
+            for rank in range(config.count) if only is None else [only]:
                 team.append(start_worker(rank, command, environment, Path(folder), read_end))
             return _watch(team, start)
         finally:
@@ -113,8 +128,9 @@ def _group_environment(config: WorkersConfig, folder: Path) -> dict[str, str]:
 
 def start_worker(rank: int, command: list[str], shared: dict[str, str], folder: Path, read_end: int) -> Worker:
     last_words = folder / f"last-words-{rank}"
-    environment = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank), LAST_WORDS: str(last_words)}
-    speaks_freely = rank == 0  # it has the terminal; the others' lines are marked with their rank
+    local = 0 if ONLY in shared else rank
+    environment = shared | {"RANK": str(rank), "LOCAL_RANK": str(local), LAST_WORDS: str(last_words)}
+    speaks_freely = local == 0  # it has the terminal; the others' lines are marked with their rank
     process = subprocess.Popen(
         [sys.executable, "-m", "potluck.train.worker", *command],
         env=environment,

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from potluck.errors import ConfigError, WorkerLost
-from potluck.train.launch import RENDEZVOUS
+from potluck.train.launch import ONLY, RENDEZVOUS
 from potluck.train.order import PATIENCE_S
 
 
@@ -257,6 +257,11 @@ def connect(device: torch.device, patience_s: float) -> Link:
     if place is None:
         return Alone()
     rank, world = place
+    if ONLY in os.environ:
+        raise ConfigError(
+            "--only starts one worker of several, and they can only meet in a store. Cut the model into stages with"
+            ' stages.protocol.kind = "datastore" and a url that all of them can reach.'
+        )
     if world == 1 and rendezvous is not None:
         return Alone()
     with _peers_may_vanish():

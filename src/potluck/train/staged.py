@@ -45,6 +45,7 @@ from potluck.train.places import as_nodes, make_places
 from potluck.train.pulse import Pulse, worker_steps
 from potluck.train.replica import Replica, StepConfig
 from potluck.train.saves import Standing
+from potluck.train.store_saves import StoreSaves
 from potluck.train.windows import NodePulse, WindowEngine
 
 WIDTH = 118
@@ -121,6 +122,8 @@ class Staged(Engine):
         self._has_saved = False
         self.places = make_places(link, stages.count, strategy)
         super().__init__(link, device, policy=policy, strategy=strategy, step=step)
+        if depot is not None:
+            self._saves = StoreSaves(link, self.events, depot)
         self.is_restored = depot is not None and depot.kept is not None
         self.plan: Plan | None = None
         self._given: dict[str, Any] = {}
@@ -456,9 +459,7 @@ class Staged(Engine):
 
     def save(self, folder: str | Path, *, keep_last: int = 2) -> None:
         super().save(folder, keep_last=keep_last)
-        if self._depot is not None:  # whoever starts again must not come by here again: it would find it done
-            self._saves.wait()
-            self._has_saved = True
+        self._has_saved = True  # whoever starts again must not come by here again: it would find it done
 
     def _end_of_step(self, event: StepDone | StepSkipped, pulses: list[Pulse]) -> StepDone | StepSkipped:
         event = super()._end_of_step(event, pulses)
