@@ -69,6 +69,7 @@ class Depot:
             told = self.kept.notes["told"]
         self.link = Rehearsed(inner, _Log(told))
         self._channel: StoreChannel | None = None
+        self._given: set[str] = set()
 
     def _open(self, run: str) -> Store:
         protocol = self._protocol
@@ -97,6 +98,7 @@ class Depot:
 
     def give_files(self, key: str, folder: Path) -> None:
         """All files of a folder, as one object."""
+        self._given.add(key)
         files = sorted(path for path in folder.iterdir() if path.is_file())
         data = [path.read_bytes() for path in files]
         names = json.dumps([[path.name, len(each)] for path, each in zip(files, data, strict=True)]).encode()
@@ -129,7 +131,7 @@ class Depot:
         self.link.inner.durable()
         if self._channel is not None:
             self._channel.end()
-        self._states.delete([self._key])
+        self._states.delete([self._key, *self._given])  # of files, those that nobody took: they were given twice
         self._states.tidy()
         self._states.close()
 
