@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from potluck.events import Event
 from potluck.fleet.coordinator import Coordinator
@@ -25,6 +26,7 @@ from potluck.fleet.invite import INVITE, Identity, Invite
 from potluck.fleet.journal import Journal
 from potluck.fleet.ledger import prove
 from potluck.fleet.server import Server
+from potluck.shard.strategy import HybridShard
 from potluck.train.keeper import Keeper
 from tests.ranks import _main_module_unnamed, _server
 
@@ -108,7 +110,7 @@ def fit(engine: Any, folder: Path, settings: dict[str, Any]) -> Net:
 
 
 def _work(invite: str, folder: str, name: str, fault: Fault | None, options: dict[str, Any]) -> None:
-    os.environ |= {INVITE: invite, "POTLUCK_NAME": name, "POTLUCK_QUIET": "1"}
+    os.environ |= {INVITE: invite, "POTLUCK_NAME": name, "POTLUCK_QUIET": "1", **options.get("group", {})}
     torch.set_num_threads(1)
     if not options.get("gpu"):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -123,7 +125,7 @@ def _work(invite: str, folder: str, name: str, fault: Fault | None, options: dic
             client.connect_local = lambda port: None  # as a worker on another machine
         if fault is not None:
             fault(place)
-        engine = potluck.init(options.get("policy", potluck.Sync()))
+        engine = potluck.init(options.get("policy", potluck.Sync()), options.get("strategy", potluck.NoShard()))
         signal.signal(signal.SIGUSR1, lambda number, frame: engine.request_stop())
 
         def on_step(engine: Any) -> None:
@@ -140,12 +142,22 @@ def _work(invite: str, folder: str, name: str, fault: Fault | None, options: dic
             model = train(engine, on_step=on_step, epochs=options.get("epochs", EPOCHS), **what)
         engine.wait_for_saves()
         if engine.step_number == options.get("steps", STEPS):
-            torch.save(model.state_dict(), place / f"{name}.pt")
+            weights = whole_state(model)
+            if engine.link.rank == 0:
+                torch.save(weights, place / f"{name}.pt")
         engine.close()
     except BaseException:
         (place / f"{name}.error").write_text(traceback.format_exc())
         os._exit(1)
     os._exit(0)
+
+
+def whole_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Also where it is split over ranks: then all of those call this."""
+    return {
+        name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        for name, tensor in model.state_dict().items()
+    }
 
 
 def die(place: Path, what: str) -> None:
@@ -227,6 +239,20 @@ class Fleet:
         worker = Worker(self.invite, self.folder, name, fault, options)
         self.workers.append(worker)
         return worker
+
+    def add_node(
+        self, name: str, ranks: int = 2, faults: dict[int, Fault] | None = None, **options: Any
+    ) -> list[Worker]:
+        """A worker that is several ranks of one machine. `faults`: by rank."""
+        rendezvous = self.folder / f"{name}-{len(self.workers)}.rendezvous"
+        shared = {"WORLD_SIZE": str(ranks), "POTLUCK_RENDEZVOUS": str(rendezvous), "GLOO_SOCKET_IFNAME": "lo"}
+        strategy = HybridShard(intra_node_size=ranks)
+        for rank in range(ranks):
+            group = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
+            fault = (faults or {}).get(rank)
+            called = name if rank == 0 else f"{name}.{rank}"
+            self.add(called, fault, strategy=strategy, group=group, **options)
+        return self.workers[-ranks:]
 
     def wait_for_step(self, step: int, timeout_s: float = 40) -> None:
         wait_until(lambda: self.server.core.standing.step >= step, timeout_s)

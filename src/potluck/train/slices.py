@@ -6,7 +6,7 @@ Knows nothing of sockets: `send` is handed in.
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -276,20 +276,21 @@ def _is_published(unit: list[nn.Parameter], names: dict[int, str], blocks: Seque
 
 
 @torch.no_grad()
-def digest(model: nn.Module) -> str:
+def digest(parameters: Iterable[Tensor]) -> str:
     """A hash of every parameter's bits, the same for the same bits on every device.
 
     Of the sums of whole blocks of bits, and not of the bits themselves, so that it runs at the speed of memory, where
     the parameters are: every worker tells it after every step.
     """
     sums = []
-    for parameter in model.parameters():
+    for parameter in parameters:
         raw = parameter.detach().reshape(-1).view(torch.uint8)
         whole = raw.numel() // (8 * HASH_BLOCK) * 8 * HASH_BLOCK
         sums.append(raw[:whole].view(torch.int64).view(-1, HASH_BLOCK).sum(dim=1))
         rest = raw[whole:].to(torch.int64)  # with its place: these are few
         sums.append((rest * torch.arange(1, rest.numel() + 1, device=rest.device)).sum().reshape(1))
-    return hashlib.blake2b(torch.cat(sums).cpu().numpy().tobytes(), digest_size=16).hexdigest()
+    found = torch.cat(sums).cpu() if sums else torch.empty(0)  # a rank of a node may hold none
+    return hashlib.blake2b(found.numpy().tobytes(), digest_size=16).hexdigest()
 
 
 def describe_model(model: nn.Module) -> str:
