@@ -184,3 +184,37 @@ def test_bad_orders_are_refused_with_a_sentence(place: Path) -> None:
         assert "Traceback" not in done.stderr
         if sentence:
             assert sentence in done.stderr
+
+
+NODES = (
+    RECIPE.replace('kind = "sync"\nbalance = false', 'kind = "cadence"\nanchor = 1\nmax_anchor = 2')
+    + """
+[strategy]
+kind = "hybrid_shard"
+intra_node_size = 2
+"""
+)
+
+
+def test_a_recipe_whose_replicas_are_split_is_joined_by_machines_that_start_all_ranks_of_a_node(place: Path) -> None:
+    """kill -9 of one rank ends its node and no other; the line joins again, and each row was used once."""
+    (place / "nodes.toml").write_text(NODES)
+    host = start(place, "host", "nodes.toml", "--set", "fit.max_steps=100", "--threads", "1", "--out", "run")
+    run = place / "run"
+    line = invite_of(run)
+    first = join(place, line)
+    wait_until(lambda: any(r["event"] == "worker_came" and "host" not in str(r["name"]) for r in events(run)))
+    wait_until(lambda: len(steps(run)) >= 3)
+    ranks = children(first.pid)
+    assert len(ranks) == 2
+    os.kill(ranks[1], signal.SIGKILL)
+    _, said = first.communicate(timeout=30)
+    assert first.returncode == 137 and "ended by SIGKILL, which was rank 1 of 2, so that all of it ended" in said, said
+    second = join(place, line)
+    out, error = host.communicate(timeout=90)
+    _, other = second.communicate(timeout=30)
+    assert host.returncode == 0 and second.returncode == 0, (out, error, other)
+    assert "Traceback" not in error + said + other and "Finished 100 steps" in out
+    names = [str(r["name"]) for r in events(run) if r["event"] == "worker_came"]
+    assert len(names) == 3 and names[0].startswith("host-worker"), names
+    assert any(r["event"] == "epoch_done" and r["used"] == r["total"] for r in events(run))

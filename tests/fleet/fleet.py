@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from potluck.errors import WorkerLost
 from potluck.events import Event
 from potluck.fleet.coordinator import Coordinator
 from potluck.fleet.effects import StepRecord
@@ -28,6 +29,7 @@ from potluck.fleet.ledger import prove
 from potluck.fleet.server import Server
 from potluck.shard.strategy import HybridShard
 from potluck.train.keeper import Keeper
+from potluck.train.link import loss_of_peer
 from tests.ranks import _main_module_unnamed, _server
 
 ROWS, BATCH, EPOCHS, SLICES = 212, 32, 2, 8
@@ -146,8 +148,10 @@ def _work(invite: str, folder: str, name: str, fault: Fault | None, options: dic
             if engine.link.rank == 0:
                 torch.save(weights, place / f"{name}.pt")
         engine.close()
-    except BaseException:
-        (place / f"{name}.error").write_text(traceback.format_exc())
+    except BaseException as error:
+        is_loss = isinstance(error, WorkerLost) or loss_of_peer(error) is not None
+        kind = "lost" if is_loss and options.get("may_lose") else "error"
+        (place / f"{name}.{kind}").write_text(traceback.format_exc())
         os._exit(1)
     os._exit(0)
 
@@ -204,6 +208,21 @@ class Worker:
         return dict(torch.load(self.folder / f"{self.name}.pt", weights_only=True, map_location="cpu"))
 
 
+def start_node(
+    invite: Invite, folder: Path, name: str, ranks: int, faults: dict[int, Fault], options: dict[str, Any]
+) -> list[Worker]:
+    """Its first rank has the node's name."""
+    rendezvous = folder / f"{name}.rendezvous"
+    shared = {"WORLD_SIZE": str(ranks), "POTLUCK_RENDEZVOUS": str(rendezvous), "GLOO_SOCKET_IFNAME": "lo"}
+    started = []
+    for rank in range(ranks):
+        group = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
+        own = options | {"group": group, "strategy": HybridShard(intra_node_size=ranks)}
+        called = name if rank == 0 else f"{name}.{rank}"
+        started.append(Worker(invite, folder, called, faults.get(rank), own))
+    return started
+
+
 # Coordinators
 
 
@@ -244,15 +263,9 @@ class Fleet:
         self, name: str, ranks: int = 2, faults: dict[int, Fault] | None = None, **options: Any
     ) -> list[Worker]:
         """A worker that is several ranks of one machine. `faults`: by rank."""
-        rendezvous = self.folder / f"{name}-{len(self.workers)}.rendezvous"
-        shared = {"WORLD_SIZE": str(ranks), "POTLUCK_RENDEZVOUS": str(rendezvous), "GLOO_SOCKET_IFNAME": "lo"}
-        strategy = HybridShard(intra_node_size=ranks)
-        for rank in range(ranks):
-            group = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
-            fault = (faults or {}).get(rank)
-            called = name if rank == 0 else f"{name}.{rank}"
-            self.add(called, fault, strategy=strategy, group=group, **options)
-        return self.workers[-ranks:]
+        started = start_node(self.invite, self.folder, name, ranks, faults or {}, options)
+        self.workers += started
+        return started
 
     def wait_for_step(self, step: int, timeout_s: float = 40) -> None:
         wait_until(lambda: self.server.core.standing.step >= step, timeout_s)

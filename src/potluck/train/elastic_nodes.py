@@ -6,7 +6,7 @@ a window changed leaves part by part (node_parts.py), and so do its means come b
 replica, nor its change. State for newcomers and checkpoints are written by all ranks, each its own part.
 """
 
-import hashlib
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,7 +23,7 @@ from potluck.train.link import Link
 from potluck.train.node_client import NodeClient
 from potluck.train.node_parts import NodeParts, Stretch
 from potluck.train.replica import Replica
-from potluck.train.slices import digest
+from potluck.train.slices import hash_sums, sums_of_piece
 from potluck.train.split_saves import agree_on_aside, take_part
 from potluck.train.together import Share, write_share, write_together
 
@@ -108,9 +108,16 @@ class NodeEngine(ElasticWindowEngine):
         self._wants_stop = True
 
     def _digest(self) -> str:
+        """Of the whole replica, as of one that is not split: each rank adds what its numbers come to."""
         sharded = self._sharded()
-        mine = digest(run.parameter for run in (*sharded.runs, *sharded.rest))
-        return hashlib.blake2b(b"".join(self.link.gather_bytes(mine.encode())), digest_size=16).hexdigest()
+        held, sums = held_numbers(sharded), []
+        for name, _ in sharded.model.named_parameters():
+            size = math.prod(sharded.split[name].shape)
+            pieces = [sums_of_piece(numbers, start, size).cpu() for start, numbers in held[name]]
+            sums.append(torch.stack(pieces).sum(dim=0))
+        told = torch.cat(sums)
+        self.link.start_sum(told).wait()
+        return hash_sums([told])
 
     def _start_snapshot(self, folder: Path) -> Callable[[], Path | None]:
         """Each rank its own part, into a folder that all of them see."""
