@@ -191,8 +191,11 @@ def while_means_are_handed_out(place: Path) -> None:
 
 @pytest.mark.parametrize(
     ("what", "fault", "rank"),
-    [("window", in_a_window, 1), ("parts", between_two_parts, 0), ("means", while_means_are_handed_out, 1)],
-    ids=["window", "parts", "means"],
+    [
+        pytest.param("window", in_a_window, 1, id="window"),
+        pytest.param("parts", between_two_parts, 0, id="parts", marks=pytest.mark.slow),
+        pytest.param("means", while_means_are_handed_out, 1, id="means"),
+    ],
 )
 def test_a_rank_killed_ends_its_node_alone_which_joins_again(what: str, fault: Any, rank: int, tmp_path: Path) -> None:
     options: dict[str, Any] = {"policy": Cadence(anchor=2, max_anchor=2), "slow_s": 0.1}
@@ -243,6 +246,7 @@ def test_a_node_leaves_when_any_of_its_ranks_wishes_and_its_checkpoint_is_a_plai
     assert len(steps) == 1 and steps.pop() > 1 and len(optimizer.state) == len(list(model.parameters())) - 2
 
 
+@pytest.mark.slow
 def test_a_run_that_everybody_died_in_goes_on_from_the_checkpoint_of_a_node(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path, patience_s=1.0)
     ranks = fleet.add_node("first", policy=Cadence(**SHORT), slow_s=0.2, save_every=2, may_lose=True)
