@@ -76,8 +76,9 @@ def held_numbers(sharded: "Sharded") -> dict[str, list[tuple[int, Tensor]]]:
     for run in (*sharded.runs, *sharded.rest):
         for span, numbers in run.cut(run.parameter.data):
             found.setdefault(span.name, []).append((span.start, numbers))
+    where = next((numbers.device for pieces in found.values() for _, numbers in pieces), torch.device("cpu"))
     for name, spec in sharded.split.items():
-        found.setdefault(name, [(0, torch.empty(0, dtype=spec.dtype))])
+        found.setdefault(name, [(0, torch.empty(0, dtype=spec.dtype, device=where))])
     return found
 
 
