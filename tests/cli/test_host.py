@@ -184,3 +184,101 @@ def test_bad_orders_are_refused_with_a_sentence(place: Path) -> None:
         assert "Traceback" not in done.stderr
         if sentence:
             assert sentence in done.stderr
+
+
+NODES = (
+    RECIPE.replace('kind = "sync"\nbalance = false', 'kind = "cadence"\nanchor = 1\nmax_anchor = 2')
+    + """
+[strategy]
+kind = "hybrid_shard"
+intra_node_size = 2
+"""
+)
+
+
+def test_a_host_starts_all_ranks_of_a_worker_whose_replica_is_split(place: Path) -> None:
+    """One node alone, as one worker. Each rank writes its own part of a checkpoint."""
+    (place / "nodes.toml").write_text(NODES)
+    done = subprocess.run(
+        [*POTLUCK, "host", "nodes.toml", "--set", "fit.max_steps=10", "--threads", "1", "--out", "run"],
+        cwd=place,
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    assert done.returncode == 0 and "Finished 10 steps" in done.stdout, (done.stdout, done.stderr)
+    assert "Traceback" not in done.stderr
+    came = [r for r in events(place / "run") if r["event"] == "worker_came"]
+    assert [r["name"] for r in came] == ["host-worker-0"]
+    newest = max((place / "run" / "checkpoints").glob("step-*"))
+    assert len(list(newest.glob("model-*-of-00002.safetensors"))) == 2
+
+
+SCRIPT = """
+import torch
+import torch.nn.functional as F
+import potluck
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+x = torch.randn(4000, 4)
+fleet = potluck.init(policy=potluck.Cadence(anchor=1, max_anchor=2), strategy=potluck.HybridShard(intra_node_size=2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+model, optimizer, loader = fleet.prepare(model, optimizer, (x, x[:, :1]), batch_size=8)
+for a, b in loader:
+    fleet.backward(F.mse_loss(model(a), b), samples=len(a))
+    fleet.step()
+if fleet.rank == 0:
+    print("ended by itself:", not fleet.stopping, fleet.link.world, flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_script_whose_replicas_are_split_is_joined_by_a_node(place: Path) -> None:
+    (place / "own.py").write_text(SCRIPT)
+    host = start(place, "host", "own.py", "-n", "0", "--out", "run")
+    joined = join(place, invite_of(place / "run"), "own.py")
+    out, said = joined.communicate(timeout=90)
+    assert joined.returncode == 0 and "ended by itself: True 2" in out, (out, said)
+    host.communicate(timeout=30)
+    assert host.returncode == 0
+    assert any(r["event"] == "epoch_done" and r["used"] == r["total"] == 4000 for r in events(place / "run"))
+
+
+@pytest.mark.slow
+def test_a_rank_killed_ends_its_node_and_no_other_and_the_line_joins_again(place: Path) -> None:
+    (place / "nodes.toml").write_text(NODES)
+    run = place / "run"
+    host = start(place, "host", "nodes.toml", "--set", "fit.epochs=1000", "--threads", "1", "--out", "run")
+    line = invite_of(run)
+
+    def names() -> list[str]:
+        return [str(r["name"]) for r in events(run) if r["event"] == "worker_came"]
+
+    first = join(place, line)
+    wait_until(lambda: len(names()) == 2)
+    ranks = children(first.pid)
+    assert len(ranks) == 2
+    os.kill(ranks[1], signal.SIGKILL)
+    _, said = first.communicate(timeout=30)
+    assert first.returncode == 137 and "ended by SIGKILL, which was rank 1 of 2, so that all of it ended" in said, said
+    before = len(steps(run))
+    wait_until(lambda: len(steps(run)) > before + 2)  # the host's own goes on
+    second = join(place, line)
+    wait_until(lambda: len(names()) == 3)
+    wait_until(lambda: any(r["event"] == "epoch_done" for r in events(run)))
+    second.send_signal(signal.SIGINT)
+    _, other = second.communicate(timeout=30)
+    assert second.returncode == 130 and other.count("it goes on without this worker") == 1, other
+    host.send_signal(signal.SIGINT)
+    out, error = host.communicate(timeout=60)
+    assert host.returncode == 130 and "Traceback" not in error + said + other, (out, error, said, other)
+    done = steps(run)[-1]
+    (place / "tiny.toml").write_text(RECIPE)  # what nodes saved goes on as a plain run of one process
+    plain = ["train", "tiny.toml", "--out", "run", "--resume", "-n", "1", "--set", f"fit.max_steps={done + 2}"]
+    again = subprocess.run(
+        [*POTLUCK, *plain, "--set", "fit.epochs=1000"], cwd=place, capture_output=True, text=True, timeout=90
+    )
+    assert again.returncode == 0, again.stderr
+    assert steps(run)[-2:] == [done + 1, done + 2]
+    assert all(r["used"] == r["total"] for r in events(run) if r["event"] == "epoch_done")

@@ -17,7 +17,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import DTensor
 
+from potluck.errors import WorkerLost
 from potluck.events import Event
 from potluck.fleet.coordinator import Coordinator
 from potluck.fleet.effects import StepRecord
@@ -25,7 +27,9 @@ from potluck.fleet.invite import INVITE, Identity, Invite
 from potluck.fleet.journal import Journal
 from potluck.fleet.ledger import prove
 from potluck.fleet.server import Server
+from potluck.shard.strategy import HybridShard
 from potluck.train.keeper import Keeper
+from potluck.train.link import loss_of_peer
 from tests.ranks import _main_module_unnamed, _server
 
 ROWS, BATCH, EPOCHS, SLICES = 212, 32, 2, 8
@@ -108,7 +112,7 @@ def fit(engine: Any, folder: Path, settings: dict[str, Any]) -> Net:
 
 
 def _work(invite: str, folder: str, name: str, fault: Fault | None, options: dict[str, Any]) -> None:
-    os.environ |= {INVITE: invite, "POTLUCK_NAME": name, "POTLUCK_QUIET": "1"}
+    os.environ |= {INVITE: invite, "POTLUCK_NAME": name, "POTLUCK_QUIET": "1", **options.get("group", {})}
     torch.set_num_threads(1)
     if not options.get("gpu"):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -123,7 +127,7 @@ def _work(invite: str, folder: str, name: str, fault: Fault | None, options: dic
             client.connect_local = lambda port: None  # as a worker on another machine
         if fault is not None:
             fault(place)
-        engine = potluck.init(options.get("policy", potluck.Sync()))
+        engine = potluck.init(options.get("policy", potluck.Sync()), options.get("strategy", potluck.NoShard()))
         signal.signal(signal.SIGUSR1, lambda number, frame: engine.request_stop())
 
         def on_step(engine: Any) -> None:
@@ -140,12 +144,24 @@ def _work(invite: str, folder: str, name: str, fault: Fault | None, options: dic
             model = train(engine, on_step=on_step, epochs=options.get("epochs", EPOCHS), **what)
         engine.wait_for_saves()
         if engine.step_number == options.get("steps", STEPS):
-            torch.save(model.state_dict(), place / f"{name}.pt")
+            weights = whole_state(model)
+            if engine.link.rank == 0:
+                torch.save(weights, place / f"{name}.pt")
         engine.close()
-    except BaseException:
-        (place / f"{name}.error").write_text(traceback.format_exc())
+    except BaseException as error:
+        is_loss = isinstance(error, WorkerLost) or loss_of_peer(error) is not None
+        kind = "lost" if is_loss and options.get("may_lose") else "error"
+        (place / f"{name}.{kind}").write_text(traceback.format_exc())
         os._exit(1)
     os._exit(0)
+
+
+def whole_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Also where it is split over ranks: then all of those call this."""
+    return {
+        name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        for name, tensor in model.state_dict().items()
+    }
 
 
 def die(place: Path, what: str) -> None:
@@ -192,6 +208,21 @@ class Worker:
         return dict(torch.load(self.folder / f"{self.name}.pt", weights_only=True, map_location="cpu"))
 
 
+def start_node(
+    invite: Invite, folder: Path, name: str, ranks: int, faults: dict[int, Fault], options: dict[str, Any]
+) -> list[Worker]:
+    """Its first rank has the node's name."""
+    rendezvous = folder / f"{name}.rendezvous"
+    shared = {"WORLD_SIZE": str(ranks), "POTLUCK_RENDEZVOUS": str(rendezvous), "GLOO_SOCKET_IFNAME": "lo"}
+    started = []
+    for rank in range(ranks):
+        group = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
+        own = options | {"group": group, "strategy": HybridShard(intra_node_size=ranks)}
+        called = name if rank == 0 else f"{name}.{rank}"
+        started.append(Worker(invite, folder, called, faults.get(rank), own))
+    return started
+
+
 # Coordinators
 
 
@@ -227,6 +258,14 @@ class Fleet:
         worker = Worker(self.invite, self.folder, name, fault, options)
         self.workers.append(worker)
         return worker
+
+    def add_node(
+        self, name: str, ranks: int = 2, faults: dict[int, Fault] | None = None, **options: Any
+    ) -> list[Worker]:
+        """A worker that is several ranks of one machine. `faults`: by rank."""
+        started = start_node(self.invite, self.folder, name, ranks, faults or {}, options)
+        self.workers += started
+        return started
 
     def wait_for_step(self, step: int, timeout_s: float = 40) -> None:
         wait_until(lambda: self.server.core.standing.step >= step, timeout_s)

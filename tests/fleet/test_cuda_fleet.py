@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from potluck.agree.policy import Cadence
 from tests.fleet.fleet import STEPS, Fleet, assert_same
+from tests.fleet.test_fleet_windows import SHORT, judge
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
@@ -56,3 +58,12 @@ def test_a_killed_gpu_worker_changes_no_bit(tmp_path: Path) -> None:
     fleet.add("survivor", gpu=True)
     assert_same(fleet.finish(150), expected)
     assert (disturbed / "fired-half").exists()
+
+
+def test_a_node_of_two_ranks_on_a_gpu_beside_a_node_on_the_cpu(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, at_least=2)
+    fleet.add_node("gpu", policy=Cadence(**SHORT), bare=True, gpu=True, save_every=2)
+    fleet.add_node("cpu", policy=Cadence(**SHORT), bare=True)
+    weights = fleet.finish(150)  # the same bits on both: they subtract the same means from the same start
+    for name, expected in judge(fleet).items():
+        torch.testing.assert_close(weights[name], expected, rtol=1e-3, atol=1e-4)

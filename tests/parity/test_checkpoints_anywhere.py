@@ -81,6 +81,26 @@ def train(fleet: potluck.Engine, model: nn.Module, upto: int) -> None:
         fleet.step()
 
 
+def look_and_save(folder: str) -> list[Tensor]:
+    """A forward without a backward leaves parameters gathered, and a save lets go of them."""
+    with potluck.init(strategy=FullShard()) as fleet:
+        model, optimizer = make(1)
+        model, optimizer = fleet.prepare(model, optimizer)
+        train(fleet, model, 1)
+        fleet.evaluate(lambda m, rows: F.cross_entropy(m(rows[0]), rows[1]), batch(0), 4)
+        fleet.save(folder)
+        train(fleet, model, 2)
+        fleet.wait_for_saves()
+        return [p.full_tensor() if isinstance(p, DTensor) else p.detach() for p in model.parameters()]
+
+
+def test_looking_and_saving_between_two_steps_changes_nothing_on_any_rank(tmp_path: Path) -> None:
+    expected = plain(2)
+    for found in run_ranks(2, look_and_save, str(tmp_path)):
+        for tensor, name in zip(found, dict(make(1)[0].named_parameters()), strict=True):
+            torch.testing.assert_close(tensor, expected[name], atol=1e-6, rtol=1e-5)
+
+
 def plain(upto: int) -> dict[str, Tensor]:
     """One process that was never interrupted."""
     model, optimizer = make(1)

@@ -8,11 +8,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import potluck
-from potluck import Async, Cadence, NoShard, StepConfig
+from potluck import Async, Cadence, NoShard, StepConfig, Sync
 from potluck.errors import ConfigError
 from potluck.events import StepSkipped
 from potluck.shard.strategy import FullShard, HybridShard, ShardGradOp
-from potluck.train.elastic import engine_for
+from potluck.train.elastic import ElasticEngine, engine_for
+from potluck.train.elastic_nodes import NodeEngine
+from potluck.train.elastic_windows import ElasticWindowEngine
 from potluck.train.nodes import node_size
 from tests.parity import test_cadence
 from tests.parity.test_cadence import POLICIES, ROWS, Net, judge, ours, whole
@@ -236,6 +238,21 @@ def test_one_node_is_refused_on_every_rank_when_the_run_begins() -> None:
     assert all("Start 4 or more" in sentence for sentence in run_ranks(2, refused))
 
 
-def test_a_host_leads_whole_replicas_only() -> None:
-    with pytest.raises(ConfigError, match=r"HybridShard splits a replica over workers that stay together.*potluck run"):
-        engine_for(Cadence(), PAIRS)
+@pytest.mark.parametrize(
+    ("policy", "strategy", "sentence"),
+    [
+        (Cadence(), FullShard(), r"FullShard splits one replica over all workers.*Use HybridShard.*potluck run"),
+        (Async(), ShardGradOp(), r"ShardGradOp splits one replica over all workers.*Use HybridShard"),
+        (Sync(), PAIRS, r"HybridShard works with a host under Cadence and Async.*no_shard"),
+        (Cadence(), HybridShard(intra_node_size=32), r"intra_node_size of 32, and a host takes .* at most 31 ranks"),
+    ],
+)
+def test_what_a_host_cannot_lead_is_refused_with_a_way_out(policy: Any, strategy: Any, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        engine_for(policy, strategy)
+
+
+def test_a_host_leads_nodes_and_a_node_of_one_rank_is_a_worker_like_any_other() -> None:
+    assert engine_for(Cadence(), PAIRS) is NodeEngine
+    assert engine_for(Async(), HybridShard(intra_node_size=1)) is ElasticWindowEngine
+    assert engine_for(Sync(), HybridShard(intra_node_size=1)) is ElasticEngine

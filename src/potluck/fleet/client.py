@@ -60,6 +60,15 @@ class Lost:
 
 
 @dataclass
+class AverageHere:
+    """In place of a message, where averages are taken one by one: one of them lies here until release_average()."""
+
+    step: int
+    part: int
+    floats: Floats
+
+
+@dataclass
 class Means:
     """The averages of one step, as they arrive."""
 
@@ -85,11 +94,13 @@ class _Session:
     """One connection's threads and queues."""
 
     pipe: Pipe
-    inbox: deque[Message | Lost] = field(default_factory=deque)
+    inbox: deque[Message | Lost | AverageHere] = field(default_factory=deque)
     outbox: deque[tuple[Message, Callable[[], None] | None]] = field(default_factory=deque)
     parcels: list[_Parcel] = field(default_factory=list)
     unsent: int = 0
     lost: str | None = None
+    is_broken: bool = False
+    """Nothing can be sent any more: the reader will know why, and must not wait for anything else."""
     receipts: Receipts | None = None
     """Of a host on this machine, with which memory is shared."""
     averages: list[Floats] = field(default_factory=list)
@@ -115,10 +126,13 @@ class Client:
         self._change = threading.Condition()
         self._means: dict[int, Means] = {}
         self._spare: list[list[Floats]] = []
+        self._one: Floats | None = None
+        """Where averages lie that are taken one by one."""
+        self._takes_one_by_one = self._is_one_here = False
         self._since = 0
         self._backoff_s = FIRST_WAIT_S
         self._draw = random.Random()
-        self._closed = False
+        self.is_closed = False
         self._is_here = CAN_SHARE and invite.pin is None and invite.host in (*LOOPBACK, "localhost")
         self._memory: Memory | None = None
 
@@ -131,6 +145,10 @@ class Client:
         """Zeros, where send_part() need not copy them if that can be."""
         taken = self._memory.take(floats) if self._memory is not None else None
         return np.zeros(floats, np.float32) if taken is None else taken
+
+    def take_averages_one_by_one(self) -> None:
+        """From now on they come among the messages, and the next is read when one is released: never all of a step."""
+        self._takes_one_by_one = True
 
     @property
     def patience_s(self) -> float:
@@ -189,6 +207,7 @@ class Client:
         with self._change:
             self._session = session = _Session(pipe)
             self._means.clear()
+            self._is_one_here = False
         for target, name in ((self._read, "client reader"), (self._write, "client writer")):
             threading.Thread(target=target, args=(session,), name=name, daemon=True).start()
         return answer
@@ -211,7 +230,7 @@ class Client:
 
     def close(self) -> None:
         """Once everything queued has left."""
-        self._closed = True
+        self.is_closed = True
         session = self._session
         if session is None:
             return
@@ -277,6 +296,12 @@ class Client:
 
     def receive(self, timeout_s: float | None = None) -> Message | Lost | None:
         """The next message, or that the connection is lost; none if neither came in time."""
+        heard = self.receive_any(timeout_s)
+        assert not isinstance(heard, AverageHere)
+        return heard
+
+    def receive_any(self, timeout_s: float | None = None) -> Message | Lost | AverageHere | None:
+        """The same, and averages too, where they are taken one by one."""
         with self._change:
             session = self._session
             assert session is not None
@@ -304,6 +329,12 @@ class Client:
                 if session.lost is not None:
                     return None
                 self._change.wait()
+
+    def release_average(self) -> None:
+        """The one that was received last has been taken."""
+        with self._change:
+            self._is_one_here = False
+            self._change.notify_all()
 
     def give_back(self, means: Means) -> None:
         """Its arrays may be written again."""
@@ -423,13 +454,33 @@ class Client:
 
     def _arrived(self, means: Means, part: int) -> None:
         with self._change:
+            if self._takes_one_by_one:
+                self._hand_over(AverageHere(means.step, part, means.parts[part]))
+                return
             means.missing.discard(part)
             if not means.missing:
                 self._change.notify_all()
 
+    def _hand_over(self, average: AverageHere) -> None:
+        """Waits until it is taken. There is one reader at a time: a lost session's has ended before the next begins."""
+        session = self._session
+        assert session is not None
+        if average.step <= self._since:
+            return
+        session.inbox.append(average)
+        self._is_one_here = True
+        self._change.notify_all()
+        while self._is_one_here and not session.is_broken and not self.is_closed:
+            self._change.wait()
+
     def _means_of(self, step: int) -> Means:
         assert self.description is not None
         with self._change:
+            if self._takes_one_by_one:
+                sizes = [part.floats for part in self.description.parts]
+                if self._one is None:
+                    self._one = np.empty(max(sizes), np.float32)
+                return Means(step, [self._one[:size] for size in sizes], set())
             if step <= self._since:  # already in the weights: received, and forgotten
                 return Means(step, self._new_parts(), set(range(len(self.description.parts))))
             if step not in self._means:
@@ -467,6 +518,9 @@ class Client:
                     if not session.unsent:
                         self._change.notify_all()
         except OSError:
+            with self._change:
+                session.is_broken = True
+                self._change.notify_all()
             session.close()  # the reader says why
 
     def _next_out(self, session: _Session) -> tuple[Message, Callable[[], None] | None] | None:
@@ -484,7 +538,7 @@ class Client:
                 if left <= 0:
                     session.unsent += 1
                     return Heartbeat(self.name, int(time.time() * 1000)), None
-                if self._closed:
+                if self.is_closed:
                     return None
                 self._change.wait(left)
         return None

@@ -34,7 +34,7 @@ class Unpacker:
 
     def __init__(self, folder: Path, header: str, limit_bytes: int) -> None:
         self.folder = folder
-        self.files = _read_header(header)
+        self.files = files_in(header)
         self.total = sum(size for _, size in self.files)
         self.received = 0
         if self.total > limit_bytes:
@@ -82,7 +82,8 @@ class Unpacker:
                 return
 
 
-def _read_header(header: str) -> list[tuple[str, int]]:
+def files_in(header: str) -> list[tuple[str, int]]:
+    """Every file's name and size, checked."""
     try:
         files = [(str(name), int(size)) for name, size in json.loads(header)]
     except (ValueError, TypeError, OverflowError, RecursionError):

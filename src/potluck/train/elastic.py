@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from potluck.agree.policy import ApplyPolicy, Sync
 from potluck.errors import CheckpointError, ConfigError, Diverged, Interrupted, PotluckError
@@ -34,17 +35,21 @@ from potluck.fleet.client import Client, Lost, Means, position_of
 from potluck.fleet.coordinator import SAVE
 from potluck.fleet.description import Description, Part, settings_of
 from potluck.fleet.invite import Invite
-from potluck.fleet.parcel import Unpacker, chunks, pack
+from potluck.fleet.parcel import Unpacker, chunks, files_in, pack
 from potluck.fleet.tree import Node, sized_rows, slice_rows
 from potluck.shard.blocks import find_blocks
-from potluck.shard.strategy import NoShard, ShardingStrategy
+from potluck.shard.strategy import FullShard, HybridShard, NoShard, ShardingStrategy
 from potluck.train import checkpoint
 from potluck.train.buckets import Allocate
-from potluck.train.data import BatchConfig, Loader, MicroBatch, Position, SliceLoader, as_dataset, mix
+from potluck.train.data import BatchConfig, Loader, MicroBatch, Position, SliceLoader, as_dataset, mix, plan_step
 from potluck.train.engine import Engine, _insist_on_mean, loss_and_samples
 from potluck.train.launch import QUIET
-from potluck.train.link import Alone
+from potluck.train.link import Alone, Link, choose_device
+from potluck.train.link import connect as join_group
+from potluck.train.node_client import NodeClient
+from potluck.train.order import PATIENCE_S
 from potluck.train.pulse import Verdict, decide_mean
+from potluck.train.ranks import is_later_rank, meet
 from potluck.train.replica import Replica, StepConfig
 from potluck.train.saves import take_snapshot
 from potluck.train.slices import SliceSums, describe_model, digest
@@ -84,20 +89,23 @@ class ElasticEngine(Engine):
         strategy: ShardingStrategy = NoShard(),
         step: StepConfig = StepConfig(),
     ) -> "ElasticEngine":
-        kind = engine_for(policy, strategy)
-        return kind(connect(invite, device), device, policy=policy, strategy=strategy, step=step)
+        kind, ranks = engine_for(policy, strategy), ranks_of(strategy)
+        client = connect(invite, device) if ranks == 1 or not is_later_rank() else None
+        return kind(*as_one_worker(client, device, ranks), policy=policy, strategy=strategy, step=step)
 
     def __init__(
         self,
-        client: Client,
+        client: Client | NodeClient,
         device: torch.device,
+        link: Link = Alone(),
         *,
         policy: ApplyPolicy = Sync(),
         strategy: ShardingStrategy = NoShard(),
         step: StepConfig = StepConfig(),
     ) -> None:
+        """`link`: of the ranks that are this worker together, if it is a node."""
         self.client = client
-        super().__init__(Alone(), device, policy=policy, strategy=strategy, step=step)
+        super().__init__(link, device, policy=policy, strategy=strategy, step=step)
         self.version = 0
         """Agreements so far, which is what the host calls a step; here all take each of them together."""
         self.left = False
@@ -131,8 +139,12 @@ class ElasticEngine(Engine):
     @property
     def rank(self) -> int:
         """0 for the one who speaks for all, such as to print; it may change when workers go."""
-        leader = self._committed.leader if self._committed is not None else self.client.worker_id
-        return 0 if leader == self.client.worker_id else self.client.worker_id + 1
+        return 0 if self._leads and self.link.rank == 0 else self.client.worker_id + 1
+
+    @property
+    def _leads(self) -> bool:
+        """Whether this worker is the one who speaks for all of them."""
+        return self._committed is None or self._committed.leader == self.client.worker_id
 
     @property
     def world(self) -> int:
@@ -148,21 +160,25 @@ class ElasticEngine(Engine):
 
     @property
     def speaks(self) -> bool:
-        return QUIET not in os.environ
+        return QUIET not in os.environ and self.link.rank == 0
 
     # Preparing
+
+    def _make_replica(self, model: nn.Module, optimizer: Optimizer) -> Replica:
+        arguments = (model, optimizer, self.link, self.device, self.config)
+        if self.link.world == 1:
+            return Replica(*arguments)
+        from potluck.train.sharded import ShardedReplica
+
+        return ShardedReplica(*arguments, strategy=FullShard())
 
     def _make_loader(
         self, dataset: Any, batch: BatchConfig, seed: int, collate: Callable[[list[Any]], Any] | None
     ) -> Loader:
         loader = SliceLoader(dataset, batch, shares=(1.0,), rank=0, device=self.device, seed=seed, collate=collate)
         replica = self._prepared()
-        is_cpu = self.device.type == "cpu"
-        if is_cpu:
-            self.client.make_room(sum(p.numel() for p in replica.model.parameters() if p.requires_grad))
-        allocate = self._allocate if is_cpu else None
         self._description = Description(
-            parts=self._make_parts(replica, allocate),
+            parts=self._make_parts(replica),
             model=describe_model(replica.model),
             rows=loader.rows,
             batch=batch.size,
@@ -178,11 +194,19 @@ class ElasticEngine(Engine):
         loader.seed_of = self._seed_of
         return loader
 
-    def _make_parts(self, replica: Replica, allocate: Allocate | None) -> tuple[Part, ...]:
+    def _make_parts(self, replica: Replica) -> tuple[Part, ...]:
         """What is sent of a step, and in which order."""
-        self._sums = SliceSums(replica.model, find_blocks(replica.model), self._send_part, allocate)
+        room = self._make_room(replica)
+        self._sums = SliceSums(replica.model, find_blocks(replica.model), self._send_part, room)
         self._sums.before_last_part = self._send_used
         return self._sums.described
+
+    def _make_room(self, replica: Replica) -> Allocate | None:
+        """For tensors that a host on this machine can read where they are."""
+        if self.device.type != "cpu":
+            return None
+        self.client.make_room(sum(p.numel() for p in replica.model.parameters() if p.requires_grad))
+        return lambda total, like: torch.from_numpy(self.client.allocate(total))
 
     def _seed_of(self, micro: MicroBatch) -> int:
         return mix(self._loader().seed, self.version + 1, self._slices[micro.number])
@@ -280,9 +304,6 @@ class ElasticEngine(Engine):
             SliceReport(self.version + 1, empty.astype("<u4"), empty, empty, busy_s, self._sums.used_bits())
         )
 
-    def _allocate(self, total: int, like: Tensor) -> Tensor:
-        return torch.from_numpy(self.client.allocate(total))
-
     def _send_part(self, part: int, gradients: Tensor) -> None:
         if gradients.device.type == "cpu":
             self.client.send_part(self.version + 1, part, gradients.numpy())
@@ -359,7 +380,7 @@ class ElasticEngine(Engine):
         if self._over:
             self.stopping = True
             return
-        _say(f"Lost the host ({why}); joining again.")
+        self.client.say(f"Lost the host ({why}); joining again.")
         self._work = None
         self._later.clear()
         self._asked.clear()
@@ -397,7 +418,7 @@ class ElasticEngine(Engine):
         self.client.description = described
         holds = int(self.version > 0)
         self.client.pass_over_until(self.version)
-        self.client.send(Ready(described.to_json(), self.version, digest(self._prepared().model), holds))
+        self.client.send(Ready(described.to_json(), self.version, self._digest(), holds))
         while True:
             message = self.client.receive()
             match message:
@@ -428,8 +449,8 @@ class ElasticEngine(Engine):
         self._work = None
         self._later.clear()
         limit = STATE_BYTES * sum(p.nbytes for p in replica.model.state_dict().values()) + (1 << 24)
-        folder = Path(tempfile.mkdtemp(prefix="potluck-state-"))
-        unpacker: Unpacker | None = None
+        folder = self._new_folder()
+        unpacker: Unpacker | Counter | None = None
         transfer = -1
         try:
             while unpacker is None or not unpacker.is_complete:
@@ -445,8 +466,12 @@ class ElasticEngine(Engine):
                         return
                     case StateBegin():
                         place = folder / f"step-{message.step:08d}"
-                        shutil.rmtree(place, ignore_errors=True)
-                        unpacker, transfer = Unpacker(place, message.header, limit), message.transfer
+                        if self.link.rank == 0:
+                            shutil.rmtree(place, ignore_errors=True)
+                            unpacker = Unpacker(place, message.header, limit)
+                        else:
+                            unpacker = Counter(message.header)
+                        transfer = message.transfer
                     case StateChunk() if unpacker is not None and message.transfer == transfer:
                         unpacker.feed(message.data)
                     case Committed() | Work():
@@ -455,18 +480,29 @@ class ElasticEngine(Engine):
                         self._later.clear()
             standing = self._saves.load(folder, replica, self._check_standing)
             assert standing is not None
+            self.link.gather_rows([0.0])  # until all ranks have read it
             self._start_anew()
             self._stand_at(standing)
         finally:
             if unpacker is not None:
                 unpacker.close()
-            shutil.rmtree(folder, ignore_errors=True)
+            if self.link.rank == 0:
+                shutil.rmtree(folder, ignore_errors=True)
         self._save_due = self._saved.step  # what was due before is of a state that this worker no longer has
         self.client.pass_over_until(self.version)
         self._later = deque(m for m in self._later if getattr(m, "step", 0) > self.version)
         self.replaying = True
-        _say(f"Got the weights of step {self.step_number}.")
+        self.client.say(f"Got the weights of step {self.step_number}.")
         self._tell_applied(0.0, "")
+
+    def _new_folder(self) -> Path:
+        """Of this worker, for a while. Of several ranks it is the first that makes it, and removes it."""
+        folder = tempfile.mkdtemp(prefix="potluck-state-") if self.link.rank == 0 else ""
+        return Path(self.link.gather_bytes(folder.encode())[0].decode())
+
+    def _digest(self) -> str:
+        """Of this worker's weights."""
+        return digest(self._prepared().model.parameters())
 
     def _start_anew(self) -> None:
         """The model's state has been replaced: what was computed from the old one is of no use."""
@@ -549,7 +585,7 @@ class ElasticEngine(Engine):
     def _tell_applied(self, norm: float, fault: str) -> None:
         replica = self._prepared()
         lr = float(replica.optimizer.param_groups[0]["lr"])
-        self.client.send(Applied(self.version, digest(replica.model), lr, norm, fault, self._divergence))
+        self.client.send(Applied(self.version, self._digest(), lr, norm, fault, self._divergence))
 
     def _end_of_epoch(self) -> None:
         """The host has proved it, and told so with the epoch's last step."""
@@ -585,14 +621,25 @@ class ElasticEngine(Engine):
                         return math.nan
                     ask = EvaluateNext(step, len(rows), size, 0, 0, 0.0, 0.0)  # joined again: anew
                     continue
-                batch = looker.take(answer.start, answer.end)
-                with torch.no_grad():
-                    loss, samples = loss_and_samples(loss_of(model, batch), batch)
-                total = loss.item() * samples if samples else 0.0
+                total, samples = self._look_at(loss_of, looker, answer)
                 ask = EvaluateNext(step, len(rows), size, answer.start, answer.end, total, samples)
         finally:
             for module in were_training:
                 module.training = True
+
+    def _look_at(
+        self, loss_of: Callable[[nn.Module, Any], Any], rows: SliceLoader, asked: EvaluateRange
+    ) -> list[float]:
+        """The sum of the losses of some rows, and how many samples they are. Of a node, each rank looks at its own."""
+        replica, total, count = self._prepared(), 0.0, 0.0
+        shares = (1.0,) * self.link.world
+        for micro in plan_step(asked.start, asked.end, rows.batch, shares, self.link.rank, in_step=replica.in_step):
+            batch = rows.take(micro.start, micro.end)
+            with torch.no_grad():
+                loss, samples = loss_and_samples(loss_of(replica.model, batch), batch)
+            if samples and micro.counts:
+                total, count = total + loss.item() * samples, count + samples
+        return [sum(column) for column in zip(*self.link.gather_rows([total, count]), strict=True)]
 
     def _await_evaluation(self, step: int) -> EvaluateRange | Evaluated | None:
         while True:
@@ -613,11 +660,11 @@ class ElasticEngine(Engine):
         self._join()
         if self.replaying or self.left or self._over:
             return
-        if self.rank == 0:
+        if self._leads:
             self.wait_for_saves()  # one at a time
         self._save_due = self.version
         self.client.send(SaveDue(self.version, keep_last))
-        if self.rank == 0:
+        if self._leads:
             self._send_state(StateRequest(SAVE, self.version))
 
     def last_words(self) -> str:
@@ -651,14 +698,17 @@ class ElasticEngine(Engine):
 
     def _send_state(self, request: StateRequest) -> None:
         """A copy in host memory now; written aside and sent while training goes on."""
-        snapshot, version = self._take_snapshot(), self.version
-        folder = Path(tempfile.mkdtemp(prefix="potluck-state-"))
-        self._parcels = [place for place in self._parcels if place.exists()] + [folder]
+        folder, version = self._new_folder(), self.version
+        write = self._start_snapshot(folder)
+        if self.link.rank == 0:
+            self._parcels = [place for place in self._parcels if place.exists()] + [folder]
         session = self.client.session
 
         def work() -> None:
             try:
-                place = checkpoint.write(folder, snapshot)
+                place = write()
+                if place is None:
+                    return
                 header = pack(place)
                 begin = StateBegin(request.transfer, version, header)
                 self.client.send_parcel(
@@ -669,15 +719,17 @@ class ElasticEngine(Engine):
                     done=lambda: shutil.rmtree(folder, ignore_errors=True),
                 )
             except Exception as error:
-                _say(f"Could not send the state of step {snapshot.step}: {error}")
+                self.client.say(f"Could not send the state of step {version}: {error}")
                 shutil.rmtree(folder, ignore_errors=True)
 
         thread = threading.Thread(target=work, name="state sender")
         thread.start()
         self._threads = [t for t in self._threads if t.is_alive()] + [thread]
 
-    def _take_snapshot(self) -> checkpoint.Snapshot:
-        return take_snapshot(self._prepared(), self._standing(), [])
+    def _start_snapshot(self, folder: Path) -> Callable[[], Path | None]:
+        """A copy in host memory now. What is returned writes it below the folder, and says where, if that is ours."""
+        snapshot = take_snapshot(self._prepared(), self._standing(), [])
+        return lambda: checkpoint.write(folder, snapshot)
 
     def _leave_politely(self) -> None:
         """After a step, or while there is nothing to do: nothing is computed again."""
@@ -688,7 +740,7 @@ class ElasticEngine(Engine):
 
     def _await_goodbye(self, patience_s: float) -> None:
         deadline = time.monotonic() + patience_s
-        while time.monotonic() < deadline:
+        while True:  # until nothing came in time: each rank of a node has a clock of its own, and all hear the same
             message = self.client.receive(timeout_s=max(0.0, deadline - time.monotonic()))
             match message:
                 case Lost() | Shutdown() | None:
@@ -704,7 +756,7 @@ class ElasticEngine(Engine):
 
     def _close(self, *, finished: bool) -> None:
         atexit.unregister(self.close)
-        if self.client._closed:
+        if self.client.is_closed:
             return
         if self._joined and not self._over and finished:
             self.client.send(Leave(1, "finished"))
@@ -715,6 +767,8 @@ class ElasticEngine(Engine):
         self.client.close()
         for folder in self._parcels:
             shutil.rmtree(folder, ignore_errors=True)
+        if finished:
+            self.link.close()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -741,25 +795,85 @@ class ElasticEngine(Engine):
 
 
 def connect(invite: Invite, device: torch.device) -> Client:
-    name = os.environ.get("POTLUCK_NAME") or f"{socket.gethostname()}-{os.getpid()}"
-    client = Client(invite, name=name, kind=kind_of(device), say=_say)
+    client = Client(invite, name=name_of_worker(), kind=kind_of(device), say=_say)
     client.connect()
     return client
 
 
+def name_of_worker() -> str:
+    return os.environ.get("POTLUCK_NAME") or f"{socket.gethostname()}-{os.getpid()}"
+
+
+def as_one_worker(
+    client: Client | None, device: torch.device, ranks: int
+) -> tuple[Client | NodeClient, torch.device, Link]:
+    """What an engine is made of: of one process, its client; of several, what makes them one worker of the host.
+
+    `client`: the first rank's, which has joined. The others come when it asks for them, and have none.
+    """
+    if ranks == 1:
+        assert client is not None
+        return client, device, Alone()
+    try:
+        meet(ranks)
+        torch.set_num_threads(max(1, torch.get_num_threads() // ranks))  # a worker's threads are its ranks' together
+        device = choose_device()
+        link = join_group(device, PATIENCE_S)
+        return NodeClient(client, link, name=name_of_worker()), device, link
+    except BaseException:
+        if client is not None:
+            client.close()
+        raise
+
+
+class Counter:
+    """In place of an Unpacker, where another rank writes the parcel down: only knows when it is whole."""
+
+    def __init__(self, header: str) -> None:
+        self._left = sum(size for _, size in files_in(header))
+
+    @property
+    def is_complete(self) -> bool:
+        return self._left <= 0
+
+    def feed(self, data: bytes | memoryview) -> None:
+        self._left -= len(data)
+
+    def close(self) -> None:
+        pass
+
+
 def engine_for(policy: ApplyPolicy, strategy: ShardingStrategy = NoShard()) -> type[ElasticEngine]:
-    """Whether workers take each step together, or step by themselves."""
-    if not isinstance(strategy, NoShard):
+    """Whether workers take each step together, or step by themselves; and whether each is a node of several ranks."""
+    name = type(strategy).__name__
+    if not isinstance(strategy, NoShard | HybridShard):
         raise ConfigError(
-            f"{type(strategy).__name__} splits a replica over workers that stay together, and under a host each may go"
-            " at any time. Set strategy to no_shard, or start the workers as one group, with potluck run or torchrun."
+            f"{name} splits one replica over all workers, and under a host each may go at any time. Use HybridShard,"
+            " whose replicas are each split over the ranks of one machine, with the policy Cadence or Async; or start"
+            " the workers as one group, with potluck run or torchrun."
         )
+    is_node = ranks_of(strategy) > 1
     if isinstance(policy, Sync):
+        if is_node:
+            raise ConfigError(
+                f"{name} works with a host under Cadence and Async, where a node steps by itself. Under Sync each"
+                " slice's gradient is one process's. Choose another policy, or set strategy to no_shard."
+            )
         return ElasticEngine
     from potluck.train.elastic_windows import ElasticWindowEngine, insist_on_what_a_host_can_do
 
     insist_on_what_a_host_can_do(policy)
-    return ElasticWindowEngine
+    if not is_node:
+        return ElasticWindowEngine
+    from potluck.train.elastic_nodes import NodeEngine, insist_on_few_files
+
+    insist_on_few_files(ranks_of(strategy))
+    return NodeEngine
+
+
+def ranks_of(strategy: ShardingStrategy) -> int:
+    """How many processes of one machine are one worker."""
+    return strategy.intra_node_size if isinstance(strategy, HybridShard) else 1
 
 
 def kind_of(device: torch.device) -> str:

@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,8 @@ from potluck.events import StepDone, StepSkipped
 from potluck.fleet.description import BUFFERS, Part
 from potluck.fleet.tree import Node, slice_rows
 from potluck.shard.blocks import find_blocks
-from potluck.train import checkpoint
 from potluck.train.buckets import Allocate, split_like
-from potluck.train.data import MicroBatch, mix
+from potluck.train.data import MicroBatch, mix, plan_step
 from potluck.train.elastic import ElasticEngine
 from potluck.train.engine import _insist_on_mean
 from potluck.train.pulse import Verdict, decide_alone
@@ -49,19 +49,25 @@ def insist_on_what_a_host_can_do(policy: ApplyPolicy) -> None:
 class Changes:
     """What a window changed in a model. For each: begin; train; finish; apply."""
 
-    def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], allocate: Allocate | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: Sequence[nn.Module],
+        allocate: Allocate | None = None,
+        own: Callable[[nn.Parameter], list[Tensor]] = lambda parameter: [parameter.data],
+    ) -> None:
+        """`own`: the memory of what is here of a parameter; of one that is split it may be a part, or nothing."""
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         insist_on_float32(trained)
         self._buffers = saved_buffers(model)
         planned = plan_parts(model, blocks)
         self.described = tuple(part for part, _ in planned)
+        self.planned = [parameters for _, parameters in planned]
+        """The parameters of each part."""
         if self._buffers:
             self.described += (Part(None, BUFFERS, tuple(buffer.numel() for buffer in self._buffers)),)
-        self._parameters = [[parameter.data for parameter in parameters] for _, parameters in planned]
-        self._flats = [
-            allocate(part.floats, of[0]) if allocate else torch.zeros(part.floats, device=of[0].device)
-            for (part, _), of in zip(planned, self._parameters, strict=True)
-        ]
+        self._parameters = [[piece for each in parameters for piece in own(each)] for _, parameters in planned]
+        self._flats = [(allocate or _zeros)(sum(map(Tensor.numel, of)), of[0]) for of in self._parameters]
         """While a window is open, the parameters that it began with; then what it changed, weighted."""
         self._before: list[Tensor] = []
         self._weight = 0.0
@@ -84,13 +90,26 @@ class Changes:
         for index, (flat, parameters) in enumerate(self._parts()):
             ended = torch.cat([parameter.reshape(-1) for parameter in parameters])
             torch._foreach_copy_(parameters, split_like(flat, parameters))
-            flat.sub_(ended).mul_(weight)
-            yield index, flat
+            changed = self._whole(index, flat.sub_(ended).mul_(weight))
+            if changed is not None:
+                yield index, changed
+        self._on_written()
         if self._buffers:
             pairs = zip(self._buffers, self._before, strict=True)
             moved = torch.cat([(now - before).reshape(-1).float() for now, before in pairs])
             torch._foreach_copy_(self._buffers, self._before)
             yield len(self._flats), moved.mul_(weight)
+
+    def _whole(self, index: int, changed: Tensor) -> Tensor | None:
+        """What is sent of a part, from what is here of it; none if another sends it."""
+        return changed
+
+    def _of_replica(self, squares: list[float]) -> list[float]:
+        """Sums over the whole replica, from those of what is here."""
+        return squares
+
+    def _on_written(self) -> None:
+        """The parameters' memory was written."""
 
     @torch.no_grad()
     def apply(self, means: Sequence[Tensor]) -> float:
@@ -107,6 +126,8 @@ class Changes:
                 moved = moved.to(buffer.device)
                 buffer.add_((moved if buffer.is_floating_point() else moved.round()).to(buffer.dtype))
         self._weight = 0.0
+        self._on_written()
+        off, size = self._of_replica([off, size])
         return math.sqrt(off / size) if size else 0.0
 
     @torch.no_grad()
@@ -126,6 +147,7 @@ class Changes:
             torch._foreach_copy_(parameters, split_like(flat, parameters))
         if self._buffers:
             torch._foreach_copy_(self._buffers, self._before)
+        self._on_written()
 
     @contextmanager
     def as_agreed(self) -> Iterator[None]:
@@ -145,16 +167,24 @@ class Changes:
                 self.is_open = True
                 with torch.no_grad():
                     torch._foreach_copy_(tensors, own)
+                self._on_written()
 
     def _parts(self) -> Iterator[tuple[Tensor, list[Tensor]]]:
         yield from zip(self._flats, self._parameters, strict=True)
 
 
+def _zeros(total: int, like: Tensor) -> Tensor:
+    return torch.zeros(total, device=like.device)
+
+
 class ElasticWindowEngine(ElasticEngine):
-    def _make_parts(self, replica: Replica, allocate: Allocate | None) -> tuple[Part, ...]:
-        self._changes = Changes(replica.model, find_blocks(replica.model), allocate)
+    def _make_parts(self, replica: Replica) -> tuple[Part, ...]:
+        self._changes = self._make_changes(replica)
         self._norm = 0.0
         return self._changes.described
+
+    def _make_changes(self, replica: Replica) -> Changes:
+        return Changes(replica.model, find_blocks(replica.model), self._make_room(replica))
 
     def _seed_of(self, micro: MicroBatch) -> int:
         """Of the rows, so that whoever takes over a part draws the same."""
@@ -182,13 +212,12 @@ class ElasticWindowEngine(ElasticEngine):
     def _parts_of(self, work: Work) -> Iterator[MicroBatch]:
         """This worker's batches, one after the other, each in micro-batches."""
         session, rows = self.client.session, self._own[1] - self._own[0]
-        batches = -(-rows // max(1, work.batch))
+        batches, shares = -(-rows // max(1, work.batch)), (1.0,) * self.link.world
         # As even as can be: a last one of a single row would be noise, and some layers cannot take it.
         for number, (first, end) in enumerate(slice_rows(self._own[0], rows, batches)):
-            size = self._loader().batch.micro_size or end - first
-            for start in range(first, end, size):
-                stop = min(start + size, end)
-                yield MicroBatch(start, stop, stop == end, work.row + work.rows, number=number)
+            self._batch_end, together = end, self._prepared().in_step
+            for micro in plan_step(first, end, self._loader().batch, shares, self.link.rank, in_step=together):
+                yield replace(micro, number=number)
                 if session is not self.client.session or self.stopping or self.version >= work.step:
                     self._changes.forget()
                     return
@@ -205,8 +234,10 @@ class ElasticWindowEngine(ElasticEngine):
             raise ConfigError("Under a host, batches come from the loader that prepare() gave. Iterate over that.")
         last = micro.last if last is None else last and micro.last
         replica.arm(last=last)
-        if samples:
+        samples = samples if micro.counts else 0.0
+        if samples or replica.in_step:
             (loss * (samples * self._unit)).backward()  # type: ignore[no-untyped-call]
+        if samples:
             self._batch_loss += loss.detach().reshape(()) * samples
             self._batch_samples += samples
         self._is_last = last
@@ -219,16 +250,18 @@ class ElasticWindowEngine(ElasticEngine):
             raise ConfigError("step() was called before backward(). Call backward(loss, samples=...) first.")
         if not self._is_last:
             return None
-        self._done_rows = micro.end - self._own[0]
+        self._done_rows = self._batch_end - self._own[0]
         skipped = self._step_alone(self._prepared())
-        if micro.end < self._own[1]:
+        if self._batch_end < self._own[1]:
             return skipped
         self._send_changes()
         return self._await_step()
 
     def _step_alone(self, replica: Replica) -> StepSkipped | None:
+        replica.finish()
         norm, loss_sum = torch.stack([replica.norm().to(self.device), self._batch_loss]).tolist()
-        samples = self._batch_samples
+        told = self.link.gather_rows([self._batch_samples, loss_sum])  # all ranks of this worker step as one
+        samples, loss_sum = (sum(column) for column in zip(*told, strict=True))
         self._batches += 1
         self._samples += samples
         verdict = decide_alone(samples, loss_sum, norm, self._unit, self.config.clip)
@@ -239,6 +272,8 @@ class ElasticWindowEngine(ElasticEngine):
         else:
             self.skipped += 1
         event = self._apply_alone(verdict, self.client.name)
+        if verdict.fault is None:
+            replica.average_buffers(self._batch_samples / samples)
         self._begin_batch()
         return event
 
@@ -295,6 +330,6 @@ class ElasticWindowEngine(ElasticEngine):
         if not self.version or self._save_due < self.version:
             super().save(folder, keep_last=keep_last)
 
-    def _take_snapshot(self) -> checkpoint.Snapshot:
+    def _start_snapshot(self, folder: Path) -> Callable[[], Path | None]:
         with self._changes.as_agreed():
-            return super()._take_snapshot()
+            return super()._start_snapshot(folder)

@@ -33,7 +33,7 @@ from potluck.fleet.effects import Finish, StepRecord
 from potluck.fleet.invite import INVITE, Identity, Invite, is_loopback
 from potluck.fleet.journal import Journal
 from potluck.fleet.server import Server
-from potluck.train.crew import Crew, say, tell_end
+from potluck.train.crew import Crew, say
 from potluck.train.keeper import Keeper
 from potluck.train.launch import QUIET
 from potluck.train.order import HostOrder
@@ -117,8 +117,7 @@ class _Host:
                 return finish
             if self.interrupts > 1:
                 return Finish("interrupted")
-            for worker in crew.news():
-                sentence = tell_end(worker)
+            for worker, sentence in crew.news():
                 if worker.code == ConfigError.exit_code and not self.server.core.membership.members:
                     return Finish(sentence, failed=True)  # the last words say it
                 if sentence:

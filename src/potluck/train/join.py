@@ -10,7 +10,7 @@ from types import FrameType
 
 from potluck.errors import ConfigError, Interrupted
 from potluck.fleet.invite import INVITE, is_loopback, read_invite
-from potluck.train.crew import Crew, say, tell_end
+from potluck.train.crew import Crew, say
 from potluck.train.launch import QUIET
 from potluck.train.order import WorkersConfig
 
@@ -43,9 +43,9 @@ def join(invite: str, script: list[str], config: WorkersConfig, settings: tuple[
         crew.start([f"{base}-{number}" if config.count > 1 else base for number in range(config.count)])
         codes: list[int] = []
         while len(codes) < config.count and interrupts < 2:
-            for worker in crew.news():
+            for worker, sentence in crew.news():
                 codes.append(worker.code if worker.code >= 0 else 128 - worker.code)
-                if sentence := tell_end(worker):
+                if sentence:
                     say(sentence)
             time.sleep(0.02)
         return max(codes, default=Interrupted.exit_code)

@@ -90,7 +90,7 @@ def _run_team(
         read_end, write_end = os.pipe()
         team: list[Worker] = []
         try:
-            environment = worker_environment(config) | _group_environment(config, Path(folder))
+            environment = worker_environment(config) | group_environment(config.count, Path(folder) / "rendezvous")
             environment |= {PARENT_PIPE: str(read_end), MEMORY: str(start.folder) if start is not None else ""}
             if only is not None:
                 environment |= {ONLY: "1", "LOCAL_WORLD_SIZE": "1"}
@@ -111,26 +111,30 @@ def worker_environment(config: WorkersConfig) -> dict[str, str]:
     return unless_set | dict(os.environ) | chosen
 
 
-def _group_environment(config: WorkersConfig, folder: Path) -> dict[str, str]:
-    """How workers of one group find each other."""
+def group_environment(count: int, rendezvous: Path) -> dict[str, str]:
+    """How workers of one group find each other, on this machine."""
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     # They would otherwise listen on whatever interface this machine's name resolves to.
     unless_set = {name: loopback for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name not in os.environ}
     return unless_set | {
-        "WORLD_SIZE": str(config.count),
-        "LOCAL_WORLD_SIZE": str(config.count),
-        RENDEZVOUS: str(folder / "rendezvous"),
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
+        RENDEZVOUS: str(rendezvous),
         # Only for scripts that make a process group themselves; ours meets through the file above.
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(_free_port()),
     }
 
 
-def start_worker(rank: int, command: list[str], shared: dict[str, str], folder: Path, read_end: int) -> Worker:
-    last_words = folder / f"last-words-{rank}"
-    local = 0 if ONLY in shared else rank
-    environment = shared | {"RANK": str(rank), "LOCAL_RANK": str(local), LAST_WORDS: str(last_words)}
-    speaks_freely = local == 0  # it has the terminal; the others' lines are marked with their rank
+def start_worker(
+    rank: int, command: list[str], shared: dict[str, str], folder: Path, read_end: int, *, first: int = 0, of: str = ""
+) -> Worker:
+    """`first`: the place on this machine of its group's rank 0; `of`: whose further rank it is, if it is one."""
+    last_words = folder / f"last-words-{of}{rank}"
+    is_alone = ONLY in shared
+    place = 0 if is_alone else first + rank
+    environment = shared | {"RANK": str(rank), "LOCAL_RANK": str(place), LAST_WORDS: str(last_words)}
+    speaks_freely = rank == 0 or is_alone  # it has the terminal; the others' lines are marked with their rank
     process = subprocess.Popen(
         [sys.executable, "-m", "potluck.train.worker", *command],
         env=environment,
@@ -142,15 +146,15 @@ def start_worker(rank: int, command: list[str], shared: dict[str, str], folder: 
     )
     forwarder = None
     if process.stdout is not None:
-        forwarder = threading.Thread(target=_forward, args=(process.stdout, rank), daemon=True)
+        forwarder = threading.Thread(target=_forward, args=(process.stdout, f"{of}{rank}"), daemon=True)
         forwarder.start()
     return Worker(rank, process, last_words, forwarder)
 
 
-def _forward(stream: IO[bytes], rank: int) -> None:
+def _forward(stream: IO[bytes], who: str) -> None:
     for line in stream:
         text = line.decode("utf-8", errors="replace").rstrip("\n")
-        print(f"[worker {rank}] {text}", file=sys.stderr, flush=True)
+        print(f"[worker {who}] {text}", file=sys.stderr, flush=True)
 
 
 def _watch(team: list[Worker], start: Start | None) -> int | Recovery:

@@ -50,8 +50,11 @@ def model_part(sharded: "Sharded", *, copies: bool = True) -> Pieces:
     for run in (*sharded.runs, *sharded.rest):
         for span, numbers in run.cut(run.parameter.detach()):
             pieces.add(span.name, span, numbers)
+    # On every rank: fully_shard's state_dict() also lets go of what is gathered, and whoever kept it after a forward
+    # without a backward would not gather it again together with the others.
+    whole = whole_tensors(sharded)
     if sharded.collectives.rank == 0:
-        for name, tensor in whole_tensors(sharded).items():
+        for name, tensor in whole.items():
             pieces.add_whole(name, tensor)
         for name, spec in sharded.split.items():
             if 0 in spec.shape:  # nobody owns any of it

@@ -18,16 +18,19 @@ from potluck.agree.policy import ApplyPolicy, Sync
 from potluck.config import from_dict, from_toml, to_toml
 from potluck.errors import ConfigError, Interrupted
 from potluck.events import Event, RunStarted
+from potluck.fleet.client import Client
 from potluck.fleet.invite import read_invite
 from potluck.shard.strategy import NoShard, ShardingStrategy, bytes_per_parameter
 from potluck.stages.protocol import Stages
 from potluck.train.data import BatchConfig, DataConfig, read_windows
-from potluck.train.elastic import connect, engine_for
+from potluck.train.elastic import as_one_worker, connect, engine_for, ranks_of
 from potluck.train.engine import Engine, init
-from potluck.train.link import choose_device
+from potluck.train.link import Alone, Link, choose_device
 from potluck.train.model import GPT, ModelConfig, next_token_loss
+from potluck.train.node_client import NodeClient
 from potluck.train.order import Order, WorkersConfig, find_recipe
 from potluck.train.progress import count, size
+from potluck.train.ranks import is_later_rank
 from potluck.train.replica import StepConfig
 from potluck.train.slowdown import Brake
 from potluck.train.trainer import FitConfig, Summary, Trainer
@@ -136,8 +139,13 @@ def main(arguments: list[str]) -> None:
 def join(arguments: list[str]) -> None:
     """One worker of the run that the invite names: the recipe comes from the host, as TOML and never as code."""
     settings = tuple(json.loads(arguments[0]))
-    device = choose_device()
-    client = connect(read_invite(None), device)
+    device, is_first = choose_device(), not is_later_rank()
+    joined: tuple[Client | NodeClient, torch.device, Link]
+    if is_first:
+        joined = connect(read_invite(None), device), device, Alone()
+    else:
+        joined = as_one_worker(None, device, int(os.environ["WORLD_SIZE"]))
+    client = joined[0]
     try:
         text = client.welcome.recipe if client.welcome is not None else ""
         if not text:
@@ -146,10 +154,12 @@ def join(arguments: list[str]) -> None:
             )
         config = from_toml(RunConfig, text, source="the host's recipe", overrides=settings)
         kind = engine_for(config.policy, config.strategy)
+        if isinstance(client, Client):
+            joined = as_one_worker(client, device, ranks_of(config.strategy))
     except BaseException:
         client.close()
         raise
-    with kind(client, device, policy=config.policy, strategy=config.strategy, step=config.step) as engine:
+    with kind(*joined, policy=config.policy, strategy=config.strategy, step=config.step) as engine:
         cook(config, Order(recipe="the host's"), engine)
 
 
@@ -158,11 +168,13 @@ def _insist_on_memory(config: RunConfig, engine: Engine) -> None:
     with torch.device("meta"):
         parameters = sum(parameter.numel() for parameter in GPT(config.model).parameters())
     # Weights, gradients and AdamW's two means, in fp32; each rank's share of what the strategy splits.
-    needed = int(parameters * bytes_per_parameter(config.strategy, engine.world) / (engine.world // engine.lanes))
+    stages = engine.world // engine.lanes
+    world = engine.lanes if stages > 1 else engine.link.world
+    needed = int(parameters * bytes_per_parameter(config.strategy, world) / stages)
     if engine.device.type == "cuda":
         has, where = torch.cuda.mem_get_info(engine.device)[1], "this GPU"
     else:
-        needed *= 1 if engine.is_led else config.workers.count
+        needed *= engine.link.world if engine.is_led else config.workers.count
         has, where = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "this machine"
     if needed > has:
         raise ConfigError(

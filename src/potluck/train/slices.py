@@ -6,7 +6,7 @@ Knows nothing of sockets: `send` is handed in.
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -25,8 +25,8 @@ COMPONENTS = {"lm_head": 0, "final_norm": 1, "embedding": 2}
 NINE = ("w_q", "w_k", "w_v", "w_o", "gate", "up", "down", "input_norm", "post_attn_norm")
 MOST_SPARE = 6
 """Sums of a part that are kept for later: as many as wait at once in a tree of some dozens of slices."""
-HASH_BLOCK = 512
-"""Of 8 bytes each."""
+BLOCK_BYTES = 4096
+"""Whose sum is hashed."""
 
 Send = Callable[[int, Tensor], None]
 """(part, its gradients): they stay as they are until the step is over."""
@@ -276,20 +276,46 @@ def _is_published(unit: list[nn.Parameter], names: dict[int, str], blocks: Seque
 
 
 @torch.no_grad()
-def digest(model: nn.Module) -> str:
+def digest(parameters: Iterable[Tensor]) -> str:
     """A hash of every parameter's bits, the same for the same bits on every device.
 
     Of the sums of whole blocks of bits, and not of the bits themselves, so that it runs at the speed of memory, where
     the parameters are: every worker tells it after every step.
     """
-    sums = []
-    for parameter in model.parameters():
-        raw = parameter.detach().reshape(-1).view(torch.uint8)
-        whole = raw.numel() // (8 * HASH_BLOCK) * 8 * HASH_BLOCK
-        sums.append(raw[:whole].view(torch.int64).view(-1, HASH_BLOCK).sum(dim=1))
-        rest = raw[whole:].to(torch.int64)  # with its place: these are few
-        sums.append((rest * torch.arange(1, rest.numel() + 1, device=rest.device)).sum().reshape(1))
-    return hashlib.blake2b(torch.cat(sums).cpu().numpy().tobytes(), digest_size=16).hexdigest()
+    return hash_sums([sums for parameter in parameters for sums in _block_sums(_bytes(parameter))])
+
+
+def hash_sums(sums: Sequence[Tensor]) -> str:
+    return hashlib.blake2b(torch.cat(list(sums)).cpu().numpy().tobytes(), digest_size=16).hexdigest()
+
+
+@torch.no_grad()
+def sums_of_piece(numbers: Tensor, start: int, size: int) -> Tensor:
+    """What some numbers of a parameter of that size, laid flat, add to the sums that its digest is of."""
+    raw, at, total = _bytes(numbers), start * numbers.itemsize, size * numbers.itemsize
+    whole = total // BLOCK_BYTES * BLOCK_BYTES
+    found = torch.zeros(whole // BLOCK_BYTES + 1, dtype=torch.int64, device=raw.device)
+    inside = max(0, min(at + raw.numel(), whole) - at)  # bytes that lie in whole blocks
+    if inside:
+        first, last = at // BLOCK_BYTES, -(-(at + inside) // BLOCK_BYTES)
+        padded = torch.zeros((last - first) * BLOCK_BYTES, dtype=torch.uint8, device=raw.device)
+        padded[at - first * BLOCK_BYTES :][:inside] = raw[:inside]
+        found[first:last] = _block_sums(padded)[0]
+    rest = raw[inside:].to(torch.int64)
+    place = max(at, whole) - whole + 1
+    found[-1] = (rest * torch.arange(place, place + rest.numel(), device=rest.device)).sum()
+    return found
+
+
+def _block_sums(raw: Tensor) -> tuple[Tensor, Tensor]:
+    whole = raw.numel() // BLOCK_BYTES * BLOCK_BYTES
+    rest = raw[whole:].to(torch.int64)  # with its place: these are few
+    last = (rest * torch.arange(1, rest.numel() + 1, device=rest.device)).sum().reshape(1)
+    return raw[:whole].view(torch.int64).view(-1, BLOCK_BYTES // 8).sum(dim=1), last
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().reshape(-1).view(torch.uint8)
 
 
 def describe_model(model: nn.Module) -> str:

@@ -47,7 +47,7 @@ def save(
 ) -> None:
     """Returns once this worker's part is in host memory. `saved`, given step and stall, makes what hears the place."""
     started = time.perf_counter()
-    aside, randoms = _agree_on_aside(link, writer.folder, standing["step"])
+    aside, randoms = agree_on_aside(link, writer.folder, standing["step"])
     share = Share(link.rank, sharded.collectives.world, aside)
     if share.rank >= share.world:
         return  # a node of others holds the same parts, and writes them
@@ -70,7 +70,7 @@ def take_part(sharded: "Sharded", standing: Standing, randoms: list[bytes], shar
     return checkpoint.Snapshot(standing | {"workers": len(randoms)}, files, notes)
 
 
-def _agree_on_aside(link: Link, folder: Path, step: int) -> tuple[Path, list[bytes]]:
+def agree_on_aside(link: Link, folder: Path, step: int) -> tuple[Path, list[bytes]]:
     """A new folder that every worker sees, and everyone's random state."""
     told: dict[str, str] = {}
     if link.rank == 0:

@@ -1,0 +1,155 @@
+"""A node's parts, put together and handed out; how its first rank asks for the others; what it tells them."""
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from potluck.errors import ConfigError, PotluckError
+from potluck.fleet.client import Lost
+from potluck.fleet.description import BUFFERS, Part
+from potluck.train.launch import RENDEZVOUS
+from potluck.train.link import connect
+from potluck.train.node_client import NodeClient
+from potluck.train.node_parts import NodeParts
+from potluck.train.ranks import NODE, Request, is_later_rank, meet
+from potluck.wire.messages import Admitted, Committed, Shutdown, StateChunk, Welcome
+from tests.ranks import run_ranks
+
+PARTS = [Part(1, None, (4, 6)), Part(0, None, (3,)), Part(None, BUFFERS, (2,))]
+HELD = [
+    [[(0, 2), (4, 7)], [(0, 3)], [(0, 2)]],
+    [[(2, 4), (7, 10)], [], [(0, 2)]],
+]
+"""Of two ranks; the second has nothing of the second part, and both have the buffers."""
+
+
+def there_and_back() -> list[Any]:
+    link = connect(torch.device("cpu"), 20.0)
+    parts = NodeParts(link, PARTS, HELD[link.rank])
+    found: list[Any] = []
+    for index, part in enumerate(PARTS[:2]):
+        mine = [torch.arange(100.0 * index, 100.0 * index + part.floats)[a:b] for a, b in HELD[link.rank][index]]
+        whole = parts.collect(index, torch.cat([torch.empty(0), *mine]))
+        found += [None if whole is None else whole.tolist(), parts.hand_out(index, whole).tolist()]
+    buffers = torch.tensor([7.0, 8.0]) if link.rank == 0 else None
+    return [*found, parts.hand_out(2, buffers).tolist()]
+
+
+def test_a_part_is_whole_on_the_first_rank_and_each_gets_its_own_numbers_back() -> None:
+    first, second = run_ranks(2, there_and_back)
+    assert first == [list(range(10)), [0, 1, 4, 5, 6], [100, 101, 102], [100, 101, 102], [7, 8]]
+    assert second == [None, [2, 3, 7, 8, 9], None, [], [7, 8]]
+
+
+def with_a_gap() -> str:
+    link = connect(torch.device("cpu"), 20.0)
+    with pytest.raises(PotluckError) as caught:
+        NodeParts(link, PARTS[:1], [[(0, 2)]] if link.rank == 0 else [[(3, 10)]])
+    return str(caught.value)
+
+
+def test_numbers_that_nobody_holds_are_a_fault_on_every_rank() -> None:
+    assert all("once: after 2 of 10 there is another" in sentence for sentence in run_ranks(2, with_a_gap))
+
+
+# What is told
+
+
+class Spoken:
+    """In place of a client: what a host would say."""
+
+    def __init__(self) -> None:
+        self.welcome = Welcome(3, 20_000, "a recipe")
+        self.session = object()
+        self.heard = [
+            Admitted(5, 1, "{}"),
+            StateChunk(2, b"12345"),
+            Committed(6, 1, 1.0, 0.5, b"used", 3, 0, '{"workers": []}'),
+            None,
+            Lost("it hung up"),
+        ]
+
+    def take_averages_one_by_one(self) -> None:
+        pass
+
+    def receive_any(self, timeout_s: float) -> Any:
+        return self.heard.pop(0) if self.heard else Shutdown()
+
+
+def listen() -> list[Any]:
+    link = connect(torch.device("cpu"), 20.0)
+    spoken: Any = Spoken() if link.rank == 0 else None
+    client = NodeClient(spoken, link, name="n")
+    stops: list[int] = []
+    client.on_stop = lambda: stops.append(1)
+    found: list[Any] = [client.worker_id, client.patience_s, client.welcome.recipe]
+    for _ in range(5):
+        heard = client.receive(timeout_s=0.0)
+        found.append([type(heard).__name__, getattr(heard, "step", 0), len(getattr(heard, "data", b""))])
+    found.append(len(stops))
+    client.wants_stop = link.rank == 1
+    return [*found, type(client.receive()).__name__, len(stops)]
+
+
+def test_every_rank_hears_what_the_first_hears_and_a_wish_to_stop_of_any() -> None:
+    first, second = run_ranks(2, listen)
+    assert first == second
+    assert first[:3] == [3, 20.0, "a recipe"]
+    heard = [["Admitted", 5, 0], ["StateChunk", 0, 5], ["Committed", 6, 0], ["NoneType", 0, 0], ["Lost", 0, 0]]
+    assert first[3:] == [*heard, 0, "Shutdown", 1]
+
+
+# How ranks come together
+
+
+@pytest.fixture
+def bare(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    for name in (NODE, RENDEZVOUS, "RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "")  # so that it is put back, also where it was not set
+        monkeypatch.delenv(name)
+    return monkeypatch
+
+
+def test_the_first_rank_asks_and_is_answered(bare: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    request = Request(tmp_path / "ranks")
+    bare.setenv(NODE, str(request.place))
+    bare.setenv("RANK", "1")  # the second worker of this machine, and the first rank of it
+    assert not is_later_rank() and request.look() is None
+    thread = threading.Thread(target=meet, args=(3,))
+    thread.start()
+    while (asked := request.look()) is None:
+        pass
+    request.answer({"WORLD_SIZE": "3", RENDEZVOUS: "there", "RANK": "0"})
+    thread.join(20)
+    assert asked == 3 and request.look() is None
+    assert {name: os.environ[name] for name in ("WORLD_SIZE", RENDEZVOUS, "RANK")} == {
+        "WORLD_SIZE": "3", RENDEZVOUS: "there", "RANK": "0",
+    }  # fmt: skip
+    assert NODE not in os.environ and not is_later_rank()
+
+
+def test_a_later_rank_knows_what_it_is(bare: pytest.MonkeyPatch) -> None:
+    bare.setenv(RENDEZVOUS, "there")
+    bare.setenv("RANK", "1")
+    bare.setenv("WORLD_SIZE", "2")
+    assert is_later_rank()
+    meet(2)
+    with pytest.raises(ConfigError, match="intra_node_size of 4, and 2 ranks were started"):
+        meet(4)
+
+
+def test_without_anybody_to_ask_a_sentence_says_how_to_start(bare: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"intra_node_size of 2 needs as many processes.*potluck join"):
+        meet(2)
+
+
+@pytest.mark.parametrize("asked", ["0", "1", "1025"])
+def test_no_odd_number_of_ranks_is_started(asked: str, tmp_path: Path) -> None:
+    request = Request(tmp_path / "ranks")
+    request.place.write_text(asked)
+    with pytest.raises(ConfigError, match="between 2 and 1,024 are started"):
+        request.look()
