@@ -19,7 +19,7 @@ from potluck.fleet.description import BUFFERS
 from potluck.fleet.parcel import MAX_FILES
 from potluck.shard.blocks import find_blocks
 from potluck.train.elastic_windows import Changes, ElasticWindowEngine
-from potluck.train.link import Link
+from potluck.train.link import GroupLink, Link
 from potluck.train.node_client import NodeClient
 from potluck.train.node_parts import NodeParts, Stretch
 from potluck.train.replica import Replica
@@ -55,6 +55,7 @@ class NodeChanges(Changes):
             own.append([(0, sum(buffer.numel() for buffer in self._buffers))])
         most = max(part.floats for part in self.described if part.component != BUFFERS)
         client.make_room(most)
+        assert isinstance(link, GroupLink)
         self.parts = NodeParts(link, self.described, own, lambda floats: torch.from_numpy(client.allocate(floats)))
         self._link, self._client = link, client
         self._share = replica.on_parts_written

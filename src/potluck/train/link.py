@@ -56,12 +56,6 @@ class Link(Protocol):
         """Replaces `tensor` by rank 0's."""
         ...
 
-    def start_send(self, tensor: Tensor, to: int) -> Pending:
-        """Begins to send a tensor in host memory to one rank, which begins to receive it: in the same order there."""
-        ...
-
-    def start_receive(self, tensor: Tensor, of: int) -> Pending: ...
-
     def start_pass(self, out: Tensor, heard: Tensor) -> Pending:
         """Begins to send bytes to the next rank, and to fill `heard` with those of the rank before. In host memory.
 
@@ -117,12 +111,6 @@ class Alone:
 
     def broadcast(self, tensor: Tensor) -> None:
         pass
-
-    def start_send(self, tensor: Tensor, to: int) -> Pending:
-        raise AssertionError("there is nobody else")
-
-    def start_receive(self, tensor: Tensor, of: int) -> Pending:
-        raise AssertionError("there is nobody else")
 
     def start_pass(self, out: Tensor, heard: Tensor) -> Pending:
         heard.copy_(out)
@@ -205,6 +193,7 @@ class GroupLink:
             dist.broadcast(tensor, group=self.group, group_src=0)
 
     def start_send(self, tensor: Tensor, to: int) -> Pending:
+        """Begins to send a tensor in host memory to one rank, which begins to receive it: in the same order there."""
         with _peers_may_vanish():
             return _Begun(dist.isend(tensor, group=self.group, group_dst=to) if tensor.numel() else None)
 

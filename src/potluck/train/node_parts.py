@@ -12,7 +12,7 @@ from torch import Tensor
 
 from potluck.errors import PotluckError
 from potluck.fleet.description import BUFFERS, Part
-from potluck.train.link import Link
+from potluck.train.link import GroupLink
 
 Stretch = tuple[int, int]
 """Numbers of a part, from the first up to and without the last."""
@@ -21,7 +21,7 @@ Stretch = tuple[int, int]
 class NodeParts:
     def __init__(
         self,
-        link: Link,
+        link: GroupLink,
         parts: Sequence[Part],
         own: Sequence[Sequence[Stretch]],
         allocate: Callable[[int], Tensor] = torch.empty,
