@@ -112,9 +112,9 @@ def one_process(
 
 def train(stages: Any, options: dict[str, Any]) -> dict[str, Any]:
     clip, tied = options.get("clip"), options.get("tied", True)
-    losses = []
+    losses, step = [], options.get("step", potluck.StepConfig(clip=clip))
     policy, strategy = potluck.Sync(balance=False), options.get("strategy", potluck.NoShard())
-    with potluck.init(policy, strategy, stages=stages, step=potluck.StepConfig(clip=clip), patience_s=30) as fleet:
+    with potluck.init(policy, strategy, stages=stages, step=step, patience_s=30) as fleet:
         model, optimizer = make(tied, options.get("drop", True))
         model, optimizer, loader = fleet.prepare(model, optimizer, data(), batch_size=BATCH, loss=loss_of)
         while fleet.step_number < STEPS:
@@ -243,3 +243,58 @@ def test_stages_that_meet_in_a_folder_learn_what_one_process_learns(workers: int
     stages = DataStore(url=f"file://{tmp_path}/run", micro_batch_size=MICRO, keep_every=2)
     assert_same(run_ranks(workers, train, stages, {"clip": 0.5}), one_process(clip=0.5))
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]  # nothing is left behind
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_recomputing_and_bf16_go_with_stages(schedule: Any) -> None:
+    stages = Pipeline(micro_batch_size=MICRO, schedule=schedule)
+    found = run_ranks(2, train, stages, {"step": potluck.StepConfig(checkpoint_activations=True)})
+    assert_same(found, one_process())
+    for each in run_ranks(2, train, stages, {"step": potluck.StepConfig(precision="bf16")}):
+        assert each["losses"] == pytest.approx(one_process()["losses"], rel=0.05)  # bf16 has 8 bits
+
+
+def of_hugging_face(kind: str, stages: Any) -> dict[str, Any]:
+    import transformers
+
+    torch.manual_seed(0)
+    if kind == "gpt2":
+        config: Any = transformers.GPT2Config(vocab_size=11, n_positions=8, n_embd=16, n_layer=4, n_head=2)
+        model: nn.Module = transformers.GPT2LMHeadModel(config)
+    else:
+        config = transformers.LlamaConfig(
+            vocab_size=11, hidden_size=16, intermediate_size=24, num_hidden_layers=4, num_attention_heads=2
+        )
+        model = transformers.LlamaForCausalLM(config)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def own_loss(model: nn.Module, batch: Tensor) -> Tensor:
+        return model(batch, labels=batch).loss  # type: ignore[no-any-return]
+
+    losses = []
+    if stages is None:
+        order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(mix(0, 0)))
+        for rows in order.split(BATCH):
+            loss = own_loss(model, data()[rows])
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    else:
+        with potluck.init(stages=stages, patience_s=30) as fleet:
+            model, optimizer, loader = fleet.prepare(model, optimizer, data(), batch_size=BATCH, loss=own_loss)
+            for batch in loader:
+                fleet.train(own_loss, batch)
+                if (event := fleet.step()) is not None:
+                    losses.append(event.loss)
+    return {"losses": losses, "weights": {name: p.detach() for name, p in model.named_parameters()}}
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_models_of_hugging_face_are_cut_as_they_are(kind: str) -> None:
+    """Made from a config, with the loss inside the model; GPT-2's head is its embedding."""
+    judge = of_hugging_face(kind, None)
+    assert_same(run_ranks(2, of_hugging_face, kind, Pipeline(micro_batch_size=2)), judge)

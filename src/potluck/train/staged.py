@@ -8,6 +8,7 @@ peers, under Cadence and Async each averages its own part with them.
 
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -224,7 +225,7 @@ class Staged(Engine):
         """Rank 0's, from what everyone has measured."""
         profile = measure(model, self._given["loss"], self._sample(), self.device)
         seconds = sum(layer.seconds for layer in profile.layers)
-        told = self.link.gather_rows([seconds, float(free_bytes(self.device))])
+        told = self.link.gather_rows([seconds, self._free_bytes()])
         mine: dict[str, str] = {}
         if self.rank == 0:
             try:
@@ -249,15 +250,29 @@ class Staged(Engine):
         # As fast as the slowest of those who have the place, and with the memory of the smallest.
         mates = [[told[r] for r in range(self.world) if self.places.place_of(r) == place] for place in range(workers)]
         devices = [
-            Device(speed=1 / max(row[0] for row in mates[n % workers]), memory_bytes=None)
-            for n in range(workers * each)
+            Device(
+                speed=1 / max(row[0] for row in mates[stage % workers]),
+                memory_bytes=max(1, int(min(row[1] for row in mates[stage % workers])) // each),
+            )
+            for stage in range(workers * each)
         ]
-        return balance(profile, devices)
+        rows = self._rows_at_once()
+        micros = -(-self._given["options"]["batch_size"] // (self.lanes * rows))
+        return balance(profile, devices, micro_batches=micros, rows=rows)
+
+    def _rows_at_once(self) -> int:
+        """Of a micro-batch."""
+        return self.stages.micro_batch_size or max(1, self._given["options"]["batch_size"] // self.lanes)
+
+    def _free_bytes(self) -> float:
+        """What this worker may fill: of a CPU's memory, its part of what the workers of this machine share."""
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if self.device.type == "cpu" else 1
+        return free_bytes(self.device) / max(1, here)
 
     def _sample(self) -> Any:
         """Some rows of the data, to measure what layers cost."""
         dataset, options = self._given["dataset"], self._given["options"]
-        rows = min(len(dataset), self.stages.micro_batch_size or max(1, options["batch_size"] // self.lanes))
+        rows = min(len(dataset), self._rows_at_once())
         loader = Loader(
             dataset,
             BatchConfig(size=rows),
