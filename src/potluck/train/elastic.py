@@ -569,7 +569,7 @@ class ElasticEngine(Engine):
         return self._tell_step(verdict, told, started)
 
     def _tell_step(self, verdict: Verdict, told: dict[str, Any], started: float) -> StepDone:
-        workers = [{name: row[name] for name in WorkerStep.__slots__} for row in told["workers"]]
+        workers = [{name: row[name] for name in WorkerStep.__slots__ if name in row} for row in told["workers"]]
         return StepDone(
             step=self.step_number,
             epoch=self._loader().position.epoch,

@@ -234,6 +234,7 @@ class ElasticWindowEngine(ElasticEngine):
             raise ConfigError("Under a host, batches come from the loader that prepare() gave. Iterate over that.")
         last = micro.last if last is None else last and micro.last
         replica.arm(last=last)
+        self._stand_in.close()
         samples = samples if micro.counts else 0.0
         if samples or replica.in_step:
             (loss * (samples * self._unit)).backward()  # type: ignore[no-untyped-call]
