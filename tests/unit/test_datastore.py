@@ -18,7 +18,8 @@ from torch import Tensor
 
 from potluck.errors import PotluckError, StoreError, TheirProtocolError, WorkerLost
 from potluck.stages import bucket
-from potluck.stages.channel import DTYPES, WHAT, Label
+from potluck.stages.buffers import Buffers
+from potluck.stages.channel import DTYPES, WHAT, Header, Label
 from potluck.stages.datastore import StoreChannel, key_of, label_of
 from potluck.stages.objects import HEAD_BYTES, Damaged, Head, seal
 from potluck.stages.place import Exists, bucket_of, folder_of
@@ -158,7 +159,9 @@ def object_of(payload: bytes) -> bytes:
 def opened(data: bytes) -> bytes:
     head = Head.read(data[:HEAD_BYTES], len(data))
     payload = data[HEAD_BYTES:]
-    head.check(memoryview(payload))
+    digest = head.digest()
+    digest.update(memoryview(payload))
+    head.check(digest)
     return payload
 
 
@@ -788,3 +791,58 @@ def test_requests_are_signed_but_for_tls_and_loopback(monkeypatch: pytest.Monkey
 
 def test_errors_of_the_store_end_a_command_with_a_sentence() -> None:
     assert issubclass(StoreError, PotluckError) and StoreError.exit_code == 2
+
+
+# What is used again
+
+
+def test_files_of_consumed_objects_are_written_over_and_gone_in_the_end(tmp_path: Path) -> None:
+    source, target = channel_at(tmp_path, 0), channel_at(tmp_path, 1)
+    inbox, pile = tmp_path / "run/g000001/to-1", tmp_path / "run/.spare"
+    files_used: set[int] = set()
+    for step in range(5):
+        label = Label(step, "activation", 0, 1)
+        source.send(label, torch.full((1 << 19,), float(step)))
+        source.flush()
+        files_used |= {(inbox / name).stat().st_ino for name in files(inbox)}
+        assert torch.equal(target.receive(label), torch.full((1 << 19,), float(step)))
+        target.consumed(step)
+        wait_until(lambda: files(inbox) == [] and len(files(pile)) == 1)
+    assert len(files_used) == 1, "one file served all steps"
+    source.send(Label(9, "activation", 0, 1), torch.zeros(1 << 20))
+    source.flush()
+    assert len(files(pile)) == 1, "one of another size is left alone"
+    source.end()
+    target.end()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_spares_are_few(tmp_path: Path) -> None:
+    store = store_at(tmp_path)
+    payload = memoryview(bytes(1 << 20))
+    for number in range(20):
+        store.put(f"box/k{number}", [payload])
+    store.recycle(f"box/k{number}" for number in range(20))
+    assert store.keys("box") == [] and len(files(tmp_path / "run/.spare")) == 8
+    store.recycle(["box/k1", "box/never-was"])
+    store.clear()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_memory_of_a_tensor_is_used_again_once_nobody_holds_it() -> None:
+    buffers = Buffers()
+    header = Header(torch.float32, (64, 1024))
+    first = buffers.take(header)
+    place, part = first.data_ptr(), first[3:5]
+    first.fill_(1)
+    del first
+    second = buffers.take(header)
+    assert second.data_ptr() != place, "a view still holds the first"
+    assert part.sum() == 2048
+    del part
+    third = buffers.take(header)
+    assert third.data_ptr() == place and third.shape == (64, 1024)
+    assert buffers.take(Header(torch.bfloat16, (128, 1024))).dtype == torch.bfloat16
+    kept = [buffers.take(header) for _ in range(40)]
+    del kept, second, third
+    assert len(buffers._free) == 16
