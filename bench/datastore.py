@@ -38,17 +38,19 @@ class Side(Protocol):
 
 
 def measure(quick: bool) -> Result:
-    rounds, total_mb = (2, 64) if quick else (15, 512)
     compared: list[Comparison] = []
     with tempfile.TemporaryDirectory(prefix="bench-datastore-") as folder, s3_server(Path(folder) / "s3") as env:
         os.environ |= env
-        for name, url in (("a folder", f"file://{folder}/store"), ("S3 on loopback", f"s3://{BUCKET}/store")):
+        for name, url, total_mb, rounds in (
+            ("a folder", f"file://{folder}/store", 256, 50),
+            ("S3 on loopback", f"s3://{BUCKET}/store", 128, 20),
+        ):
             for size_mb in (4, 16):
-                found = measure_at(url, size_mb, total_mb // size_mb, rounds)
+                found = measure_at(url, size_mb, total_mb // size_mb, 2 if quick else rounds)
                 what = f"bytes/s of {size_mb} MB activations through {name}, against a bare write plus read"
                 ours, bare = found["ours"], found["bare"]
                 compared.append(Comparison(what=what, unit="MB/s", ours=ours, bare=bare, target=0.8, at_least=True))
-    return Result(compared, {"threads": THREADS, "objects per step": STEP, "MB per turn": total_mb})
+    return Result(compared, {"threads": THREADS, "objects per step": STEP})
 
 
 def measure_at(url: str, size_mb: int, count: int, rounds: int) -> dict[str, list[float]]:

@@ -10,7 +10,6 @@ import errno
 import os
 import re
 import secrets
-import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -20,12 +19,12 @@ from potluck.stages.objects import HEAD_BYTES, Draft
 from potluck.stages.place import Exists, Missing, Unreachable
 
 UNFINISHED = re.compile(r"\.(?P<name>[^/]+)~[0-9a-f]{8}")
-"""A file that is being written, or was when its writer died."""
+"""A file that is being written, or was when its writer died; or one that waits to be written over."""
+_SPARE = ".spare-"
 SPARES = 8
-"""Files that are kept to be written over, for a whole run."""
+"""Files that are kept to be written over, in each folder."""
 SPARE_BYTES = 1 << 20
 """Smaller ones are not worth it."""
-_PILE = ".spare"
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
 _FOR_NOW = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.ENOTCONN, errno.EHOSTDOWN, errno.EBUSY}
@@ -87,34 +86,27 @@ class Folder:
         """A file of exactly that size, which now has that name; none if there is none that we may write."""
         if size < SPARE_BYTES:
             return None
-        pile = self._pile(path[len(self._root) + 1 :])
+        folder = path.rpartition("/")[0]
         with suppress(OSError):
-            for name in os.listdir(pile):
-                if name.startswith(f"{size}-"):
-                    with suppress(FileNotFoundError):  # another worker was faster
-                        os.rename(f"{pile}/{name}", path)
-                        return os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+            for spare in _spares(folder, size):
+                with suppress(FileNotFoundError):  # another thread or worker was faster
+                    os.rename(f"{folder}/{spare}", path)
+                    return os.open(path, os.O_WRONLY | os.O_CLOEXEC)
         with suppress(OSError):
             os.unlink(path)
         return None
 
-    def _pile(self, name: str) -> str:
-        return f"{self._root}/{name.partition('/')[0]}/{_PILE}"
-
     def recycle(self, names: Sequence[str]) -> None:
         with self._troubles():
             for name in names:
+                path = f"{self._root}/{name}"
+                folder = path.rpartition("/")[0]
                 with suppress(FileNotFoundError):
-                    self._drop(f"{self._root}/{name}", self._pile(name))
-
-    def _drop(self, path: str, pile: str) -> None:
-        size = os.stat(path).st_size
-        if size >= SPARE_BYTES:
-            os.makedirs(pile, exist_ok=True)
-            if len(os.listdir(pile)) < SPARES:
-                os.rename(path, f"{pile}/{size}-{secrets.token_hex(4)}")
-                return
-        os.unlink(path)
+                    size = os.stat(path).st_size
+                    if size >= SPARE_BYTES and len(_spares(folder)) < SPARES:
+                        os.rename(path, f"{folder}/{_SPARE}{size}~{secrets.token_hex(4)}")
+                    else:
+                        os.unlink(path)
 
     @contextmanager
     def read(self, name: str) -> Iterator["_File"]:
@@ -148,7 +140,6 @@ class Folder:
                     os.unlink(f"{self._root}/{name}")
 
     def tidy(self, run: str) -> None:
-        shutil.rmtree(f"{self._root}/{run}/{_PILE}", ignore_errors=True)
         for folder, _, _ in os.walk(f"{self._root}/{run}", topdown=False):
             with suppress(OSError):  # somebody may be writing there
                 Path(folder).rmdir()
@@ -186,6 +177,12 @@ class _File:
                 break
             done += count
         return done
+
+
+def _spares(folder: str, size: int | None = None) -> list[str]:
+    """They look like unfinished files, so whoever clears a folder clears them too."""
+    start = _SPARE if size is None else f"{_SPARE}{size}~"
+    return [name for name in os.listdir(folder) if name.startswith(start)]
 
 
 def _write_all(descriptor: int, draft: Draft) -> None:

@@ -70,7 +70,7 @@ class Place(Protocol):
         ...
 
     def tidy(self, run: str) -> None:
-        """Removes what is empty, and what was kept to be written over."""
+        """Removes what is empty."""
         ...
 
 
