@@ -23,10 +23,9 @@ from obstore.exceptions import (
 from obstore.store import S3Store
 
 from potluck.errors import StoreError
+from potluck.stages.objects import CHUNK_BYTES, Draft
 from potluck.stages.place import Exists, Missing, Unreachable
 
-CHUNK_BYTES = 1 << 20
-"""What is copied from the network into an object's memory at once."""
 WHOLE_BYTES = 1 << 28
 """A larger object travels in pieces of this many bytes: S3 takes at most 5 GB in one request."""
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
@@ -66,9 +65,12 @@ class Bucket:
     def check(self) -> None:
         self.rooms("")
 
-    def write(self, name: str, parts: Sequence[memoryview], *, new: bool = False) -> None:
-        size = sum(len(part) for part in parts)
-        pieces = [part[at : at + self._whole_bytes] for part in parts for at in range(0, len(part), self._whole_bytes)]
+    def write(self, name: str, draft: Draft, *, new: bool = False) -> None:
+        digest = draft.digest()
+        for part in draft.payload:
+            digest.update(part)
+        parts, limit = [memoryview(draft.head(digest.value())), *draft.payload], self._whole_bytes
+        pieces = [part[at : at + limit] for part in parts for at in range(0, len(part), limit)]
         with self._troubles(name):
             try:
                 obstore.put(
@@ -76,13 +78,13 @@ class Bucket:
                     name,
                     iter(pieces),
                     mode="create" if new else "overwrite",
-                    use_multipart=size > self._whole_bytes,
-                    chunk_size=self._whole_bytes,
+                    use_multipart=draft.size > limit,
+                    chunk_size=limit,
                 )
             except NotSupportedError:
                 if not new:
                     raise
-                self.write(name, parts)
+                self.write(name, draft)
 
     @contextmanager
     def read(self, name: str) -> Iterator["_Body"]:
@@ -108,7 +110,10 @@ class Bucket:
                 if "NoSuchBucket" in str(error):
                     raise
 
-    def tidy(self, under: str) -> None:
+    def recycle(self, names: Sequence[str]) -> None:
+        self.delete(names)
+
+    def tidy(self, run: str) -> None:
         """A bucket has no folders."""
 
     @contextmanager

@@ -5,8 +5,10 @@ computes. An object stays until its receiver says that the step is behind it for
 and started again finds what it was sent.
 """
 
+import math
 import re
 import struct
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -16,9 +18,10 @@ import torch
 from torch import Tensor
 
 from potluck.errors import TheirProtocolError
+from potluck.stages.buffers import Buffers
 from potluck.stages.channel import WHAT, Header, Label
 from potluck.stages.station import IN_FLIGHT, Station
-from potluck.stages.store import Store
+from potluck.stages.store import CHECK_EVERY_S, Store
 
 _KEY = re.compile(
     r"to-(?P<target>\d+)/s(?P<step>\d{12})-(?P<what>[a-z]+)-m(?P<micro>\d+)-p(?P<part>\d+)-from-(?P<source>\d+)"
@@ -44,14 +47,18 @@ class StoreChannel:
     def __init__(
         self, store: Store, stage: int, *, device: torch.device | None = None, in_flight: int = IN_FLIGHT
     ) -> None:
-        """`in_flight`: objects that are put at once, and objects of each source that are fetched ahead."""
+        """`in_flight`: objects that are put at once. Twice as many are fetched ahead of each source, read or not."""
         self.stage = stage
         self._store, self._device, self._in_flight = store, device or torch.device("cpu"), in_flight
         self._station = Station(store, f"stage-{stage}", f"stage {stage}", in_flight=in_flight)
+        self._buffers = Buffers()
         self._sent: list[Future[Any]] = []
         self._expected: dict[int, deque[Label]] = {}
         self._coming: dict[Label, Future[Tensor]] = {}
+        self._received: set[Label] = set()
+        """And not consumed yet."""
         self._marks: dict[int, int] = {}
+        self._looked_at = -math.inf
 
     def expect(self, labels: Sequence[Label]) -> None:
         for label in labels:
@@ -74,6 +81,7 @@ class StoreChannel:
         coming = self._coming.get(label) or self._fetch_now(label)
         arrived = self._station.wait(coming, lambda: self._lost(label))
         del self._coming[label]
+        self._received.add(label)
         self._fetch_ahead(label.source)
         return arrived.to(self._device, non_blocking=True)
 
@@ -84,7 +92,9 @@ class StoreChannel:
         """
         self._station.raise_failure()
         self._station.claim.check()  # else we might delete what our successor needs
-        self._station.start_clear(lambda: self._clear_up_to(step))
+        gone = [label for label in self._received if label.step <= step]
+        self._received.difference_update(gone)
+        self._station.start_clear(lambda: self._clear_up_to(step, gone))
 
     def flush(self) -> None:
         sent, self._sent = self._sent, []
@@ -116,7 +126,7 @@ class StoreChannel:
     def _fetch_ahead(self, source: int) -> None:
         under_way = sum(label.source == source for label in self._coming)
         expected = self._expected.get(source, deque())
-        while expected and under_way < self._in_flight:
+        while expected and under_way < 2 * self._in_flight:
             self._start_fetch(expected.popleft())
             under_way += 1
 
@@ -137,12 +147,17 @@ class StoreChannel:
 
         def room(about: bytes, size: int) -> memoryview:
             header = header_of(about, size, label)
-            arrived[:] = [torch.empty(header.shape, dtype=header.dtype, pin_memory=self._device.type == "cuda")]
+            arrived[:] = [self._memory_for(header)]
             return bytes_of(arrived[0])
 
         # Without end: an object may be awaited long before anybody asks for it. receive() has the deadline.
         self._store.wait_for(key_of(label), room, f"the {label}", patience_s=float("inf"))
         return arrived[0]
+
+    def _memory_for(self, header: Header) -> Tensor:
+        if self._device.type == "cuda":  # torch itself keeps such memory, and uses it again
+            return torch.empty(header.shape, dtype=header.dtype, pin_memory=True)
+        return self._buffers.take(header)
 
     def _consumed_by(self, target: int) -> int:
         """Up to which step a stage needs nothing, as of when we took over. A stage's first worker need not ask."""
@@ -153,10 +168,16 @@ class StoreChannel:
             self._marks[target] = -1 if told is None else int(told)
         return self._marks[target]
 
-    def _clear_up_to(self, step: int) -> None:
-        # The mark comes first: killed in between, our successor clears what is left with its next mark.
-        self._store.put_bytes(f"marks/stage-{self.stage}", str(step).encode())
-        self._store.sweep(f"to-{self.stage}", lambda key: (label := label_of(key)) is not None and label.step <= step)
+    def _clear_up_to(self, step: int, received: Sequence[Label]) -> None:
+        self._store.recycle(key_of(label) for label in received)
+        # What a predecessor received, or a sender sent twice, is found by listing. That and the mark are for those who
+        # start again, and may be a little late.
+        if time.monotonic() > self._looked_at + CHECK_EVERY_S:
+            self._store.put_bytes(f"marks/stage-{self.stage}", str(step).encode())
+            self._store.sweep(
+                f"to-{self.stage}", lambda key: (label := label_of(key)) is not None and label.step <= step
+            )
+            self._looked_at = time.monotonic()
 
 
 def start_to_host(tensor: Tensor) -> Callable[[], Tensor]:

@@ -1,7 +1,9 @@
 """Folder: a place on a file system that all workers see.
 
 An object is written beside its place and renamed into it. Nothing is synced to the disk: objects outlive a killed
-process, not a power cut, after which their checksum says that they are not whole.
+process, not a power cut, after which their checksum says that they are not whole. A few files of consumed objects are
+kept as spares, and new objects of their size written over them: that saves the system from freeing and finding the
+same memory over and over, which takes longer than to fill it.
 """
 
 import errno
@@ -13,10 +15,16 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from potluck.errors import StoreError
+from potluck.stages.objects import HEAD_BYTES, Draft
 from potluck.stages.place import Exists, Missing, Unreachable
 
 UNFINISHED = re.compile(r"\.(?P<name>[^/]+)~[0-9a-f]{8}")
-"""A file that is being written, or was when its writer died."""
+"""A file that is being written, or was when its writer died; or one that waits to be written over."""
+_SPARE = ".spare-"
+SPARES = 8
+"""Files that are kept to be written over, in each folder."""
+SPARE_BYTES = 1 << 20
+"""Smaller ones are not worth it."""
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
 _FOR_NOW = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.ENOTCONN, errno.EHOSTDOWN, errno.EBUSY}
@@ -27,53 +35,84 @@ class Folder:
     longest_pause_s = 0.05
 
     def __init__(self, root: Path) -> None:
-        self._root = root
+        self._root = str(root)
 
     def check(self) -> None:
         with self._troubles():
             try:
-                self._root.mkdir(exist_ok=True)
+                Path(self._root).mkdir(exist_ok=True)
             except FileNotFoundError:
                 raise StoreError(
-                    f"The folder {self._root.parent} does not exist. Make or mount it, so that all workers see the same"
-                    " one."
+                    f"The folder {Path(self._root).parent} does not exist. Make or mount it, so that all workers see"
+                    " the same one."
                 ) from None
             except FileExistsError:
                 raise StoreError(f"{self._root} is a file. The url of a store names a folder.") from None
 
-    def write(self, name: str, parts: Sequence[memoryview], *, new: bool = False) -> None:
-        path = self._root / name
-        unfinished = path.with_name(f".{path.name}~{secrets.token_hex(4)}")
+    def write(self, name: str, draft: Draft, *, new: bool = False) -> None:
+        folder, _, last = name.rpartition("/")
+        path, unfinished = f"{self._root}/{name}", f"{self._root}/{folder}/.{last}~{secrets.token_hex(4)}"
         with self._troubles():
             try:
-                self._fill(unfinished, parts)
-                _link(unfinished, path) if new else unfinished.replace(path)
-            except FileNotFoundError:
-                # Somebody tidied up between our two steps.
-                raise Unreachable(f"{path.parent} vanished") from None
-            finally:
-                unfinished.unlink(missing_ok=True)
+                self._fill(unfinished, draft)
+                _link(unfinished, path) if new else os.replace(unfinished, path)
+            except BaseException as error:
+                with suppress(OSError):
+                    os.unlink(unfinished)
+                if isinstance(error, FileNotFoundError):  # somebody tidied up between our two steps
+                    raise Unreachable(f"{folder} vanished") from None
+                raise
 
-    def _fill(self, path: Path, parts: Sequence[memoryview]) -> None:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    def _fill(self, path: str, draft: Draft) -> None:
+        descriptor = self._open_spare(path, draft.size)
+        if descriptor is None:
+            descriptor = self._open_new(path)
         try:
-            descriptor = os.open(path, flags, 0o666)
-        except FileNotFoundError:
-            # Never the root: a share that is not mounted must not become a folder of this machine's own.
-            if not self._root.is_dir():
-                raise Unreachable(f"{self._root} is gone") from None
-            path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(path, flags, 0o666)
-        try:
-            _write_all(descriptor, parts)
+            _write_all(descriptor, draft)
         finally:
             os.close(descriptor)
+
+    def _open_new(self, path: str) -> int:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        with suppress(FileNotFoundError):
+            return os.open(path, flags, 0o666)
+        # Never the root: a share that is not mounted must not become a folder of this machine's own.
+        if not Path(self._root).is_dir():
+            raise Unreachable(f"{self._root} is gone")
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        return os.open(path, flags, 0o666)
+
+    def _open_spare(self, path: str, size: int) -> int | None:
+        """A file of exactly that size, which now has that name; none if there is none that we may write."""
+        if size < SPARE_BYTES:
+            return None
+        folder = path.rpartition("/")[0]
+        with suppress(OSError):
+            for spare in _spares(folder, size):
+                with suppress(FileNotFoundError):  # another thread or worker was faster
+                    os.rename(f"{folder}/{spare}", path)
+                    return os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        with suppress(OSError):
+            os.unlink(path)
+        return None
+
+    def recycle(self, names: Sequence[str]) -> None:
+        with self._troubles():
+            for name in names:
+                path = f"{self._root}/{name}"
+                folder = path.rpartition("/")[0]
+                with suppress(FileNotFoundError):
+                    size = os.stat(path).st_size
+                    if size >= SPARE_BYTES and len(_spares(folder)) < SPARES:
+                        os.rename(path, f"{folder}/{_SPARE}{size}~{secrets.token_hex(4)}")
+                    else:
+                        os.unlink(path)
 
     @contextmanager
     def read(self, name: str) -> Iterator["_File"]:
         with self._troubles():
             try:
-                descriptor = os.open(self._root / name, os.O_RDONLY | os.O_CLOEXEC)
+                descriptor = os.open(f"{self._root}/{name}", os.O_RDONLY | os.O_CLOEXEC)
             except (FileNotFoundError, NotADirectoryError):
                 raise Missing(name) from None
             try:
@@ -83,24 +122,25 @@ class Folder:
 
     def names(self, under: str) -> list[str]:
         with self._troubles():
-            found = os.walk(self._root / under)
-            start = len(str(self._root)) + 1
+            found = os.walk(f"{self._root}/{under}")
+            start = len(self._root) + 1
             return [f"{folder[start:]}/{file}" for folder, _, files in found for file in files]
 
     def rooms(self, under: str) -> list[str]:
         with self._troubles():
             try:
-                return [entry.name for entry in os.scandir(self._root / under) if entry.is_dir()]
+                return [entry.name for entry in os.scandir(f"{self._root}/{under}") if entry.is_dir()]
             except FileNotFoundError:
                 return []
 
     def delete(self, names: Sequence[str]) -> None:
         with self._troubles():
             for name in names:
-                (self._root / name).unlink(missing_ok=True)
+                with suppress(FileNotFoundError):
+                    os.unlink(f"{self._root}/{name}")
 
-    def tidy(self, under: str) -> None:
-        for folder, _, _ in os.walk(self._root / under, topdown=False):
+    def tidy(self, run: str) -> None:
+        for folder, _, _ in os.walk(f"{self._root}/{run}", topdown=False):
             with suppress(OSError):  # somebody may be writing there
                 Path(folder).rmdir()
 
@@ -139,23 +179,44 @@ class _File:
         return done
 
 
-def _write_all(descriptor: int, parts: Sequence[memoryview]) -> None:
-    left = [part for part in parts if len(part)]
-    while left:
-        count = os.writev(descriptor, left)
-        while left and count >= len(left[0]):
-            count -= len(left.pop(0))
+def _spares(folder: str, size: int | None = None) -> list[str]:
+    """They look like unfinished files, so whoever clears a folder clears them too."""
+    start = _SPARE if size is None else f"{_SPARE}{size}~"
+    return [name for name in os.listdir(folder) if name.startswith(start)]
+
+
+def _write_all(descriptor: int, draft: Draft) -> None:
+    """The first chunk last, together with the head, which holds the checksum of everything."""
+    digest, chunks = draft.digest(), draft.chunks()
+    first, at = next(chunks, memoryview(b"")), HEAD_BYTES
+    digest.update(first)
+    at += len(first)
+    for chunk in chunks:
+        digest.update(chunk)
+        _write_at(descriptor, [chunk], at)
+        at += len(chunk)
+    _write_at(descriptor, [memoryview(draft.head(digest.value())), first], 0)
+
+
+def _write_at(descriptor: int, parts: list[memoryview], at: int) -> None:
+    while parts:
+        count = os.pwritev(descriptor, parts, at)
+        at += count
+        while parts and count >= len(parts[0]):
+            count -= len(parts.pop(0))
         if count:
-            left[0] = left[0][count:]
+            parts[0] = parts[0][count:]
 
 
-def _link(unfinished: Path, path: Path) -> None:
+def _link(unfinished: str, path: str) -> None:
     """Like a rename, but Exists where there is something already."""
     try:
-        path.hardlink_to(unfinished)
+        os.link(unfinished, path)
     except FileExistsError:
         raise Exists from None
     except OSError as error:
         if error.errno not in (errno.EPERM, errno.ENOTSUP):  # a file system without links
             raise
-        unfinished.replace(path)
+        os.replace(unfinished, path)
+    else:
+        os.unlink(unfinished)

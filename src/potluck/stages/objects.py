@@ -1,7 +1,7 @@
 """What an object in a store is: a head of fixed size that says whose it is, and bytes. One checksum of both. Pure."""
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import xxhash
@@ -10,10 +10,11 @@ from potluck.stages.channel import LIMIT_BYTES
 
 HEAD_BYTES = 512
 """Fixed, so that a reader knows with one small read how much memory to take, and where the payload begins."""
+CHUNK_BYTES = 1 << 20
 VERSION = 1
 _MAGIC = b"potluck\x00"
 _FIXED = struct.Struct("<8sHHIQQ16s")
-_DIGEST_AT = _FIXED.size - 16
+_CHECKSUM_AT = _FIXED.size - 16
 MOST_WORDS_BYTES = HEAD_BYTES - _FIXED.size
 """A name and what is said about the payload, together."""
 
@@ -30,7 +31,7 @@ class Head:
     about: bytes
     """For whoever reads the payload."""
     payload_bytes: int
-    digest: bytes
+    checksum: bytes
     raw: bytes
 
     @staticmethod
@@ -38,7 +39,7 @@ class Head:
         """From bytes that came from outside; nothing that they say is believed before it is checked."""
         if len(raw) < HEAD_BYTES:
             raise Damaged(f"it has only {len(raw)} bytes")
-        magic, version, name_bytes, about_bytes, generation, payload_bytes, digest = _FIXED.unpack_from(raw)
+        magic, version, name_bytes, about_bytes, generation, payload_bytes, checksum = _FIXED.unpack_from(raw)
         if magic != _MAGIC:
             raise Damaged("it was not written by Potluck")
         if version != VERSION:
@@ -49,27 +50,58 @@ class Head:
             raise Damaged(f"it has {object_bytes:,} bytes instead of {HEAD_BYTES + payload_bytes:,}")
         name = raw[_FIXED.size : _FIXED.size + name_bytes].decode("ascii", "replace")
         about = bytes(raw[_FIXED.size + name_bytes :][:about_bytes])
-        return Head(name, generation, about, payload_bytes, digest, bytes(raw))
+        return Head(name, generation, about, payload_bytes, checksum, bytes(raw))
 
-    def check(self, payload: memoryview) -> None:
-        if _digest(self.raw, [payload]) != self.digest:
+    def digest(self) -> "Digest":
+        """For whoever reads the payload, to be fed with it and then compared."""
+        return Digest(self.raw)
+
+    def check(self, digest: "Digest") -> None:
+        if digest.value() != self.checksum:
             raise Damaged("its checksum is wrong")
+
+
+class Digest:
+    """Of all of an object but the checksum itself. XXH3 is not against malice: whoever may write may also sign."""
+
+    def __init__(self, head: bytes) -> None:
+        self._state = xxhash.xxh3_128(head[:_CHECKSUM_AT])
+        self._state.update(head[_FIXED.size :])
+
+    def update(self, payload: memoryview) -> None:
+        self._state.update(payload)
+
+    def value(self) -> bytes:
+        return self._state.digest()
+
+
+class Draft:
+    """An object that is being written. Its head is whole once the digest has seen all of the payload."""
+
+    def __init__(self, name: str, generation: int, about: bytes, payload: Sequence[memoryview]) -> None:
+        self._words = name.encode("ascii") + about
+        assert len(self._words) <= MOST_WORDS_BYTES, name
+        self.payload = [part for part in payload if len(part)]
+        self.size = HEAD_BYTES + sum(len(part) for part in payload)
+        self._fixed = (_MAGIC, VERSION, len(name), len(about), generation, self.size - HEAD_BYTES)
+
+    def digest(self) -> Digest:
+        return Digest(self.head(bytes(16)))
+
+    def head(self, checksum: bytes) -> bytes:
+        return (_FIXED.pack(*self._fixed, checksum) + self._words).ljust(HEAD_BYTES, b"\x00")
+
+    def chunks(self) -> Iterator[memoryview]:
+        """The payload, in parts that are still in the processor's cache when they are used a second time."""
+        for part in self.payload:
+            for start in range(0, len(part), CHUNK_BYTES):
+                yield part[start : start + CHUNK_BYTES]
 
 
 def seal(name: str, generation: int, about: bytes, payload: Sequence[memoryview]) -> bytes:
     """The head of an object with that payload."""
-    words = name.encode("ascii") + about
-    assert len(words) <= MOST_WORDS_BYTES, name
-    size = sum(len(part) for part in payload)
-    fixed = (_MAGIC, VERSION, len(name), len(about), generation, size)
-    unsigned = (_FIXED.pack(*fixed, bytes(16)) + words).ljust(HEAD_BYTES, b"\x00")
-    return (_FIXED.pack(*fixed, _digest(unsigned, payload)) + words).ljust(HEAD_BYTES, b"\x00")
-
-
-def _digest(head: bytes, payload: Sequence[memoryview]) -> bytes:
-    """Of everything but the digest itself. XXH3 is not against malice: whoever may write may also sign."""
-    digest = xxhash.xxh3_128(head[:_DIGEST_AT])
-    digest.update(head[_FIXED.size :])
-    for part in payload:
-        digest.update(part)
-    return digest.digest()
+    draft = Draft(name, generation, about, payload)
+    digest = draft.digest()
+    for chunk in draft.chunks():
+        digest.update(chunk)
+    return draft.head(digest.value())

@@ -11,6 +11,7 @@ from typing import Protocol
 from urllib.parse import unquote
 
 from potluck.errors import StoreError
+from potluck.stages.objects import Draft
 
 
 class Missing(Exception):
@@ -46,7 +47,7 @@ class Place(Protocol):
         """That the place exists and lets us in."""
         ...
 
-    def write(self, name: str, parts: Sequence[memoryview], *, new: bool = False) -> None:
+    def write(self, name: str, draft: Draft, *, new: bool = False) -> None:
         """All of it appears at once, or nothing. `new`: Exists if there was something; not every server can tell."""
         ...
 
@@ -64,7 +65,11 @@ class Place(Protocol):
         """What is gone already is fine."""
         ...
 
-    def tidy(self, under: str) -> None:
+    def recycle(self, names: Sequence[str]) -> None:
+        """Deletes them, but may keep a few to write the next ones over."""
+        ...
+
+    def tidy(self, run: str) -> None:
         """Removes what is empty."""
         ...
 

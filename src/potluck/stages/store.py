@@ -13,8 +13,8 @@ from typing import TypeVar
 
 from potluck.errors import PotluckError, StoreError, TheirProtocolError, WorkerLost
 from potluck.stages.folder import UNFINISHED, Folder
-from potluck.stages.objects import HEAD_BYTES, Damaged, Head, seal
-from potluck.stages.place import Exists, Missing, Place, Unreachable, bucket_of, folder_of
+from potluck.stages.objects import CHUNK_BYTES, HEAD_BYTES, Damaged, Draft, Head
+from potluck.stages.place import Exists, Missing, Place, Source, Unreachable, bucket_of, folder_of
 
 KEY = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*(/[a-z0-9]+(-[a-z0-9]+)*){0,3}")
 """No dots, no empty parts: whatever it is joined to, it cannot leave."""
@@ -53,8 +53,8 @@ class Store:
     def put(self, key: str, parts: Sequence[memoryview], about: bytes = b"", *, new: bool = False) -> None:
         """All at once, over whatever was there. `new`: only if nothing was, else Exists, where the place can tell."""
         name = self._name(key)
-        head = memoryview(seal(name, self.generation, about, parts))
-        self._patiently(f"writing {key}", lambda: self._place.write(name, [head, *parts], new=new))
+        draft = Draft(name, self.generation, about, parts)
+        self._patiently(f"writing {key}", lambda: self._place.write(name, draft, new=new))
 
     def get(self, key: str, room: Room) -> bool:
         """Reads it straight into that memory; False if it is not there."""
@@ -104,6 +104,11 @@ class Store:
         names = [self._name(key) for key in keys]
         self._patiently("deleting", lambda: self._place.delete(names))
 
+    def recycle(self, keys: Iterable[str]) -> None:
+        """Like delete, for what is as large as what will be put next."""
+        names = [self._name(key) for key in keys]
+        self._patiently("deleting", lambda: self._place.recycle(names))
+
     def sweep(self, under: str, unwanted: Callable[[str], bool]) -> None:
         """Deletes all keys below that are unwanted, and what a dead writer left of them."""
         start = len(self._prefix) + 1
@@ -145,10 +150,7 @@ class Store:
                     return False
                 if head.name != name or head.generation != self.generation:
                     raise Damaged(f"it is {head.name!r} of generation {head.generation}")
-                payload = room(head.about, head.payload_bytes)
-                if source.fill(payload) < len(payload):
-                    raise Damaged("it is cut short")
-            head.check(payload)
+                _read_payload(source, head, room(head.about, head.payload_bytes))
         except Missing:
             return False
         return True
@@ -170,7 +172,7 @@ class Store:
         names = self._patiently("listing", lambda: self._place.names(under))
         ours = [name for name in names if _finished(name[start:])]
         self._patiently("deleting", lambda: self._place.delete(ours))
-        self._place.tidy(under)
+        self._place.tidy(self.run)
 
     def _patiently(self, doing: str, action: Callable[[], T]) -> T:
         """Tries again while the place cannot be reached, for as long as our patience lasts."""
@@ -242,6 +244,17 @@ def _place_of(url: str, patience_s: float) -> Place:
 
         return Bucket(*bucket_of(url), patience_s=patience_s)
     raise StoreError(f"A store's url is file:///some/folder or s3://bucket/prefix, not {url!r}.")
+
+
+def _read_payload(source: Source, head: Head, payload: memoryview) -> None:
+    """Straight to where it belongs; each chunk's digest is taken while it is in the processor's cache."""
+    digest = head.digest()
+    for start in range(0, len(payload), CHUNK_BYTES):
+        chunk = payload[start : start + CHUNK_BYTES]
+        if source.fill(chunk) < len(chunk):
+            raise Damaged("it is cut short")
+        digest.update(chunk)
+    head.check(digest)
 
 
 def _is_key(text: str) -> bool:
