@@ -12,6 +12,9 @@ MIXED = ("mixed_speeds", "time_to_loss", "following", "convergence")
 SHARDED = ("shard_memory", "shard_step", "uneven_memory", "buddy")
 STAGED = ("datastore",)
 GPU = ("h200", "h200_mixed", "h200_shard")
+STAGED = ("pipeline", "uneven_stages", "direct")
+"""One model over several workers."""
+GPU = ("h200", "h200_mixed", "h200_shard", "h200_stages")
 NAMES = (*BY_DEFAULT, *MIXED, *SHARDED, *STAGED, *GPU)
 
 

@@ -17,8 +17,9 @@ ROOT = Path(__file__).parents[1]
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
 
 
-def run_ranks(module: str, *arguments: object, world: int = 2) -> list[dict[str, Any]]:
+def run_ranks(module: str, *arguments: object, world: int = 2, limit_s: float = float("inf")) -> list[dict[str, Any]]:
     """Runs `python -m MODULE` as each rank, and returns what each answered."""
+    deadline = time.monotonic() + limit_s
     environment = os.environ | ENVIRONMENT | {"WORLD_SIZE": str(world)}
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         command = [sys.executable, "-m", module, folder, *map(str, arguments)]
@@ -29,6 +30,8 @@ def run_ranks(module: str, *arguments: object, world: int = 2) -> list[dict[str,
             while any(codes := [process.poll() for process in processes]) or None in codes:
                 if any(codes):
                     raise SystemExit(f"A rank of {module} failed; its words are above.")
+                if time.monotonic() > deadline:
+                    raise SystemExit(f"The ranks of {module} took longer than {limit_s:g} s.")
                 time.sleep(0.05)
             return [json.loads(_answer(folder, rank).read_text()) for rank in range(world)]
         finally:

@@ -3,9 +3,11 @@
 import copy
 import gc
 import itertools
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -453,6 +455,24 @@ def test_a_measured_model_is_balanced_by_what_its_layers_take() -> None:
     profile = measure(model, squares, torch.randn(512, 16), repeats=6)
     assert balance(profile, [Device(), Device()]).cuts == (10,)
     assert balance(profile, [Device(speed=1.0), Device(speed=3.0)]).cuts == (9,)
+
+
+def test_a_worker_that_stands_still_two_thirds_of_the_time_is_three_times_slower(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As under a CPU quota: it runs for 33 ms at full speed, longer than any layer takes, then not for 67 ms."""
+    model = nn.Sequential(*(Whole(nn.Linear(128, 128)) for _ in range(6)))
+    profiles = []
+    for period_s in (0.033, 0.1):
+
+        def now_s(still_s: float = period_s - 0.033) -> float:
+            ran_s = time.thread_time()
+            return ran_s + still_s * (ran_s // 0.033)
+
+        monkeypatch.setattr("potluck.stages.profile.time", SimpleNamespace(perf_counter=now_s))
+        profiles.append(measure(model, squares, torch.randn(256, 128), at_least_s=1.0))
+    free, held_back = (sum(layer.seconds for layer in profile.layers) for profile in profiles)
+    assert held_back / free == pytest.approx(3, rel=0.3)
 
 
 class Whole(nn.Module):

@@ -36,11 +36,20 @@ class Profile:
 
 
 def measure(
-    model: nn.Module, loss_of: LossOf, batch: Any, device: torch.device | str | None = None, *, repeats: int = 3
+    model: nn.Module,
+    loss_of: LossOf,
+    batch: Any,
+    device: torch.device | str | None = None,
+    *,
+    repeats: int = 3,
+    at_least_s: float = 0.0,
 ) -> Profile:
     """Surveys the model, then runs every layer as a stage of its own: its time, and what it keeps.
 
     `device`: where to measure, if not where the model is; then one layer at a time is there, so the model need not fit.
+    What a layer costs beside the others is its shortest time. But a worker that is held back now and then, by a CPU
+    quota or by others on its machine, is as fast as ever in between: so all times are lengthened to what the runs
+    took on average, and `at_least_s` says for how long to look, in all.
     """
     home = next(model.parameters()).device
     device = home if device is None else torch.device(device)
@@ -49,13 +58,16 @@ def measure(
     batch = _moved(batch, device)
     rows = max(1, next((tensor.shape[0] for tensor in all_tensors(batch) if tensor.dim()), 1))
     measured: list[Layer] = []
+    took_s = least_s = 0.0
     activation: Activation = ()
     with unchanged(model):
         for number, layer in enumerate(layers):
             stage = cut(model, plan, number)
             if device != home:
                 stage.model.to(device)
-            result, seconds, kept = _measure_layer(stage, loss_of, batch, activation, repeats)
+            result, times, kept = _measure_layer(stage, loss_of, batch, activation, repeats, at_least_s / len(layers))
+            seconds = min(times)
+            took_s, least_s = took_s + sum(times), least_s + seconds * len(times)
             if device != home:
                 stage.model.to(home)
             sent = 0
@@ -63,13 +75,14 @@ def measure(
                 activation = tuple(tensor.detach() for tensor in result)
                 sent = sum(tensor.nbytes for tensor in activation)
             measured.append(replace(layer, seconds=seconds, sent_bytes=-(-sent // rows), kept_bytes=-(-kept // rows)))
-    return Profile(tuple(measured), str(device), rows)
+    pace = took_s / least_s if least_s else 1.0
+    return Profile(tuple(replace(each, seconds=each.seconds * pace) for each in measured), str(device), rows)
 
 
 def _measure_layer(
-    stage: Stage, loss_of: LossOf, batch: Any, activation: Activation, repeats: int
-) -> tuple[Any, float, int]:
-    """Its result, the seconds of its forward and backward, and the bytes it keeps in between."""
+    stage: Stage, loss_of: LossOf, batch: Any, activation: Activation, repeats: int, at_least_s: float
+) -> tuple[Any, list[float], int]:
+    """Its result, the seconds of each forward and backward, and the bytes it keeps in between."""
     own = {tensor.untyped_storage().data_ptr() for tensor in (*stage.model.parameters(), *stage.model.buffers())}
     own |= {tensor.untyped_storage().data_ptr() for tensor in all_tensors(batch)}
     kept: dict[int, int] = {}
@@ -83,10 +96,11 @@ def _measure_layer(
     trained = [parameter for parameter in stage.model.parameters() if parameter.requires_grad]
     clock = _Clock(stage._device(activation))
     times: list[float] = []
-    for attempt in range(repeats + 1):  # the first warms up, and its bytes are counted
+    until_s = time.perf_counter() + at_least_s
+    while len(times) <= repeats or time.perf_counter() < until_s:
         given = tuple(tensor.clone().requires_grad_(tensor.is_floating_point()) for tensor in activation)
         stage._now.on_enter = clock.start
-        if attempt == 0:
+        if not times:  # the first warms up, and its bytes are counted
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
                 result = stage.run(loss_of, batch, given, seed=SEED)
         else:
@@ -97,7 +111,7 @@ def _measure_layer(
         if outputs and inputs:
             torch.autograd.grad(outputs, inputs, [torch.ones_like(one) for one in outputs], allow_unused=True)
         times.append(clock.seconds())
-    return result, min(times[1:]), sum(kept.values())  # the least: what else the machine does only adds
+    return result, times[1:], sum(kept.values())
 
 
 class _Clock:

@@ -51,6 +51,8 @@ from potluck.train.windows import NodePulse, WindowEngine
 
 WIDTH = 118
 """Of what is shown: a schedule that is longer is not drawn."""
+MEASURE_S = 0.6
+"""How long to look at what layers cost a worker: several periods of a CPU quota, which are 0.1 s as a rule."""
 AT_ONCE = 8
 """Micro-batches that go through the stages together where nothing is trained."""
 
@@ -223,7 +225,8 @@ class Staged(Engine):
 
     def _agree_on_plan(self, model: nn.Module) -> Plan:
         """Rank 0's, from what everyone has measured."""
-        profile = measure(model, self._given["loss"], self._sample(), self.device)
+        for_s = 0.0 if self.stages.cuts or self.places.workers == 1 else MEASURE_S
+        profile = measure(model, self._given["loss"], self._sample(), self.device, at_least_s=for_s)
         seconds = sum(layer.seconds for layer in profile.layers)
         told = self.link.gather_rows([seconds, self._free_bytes()])
         mine: dict[str, str] = {}
