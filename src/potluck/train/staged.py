@@ -6,9 +6,7 @@ stage's to tell. Several replicas, cut alike, stand side by side: under Sync eac
 peers, under Cadence and Async each averages its own part with them.
 """
 
-import json
 import math
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -25,21 +23,19 @@ from potluck.agree.policy import ApplyPolicy, Sync
 from potluck.errors import ConfigError, Interrupted
 from potluck.events import StepDone, StepSkipped, WorkerStep
 from potluck.fleet.ledger import Ledger
-from potluck.shard.splitting import free_bytes
 from potluck.shard.strategy import FullShard, NoShard, ShardGradOp, ShardingStrategy
-from potluck.stages.balance import Device, balance
-from potluck.stages.channel import Channel, Label
+from potluck.stages.channel import Channel
 from potluck.stages.cut import Stage, cut
 from potluck.stages.direct import GroupChannel
 from potluck.stages.pipeline import Line
 from potluck.stages.plan import Plan, count_sent
-from potluck.stages.profile import measure
 from potluck.stages.protocol import DataStore, Stages
-from potluck.stages.schedule import draw, expected_idle_share, forward_only, per_worker, plan_orders
+from potluck.stages.schedule import forward_only, plan_orders
 from potluck.train.data import BatchConfig, Loader, MicroBatch, SliceLoader, as_dataset, mix, plan_step
 from potluck.train.depot import Depot
+from potluck.train.drafts import Draft
 from potluck.train.engine import Engine, LossFunction, loss_and_samples
-from potluck.train.held import Held, HeldPart, empty, held_in, hold, narrow
+from potluck.train.held import Held, HeldPart, empty, hold, narrow
 from potluck.train.link import GroupLink, Link, connect, placed
 from potluck.train.nodes import Nodes
 from potluck.train.places import as_nodes, make_places
@@ -47,12 +43,9 @@ from potluck.train.pulse import Pulse, worker_steps
 from potluck.train.replica import Replica, StepConfig
 from potluck.train.saves import Standing
 from potluck.train.store_saves import StoreSaves
+from potluck.train.ties import Ties
 from potluck.train.windows import NodePulse, WindowEngine
 
-WIDTH = 118
-"""Of what is shown: a schedule that is longer is not drawn."""
-MEASURE_S = 0.6
-"""How long to look at what layers cost a worker: several periods of a CPU quota, which are 0.1 s as a rule."""
 AT_ONCE = 8
 """Micro-batches that go through the stages together where nothing is trained."""
 
@@ -129,12 +122,10 @@ class Staged(Engine):
             self._saves = StoreSaves(link, self.events, depot)
         self.is_restored = depot is not None and depot.kept is not None
         self.plan: Plan | None = None
-        self._given: dict[str, Any] = {}
+        self._options: dict[str, Any] = {}
         self._parameters = 0
         self._micros: list[_Micro] = []
         self._work: dict[int, _Work] = {}
-        self._ties: dict[str, list[int]] = {}
-        self._is_first_of: dict[str, bool] = {}
         self._pass = 0
         """Counts the times that micro-batches went through the stages: the names of what travels."""
 
@@ -174,14 +165,16 @@ class Staged(Engine):
                 f"stages.protocol asks for {told}, and batch.micro_size for {micro_batch_size} rows. Leave out the"
                 " latter: stages.protocol.micro_batch_size says how a batch is cut."
             )
-        self._given = {"dataset": as_dataset(dataset), "loss": loss, "options": options}
+        self._options = options | {"dataset": as_dataset(dataset), "loss": loss}
         ready = super().prepare(model, optimizer, dataset, loss=loss, micro_batch_size=wanted, **options)
         if self._depot is not None:
             self._settle_in(self._depot)
         return ready
 
     def _make_replica(self, model: nn.Module, optimizer: Optimizer) -> Replica:
-        plan = self.plan = self._agree_on_plan(model)
+        options = self._options
+        draft = Draft(self.stages, self.places, self.device, options["batch_size"])
+        plan = self.plan = draft.agree(model, options["loss"], options["dataset"], options.get("collate"))
         held = hold(model, optimizer)
         self._parameters = held.parameters
         places, count = self.places, len(plan.stages)
@@ -189,32 +182,19 @@ class Staged(Engine):
         own = stages[0].model if len(stages) == 1 else Held([stage.model for stage in stages])
         narrow(optimizer, own)
         empty(model, own)
-        self._find_ties(own)
+        self._ties = Ties(own, places, self.strategy)
         replica = self._new_replica(own, optimizer)
-        replica.part = HeldPart(replica, held, self._is_first_of, rank=self.rank % places.size, world=places.size)
-        self._own = HeldPart(replica, held, dict.fromkeys(self._is_first_of, True), rank=0, world=1)
+        firsts = self._ties.is_first_of
+        replica.part = HeldPart(replica, held, firsts, rank=self.rank % places.size, world=places.size)
+        self._own = HeldPart(replica, held, dict.fromkeys(firsts, True), rank=0, world=1)
         self._work = {stage.index: _Work(stage, replica, lambda: self._unit) for stage in stages}
         widths = [count_sent(plan.layers[cut - 1].output or {"value": None}) for cut in plan.cuts]
         self._line = Line(self._work, widths, self._make_channel())
-        self.layout = self._describe(plan)
+        self.layout = draft.describe(plan)
         return replica
 
     def _new_replica(self, model: nn.Module, optimizer: Optimizer) -> Replica:
         raise NotImplementedError
-
-    def _describe(self, plan: Plan) -> str:
-        """The plan as a table, and the order of a step, if it fits a screen."""
-        workers, schedule = self.places.workers, self.stages.schedule
-        rows = self._given["options"]["batch_size"] // self.lanes
-        micros = -(-rows // (self.stages.micro_batch_size or rows))
-        order = draw(plan_orders(schedule, workers, micros), len(plan.stages))
-        if max(map(len, order.splitlines())) > WIDTH:
-            order = ""
-        idle = expected_idle_share(workers, micros)
-        told = f"{schedule}, {micros} micro-batches: stages wait at least {idle:.0%} of the time, if they are equal"
-        if schedule in ("interleaved", "zero-bubble"):
-            told = f"{schedule}, {micros} micro-batches"
-        return "\n".join(filter(None, (str(plan), told, order)))
 
     def _make_channel(self) -> Channel:
         if self._depot is not None:
@@ -222,85 +202,6 @@ class Staged(Engine):
         line = self.places.line
         group = line.group if isinstance(line, GroupLink) else None
         return GroupChannel(group, self.device, rank=self.places.place, workers=self.places.workers)
-
-    def _agree_on_plan(self, model: nn.Module) -> Plan:
-        """Rank 0's, from what everyone has measured."""
-        for_s = 0.0 if self.stages.cuts or self.places.workers == 1 else MEASURE_S
-        profile = measure(model, self._given["loss"], self._sample(), self.device, at_least_s=for_s)
-        seconds = sum(layer.seconds for layer in profile.layers)
-        told = self.link.gather_rows([seconds, self._free_bytes()])
-        mine: dict[str, str] = {}
-        if self.rank == 0:
-            try:
-                mine = {"plan": self._draw_plan(profile, told).to_json()}
-            except ConfigError as error:
-                mine = {"refusal": str(error)}
-        answer = json.loads(self.link.gather_bytes(json.dumps(mine).encode())[0])
-        if "refusal" in answer:
-            raise ConfigError(answer["refusal"])
-        return Plan.from_json(answer["plan"])
-
-    def _draw_plan(self, profile: Any, told: list[list[float]]) -> Plan:
-        """`told`: of each rank, the seconds that the whole model takes it, and its free memory."""
-        workers, each = self.places.workers, per_worker(self.stages.schedule)
-        if self.stages.cuts:
-            if len(self.stages.cuts) + 1 != workers * each:
-                raise ConfigError(
-                    f"stages.cuts makes {len(self.stages.cuts) + 1} stages, and there are {workers * each}: {workers}"
-                    f" workers to a replica, with {each} each. Give {workers * each - 1} cuts."
-                )
-            return Plan.at(profile, self.stages.cuts)
-        # As fast as the slowest of those who have the place, and with the memory of the smallest.
-        mates = [[told[r] for r in range(self.world) if self.places.place_of(r) == place] for place in range(workers)]
-        devices = [
-            Device(
-                speed=1 / max(row[0] for row in mates[stage % workers]),
-                memory_bytes=max(1, int(min(row[1] for row in mates[stage % workers])) // each),
-            )
-            for stage in range(workers * each)
-        ]
-        rows = self._rows_at_once()
-        micros = -(-self._given["options"]["batch_size"] // (self.lanes * rows))
-        return balance(profile, devices, micro_batches=micros, rows=rows)
-
-    def _rows_at_once(self) -> int:
-        """Of a micro-batch."""
-        return self.stages.micro_batch_size or max(1, self._given["options"]["batch_size"] // self.lanes)
-
-    def _free_bytes(self) -> float:
-        """What this worker may fill: of a CPU's memory, its part of what the workers of this machine share."""
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if self.device.type == "cpu" else 1
-        return free_bytes(self.device) / max(1, here)
-
-    def _sample(self) -> Any:
-        """Some rows of the data, to measure what layers cost."""
-        dataset, options = self._given["dataset"], self._given["options"]
-        rows = min(len(dataset), self._rows_at_once())
-        loader = Loader(
-            dataset,
-            BatchConfig(size=rows),
-            shares=(1.0,),
-            rank=0,
-            device=torch.device("cpu"),
-            collate=options.get("collate"),
-        )
-        return next(loader.once())
-
-    def _find_ties(self, own: nn.Module) -> None:
-        """Which parameters other workers of the lane hold too; the first of those writes them, and counts them."""
-        names = [name for name, _ in held_in(own)]
-        trained = {name for name, parameter in own.named_parameters() if parameter.requires_grad}
-        told = [set(json.loads(data)) for data in self.places.line.gather_bytes(json.dumps(names).encode())]
-        for name in names:
-            holders = [place for place, theirs in enumerate(told) if name in theirs]
-            self._is_first_of[name] = holders[0] == self.places.place
-            if len(holders) > 1 and name in trained:
-                self._ties[name] = holders
-        if self._ties and isinstance(self.strategy, ShardGradOp):
-            raise ConfigError(
-                f"{next(iter(self._ties))} belongs to two stages, and ShardGradOp splits each stage's parameters"
-                " elsewhere. Use NoShard or HybridShard, or untie the weights."
-            )
 
     # A step
 
@@ -342,43 +243,10 @@ class Staged(Engine):
     def _reduce(self, replica: Replica) -> tuple[float, float, float]:
         wait_s = replica.finish()
         started = time.perf_counter()
-        self._add_ties(replica)
+        self._ties.add_up(replica, self._line.channel, self._pass)
         own, loss_sum = torch.stack([replica.norm().to(self.device), self._loss_sum]).tolist()
-        squares = [row[0] for row in self.places.line.gather_rows([own**2 - self._counted_elsewhere(replica)])]
+        squares = [row[0] for row in self.places.line.gather_rows([own**2 - self._ties.counted_elsewhere(replica)])]
         return wait_s + time.perf_counter() - started, math.sqrt(max(0.0, sum(squares))), loss_sum
-
-    def _add_ties(self, replica: Replica) -> None:
-        """A weight that several stages use has the sum of their gradients, on each of them, to the last bit."""
-        if not self._ties:
-            return
-        channel, place = self._line.channel, self.places.place
-        numbers = {name: number for number, name in enumerate(sorted(self._ties))}
-        coming: list[Label] = []
-        for name, holders in sorted(self._ties.items()):
-            coming += [Label(self._pass, "tied", other, place, numbers[name]) for other in holders if other != place]
-        channel.expect(sorted(coming, key=lambda label: (label.source, label.micro)))
-        own = {name: _gradient(replica, name) for name in sorted(self._ties)}
-        for name, gradient in own.items():
-            for other in self._ties[name]:
-                if other != place:
-                    channel.send(Label(self._pass, "tied", place, other, numbers[name]), gradient)
-        for name, gradient in own.items():
-            parts = [
-                gradient if other == place else channel.receive(Label(self._pass, "tied", other, place, numbers[name]))
-                for other in self._ties[name]
-            ]
-            total = parts[0].clone()
-            for part in parts[1:]:
-                total += part
-            own[name] = total
-        channel.flush()
-        for name, total in own.items():
-            _gradient(replica, name).copy_(total)
-
-    def _counted_elsewhere(self, replica: Replica) -> float:
-        """The square of the norm of what another stage has too, and counts."""
-        twice = [_gradient(replica, name) for name in self._ties if not self._is_first_of[name]]
-        return float(sum(gradient.double().square().sum() for gradient in twice))
 
     def _tell(self, busy_s: float, loss_sum: float | None = None) -> Any:
         times = self._line.times
@@ -586,12 +454,3 @@ def _in_groups(loader: Loader) -> Iterator[list[_Micro]]:
             group = []
     if group:
         yield group
-
-
-def _gradient(replica: Replica, name: str) -> Tensor:
-    """Of a parameter by the whole model's name, as this rank holds it; zeros if there is none yet."""
-    assert isinstance(replica.part, HeldPart)
-    parameter = replica.part.by_name[name]
-    if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
-    return parameter.grad

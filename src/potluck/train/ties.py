@@ -1,0 +1,83 @@
+"""Ties: weights that several stages of a model have, such as an embedding that is also the head.
+
+Each stage steps its own copy, on the sum of all stages' gradients; so all copies stay equal, to the last bit.
+"""
+
+import json
+
+import torch
+from torch import Tensor, nn
+
+from potluck.errors import ConfigError
+from potluck.shard.strategy import ShardGradOp, ShardingStrategy
+from potluck.stages.channel import Channel, Label
+from potluck.train.held import HeldPart, held_in
+from potluck.train.places import Places
+from potluck.train.replica import Replica
+
+
+class Ties:
+    def __init__(self, own: nn.Module, places: Places, strategy: ShardingStrategy) -> None:
+        """`own`: this worker's part of the model. Called on every worker of a lane alike."""
+        self._place = places.place
+        self.is_first_of: dict[str, bool] = {}
+        """By name: whether this worker saves it and counts it, or another that has it too."""
+        self._holders: dict[str, list[int]] = {}
+        """Of each that is tied and trained: who has it, by place."""
+        names = [name for name, _ in held_in(own)]
+        trained = {name for name, parameter in own.named_parameters() if parameter.requires_grad}
+        told = [set(json.loads(data)) for data in places.line.gather_bytes(json.dumps(names).encode())]
+        for name in names:
+            holders = [place for place, theirs in enumerate(told) if name in theirs]
+            self.is_first_of[name] = holders[0] == self._place
+            if len(holders) > 1 and name in trained:
+                self._holders[name] = holders
+        if self._holders and isinstance(strategy, ShardGradOp):
+            raise ConfigError(
+                f"{next(iter(self._holders))} belongs to two stages, and ShardGradOp splits each stage's parameters"
+                " elsewhere. Use NoShard or HybridShard, or untie the weights."
+            )
+
+    def add_up(self, replica: Replica, channel: Channel, step: int) -> None:
+        """The sum of all stages' gradients becomes each one's."""
+        if not self._holders:
+            return
+        order = sorted(self._holders)
+        labels = {
+            (name, source, target): Label(step, "tied", source, target, number)
+            for number, name in enumerate(order)
+            for source in self._holders[name]
+            for target in self._holders[name]
+        }
+        channel.expect([label for (_, source, to), label in labels.items() if to == self._place != source])
+        own = {name: _gradient(replica, name) for name in order}
+        for (name, source, to), label in labels.items():
+            if source == self._place != to:
+                channel.send(label, own[name])
+        sums = {name: self._sum(name, own[name], channel, labels) for name in order}
+        channel.flush()  # until then what is sent must stay as it is
+        for name, total in sums.items():
+            own[name].copy_(total)
+
+    def counted_elsewhere(self, replica: Replica) -> float:
+        """The square of the norm of what another stage has too, and counts."""
+        twice = [_gradient(replica, name) for name in self._holders if not self.is_first_of[name]]
+        return float(sum(gradient.double().square().sum() for gradient in twice))
+
+    def _sum(self, name: str, own: Tensor, channel: Channel, labels: dict[tuple[str, int, int], Label]) -> Tensor:
+        """In the order of stages, on every one of them."""
+        total: Tensor | None = None
+        for other in self._holders[name]:
+            term = own if other == self._place else channel.receive(labels[name, other, self._place])
+            total = term.clone() if total is None else total.add_(term)
+        assert total is not None
+        return total
+
+
+def _gradient(replica: Replica, name: str) -> Tensor:
+    """Of a parameter by the whole model's name, as this rank holds it; zeros if there is none yet."""
+    assert isinstance(replica.part, HeldPart)
+    parameter = replica.part.by_name[name]
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad
