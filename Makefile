@@ -10,16 +10,16 @@ FUZZ_SECONDS ?= 60
 demo: $(READY)  ## three workers, one of them three times slower: Sync against Cadence, in under three minutes
 	$(BIN)/potluck demo
 
-test: $(READY)  ## everything that takes seconds, two tests at a time: most of them wait
+test: $(READY)-to-test  ## everything that takes seconds, two tests at a time: most of them wait
 	$(BIN)/pytest -n 2 --dist worksteal
 
-test-slow: $(READY)  ## everything that takes minutes
+test-slow: $(READY)-to-test  ## everything that takes minutes
 	$(BIN)/pytest -m slow
 
-chaos: $(READY)  ## workers and coordinators killed, stopped, joined and left for minutes; the weights must not change
+chaos: $(READY)-to-test  ## workers and coordinators killed, stopped, joined and left for minutes; the weights must not change
 	$(BIN)/pytest -m slow tests/fleet
 
-check: $(READY)  ## style and types
+check: $(READY)-to-test  ## style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -27,7 +27,7 @@ check: $(READY)  ## style and types
 fuzz: $(READY)-to-fuzz  ## whatever bytes arrive: a minute, or FUZZ_SECONDS; what fails is kept in build/fuzz/
 	$(BIN)/python tests/fuzz/fuzz_wire.py -max_total_time=$(FUZZ_SECONDS)
 
-bench: $(READY)  ## side by side with bare PyTorch; writes bench/results/
+bench: $(READY)-to-test  ## side by side with bare PyTorch; writes bench/results/
 	$(BIN)/python -m bench
 
 clean:
@@ -37,12 +37,17 @@ clean:
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "Potluck needs Python 3.11 or newer; say which with: make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 1; }
-	@echo "Setting up $(VENV) (once; about a minute and a half)"
+	@echo "Setting up $(VENV) (once; about a minute)"
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable .
+	@touch $@
+
+$(READY)-to-test: $(READY)
+	@echo "Setting up what the tests need: peers, S3 servers (once; about a minute and a half)"
 	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
-$(READY)-to-fuzz: $(READY)
+$(READY)-to-fuzz: $(READY)-to-test
 	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[fuzz]'
 	@touch $@

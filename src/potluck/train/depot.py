@@ -26,7 +26,7 @@ from potluck.stages.protocol import DataStore
 from potluck.stages.store import Store
 from potluck.train import parts
 from potluck.train.checkpoint import MODEL, OPTIMIZER, write_tensors
-from potluck.train.link import Pending, Rows
+from potluck.train.link import Done, Here, Pending, Rows
 from potluck.train.store_link import StoreLink
 
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -199,27 +199,11 @@ class _Log:
     def change(self, start: Callable[[], Pending]) -> Pending:
         """What changes tensors: those that were kept are as they were after it."""
         if self._is_open and self._at is not None:
-            return _Done()
+            return Done()
         return start()
 
     def seal(self) -> None:
         self._is_open = False
-
-
-class _Done:
-    def wait(self) -> None:
-        pass
-
-
-class _Told:
-    def __init__(self, rows: list[list[float]]) -> None:
-        self._rows = rows
-
-    def is_here(self) -> bool:
-        return True
-
-    def wait(self) -> list[list[float]]:
-        return self._rows
 
 
 class Rehearsed:
@@ -241,7 +225,7 @@ class Rehearsed:
 
     def start_gather(self, row: Sequence[float]) -> Rows:
         if self.log._is_open:
-            return _Told(self.gather_rows(row))
+            return Here(self.gather_rows(row))
         return self.inner.start_gather(row)
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
@@ -251,7 +235,7 @@ class Rehearsed:
     def broadcast(self, tensor: Tensor) -> None:
         def start() -> Pending:
             self.inner.broadcast(tensor)
-            return _Done()
+            return Done()
 
         self.log.change(start).wait()
 

@@ -75,12 +75,16 @@ class Parted(Link, Protocol):
         ...
 
 
-class _Done:
+class Done:
+    """It has ended already."""
+
     def wait(self) -> None:
         pass
 
 
-class _Here:
+class Here:
+    """Rows that are here already."""
+
     def __init__(self, rows: list[list[float]]) -> None:
         self._rows = rows
 
@@ -98,13 +102,13 @@ class Alone:
     world = 1
 
     def start_sum(self, tensor: Tensor) -> Pending:
-        return _Done()
+        return Done()
 
     def gather_rows(self, row: Sequence[float]) -> list[list[float]]:
         return [list(row)]
 
     def start_gather(self, row: Sequence[float]) -> Rows:
-        return _Here([list(row)])
+        return Here([list(row)])
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
         return [data]
@@ -114,7 +118,7 @@ class Alone:
 
     def start_pass(self, out: Tensor, heard: Tensor) -> Pending:
         heard.copy_(out)
-        return _Done()
+        return Done()
 
     def close(self) -> None:
         pass

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from potluck.agree.policy import Windowed
 from potluck.errors import ConfigError
 from potluck.shard.strategy import HybridShard, NoShard, ShardingStrategy
-from potluck.train.link import Alone, GroupLink, Link
+from potluck.train.link import Alone, Link, Parted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +41,7 @@ def make_nodes(link: Link, size: int) -> Nodes:
     """Every rank of the link calls this alike."""
     if size == 1:
         return Nodes(link=link, size=1, within=Alone(), across=link)
-    assert isinstance(link, GroupLink)
+    assert isinstance(link, Parted)
     ranks = range(link.world)
     return Nodes(
         link=link,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from potluck.errors import ConfigError
 from potluck.shard.strategy import HybridShard, ShardingStrategy
 from potluck.train.link import Alone, Link, Parted
-from potluck.train.nodes import Nodes
+from potluck.train.nodes import Nodes, make_nodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +87,4 @@ def as_nodes(places: Places) -> Nodes:
             f"There is one replica of {places.workers} stages, and nothing to average with. Start a multiple of {size}"
             f" workers, such as {2 * size}, or use the policy Sync."
         )
-    assert isinstance(link, Parted)
-    ranks = range(link.world)
-    return Nodes(
-        link=link,
-        size=size,
-        within=link.part([ranks[first : first + size] for first in ranks[::size]]),
-        across=link.part([ranks[place::size] for place in ranks[:size]]),
-    )
+    return make_nodes(link, size)
