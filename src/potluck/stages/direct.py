@@ -25,6 +25,8 @@ TENSOR, HEADER = 0, 1
 """Tags: headers are awaited ahead of the tensors that are under way."""
 REUSED_BYTES = 1 << 20
 """What is smaller gets memory from the system each time."""
+CLOSE_S = 1.0
+"""How long to wait for a thread at the end: after a loss it may still await what never comes."""
 
 _Expected = queue.SimpleQueue[tuple[Label, Tensor, dist.Work] | None]
 """Label, the tensor that is being filled, and the work that fills it. None ends it."""
@@ -72,6 +74,7 @@ class GroupChannel:
         self._changed = threading.Condition()
         self._error: Exception | None = None
         self._readers: dict[int, _Expected] = {}
+        self._threads: list[threading.Thread] = []
 
     def expect(self, labels: Sequence[Label]) -> None:
         for label in labels:
@@ -117,14 +120,19 @@ class GroupChannel:
     def close(self) -> None:
         for expected in self._readers.values():
             expected.put(None)
+        for thread in self._threads:  # one that lets go of memory while the interpreter ends would bring it down
+            thread.join(CLOSE_S)
         self._readers.clear()
+        self._threads.clear()
 
     def _reader(self, peer: int) -> _Expected:
         if peer not in self._readers:
             headers, tensors = _Expected(), _Expected()
             self._readers[peer] = headers
             for read, given in ((self._read_headers, (peer, headers, tensors)), (self._read_tensors, (tensors,))):
-                threading.Thread(target=read, args=given, name=f"tensors from worker {peer}", daemon=True).start()
+                thread = threading.Thread(target=read, args=given, name=f"tensors from worker {peer}", daemon=True)
+                thread.start()
+                self._threads.append(thread)
         return self._readers[peer]
 
     def _read_headers(self, peer: int, headers: _Expected, tensors: _Expected) -> None:
