@@ -1,7 +1,8 @@
 """GroupChannel: tensors straight from one stage to another, over a process group. For Direct and Pipeline.
 
-A header of fixed size goes ahead of each tensor. One thread per peer takes what is expected of it, so that tensors
-arrive while the stage computes. Gloo moves bytes of host memory, so what is on a GPU goes through there.
+A header of fixed size goes ahead of each tensor. What is expected of a peer is taken by threads, so that tensors
+arrive while the stage computes, and the header of the next one while the bytes of this one still travel. Gloo moves
+bytes of host memory, so what is on a GPU goes through there.
 """
 
 import queue
@@ -11,6 +12,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.dlpack import from_dlpack
 
 from potluck.errors import TheirProtocolError, WorkerLost
 from potluck.stages.channel import MAX_DIMENSIONS, WHAT, Header, Label
@@ -18,6 +21,15 @@ from potluck.stages.channel import MAX_DIMENSIONS, WHAT, Header, Label
 MAGIC = 0x504F544C55434B31
 FIELDS = 9
 """Of a header, before the shape: magic, step, what, source, target, micro, part, type, dimensions."""
+TENSOR, HEADER = 0, 1
+"""Tags: headers are awaited ahead of the tensors that are under way."""
+REUSED_BYTES = 1 << 20
+"""What is smaller gets memory from the system each time."""
+CLOSE_S = 1.0
+"""How long to wait for a thread at the end: after a loss it may still await what never comes."""
+
+_Expected = queue.SimpleQueue[tuple[Label, Tensor, dist.Work] | None]
+"""Label, the tensor that is being filled, and the work that fills it. None ends it."""
 
 
 def pack(label: Label, header: Header) -> Tensor:
@@ -61,13 +73,15 @@ class GroupChannel:
         self._here: dict[Label, Tensor] = {}
         self._changed = threading.Condition()
         self._error: Exception | None = None
-        self._readers: dict[int, queue.SimpleQueue[Label | None]] = {}
+        self._readers: dict[int, _Expected] = {}
+        self._threads: list[threading.Thread] = []
 
     def expect(self, labels: Sequence[Label]) -> None:
         for label in labels:
             peer = label.source % self._workers
             if peer != self._rank:
-                self._reader(peer).put(label)
+                head = torch.empty(FIELDS + MAX_DIMENSIONS, dtype=torch.int64)
+                self._reader(peer).put((label, head, self._start_receive(head, peer, label, HEADER)))
 
     def send(self, label: Label, tensor: Tensor) -> None:
         peer = label.target % self._workers
@@ -76,10 +90,11 @@ class GroupChannel:
                 self._here[label] = tensor.detach()
             return
         payload = tensor.detach().to("cpu").contiguous()
-        for part in (pack(label, Header.of(payload)), payload.reshape(-1).view(torch.uint8)):
+        parts = (pack(label, Header.of(payload)), HEADER), (payload.reshape(-1).view(torch.uint8), TENSOR)
+        for part, tag in parts:
             if part.numel():
                 try:
-                    work = dist.isend(part, group=self._group, group_dst=peer)
+                    work = dist.isend(part, group=self._group, group_dst=peer, tag=tag)
                 except RuntimeError as error:
                     raise _lost(label, label.target, "could not be sent", error) from error
                 assert work is not None
@@ -103,41 +118,102 @@ class GroupChannel:
                 raise _lost(label, label.target, "did not arrive", error) from error
 
     def close(self) -> None:
-        for labels in self._readers.values():
-            labels.put(None)
+        for expected in self._readers.values():
+            expected.put(None)
+        for thread in self._threads:  # one that lets go of memory while the interpreter ends would bring it down
+            thread.join(CLOSE_S)
         self._readers.clear()
+        self._threads.clear()
 
-    def _reader(self, peer: int) -> "queue.SimpleQueue[Label | None]":
+    def _reader(self, peer: int) -> _Expected:
         if peer not in self._readers:
-            labels = self._readers[peer] = queue.SimpleQueue()
-            threading.Thread(
-                target=self._read, args=(peer, labels), name=f"tensors from worker {peer}", daemon=True
-            ).start()
+            headers, tensors = _Expected(), _Expected()
+            self._readers[peer] = headers
+            for read, given in ((self._read_headers, (peer, headers, tensors)), (self._read_tensors, (tensors,))):
+                thread = threading.Thread(target=read, args=given, name=f"tensors from worker {peer}", daemon=True)
+                thread.start()
+                self._threads.append(thread)
         return self._readers[peer]
 
-    def _read(self, peer: int, labels: "queue.SimpleQueue[Label | None]") -> None:
-        while (label := labels.get()) is not None:
-            try:
-                tensor = self._take(peer, label)
-            except Exception as error:
-                with self._changed:
-                    self._error = self._error or error
-                    self._changed.notify_all()
-                return
-            with self._changed:
-                self._here[label] = tensor
-                self._changed.notify_all()
-
-    def _take(self, peer: int, label: Label) -> Tensor:
-        head = torch.empty(FIELDS + MAX_DIMENSIONS, dtype=torch.int64)
+    def _read_headers(self, peer: int, headers: _Expected, tensors: _Expected) -> None:
+        memory = _Memory()
         try:
-            dist.recv(head, group=self._group, group_src=peer)
-            tensor = unpack(head.tolist(), label).empty()
-            if tensor.numel():
-                dist.recv(tensor.reshape(-1).view(torch.uint8), group=self._group, group_src=peer)
+            while (expected := headers.get()) is not None:
+                tensors.put(self._on_header(peer, memory, *expected))
+        except Exception as error:
+            self._fail(error)
+        finally:
+            tensors.put(None)
+
+    def _on_header(
+        self, peer: int, memory: "_Memory", label: Label, head: Tensor, work: dist.Work
+    ) -> tuple[Label, Tensor, dist.Work]:
+        _wait(label, work)
+        tensor = memory.empty(unpack(head.tolist(), label))
+        if tensor.numel():
+            work = self._start_receive(tensor.view(-1).view(torch.uint8), peer, label, TENSOR)
+        return label, tensor, work
+
+    def _read_tensors(self, tensors: _Expected) -> None:
+        try:
+            while (expected := tensors.get()) is not None:
+                self._on_tensor(*expected)
+                del expected  # else its memory would be in use until the next one comes
+        except Exception as error:
+            self._fail(error)
+
+    def _on_tensor(self, label: Label, tensor: Tensor, work: dist.Work) -> None:
+        _wait(label, work)
+        with self._changed:
+            self._here[label] = tensor
+            self._changed.notify_all()
+
+    def _fail(self, error: Exception) -> None:
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
+
+    def _start_receive(self, tensor: Tensor, peer: int, label: Label, tag: int) -> dist.Work:
+        try:
+            work = dist.irecv(tensor, group=self._group, group_src=peer, tag=tag)
         except RuntimeError as error:
             raise _lost(label, label.source, "did not come", error) from error
-        return tensor
+        assert work is not None
+        return work
+
+
+class _Memory:
+    """Memory of tensors that are gone, for those that come: to get fresh pages costs more than to fill them.
+
+    It never holds more than was in use at once.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: list[tuple[Tensor, StorageWeakRef]] = []
+        """Bytes, and a storage on top of them that expires when nobody uses them any more."""
+
+    def empty(self, header: Header) -> Tensor:
+        if header.nbytes < REUSED_BYTES:
+            return header.empty()
+        block = self._take(header.nbytes)
+        shared = from_dlpack(block)
+        self._blocks.append((block, StorageWeakRef(shared.untyped_storage())))  # type: ignore[no-untyped-call]
+        return shared[: header.nbytes].view(header.dtype).view(header.shape)
+
+    def _take(self, size_bytes: int) -> Tensor:
+        free = [place for place, (_, user) in enumerate(self._blocks) if user.expired()]  # type: ignore[no-untyped-call]
+        fitting = [place for place in free if self._blocks[place][0].nbytes >= size_bytes]
+        if fitting:
+            return self._blocks.pop(min(fitting, key=lambda place: self._blocks[place][0].nbytes))[0]
+        self._blocks = [each for place, each in enumerate(self._blocks) if place not in free]
+        return torch.empty(size_bytes, dtype=torch.uint8)
+
+
+def _wait(label: Label, work: dist.Work) -> None:
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise _lost(label, label.source, "did not come", error) from error
 
 
 def _lost(label: Label, stage: int, what: str, error: Exception) -> WorkerLost:
