@@ -13,7 +13,8 @@ as the other ("without imbalance").
 Step time: forward, backward and AdamW of 8 micro-batches, against the same schedule of torch.distributed.pipelining
 used bare, in turns in the same processes. Ours weighs by samples, takes the norm, checks that it is finite, and tells
 all workers of it; bare does not. Against somatize (1.0.1 from PyPI, where it is installed) likewise: it has the first
-half of the net in a worker of its own, and runs micro-batches one after another, forward and backward.
+half of the net in a worker of its own, and runs micro-batches one after another, forward and backward. All of them have
+to reach the same losses, which is checked.
 """
 
 import importlib.util

@@ -142,7 +142,8 @@ class Somatize:
     Its Trainer cuts the batch into as many micro-batches (`micro`) and has a `Split` trainer beside the part that is
     elsewhere. Rank 1 does nothing meanwhile: the worker is on its core. The worker is sent the code (`network`), since
     somatize's default way, by version, says of any nn.Module: "`Tensor` has no source to read, so it cannot be
-    versioned."
+    versioned." On every pass, forward and backward, it packs that half anew, to see by a digest whether the
+    worker has it; what it sends is the activation.
     """
 
     def __init__(self, task: Task) -> None:
