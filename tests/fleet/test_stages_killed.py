@@ -3,7 +3,7 @@
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -74,25 +74,34 @@ def collect(worker: Worker) -> dict[str, Any]:
     return told | {"weights": {name: torch.from_numpy(array) for name, array in told["weights"].items()}}
 
 
-@pytest.fixture(params=["file", "s3"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str, dict[str, str], Path]]:
-    if request.param == "file":
-        yield f"file://{tmp_path}/run", {}, tmp_path / "run"
+@contextmanager
+def a_store(kind: str, folder: Path) -> Iterator[tuple[str, dict[str, str], Path]]:
+    """A url, the environment for it, and the folder behind it."""
+    if kind == "file":
+        yield f"file://{folder}/run", {}, folder / "run"
         return
-    with rclone(tmp_path / "s3") as server:
-        yield f"s3://{BUCKET}/run", server.env, tmp_path / "s3" / BUCKET
+    with rclone(folder / "s3") as server:
+        yield f"s3://{BUCKET}/run", server.env, folder / "s3" / BUCKET
 
 
 @pytest.mark.parametrize(
-    ("victim", "die_at", "stands_at"),
-    [(0, (3, 1), 2), (1, (3, 0), 2), (2, (5, 1), 4), (1, (0, 2), 0)],
+    ("kind", "victim", "die_at", "stands_at"),
+    [
+        ("file", 0, (3, 1), 2),
+        ("s3", 1, (3, 0), 2),
+        ("file", 2, (5, 1), 4),
+        ("file", 1, (0, 2), 0),
+        pytest.param("s3", 0, (3, 1), 2, marks=pytest.mark.slow),
+        pytest.param("s3", 2, (5, 1), 4, marks=pytest.mark.slow),
+        pytest.param("file", 1, (3, 0), 2, marks=pytest.mark.slow),
+    ],
 )
 def test_a_stage_that_is_killed_and_started_again_goes_on_where_its_inputs_lie(
-    victim: int, die_at: tuple[int, int], stands_at: int, store: tuple[str, dict[str, str], Path], tmp_path: Path
+    kind: str, victim: int, die_at: tuple[int, int], stands_at: int, tmp_path: Path
 ) -> None:
-    url, env, place = store
-    stages = DataStore(url=url, micro_batch_size=MICRO, keep_every=2)
     with ExitStack() as stack:
+        url, env, place = stack.enter_context(a_store(kind, tmp_path))
+        stages = DataStore(url=url, micro_batch_size=MICRO, keep_every=2)
         workers = [
             stack.enter_context(start(stages, rank, tmp_path, env, die_at=die_at if rank == victim else None))
             for rank in range(WORKERS)
@@ -103,10 +112,11 @@ def test_a_stage_that_is_killed_and_started_again_goes_on_where_its_inputs_lie(
         workers[victim] = stack.enter_context(start(stages, victim, tmp_path, env))
         assert workers[victim].hear() == ["stands at", stands_at]
         found = [collect(worker) for worker in workers]
+        left = [path for path in place.rglob("*") if path.is_file()]
     judge = one_process()
     found[victim]["losses"] = judge["losses"]  # it has seen only the last of them
     assert_same(found, judge)
-    assert not [path for path in place.rglob("*") if path.is_file()]
+    assert not left
 
 
 @pytest.mark.parametrize("protocol", ["pipeline", "datastore"])

@@ -149,7 +149,9 @@ def assert_same(found: list[dict[str, Any]], judge: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 4])
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero-bubble", "interleaved"])
+@pytest.mark.parametrize(
+    "schedule", ["1f1b", pytest.param("gpipe", marks=pytest.mark.slow), "zero-bubble", "interleaved"]
+)
 def test_a_pipeline_learns_what_one_process_learns(schedule: Any, workers: int) -> None:
     stages = Pipeline(micro_batch_size=MICRO, schedule=schedule)
     assert_same(run_ranks(workers, train, stages, {"clip": 0.5}), one_process(clip=0.5))
@@ -296,7 +298,7 @@ def of_hugging_face(kind: str, stages: Any) -> dict[str, Any]:
     return {"losses": losses, "weights": {name: p.detach() for name, p in model.named_parameters()}}
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize("kind", ["gpt2", pytest.param("llama", marks=pytest.mark.slow)])
 def test_models_of_hugging_face_are_cut_as_they_are(kind: str) -> None:
     """Made from a config, with the loss inside the model; GPT-2's head is its embedding."""
     judge = of_hugging_face(kind, None)
