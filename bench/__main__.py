@@ -10,9 +10,7 @@ BY_DEFAULT = ("step_time", "memory", "startup", "checkpoint_time", *FLEET)
 MIXED = ("mixed_speeds", "time_to_loss", "following", "convergence")
 """Workers of different speeds: these want the machine for themselves, for minutes each."""
 SHARDED = ("shard_memory", "shard_step", "uneven_memory", "buddy")
-STAGED = ("datastore",)
-GPU = ("h200", "h200_mixed", "h200_shard")
-STAGED = ("pipeline", "uneven_stages", "direct")
+STAGED = ("pipeline", "uneven_stages", "direct", "datastore")
 """One model over several workers."""
 GPU = ("h200", "h200_mixed", "h200_shard", "h200_stages")
 NAMES = (*BY_DEFAULT, *MIXED, *SHARDED, *STAGED, *GPU)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import potluck
 from potluck import DataStore, Direct, Pipeline, Stages
+from potluck.errors import ConfigError
 from potluck.stages.plan import Plan
 from potluck.stages.seats import seed_of
 from potluck.train import drafts, shelf
@@ -303,3 +304,63 @@ def test_models_of_hugging_face_are_cut_as_they_are(kind: str) -> None:
     """Made from a config, with the loss inside the model; GPT-2's head is its embedding."""
     judge = of_hugging_face(kind, None)
     assert_same(run_ranks(2, of_hugging_face, kind, Pipeline(micro_batch_size=2)), judge)
+
+
+def spoiled(stages: Any) -> dict[str, Any]:
+    """A loss that is not a number in the second step; weights before and after it."""
+    drafts.MEASURE_S = 0.0
+    events: list[Any] = []
+    seen = 0
+
+    def bad_loss(model: nn.Module, batch: Tensor) -> tuple[Tensor, int]:
+        loss, samples = loss_of(model, batch)
+        return (loss * float("nan") if seen == 1 else loss), samples
+
+    with potluck.init(potluck.Sync(balance=False), stages=stages, patience_s=30) as fleet:
+        model, optimizer = make()
+        model, optimizer, loader = fleet.prepare(model, optimizer, data(), batch_size=BATCH, loss=loss_of)
+        kept: list[dict[str, Tensor]] = []
+        for batch in loader:
+            fleet.train(bad_loss, batch)
+            if (event := fleet.step()) is not None:
+                events.append(type(event).__name__)
+                kept.append({name: p.detach().clone() for name, p in model.named_parameters()})
+                seen += 1
+        same = all(torch.equal(kept[0][name], kept[1][name]) for name in kept[0])
+        moved = any(not torch.equal(kept[1][name], kept[2][name]) for name in kept[0])
+    return {"events": events, "same": same, "moved": moved}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_a_step_that_is_not_finite_is_skipped_by_every_stage(schedule: Any) -> None:
+    for told in run_ranks(3, spoiled, Pipeline(micro_batch_size=MICRO, schedule=schedule)):
+        assert told == {"events": ["StepDone", "StepSkipped", "StepDone"], "same": True, "moved": True}
+
+
+def refused(stages: Any, options: dict[str, Any]) -> str:
+    try:
+        with potluck.init(stages=stages, **options) as fleet:
+            model, optimizer = make()
+            fleet.prepare(model, optimizer, data(), batch_size=BATCH, loss=loss_of)
+    except ConfigError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("stages", "options", "sentence"),
+    [
+        (PIPELINE, {"step": potluck.StepConfig(offload_optimizer=True)}, "offload_optimizer does not go with stages"),
+        (PIPELINE, {"strategy": potluck.FullShard(buddy=True)}, "buddy does not go with stages"),
+        (
+            Pipeline(micro_batch_size=2, schedule="zero-bubble"),
+            {"strategy": potluck.FullShard()},
+            "of which a split stage would not hear",
+        ),
+        (DataStore(url="file:///tmp/nowhere"), {"strategy": potluck.FullShard()}, "have no process group"),
+        (Stages(protocol=PIPELINE, cuts=(2, 3)), {}, "stages.cuts makes 3 stages, and there are 1"),
+        (Stages(protocol=PIPELINE, cuts=(90,), count=1), {}, "stages.cuts makes 2 stages, and there are 1"),
+    ],
+)
+def test_what_does_not_go_with_stages_is_refused_in_a_sentence(stages: Any, options: Any, sentence: str) -> None:
+    assert sentence in refused(stages, options)

@@ -46,8 +46,10 @@ def held_bytes(plan: Plan, micro_batches: int, rows: int) -> list[int]:
     """By hand: sixteen bytes a parameter, and what is kept for each micro-batch under way."""
     count = len(plan.stages)
     return [
-        sum(16 * plan.layers[n].trained + plan.layers[n].kept_bytes * rows * min(micro_batches, count - s) for n in own)
-        for s, own in enumerate(plan.stages)
+        sum(16 * plan.layers[n].trained + plan.layers[n].kept_bytes * rows * under_way for n in own)
+        for own, under_way in zip(
+            plan.stages, (min(micro_batches, 2 * (count - s) - 1) for s in range(count)), strict=True
+        )
     ]
 
 
@@ -111,7 +113,7 @@ def test_several_hundred_layers_for_many_devices_are_balanced_exactly() -> None:
 def test_memory_moves_the_cut() -> None:
     layers = chain([1.0] * 8, [100] * 8, [50] * 8)
     assert balance(layers, [Device(), Device()]).cuts == (4,)
-    small = Device(memory_bytes=2 * (1600 + 2 * 50))  # two micro-batches are under way on the first of two stages
+    small = Device(memory_bytes=2 * (1600 + 3 * 50))  # three micro-batches are under way on the first of two stages
     assert balance(layers, [small, Device()], micro_batches=4).cuts == (2,)
     assert balance(layers, [small, Device()], micro_batches=4, rows=2).cuts == (1,)
     assert balance(layers, [small, Device()], micro_batches=4, bytes_per_parameter=8).cuts == (3,)

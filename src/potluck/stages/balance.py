@@ -10,6 +10,7 @@ from itertools import accumulate
 
 from potluck.errors import ConfigError
 from potluck.stages.plan import HasLayers, Layer, Plan, tell_bytes, tuple_of
+from potluck.stages.schedule import in_flight
 
 FROZEN_BYTES = 4
 """Of a parameter that is not trained."""
@@ -44,7 +45,7 @@ def balance(
     The largest of the stages' times (seconds by speed) is as small as it can be, and among such plans the times are as
     even as they can be. No stage exceeds its device's memory: `bytes_per_parameter` of those that are trained (16:
     parameter, gradient and AdamW's two states in fp32), and what it keeps for the backwards of the micro-batches, of
-    `rows` rows each, that are under way at once: min(micro_batches, stages from here on), as 1F1B has it. A parameter
+    `rows` rows each, that are under way at once: min(micro_batches, in_flight(...)), as 1f1b has it. A parameter
     that two layers share counts for each of them.
     """
     chain = tuple_of(layers)
@@ -76,7 +77,7 @@ class _Costs:
     ) -> None:
         self.layers = layers
         self.devices = devices
-        self.under_way = [min(micro_batches, len(devices) - stage) for stage in range(len(devices))]
+        self.under_way = [min(micro_batches, in_flight(stage, len(devices))) for stage in range(len(devices))]
         self._seconds = list(accumulate((layer.seconds for layer in layers), initial=0.0))
         held = (layer.trained * per_parameter + (layer.parameters - layer.trained) * FROZEN_BYTES for layer in layers)
         self._held = list(accumulate(held, initial=0))

@@ -75,12 +75,21 @@ def _gpipe(stage: int, micros: int) -> Order:
 
 
 def _one_f_one_b(stage: int, stages: int, micros: int) -> Order:
-    """Of stage 1 of 3, with 4 micro-batches: F0 F1 B0 F2 B1 F3 B2 B3."""
-    ahead = min(stages - stage - 1, micros)
+    """Of stage 1 of 3, with 4 micro-batches: F0 F1 F2 B0 F3 B1 B2 B3.
+
+    Each stage is two forwards ahead of the next and not one: then what it needs is on its way while it computes
+    something else, and a neighbour that is late for once keeps nobody waiting.
+    """
+    ahead = min(in_flight(stage, stages) - 1, micros)
     order = [Action("F", stage, micro) for micro in range(ahead)]
     for micro in range(micros - ahead):
         order += [Action("F", stage, ahead + micro), Action("B", stage, micro)]
     return tuple(order + [Action("B", stage, micro) for micro in range(micros - ahead, micros)])
+
+
+def in_flight(stage: int, stages: int) -> int:
+    """Of 1f1b: micro-batches of which a stage keeps activations at once."""
+    return 2 * (stages - stage) - 1
 
 
 def _in_turn(stages: int, micros: int) -> Iterator[Action]:

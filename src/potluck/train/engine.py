@@ -80,6 +80,11 @@ def init(
     device = choose_device()
     if stages is not None:
         stages = stages if isinstance(stages, Stages) else Stages(protocol=stages)
+    if stages is not None and INVITE in os.environ:
+        raise ConfigError(
+            "A host's workers each have a whole replica, and stages would need each other. Start stages with potluck"
+            ' run or potluck train; workers that have no connection meet in a store, with protocol "datastore".'
+        )
     if INVITE in os.environ:
         from potluck.train.elastic import ElasticEngine
 

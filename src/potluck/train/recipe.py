@@ -153,6 +153,11 @@ def join(arguments: list[str]) -> None:
                 "This host trains a script, not a recipe. Join with your copy of it: potluck join - SCRIPT"
             )
         config = from_toml(RunConfig, text, source="the host's recipe", overrides=settings)
+        if config.stages is not None:
+            raise ConfigError(
+                "This host's recipe cuts the model into stages, which a host cannot lead. Train it with potluck train;"
+                ' workers that have no connection meet in a store, with stages.protocol.kind = "datastore".'
+            )
         kind = engine_for(config.policy, config.strategy)
         if isinstance(client, Client):
             joined = as_one_worker(client, device, ranks_of(config.strategy))

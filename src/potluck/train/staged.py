@@ -111,7 +111,7 @@ class Staged(Engine):
         depot: Depot | None = None,
     ) -> None:
         """`depot`: where workers meet who have no connection to each other; the link is its."""
-        _insist_on_fit(strategy, stages)
+        _insist_on_fit(strategy, stages, step)
         self.stages = stages
         self._depot = depot
         self._has_failed = False
@@ -239,6 +239,10 @@ class Staged(Engine):
             self._samples += work.samples
             if work.loss_sum is not None:
                 self._loss_sum = self._loss_sum + work.loss_sum
+
+    def _step_without_rows(self) -> None:
+        self._pass += 1  # what ties send has a name of its own
+        super()._step_without_rows()
 
     def _reduce(self, replica: Replica) -> tuple[float, float, float]:
         wait_s = replica.finish()
@@ -422,14 +426,16 @@ def staged_engine(
     kind = StagedEngine if isinstance(policy, Sync) else StagedWindowEngine
     depot = None
     if isinstance(stages.protocol, DataStore):
-        _insist_on_fit(strategy, stages)
+        _insist_on_fit(strategy, stages, step)
         rank, world = placed() or (0, 1)
         depot = Depot(stages.protocol, rank, world, patience_s, keeps=isinstance(policy, Sync))
     link: Link = depot.link if depot is not None else connect(device, patience_s)
     return kind(link, device, policy=policy, strategy=strategy, step=step, stages=stages, depot=depot)
 
 
-def _insist_on_fit(strategy: ShardingStrategy, stages: Stages) -> None:
+def _insist_on_fit(strategy: ShardingStrategy, stages: Stages, step: StepConfig) -> None:
+    if step.offload_optimizer:
+        raise ConfigError("step.offload_optimizer does not go with stages. Leave it out, or cut into more stages.")
     if isinstance(strategy, FullShard | ShardGradOp) and strategy.buddy:
         raise ConfigError("strategy.buddy does not go with stages. Leave it out, and save checkpoints.")
     if stages.schedule == "zero-bubble" and not isinstance(strategy, NoShard):
