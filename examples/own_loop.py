@@ -38,9 +38,10 @@ def main() -> None:
         for points, arm in loader:
             loss = F.cross_entropy(model(points), arm)
             fleet.backward(loss, samples=len(points))
-            done = fleet.step()
+            fleet.step()
         if fleet.rank == 0:
-            print(f"epoch {epoch + 1}: loss {done.loss:.4f} on {fleet.world} workers. {fleet.last_epoch.sentence}")
+            loss = fleet.last_step.loss
+            print(f"epoch {epoch + 1}: loss {loss:.4f} on {fleet.world} workers. {fleet.last_epoch.sentence}")
     fleet.close()
 
 

@@ -49,9 +49,9 @@ def main() -> None:
     for epoch in range(EPOCHS):
         for batch in loader:
             fleet.train(loss_of, batch)
-            done = fleet.step()
+            fleet.step()
         if fleet.rank == 0:
-            print(f"epoch {epoch + 1}: loss {done.loss:.4f}. {fleet.last_epoch.sentence}")
+            print(f"epoch {epoch + 1}: loss {fleet.last_step.loss:.4f}. {fleet.last_epoch.sentence}")
     fleet.close()
 
 

@@ -203,10 +203,14 @@ class EventLog:
 
     def __init__(self) -> None:
         self.listeners: list[Listener] = []
+        self.last_step: StepDone | None = None
+        """Of all workers together, also where this one had no part in it."""
         self._lock = threading.RLock()
 
     def emit(self, event: Event) -> None:
         with self._lock:
+            if isinstance(event, StepDone):
+                self.last_step = event
             for listener in self.listeners:
                 listener(event)
 

@@ -1,6 +1,7 @@
 """Stages as a person starts them: on one machine, or one worker at a time, each elsewhere, with a store between."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -106,3 +107,15 @@ def test_one_worker_alone_needs_a_store_to_meet_the_others_in(tmp_path: Path) ->
         [*POTLUCK, "train", "pipeline", "--only", "3"], cwd=tmp_path, capture_output=True, text=True, timeout=60
     )
     assert "--only takes one of the workers 0 to 2, not 3." in done.stderr
+
+
+def test_the_example_prints_the_same_losses_on_three_workers_as_on_one(tmp_path: Path) -> None:
+    example = str(Path(__file__).parents[2] / "examples" / "pipeline.py")
+    said = [
+        subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+        for command in ([sys.executable, example], [*POTLUCK, "run", "-n", "3", "--threads", "1", example])
+    ]
+    assert all(done.returncode == 0 for done in said), said[1].stderr
+    one, three = ([float(found) for found in re.findall(r"loss (\d\.\d+)\.", done.stdout)] for done in said)
+    assert len(one) == 2 and one == pytest.approx(three, abs=1e-3)
+    assert "worker 2 |" in said[1].stdout and "all workers hold the same weights" in said[1].stdout

@@ -139,9 +139,9 @@ def test_kill_9_of_the_whole_process_group_leaves_nothing_behind() -> None:
     with command("--cpu", "0.5", "--mbit", "100", "--", "/bin/sh", "-c", LEAVES_A_CHILD) as (process, name):
         assert process.stdout is not None
         assert process.stdout.readline() == "[0] up\n"
+        wait_until(lambda: sum("process" in trace for trace in traces(name)) >= 2)  # the child may come after the word
         before = traces(name)
         assert sum(name in trace for trace in before) == 4, before  # a group, a namespace, a link and the bridge
-        assert sum("process" in trace for trace in before) >= 2, before
         os.killpg(process.pid, signal.SIGKILL)
         wait_until(lambda: not traces(name), traces(name))
 

@@ -191,6 +191,11 @@ class Engine:
         return self.link.world
 
     @property
+    def last_step(self) -> StepDone | None:
+        """The last step that was applied, on every worker alike: also on one that had no rows of it."""
+        return self.events.last_step
+
+    @property
     def parameters(self) -> int:
         """How many numbers the whole model has, whoever holds them."""
         return sum(parameter.numel() for parameter in self._prepared().model.parameters())
