@@ -112,7 +112,8 @@ def test_a_stage_that_is_killed_and_started_again_goes_on_where_its_inputs_lie(
         workers[victim] = stack.enter_context(start(stages, victim, tmp_path, env))
         assert workers[victim].hear() == ["stands at", stands_at]
         found = [collect(worker) for worker in workers]
-        left = [path for path in place.rglob("*") if path.is_file()]
+        # What rclone itself leaves of a request that broke off is not ours to remove.
+        left = [path for path in place.rglob("*") if path.is_file() and not path.name.startswith(".rclone_temp")]
     judge = one_process()
     found[victim]["losses"] = judge["losses"]  # it has seen only the last of them
     assert_same(found, judge)

@@ -59,7 +59,9 @@ class Depot:
         self._protocol, self._patience_s = protocol, patience_s
         self.every = protocol.keep_every if keeps else None
         """Steps between two times that a worker keeps itself."""
-        self._key = f"worker-{rank}"
+        self._room = f"worker-{rank}"
+        """All that this worker puts there itself has a key below this."""
+        self._key = f"{self._room}/state"
         self._states = self._open("states")
         self.kept = self._look()
         inner = StoreLink(self._open("link"), rank, world, keeps=keeps)
@@ -69,7 +71,6 @@ class Depot:
             told = self.kept.notes["told"]
         self.link = Rehearsed(inner, _Log(told))
         self._channel: StoreChannel | None = None
-        self._given: set[str] = set()
 
     def _open(self, run: str) -> Store:
         protocol = self._protocol
@@ -98,7 +99,6 @@ class Depot:
 
     def give_files(self, key: str, folder: Path) -> None:
         """All files of a folder, as one object."""
-        self._given.add(key)
         files = sorted(path for path in folder.iterdir() if path.is_file())
         data = [path.read_bytes() for path in files]
         names = json.dumps([[path.name, len(each)] for path, each in zip(files, data, strict=True)]).encode()
@@ -131,7 +131,8 @@ class Depot:
         self.link.inner.durable()
         if self._channel is not None:
             self._channel.end()
-        self._states.delete([self._key, *self._given])  # of files, those that nobody took: they were given twice
+        # Also files that nobody took since they were given twice, and what was being written when we were killed.
+        self._states.sweep(self._room, lambda key: True)
         self._states.tidy()
         self._states.close()
 
@@ -158,7 +159,7 @@ class Depot:
         def room(about: bytes, size: int) -> memoryview:
             if len(about) != SIZES.size or sum(sizes := SIZES.unpack(about)) != size:
                 raise StoreError(
-                    f"What {self._key} kept of itself in {self._states.url} is damaged. Start the run anew, with"
+                    f"What {self._room} kept of itself in {self._states.url} is damaged. Start the run anew, with"
                     " another stages.protocol.generation."
                 )
             found[:], cuts[:] = bytes(size), sizes

@@ -19,6 +19,13 @@ from potluck.train.saves import Saves
 from potluck.train.split_saves import ALL_DAMAGED, Standing, take_part, together
 from potluck.train.together import Share, new_aside, write_share, write_together
 
+RESUME = "worker-0/resume"
+
+
+def _part(rank: int, step: int) -> str:
+    """A worker's own part of a checkpoint, among what is its own in the store."""
+    return f"worker-{rank}/part-{step}"
+
 
 class StoreSaves(Saves):
     def __init__(self, link: Link, events: EventLog, depot: Depot) -> None:
@@ -38,16 +45,16 @@ class StoreSaves(Saves):
             share = Share(0, world, new_aside(folder, step))
             snapshot = take_part(replica.part, standing, randoms, share)
             for other in range(1, world):
-                self._depot.take_files(f"part-{step}-{other}", share.aside, f"worker {other}'s part of the checkpoint")
+                self._depot.take_files(_part(other, step), share.aside, f"worker {other}'s part of the checkpoint")
             place = write_together(folder, share, snapshot, lambda: True)
             shelf.prune(folder, keep_last, place)
             self._saved(step, time.perf_counter() - started)(place)
-            self._depot.drop_files([f"part-{step}-{other}" for other in range(1, world)])
+            self._depot.drop_files([_part(other, step) for other in range(1, world)])
         elif rank < world:  # another replica holds the same parts, and its ranks write them
             with tempfile.TemporaryDirectory(prefix="potluck-") as aside:
                 share = Share(rank, world, Path(aside))
                 write_share(share, take_part(replica.part, standing, randoms, share))
-                self._depot.give_files(f"part-{step}-{rank}", share.aside)
+                self._depot.give_files(_part(rank, step), share.aside)
 
     def load(self, folder: Path, replica: Replica, check: Callable[[Path, Standing], None]) -> Standing | None:
         """The first worker's newest whole checkpoint; the others get its files."""
@@ -58,7 +65,7 @@ class StoreSaves(Saves):
             if found is None and shelf.holds_any(folder):
                 told["refusal"] = ALL_DAMAGED.format(folder)
             elif found is not None:
-                self._depot.give_files("resume", found[0])
+                self._depot.give_files(RESUME, found[0])
         answer = json.loads(self._link.gather_bytes(json.dumps(told).encode())[0])
         if "refusal" in answer:
             raise CheckpointError(answer["refusal"])
@@ -69,7 +76,7 @@ class StoreSaves(Saves):
             self._fetch(Path(shared), answer["name"], answer["path"])
             standing = split_saves.load(self._link, Path(shared), replica.part, check, self._pass_over)
         if self._link.rank == 0:
-            self._depot.drop_files(["resume"])
+            self._depot.drop_files([RESUME])
         replica.remember_buffers()
         return None if standing is None else standing | {"path": answer["path"]}
 
@@ -78,4 +85,4 @@ class StoreSaves(Saves):
             (folder / name).symlink_to(Path(path).absolute(), target_is_directory=True)
         else:
             (folder / name).mkdir()
-            self._depot.take_files("resume", folder / name, "the checkpoint that worker 0 goes on from")
+            self._depot.take_files(RESUME, folder / name, "the checkpoint that worker 0 goes on from")
