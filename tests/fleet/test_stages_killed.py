@@ -24,7 +24,6 @@ WORKERS = 3
 def be(tell: Tell, stages: Any, die_at: tuple[int, int] | None, patience_s: float) -> None:
     """One stage. `die_at`: kills itself, as kill -9 does, in the forward of that micro-batch of that step."""
     drafts.MEASURE_S = 0.0  # what a cut is balanced by does not matter here
-    torch.set_num_threads(1)
     seen = [0, 0]
 
     def watched(model: Any, batch: Any) -> Any:

@@ -34,11 +34,6 @@ class Times:
     wait_s: float = 0.0
     send_s: float = 0.0
 
-    @property
-    def idle_share(self) -> float:
-        total = self.busy_s + self.wait_s + self.send_s
-        return 1 - self.busy_s / total if total else 0.0
-
 
 @dataclass(slots=True)
 class _Kept:

@@ -10,7 +10,7 @@ import json
 import re
 import struct
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,9 @@ from potluck.train.link import Done, Here, Pending, Rows
 from potluck.train.store_link import StoreLink
 
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-SIZES = struct.Struct("<3Q")
-"""Of what a worker keeps: JSON, model, optimizer."""
+_LENGTH = struct.Struct("<Q")
+"""Of the list of files with which an object of files begins."""
+NOTES = "notes.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +44,9 @@ class Kept:
 
     def load_into(self, sharded: Sharded) -> None:
         with tempfile.TemporaryDirectory(prefix="potluck-") as folder:
-            paths = {stem: Path(folder) / f"{stem}.safetensors" for stem in self.files}
-            for stem, data in self.files.items():
-                paths[stem].write_bytes(data)
-            with Ranges([paths[MODEL]]) as model, Ranges([paths[OPTIMIZER]]) as optimizer:
+            for name, data in self.files.items():
+                (Path(folder) / name).write_bytes(data)
+            with Ranges([Path(folder) / _file(MODEL)]) as model, Ranges([Path(folder) / _file(OPTIMIZER)]) as optimizer:
                 parts.load_model_part(sharded, model)
                 parts.load_optimizer_part(sharded, optimizer, optimizer.notes)
         sharded.share()
@@ -85,7 +85,11 @@ class Depot:
         self.link.log.seal()
         position = self.link.inner.position
         told = notes | {"position": position, "told": self.link.log.told}
-        self._put(sharded, json.dumps(told).encode())
+        with tempfile.TemporaryDirectory(prefix="potluck-") as folder:
+            (Path(folder) / NOTES).write_text(json.dumps(told))
+            for stem, part in ((MODEL, parts.model_part(sharded)), (OPTIMIZER, parts.optimizer_part(sharded))):
+                write_tensors(Path(folder) / _file(stem), part.tensors, part.notes)
+            self.give_files(self._key, Path(folder))
         if self._channel is not None:
             self._channel.consumed(passes)
         self.link.inner.durable(position)
@@ -102,26 +106,14 @@ class Depot:
         files = sorted(path for path in folder.iterdir() if path.is_file())
         data = [path.read_bytes() for path in files]
         names = json.dumps([[path.name, len(each)] for path, each in zip(files, data, strict=True)]).encode()
-        self._states.put(key, [memoryview(each) for each in (names, *data)], struct.pack("<Q", len(names)))
+        self._states.put(key, [memoryview(each) for each in (names, *data)], _LENGTH.pack(len(names)))
 
     def take_files(self, key: str, folder: Path, awaited: str) -> None:
         """Waits for them, and puts them into a folder."""
-        found = bytearray()
-        cut: list[int] = []
-
-        def room(about: bytes, size: int) -> memoryview:
-            if len(about) != 8 or (length := struct.unpack("<Q", about)[0]) > size:
-                raise StoreError(f"The files {key} in {self._states.url} are damaged. Start the run anew.")
-            found[:], cut[:] = bytes(size), [length]
-            return memoryview(found)
-
-        self._states.wait_for(key, room, awaited)
-        names, rest = found[: cut[0]], memoryview(found)[cut[0] :]
-        for name, size in json.loads(names):
-            if not _FILE.fullmatch(name) or not 0 <= size <= len(rest):
-                raise StoreError(f"The files {key} in {self._states.url} are damaged. Start the run anew.")
-            (folder / name).write_bytes(rest[:size])
-            rest = rest[size:]
+        arrived = _Files(f"The files {key} in {self._states.url}")
+        self._states.wait_for(key, arrived.room, awaited)
+        for name, data in arrived.cut():
+            (folder / name).write_bytes(data)
 
     def drop_files(self, keys: Sequence[str]) -> None:
         self._states.delete(keys)
@@ -142,41 +134,44 @@ class Depot:
             self._channel.close()
         self._states.close()
 
-    def _put(self, sharded: Sharded, notes: bytes) -> None:
-        with tempfile.TemporaryDirectory(prefix="potluck-") as folder:
-            files: list[bytes] = []
-            for part in (parts.model_part(sharded), parts.optimizer_part(sharded)):
-                file = Path(folder) / f"{len(files)}.safetensors"
-                write_tensors(file, part.tensors, part.notes)
-                files.append(file.read_bytes())
-        payload = [memoryview(data) for data in (notes, *files)]
-        self._states.put(self._key, payload, SIZES.pack(*map(len, payload)))
-
     def _look(self) -> Kept | None:
-        found = bytearray()
-        cuts: list[int] = []
-
-        def room(about: bytes, size: int) -> memoryview:
-            if len(about) != SIZES.size or sum(sizes := SIZES.unpack(about)) != size:
-                raise StoreError(
-                    f"What {self._room} kept of itself in {self._states.url} is damaged. Start the run anew, with"
-                    " another stages.protocol.generation."
-                )
-            found[:], cuts[:] = bytes(size), sizes
-            return memoryview(found)
-
-        if not self._states.get(self._key, room):
+        arrived = _Files(f"What {self._room} kept of itself in {self._states.url}")
+        if not self._states.get(self._key, arrived.room):
             return None
-        notes, model, optimizer = (bytes(part) for part in _split(found, cuts))
-        return Kept(json.loads(notes), {MODEL: model, OPTIMIZER: optimizer})
+        files = {name: bytes(data) for name, data in arrived.cut()}
+        return Kept(json.loads(files.pop(NOTES)), files)
 
 
-def _split(data: bytearray, sizes: Sequence[int]) -> list[memoryview]:
-    view, found = memoryview(data), []
-    for size in sizes:
-        found.append(view[:size])
-        view = view[size:]
-    return found
+def _file(stem: str) -> str:
+    return f"{stem}.safetensors"
+
+
+class _Files:
+    """An object of files as it arrives: their names and sizes, then one after the other."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._data = bytearray()
+        self._length = 0
+
+    def room(self, about: bytes, size: int) -> memoryview:
+        if len(about) != _LENGTH.size or (length := _LENGTH.unpack(about)[0]) > size:
+            raise self._damaged()
+        self._data, self._length = bytearray(size), length
+        return memoryview(self._data)
+
+    def cut(self) -> Iterator[tuple[str, memoryview]]:
+        rest = memoryview(self._data)[self._length :]
+        for name, size in json.loads(self._data[: self._length]):
+            if not _FILE.fullmatch(name) or not 0 <= size <= len(rest):
+                raise self._damaged()
+            yield name, rest[:size]
+            rest = rest[size:]
+
+    def _damaged(self) -> StoreError:
+        return StoreError(
+            f"{self._what} cannot be used: damaged. Start the run anew, with another stages.protocol.generation."
+        )
 
 
 class _Log:
@@ -185,11 +180,11 @@ class _Log:
     def __init__(self, told: list[Any] | None) -> None:
         self.told = told or []
         self._at = 0 if told is not None else None
-        self._is_open = True
+        self.is_open = True
 
     def hear(self, ask: Callable[[], Any]) -> Any:
         """An answer that is JSON; afterwards nothing is logged."""
-        if not self._is_open:
+        if not self.is_open:
             return ask()
         if self._at is None:
             self.told.append(ask())
@@ -199,12 +194,12 @@ class _Log:
 
     def change(self, start: Callable[[], Pending]) -> Pending:
         """What changes tensors: those that were kept are as they were after it."""
-        if self._is_open and self._at is not None:
+        if self.is_open and self._at is not None:
             return Done()
         return start()
 
     def seal(self) -> None:
-        self._is_open = False
+        self.is_open = False
 
 
 class Rehearsed:
@@ -225,7 +220,7 @@ class Rehearsed:
         return rows
 
     def start_gather(self, row: Sequence[float]) -> Rows:
-        if self.log._is_open:
+        if self.log.is_open:
             return Here(self.gather_rows(row))
         return self.inner.start_gather(row)
 
