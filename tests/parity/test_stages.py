@@ -233,9 +233,11 @@ SETUPS: list[tuple[int, Any, Any]] = [
 
 def test_a_checkpoint_is_the_whole_models_and_loads_with_another_cut_or_none(tmp_path: Any) -> None:
     """One run that changes its workers, its cut and its strategy at every step."""
-    for step, (workers, stages, strategy) in enumerate([*SETUPS, SETUPS[0]], start=1):
+    in_a_store = DataStore(url=f"file://{tmp_path}/store", micro_batch_size=MICRO)
+    setups = [*SETUPS, (3, in_a_store, potluck.NoShard()), SETUPS[0]]
+    for step, (workers, stages, strategy) in enumerate(setups, start=1):
         found = run_ranks(workers, go_on, str(tmp_path), stages, strategy, step)
-    judge = one_process(steps=len(SETUPS) + 1, drop=False)
+    judge = one_process(steps=len(setups), drop=False)
     for each in found:
         each["losses"] = judge["losses"]
     assert_same(found, judge)
