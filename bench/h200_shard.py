@@ -13,19 +13,20 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from bench.ranks import ROOT
 from bench.report import Comparison, Result
 from bench.turns import say, take_turns
+from potluck.train.model import ModelConfig
 
 WARM_UP_STEPS = 4
 LIMIT_S = 200.0
 PARTS = (50, 40)
-FRACTION = 0.06
-"""Of the GPU's memory, for each of two ranks: 8.4 GiB, where 16 bytes for each of 0.9B parameters are 13.3 GiB."""
+GPT_370M = ModelConfig(vocab=32768, dim=1024, layers=24, heads=16, context=256)
+FRACTION = 0.03
+"""Of the GPU's memory, for each of two ranks: 4.2 GiB, where 16 bytes for each of 370M parameters are 5.5 GiB."""
 STEPS_OF_TWO = 4
 
 
@@ -149,14 +150,13 @@ def train_part(seat: Any, *, strategy: str) -> dict[str, Any]:
 
     import potluck
     from bench.contenders import Task
-    from bench.h200 import GPT_900M
     from potluck import FullShard, NoShard, StepConfig, Sync
     from potluck.train.model import GPT, next_token_loss
 
     is_limited = strategy != "one rank without a limit"
     if is_limited:
         torch.cuda.set_per_process_memory_fraction(FRACTION)
-    task = Task(model=replace(GPT_900M, context=256), rows_per_rank=2 // seat.world, steps=STEPS_OF_TWO)
+    task = Task(model=GPT_370M, rows_per_rank=2 // seat.world, steps=STEPS_OF_TWO)
     fleet = potluck.init(
         Sync(balance=False),
         FullShard() if strategy == "FullShard" else NoShard(),

@@ -80,7 +80,7 @@ def _collect(connections: list[Connection], timeout_s: float) -> list[Any]:
                 raise RankFailed(f"rank {rank} died without a word") from None
             if not fine:
                 raise RankFailed(_cause(connections, rank, data))
-            results[rank] = torch.load(io.BytesIO(data), weights_only=True)
+            results[rank] = torch.load(io.BytesIO(data), "cpu", weights_only=True)
     return [results[rank] for rank in range(len(connections))]
 
 

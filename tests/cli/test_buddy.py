@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from potluck.events import read_events
 from potluck.train.engine import Engine
-from tests.cli.test_cli import RECIPE, children, is_alive, start, steps, wait_until
+from tests.cli.test_cli import RECIPE, ROOT, children, is_alive, start, steps, wait_until
 
 MARK = """
 import json, os
@@ -31,6 +31,7 @@ from safetensors.torch import save_file
 import potluck
 from potluck.events import kind_of
 from potluck.train.buddies import Buddies
+from tests.gathered import gathered
 
 def build():
     torch.manual_seed(0)
@@ -51,7 +52,7 @@ def train(fleet, epochs, at_step=lambda step: None):
             fleet.backward(loss, samples=len(batch))
             fleet.step()
             at_step(fleet.step_number)
-    whole = {name: getattr(p, "full_tensor", lambda p=p: p)().detach().clone() for name, p in model.named_parameters()}
+    whole = {name: gathered(parameter) for name, parameter in model.named_parameters()}
     return heard, whole
 
 def stop_at(step):
@@ -82,7 +83,7 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    (tmp_path / "script.py").write_text(MARK + SCRIPT)
+    (tmp_path / "script.py").write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n" + MARK + SCRIPT)
     return tmp_path
 
 

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from potluck.errors import WorkerLost
 from potluck.events import Event
@@ -30,6 +29,7 @@ from potluck.fleet.server import Server
 from potluck.shard.strategy import HybridShard
 from potluck.train.keeper import Keeper
 from potluck.train.link import loss_of_peer
+from tests.gathered import gathered
 from tests.ranks import _main_module_unnamed, _server
 
 ROWS, BATCH, EPOCHS, SLICES = 212, 32, 2, 8
@@ -158,10 +158,7 @@ def _work(invite: str, folder: str, name: str, fault: Fault | None, options: dic
 
 def whole_state(model: nn.Module) -> dict[str, torch.Tensor]:
     """Also where it is split over ranks: then all of those call this."""
-    return {
-        name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        for name, tensor in model.state_dict().items()
-    }
+    return {name: gathered(tensor) for name, tensor in model.state_dict().items()}
 
 
 def die(place: Path, what: str) -> None:

@@ -8,12 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 import potluck
 from potluck import Async, Cadence, NoShard, Outer, StepConfig, Sync
 from potluck.errors import ConfigError
 from potluck.events import Decided, EpochDone, StepDone
+from tests.gathered import gathered
 from tests.parity.test_sync import FEATURES, OPTIMIZERS, flat
 from tests.ranks import run_ranks
 
@@ -103,7 +103,7 @@ def ours(
                     windows[-1].append(rows)
                     rows = []
         return {
-            "weights": torch.cat([whole(model), model.norm.running_mean, model.norm.running_var]).cpu(),
+            "weights": torch.cat([whole(model), model.norm.running_mean.cpu(), model.norm.running_var.cpu()]),
             "windows": windows,
             "reasons": [event.reason for event in events if isinstance(event, Decided)],
             "epochs": [
@@ -117,8 +117,7 @@ def ours(
 
 def whole(model: nn.Module) -> Tensor:
     """All parameters, also where they are split over ranks: then all of those call this."""
-    parameters = (parameter.detach() for parameter in model.parameters())
-    return torch.cat([(p.full_tensor() if isinstance(p, DTensor) else p).reshape(-1) for p in parameters])
+    return torch.cat([gathered(parameter).reshape(-1) for parameter in model.parameters()])
 
 
 def state(model: nn.Module) -> list[Tensor]:

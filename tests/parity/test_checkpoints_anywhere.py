@@ -11,7 +11,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 import potluck
 from potluck import cli
@@ -25,6 +24,7 @@ from potluck.train import checkpoint, parts, split_saves, together
 from potluck.train.checkpoint import Snapshot
 from potluck.train.link import connect
 from potluck.train.together import Share, new_aside, write_share, write_together
+from tests.gathered import DEVICE, gathered
 from tests.ranks import RankFailed, run_ranks
 
 ROWS = 24
@@ -70,7 +70,7 @@ def make(seed: int) -> tuple[Net, torch.optim.Optimizer]:
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
     tokens = torch.randint(0, 11, (2, ROWS), generator=torch.Generator().manual_seed(step))
-    return tokens[0], tokens[1]
+    return tokens[0].to(DEVICE), tokens[1].to(DEVICE)
 
 
 def train(fleet: potluck.Engine, model: nn.Module, upto: int) -> None:
@@ -87,11 +87,11 @@ def look_and_save(folder: str) -> list[Tensor]:
         model, optimizer = make(1)
         model, optimizer = fleet.prepare(model, optimizer)
         train(fleet, model, 1)
-        fleet.evaluate(lambda m, rows: F.cross_entropy(m(rows[0]), rows[1]), batch(0), 4)
+        fleet.evaluate(lambda m, rows: F.cross_entropy(m(rows[0]), rows[1]), tuple(part.cpu() for part in batch(0)), 4)
         fleet.save(folder)
         train(fleet, model, 2)
         fleet.wait_for_saves()
-        return [p.full_tensor() if isinstance(p, DTensor) else p.detach() for p in model.parameters()]
+        return [gathered(parameter) for parameter in model.parameters()]
 
 
 def test_looking_and_saving_between_two_steps_changes_nothing_on_any_rank(tmp_path: Path) -> None:
@@ -104,12 +104,13 @@ def test_looking_and_saving_between_two_steps_changes_nothing_on_any_rank(tmp_pa
 def plain(upto: int) -> dict[str, Tensor]:
     """One process that was never interrupted."""
     model, optimizer = make(1)
+    model.to(DEVICE)
     for step in range(upto):
         x, y = batch(step)
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    return {name: gathered(tensor) for name, tensor in model.state_dict().items()}
 
 
 def look(fleet: potluck.Engine) -> dict[str, Any]:
@@ -133,10 +134,7 @@ def look(fleet: potluck.Engine) -> dict[str, Any]:
 
 def whole(model: nn.Module, sharded: Any) -> dict[str, Tensor]:
     """A copy of the state_dict as one process would have it."""
-    found = {
-        name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
-        for name, tensor in model.state_dict().items()
-    }
+    found = {name: gathered(tensor) for name, tensor in model.state_dict().items()}
     if isinstance(sharded, UnevenShards):  # the model itself holds nothing while it does not compute
         for name, spec in sharded.split.items():
             found[name] = torch.zeros(spec.shape)

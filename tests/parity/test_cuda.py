@@ -11,7 +11,7 @@ import potluck
 from potluck import CheckpointConfig, FitConfig, StepConfig
 from potluck.errors import Interrupted
 from potluck.train.model import GPT, ModelConfig, next_token_loss
-from tests.parity import test_cadence
+from tests.parity import test_cadence, test_stages
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -104,3 +104,8 @@ def test_replicas_that_step_by_themselves_are_those_of_one_process(policy: str) 
     assert told[0]["epochs"] == [[test_cadence.ROWS, test_cadence.ROWS, True]] * 2
     expected = test_cadence.judge(test_cadence.POLICIES[policy], "adamw", told)
     assert (told[0]["weights"] - expected).norm() / expected.norm() < 1e-3
+
+
+def test_a_model_that_is_on_the_gpu_already_is_cut_there() -> None:
+    found = run_ranks(2, test_stages.train, test_stages.PIPELINE, {"device": "cuda"}, timeout_s=110)
+    test_stages.assert_same(found, test_stages.one_process())

@@ -116,7 +116,7 @@ def train_while_the_disk_is_slow(folder: str) -> dict[str, Any]:
         model = make_model()
         fleet.prepare(model, torch.optim.AdamW(model.parameters()))
         for step in range(1, 6):
-            fleet.backward(model(torch.ones(4, 4) * step).square().mean(), samples=4)
+            fleet.backward(model(torch.ones(4, 4, device=fleet.device) * step).square().mean(), samples=4)
             fleet.step()
             if step == 2:
                 fleet.save(folder)

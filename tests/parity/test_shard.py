@@ -17,6 +17,7 @@ from potluck.errors import ConfigError
 from potluck.events import EpochDone, StepSkipped
 from potluck.shard import collectives
 from potluck.train.link import connect
+from tests.gathered import gathered
 from tests.ranks import run_ranks
 
 STEPS, BATCH, ROWS = 10, 6, 58
@@ -84,8 +85,7 @@ def whole(model: nn.Module) -> dict[str, Tensor]:
     """Parameters as one process has them, gathered if they are split."""
     found = {}
     for name, parameter in model.named_parameters():
-        value = parameter.detach()
-        found[name] = (value.full_tensor() if hasattr(value, "full_tensor") else value).cpu().clone()
+        found[name] = gathered(parameter)
     return found
 
 

@@ -11,6 +11,7 @@ import potluck
 from potluck import Async, Cadence, Direct, HybridShard, NoShard, Pipeline, Stages, StepConfig
 from potluck.events import Decided, EpochDone
 from potluck.train import drafts
+from tests.gathered import gathered
 from tests.parity import test_cadence
 from tests.parity.test_cadence import OPTIMIZERS, POLICIES, ROWS, Net, judge, through
 from tests.parity.test_hybrid_windows import by_node, through_node
@@ -71,16 +72,12 @@ def ours(policy: Any, optimizer_name: str, batch_size: int, stages: Any, strateg
                     windows[-1].append(rows)
                     rows = []
         return {
-            "weights": {name: _whole(tensor) for name, tensor in model.state_dict().items()},
+            "weights": {name: gathered(tensor) for name, tensor in model.state_dict().items()},
             "windows": windows,
             "epochs": [[event.used, event.total, event.same_weights] for event in events if type(event) is EpochDone],
             "reasons": [event.reason for event in events if isinstance(event, Decided)],
             "evaluated": fleet.evaluate(loss_of, data, 16),
         }
-
-
-def _whole(tensor: Any) -> Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.detach()  # type: ignore[no-any-return]
 
 
 def together(told: list[dict[str, Any]]) -> Tensor:

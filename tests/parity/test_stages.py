@@ -14,6 +14,7 @@ from potluck.stages.plan import Plan
 from potluck.stages.seats import seed_of
 from potluck.train import drafts, shelf
 from potluck.train.data import mix
+from tests.gathered import DEVICE, gathered
 from tests.ranks import RankFailed, run_ranks
 
 ROWS, BATCH, STEPS, MICRO = 22, 8, 6, 3  # batches of 8, 8 and 6 rows, in micro-batches of 3, 3, 2 and 3, 3
@@ -78,7 +79,8 @@ def one_process(
 ) -> dict[str, Any]:
     """Plain PyTorch, with each layer's random numbers from the micro-batch and the layer's place."""
     model, optimizer = make(tied, drop)
-    rows, seed, losses = data(), 0, []
+    model.to(DEVICE)
+    rows, seed, losses = data().to(DEVICE), 0, []
 
     def sow(place: int) -> None:
         torch.manual_seed(seed_of(seed, place))
@@ -108,7 +110,7 @@ def one_process(
         optimizer.zero_grad()
         losses.append(total / count)
         at = end
-    return {"losses": losses, "weights": {name: p.detach() for name, p in model.named_parameters()}}
+    return {"losses": losses, "weights": {name: gathered(p) for name, p in model.named_parameters()}}
 
 
 def train(stages: Any, options: dict[str, Any]) -> dict[str, Any]:
@@ -118,6 +120,7 @@ def train(stages: Any, options: dict[str, Any]) -> dict[str, Any]:
     policy, strategy = potluck.Sync(balance=False), options.get("strategy", potluck.NoShard())
     with potluck.init(policy, strategy, stages=stages, step=step, patience_s=30) as fleet:
         model, optimizer = make(tied, options.get("drop", True))
+        model.to(options.get("device", "cpu"))
         model, optimizer, loader = fleet.prepare(model, optimizer, data(), batch_size=BATCH, loss=loss_of)
         while fleet.step_number < STEPS:
             for batch in loader:
@@ -127,12 +130,9 @@ def train(stages: Any, options: dict[str, Any]) -> dict[str, Any]:
                     losses.append(event.loss)
                 if fleet.step_number == STEPS:
                     break
-        whole = {name: _whole(p) for name, p in model.named_parameters()}
+        model.state_dict()  # waits for what ShardGradOp is still sending
+        whole = {name: gathered(p) for name, p in model.named_parameters()}
         return {"losses": losses, "weights": whole}
-
-
-def _whole(parameter: Any) -> Tensor:
-    return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter.detach()  # type: ignore[no-any-return]
 
 
 def assert_same(found: list[dict[str, Any]], judge: dict[str, Any]) -> None:
@@ -216,7 +216,7 @@ def go_on(folder: str, stages: Any, strategy: Any, upto: int) -> dict[str, Any]:
                     break
         fleet.save(folder)
         fleet.wait_for_saves()
-        return {"weights": {name: _whole(p) for name, p in model.named_parameters()}, "losses": []}
+        return {"weights": {name: gathered(p) for name, p in model.named_parameters()}, "losses": []}
 
 
 PIPELINE = Pipeline(micro_batch_size=MICRO)
@@ -284,9 +284,10 @@ def of_hugging_face(kind: str, stages: Any) -> dict[str, Any]:
 
     losses = []
     if stages is None:
+        model.to(DEVICE)
         order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(mix(0, 0)))
         for rows in order.split(BATCH):
-            loss = own_loss(model, data()[rows])
+            loss = own_loss(model, data()[rows].to(DEVICE))
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -298,7 +299,7 @@ def of_hugging_face(kind: str, stages: Any) -> dict[str, Any]:
                 fleet.train(own_loss, batch)
                 if (event := fleet.step()) is not None:
                     losses.append(event.loss)
-    return {"losses": losses, "weights": {name: p.detach() for name, p in model.named_parameters()}}
+    return {"losses": losses, "weights": {name: gathered(p) for name, p in model.named_parameters()}}
 
 
 @pytest.mark.parametrize("kind", ["gpt2", pytest.param("llama", marks=pytest.mark.slow)])

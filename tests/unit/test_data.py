@@ -73,6 +73,45 @@ class Pairs:
         return {"x": torch.full((2,), float(index)), "y": index}
 
 
+def test_batches_that_are_fetched_ahead_are_the_same_also_when_shares_change() -> None:
+    def taken(ahead: bool) -> list[list[list[int]]]:
+        loader = loader_of(torch.arange(40), world=2, size=6, micro_size=2)
+        epochs = []
+        for _ in range(2):
+            batches = []
+            for batch in loader:
+                batches.append(batch.tolist())
+                assert loader.current is not None
+                if loader.current.last:
+                    loader.position.row = loader.current.step_end
+                if ahead:
+                    loader.fetch_ahead()
+                    loader.fetch_ahead()
+                if len(batches) == 4:
+                    loader.shares = (2.0, 1.0)
+            epochs.append(batches)
+        return epochs
+
+    assert taken(ahead=True) == taken(ahead=False)
+
+
+def test_nothing_is_fetched_ahead_of_data_that_may_draw_random_numbers() -> None:
+    seen: list[int] = []
+
+    class Rows:
+        def __len__(self) -> int:
+            return 8
+
+        def __getitem__(self, row: int) -> int:
+            seen.append(row)
+            return row
+
+    loader = loader_of(Rows(), size=2)
+    next(iter(loader))
+    loader.fetch_ahead()
+    assert len(seen) == 2
+
+
 def test_map_style_datasets_and_tensors_alike() -> None:
     batch = drain(loader_of(Pairs(), size=6))[0]
     assert batch["x"].shape == (6, 2) and sorted(batch["y"].tolist()) == list(range(6))

@@ -138,7 +138,8 @@ class FullySharded(Sharded):
             module.reshard()
 
     def drop(self) -> None:
-        self.finish()
+        if self._lent is not None:
+            self._lent.finish()
         self._forget()
 
     def _forget(self) -> None:

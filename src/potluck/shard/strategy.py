@@ -44,7 +44,11 @@ class FullShard(_Split):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardGradOp(_Split):
-    """Gradients and optimizer state are split, parameters are whole on every rank. ZeRO-2."""
+    """Gradients and optimizer state are split, parameters are whole on every rank. ZeRO-2.
+
+    After step() they are still on their way to the other ranks: a forward waits for them, and so does state_dict(),
+    through which to read them between steps.
+    """
 
     kind: ClassVar[str] = "shard_grad_op"
 

@@ -53,7 +53,7 @@ def measure(
     """
     home = next(model.parameters()).device
     device = home if device is None else torch.device(device)
-    layers = survey(model, loss_of, batch)
+    layers = survey(model, loss_of, _moved(batch, home))
     plan = Plan.at(layers, range(1, len(layers)))
     batch = _moved(batch, device)
     rows = max(1, next((tensor.shape[0] for tensor in all_tensors(batch) if tensor.dim()), 1))

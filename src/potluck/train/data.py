@@ -221,6 +221,8 @@ class Loader:
         self._device = device
         self.in_step = in_step
         self.collate = collate
+        self._fetched: Iterator[Any] = iter(())
+        self._ahead: Any = None
         if self.rows == 0:
             raise ConfigError("The dataset is empty.")
 
@@ -230,7 +232,7 @@ class Loader:
             self._insist_on_step()
             if shares != self.shares:  # also at first: rows are fetched ahead, for shares as they are
                 shares = self.shares
-                fetched = iter(self._fetch(order, self.position.row))
+                self._fetched, self._ahead = iter(self._fetch(order, self.position.row)), None
             for micro in self._step_at(self.position.row):
                 self.current = micro
                 if micro.start == micro.end:
@@ -238,13 +240,19 @@ class Loader:
                     continue
                 if not micro.counts:
                     self.on_stand_in()
-                yield to_device(next(fetched), self._device)
+                batch, self._ahead = self._ahead, None
+                yield to_device(next(self._fetched), self._device) if batch is None else batch
         self._insist_on_step()
         if self.is_stopped() and self.position.row < self.rows:
             return
         self.current = None
         self.on_epoch_end()
         self.position = Position(self.position.epoch + 1)
+
+    def fetch_ahead(self) -> None:
+        """Sends the next batch to a GPU that still computes; if rows are mere tensors, which draw no random numbers."""
+        if self._ahead is None and self._is_plain:
+            self._ahead = to_device(next(self._fetched, None), self._device)
 
     def once(self) -> Iterator[Any]:
         """This worker's rows of the dataset in their own order, for looking and not for training."""
@@ -313,9 +321,13 @@ class Loader:
             "pin_memory": self._device.type == "cuda" and self.batch.fetchers > 0,
             "num_workers": self.batch.fetchers,
         }
-        if isinstance(self.dataset, TensorRows) and self.collate is None:
+        if self._is_plain:
             return DataLoader(dataset, batch_size=None, sampler=indices, **options)
         return DataLoader(dataset, batch_sampler=indices, collate_fn=self.collate, **options)
+
+    @property
+    def _is_plain(self) -> bool:
+        return isinstance(self.dataset, TensorRows) and self.collate is None
 
     def _insist_on_step(self) -> None:
         """A forgotten step() would leave the other workers waiting for this one's gradients."""
@@ -362,7 +374,7 @@ class SliceLoader(Loader):
         if self._ordered is None or self._ordered[0] != key:
             self._ordered = key, self._order()
         rows = self._ordered[1][micro.start : micro.end].tolist()
-        if isinstance(self.dataset, TensorRows) and self.collate is None:
+        if self._is_plain:
             return self.dataset[rows]
         if hasattr(self.dataset, "__getitems__"):
             found = list(self.dataset.__getitems__(rows))
@@ -440,6 +452,8 @@ def as_dataset(data: Any) -> Any:
 def to_device(batch: Any, device: torch.device) -> Any:
     match batch:
         case Tensor():
+            if device.type == "cuda" and batch.device.type == "cpu" and batch.layout == torch.strided:
+                batch = batch.pin_memory()  # else the copy would wait for all that the GPU has to do
             return batch.to(device, non_blocking=True)
         case dict():
             return {key: to_device(value, device) for key, value in batch.items()}

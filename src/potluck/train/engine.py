@@ -361,6 +361,8 @@ class Engine:
         self._advance(self._rows)
         self._set_lr(replica)
         norm_of_sum = replica.apply_unless_bad(self._loss_sum, 1 / (self._samples * self._unit), self.config.clip)
+        if self.loader is not None:
+            self.loader.fetch_ahead()
         norm, loss_sum = torch.stack([norm_of_sum, self._loss_sum]).tolist()
         pulses = [Pulse(*row) for row in self._tell(busy_s, loss_sum).wait()]
         self.stopping = bool(pulses[0].wants_stop)
