@@ -42,7 +42,8 @@ class Task:
 
     def build(self) -> tuple[GPT, AdamW]:
         torch.manual_seed(1)
-        model = GPT(self.model).to(self.device)
+        with self.device:
+            model = GPT(self.model)
         return model, AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
 
     def tokens(self, world: int) -> Tensor:  # [rows, context + 1]

@@ -7,8 +7,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-"""Where engines train by themselves. Judges do too: dropout draws other numbers on a GPU than on a CPU."""
+
+def home() -> torch.device:
+    """Where engines train. Judges do too: dropout draws other numbers on a GPU than on a CPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def gathered(tensor: Tensor) -> Tensor:

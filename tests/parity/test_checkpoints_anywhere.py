@@ -24,7 +24,7 @@ from potluck.train import checkpoint, parts, split_saves, together
 from potluck.train.checkpoint import Snapshot
 from potluck.train.link import connect
 from potluck.train.together import Share, new_aside, write_share, write_together
-from tests.gathered import DEVICE, gathered
+from tests.gathered import gathered, home
 from tests.ranks import RankFailed, run_ranks
 
 ROWS = 24
@@ -70,7 +70,7 @@ def make(seed: int) -> tuple[Net, torch.optim.Optimizer]:
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
     tokens = torch.randint(0, 11, (2, ROWS), generator=torch.Generator().manual_seed(step))
-    return tokens[0].to(DEVICE), tokens[1].to(DEVICE)
+    return tokens[0].to(home()), tokens[1].to(home())
 
 
 def train(fleet: potluck.Engine, model: nn.Module, upto: int) -> None:
@@ -104,7 +104,7 @@ def test_looking_and_saving_between_two_steps_changes_nothing_on_any_rank(tmp_pa
 def plain(upto: int) -> dict[str, Tensor]:
     """One process that was never interrupted."""
     model, optimizer = make(1)
-    model.to(DEVICE)
+    model.to(home())
     for step in range(upto):
         x, y = batch(step)
         F.cross_entropy(model(x), y).backward()
@@ -308,7 +308,8 @@ def hand_over(folder: str, first: ShardingStrategy, second: ShardingStrategy) ->
 
 def step_by_hand(model: nn.Module, sharded: Any, steps: int) -> None:
     for step in range(steps):
-        model(torch.full((2, 5), 0.3 * step + 0.1 * dist.get_rank() + 0.1)).square().mean().backward()
+        rows = torch.full((2, 5), 0.3 * step + 0.1 * dist.get_rank() + 0.1, device=home())
+        model(rows).square().mean().backward()
         sharded.step()
         sharded.share()
     sharded.settle()

@@ -15,8 +15,10 @@ import potluck
 from potluck import FullShard, HybridShard, NoShard, ShardGradOp, StepConfig, Sync
 from potluck.errors import ConfigError
 from potluck.events import EpochDone, StepSkipped
-from potluck.shard import collectives
+from potluck.shard import collectives, runs
+from potluck.train.data import mix
 from potluck.train.link import connect
+from potluck.train.replica import Replica
 from tests.gathered import gathered
 from tests.ranks import run_ranks
 
@@ -68,8 +70,8 @@ def make(kind: str = "adamw") -> tuple[Net, torch.optim.Optimizer]:
         {"params": [p for p in trained if p.dim() > 1], "weight_decay": 0.1},
         {"params": [p for p in trained if p.dim() == 1], "weight_decay": 0.0},
     ]
-    if kind == "sgd":
-        return model, torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+    if kind.endswith("sgd"):
+        return model, torch.optim.SGD(groups, lr=0.1, momentum=0.9, fused=kind != "sgd")
     return model, torch.optim.AdamW(groups, lr=1e-2, fused=kind == "fused")
 
 
@@ -114,8 +116,6 @@ def ours(strategy: Any, kind: str, step: StepConfig, micro: int | None = None, d
 def one_process(kind: str, clip: float | None = None) -> dict[str, Any]:
     model, optimizer = make(kind)
     draw = torch.Generator()
-    from potluck.train.data import mix
-
     order = torch.randperm(ROWS, generator=draw.manual_seed(mix(0, 0)))
     losses = []
     for batch in data()[order].split(BATCH):
@@ -256,6 +256,41 @@ def test_a_step_that_is_not_finite_is_skipped_by_all_and_leaves_no_trace(name: s
         assert found["skipped"] and found["same"]
         for key, value in whole(model).items():
             torch.testing.assert_close(found["weights"][key], value, atol=1e-6, rtol=1e-5)
+
+
+def stepped_ahead(strategy: Any, kind: str) -> dict[str, Any]:
+    """As one rank on a GPU steps: what decides whether to step stays where the gradient is. Step 1 and 4 are bad."""
+
+    def begun(replica: Replica) -> bool:
+        return all(runs._has_begun(replica.optimizer, group) for group in replica.optimizer.param_groups)
+
+    Replica.runs_ahead = property(begun)  # type: ignore[assignment,method-assign]
+    with potluck.init(Sync(balance=False), strategy, step=StepConfig(clip=0.5)) as fleet:
+        model, optimizer = make(kind)
+        model, optimizer, loader = fleet.prepare(model, optimizer, data(), batch_size=BATCH)
+        told = []
+        for number, batch in enumerate(loader):
+            loss = loss_of(model, batch) * (float("nan") if number in (0, 3) else 1.0)
+            fleet.backward(loss, samples=len(batch))
+            told.append(type(fleet.step()).__name__)
+        return {"weights": whole(model), "told": told}
+
+
+@pytest.mark.parametrize("kind", ["fused", "fused sgd"])
+@pytest.mark.parametrize("name", ["none", "full", "zero2"])
+def test_a_verdict_that_is_reached_where_the_gradient_is_is_the_same(name: str, kind: str) -> None:
+    model, optimizer = make(kind)
+    order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(mix(0, 0)))
+    for number, batch in enumerate(data()[order].split(BATCH)):
+        if number not in (0, 3):
+            loss_of(model, batch).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+    found = run_ranks(1, stepped_ahead, STRATEGIES.get(name, NoShard()), kind)[0]
+    assert found["told"] == ["StepSkipped" if n in (0, 3) else "StepDone" for n in range(10)]
+    for key, value in whole(model).items():
+        torch.testing.assert_close(found["weights"][key], value, atol=1e-5, rtol=1e-4)
 
 
 def switched(strategy: Any, step: StepConfig) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from potluck.stages.plan import Plan
 from potluck.stages.seats import seed_of
 from potluck.train import drafts, shelf
 from potluck.train.data import mix
-from tests.gathered import DEVICE, gathered
+from tests.gathered import gathered, home
 from tests.ranks import RankFailed, run_ranks
 
 ROWS, BATCH, STEPS, MICRO = 22, 8, 6, 3  # batches of 8, 8 and 6 rows, in micro-batches of 3, 3, 2 and 3, 3
@@ -79,8 +79,8 @@ def one_process(
 ) -> dict[str, Any]:
     """Plain PyTorch, with each layer's random numbers from the micro-batch and the layer's place."""
     model, optimizer = make(tied, drop)
-    model.to(DEVICE)
-    rows, seed, losses = data().to(DEVICE), 0, []
+    model.to(home())
+    rows, seed, losses = data().to(home()), 0, []
 
     def sow(place: int) -> None:
         torch.manual_seed(seed_of(seed, place))
@@ -284,10 +284,10 @@ def of_hugging_face(kind: str, stages: Any) -> dict[str, Any]:
 
     losses = []
     if stages is None:
-        model.to(DEVICE)
+        model.to(home())
         order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(mix(0, 0)))
         for rows in order.split(BATCH):
-            loss = own_loss(model, data()[rows].to(DEVICE))
+            loss = own_loss(model, data()[rows].to(home()))
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -83,18 +83,26 @@ def insist_on_elementwise(optimizer: Optimizer) -> None:
 def can_skip(optimizer: Optimizer) -> bool:
     """Whether it can leave out a step by what stands in a tensor on the GPU, so that nobody has to look there first."""
     return getattr(optimizer, "_step_supports_amp_scaling", False) and all(
-        group.get("fused") and all(parameter.is_cuda for parameter in group["params"])
+        group.get("fused") and all(parameter.is_cuda for parameter in group["params"]) and _has_begun(optimizer, group)
         for group in optimizer.param_groups
     )
 
 
-def step_unless(optimizer: Optimizer, is_bad: Tensor) -> None:
-    """A step, but none if `is_bad`, which can_skip() says that it understands."""
+def _has_begun(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
+    """If SGD's first step is left out, its momentum stays what happened to be in memory."""
+    return not group.get("momentum") or all(
+        optimizer.state[parameter].get("momentum_buffer") is not None for parameter in group["params"]
+    )
+
+
+def step_unless(optimizer: Optimizer, is_bad: Tensor, factor: Tensor) -> None:
+    """A step on the gradients times `factor`, but none if `is_bad`, which can_skip() says that it understands."""
     optimizer.found_inf = is_bad.float()  # type: ignore[attr-defined]
+    optimizer.grad_scale = factor.reciprocal()  # type: ignore[attr-defined]
     try:
         optimizer.step()
     finally:
-        del optimizer.found_inf  # type: ignore[attr-defined]
+        del optimizer.found_inf, optimizer.grad_scale  # type: ignore[attr-defined]
 
 
 def claim(parameters: Mapping[str, nn.Parameter], owner: object) -> None:

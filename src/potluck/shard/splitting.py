@@ -73,6 +73,7 @@ def shard_over(
     world = dist.get_world_size(group) if dist.is_initialized() else 1
     match strategy:
         case ShardGradOp():
+            model.to(device)
             weights = _weights(strategy.weights, device, world)
             return ShardedOptimizer(
                 model,

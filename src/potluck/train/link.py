@@ -179,6 +179,8 @@ class GroupLink:
         return self.start_gather(row).wait()
 
     def start_gather(self, row: Sequence[float]) -> Rows:
+        if self.world == 1:
+            return Here([list(row)])
         told = torch.tensor(row, dtype=torch.float64)
         found = [torch.empty_like(told) for _ in range(self.world)]
         with _peers_may_vanish():
@@ -254,8 +256,8 @@ def loss_of_peer(error: BaseException) -> str | None:
 
 def choose_device() -> torch.device:
     """This rank's GPU, shared round robin when there are more ranks than GPUs; else the CPU."""
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+    if torch.cuda.is_available() and (count := torch.cuda.device_count()):
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % count)
         torch.cuda.set_device(device)
         return device
     return torch.device("cpu")

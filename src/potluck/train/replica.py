@@ -196,8 +196,7 @@ class Replica:
         factor = mean_norm.new_full((), scale)
         if clip is not None:
             factor = factor * (clip / (mean_norm + 1e-6)).clamp(max=1.0)
-        torch._foreach_mul_(self._gradients(), factor)
-        step_unless(self.optimizer, is_bad)
+        step_unless(self.optimizer, is_bad, factor)
         self.drop()
         return norm
 
