@@ -18,8 +18,7 @@ from torch import Tensor
 
 from potluck.errors import PotluckError, StoreError, TheirProtocolError, WorkerLost
 from potluck.stages import bucket
-from potluck.stages.buffers import Buffers
-from potluck.stages.channel import DTYPES, WHAT, Header, Label
+from potluck.stages.channel import DTYPES, WHAT, Label
 from potluck.stages.datastore import StoreChannel, key_of, label_of
 from potluck.stages.objects import HEAD_BYTES, Damaged, Head, seal
 from potluck.stages.place import Exists, bucket_of, folder_of
@@ -844,22 +843,3 @@ def test_spares_are_few(tmp_path: Path) -> None:
     store.recycle(["box/k1", "box/never-was"])
     store.clear()
     assert list(tmp_path.iterdir()) == []
-
-
-def test_memory_of_a_tensor_is_used_again_once_nobody_holds_it() -> None:
-    buffers = Buffers()
-    header = Header(torch.float32, (64, 1024))
-    first = buffers.take(header)
-    place, part = first.data_ptr(), first[3:5]
-    first.fill_(1)
-    del first
-    second = buffers.take(header)
-    assert second.data_ptr() != place, "a view still holds the first"
-    assert part.sum() == 2048
-    del part
-    third = buffers.take(header)
-    assert third.data_ptr() == place and third.shape == (64, 1024)
-    assert buffers.take(Header(torch.bfloat16, (128, 1024))).dtype == torch.bfloat16
-    kept = [buffers.take(header) for _ in range(40)]
-    del kept, second, third
-    assert len(buffers._free) == 16

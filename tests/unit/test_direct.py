@@ -1,37 +1,72 @@
-"""The memory of received tensors: used again once nobody has them, and not before."""
+"""Tensors straight from one worker to another: with their header in one message if they are small, or after it."""
 
+import pytest
 import torch
+from torch import Tensor
 
-from potluck.stages.channel import Header
-from potluck.stages.direct import REUSED_BYTES, _Memory
+from potluck.errors import TheirProtocolError
+from potluck.stages import direct
+from potluck.stages.channel import Header, Label
+from potluck.stages.direct import AHEAD, SMALL_BYTES, GroupChannel, pack, unpack
+from potluck.train.link import connect
+from tests.ranks import RankFailed, run_ranks
 
-FLOATS = REUSED_BYTES // 4
-
-
-def test_memory_is_used_again_once_a_tensor_is_gone() -> None:
-    memory = _Memory()
-    first = memory.empty(Header(torch.float32, (2, FLOATS)))
-    where = first.data_ptr()
-    del first
-    second = memory.empty(Header(torch.bfloat16, (4, FLOATS)))
-    assert second.data_ptr() == where and second.shape == (4, FLOATS) and second.dtype is torch.bfloat16
+CPU = torch.device("cpu")
 
 
-def test_memory_is_not_used_again_while_anything_is_made_from_it() -> None:
-    memory = _Memory()
-    leaf = memory.empty(Header(torch.float32, (FLOATS,))).fill_(3.0).requires_grad_()
-    loss = (leaf * leaf).sum()  # autograd keeps it
-    del leaf
-    memory.empty(Header(torch.float32, (FLOATS,))).fill_(7.0)
-    assert loss.grad_fn is not None
-    saved = loss.grad_fn.next_functions[0][0]._saved_self  # type: ignore[union-attr]
-    assert torch.equal(saved, torch.full((FLOATS,), 3.0))
+def tensors() -> list[Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    edge = torch.randn(SMALL_BYTES // 4, generator=draw)  # the largest that comes with its header
+    return [
+        edge,
+        torch.randn(SMALL_BYTES // 4 + 1, generator=draw),
+        torch.randn(3, 1024, 512, generator=draw),
+        torch.randn(5, 7, generator=draw).bfloat16(),
+        torch.randn(64, 32, generator=draw).t(),
+        torch.randn(2048, 512, generator=draw)[:, ::2],
+        torch.tensor(2.5, dtype=torch.float64),
+        torch.empty(0, 3),
+        torch.randint(0, 2, (9,), generator=draw).bool(),
+        torch.randint(0, 99, (4, 4), generator=draw),
+        torch.randn(6, generator=draw, dtype=torch.complex64),
+    ] * 3  # more than are awaited at once
 
 
-def test_memory_holds_no_more_than_was_in_use_at_once() -> None:
-    memory = _Memory()
-    for size in range(1, 9):
-        memory.empty(Header(torch.float32, (size, FLOATS)))
-    assert [block.nbytes for block, _ in memory._blocks] == [8 * REUSED_BYTES]
-    memory.empty(Header(torch.float32, (FLOATS,)))
-    assert [block.nbytes for block, _ in memory._blocks] == [8 * REUSED_BYTES]
+def pass_on(shift: int) -> list[Tensor]:
+    """Both send all of them, and receive all of the other's; `shift`: a worker that counts otherwise."""
+    link = connect(CPU, 30)
+    channel = GroupChannel(None, CPU, rank=link.rank, workers=2)
+    sent, found = tensors(), []
+    assert len(sent) > AHEAD
+    for step in range(2):
+        coming = [Label(step, "activation", 1 - link.rank, link.rank, number) for number in range(len(sent))]
+        channel.expect(coming)
+        for number, tensor in enumerate(sent):
+            channel.send(Label(step, "activation", link.rank, 1 - link.rank, number + shift * link.rank), tensor)
+        found = [channel.receive(label) for label in coming]
+        channel.flush()
+    channel.close()
+    return found
+
+
+def test_tensors_arrive_as_they_were_sent() -> None:
+    for found in run_ranks(2, pass_on, 0):
+        for one, other in zip(found, tensors(), strict=True):
+            assert one.dtype is other.dtype and torch.equal(one, other)
+
+
+def test_workers_that_follow_different_plans_are_told_so() -> None:
+    with pytest.raises(RankFailed, match=r"Instead of the activation 0 of step 0 .* came the activation 1 of step 0"):
+        run_ranks(2, pass_on, 1)
+
+
+def test_a_header_is_checked_before_memory_is_taken() -> None:
+    label = Label(3, "gradient", 1, 0, 2)
+    data = pack(label, Header(torch.float32, (4, 5)))
+    assert len(data) == direct.HEADER_BYTES
+    assert unpack(data, label) == Header(torch.float32, (4, 5))
+    with pytest.raises(TheirProtocolError, match="is no header"):
+        unpack(b"\1" * len(data), label)
+    huge = pack(label, Header(torch.float32, (1 << 20, 1 << 20)))
+    with pytest.raises(TheirProtocolError, match="is the most"):
+        unpack(huge, label)

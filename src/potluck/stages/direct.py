@@ -1,46 +1,56 @@
 """GroupChannel: tensors straight from one stage to another, over a process group. For Direct and Pipeline.
 
-A header of fixed size goes ahead of each tensor. What is expected of a peer is taken by threads, so that tensors
-arrive while the stage computes, and the header of the next one while the bytes of this one still travel. Gloo moves
-bytes of host memory, so what is on a GPU goes through there.
+Every message begins with a header of fixed size. A small tensor is in the same message, since one message more costs
+more than its bytes; a large one follows by itself, into memory of its own. What is expected of a peer is taken by
+threads, so that tensors arrive while the stage computes, and the header of the next one while the bytes of this one
+still travel. Gloo moves bytes of host memory, so what is on a GPU goes through there.
 """
 
 import queue
+import struct
 import threading
+from collections import deque
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.dlpack import from_dlpack
 
 from potluck.errors import TheirProtocolError, WorkerLost
+from potluck.stages.buffers import Buffers
 from potluck.stages.channel import MAX_DIMENSIONS, WHAT, Header, Label
 
-MAGIC = 0x504F544C55434B31
-FIELDS = 9
-"""Of a header, before the shape: magic, step, what, source, target, micro, part, type, dimensions."""
+MAGIC = 0x504F544C55434B32
+LAYOUT = struct.Struct(f"<{9 + MAX_DIMENSIONS}q")
+"""Of a header: magic, step, what, source, target, micro, part, type, dimensions; then the shape."""
+HEADER_BYTES = 256
+"""More than it needs: a tensor after it begins where tensors do."""
+SMALL_BYTES = 1 << 18
+"""A tensor that is no larger comes with its header."""
+FIRST = Header(torch.uint8, (HEADER_BYTES + SMALL_BYTES,))
+"""Where a message that begins with a header is received: Gloo takes one that is shorter too."""
+AHEAD = 8
+"""Such messages that are awaited at once, from one peer."""
 TENSOR, HEADER = 0, 1
 """Tags: headers are awaited ahead of the tensors that are under way."""
-REUSED_BYTES = 1 << 20
-"""What is smaller gets memory from the system each time."""
 CLOSE_S = 1.0
 """How long to wait for a thread at the end: after a loss it may still await what never comes."""
 
-_Expected = queue.SimpleQueue[tuple[Label, Tensor, dist.Work] | None]
-"""Label, the tensor that is being filled, and the work that fills it. None ends it."""
+_Expected = queue.SimpleQueue[Label | None]
+"""None ends it."""
+_UnderWay = tuple[Label, Tensor, dist.Work]
+"""A label, the memory that is being filled, and the work that fills it."""
 
 
-def pack(label: Label, header: Header) -> Tensor:
+def pack(label: Label, header: Header) -> bytes:
     shape = [*header.shape, *(0,) * (MAX_DIMENSIONS - len(header.shape))]
     fields = [MAGIC, label.step, WHAT.index(label.what), label.source, label.target, label.micro, label.part]
-    return torch.tensor([*fields, header.code, len(header.shape), *shape])
+    return LAYOUT.pack(*fields, header.code, len(header.shape), *shape).ljust(HEADER_BYTES, b"\0")
 
 
-def unpack(numbers: Sequence[int], label: Label) -> Header:
+def unpack(data: bytes, label: Label) -> Header:
     """What was sent, which must be what is expected."""
-    magic, step, what, source, target, micro, part, code, dimensions, *shape = numbers
+    magic, step, what, source, target, micro, part, code, dimensions, *shape = LAYOUT.unpack_from(data)
     if magic != MAGIC or not 0 <= what < len(WHAT) or not 0 <= dimensions <= MAX_DIMENSIONS:
         raise TheirProtocolError(
             f"What came instead of the {label} is no header. Run one version of Potluck everywhere."
@@ -69,7 +79,8 @@ class GroupChannel:
         self._device = device
         self._rank = rank
         self._workers = workers
-        self._sent: list[tuple[Label, dist.Work, Tensor]] = []
+        self._buffers = Buffers()
+        self._sent: list[_UnderWay] = []
         self._here: dict[Label, Tensor] = {}
         self._changed = threading.Condition()
         self._error: Exception | None = None
@@ -80,8 +91,7 @@ class GroupChannel:
         for label in labels:
             peer = label.source % self._workers
             if peer != self._rank:
-                head = torch.empty(FIELDS + MAX_DIMENSIONS, dtype=torch.int64)
-                self._reader(peer).put((label, head, self._start_receive(head, peer, label, HEADER)))
+                self._reader(peer).put(label)
 
     def send(self, label: Label, tensor: Tensor) -> None:
         peer = label.target % self._workers
@@ -89,16 +99,18 @@ class GroupChannel:
             with self._changed:
                 self._here[label] = tensor.detach()
             return
-        payload = tensor.detach().to("cpu").contiguous()
-        parts = (pack(label, Header.of(payload)), HEADER), (payload.reshape(-1).view(torch.uint8), TENSOR)
-        for part, tag in parts:
-            if part.numel():
-                try:
-                    work = dist.isend(part, group=self._group, group_dst=peer, tag=tag)
-                except RuntimeError as error:
-                    raise _lost(label, label.target, "could not be sent", error) from error
-                assert work is not None
-                self._sent.append((label, work, part))
+        tensor = tensor.detach()
+        header = Header.of(tensor)
+        head = torch.frombuffer(bytearray(pack(label, header)), dtype=torch.uint8)
+        if header.nbytes <= SMALL_BYTES:
+            first = self._buffers.take(Header(torch.uint8, (HEADER_BYTES + header.nbytes,)))
+            first[:HEADER_BYTES] = head
+            first[HEADER_BYTES:].view(header.dtype).view(header.shape).copy_(tensor)
+            self._start_send(first, peer, label, HEADER)
+        else:
+            self._start_send(head, peer, label, HEADER)
+            payload = tensor.to("cpu").contiguous()
+            self._start_send(payload.reshape(-1).view(torch.uint8), peer, label, TENSOR)
 
     def receive(self, label: Label) -> Tensor:
         with self._changed:
@@ -111,7 +123,7 @@ class GroupChannel:
 
     def flush(self) -> None:
         sent, self._sent = self._sent, []
-        for label, work, _ in sent:
+        for label, _, work in sent:
             try:
                 work.wait()
             except RuntimeError as error:
@@ -127,43 +139,61 @@ class GroupChannel:
 
     def _reader(self, peer: int) -> _Expected:
         if peer not in self._readers:
-            headers, tensors = _Expected(), _Expected()
-            self._readers[peer] = headers
-            for read, given in ((self._read_headers, (peer, headers, tensors)), (self._read_tensors, (tensors,))):
+            expected: _Expected = queue.SimpleQueue()
+            tensors: queue.SimpleQueue[_UnderWay | None] = queue.SimpleQueue()
+            self._readers[peer] = expected
+            for read, given in ((self._read_headers, (peer, expected, tensors)), (self._read_tensors, (tensors,))):
                 thread = threading.Thread(target=read, args=given, name=f"tensors from worker {peer}", daemon=True)
                 thread.start()
                 self._threads.append(thread)
         return self._readers[peer]
 
-    def _read_headers(self, peer: int, headers: _Expected, tensors: _Expected) -> None:
-        memory = _Memory()
+    def _read_headers(self, peer: int, expected: _Expected, tensors: "queue.SimpleQueue[_UnderWay | None]") -> None:
+        awaited: deque[_UnderWay] = deque()
+        is_open = True
         try:
-            while (expected := headers.get()) is not None:
-                tensors.put(self._on_header(peer, memory, *expected))
+            while is_open or awaited:
+                while is_open and len(awaited) < AHEAD and not (awaited and expected.empty()):
+                    if (label := expected.get()) is None:
+                        is_open = False
+                    else:
+                        first = self._buffers.take(FIRST)
+                        awaited.append((label, first, self._start_receive(first, peer, label, HEADER)))
+                if awaited:
+                    self._on_header(peer, tensors, *awaited.popleft())
         except Exception as error:
             self._fail(error)
         finally:
             tensors.put(None)
 
     def _on_header(
-        self, peer: int, memory: "_Memory", label: Label, head: Tensor, work: dist.Work
-    ) -> tuple[Label, Tensor, dist.Work]:
+        self,
+        peer: int,
+        tensors: "queue.SimpleQueue[_UnderWay | None]",
+        label: Label,
+        first: Tensor,
+        work: dist.Work,
+    ) -> None:
         _wait(label, work)
-        tensor = memory.empty(unpack(head.tolist(), label))
-        if tensor.numel():
-            work = self._start_receive(tensor.view(-1).view(torch.uint8), peer, label, TENSOR)
-        return label, tensor, work
+        header = unpack(first[:HEADER_BYTES].numpy().tobytes(), label)
+        if header.nbytes <= SMALL_BYTES:
+            found = first[HEADER_BYTES : HEADER_BYTES + header.nbytes].view(header.dtype).view(header.shape)
+            self._give(label, found)
+        else:
+            tensor = self._buffers.take(header)
+            tensors.put((label, tensor, self._start_receive(tensor.view(-1).view(torch.uint8), peer, label, TENSOR)))
 
-    def _read_tensors(self, tensors: _Expected) -> None:
+    def _read_tensors(self, tensors: "queue.SimpleQueue[_UnderWay | None]") -> None:
         try:
-            while (expected := tensors.get()) is not None:
-                self._on_tensor(*expected)
-                del expected  # else its memory would be in use until the next one comes
+            while (coming := tensors.get()) is not None:
+                label, tensor, work = coming
+                _wait(label, work)
+                self._give(label, tensor)
+                del coming, tensor, work  # else its memory would be in use until the next one comes
         except Exception as error:
             self._fail(error)
 
-    def _on_tensor(self, label: Label, tensor: Tensor, work: dist.Work) -> None:
-        _wait(label, work)
+    def _give(self, label: Label, tensor: Tensor) -> None:
         with self._changed:
             self._here[label] = tensor
             self._changed.notify_all()
@@ -173,6 +203,14 @@ class GroupChannel:
             self._error = self._error or error
             self._changed.notify_all()
 
+    def _start_send(self, part: Tensor, peer: int, label: Label, tag: int) -> None:
+        try:
+            work = dist.isend(part, group=self._group, group_dst=peer, tag=tag)
+        except RuntimeError as error:
+            raise _lost(label, label.target, "could not be sent", error) from error
+        assert work is not None
+        self._sent.append((label, part, work))
+
     def _start_receive(self, tensor: Tensor, peer: int, label: Label, tag: int) -> dist.Work:
         try:
             work = dist.irecv(tensor, group=self._group, group_src=peer, tag=tag)
@@ -180,33 +218,6 @@ class GroupChannel:
             raise _lost(label, label.source, "did not come", error) from error
         assert work is not None
         return work
-
-
-class _Memory:
-    """Memory of tensors that are gone, for those that come: to get fresh pages costs more than to fill them.
-
-    It never holds more than was in use at once.
-    """
-
-    def __init__(self) -> None:
-        self._blocks: list[tuple[Tensor, StorageWeakRef]] = []
-        """Bytes, and a storage on top of them that expires when nobody uses them any more."""
-
-    def empty(self, header: Header) -> Tensor:
-        if header.nbytes < REUSED_BYTES:
-            return header.empty()
-        block = self._take(header.nbytes)
-        shared = from_dlpack(block)
-        self._blocks.append((block, StorageWeakRef(shared.untyped_storage())))  # type: ignore[no-untyped-call]
-        return shared[: header.nbytes].view(header.dtype).view(header.shape)
-
-    def _take(self, size_bytes: int) -> Tensor:
-        free = [place for place, (_, user) in enumerate(self._blocks) if user.expired()]  # type: ignore[no-untyped-call]
-        fitting = [place for place in free if self._blocks[place][0].nbytes >= size_bytes]
-        if fitting:
-            return self._blocks.pop(min(fitting, key=lambda place: self._blocks[place][0].nbytes))[0]
-        self._blocks = [each for place, each in enumerate(self._blocks) if place not in free]
-        return torch.empty(size_bytes, dtype=torch.uint8)
 
 
 def _wait(label: Label, work: dist.Work) -> None:
