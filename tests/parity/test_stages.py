@@ -1,5 +1,6 @@
 """A model cut into stages, on real workers, against plain PyTorch in one process: every protocol, schedule and cut."""
 
+import time
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 import potluck
 from potluck import DataStore, Direct, Pipeline, Stages
 from potluck.errors import ConfigError
+from potluck.events import Decided, StepDone
 from potluck.stages.plan import Plan
 from potluck.stages.seats import seed_of
 from potluck.train import drafts, shelf
@@ -76,6 +78,7 @@ def one_process(
     micro: int = MICRO,
     lanes: int = 1,
     drop: bool = True,
+    batch: int = BATCH,
 ) -> dict[str, Any]:
     """Plain PyTorch, with each layer's random numbers from the micro-batch and the layer's place."""
     model, optimizer = make(tied, drop)
@@ -93,10 +96,10 @@ def one_process(
         if at == ROWS:
             epoch, at = epoch + 1, 0
             order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(mix(0, epoch)))
-        end = min(at + BATCH, ROWS)
+        end = min(at + batch, ROWS)
         total = count = 0.0
         parts = torch.arange(at, end).tensor_split(lanes)
-        for part in (one for lane in parts for one in lane.split(micro)):
+        for part in (one for lane in parts if len(lane) for one in lane.split(micro)):
             seed = mix(0, epoch, int(part[0]))
             loss, samples = loss_of(model, rows[order[part]])
             (loss * samples).backward()
@@ -117,22 +120,26 @@ def train(stages: Any, options: dict[str, Any]) -> dict[str, Any]:
     drafts.MEASURE_S = 0.0  # what a cut is balanced by does not matter here
     clip, tied = options.get("clip"), options.get("tied", True)
     losses, step = [], options.get("step", potluck.StepConfig(clip=clip))
-    policy, strategy = potluck.Sync(balance=False), options.get("strategy", potluck.NoShard())
+    policy, strategy = options.get("policy", potluck.Sync(balance=False)), options.get("strategy", potluck.NoShard())
+    batch_size, steps = options.get("batch", BATCH), options.get("steps", STEPS)
+    rows: list[list[int]] = []
     with potluck.init(policy, strategy, stages=stages, step=step, patience_s=30) as fleet:
         model, optimizer = make(tied, options.get("drop", True))
         model.to(options.get("device", "cpu"))
-        model, optimizer, loader = fleet.prepare(model, optimizer, data(), batch_size=BATCH, loss=loss_of)
-        while fleet.step_number < STEPS:
+        model, optimizer, loader = fleet.prepare(model, optimizer, data(), batch_size=batch_size, loss=loss_of)
+        fleet.events.listeners.append(lambda e: rows.append(list(e.rows)) if isinstance(e, Decided) else None)
+        if fleet.lane in options.get("slow", ()):
+            model.register_forward_pre_hook(lambda *_: time.sleep(0.02))
+        fleet.events.listeners.append(lambda e: losses.append(e.loss) if isinstance(e, StepDone) else None)
+        while fleet.step_number < steps:
             for batch in loader:
                 fleet.train(loss_of, batch)
-                event = fleet.step()
-                if event is not None:
-                    losses.append(event.loss)
-                if fleet.step_number == STEPS:
+                fleet.step()
+                if fleet.step_number == steps:
                     break
         model.state_dict()  # waits for what ShardGradOp is still sending
         whole = {name: gathered(p) for name, p in model.named_parameters()}
-        return {"losses": losses, "weights": whole}
+        return {"losses": losses, "weights": whole, "rows": rows}
 
 
 def assert_same(found: list[dict[str, Any]], judge: dict[str, Any]) -> None:
@@ -178,6 +185,23 @@ def test_replicas_side_by_side_step_as_one(schedule: Any) -> None:
         for name, tensor in found[one]["weights"].items():
             assert torch.equal(tensor, found[other]["weights"][name]), name
     assert_same(found, one_process(micro=2, lanes=2))
+
+
+@pytest.mark.parametrize("kind", ["pipeline", "datastore"])
+def test_a_replica_without_rows_takes_no_part_in_a_step(kind: str, tmp_path: Any) -> None:
+    """22 rows in batches of 7: the fourth has one row, which the first of two replicas gets."""
+    protocol: Any = PIPELINE if kind == "pipeline" else DataStore(url=f"file://{tmp_path}/run", micro_batch_size=MICRO)
+    found = run_ranks(4, train, Stages(protocol=protocol, count=2), {"batch": 7})
+    assert_same(found, one_process(lanes=2, batch=7))
+
+
+def test_a_replica_of_slow_stages_gets_fewer_rows() -> None:
+    options = {"slow": (1,), "policy": potluck.Sync(), "drop": False, "batch": 11, "steps": 12}
+    found = run_ranks(4, train, Stages(protocol=Pipeline(micro_batch_size=2), count=2), options)
+    shared = found[0]["rows"]
+    assert all(each["rows"] == shared for each in found)
+    assert shared and shared[-1][0] > shared[-1][1], shared
+    assert_same(found, one_process(steps=12, lanes=2, batch=11, micro=2, drop=False))
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from potluck.errors import ConfigError
 from potluck.shard.collectives import Collectives, Lent, lend, local_part, sum_gradients
 from potluck.shard.ranges import Spec
-from potluck.shard.runs import Run, Span, claim, group_names, homes, insist_on_elementwise, repoint
+from potluck.shard.runs import Run, Span, claim, group_names, homes, insist_on_elementwise, repoint, scaling
 from potluck.shard.sharded import Sharded
 
 
@@ -127,9 +127,8 @@ class FullySharded(Sharded):
     @torch.no_grad()
     def step(self, scale: float = 1.0) -> None:
         self.finish()
-        if scale != 1.0 and (gradients := self.gradients()):
-            torch._foreach_mul_(gradients, scale)
-        self.optimizer.step()
+        with scaling(self.optimizer, self.gradients(), scale):
+            self.optimizer.step()
         self._forget()
 
     def share(self) -> None:

@@ -5,7 +5,8 @@ Saving, averaging and handing over need nothing else than a rank's runs and the 
 """
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,6 +104,31 @@ def step_unless(optimizer: Optimizer, is_bad: Tensor, factor: Tensor) -> None:
         optimizer.step()
     finally:
         del optimizer.found_inf, optimizer.grad_scale  # type: ignore[attr-defined]
+
+
+@contextmanager
+def scaling(optimizer: Optimizer, gradients: Sequence[Tensor], scale: float) -> Iterator[None]:
+    """Within it, steps are on the gradients times `scale`; one that is fused does that in the same pass over them."""
+    if scale == 1.0 or not gradients:
+        yield
+    elif _scales_by_itself(optimizer, gradients):
+        optimizer.grad_scale = torch.tensor(1 / scale, dtype=torch.float32)  # type: ignore[attr-defined]
+        try:
+            yield
+        finally:
+            del optimizer.grad_scale  # type: ignore[attr-defined]
+    else:
+        torch._foreach_mul_(list(gradients), scale)
+        yield
+
+
+def _scales_by_itself(optimizer: Optimizer, gradients: Sequence[Tensor]) -> bool:
+    """It takes the scale in 32 bits, which is too few for gradients of 64."""
+    return (
+        getattr(optimizer, "_step_supports_amp_scaling", False)
+        and all(group.get("fused") for group in optimizer.param_groups)
+        and not any(gradient.dtype == torch.float64 for gradient in gradients)
+    )
 
 
 def claim(parameters: Mapping[str, nn.Parameter], owner: object) -> None:

@@ -31,7 +31,7 @@ from potluck.errors import ConfigError
 from potluck.shard.collectives import Collectives
 from potluck.shard.optimizer_shard import weights_for
 from potluck.shard.ranges import Spec
-from potluck.shard.runs import Run, claim, group_names, homes, insist_on_elementwise, repoint
+from potluck.shard.runs import Run, claim, group_names, homes, insist_on_elementwise, repoint, scaling
 from potluck.shard.sharded import Sharded
 from potluck.shard.units import Home, Member, Placement, Stretch, Sum, Unit
 
@@ -91,9 +91,8 @@ class UnevenShards(Sharded):
     @torch.no_grad()
     def step(self, scale: float = 1.0) -> None:
         self.finish()
-        if scale != 1.0 and (gradients := self.gradients()):
-            torch._foreach_mul_(gradients, scale)
-        self._step_except(self._idle)
+        with scaling(self.optimizer, self.gradients(), scale):
+            self._step_except(self._idle)
         self._forget()
 
     @torch.no_grad()

@@ -23,7 +23,17 @@ from potluck.errors import ConfigError
 from potluck.shard.collectives import Collectives, Pending
 from potluck.shard.optimizer_shard import OptimizerShard, weights_for
 from potluck.shard.ranges import Spec
-from potluck.shard.runs import Run, Span, claim, group_names, homes, in_host_memory, insist_on_elementwise, repoint
+from potluck.shard.runs import (
+    Run,
+    Span,
+    claim,
+    group_names,
+    homes,
+    in_host_memory,
+    insist_on_elementwise,
+    repoint,
+    scaling,
+)
 from potluck.shard.sharded import Sharded
 
 BUCKET_BYTES = 8 << 20
@@ -148,11 +158,10 @@ class ShardedOptimizer(Sharded):
         if self._is_stale:
             raise ConfigError(_FORGOTTEN)
         self.finish()
-        if scale != 1.0:
-            self.gradient.mul_(scale)
-        if self._host is not None:
-            self._host_gradient.copy_(self.gradient)
-        self._step_except(self._idle)
+        with scaling(self.optimizer, self.gradients(), scale):
+            if self._host is not None:
+                self._host_gradient.copy_(self.gradient)
+            self._step_except(self._idle)
         self._forget()
         self._is_stale = self.collectives.world > 1 or self._host is not None
 

@@ -8,6 +8,7 @@ and started again finds what it was sent.
 import math
 import re
 import struct
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -55,6 +56,8 @@ class StoreChannel:
         self._sent: list[Future[Any]] = []
         self._expected: dict[int, deque[Label]] = {}
         self._coming: dict[Label, Future[Tensor]] = {}
+        self._last: dict[int, threading.Event] = {}
+        """By source: whether the object that is to be fetched last is there."""
         self._received: set[Label] = set()
         """And not consumed yet."""
         self._marks: dict[int, int] = {}
@@ -127,7 +130,7 @@ class StoreChannel:
         under_way = sum(label.source == source for label in self._coming)
         expected = self._expected.get(source, deque())
         while expected and under_way < 2 * self._in_flight:
-            self._start_fetch(expected.popleft())
+            self._start_fetch(expected.popleft(), self._last.get(source))
             under_way += 1
 
     def _fetch_now(self, label: Label) -> Future[Tensor]:
@@ -138,20 +141,28 @@ class StoreChannel:
             expected.remove(label)
         return self._start_fetch(label)
 
-    def _start_fetch(self, label: Label) -> Future[Tensor]:
-        self._coming[label] = coming = self._station.start_get(lambda: self._fetch(label))
+    def _start_fetch(self, label: Label, before: threading.Event | None = None) -> Future[Tensor]:
+        """`before`: nobody looks for this one until that is set."""
+        is_there = self._last[label.source] = threading.Event()
+        self._coming[label] = coming = self._station.start_get(lambda: self._fetch(label, before, is_there))
         return coming
 
-    def _fetch(self, label: Label) -> Tensor:
+    def _fetch(self, label: Label, before: threading.Event | None, is_there: threading.Event) -> Tensor:
         arrived: list[Tensor] = []
 
         def room(about: bytes, size: int) -> memoryview:
+            is_there.set()
             header = header_of(about, size, label)
             arrived[:] = [self._memory_for(header)]
             return bytes_of(arrived[0])
 
-        # Without end: an object may be awaited long before anybody asks for it. receive() has the deadline.
-        self._store.wait_for(key_of(label), room, f"the {label}", patience_s=float("inf"))
+        try:
+            if before is not None:  # they come one after another, and to look for each of them would take its time
+                before.wait()
+            # Without end: an object may be awaited long before anybody asks for it. receive() has the deadline.
+            self._store.wait_for(key_of(label), room, f"the {label}", patience_s=float("inf"))
+        finally:
+            is_there.set()
         return arrived[0]
 
     def _memory_for(self, header: Header) -> Tensor:

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from potluck.errors import ConfigError
 from potluck.shard.blocks import find_blocks
-from potluck.shard.runs import can_skip, held_bytes, in_host_memory, step_unless
+from potluck.shard.runs import can_skip, held_bytes, in_host_memory, scaling, step_unless
 from potluck.train.buckets import Buckets
 from potluck.train.link import Link
 from potluck.train.state import saved_buffers
@@ -175,9 +175,8 @@ class Replica:
 
     def apply(self, scale: float) -> None:
         """Scales the gradient and steps the optimizer."""
-        if scale != 1.0 and (gradients := self._gradients()):
-            torch._foreach_mul_(gradients, scale)
-        (self._on_host or self.optimizer).step()
+        with scaling(self.optimizer, self._gradients(), scale):
+            (self._on_host or self.optimizer).step()
         self.drop()
 
     @property
