@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -141,12 +142,8 @@ def bare_at(url: str) -> Side:
 
 def in_threads(count: int, work: Callable[[int], None]) -> None:
     """work(0) to work(count - 1), in order, by as many threads as ours has."""
-    numbers = iter(range(count))
-    threads = [threading.Thread(target=lambda: [work(number) for number in numbers]) for _ in range(THREADS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(THREADS) as threads:
+        list(threads.map(work, range(count)))
 
 
 class BareFolder:
@@ -189,7 +186,7 @@ class BareBucket:
 
         def work(number: int) -> None:
             data = memoryview(tensors[number].numpy()).cast("B")
-            obstore.put(self._store, f"{turn}-{number}", data, use_multipart=False)
+            once_there(lambda: obstore.put(self._store, f"{turn}-{number}", data, use_multipart=False))
 
         in_threads(len(tensors), work)
 
@@ -207,10 +204,13 @@ class BareBucket:
 
 
 def once_there(look: Callable[[], Any]) -> Any:
+    """Tries until it works: rclone answers one request of thousands with an internal error of its own."""
+    from obstore.exceptions import GenericError
+
     while True:
         try:
             return look()
-        except FileNotFoundError:
+        except (FileNotFoundError, GenericError):
             time.sleep(0.0005)
 
 

@@ -833,13 +833,15 @@ def test_files_of_consumed_objects_are_written_over_and_gone_in_the_end(tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
-def test_spares_are_few(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("limit_bytes", "kept"), [(1 << 28, 32), (10 << 20, 9)])
+def test_spares_are_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit_bytes: int, kept: int) -> None:
+    monkeypatch.setattr("potluck.stages.folder.SPARES_BYTES", limit_bytes)
     store = store_at(tmp_path)
     payload = memoryview(bytes(1 << 20))
-    for number in range(20):
+    for number in range(40):
         store.put(f"box/k{number}", [payload])
-    store.recycle(f"box/k{number}" for number in range(20))
-    assert store.keys("box") == [] and len(files(tmp_path)) == 8
+    store.recycle(f"box/k{number}" for number in range(40))
+    assert store.keys("box") == [] and len(files(tmp_path)) == kept
     store.recycle(["box/k1", "box/never-was"])
     store.clear()
     assert list(tmp_path.iterdir()) == []

@@ -21,8 +21,8 @@ from potluck.stages.place import Exists, Missing, Unreachable
 UNFINISHED = re.compile(r"\.(?P<name>[^/]+)~[0-9a-f]{8}")
 """A file that is being written, or was when its writer died; or one that waits to be written over."""
 _SPARE = ".spare-"
-SPARES = 8
-"""Files that are kept to be written over, in each folder."""
+SPARES, SPARES_BYTES = 32, 1 << 28
+"""Files that are kept to be written over, in each folder: so many, or of so many bytes together."""
 SPARE_BYTES = 1 << 20
 """Smaller ones are not worth it."""
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -103,7 +103,7 @@ class Folder:
                 folder = path.rpartition("/")[0]
                 with suppress(FileNotFoundError):
                     size = os.stat(path).st_size
-                    if size >= SPARE_BYTES and len(_spares(folder)) < SPARES:
+                    if size >= SPARE_BYTES and len(_spares(folder)) < min(SPARES, SPARES_BYTES // size):
                         os.rename(path, f"{folder}/{_SPARE}{size}~{secrets.token_hex(4)}")
                     else:
                         os.unlink(path)
