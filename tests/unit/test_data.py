@@ -1,3 +1,4 @@
+import multiprocessing
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,17 @@ def test_batches_that_are_fetched_ahead_are_the_same_also_when_shares_change() -
         return epochs
 
     assert taken(ahead=True) == taken(ahead=False)
+
+
+def test_processes_that_fetch_rows_end_with_the_pass_that_needed_them() -> None:
+    loader = loader_of(torch.arange(12), size=4, fetchers=2)
+    before = set(multiprocessing.active_children())
+    drain(loader)
+    assert set(multiprocessing.active_children()) == before
+    for _ in loader:
+        assert len(multiprocessing.active_children()) == len(before) + 2
+        break
+    assert set(multiprocessing.active_children()) == before
 
 
 def test_nothing_is_fetched_ahead_of_data_that_may_draw_random_numbers() -> None:

@@ -227,27 +227,36 @@ class Loader:
             raise ConfigError("The dataset is empty.")
 
     def __iter__(self) -> Iterator[Any]:
-        order, shares = self._order(), None
-        while self.position.row < self.rows and not self.is_stopped():
-            self._insist_on_step()
-            if shares != self.shares:  # also at first: rows are fetched ahead, for shares as they are
-                shares = self.shares
-                self._fetched, self._ahead = iter(self._fetch(order, self.position.row)), None
-            for micro in self._step_at(self.position.row):
-                self.current = micro
-                if micro.start == micro.end:
-                    self.on_empty()
-                    continue
-                if not micro.counts:
-                    self.on_stand_in()
-                batch, self._ahead = self._ahead, None
-                yield to_device(next(self._fetched), self._device) if batch is None else batch
+        yield from self._rest_of_epoch()
         self._insist_on_step()
         if self.is_stopped() and self.position.row < self.rows:
             return
         self.current = None
         self.on_epoch_end()
         self.position = Position(self.position.epoch + 1)
+
+    def _rest_of_epoch(self) -> Iterator[Any]:
+        order, shares = self._order(), None
+        fetched: Iterator[Any] = iter(())
+        try:
+            while self.position.row < self.rows and not self.is_stopped():
+                self._insist_on_step()
+                if shares != self.shares:  # also at first: rows are fetched ahead, for shares as they are
+                    shares = self.shares
+                    fetched = self._fetched = iter(self._fetch(order, self.position.row))
+                    self._ahead = None
+                for micro in self._step_at(self.position.row):
+                    self.current = micro
+                    if micro.start == micro.end:
+                        self.on_empty()
+                        continue
+                    if not micro.counts:
+                        self.on_stand_in()
+                    batch, self._ahead = self._ahead, None
+                    yield to_device(next(fetched), self._device) if batch is None else batch
+        finally:
+            if fetched is self._fetched:  # else the processes that fetch would live for as long as we do
+                self._fetched, self._ahead = iter(()), None
 
     def fetch_ahead(self) -> None:
         """Sends the next batch to a GPU that still computes; if rows are mere tensors, which draw no random numbers."""
