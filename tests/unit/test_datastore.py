@@ -845,3 +845,22 @@ def test_spares_are_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit_b
     store.recycle(["box/k1", "box/never-was"])
     store.clear()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_of_objects_that_come_one_after_another_only_the_next_is_looked_for(tmp_path: Path) -> None:
+    source, target = channel_at(tmp_path, 0), channel_at(tmp_path, 1)
+    looked: list[str] = []
+    get = target._store.get
+    target._store.get = lambda key, room: (looked.append(key), get(key, room))[1]  # type: ignore[method-assign]
+    coming = [Label(0, "activation", 0, 1, micro) for micro in range(4)]
+    target.expect(coming)
+    wait_until(lambda: len(looked) > 3)
+    for label in coming:
+        assert {key for key in looked if key.startswith("to-")} == {key_of(label)}
+        source.send(label, tensor_of(label))
+        assert torch.equal(target.receive(label), tensor_of(label))
+        following = coming[label.micro + 1 : label.micro + 2]
+        looked.clear()
+        wait_until(lambda following=following: not following or len(looked) > 3)
+    source.close()
+    target.close()

@@ -92,7 +92,7 @@ def can_skip(optimizer: Optimizer) -> bool:
 def _has_begun(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
     """If SGD's first step is left out, its momentum stays what happened to be in memory."""
     return not group.get("momentum") or all(
-        optimizer.state[parameter].get("momentum_buffer") is not None for parameter in group["params"]
+        optimizer.state.get(parameter, {}).get("momentum_buffer") is not None for parameter in group["params"]
     )
 
 

@@ -13,8 +13,6 @@ from potluck.stages.store import CHECK_EVERY_S, Claim, Store
 T = TypeVar("T")
 IN_FLIGHT = 4
 """Objects that are put at once."""
-QUICK_S = 0.05
-"""What comes sooner is waited for in the cheapest way."""
 _MOST_GETS = 256
 """Threads are made as they are needed, and most of those that get only wait."""
 
@@ -48,11 +46,6 @@ class Station:
 
         Meanwhile asks whether our place is still ours, and `look`s.
         """
-        try:
-            return done.result(QUICK_S)
-        except TimeoutError:
-            if done.done():
-                raise
         deadline = time.monotonic() + self.store.patience_s
         while not done.done():
             left_s = deadline - time.monotonic()
