@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from potluck.agree.policy import Async
 from potluck.events import CheckpointSaved, EpochDone, Stalled, Validated, WorkerCame, WorkerWent
 from potluck.fleet.coordinator import LEGAL, PROTOCOL, Coordinator, Standing
-from potluck.fleet.description import settings_of
-from potluck.fleet.effects import Close, Effect, Emit, Expect, Finish, Restore, Send, SendCheckpoint
+from potluck.fleet.description import BUFFERS, Part, settings_of
+from potluck.fleet.effects import Close, Effect, Emit, Expect, Finish, Record, Restore, Send, SendCheckpoint
 from potluck.fleet.membership import Phase
 from potluck.wire.messages import (
     OURS,
@@ -139,7 +139,7 @@ def test_a_worker_that_comes_back_within_the_step_gets_all_of_its_averages(phase
 
 def test_a_silent_worker_is_given_up_after_patience_and_named_with_phase_and_seconds() -> None:
     faults = FaultScript().silence("w1", at_step=3, seconds=600)
-    run = Fleet(workers=2, faults=faults).finish()
+    run = Fleet(workers=2, faults=faults, slice_s=1.0).finish()
     assert faults.fired == ["silence w1"]
     (went,) = [went for went in run.told(WorkerWent) if went.name == "w1"]
     assert not went.polite
@@ -174,14 +174,98 @@ def test_a_silent_worker_that_wakes_joins_again() -> None:
     assert run.workers["w1"].weights == undisturbed()
 
 
-def test_a_stall_is_told_with_name_doing_and_seconds_and_nobody_is_given_up() -> None:
-    faults = FaultScript().stall("w1", at_step=2, seconds=35)
-    run = Fleet(workers=2, faults=faults).finish()
+def test_silence_is_told_while_it_lasts_and_names_nobody_else() -> None:
+    faults = FaultScript().silence("w1", at_step=3, seconds=600, phase="backward")
+    run = Fleet(workers=4, faults=faults, slice_s=1.0)
+    run.run_until(lambda: bool(run.told(WorkerWent)), limit_s=60)
+    assert faults.fired == ["silence w1"]
+    stalls = run.told(Stalled)
+    assert {stall.name for stall in stalls} == {"w1"}
+    assert PATIENCE_S / 2 < stalls[0].seconds < PATIENCE_S / 2 + 1
+    assert stalls[0].doing.startswith("silent while sending its gradient")
+
+
+def test_the_slices_of_a_sleeper_are_computed_by_idle_workers_before_patience_is_over() -> None:
+    faults = FaultScript().silence("w1", at_step=2, seconds=PATIENCE_S - 2)
+    run = Fleet(workers=3, faults=faults)
+    run.run_until(lambda: run.standing().step == 2)
+    assert faults.fired == ["silence w1"]
+    assert run.clock.now < 100 + PATIENCE_S - 2  # it still sleeps
+    others = [number for name in ("w0", "w2") for step, number in run.workers[name].slices_computed if step == 2]
+    assert sorted(others) == list(range(SLICES))
+    assert "so the others compute its part of step 2" in run.told(Stalled)[0].doing
+    run.finish()
+    assert run.workers["w1"].weights == undisturbed()
+    assert not [went for went in run.told(WorkerWent) if not went.polite]
+
+
+def test_a_sleeper_that_wakes_takes_part_again() -> None:
+    faults = FaultScript().silence("w1", at_step=2, seconds=PATIENCE_S - 3)
+    run = Fleet(workers=2, faults=faults, slice_s=0.5).finish()
+    assert faults.fired == ["silence w1"]
+    assert max(step for step, _ in run.workers["w1"].slices_computed) == STEPS
+
+
+def test_a_worker_that_beats_and_computes_nothing_holds_nobody_up_for_ever() -> None:
+    faults = FaultScript().stall("w1", at_step=2, seconds=1e6)
+    run = Fleet(workers=3, faults=faults).finish(limit_s=100)
     assert faults.fired == ["stall w1"]
     stalls = run.told(Stalled)
-    assert {(stall.name, stall.doing) for stall in stalls} == {("w1", "computing its gradient")}
-    assert [round(stall.seconds) for stall in stalls] == [10, 20, 31]
+    assert {stall.name for stall in stalls} == {"w1"}
+    assert stalls[0].doing.startswith("computing its gradient, so the others compute its part of step 2")
+    assert PATIENCE_S < stalls[0].seconds < PATIENCE_S + 1
     assert not [went for went in run.told(WorkerWent) if not went.polite]
+
+
+def test_a_worker_that_beats_and_evaluates_nothing_holds_nobody_up_for_ever() -> None:
+    faults = FaultScript().stall("w1", at_step=2, seconds=1e6, phase="evaluating")
+    run = Fleet(workers=3, faults=faults, evaluate_every=2).finish(limit_s=200)
+    assert faults.fired == ["stall w1"]
+    assert run.workers["w0"].validated[2] == pytest.approx(validation_of(0, VALIDATION_ROWS) / VALIDATION_ROWS)
+
+
+def test_a_slow_worker_is_not_taken_for_one_that_hangs() -> None:
+    """It needs longer than patience for each slice, but no longer than it always does."""
+    run = Fleet(workers=1, at_least=2, slice_s=1.0, patience_s=4.0, epochs=6)
+    slow = run.add("slow", slice_s=6.0)
+    run.finish()
+    relieved = [stall for stall in run.told(Stalled) if "so the others" in stall.doing]
+    assert len(relieved) == 1  # in its first step nothing was known of it
+    assert len(slow.slices_computed) > 5
+
+
+# A host that does not run for a while
+
+
+@pytest.mark.parametrize("at_s", [0.05, 0.31, 0.44, 0.52, 0.7, 1.3, 2.05])
+@pytest.mark.parametrize("seconds", [0.5, PATIENCE_S - 1, PATIENCE_S + 2, 10 * PATIENCE_S])
+def test_a_pause_of_the_host_changes_no_bit_and_loses_nobody(at_s: float, seconds: float) -> None:
+    run = Fleet(workers=3, save_every=2, evaluate_every=3)
+    run.run_for(at_s)
+    run.host.pause(seconds)
+    run.finish()
+    assert not [went for went in run.told(WorkerWent) if not went.polite]
+    assert run.restores == 0
+
+
+@pytest.mark.parametrize("at_s", [0.31, 0.44, 0.52, 0.7])
+def test_a_pause_of_the_host_does_not_hide_who_is_really_gone(at_s: float) -> None:
+    run = Fleet(workers=3)
+    run.run_for(at_s)
+    run.host.pause(3 * PATIENCE_S)
+    run.workers["w1"]._silent_until = math.inf
+    run.finish()
+    assert [went.name for went in run.told(WorkerWent) if not went.polite] in (["w1"], [])
+    assert run.workers["w0"].weights == undisturbed()
+
+
+def test_what_a_worker_sends_after_it_was_given_up_reaches_no_sum() -> None:
+    """Its gradient is in the socket when it is given up, and its report with it."""
+    faults = FaultScript().silence("w1", at_step=2, seconds=PATIENCE_S + 0.3)
+    run = Fleet(workers=2, faults=faults, slice_s=2.0)
+    run.finish()
+    assert faults.fired == ["silence w1"]
+    assert run.workers["w0"].weights == undisturbed()
 
 
 def test_only_those_who_are_waited_for_are_told_as_stalled() -> None:
@@ -357,11 +441,11 @@ def test_a_run_waits_patience_for_those_who_hold_its_weights() -> None:
 
 
 def test_a_worker_with_weights_of_a_forgotten_run_is_told_so() -> None:
-    """It held step 2 when all the others were lost at step 4, and nothing was saved."""
-    run = Fleet(workers=2, at_least=1)
+    """It held step 3 when all the others were lost at step 5, and nothing was saved."""
+    run = Fleet(workers=2, at_least=1, slice_s=1.0)
     run.run_until(lambda: run.standing().step == 2)
-    run.workers["w1"]._silent_until = run.clock.now + 40
-    run.run_until(lambda: run.standing().step == 4)
+    run.workers["w1"]._silent_until = run.clock.now + 60
+    run.run_until(lambda: run.standing().step == 5)
     run.workers["w0"].kill()
     run.run_until(lambda: run.workers["w1"].done, limit_s=100)
     assert run.workers["w1"].error is not None and "anew" in run.workers["w1"].error
@@ -1030,7 +1114,7 @@ def test_a_newcomer_that_says_twice_that_it_is_ready_is_let_in_once() -> None:
 def test_a_plain_peer_gets_a_range_and_its_mean_is_weighed_by_it() -> None:
     core = Coordinator(patience_s=10, secret=SECRET, plain_peers=True, at_least=2)
     came = effects_of(core, (1, JoinRequest("n", 1, "cuda")))
-    assert Send(1, JoinAccepted(0, 1)) in came
+    assert Send(1, JoinAccepted(0, 2)) in came  # as many as are expected
     effects = effects_of(core, (2, hello()), (2, ready()))
     assert Send(1, ShardAssignment(1, 0, 8)) in effects
     assert Expect(1, 1, ((0, 4),), (8 * 0.25,)) in effects
@@ -1041,7 +1125,139 @@ def test_a_plain_peers_bad_gradient_does_not_disturb_its_loss() -> None:
     core = Coordinator(patience_s=10, secret=SECRET, plain_peers=True, at_least=2)
     effects_of(core, (1, JoinRequest("n", 1, "cuda")), (2, hello()), (2, ready()))
     assert core.on_bad(100.0, 1, 1, (0, 4), "is not finite")
-    assert core.on_plain_payload(100.0, 1, 1, (0, 4), 2.5) == []
+    assert core.on_plain_loss(100.0, 1, 1, (0, 4), 2.5) == []
+
+
+def plain_fleet(plain: int, ours: int = 1, **changes: Any) -> tuple[Coordinator, list[Effect]]:
+    """Plain peers are 1, 2, ...; ours are 11, 12, ... The first step has begun."""
+    core = Coordinator(patience_s=10, secret=SECRET, plain_peers=True, at_least=plain + ours)
+    joins = [(1 + n, JoinRequest(f"plain {n}", 1, "cuda")) for n in range(plain)]
+    effects = effects_of(core, *joins)
+    for peer in range(11, 11 + ours):
+        effects += effects_of(core, (peer, hello(f"ours {peer}")), (peer, ready(**changes)))
+    return core, effects
+
+
+def assigned(effects: list[Effect]) -> list[tuple[int, int, int, int]]:
+    """(peer, step, first row, last + 1)"""
+    sent = [e for e in effects if isinstance(e, Send) and isinstance(e.message, ShardAssignment)]
+    return [(e.peer, e.message.step, e.message.shard_start, e.message.shard_end) for e in sent]
+
+
+def deliver(core: Coordinator, now: float = 101.0) -> list[Effect]:
+    """Everybody reports and sends what it owes of the step under way, and the mean is formed."""
+    under = core.now
+    assert under is not None
+    for member in list(core.membership.ready):
+        numbers = [number for node in member.nodes for number in range(*node)]
+        if not member.plain and numbers:
+            ones = np.ones(len(numbers))
+            core.on_message(now, member.peer, SliceReport(under.step, np.array(numbers, "<u4"), ones, ones, 0.1, b""))
+        for node in list(member.nodes):
+            if member.plain:
+                core.on_plain_loss(now, member.peer, under.step, node, 2.0)
+            core.on_payload(now, member.peer, under.step, node)
+    return core.on_mean(now, under.step)
+
+
+def test_every_plain_peer_gets_rows_in_every_step() -> None:
+    """Of 17 rows in batches of 16 the second step has one row, which goes to a plain peer."""
+    core, effects = plain_fleet(1, rows=17)
+    assert assigned(effects) == [(1, 1, 0, 8)]
+    assert assigned(deliver(core)) == [(1, 2, 16, 17)]
+
+
+def test_with_fewer_rows_than_plain_peers_the_others_get_an_empty_assignment() -> None:
+    core, _ = plain_fleet(3, rows=17)
+    second = assigned(deliver(core))
+    assert [peer for peer, *_ in second] == [1, 2, 3]
+    assert sorted((start, end) for _, _, start, end in second) == [(16, 16), (16, 16), (16, 17)]
+    assert core.membership.late(1e6, 10) and len(core.membership.late(1e6, 10)) == 2  # ours, and the one that owes
+
+
+def test_no_step_beyond_the_end_of_the_run_is_handed_out() -> None:
+    core, _ = plain_fleet(1, rows=32, rows_limit=32)
+    assert assigned(deliver(core)) == [(1, 2, 16, 24)]
+    last = deliver(core)
+    assert not assigned(last) and not any(isinstance(e, Send) and isinstance(e.message, Work) for e in last)
+    assert core.now is None and core.standing.rows_seen == 32
+
+
+def test_a_run_whose_end_is_known_commits_no_step_too_many() -> None:
+    run = Fleet(workers=3, description=described(rows_limit=2 * 37)).finish()
+    steps = [item.step for w in run.workers.values() for item in w.line.received if isinstance(item, Work)]
+    assert max(steps) == STEPS == run.standing().step
+
+
+def test_a_plain_peer_is_not_given_a_second_assignment_within_a_step() -> None:
+    core, _ = plain_fleet(1, ours=2)
+    gone = core.on_closed(101.0, 11, "killed")
+    assert not assigned(gone)  # its slices go to the other one of ours
+    core, _ = plain_fleet(1, ours=1)
+    gone = core.on_closed(101.0, 11, "killed")
+    assert not assigned(gone) and core.now is None
+    back = effects_of(core, (12, hello()), (12, ready()), now=102.0)
+    assert core.now is not None and core.now.step == 1
+    assert not assigned(back)
+    (ours,) = core.membership.holders
+    assert {number for node in ours.nodes for number in range(*node)} == set(range(SLICES))
+
+
+def test_a_plain_peers_silence_counts_only_while_it_owes_something() -> None:
+    core, _ = plain_fleet(1)
+    (plain,) = [m for m in core.membership.ready if m.plain]
+    core.on_plain_loss(105.0, 1, 1, (0, 4), 2.0)
+    core.on_payload(105.0, 1, 1, (0, 4))
+
+    def closed(now: float) -> list[int]:
+        core.on_heard(now, 11)
+        return [effect.peer for effect in core.on_tick(now) if isinstance(effect, Close)]
+
+    assert not any(closed(105.0 + seconds) for seconds in range(60))
+    deliver(core, now=170.0)
+    assert plain.nodes
+    assert not any(closed(170.0 + seconds) for seconds in range(11))
+    assert closed(180.5) == [1]
+
+
+def test_a_plain_peer_that_arrives_last_is_counted_in_the_loss() -> None:
+    core, _ = plain_fleet(1)
+    records = [effect.step for effect in deliver(core) if isinstance(effect, Record)]
+    assert [record.loss for record in records] == [pytest.approx((8 * 2.0 + 4 * 1.0) / (8 + 4))]
+
+
+def test_a_plain_peer_cannot_go_back_with_the_run() -> None:
+    core, _ = plain_fleet(1)
+    deliver(core)
+    effects_of(core, (12, hello()), (12, ready()))
+    core.on_closed(102.0, 11, "killed")
+    effects = core.restored(120.0, None)
+    assert Send(1, Shutdown()) in effects
+    assert not any(member.plain for member in core.membership.members.values())
+
+
+def test_a_plain_peer_may_come_back_before_the_first_step_is_done() -> None:
+    core, _ = plain_fleet(1)
+    core.on_closed(101.0, 1, "killed")
+    came = effects_of(core, (2, JoinRequest("again", 1, "cuda")), now=102.0)
+    assert Send(2, JoinAccepted(2, 2)) in came
+    assert assigned(came) == [(2, 1, 0, 0)]  # its rows are with ours already, and an average follows
+    assert [peer for peer, *_ in assigned(deliver(core))] == [2]
+
+
+def test_a_model_with_buffers_is_none_for_plain_peers() -> None:
+    parts = (*described().parts, Part(None, BUFFERS, (2,)))
+    core, effects = plain_fleet(1, parts=parts)
+    assert Send(1, Shutdown()) in effects and not any(m.plain for m in core.membership.members.values())
+    assert effects_of(core, (3, JoinRequest("n", 1, "cuda")))[0] == Send(3, Shutdown())
+
+
+def test_a_plain_peer_that_leaves_at_the_end_is_not_told_as_lost() -> None:
+    core, _ = plain_fleet(1)
+    deliver(core)
+    effects_of(core, (11, Leave(1, "finished")))
+    went = [e.event for e in core.on_closed(103.0, 1, "it closed the connection") if isinstance(e, Emit)]
+    assert [event.polite for event in went] == [True]
 
 
 def test_a_plain_peer_may_not_come_once_the_run_is_on() -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from potluck.events import Stalled
+from potluck.events import Stalled, WorkerWent
 from potluck.fleet.client import Client, Lost
 from potluck.train.data import mix
 from potluck.wire import (
@@ -99,16 +99,59 @@ class PlainPeer(threading.Thread):
         self.optimizer.step()
 
 
-def whole_batches() -> dict[str, torch.Tensor]:
+class LockstepPeer(PlainPeer):
+    """As the published worker is: it waits for an assignment, sends its gradient, waits for the average; it sends no
+    heartbeat, and whatever else comes is its end."""
+
+    def __init__(self, port: int, codec: str = "entrenar", slow_s: float = 0.0) -> None:
+        super().__init__(port, codec)
+        self.slow_s = slow_s
+        self.error: str | None = None
+        self.assigned: list[tuple[int, int, int]] = []
+        self._payloads: list[bytes] = []
+
+    def run(self) -> None:
+        torch.set_num_threads(1)
+        try:
+            super().send(JoinRequest("published", 1, "cpu"))
+            self.worker_id = self.expect(JoinAccepted).worker_id
+            while not isinstance(work := self.expect(ShardAssignment, Shutdown), Shutdown):
+                self.assigned.append((work.step, work.shard_start, work.shard_end))
+                time.sleep(self.slow_s)
+                self.compute(work)
+                self.apply(self.expect(AveragedGradient))
+        except Exception as error:
+            self.error = str(error)
+
+    def send(self, message: Message) -> None:
+        if not isinstance(message, Heartbeat):
+            super().send(message)
+
+    def expect(self, *kinds: type[Message]) -> Any:
+        while not self._payloads:
+            data = self.socket.recv(1 << 16)
+            if not data:
+                raise ConnectionError(f"the host is gone, and {kinds} was expected")
+            self._payloads += [bytes(payload) for payload in self.reader.feed(data)]
+        message = decode(memoryview(self._payloads.pop(0)), self.codec)
+        if not isinstance(message, kinds):
+            raise AssertionError(f"expected {kinds}, got {message}")
+        return message
+
+
+def whole_batches(losses: list[float] | None = None) -> dict[str, torch.Tensor]:
     """Plain PyTorch: one batch, one backward, one step."""
+    losses = losses if losses is not None else []
     model, optimizer, (x, y) = build(bare=True)
     for epoch in range(EPOCHS):
         order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(mix(1, epoch)))
         for row in range(0, ROWS, BATCH):
             rows = order[row : row + BATCH]
             optimizer.zero_grad()
-            F.cross_entropy(model(x[rows]), y[rows]).backward()
+            loss = F.cross_entropy(model(x[rows]), y[rows])
+            loss.backward()
             optimizer.step()
+            losses.append(loss.item())
     return model.state_dict()
 
 
@@ -128,6 +171,44 @@ def test_a_plain_peer_takes_part_in_sync(codec: str, tmp_path: Path) -> None:
     for name, value in weights.items():
         torch.testing.assert_close(value, judge[name], rtol=2e-4, atol=2e-5)
     assert peer.losses == pytest.approx([record.loss for record in fleet.records], rel=1e-5)
+
+
+@pytest.mark.parametrize(("codec", "slow_s"), [("entrenar", 0.0), ("entrenar", 0.1), ("bincode", 0.0)])
+def test_the_published_worker_trains_to_the_end_and_the_losses_are_right(
+    codec: str, slow_s: float, tmp_path: Path
+) -> None:
+    """Also where it is the last to arrive in every step."""
+    fleet = Fleet(tmp_path, plain_peers=True, at_least=2)
+    peer = LockstepPeer(fleet.server.port, codec, slow_s)
+    peer.start()
+    fleet.add("ours", bare=True)
+    weights = fleet.finish()
+    peer.join(10)
+    assert peer.error is None and not peer.is_alive()
+    assert [step for step, _, _ in peer.assigned] == list(range(1, STEPS + 1))
+    assert_same(peer.model.state_dict(), weights)
+    losses: list[float] = []
+    judge = whole_batches(losses)
+    for name, value in weights.items():
+        torch.testing.assert_close(value, judge[name], rtol=2e-4, atol=2e-5)
+    assert [record.loss for record in fleet.records] == pytest.approx(losses, rel=1e-5)
+    assert peer.losses == pytest.approx(losses, rel=1e-5)
+    assert fleet.server.core.standing.rows_seen == EPOCHS * ROWS
+    went = {event.name: event.polite for event in fleet.events if isinstance(event, WorkerWent)}
+    assert went["published"]
+
+
+def test_the_published_worker_may_wait_longer_than_patience(tmp_path: Path) -> None:
+    """For others to come, and for their part of a step. It cannot send heartbeats."""
+    fleet = Fleet(tmp_path, plain_peers=True, at_least=2, patience_s=0.8)
+    peer = LockstepPeer(fleet.server.port)
+    peer.start()
+    wait_until(lambda: bool(fleet.server.core.membership.ready))
+    time.sleep(1.2)  # the wait itself
+    assert [m.name for m in fleet.server.core.membership.ready] == ["published"]
+    fleet.add("ours", bare=True, slow_s=1.0)
+    fleet.wait_for_step(3)
+    assert peer.error is None and len(fleet.server.core.membership.ready) == 2
 
 
 def test_a_plain_peer_on_a_host_that_is_not_insecure_gets_nothing_but_a_closed_connection(tmp_path: Path) -> None:

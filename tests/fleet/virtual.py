@@ -333,6 +333,8 @@ class Line:
     since: int | None = None
     expected: deque[Expected] = field(default_factory=deque)
     held: bool = False
+    closing: bool = False
+    """The host has parted from it, and still reads what comes, as a server's thread does until the socket is closed."""
     parcels: list[Parcel] = field(default_factory=list)
     received: list[Any] = field(default_factory=list)
 
@@ -408,6 +410,7 @@ class Host:
         self.formed: list[int] = []
         """Parts of that step whose average has been sent."""
         self.is_up = True
+        self.paused_until = 0.0
         self.finish: core.Finish | None = None
         if coordinator.description is not None:
             self._describe(coordinator.description)
@@ -421,6 +424,16 @@ class Host:
         for line in self.lines.values():
             line.send_down(Lost("the host is gone"))
 
+    def pause(self, seconds: float) -> None:
+        """It is stopped, as by SIGSTOP. What is sent to it meanwhile is read after its clock has ticked."""
+        self.paused_until = self.fleet.clock.now + seconds
+        for line in self.lines.values():
+            self.fleet.clock.at(self.paused_until + 0.001, functools.partial(self.read, line))
+
+    @property
+    def is_paused(self) -> bool:
+        return self.fleet.clock.now < self.paused_until
+
     def act(self, effects: list[Effect]) -> None:
         for effect in effects:
             self._do(effect)
@@ -428,6 +441,9 @@ class Host:
 
     def read(self, line: Line) -> None:
         """What has arrived, up to a payload that must wait for its turn."""
+        if self.is_paused:
+            self.fleet.clock.at(self.paused_until + 0.001, functools.partial(self.read, line))
+            return
         while line.up and self.is_up and self.lines.get(line.peer) is line:
             item = line.up[0]
             if isinstance(item, Payload) and not self._pour(line, item):
@@ -443,7 +459,7 @@ class Host:
                     self._payload_done(line, item)
                 case Lost():
                     self._lost(line, item.why)
-                case _:
+                case _ if not line.closing:
                     self.act(self.core.on_message(self.fleet.clock.now, line.peer, item))
 
     def _wake_held(self) -> None:
@@ -452,13 +468,20 @@ class Host:
                 self.fleet.clock.after(0.0, functools.partial(self.read, line))
 
     def _lost(self, line: Line, why: str) -> None:
-        if self.lines.pop(line.peer, None) is not None:
-            if line.up and isinstance(line.up[0], Payload) and line.up[0].slot is not None:
-                line.up[0].slot.revoked = True
+        if self.lines.pop(line.peer, None) is not None and self.is_up:
+            self._revoke(line)
             self.act(self.core.on_closed(self.fleet.clock.now, line.peer, why))
+
+    def _revoke(self, line: Line) -> None:
+        line.expected.clear()
+        if line.up and isinstance(line.up[0], Payload) and line.up[0].slot is not None:
+            line.up[0].slot.revoked = True
 
     def _tick(self) -> None:
         if not self.is_up:
+            return
+        if self.is_paused:
+            self.fleet.clock.at(self.paused_until, self._tick)
             return
         for line in self.lines.values():
             if line.held:  # its bytes are not being read, on purpose
@@ -475,7 +498,9 @@ class Host:
                     sponsor.send_down(StateMore(effect.credit[1], 1))
             case core.Close() if line is not None:
                 line.send_down(Lost(effect.why))
-                self._lost(line, effect.why)
+                line.closing = True
+                self._revoke(line)
+                self.fleet.clock.after(0.5, functools.partial(self._lost, line, effect.why))
             case core.Describe():
                 self.journal.keep("description", effect.description.to_json())
                 self._describe(effect.description)
@@ -576,6 +601,8 @@ class Host:
             self.core.refused["stale payload"] += 1
         elif item.part != entry.at // len(entry.nodes):
             self.core.refused["foreign payload"] += 1
+        elif not self._is_reported(line, entry):
+            self.core.refused["payload before its report"] += 1
         else:
             item.node, item.useless = entry.nodes[entry.at % len(entry.nodes)], entry.useless
             entry.at += 1
@@ -584,6 +611,10 @@ class Host:
         wanted = item.node is not None and item.node not in item.useless
         step, node = (item.step, item.node) if wanted and item.node is not None else (-1, (0, 1))
         item.slot = self.mean.open(line.peer, step, item.part, node, PARTS[item.part])
+
+    def _is_reported(self, line: Line, entry: Expected) -> bool:
+        node = entry.nodes[entry.at % len(entry.nodes)]
+        return node in entry.useless or self.core.has_reported(line.peer, node)
 
     def _payload_done(self, line: Line, item: Payload) -> None:
         if item.node is not None and item.part == len(PARTS) - 1 and item.node not in item.useless:

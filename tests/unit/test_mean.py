@@ -325,12 +325,17 @@ def test_the_first_step_has_nothing_to_be_compared_with() -> None:
     assert not step.bad
 
 
-def test_a_mean_whose_scale_was_never_told_cannot_pass_for_one() -> None:
-    """A gradient of zeros would be applied by everybody, and nobody would know."""
+def test_a_mean_waits_for_its_scale() -> None:
+    """A sum that is multiplied by nothing known would be applied by everybody."""
     step = Step(1)
     step.mean.begin(1, 1, nodes=1, several=False)
-    step.pour([(0, 1)])
-    assert not np.isfinite(step.mean.flat).any()
+    pouring = threading.Thread(target=step.pour, args=([(0, 1)],), daemon=True)
+    pouring.start()
+    pouring.join(0.2)
+    assert pouring.is_alive() and not step.done.is_set() and not step.formed
+    step.mean.set_scale(1, 0.125)
+    pouring.join(10)
+    assert step.done.is_set() and np.array_equal(step.mean.flat, step.values[0] * np.float32(0.125))
 
 
 # Weights, sizes and memory

@@ -80,6 +80,8 @@ LEAST_SAMPLES, MOST_SAMPLES, MOST_LOSS = 1e-6, 1e15, 1e300
 """What a slice may report: beyond these, sums of them would overflow or vanish."""
 MOST_WINDOW = (1 << 32) - 1
 """Rows of a window: the size of a slice is a u32."""
+LONG = 4
+"""A worker that takes this many times longer than expected is no longer waited for, where others have nothing to do."""
 SAVE = 0
 """The transfer that is a checkpoint for the host's disk; all others are for newcomers."""
 
@@ -156,6 +158,9 @@ class StepUnderWay:
     """Nodes that nobody has: there was no worker to take them."""
     bad: dict[int, str] = field(default_factory=dict)
     """slice -> who computed it badly."""
+    granted: set[int] = field(default_factory=set)
+    """Slices of a plain peer that is gone: the report of whoever computes them next takes the place of what was taken
+    for granted. Until then that stays, so that a step never lacks a report."""
     used: bytearray = field(default_factory=bytearray)
     busy: dict[int, float] = field(default_factory=dict)
     """worker id -> seconds"""
@@ -272,6 +277,8 @@ class Coordinator:
         """Committed, and not yet told as applied."""
         self._drifted = False
         self._clock = 0.0
+        self._ticked_at: float | None = None
+        self._finished_at: float | None = None
         self._last_quotas: list[int] | None = None
         self._last_peers: list[int] | None = None
         self._saver = -1
@@ -320,6 +327,8 @@ class Coordinator:
             return self._refuse(peer, "illegal", "")  # a Refusal is not among the messages that it knows
         if type(message) not in LEGAL[member.phase]:
             return self._illegal(member, message)
+        if not isinstance(message, Heartbeat):
+            member.acted_at = now
         match message:
             case Heartbeat():
                 return []  # heard, and that is all: a thousand who wait would get as many answers that nobody reads
@@ -353,7 +362,7 @@ class Coordinator:
                     worker=member.worker_id,
                     name=member.name,
                     reason=why,
-                    polite=member.leaving,
+                    polite=member.leaving or self.finished is not None,
                     workers=len(self.membership.ready),
                 )
             )
@@ -365,9 +374,8 @@ class Coordinator:
             effects.append(SaveAbort())
         effects += self._ask_for_save()
         if self.now is not None and (nodes := list(member.nodes)):
-            if member.plain:  # what its rows weigh was only taken for granted
-                for number in (number for node in nodes for number in range(*node)):
-                    self.now.reports.pop(number, None)
+            if member.plain:  # what its rows weigh was only taken for granted: whoever computes them now knows better
+                self.now.granted.update(number for node in nodes for number in range(*node))
             effects += self._hand_out(now, nodes)
         if member.is_ready and not self.membership.holders:
             effects += self._nobody_holds(now, may_come_back=not member.leaving)
@@ -384,12 +392,13 @@ class Coordinator:
 
     def on_tick(self, now: float) -> list[Effect]:
         self._clock = now
+        self._forgive_pause(now)
         effects: list[Effect] = []
         for member in self.membership.late(now, self.patience_s):
-            silent_s = now - member.heard_at
-            why = f"silent for {silent_s:.1f} s while {member.doing(self.standing.step)}"
+            why = f"silent for {member.silent_s(now):.1f} s while {member.doing(self.standing.step)}"
             effects.append(Close(member.peer, why))
             effects += self.on_closed(now, member.peer, why)
+        effects += self._relieve_sleepers(now)
         effects += self._tell_stalls(now)
         is_anybody_waiting = bool(self._waiting or self._stranded) and not self.finished
         if is_anybody_waiting and not self.membership.holders and not self._restoring:
@@ -397,30 +406,58 @@ class Coordinator:
             if not self._expected or waited_s >= self.patience_s:
                 self._restoring = True
                 effects.append(Restore())
-        if self.finished and self._is_everybody_gone():
+        return effects + self._end(now)
+
+    def _end(self, now: float) -> list[Effect]:
+        """The run is over once everybody has gone. One that hangs is not waited for."""
+        if not self.finished:
+            return []
+        self._finished_at = now if self._finished_at is None else self._finished_at
+        effects: list[Effect] = []
+        if now - self._finished_at > self.patience_s:
+            why = "the run is over, and it did not go"
+            for member in [m for m in self.membership.members.values() if now - m.acted_at > self.patience_s]:
+                effects += [Close(member.peer, why), *self.on_closed(now, member.peer, why)]
+        if self._is_everybody_gone():
             effects.append(Finish(self.finished))
         return effects
+
+    def _forgive_pause(self, now: float) -> None:
+        """This host itself may not have run: a stopped process, a sleeping laptop, a hung disk. Whoever could not be
+        heard meanwhile must not be given up for it."""
+        gap = now - self._ticked_at if self._ticked_at is not None else 0.0
+        self._ticked_at = now
+        if gap > self.patience_s / 4:
+            self.membership.forgive(now, gap)
+            if self._alone_since is not None:
+                self._alone_since = min(now, self._alone_since + gap)
+
+    def has_reported(self, peer: int, node: Node) -> bool:
+        """A gradient is taken only after the report of its slices: a mean is never formed without all of them."""
+        member = self.membership.members.get(peer)
+        return member is not None and (member.plain or member.reported.issuperset(range(*node)))
 
     def on_payload(self, now: float, peer: int, step: int, node: Node) -> list[Effect]:
         """All parts of a node are in the sums."""
         member = self.membership.members.get(peer)
         if member is None or self.now is None or self.now.step != step or node not in member.nodes:
             return []
-        member.heard_at = now
+        member.heard_at = member.acted_at = now
         member.nodes.remove(node)
         for number in range(*node):
             self.now.computed_by.setdefault(number, member.worker_id)
         return []
 
-    def on_plain_payload(self, now: float, peer: int, step: int, node: Node, loss: float) -> list[Effect]:
-        """A plain peer's loss, which comes after its gradients."""
+    def on_plain_loss(self, now: float, peer: int, step: int, node: Node, loss: float) -> list[Effect]:
+        """A plain peer's loss stands behind its gradients. It is told before the last of them reach the sums: these
+        may complete the step."""
         member = self.membership.members.get(peer)
         if self.now is None or self.now.step != step or member is None or node not in member.nodes:
             return []
         for number in range(*node):
             told = self.now.reports[number]
             told.loss_sum = loss * told.samples
-        return self.on_payload(now, peer, step, node)
+        return self._scale()
 
     def on_bad(self, now: float, peer: int, step: int, node: Node, why: str) -> list[Effect]:
         """A payload that must not reach the others. Its slices are computed again, one by one, by somebody else."""
@@ -453,6 +490,9 @@ class Coordinator:
         """Every part's average is formed, and on its way."""
         if self.now is None or self.now.step != step:
             return []
+        if len(self.now.reports) < self.now.slices:
+            told = f"{len(self.now.reports)} of {self.now.slices} slices"
+            raise AssertionError(f"Step {step} has a mean, and reports of {told}.")
         return self._commit(now)
 
     def on_saved(self, now: float, step: int, folder: str, error: str, size: int = 0) -> list[Effect]:
@@ -484,7 +524,7 @@ class Coordinator:
         self._evaluations.clear()
         if self._saved.step > self.standing.step:  # it turned out to be damaged
             self._saved = Saved(0, "", "")
-        effects: list[Effect] = []
+        effects = self._turn_away_all_plain("the run goes back to a checkpoint, and a plain peer cannot go with it")
         for member in self._stranded:
             if had:
                 effects += self._send_checkpoint(member)
@@ -531,24 +571,39 @@ class Coordinator:
         if not self.plain_peers:
             return self._refuse(peer, "plain peer", "")
         if self.standing.step or self.finished:
-            self.refused["plain peer came late"] += 1
-            return [Send(peer, Shutdown()), Close(peer, "a plain peer cannot be given the weights, and the run is on")]
-        if self.description is not None and self.description.windowed is not None:
-            return self._turn_away_plain(peer)
+            return self._turn_away_plain(peer, "a plain peer cannot be given the weights, and the run is on")
+        if (why := self._why_no_plain_peers) is not None:
+            return self._turn_away_plain(peer, why)
         member = self.membership.add(now, peer, request.node_id, f"plain {request.backend}", plain=True)
         self.membership.admit(member)
-        return [
-            Send(peer, JoinAccepted(member.worker_id, len(self.membership.ready))),
+        effects: list[Effect] = [
+            Send(peer, JoinAccepted(member.worker_id, max(self.at_least, len(self.membership.ready)))),
             Subscribe(peer, 1),
             self._tell_came(member),
-            *self._start_step(now),
         ]
+        if self.now is not None:  # the first step is under way, and its average will come to this peer too
+            effects += self._give_nothing(member)
+        return effects + self._start_step(now)
 
-    def _turn_away_plain(self, peer: int) -> list[Effect]:
+    @property
+    def _why_no_plain_peers(self) -> str | None:
+        """What keeps the published worker from taking part in this run; none if nothing does."""
+        if self.description is None:
+            return None
+        if self.description.windowed is not None:
+            return f"a plain peer trains under sync alone, and this run's policy is {self.description.policy}"
+        if any(part.component == BUFFERS for part in self.description.parts):
+            return "a plain peer cannot send buffers, such as running statistics, and this run's model has some"
+        return None
+
+    def _turn_away_plain(self, peer: int, why: str) -> list[Effect]:
         """It knows no message to hear why; the host's log has it."""
         self.refused["plain peer"] += 1
-        why = f"a plain peer trains under sync alone, and this run's policy is {self._described.policy}"
         return [Send(peer, Shutdown()), Close(peer, why), *self.on_closed(self._clock, peer, why)]
+
+    def _turn_away_all_plain(self, why: str) -> list[Effect]:
+        plain = [m.peer for m in self.membership.members.values() if m.plain]
+        return [effect for peer in plain for effect in self._turn_away_plain(peer, why)]
 
     def _on_ready(self, now: float, member: Member, ready: Ready) -> list[Effect]:
         if self.finished:
@@ -561,9 +616,8 @@ class Coordinator:
         if self.description is None:
             self.description = described
             effects.append(Describe(described))
-            if described.windowed is not None:
-                for plain in [m for m in self.membership.members.values() if m.plain]:
-                    effects += self._turn_away_plain(plain.peer)
+            if (why := self._why_no_plain_peers) is not None:
+                effects += self._turn_away_all_plain(why)
         elif (difference := self.description.difference(described)) is not None:
             return self._refuse(member.peer, "wrong model", difference)
         self._rows_limit = described.rows_limit  # a run that goes on may be longer than it was
@@ -701,16 +755,15 @@ class Coordinator:
 
     def _start_step(self, now: float) -> list[Effect]:
         ready = self.membership.ready
-        if self.now is not None or self.finished or not ready or self.description is None:
+        if self.now is not None or self.finished or not ready or self.description is None or self._is_complete:
             return []
         if self.stopping and self.standing.step:
             return []
         if not self.standing.step and len(ready) < self.at_least:
             return []
         described, standing = self.description, self.standing
-        has_buffers = any(part.component == BUFFERS for part in described.parts)
-        working = [m for m in ready if not m.leaving and m.since <= standing.step + 1]
-        working = [m for m in working if not (m.plain and has_buffers)]  # they could not send them
+        working = [m for m in ready if not m.leaving and m.since <= standing.step + 1 and m.applied >= m.relieved]
+        working = [m for m in working if not (m.plain and m.assigned > standing.step)]  # the step is begun anew
         if not any(not m.plain for m in working):
             return []
         plan = self._plan_window(working) if described.windowed is not None else self._plan_step(working)
@@ -729,7 +782,21 @@ class Coordinator:
             effects.append(self._tell_decision(plan.decision))
         for member, nodes in zip(working, plan.nodes, strict=True):
             effects += self._give(now, member, nodes)
+            if member.plain and not nodes:
+                effects += self._give_nothing(member)
         return effects
+
+    def _give_nothing(self, member: Member) -> list[Effect]:
+        """The published worker takes an average only after an assignment: where there are no rows for it, an empty
+        one, whose answer nobody expects."""
+        assert self.now is not None
+        member.assigned = self.now.step
+        return [Send(member.peer, ShardAssignment(self.now.step, self.now.row, self.now.row))]
+
+    @property
+    def _is_complete(self) -> bool:
+        """All rows of the run are in the weights, where it is known how many there are."""
+        return 0 < self._rows_limit <= self.standing.rows_seen
 
     def _plan_step(self, working: list[Member]) -> Plan:
         """One batch, in as many slices as ever, to each as many as its speed allows."""
@@ -739,6 +806,7 @@ class Coordinator:
         peers = [m.peer for m in working]
         before = self._last_quotas if self._last_peers == peers else None
         quotas = decide_quotas(slices, [m.speed for m in working], before)
+        _give_each_plain_peer_one(working, quotas)
         shared = share_nodes(slices, quotas)
         _spare_plain_peers(working, shared)
         self._last_quotas, self._last_peers = quotas, peers
@@ -803,6 +871,7 @@ class Coordinator:
             return [Expect(member.peer, under.step, tuple(nodes), (1.0,) * len(nodes)), Send(member.peer, work)]
         effects: list[Effect] = []
         bounds = under.bounds
+        member.assigned = under.step
         for node in nodes:
             start, end = bounds[node[0]][0], bounds[node[1] - 1][1]
             weight = (end - start) * self._described.samples_per_row * self._described.unit
@@ -816,9 +885,9 @@ class Coordinator:
     def _hand_out(self, now: float, nodes: list[Node], avoid: int | None = None) -> list[Effect]:
         """Nodes that have lost their worker, to the others, within the same step."""
         assert self.now is not None
-        able = [m for m in self.membership.holders if m.since <= self.now.step and not m.leaving]
-        able = able or [m for m in self.membership.holders if m.since <= self.now.step]
-        able = able or [m for m in self.membership.ready if m.since <= self.now.step]
+        able = [m for m in self.membership.holders if m.since <= self.now.step]
+        able = [m for m in able if not m.leaving] or able
+        able = [m for m in able if m.relieved < self.now.step] or able
         able = [m for m in able if m.peer != avoid] or able
         if not able and self._ahead is not None and self.membership.holders:
             return self._skip_ahead(now)
@@ -850,6 +919,9 @@ class Coordinator:
 
     def _on_report(self, now: float, member: Member, report: SliceReport) -> list[Effect]:
         under = self.now
+        if report.step == member.relieved:  # of no use any more, but for what it tells of its speed
+            member.measure(member.relieved_amount, report.busy_s)
+            return []
         if under is None or report.step != under.step:
             self.refused["stale report"] += 1
             return []
@@ -866,8 +938,9 @@ class Coordinator:
             is_told = abs(loss_sum) < MOST_LOSS or (under.batch > 0 and math.isnan(loss_sum))  # none of its steps had
             if not (is_told and (samples == 0 or LEAST_SAMPLES < samples < MOST_SAMPLES)):
                 bad += [node for node in member.nodes if node[0] <= number < node[1] and node not in bad]
-            else:
-                under.reports.setdefault(number, Slice(float(samples), float(loss_sum), member.worker_id))
+            elif number not in under.reports or number in under.granted:
+                under.granted.discard(number)
+                under.reports[number] = Slice(float(samples), float(loss_sum), member.worker_id)
         _either(under.used, bytes(report.used))
         if told:
             under.first_report = under.first_report if under.first_report is not None else now
@@ -901,7 +974,6 @@ class Coordinator:
     def _commit(self, now: float) -> list[Effect]:
         under, standing, described = self.now, self.standing, self._described
         assert under is not None
-        self._scale()  # plain peers tell their loss after their gradients
         bounds = under.bounds
         for member in self.membership.members.values():
             for number in (number for node in member.nodes for number in range(*node)):
@@ -1025,7 +1097,7 @@ class Coordinator:
                 del self._transfers[number]
             member.since = min(member.since, applied.step + 1)
             effects += self._take_in(now, member)
-        return effects
+        return effects + self._start_step(now)  # where all who are left had been relieved
 
     def _awaits_weights(self, member: Member) -> bool:
         """It will be given others, whatever it says of those it has."""
@@ -1137,7 +1209,7 @@ class Coordinator:
         if found is None:
             evaluation.waiting.append(member.peer)
             return []
-        member.evaluating = (step, *found)
+        member.evaluating, member.evaluating_since = (step, *found), self._clock
         return [Send(member.peer, EvaluateRange(step, *found))]
 
     def _return_evaluations(self, member: Member) -> list[Effect]:
@@ -1246,21 +1318,98 @@ class Coordinator:
         told: list[Effect] = [Send(peer, Refusal(1, sentence))] if sentence else []
         return [*told, Close(peer, sentence or kind), *self.on_closed(self._clock, peer, sentence or kind)]
 
+    # Those who keep the others waiting
+
+    def _is_silent(self, now: float, member: Member) -> bool:
+        """Longer than two heartbeats: it may be gone, or asleep."""
+        return member.silent_s(now) > self.patience_s / 2
+
     def _tell_stalls(self, now: float) -> list[Effect]:
         """Whoever keeps the others waiting is named, with what it is doing and for how long."""
         effects: list[Effect] = []
-        late = [member for member in self.membership.members.values() if member.nodes]
-        # What the others send is held back until it is wanted, so that only those who still compute are waited for.
-        for member in [m for m in late if m.is_computing] or late:
-            since = member.working_since
-            if self.now is not None and self.now.batch:  # a window may be long: nobody is late before another is done
-                since = max(since, self.now.first_report if self.now.first_report is not None else now)
-            seconds = now - since
-            if seconds > self.patience_s and now - member.warned_at > self.patience_s:
+        late = [member for member in self.membership.members.values() if member.nodes or member.evaluating]
+        # What the others send is held back until it is wanted: those who are silent are waited for, or else those who
+        # still compute.
+        asleep = [m for m in late if self._is_silent(now, m)]
+        for member in asleep or [m for m in late if m.is_computing] or late:
+            is_silent = member in asleep
+            seconds = member.silent_s(now) if is_silent else now - self._waited_since(now, member)
+            least = self.patience_s / 2 if is_silent else self.patience_s
+            if seconds > least and now - member.warned_at > least:
                 member.warned_at = now
-                doing = member.doing(self.standing.step)
+                doing = f"{'silent while ' * is_silent}{member.doing(self.standing.step)}"
                 effects.append(Emit(Stalled(worker=member.worker_id, name=member.name, doing=doing, seconds=seconds)))
         return effects
+
+    def _waited_since(self, now: float, member: Member) -> float:
+        if member.evaluating:
+            return member.evaluating_since
+        if self.now is None or not self.now.batch:
+            return member.working_since
+        # A window may be long: nobody is late before another is done.
+        return max(member.working_since, self.now.first_report if self.now.first_report is not None else now)
+
+    def _relieve_sleepers(self, now: float) -> list[Effect]:
+        """What a worker owes and does not deliver is given to those who have nothing left to do, before patience is
+        over where it is silent. It stays in, and is given work again once it has applied the step."""
+        effects: list[Effect] = []
+        under = self.now
+        holders = self.membership.holders
+        if under is not None:
+            for member in [m for m in holders if m.is_computing and self._delivers_nothing(now, m)]:
+                able = [m for m in holders if m is not member and m.since <= under.step and not m.leaving]
+                if not any(not m.is_computing and not self._is_silent(now, m) for m in able):
+                    continue
+                effects += self._relieve(now, member)
+        for member in [m for m in holders if m.evaluating and self._delivers_nothing(now, m)]:
+            evaluation = self._evaluations.get(member.evaluating[0]) if member.evaluating else None
+            if evaluation is not None and evaluation.waiting:
+                effects += self._return_evaluations(member)
+        return effects
+
+    def _delivers_nothing(self, now: float, member: Member) -> bool:
+        """It is silent, or takes far longer than it should, though its heart beats."""
+        if self._is_silent(now, member):
+            return True
+        return now - self._waited_since(now, member) > max(self.patience_s, LONG * self._expected_s(member))
+
+    def _expected_s(self, member: Member) -> float:
+        """How long its part of the step under way should take, by its own speed or that of the slowest other."""
+        known = [m.speed for m in self.membership.holders if m.speed]
+        speed = member.speed or min(known, default=0.0)
+        return self._amount(member) / speed if speed else 0.0
+
+    def _amount(self, member: Member) -> float:
+        """What it has yet to deliver: slices, or where workers step by themselves, rows."""
+        under = self.now
+        if under is None:
+            return 0.0
+        numbers = [number for node in member.nodes for number in range(*node)]
+        return sum(under.bounds[n][1] - under.bounds[n][0] for n in numbers) if under.batch else len(numbers)
+
+    def _relieve(self, now: float, member: Member) -> list[Effect]:
+        assert self.now is not None
+        is_silent, doing = self._is_silent(now, member), member.doing(self.standing.step)
+        seconds = member.silent_s(now) if is_silent else now - member.working_since
+        member.relieved, member.relieved_amount, member.relieved_of = self.now.step, self._amount(member), doing
+        nodes, member.nodes, member.warned_at = member.nodes, [], now
+        told = f"{'silent while ' * is_silent}{doing}, so the others compute its part of step {self.now.step};"
+        return [
+            Emit(Stalled(worker=member.worker_id, name=member.name, doing=told + " waited", seconds=seconds)),
+            *(Discard(member.peer, node) for node in nodes),
+            *self._hand_out(now, nodes, avoid=member.peer),
+        ]
+
+
+def _give_each_plain_peer_one(working: list[Member], quotas: list[int]) -> None:
+    """The published worker expects rows in every step; one of ours bears a step without any."""
+    for index, member in enumerate(working):
+        if member.plain and not quotas[index]:
+            giver = max(range(len(quotas)), key=lambda other: (not working[other].plain, quotas[other]))
+            if not quotas[giver]:
+                giver = max(range(len(quotas)), key=lambda other: quotas[other])
+            if quotas[giver] > working[giver].plain:  # a plain peer keeps its last
+                quotas[giver], quotas[index] = quotas[giver] - 1, 1
 
 
 def _spare_plain_peers(working: list[Member], shared: list[list[Node]]) -> None:

@@ -91,6 +91,7 @@ class Mean:
         with self._change:
             if self._now is not None and self._now.step == step:
                 self._now.scale = scale
+                self._change.notify_all()
 
     def widen(self, step: int) -> None:
         """A node is computed again, by somebody who first sends all parts of another: these must be able to wait."""
@@ -198,9 +199,9 @@ class Mean:
 
     def _finish(self, now: _Step, part: int, number: int, index: int, values: Floats, other: Floats | None) -> None:
         """The root's chunk: the mean, in its place."""
-        if self._unsent[part]:
+        if self._unsent[part] or math.isnan(now.scale):  # not sent yet to all, or a report is still to come
             with self._change:
-                while self._unsent[part] and self._now is now:
+                while (self._unsent[part] or math.isnan(now.scale)) and self._now is now:
                     self._change.wait(1.0)
         if self._now is not now:
             return
@@ -251,6 +252,11 @@ class Slot:
     def count(self) -> int:
         """Floats of the chunk that is arriving."""
         return min(self._left, self._mean.chunk)
+
+    @property
+    def is_last_chunk(self) -> bool:
+        """Whether no other comes after the one that is arriving."""
+        return self._left <= self._mean.chunk
 
     def space(self) -> memoryview:
         """Where the next chunk's bytes go. May wait until there is room for it."""

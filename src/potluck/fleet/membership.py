@@ -40,6 +40,17 @@ class Member:
     working_since: float = 0.0
     evaluating: tuple[int, int, int] | None = None
     """(step, first row, last + 1)"""
+    evaluating_since: float = 0.0
+    acted_at: float = 0.0
+    """When it last sent anything but a heartbeat."""
+    assigned: int = 0
+    """Of a plain peer: the last step in which it was given rows. It bears one assignment a step."""
+    relieved: int = 0
+    """The last step in which its slices were given to others. It gets no work before it has applied that step."""
+    relieved_amount: float = 0.0
+    """What was taken from it, as its speed is measured."""
+    relieved_of: str = ""
+    """What it was doing then."""
     leaving: bool = False
     warned_at: float = 0.0
 
@@ -52,13 +63,21 @@ class Member:
         """Of what it was given, something is not reported yet."""
         return not all(self.reported.issuperset(range(*node)) for node in self.nodes)
 
-    def measure(self, slices: int, busy_s: float) -> None:
+    def silent_s(self, now: float) -> float:
+        """The published worker sends no heartbeats: its silence counts only while it owes something."""
+        if self.plain:
+            return now - max(self.heard_at, self.working_since) if self.nodes else 0.0
+        return now - self.heard_at
+
+    def measure(self, slices: float, busy_s: float) -> None:
         if busy_s > 0:
             speed = slices / busy_s
             self.speed = speed if self.speed is None else 0.7 * self.speed + 0.3 * speed
 
     def doing(self, committed: int) -> str:
         """For a person who waits for it."""
+        if self.relieved > self.applied:  # the others are further by now
+            return self.relieved_of
         if self.phase is Phase.GREETED:
             return "building its model"
         if self.phase is Phase.CATCHING_UP:
@@ -83,7 +102,7 @@ class Membership:
         self._found: tuple[int, list[Member], list[Member]] = (-1, [], [])
 
     def add(self, now: float, peer: int, name: str, kind: str, *, plain: bool) -> Member:
-        member = Member(peer, self.next_id, name, kind, plain, heard_at=now)
+        member = Member(peer, self.next_id, name, kind, plain, heard_at=now, acted_at=now)
         self.next_id += 1
         self._changes += 1
         self.members[peer] = member
@@ -132,4 +151,12 @@ class Membership:
         return [member for member in self.ready if not member.plain]
 
     def late(self, now: float, patience_s: float) -> list[Member]:
-        return [member for member in self.members.values() if now - member.heard_at > patience_s]
+        return [member for member in self.members.values() if member.silent_s(now) > patience_s]
+
+    def forgive(self, now: float, seconds: float) -> None:
+        """Time in which nobody could be heard is nobody's silence."""
+        for member in self.members.values():
+            member.heard_at = min(now, member.heard_at + seconds)
+            member.working_since = min(now, member.working_since + seconds)
+            member.evaluating_since = min(now, member.evaluating_since + seconds)
+            member.acted_at = min(now, member.acted_at + seconds)

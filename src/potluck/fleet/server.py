@@ -97,8 +97,9 @@ class Seat:
     held: bool = False
     """Its bytes are not being read, on purpose."""
     slot: Slot | None = None
-    blocks: bool = True
-    """Whether it is sent averages part by part, or, as a plain peer that sends whole gradients, in one."""
+    blocks: bool | None = None
+    """Whether it is sent averages part by part, or in one. A plain peer is sent what it sends itself; none: not known
+    yet."""
     queue: deque["_Out"] = field(default_factory=deque)
     change: threading.Condition = field(default_factory=threading.Condition)
     closing_at: float | None = None
@@ -357,13 +358,19 @@ class Server:
         self._seats[guest.peer] = seat
         if seat.pipe.is_local and not plain:
             _put(seat, _Out(ShareMemory()))
-        step, parts = self._formed
-        for part in parts if seat.since <= step else ():  # averages that the others have got already
-            self._send_average(seat, step, part)
+        if not plain:
+            self._send_by_parts(seat)
         if guest.out:
             seat.queue.appendleft(_Out(None, raw=bytes(guest.out)))
         self._spawn(lambda: self._read(seat), f"reader {seat.peer}")
         self._spawn(lambda: self._write(seat), f"writer {seat.peer}")
+
+    def _send_by_parts(self, seat: Seat) -> None:
+        """From now on each average by itself; first those that the others have got already."""
+        seat.blocks = True
+        step, parts = self._formed
+        for part in parts if seat.since <= step else ():
+            self._send_average(seat, step, part)
 
     def _send(self, effect: effects.Send) -> None:
         seat = self._seats.get(effect.peer)
@@ -384,6 +391,7 @@ class Server:
         if seat is None:
             self._lobby.close(peer)
             return
+        _revoke(seat)
         with seat.change:
             seat.closing_at = seat.closing_at or time.monotonic()
             seat.change.notify_all()
@@ -393,8 +401,7 @@ class Server:
             if self._seats.pop(seat.peer, None) is None:
                 return
             seat.gone = True
-            if seat.slot is not None:
-                seat.slot.revoked = True
+            _revoke(seat)
             with seat.change:
                 unsent = [out.part for out in seat.queue if out.part >= 0]
                 seat.queue.clear()
@@ -445,7 +452,8 @@ class Server:
         if isinstance(message, ShareMemory):
             self._look_in(seat)
             return True
-        self._act(lambda now: self.core.on_message(now, seat.peer, message))
+        if seat.closing_at is None:
+            self._act(lambda now: self.core.on_message(now, seat.peer, message))
         return True
 
     def _fill(self, seat: Seat, space: memoryview) -> None:
@@ -485,8 +493,10 @@ class Server:
         part = self._parts.get(key)
         if part is None:
             raise TheirProtocolError(f"This run's model has no {key[0]} {key[1]}.")
-        expected = self._next_expected(seat, bulk.fields["step"], part)
-        slot = self._open(seat, expected, part, bulk.count)
+        if seat.blocks is None:
+            with self._lock:
+                self._send_by_parts(seat)
+        expected, slot = self._open_next(seat, bulk.fields["step"], part, bulk.count)
         try:
             over = self._pour(seat, slot, over)
             tail = self._tail(seat, over, length - bulk.start - 4 * bulk.count)
@@ -515,8 +525,7 @@ class Server:
             raise TheirProtocolError("It tells of a part that it does not share.")
         count = self.mean.sizes[at.part]
         values = seat.window.floats(at.offset, count)
-        expected = self._next_expected(seat, at.step, at.part)
-        slot = self._open(seat, expected, at.part, count)
+        expected, slot = self._open_next(seat, at.step, at.part, count)
         try:
             seat.held = True
             slot.take(values)
@@ -534,45 +543,57 @@ class Server:
         if bulk.count != total:
             raise TheirProtocolError(f"The payload has {bulk.count:,} gradients, and the model has {total:,}.")
         seat.blocks = False
-        expected = self._next_expected(seat, bulk.fields["step"], None)
-        for part in self._forward:
-            slot = self._open(seat, expected, part, self.mean.sizes[part])
+        with self._lock:
+            expected = self._next_expected(seat, bulk.fields["step"], None)
+        left = length - bulk.start - 4 * bulk.count
+
+        def note_loss(over: memoryview) -> None:
+            tail = bulk.finish(self._tail(seat, over, left))
+            if expected is not None:
+                step, node, loss = expected.step, expected.nodes[0], float(tail["loss"])
+                self._act(lambda now: self.core.on_plain_loss(now, seat.peer, step, node, loss))
+
+        for index, part in enumerate(self._forward):
+            is_last = index == len(self._forward) - 1
+            with self._lock:
+                slot = self._open(seat, expected, part, self.mean.sizes[part])
             try:
-                over = self._pour(seat, slot, over)
+                over = self._pour(seat, slot, over, before_last=note_loss if is_last else None)
             finally:
                 self._shut(seat, slot)
             if slot.revoked and expected is not None:
                 expected.useless.add(expected.nodes[0])
-        tail = bulk.finish(self._tail(seat, over, length - bulk.start - 4 * bulk.count))
         if expected is not None:
-            node = expected.nodes[0]
-            self._act(lambda now: self.core.on_plain_payload(now, seat.peer, expected.step, node, float(tail["loss"])))
+            self._payload_done(seat, expected)
+
+    def _open_next(self, seat: Seat, step: int, part: int, count: int) -> tuple[_Expected | None, Slot]:
+        """Both in one: a seat that is closed in between would have nothing to be revoked."""
+        with self._lock:
+            expected = self._next_expected(seat, step, part)
+            return expected, self._open(seat, expected, part, count)
 
     def _next_expected(self, seat: Seat, step: int, part: int | None) -> _Expected | None:
-        """Which of the payloads that the peer was asked for this is; none if it was not asked for it."""
-        with self._lock:
-            if not seat.expected or seat.expected[0].step != step:
-                self.core.refused["stale payload"] += 1
-                return None
-            first = seat.expected[0]
-            if part is None:
-                seat.expected.popleft()
-                return first
-            wanted, node = divmod(first.at, len(first.nodes))
-            if part in first.came if seat.plain else part != wanted:
-                self.core.refused["foreign payload"] += 1
-                return None
-            first.at += 1
-            first.came.add(part)
-            if first.at == len(first.nodes) * len(self._tails):
-                seat.expected.popleft()
-            return _Expected(
-                step,
-                (first.nodes[node if not seat.plain else 0],),
-                (first.weights[0],),
-                first.at,
-                useless=first.useless,
-            )
+        """Which of the payloads that it was asked for this is; none if it was not asked for it. Under the lock."""
+        if not seat.expected or seat.expected[0].step != step:
+            self.core.refused["stale payload"] += 1
+            return None
+        first = seat.expected[0]
+        if part is None:
+            seat.expected.popleft()
+            return first
+        wanted, index = divmod(first.at, len(first.nodes))
+        node = first.nodes[index if not seat.plain else 0]
+        if part in first.came if seat.plain else part != wanted:
+            self.core.refused["foreign payload"] += 1
+            return None
+        if node not in first.useless and not self.core.has_reported(seat.peer, node):
+            self.core.refused["payload before its report"] += 1
+            return None
+        first.at += 1
+        first.came.add(part)
+        if first.at == len(first.nodes) * len(self._tails):
+            seat.expected.popleft()
+        return _Expected(step, (node,), (first.weights[0],), first.at, useless=first.useless)
 
     def _open(self, seat: Seat, expected: _Expected | None, part: int, count: int) -> Slot:
         assert self.mean is not None
@@ -586,8 +607,13 @@ class Server:
         seat.slot = None
         slot.close()
 
-    def _pour(self, seat: Seat, slot: Slot, over: memoryview) -> memoryview:
-        """Gradients from the socket into the mean. `over`: those that came with the head; what is left of them."""
+    def _pour(
+        self, seat: Seat, slot: Slot, over: memoryview, before_last: Callable[[memoryview], None] | None = None
+    ) -> memoryview:
+        """Gradients from the socket into the mean. `over`: those that came with the head; what is left of them.
+
+        `before_last` is called with what is left before the last of them reach the mean.
+        """
         while not slot.is_full:
             seat.held = True
             space = slot.space()
@@ -596,6 +622,8 @@ class Server:
             space[:have] = over[:have]
             over = over[have:]
             self._fill(seat, space[have:])
+            if before_last is not None and slot.is_last_chunk:
+                before_last(over)
             seat.held = True  # it may wait for a slow receiver of the step before
             slot.filled()
             seat.held = False
@@ -727,6 +755,14 @@ class Server:
         self._threads = [t for t in self._threads if t.is_alive() or t.ident is None]
         self._threads.append(thread)
         thread.start()
+
+
+def _revoke(seat: Seat) -> None:
+    """Under the server's lock, with the decision to part from it: what it was asked for, others are asked for now, and
+    what it still sends must not reach the sums, where nobody would know what it weighs."""
+    seat.expected.clear()
+    if seat.slot is not None:
+        seat.slot.revoked = True
 
 
 def _close_pipe(seat: Seat) -> None:

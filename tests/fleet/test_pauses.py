@@ -1,0 +1,100 @@
+"""Processes that stop and continue: a sleeping laptop, a paused virtual machine, a hung disk. No bit may change."""
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from potluck.fleet.journal import Journal
+from potluck.fleet.ledger import prove
+from tests.fleet.fleet import EPOCHS, ROWS, STEPS, Worker, assert_same, start_coordinator, step_of, wait_until
+from tests.fleet.test_undisturbed import plain_run
+
+pytestmark = pytest.mark.timeout(90)
+PATIENCE_S = 1.5
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, torch.Tensor]:
+    return plain_run()
+
+
+def finish(folder: Path, coordinator: Any, workers: list[Worker], steps: int, epochs: int) -> list[Worker]:
+    """Those who saw the end. The ledger holds, and nobody ended with an error."""
+    for worker in workers:
+        worker.wait(60)
+    coordinator.join(20)
+    assert not coordinator.is_alive(), "the run has not ended"
+    assert not (folder / "coordinator.error").exists(), (folder / "coordinator.error").read_text()
+    journal = Journal(folder / "journal.sqlite")
+    assert journal.steps() == list(range(1, steps + 1))
+    assert all(prove(journal.ranges(epoch), ROWS).holds for epoch in range(epochs))
+    journal.close()
+    return [worker for worker in workers if (folder / f"{worker.name}.pt").exists()]
+
+
+@pytest.mark.parametrize("at_step", [2, 6])
+def test_a_host_that_pauses_beyond_patience_changes_no_bit_and_loses_nobody(
+    at_step: int, tmp_path: Path, expected: dict[str, torch.Tensor]
+) -> None:
+    coordinator, invite = start_coordinator(tmp_path, patience_s=PATIENCE_S, at_least=2)
+    workers = [Worker(invite, tmp_path, name, None, {"slow_s": 0.1}) for name in ("a", "b")]
+    wait_until(lambda: step_of(tmp_path) >= at_step)
+    os.kill(coordinator.pid, signal.SIGSTOP)
+    time.sleep(PATIENCE_S + 1.0)  # the fault itself: a pause that is longer than patience
+    os.kill(coordinator.pid, signal.SIGCONT)
+    ended = finish(tmp_path, coordinator, workers, STEPS, EPOCHS)
+    assert {worker.name for worker in ended} == {"a", "b"}
+    for worker in ended:
+        assert_same(worker.weights, expected)
+
+
+def pause_at_random(tmp_path: Path, draw: random.Random, *, epochs: int, seconds: float, longest_s: float) -> list[str]:
+    """Workers, the host and both are stopped, now and then for longer than patience. What was done."""
+    steps = epochs * STEPS // EPOCHS
+    coordinator, invite = start_coordinator(tmp_path, patience_s=PATIENCE_S, at_least=3)
+    options = {"slow_s": 0.02, "epochs": epochs, "steps": steps, "save_every": 7}
+    workers = [Worker(invite, tmp_path, name, None, options) for name in ("a", "b", "c")]
+    wait_until(lambda: step_of(tmp_path) >= 1)
+    done: list[str] = []
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and coordinator.is_alive():
+        time.sleep(draw.uniform(0.05, 0.5))
+        victims = {
+            0: [draw.choice(workers).process.pid],
+            1: [coordinator.pid],
+            2: [coordinator.pid, draw.choice(workers).process.pid],
+            3: [worker.process.pid for worker in workers],
+        }[kind := draw.randrange(4)]
+        for pid in victims:
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(draw.choice([0.1, 0.5, longest_s]))
+        for pid in draw.sample(victims, len(victims)):
+            os.kill(pid, signal.SIGCONT)
+            time.sleep(draw.choice([0.0, 0.0, 0.3]))
+        done.append(("worker", "host", "both", "workers")[kind])
+    ended = finish(tmp_path, coordinator, workers, steps, epochs)
+    assert ended, "nobody saw the end"
+    want = plain_run(epochs)
+    for worker in ended:
+        assert_same(worker.weights, want)
+    return done
+
+
+def test_random_pauses_of_workers_and_host_change_no_bit(tmp_path: Path) -> None:
+    draw = random.Random(int(time.time()))
+    done = pause_at_random(tmp_path, draw, epochs=8, seconds=8.0, longest_s=PATIENCE_S + 0.8)
+    assert done
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("seed", range(3))
+def test_minutes_of_random_pauses(seed: int, tmp_path: Path) -> None:
+    done = pause_at_random(tmp_path, random.Random(seed), epochs=80, seconds=90.0, longest_s=PATIENCE_S + 2.0)
+    assert {"worker", "host", "both", "workers"} <= set(done), done
