@@ -161,6 +161,8 @@ class Stalled:
     name: str
     doing: str
     seconds: float
+    then: str = ""
+    """What is done about it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -193,7 +193,7 @@ def test_the_slices_of_a_sleeper_are_computed_by_idle_workers_before_patience_is
     assert run.clock.now < 100 + PATIENCE_S - 2  # it still sleeps
     others = [number for name in ("w0", "w2") for step, number in run.workers[name].slices_computed if step == 2]
     assert sorted(others) == list(range(SLICES))
-    assert "so the others compute its part of step 2" in run.told(Stalled)[0].doing
+    assert run.told(Stalled)[0].then == "the others compute its part of step 2"
     run.finish()
     assert run.workers["w1"].weights == undisturbed()
     assert not [went for went in run.told(WorkerWent) if not went.polite]
@@ -212,7 +212,8 @@ def test_a_worker_that_beats_and_computes_nothing_holds_nobody_up_for_ever() -> 
     assert faults.fired == ["stall w1"]
     stalls = run.told(Stalled)
     assert {stall.name for stall in stalls} == {"w1"}
-    assert stalls[0].doing.startswith("computing its gradient, so the others compute its part of step 2")
+    assert stalls[0].doing == "computing its gradient"
+    assert stalls[0].then == "the others compute its part of step 2"
     assert PATIENCE_S < stalls[0].seconds < PATIENCE_S + 1
     assert not [went for went in run.told(WorkerWent) if not went.polite]
 
@@ -229,7 +230,7 @@ def test_a_slow_worker_is_not_taken_for_one_that_hangs() -> None:
     run = Fleet(workers=1, at_least=2, slice_s=1.0, patience_s=4.0, epochs=6)
     slow = run.add("slow", slice_s=6.0)
     run.finish()
-    relieved = [stall for stall in run.told(Stalled) if "so the others" in stall.doing]
+    relieved = [stall for stall in run.told(Stalled) if stall.then]
     assert len(relieved) == 1  # in its first step nothing was known of it
     assert len(slow.slices_computed) > 5
 

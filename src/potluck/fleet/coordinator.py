@@ -1393,9 +1393,15 @@ class Coordinator:
         seconds = member.silent_s(now) if is_silent else now - member.working_since
         member.relieved, member.relieved_amount, member.relieved_of = self.now.step, self._amount(member), doing
         nodes, member.nodes, member.warned_at = member.nodes, [], now
-        told = f"{'silent while ' * is_silent}{doing}, so the others compute its part of step {self.now.step};"
+        stalled = Stalled(
+            worker=member.worker_id,
+            name=member.name,
+            doing=f"{'silent while ' * is_silent}{doing}",
+            seconds=seconds,
+            then=f"the others compute its part of step {self.now.step}",
+        )
         return [
-            Emit(Stalled(worker=member.worker_id, name=member.name, doing=told + " waited", seconds=seconds)),
+            Emit(stalled),
             *(Discard(member.peer, node) for node in nodes),
             *self._hand_out(now, nodes, avoid=member.peer),
         ]

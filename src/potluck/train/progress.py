@@ -86,7 +86,8 @@ class Progress:
                 self.say(f"{event.name} {how}; {_workers(event.workers)} now.", style="yellow")
             case Stalled():
                 for_s = f" for {event.seconds:.0f} s" if event.seconds else ""
-                self.say(f"Waiting for {event.name}: {event.doing}{for_s}.", style="yellow")
+                then = f"; {event.then}" if event.then else ""
+                self.say(f"Waiting for {event.name}: {event.doing}{for_s}{then}.", style="yellow")
             case RunEnded():
                 if self._live is not None and self._sums:
                     self._live.update(self._picture(of_run=True))
