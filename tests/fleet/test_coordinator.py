@@ -206,6 +206,17 @@ def test_a_sleeper_that_wakes_takes_part_again() -> None:
     assert max(step for step, _ in run.workers["w1"].slices_computed) == STEPS
 
 
+def test_a_sleeper_whose_part_comes_back_to_it_computes_it() -> None:
+    """It was given to another, who is gone by the time that the sleeper wakes."""
+    faults = FaultScript().silence("w1", at_step=2, seconds=PATIENCE_S - 3)
+    run = Fleet(workers=2, faults=faults)
+    run.run_until(lambda: any(stall.then for stall in run.told(Stalled)))
+    run.workers["w0"].kill()
+    run.finish()
+    assert faults.fired == ["silence w1"]
+    assert run.workers["w1"].weights == undisturbed()
+
+
 def test_a_worker_that_beats_and_computes_nothing_holds_nobody_up_for_ever() -> None:
     faults = FaultScript().stall("w1", at_step=2, seconds=1e6)
     run = Fleet(workers=3, faults=faults).finish(limit_s=100)
@@ -223,6 +234,15 @@ def test_a_worker_that_beats_and_evaluates_nothing_holds_nobody_up_for_ever() ->
     run = Fleet(workers=3, faults=faults, evaluate_every=2).finish(limit_s=200)
     assert faults.fired == ["stall w1"]
     assert run.workers["w0"].validated[2] == pytest.approx(validation_of(0, VALIDATION_ROWS) / VALIDATION_ROWS)
+
+
+def test_workers_that_are_all_slow_in_their_first_step_do_not_relieve_each_other() -> None:
+    """A busy machine, on which everybody needs longer than patience, and more have come meanwhile."""
+    run = Fleet(workers=1, slice_s=PATIENCE_S / 2)
+    for name in ("w1", "w2"):
+        run.add(name, at_s=1.0, slice_s=PATIENCE_S / 2)
+    run.finish()
+    assert not [stall for stall in run.told(Stalled) if stall.then]
 
 
 def test_a_slow_worker_is_not_taken_for_one_that_hangs() -> None:
@@ -1367,7 +1387,9 @@ def script_any_faults(faults: FaultScript, name: str, draw: random.Random) -> No
     if draw.random() < 0.3 and not any(fault.kind == "poison" for fault in faults.pending):
         faults.poison(name, at_step=draw.randint(1, 6), slice=draw.randint(0, 4))
     if draw.random() < 0.3:
-        faults.stall(name, at_step=draw.randint(1, 6), seconds=draw.choice([1, 5]), phase=draw.choice(while_working))
+        faults.stall(
+            name, at_step=draw.randint(1, 6), seconds=draw.choice([1, 5, 60]), phase=draw.choice(while_working)
+        )
     if draw.random() < 0.4:
         faults.kill(name, at_step=draw.randint(1, 6), phase=draw.choice([*while_working, "half", "parcel"]))
 
@@ -1375,9 +1397,11 @@ def script_any_faults(faults: FaultScript, name: str, draw: random.Random) -> No
 def disturb(run: Fleet, draw: random.Random) -> None:
     """Somebody, right now: whatever it is doing."""
     alive = [worker for worker in run.workers.values() if worker.line is not None and not worker.dead]
-    what = draw.choice(["kill", "cut", "leave", "silence", "crash"])
+    what = draw.choice(["kill", "cut", "leave", "silence", "crash", "pause"])
     if what == "crash" and run.host.is_up:
         run.crash_host(back_after_s=draw.random())
+    if what == "pause" and run.host.is_up:
+        run.host.pause(draw.choice([0.5, 3.0, 15.0, 40.0]))
     worker = draw.choice(alive) if alive else None
     if worker is None or worker.done:
         return

@@ -855,6 +855,8 @@ class Coordinator:
             return [effect for node in nodes for effect in self._give(now, member, [node])]
         member.nodes = member.nodes + nodes
         member.working_since = now
+        if member.relieved == under.step:  # there is nobody else: what it reports counts again
+            member.relieved = 0
         if not member.plain:
             flat = np.array([edge for node in nodes for edge in node], "<u4")
             sizes = [end - start for start, end in under.bounds] if under.batch else []
@@ -1352,32 +1354,33 @@ class Coordinator:
     def _relieve_sleepers(self, now: float) -> list[Effect]:
         """What a worker owes and does not deliver is given to those who have nothing left to do, before patience is
         over where it is silent. It stays in, and is given work again once it has applied the step."""
-        effects: list[Effect] = []
-        under = self.now
-        holders = self.membership.holders
-        if under is not None:
-            for member in [m for m in holders if m.is_computing and self._delivers_nothing(now, m)]:
-                able = [m for m in holders if m is not member and m.since <= under.step and not m.leaving]
-                if not any(not m.is_computing and not self._is_silent(now, m) for m in able):
-                    continue
-                effects += self._relieve(now, member)
-        for member in [m for m in holders if m.evaluating and self._delivers_nothing(now, m)]:
+        under, holders = self.now, self.membership.holders
+        for member in [m for m in holders if self._delivers_nothing(now, m)]:
             evaluation = self._evaluations.get(member.evaluating[0]) if member.evaluating else None
             if evaluation is not None and evaluation.waiting:
-                effects += self._return_evaluations(member)
-        return effects
+                return self._return_evaluations(member)
+            if under is None or not member.is_computing:
+                continue
+            able = [m for m in holders if m is not member and m.since <= under.step and not m.leaving]
+            # Those who were relieved themselves have nothing to do either, and must not be relied on.
+            if any(not m.is_computing and m.relieved < under.step and not self._is_silent(now, m) for m in able):
+                return self._relieve(now, member)  # one at a time: the next may have been given this one's part
+        return []
 
     def _delivers_nothing(self, now: float, member: Member) -> bool:
         """It is silent, or takes far longer than it should, though its heart beats."""
         if self._is_silent(now, member):
             return True
-        return now - self._waited_since(now, member) > max(self.patience_s, LONG * self._expected_s(member))
+        expected_s = self._expected_s(member)
+        most_s = max(self.patience_s, LONG * (self.patience_s if expected_s is None else expected_s))
+        return now - self._waited_since(now, member) > most_s
 
-    def _expected_s(self, member: Member) -> float:
-        """How long its part of the step under way should take, by its own speed or that of the slowest other."""
+    def _expected_s(self, member: Member) -> float | None:
+        """How long its part of the step under way should take, by its own speed or that of the slowest other; none
+        where nobody's is known yet: a first step may be slow."""
         known = [m.speed for m in self.membership.holders if m.speed]
         speed = member.speed or min(known, default=0.0)
-        return self._amount(member) / speed if speed else 0.0
+        return self._amount(member) / speed if speed else None
 
     def _amount(self, member: Member) -> float:
         """What it has yet to deliver: slices, or where workers step by themselves, rows."""
