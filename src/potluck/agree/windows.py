@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from potluck.agree.divergence import Divergence
 from potluck.agree.elche import LEAST_TARGET, MOST_TARGET
-from potluck.agree.policy import Async, Cadence, Windowed, make_elche, share_out
+from potluck.agree.policy import Async, Cadence, Windowed, make_elche
 from potluck.errors import ConfigError
+from potluck.shares import share_out
 
 SPARE = 0.25
 """Of its part that a replica may do beyond it, if it turns out to be faster."""
