@@ -8,20 +8,29 @@ import numpy as np
 import pytest
 import torch
 
+from potluck.train import shelf
 from potluck.train.slices import describe_model, digest
 from tests.fleet import third
-from tests.fleet.fleet import BATCH, EPOCHS, SLICES, STEPS, Fleet, build, wait_until
+from tests.fleet.fleet import BATCH, EPOCHS, ROWS, SLICES, STEPS, Fleet, build, wait_until
 from tests.fleet.test_peers import whole_batches
 from tests.fleet.third import AdamW, Run, ThirdWorker
+from tests.unit.test_protocol_doc import table
 
 pytestmark = pytest.mark.timeout(60)
 
 
-def third_worker(fleet: Fleet, **options: Any) -> ThirdWorker:
+def third_worker(fleet: Fleet, save_every: int = 0, **options: Any) -> ThirdWorker:
     model, _, (x, y) = build(bare=True)
     weights = {name: tensor.numpy().copy() for name, tensor in model.state_dict().items()}
     run = Run(
-        x=x.numpy(), y=y.numpy(), batch=BATCH, slices=SLICES, seed=1, epochs=EPOCHS, small_bytes=1024
+        x=x.numpy(),
+        y=y.numpy(),
+        batch=BATCH,
+        slices=SLICES,
+        seed=1,
+        epochs=EPOCHS,
+        small_bytes=1024,
+        save_every=save_every,
     )  # as the fleet's workers have it
     return ThirdWorker(fleet.invite.line(), run, weights, AdamW(lr=0.01, weight_decay=0.1), **options)
 
@@ -36,11 +45,16 @@ def check(fleet: Fleet, worker: ThirdWorker) -> None:
     for name, judge in whole_batches().items():
         torch.testing.assert_close(torch.from_numpy(worker.weights[name]), judge, rtol=2e-4, atol=2e-5)
         torch.testing.assert_close(ours[name], judge, rtol=2e-4, atol=2e-5)
-    assert all({"rank", "name", "rows", "samples", "busy_s", "wait_s"} == {*row} for row in last(worker)["workers"])
+    check_committed(worker.committed)
 
 
-def last(worker: ThirdWorker) -> dict[str, Any]:
-    return worker.committed[-1]
+def check_committed(told: list[dict[str, Any]]) -> None:
+    """Of each step, as docs/protocol.md says."""
+    of_worker, of_epoch = ([row[0] for row in table(key, "meaning")] for key in ("key", "key of an epoch"))
+    assert all([*step] == ["workers", "epoch", "seconds"] for step in told)
+    assert all([*row] == of_worker for step in told for row in step["workers"])
+    assert all(step["epoch"] is None or [*step["epoch"]] == of_epoch for step in told)
+    assert told[-1]["epoch"]["epoch"] == EPOCHS - 1 and told[-1]["epoch"]["used"] == ROWS
 
 
 def test_it_begins_with_our_weights_by_a_digest_of_its_own_and_trains_beside_us(tmp_path: Path) -> None:
@@ -64,11 +78,14 @@ def test_it_gives_its_weights_to_one_of_ours_that_comes_later(tmp_path: Path) ->
         """Step 4 once one of ours has come and asks for the weights; step 8 once it has them."""
         return step < 4 or (len(ready.inside) == 2 and (step < 8 or len(ready.ready) == 2))
 
-    worker = third_worker(fleet, may_compute=may_compute)
+    worker = third_worker(fleet, save_every=5, may_compute=may_compute)
     worker.start()
     fleet.wait_for_step(3)
-    fleet.add("ours", bare=True)
+    fleet.add("ours", bare=True, save_every=5)
     check(fleet, worker)
+    kept = {path.name: path for path in shelf.found(tmp_path / "checkpoints")}
+    assert {*kept} == {"step-00000005", "step-00000010"}, "it leads, and so its states are the host's checkpoints"
+    assert all(shelf.check(path)["optimizer"]["class"] == "AdamW" for path in kept.values())
     assert worker.admitted == [0] and worker.sponsored == [4]
     assert sum(row["rows"] for record in fleet.records for row in record.workers if row["name"] == "ours") > 0
 
@@ -99,6 +116,9 @@ def test_it_takes_our_weights_when_it_comes_later(tmp_path: Path) -> None:
     check(fleet, worker)
     assert worker.admitted[0] == 1 and worker.computed and min(worker.computed) > 3
     assert not worker.sponsored
+    assert {*worker.received} == {row[0] for row in table("key of the body", "meaning")}
+    told = {row[0] for row in table("file", "what it holds")}
+    assert {*worker.received["files"], "manifest.json"} == told
 
 
 def test_it_knows_nothing_of_us_but_the_bytes() -> None:

@@ -33,6 +33,8 @@ from potluck.wire import (
     Message,
     Ready,
     Refusal,
+    Saved,
+    SaveDue,
     Shutdown,
     SliceReport,
     StateBegin,
@@ -218,6 +220,8 @@ class Run:
     seed: int
     epochs: int
     small_bytes: int = 1 << 20
+    save_every: int = 0
+    """Steps after which the host is to keep a checkpoint; 0: none is due."""
 
     @property
     def rows(self) -> int:
@@ -234,7 +238,7 @@ class ThirdWorker(threading.Thread):
         *,
         may_compute: Callable[[int], bool] = lambda step: True,
     ) -> None:
-        """`weights`: fresh ones, in the model's order. `may_compute`: asked before the work of a step, until it says yes."""
+        """`weights`: fresh ones, in the model's order. `may_compute`: asked before a step's work until it says yes."""
         super().__init__(daemon=True)
         found = re.fullmatch(r"potluck://([^:/]+):(\d+)/([^.]*)(?:\.(.+))?", invite)
         assert found is not None
@@ -250,6 +254,8 @@ class ThirdWorker(threading.Thread):
         """The steps of the states that it sent."""
         self.committed: list[dict[str, Any]] = []
         """What Committed.workers told of each step."""
+        self.received: dict[str, Any] = {}
+        """The body of the last parcel that it was given."""
         self.error: BaseException | None = None
         self._work: list[Work] = []
         self._commits: dict[int, Committed] = {}
@@ -257,6 +263,7 @@ class ThirdWorker(threading.Thread):
         self._asked: list[StateRequest] = []
         self._sending: dict[int, Iterator[bytes]] = {}
         self._awaits_parcel = self._has_left = self._over = False
+        self._due = self._saved = 0
         self._coming: tuple[int, list[tuple[str, int]], bytes] | None = None
 
     def run(self) -> None:
@@ -373,6 +380,9 @@ class ThirdWorker(threading.Thread):
                 self._coming = message.transfer, [(name, size) for name, size in json.loads(message.header)], b""
             case StateChunk() if self._coming is not None and self._coming[0] == message.transfer:
                 self._coming = *self._coming[:2], self._coming[2] + bytes(message.data)
+            case Saved():
+                assert not message.error, message.error
+                self._saved = message.step
             case Refusal():
                 raise AssertionError(message.sentence)
             case Shutdown():
@@ -389,11 +399,11 @@ class ThirdWorker(threading.Thread):
         for asked in [request for request in self._asked if request.step <= self.version]:
             self._asked.remove(asked)
             self._send_state(asked.transfer)
-        self._work = [work for work in self._work if work.step >= step]
+        self._work = [work for work in self._work if step <= work.step <= self._steps]
         if self._work and self._work[0].step == step and self._may_compute(step):
             self._compute(self._work.pop(0))
             return True
-        if self.version == self._steps and not self._has_left:
+        if self.version == self._steps and self._saved >= self._due and not self._has_left:
             self._has_left = True
             self._send(Leave(1, "finished"))
         return False
@@ -453,6 +463,11 @@ class ThirdWorker(threading.Thread):
             self._epoch, self._row = self._epoch + 1, 0
         self.committed.append(json.loads(committed.workers))
         self._send(Applied(self.version, self.digest(), self._optimizer.lr, norm, fault, 0.0))
+        if self._agreed.save_every and self.version % self._agreed.save_every == 0:
+            self._due = self.version
+            self._send(SaveDue(self.version, 2))
+            if committed.leader == self.worker_id:
+                self._send_state(0)
 
     # Weights for others, and from them
 
@@ -472,7 +487,8 @@ class ThirdWorker(threading.Thread):
         whole = b"".join(files.values())
         self._sending[transfer] = (whole[at : at + CHUNK_BYTES] for at in range(0, len(whole), CHUNK_BYTES))
         self._send(StateBegin(transfer, self.version, json.dumps([[n, len(data)] for n, data in files.items()])))
-        self.sponsored.append(self.version)
+        if transfer:
+            self.sponsored.append(self.version)
 
     def _send_chunks(self, transfer: int, count: int) -> None:
         chunks = self._sending.get(transfer)
@@ -490,7 +506,7 @@ class ThirdWorker(threading.Thread):
         for name, size in self._coming[1]:
             files[name], at = self._coming[2][at : at + size], at + size
         manifest = json.loads(files["manifest.json"])
-        body = manifest["body"]
+        self.received = body = manifest["body"]
         assert manifest["sha256"] == body_hash(body)
         for name, told in body["files"].items():
             assert len(files[name]) == told["bytes"] and hashlib.sha256(files[name]).hexdigest() == told["sha256"]
