@@ -13,29 +13,28 @@ from potluck.train.slices import describe_model, digest
 from tests.fleet import third
 from tests.fleet.fleet import BATCH, EPOCHS, ROWS, SLICES, STEPS, Fleet, build, wait_until
 from tests.fleet.test_peers import whole_batches
-from tests.fleet.third import AdamW, Run, ThirdWorker
+from tests.fleet.third import AdamW, Run, ThirdPeer, ThirdWorker, Weights, plan_parts
 from tests.unit.test_protocol_doc import table
 
 pytestmark = pytest.mark.timeout(60)
 
 
-def third_worker(fleet: Fleet, save_every: int = 0, **options: Any) -> ThirdWorker:
+def agreed(save_every: int = 0) -> tuple[Run, Weights, AdamW]:
+    """What the fleet's workers have, as arrays."""
     model, _, (x, y) = build(bare=True)
     weights = {name: tensor.numpy().copy() for name, tensor in model.state_dict().items()}
     run = Run(
-        x=x.numpy(),
-        y=y.numpy(),
-        batch=BATCH,
-        slices=SLICES,
-        seed=1,
-        epochs=EPOCHS,
-        small_bytes=1024,
+        x=x.numpy(), y=y.numpy(), batch=BATCH, slices=SLICES, seed=1, epochs=EPOCHS, small_bytes=1024,
         save_every=save_every,
-    )  # as the fleet's workers have it
-    return ThirdWorker(fleet.invite.line(), run, weights, AdamW(lr=0.01, weight_decay=0.1), **options)
+    )  # fmt: skip
+    return run, weights, AdamW(lr=0.01, weight_decay=0.1)
 
 
-def check(fleet: Fleet, worker: ThirdWorker) -> None:
+def third_worker(fleet: Fleet, save_every: int = 0, **options: Any) -> ThirdWorker:
+    return ThirdWorker(fleet.invite.line(), *agreed(save_every), **options)
+
+
+def check(fleet: Fleet, worker: ThirdWorker | ThirdPeer) -> None:
     """Ours and the other one end with the weights of plain PyTorch, up to rounding."""
     ours = fleet.finish()
     worker.join(20)
@@ -45,7 +44,8 @@ def check(fleet: Fleet, worker: ThirdWorker) -> None:
     for name, judge in whole_batches().items():
         torch.testing.assert_close(torch.from_numpy(worker.weights[name]), judge, rtol=2e-4, atol=2e-5)
         torch.testing.assert_close(ours[name], judge, rtol=2e-4, atol=2e-5)
-    check_committed(worker.committed)
+    if isinstance(worker, ThirdWorker):
+        check_committed(worker.committed)
 
 
 def check_committed(told: list[dict[str, Any]]) -> None:
@@ -119,6 +119,20 @@ def test_it_takes_our_weights_when_it_comes_later(tmp_path: Path) -> None:
     assert {*worker.received} == {row[0] for row in table("key of the body", "meaning")}
     told = {row[0] for row in table("file", "what it holds")}
     assert {*worker.received["files"], "manifest.json"} == told
+
+
+@pytest.mark.parametrize("codec", ["bincode", "entrenar"])
+def test_a_plain_peer_sends_its_parts_in_any_order(codec: str, tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, plain_peers=True, at_least=2)
+    run, weights, optimizer = agreed()
+    parts = dict(enumerate(reversed(list(plan_parts(weights, run.small_bytes)))))
+    peer = ThirdPeer(fleet.server.port, codec, run, weights, optimizer, parts)
+    peer.start()
+    wait_until(lambda: len(fleet.server.core.membership.ready) == 1)
+    fleet.add("ours", bare=True)
+    check(fleet, peer)
+    shared = [{row["name"] for row in record.workers if row["rows"]} for record in fleet.records]
+    assert {"ours", "third peer"} in shared
 
 
 def test_it_knows_nothing_of_us_but_the_bytes() -> None:

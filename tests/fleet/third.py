@@ -29,12 +29,14 @@ from potluck.wire import (
     FrameReader,
     Heartbeat,
     Hello,
+    JoinRequest,
     Leave,
     Message,
     Ready,
     Refusal,
     Saved,
     SaveDue,
+    ShardAssignment,
     Shutdown,
     SliceReport,
     StateBegin,
@@ -109,6 +111,20 @@ def slice_bounds(row: int, rows: int, slices: int) -> list[Node]:
     return bounds
 
 
+def plan_parts(weights: Weights, small_bytes: int) -> Iterator[list[str]]:
+    """The names in each part: blocks and layers from the last to the first, joined while they are small."""
+    units: dict[str, list[str]] = {}
+    for name in weights:
+        units.setdefault(re.sub(r"^(layers\.\d+)\..*|\.[^.]*$", r"\1", name), []).append(name)
+    joined: list[str] = []
+    for unit in reversed(list(units.values())):
+        if joined and sum(weights[name].nbytes for name in unit + joined) > small_bytes:
+            yield joined
+            joined = []
+        joined = unit + joined
+    yield joined
+
+
 # A parcel's files
 
 
@@ -164,6 +180,16 @@ def gradients_of(weights: Weights, x: Array, y: Array) -> tuple[float, Weights]:
         flow = flow + inner @ w[f"{layer}.weight"]
     found |= {"enter.weight": flow.T @ x, "enter.bias": flow.sum(axis=0)}
     return float(loss), found
+
+
+def pieces_of(weights: Weights, parts: dict[int, list[str]], averages: dict[int, Array]) -> Weights:
+    """The gradient of each parameter, of averages that each hold those of a part end to end."""
+    found: Weights = {}
+    for part, names in parts.items():
+        ends = np.cumsum([weights[name].size for name in names])[:-1]
+        for name, piece in zip(names, np.split(averages[part], ends), strict=True):
+            found[name] = piece.reshape(weights[name].shape).astype(np.float64)
+    return found
 
 
 @dataclass
@@ -244,7 +270,7 @@ class ThirdWorker(threading.Thread):
         assert found is not None
         self._address, self._secret, self._pin = (found[1], int(found[2])), found[3], found[4]
         self._agreed, self.weights, self._optimizer, self._may_compute = run, dict(weights), optimizer, may_compute
-        self._parts = list(self._plan_parts())
+        self._parts = list(plan_parts(self.weights, run.small_bytes))
         self.version = self._epoch = self._row = self._seen = 0
         self.admitted: list[int] = []
         """How each Admitted was: 0 with its own weights, 1 with the run's."""
@@ -313,19 +339,6 @@ class ThirdWorker(threading.Thread):
         return [decode(bytes(payload)) for payload in self._reader.feed(data)]
 
     # What it is
-
-    def _plan_parts(self) -> Iterator[list[str]]:
-        """The names in each part: blocks and layers from the last to the first, joined while they are small."""
-        units: dict[str, list[str]] = {}
-        for name in self.weights:
-            units.setdefault(re.sub(r"^(layers\.\d+)\..*|\.[^.]*$", r"\1", name), []).append(name)
-        joined: list[str] = []
-        for unit in reversed(list(units.values())):
-            if joined and sum(self.weights[name].nbytes for name in unit + joined) > self._agreed.small_bytes:
-                yield joined
-                joined = []
-            joined = unit + joined
-        yield joined
 
     def description(self) -> dict[str, Any]:
         run, last = self._agreed, len(self._parts) - 1
@@ -445,11 +458,7 @@ class ThirdWorker(threading.Thread):
         return self._sum_of(left, sums, name) + self._sum_of(right, sums, name)
 
     def _apply(self, committed: Committed, averages: dict[int, Array]) -> None:
-        gradients: Weights = {}
-        for part, names in enumerate(self._parts):
-            ends = np.cumsum([self.weights[name].size for name in names])[:-1]
-            for name, piece in zip(names, np.split(averages[part], ends), strict=True):
-                gradients[name] = piece.reshape(self.weights[name].shape).astype(np.float64)
+        gradients = pieces_of(self.weights, dict(enumerate(self._parts)), averages)
         names = list(self.weights)
         used = [name for i, name in enumerate(names) if committed.used[i // 8] >> (i % 8) & 1]
         norm = math.sqrt(sum(float((gradients[name] ** 2).sum()) for name in used))
@@ -523,3 +532,56 @@ class ThirdWorker(threading.Thread):
         self._awaits_parcel, self._coming = False, None
         self._send(Applied(self.version, self.digest(), self._optimizer.lr, 0.0, "", 0.0))
         return True
+
+
+class ThirdPeer(threading.Thread):
+    """A plain peer that sends its gradient part by part, in an order of its own."""
+
+    def __init__(
+        self, port: int, codec: str, run: Run, weights: Weights, optimizer: AdamW, parts: dict[int, list[str]]
+    ) -> None:
+        """`parts`: the names in each block, which a plain peer has to know."""
+        super().__init__(daemon=True)
+        self._socket = socket.create_connection(("127.0.0.1", port), timeout=30)
+        self._codec, self._agreed, self.weights, self._optimizer = codec, run, dict(weights), optimizer
+        self._parts = parts
+        self.version = 0
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        reader, averages = FrameReader(1 << 26), dict[int, Array]()
+        try:
+            self._send(JoinRequest("third peer", 0, "cpu"))
+            while data := self._socket.recv(1 << 16):
+                for payload in reader.feed(data):
+                    match decode(bytes(payload), self._codec):
+                        case ShardAssignment() as work:
+                            self._compute(work)
+                        case AveragedBlockGradient() as average:
+                            averages[average.block_idx] = np.array(average.gradients)
+                            if len(averages) == len(self._parts):
+                                self._apply(average.step, averages)
+                                averages = {}
+                        case Shutdown():
+                            return
+        except BaseException as error:
+            self.error = error
+        finally:
+            self._socket.close()
+
+    def _send(self, message: Message) -> None:
+        self._socket.sendall(encode(message, self._codec))
+
+    def _compute(self, work: ShardAssignment) -> None:
+        run = self._agreed
+        epoch = (work.step - 1) // math.ceil(run.rows / run.batch)
+        rows = order_of(run.rows, run.seed, epoch)[work.shard_start : work.shard_end]
+        _, found = gradients_of(self.weights, run.x[rows], run.y[rows])
+        for block in sorted(self._parts, key=lambda block: (block + work.step) % 3):
+            flat = np.concatenate([found[name].ravel() for name in self._parts[block]]) / len(rows)
+            sizes = np.array([found[name].size for name in self._parts[block]], "<u4")
+            self._send(BlockGradientPayload(work.step, 0, block, len(self._parts), flat.astype(np.float32), sizes))
+
+    def _apply(self, step: int, averages: dict[int, Array]) -> None:
+        self._optimizer.step(self.weights, pieces_of(self.weights, self._parts, averages))
+        self.version = step
