@@ -106,6 +106,8 @@ def test_bad_input_is_a_sentence(options: dict[str, Any], sentence: str) -> None
 def test_a_rank_outside_the_world_and_reports_of_another_size_are_refused() -> None:
     with pytest.raises(ValueError, match="there is no rank 2 in a world of 2"):
         ElChe.with_speed_ratio(2, 2, 3.0)
+    with pytest.raises(ValueError, match="ratio must be a number, not inf"):
+        ElChe.with_speed_ratio(2, 0, float("inf"))
     with pytest.raises(ValueError, match="wall_ms has 1 numbers, and the world 2 ranks"):
         ElChe(2).report_timing([1.0], [1, 1], 0.0)
 

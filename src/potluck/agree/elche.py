@@ -52,6 +52,8 @@ class ElChe:
         made = cls(world_size, anchor, **options)  # type: ignore[arg-type]
         if not 0 <= slow_rank < world_size:
             raise ValueError(f"there is no rank {slow_rank} in a world of {world_size}")
+        if not math.isfinite(ratio):
+            raise ValueError(f"ratio must be a number, not {ratio}")
         others = max(1, _round(made.anchor * max(1.0, ratio)))
         made.batch_counts = [made.anchor if rank == slow_rank else others for rank in range(world_size)]
         return made
