@@ -8,9 +8,9 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from potluck.errors import ConfigError
 
@@ -246,12 +246,33 @@ class EventFile:
 
 
 def read_events(path: Path) -> Iterator[dict[str, Any]]:
-    """Every whole line; a line that a crash cut short is passed over."""
+    """Every whole line; a line that a crash cut short is passed over. Numbers that are not finite are numbers again."""
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
-            yield json.loads(line)
+            record = json.loads(line)
         except json.JSONDecodeError:
             continue
+        yield _as_numbers(record)
+
+
+_NUMBERS = {
+    field.name
+    for kind in (*get_args(Event), WorkerStep)
+    for field in fields(kind)
+    if float in (field.type, *get_args(field.type))
+}
+
+
+def _as_numbers(value: Any, name: str = "") -> Any:
+    """The reverse of _finite. A worker may be called nan; only fields that hold numbers are looked at."""
+    match value:
+        case dict():
+            return {key: _as_numbers(item, key) for key, item in value.items()}
+        case list():
+            return [_as_numbers(item, name) for item in value]
+        case "nan" | "inf" | "-inf" if name in _NUMBERS:
+            return float(value)
+    return value
 
 
 def _finite(value: Any) -> Any:

@@ -1,9 +1,12 @@
 """What a worker says that it trains: whatever else arrives is a refusal, and what differs is a sentence."""
 
 import json
+import re
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,6 +15,7 @@ from potluck.agree.policy import Async, Cadence, Sync
 from potluck.errors import TheirProtocolError
 from potluck.fleet import description
 from potluck.fleet.description import BUFFERS, MAX_FLOATS, Description, Part, settings_of
+from potluck.wire import AveragedBlockGradient, AveragedGradient, AveragedNonBlockGradient, encode
 
 DESCRIBED = Description(
     parts=(Part(1, None, (3, 4)), Part(0, None, (3, 4)), Part(None, 2, (12,)), Part(None, BUFFERS, (1, 0))),
@@ -54,6 +58,42 @@ def test_a_description_knows_how_many_batches_are_done() -> None:
 def test_it_knows_its_floats_and_blocks() -> None:
     assert DESCRIBED.floats == 27 and DESCRIBED.blocks == 2
     assert [part.key for part in DESCRIBED.parts] == [("block", 1), ("block", 0), ("component", 2), ("component", 255)]
+
+
+def with_parts(*floats: int) -> Description:
+    return replace(DESCRIBED, parts=(*(Part(n, None, (size,)) for n, size in enumerate(floats)), DESCRIBED.parts[-1]))
+
+
+@pytest.mark.parametrize(
+    ("floats", "sentence"),
+    [
+        ((24_999_994,), None),  # 99,999,997 bytes
+        ((24_999_995,), "whole gradient is a message of 100,000,001 bytes.* so that it cannot take part at all"),
+        ((20_000_000, 20_000_000), "of 160,000,021 bytes.*above 100,000,000. It can take part if it sends block"),
+        ((24_999_992, 9), "It can take part if it sends block gradients"),  # 99,999,997 bytes
+        ((24_999_993, 9), "That of block 0 alone is 100,000,001"),
+    ],
+)
+def test_averages_that_entrenars_client_refuses_are_told(floats: tuple[int, ...], sentence: str | None) -> None:
+    told = with_parts(*floats).too_large_for_entrenar()
+    assert told is None if sentence is None else re.search(sentence, told or "")
+
+
+def test_the_bytes_that_are_told_are_those_that_travel() -> None:
+    described = with_parts(5, 7)
+    with mock.patch.object(description, "ENTRENAR_BYTES", 60):
+        told = described.too_large_for_entrenar() or ""
+    whole = AveragedGradient(1, np.zeros(12, np.float32), np.float32(0))
+    assert f"a message of {len(encode(whole, 'entrenar')) - 4} bytes" in told
+    part = AveragedBlockGradient(1, 1, np.zeros(7, np.float32), np.array([7], "<u4"))
+    with mock.patch.object(description, "ENTRENAR_BYTES", 50):
+        told = described.too_large_for_entrenar() or ""
+    assert f"That of block 1 alone is {len(encode(part, 'entrenar')) - 4}," in told
+    assert len(encode(AveragedNonBlockGradient(1, 0, np.zeros(7, np.float32)), "entrenar")) - 4 == 18 + 4 * 7
+
+
+def test_under_windows_there_are_no_plain_peers_to_warn() -> None:
+    assert replace(WINDOWED, parts=with_parts(1 << 28).parts).too_large_for_entrenar() is None
 
 
 def part(**values: Any) -> list[dict[str, Any]]:

@@ -1,10 +1,11 @@
 """OptimizerShard against the published vectors and its contract."""
 
 import json
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from potluck.shard.optimizer_shard import OptimizerShard
@@ -19,7 +20,22 @@ def test_ranges_are_those_of_the_published_vectors(line: str) -> None:
     assert [[shard.param_start, shard.param_end] for shard in shards] == told["shards"]
 
 
-@given(st.lists(st.floats(0, 1e9), min_size=1, max_size=9).filter(lambda w: sum(w) > 1e-3), st.integers(0, 10**7))
+@given(st.integers(1, 12), st.integers(0, 1 << 20) | st.integers(1 << 52, 1 << 70))
+@example(1, 9007199254740995)
+@example(5, 9007199254740989)
+def test_equal_shares_keep_the_contract_at_every_size(world: int, total: int) -> None:
+    shards = [OptimizerShard.for_rank(rank, world, total) for rank in range(world)]
+    ends = [0, *(shard.param_end for shard in shards)]
+    assert [shard.param_start for shard in shards] == ends[:-1] and ends[-1] == total
+    assert [shard.shard_size - total // world for shard in shards] == [
+        int(rank < total % world) for rank in range(world)
+    ]
+
+
+@given(
+    st.lists(st.floats(0, 1e9), min_size=1, max_size=9).filter(any),
+    st.integers(0, 10**7) | st.integers(1 << 52, 1 << 70),
+)
 def test_the_union_is_everything_no_two_overlap_and_each_is_within_one_of_its_share(
     weights: list[float], total: int
 ) -> None:
@@ -27,17 +43,21 @@ def test_the_union_is_everything_no_two_overlap_and_each_is_within_one_of_its_sh
     ends = [0, *(shard.param_end for shard in shards)]
     assert [shard.param_start for shard in shards] == ends[:-1] and ends[-1] == total
     for shard, weight in zip(shards, weights, strict=True):
-        assert abs(shard.shard_size - total * weight / sum(weights)) <= 1 + 1e-6 * total
+        assert abs(shard.shard_size - total * Fraction(weight) / sum(map(Fraction, weights))) < 1
 
 
 def test_what_it_owns_and_what_it_saves() -> None:
     shard = OptimizerShard.for_rank(rank=1, world_size=4, total_params=10)
     assert (shard.param_start, shard.param_end, shard.shard_size) == (3, 6, 3)
     assert [shard.owns_param(index) for index in (2, 3, 5, 6)] == [False, True, True, False]
-    assert shard.memory_savings == pytest.approx(0.7)
     assert (shard.shard_memory_bytes, shard.full_memory_bytes) == (24, 80)
-    assert OptimizerShard.for_rank(0, 2, 100).memory_savings == 0.5
-    assert OptimizerShard.for_rank(0, 2, 0).memory_savings == 0.0
+
+
+@pytest.mark.parametrize("total", [0, 1, 10, 100, 1 << 60])
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 7])
+def test_what_a_rank_saves_is_one_less_its_even_share_as_published(world: int, total: int) -> None:
+    assert OptimizerShard.for_rank(0, world, total).memory_savings == 1.0 - 1.0 / world
+    assert OptimizerShard.for_weights(0, [5.0] + [1.0] * (world - 1), total).memory_savings == 1.0 - 1.0 / world
 
 
 def test_a_card_with_a_third_of_the_memory_holds_a_third_of_the_bytes() -> None:

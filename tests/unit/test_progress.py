@@ -1,5 +1,7 @@
 import io
+import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,19 +19,23 @@ from potluck.events import (
     StepSkipped,
     Validated,
     WorkerStep,
+    WorkerWent,
     read_events,
 )
 from potluck.train.picture import draw_losses, running_mean
 from potluck.train.progress import Progress, count, duration, size
 
+NAN = math.nan
+
+
+def done(step: int, loss: float) -> StepDone:
+    workers = tuple(WorkerStep(rank=r, rows=4, samples=400.0, busy_s=0.3, wait_s=0.1 * r) for r in range(2))
+    return StepDone(step=step, epoch=0, rows_seen=8 * step, samples=800.0, loss=loss, lr=1e-3, grad_norm=1.0,
+                    seconds=0.4, workers=workers)  # fmt: skip
+
 
 def story() -> list[Event]:
-    workers = tuple(WorkerStep(rank=r, rows=4, samples=400.0, busy_s=0.3, wait_s=0.1 * r) for r in range(2))
-    steps: list[Event] = [
-        StepDone(step=step, epoch=0, rows_seen=8 * step, samples=800.0, loss=5.0 - step, lr=1e-3, grad_norm=1.0,
-                 seconds=0.4, workers=workers)
-        for step in (1, 2, 4)
-    ]  # fmt: skip
+    steps = [done(step, 5.0 - step) for step in (1, 2, 4)]
     return [
         RunStarted(name="x", folder="runs/x", workers=2, device="cpu", parameters=1_350_000, unit="tokens",
                    batch_size=8, steps_total=4, from_step=0),
@@ -122,7 +128,23 @@ def test_events_survive_a_crash_and_have_no_nan(tmp_path: Path) -> None:
     records = list(read_events(path))
     assert len(records) == len(story()) + 1
     assert records[1]["workers"][1]["wait_s"] == pytest.approx(0.1)
-    assert records[-1]["loss"] == "nan"
+    assert '"loss": "nan"' in path.read_text().splitlines()[-2], "JSON itself has no NaN"
+    assert math.isnan(records[-1]["loss"])
+
+
+def test_numbers_that_are_not_finite_come_back_as_numbers_and_words_as_words(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    file = EventFile(path)
+    part = WorkerStep(rank=0, rows=1, samples=1.0, busy_s=math.inf, wait_s=0.1, name="nan")
+    file(replace(done(1, NAN), grad_norm=-math.inf, workers=(part,)))
+    file(WorkerWent(worker=0, name="nan", reason="inf", polite=True, workers=0))
+    file(RunEnded(reason="nan", step=1, rows_seen=1, seconds=1.0, loss=math.nan, validation_loss=None, skipped=0))
+    file.close()
+    step, went, ended = read_events(path)
+    assert math.isnan(step["loss"]) and step["grad_norm"] == -math.inf
+    assert step["workers"][0]["busy_s"] == math.inf and step["workers"][0]["name"] == "nan"
+    assert (went["name"], went["reason"]) == ("nan", "inf")
+    assert ended["reason"] == "nan" and math.isnan(ended["loss"]) and ended["validation_loss"] is None
 
 
 def test_the_picture_is_a_png(tmp_path: Path) -> None:
@@ -132,6 +154,22 @@ def test_the_picture_is_a_png(tmp_path: Path) -> None:
     file.close()
     picture = draw_losses(tmp_path / "events.jsonl", tmp_path / "loss.png")
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("losses", [[NAN], [NAN, NAN], [3.0, NAN, 2.0], [NAN, 2.0, math.inf, 1.0, -math.inf]])
+@pytest.mark.filterwarnings("error")
+def test_a_run_with_losses_that_are_no_numbers_is_drawn(losses: list[float], tmp_path: Path) -> None:
+    file = EventFile(tmp_path / "events.jsonl")
+    for number, loss in enumerate(losses, 1):
+        file(done(number, loss))
+        file(Validated(step=number, loss=loss))
+    file.close()
+    assert draw_losses(tmp_path / "events.jsonl", tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_running_mean_passes_over_what_is_no_number() -> None:
+    found = running_mean([NAN, 2.0, NAN, 4.0, math.inf, 9.0, 9.0], keep=0.5)
+    assert math.isnan(found[0]) and found[1:] == [2.0, 2.0, 3.0, 3.0, 6.0, 7.5]
 
 
 def test_a_running_mean_starts_from_the_first_value() -> None:

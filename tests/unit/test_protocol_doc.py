@@ -2,17 +2,24 @@
 
 import ast
 import inspect
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 from potluck.errors import TheirProtocolError
+from potluck.events import EpochDone
 from potluck.fleet import client, coordinator, description, lobby, parcel, server
 from potluck.fleet.coordinator import LEGAL
 from potluck.fleet.description import Description
 from potluck.fleet.membership import Phase
+from potluck.train import slices
+from potluck.train.data import mix
+from potluck.train.state import optimizer_state
 from potluck.wire import codec
 from potluck.wire.messages import MESSAGES, PUBLISHED, Hello, JoinRequest, Kind, Message, layout
 
@@ -117,11 +124,56 @@ def test_every_field_of_a_description_is_told() -> None:
         description.MAX_FLOATS,
         parcel.MAX_FILES,
         codec.MAX_FRAME_BYTES,
+        description.ENTRENAR_BYTES,
     ],
 )
 def test_limits_are_told(limit: int) -> None:
     section = DOCUMENT.split("## Limits")[1].split("\n## ")[0]
     assert re.search(rf"(?<![\d,]){limit:,}(?![\d,])", section)
+
+
+def test_the_examples_are_what_the_code_makes_of_them() -> None:
+    order = torch.randperm(10, generator=torch.Generator().manual_seed(mix(7, 0)))
+    assert dict(table("what", "value")) == {
+        "mix(7, 3)": str(mix(7, 3)),
+        "the order of 10 rows, seed 7, epoch 0": " ".join(map(str, order.tolist())),
+        "`description.model` of Linear(2, 1)": slices.describe_model(nn.Linear(2, 1)),
+        "the digest of one parameter of 1,030 float32 numbers: 0, 1, ..., 1029": slices.digest(
+            [torch.arange(1030, dtype=torch.float32)]
+        ),
+    }
+    lines = [f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in nn.Linear(2, 1).state_dict().items()]
+    assert "\n".join(["```", *lines, "```"]) in DOCUMENT
+
+
+@pytest.mark.parametrize(
+    ("heading", "number"),
+    [
+        ("### The digest", slices.BLOCK_BYTES),
+        ("### The description", slices.SMALL_BYTES),
+        ("**A parcel**", parcel.CHUNK_BYTES),
+        ("**A parcel**", coordinator.CHUNKS_AHEAD),
+        ("## Limits", (description.ENTRENAR_BYTES - 21) // 4),
+    ],
+)
+def test_sizes_are_told_where_they_matter(heading: str, number: int) -> None:
+    section = DOCUMENT.split(heading)[1].split("\n#")[0]
+    assert re.search(rf"(?<![\d,]){number:,}(?![\d,])", section)
+
+
+def test_the_example_of_an_optimizers_state_is_what_torchs_becomes() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    tensors, told = optimizer_state(optimizer, {id(parameter): name for name, parameter in model.named_parameters()})
+    assert json.loads(DOCUMENT.split("```json")[1].split("```")[0]) == told
+    assert {*tensors} == {"weight/momentum_buffer", "bias/momentum_buffer"}
+
+
+def test_what_committed_tells_is_told() -> None:
+    done = EpochDone(epoch=0, used=1, total=1, same_weights=True, sentence="")
+    assert [row[0] for row in table("key of an epoch", "meaning")] == [*coordinator._as_table(done)]
 
 
 def test_every_sentence_of_a_refusal_is_told() -> None:

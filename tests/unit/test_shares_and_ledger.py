@@ -1,12 +1,15 @@
-from hypothesis import given
+from fractions import Fraction
+
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from potluck.agree.policy import share_out
 from potluck.fleet.ledger import Ledger, prove
+from potluck.fleet.tree import slice_rows
+from potluck.shares import share_out
 
 
 def test_shares_follow_the_published_sizes() -> None:
-    """From shared/vectors/elche.json, `sizes`."""
+    """From tests/vectors/elche.json, `sizes`."""
     assert share_out(100, [1.0]) == [100]
     assert share_out(100, [1, 1, 1]) == [34, 33, 33]
     assert share_out(10, [1] * 7) == [2, 2, 2, 1, 1, 1, 1]
@@ -16,12 +19,32 @@ def test_shares_follow_the_published_sizes() -> None:
     assert share_out(100, [0, 0]) == [50, 50]
 
 
-@given(st.integers(0, 10_000), st.lists(st.floats(0.01, 100), min_size=1, max_size=9))
+weights = st.lists(st.floats(0, 1e300) | st.integers(0, 1 << 70), min_size=1, max_size=9).filter(any)
+
+
+@given(st.integers(0, 10_000) | st.integers(0, 1 << 80), weights)
+@example((1 << 53) + 3, [1.0])
+@example(1000, [0.0, 5e-324])
 def test_shares_are_complete_and_each_within_one_of_its_exact_part(total: int, weights: list[float]) -> None:
     parts = share_out(total, weights)
     assert sum(parts) == total
-    for part, weight in zip(parts, weights, strict=True):
-        assert abs(part - total * weight / sum(weights)) < 1 + 1e-6
+    exact = [total * Fraction(weight) / sum(map(Fraction, weights)) for weight in weights]
+    assert all(abs(part - share) < 1 for part, share in zip(parts, exact, strict=True))
+    assert all(part == 0 for part, weight in zip(parts, weights, strict=True) if weight == 0)
+
+
+@given(st.integers(0, 1 << 80), st.integers(1, 9))
+def test_equal_shares_are_those_of_whole_division_with_the_longer_ones_first(total: int, world: int) -> None:
+    short, longer = divmod(total, world)
+    assert share_out(total, [1.0] * world) == [short + (rank < longer) for rank in range(world)]
+
+
+@given(st.integers(0, 1 << 62), st.integers(0, 1 << 62), st.integers(1, 99))
+def test_the_slices_of_a_step_are_even_and_complete_at_every_size(row: int, rows: int, slices: int) -> None:
+    found = slice_rows(row, rows, slices)
+    assert [start for start, _ in found] == [row, *(end for _, end in found[:-1])] and found[-1][1] == row + rows
+    sizes = [end - start for start, end in found]
+    assert sizes == sorted(sizes, reverse=True) and sizes[0] - sizes[-1] <= 1
 
 
 ranges = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 8)).map(lambda r: (r[0], r[0] + r[1])), max_size=12)

@@ -1,6 +1,7 @@
 """Both timelines and the measured gain, from what runs wrote down."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,18 @@ def test_losses_are_compared_over_equally_many_rows(sync: Timeline) -> None:
     assert [mean.rows for mean in means] == [30] * 14
     assert means[0].loss == pytest.approx(5.0 - 0.03 * 2) and means[0].end_s == pytest.approx(1.5)
     assert [mean.rows for mean in sync.means_over(300)] == [420], "a short rest counts with what is before it"
+
+
+def test_steps_without_a_loss_are_drawn_and_do_not_spoil_a_mean(sync: Timeline, tmp_path: Path) -> None:
+    steps = [(1.0, [(10, 0.5)], loss) for loss in (4.0, math.nan, 2.0, math.nan, math.nan)]
+    path = write_run(tmp_path / "holed.jsonl", steps, math.nan)
+    path.write_text(path.read_text().replace("NaN", '"nan"'))  # as EventFile writes it
+    holed = read_timeline(path)
+    first, second = holed.means_over(30)
+    assert first.loss == 3.0 and first.rows == 30
+    assert math.isnan(second.loss) and second.rows == 20
+    assert draw_comparison(sync, holed, slow=0, picture=tmp_path / "both.png").exists()
+    assert gain_sentence(sync, holed).endswith("validation loss nan against 2.23.")
 
 
 def test_the_picture_of_both_is_a_png(sync: Timeline, cadence: Timeline, tmp_path: Path) -> None:

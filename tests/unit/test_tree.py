@@ -1,13 +1,15 @@
 """The tree of a step's slices: whoever computes which nodes of it, their sum is the same bits."""
 
 import itertools
+import math
 
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
+from potluck.fleet.membership import LEAST_S, Member
 from potluck.fleet.tree import (
     QUOTA_GAIN,
     Node,
@@ -213,3 +215,19 @@ def test_shared_nodes_give_each_worker_its_quota_and_each_slice_to_one_worker(
     shared = share_nodes(slices, quotas)
     assert [sum(end - first for first, end in nodes) for nodes in shared] == quotas
     assert [number for nodes in shared for node in nodes for number in range(*node)] == list(range(slices))
+
+
+@given(st.lists(st.tuples(st.integers(0, 8), st.floats()), min_size=1, max_size=8))
+@example([(4, 5e-324)])
+@example([(4, 1e308), (4, math.inf)])
+def test_whatever_seconds_a_worker_tells_the_others_keep_a_speed_and_every_slice_is_handed_out(
+    told: list[tuple[int, float]],
+) -> None:
+    liar = Member(1, 0, "liar", "k", plain=False, heard_at=0.0)
+    for slices, busy_s in told:
+        liar.measure(slices, busy_s)
+        assert liar.speed is None or 0 <= liar.speed <= 1.0001 / LEAST_S
+        assert sum(decide_quotas(8, [liar.speed, 4.0, None], None)) == 8
+    for _ in range(100):  # an honest report is believed again after a while
+        liar.measure(4, 1.0)
+    assert min(decide_quotas(8, [liar.speed, 4.0], None)) > 0

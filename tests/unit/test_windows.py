@@ -1,7 +1,7 @@
 """What a window is made of, and why: every decision carries a sentence."""
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from potluck.agree.divergence import Divergence
@@ -114,6 +114,44 @@ def test_a_change_of_speed_is_followed_within_two_windows() -> None:
         )
     rows = windows.decide(MANY, 1).rows
     assert rows[0] / rows[1] == pytest.approx(3.0, rel=0.1)
+
+
+one = st.tuples(st.integers(0, 5000), st.integers(0, 40))  # milliseconds, and batches
+reports = st.lists(st.tuples(one, one, one, st.integers(0, 3000)), min_size=2, max_size=8)
+
+
+@given(reports, st.integers(0, 4))
+def test_a_count_moves_by_no_more_than_it_may_also_of_a_replica_that_has_done_nothing_yet(
+    told: list[tuple[tuple[int, int], tuple[int, int], tuple[int, int], int]], most: int
+) -> None:
+    windows = Windows(Cadence(max_batch_diff=most), ["a", "b", "c"])
+    before: tuple[int, ...] | None = None
+    for *parts, sync_ms in told:
+        windows.report([Report(wall_s=ms / 1000, batches=batches) for ms, batches in parts], sync_ms / 1000)
+        rows = windows.decide(MANY, 1).rows
+        if before is not None:
+            assert all(abs(new - old) <= most for new, old in zip(rows, before, strict=True))
+        before = rows if windows.elche.is_measured else None
+
+
+anything = st.tuples(st.floats(), st.integers(0, (1 << 32) - 1), st.floats())
+
+
+@pytest.mark.parametrize("policy", [Cadence(), Cadence(max_batch_diff=3), Async()])
+@given(told=st.lists(st.tuples(anything, anything, st.floats(0, 1e9)), max_size=6), left=st.integers(1, 1 << 48))
+@example(told=[((1.0, 10, 0.0), (5e-324, 10, 0.0), 0.0)], left=MANY)
+@example(told=[((1.0, 10, 0.0), (1e308, 1, 0.0), 0.0)], left=MANY)
+def test_whatever_replicas_tell_a_window_is_planned(
+    policy: Cadence | Async,
+    told: list[tuple[tuple[float, int, float], tuple[float, int, float], float]],
+    left: int,
+) -> None:
+    windows = Windows(policy, ["a", "b"])
+    for *parts, sync_s in told:
+        windows.report([Report(wall_s=wall, batches=done, divergence=drift) for wall, done, drift in parts], sync_s)
+        decision = windows.decide(left, 4)
+        assert min(decision.rows) >= 0 and min(decision.spare) >= 0
+        assert 0 < sum(decision.rows) <= sum(decision.rows) + sum(decision.spare) <= left
 
 
 @pytest.mark.parametrize("policy", [Cadence(), Async()])

@@ -7,7 +7,7 @@ import statistics
 from collections import deque
 from collections.abc import Sequence
 
-from potluck.agree.policy import share_out
+from potluck.shares import share_out
 
 STEPS = 8
 """That are measured before parts are changed, and after that."""

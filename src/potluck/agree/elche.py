@@ -1,12 +1,17 @@
 """ElChe: measured speeds to batches per rank. The slowest anchors the cadence; the others fill the same time. Pure.
 
-As published, number for number: `tests/vectors/elche.json` holds whole traces.
+As published, to the last bit, also where another rule would be better: `tests/vectors/elche*.json*` hold whole traces.
+Divisions come first where the published ones do, since the other order rounds differently. What Potluck does better is
+in `windows.py`.
 """
 
 import math
 from collections.abc import Sequence
 
+from potluck.shares import share_out
+
 LEAST_TARGET, MOST_TARGET = 0.01, 0.50
+LEAST_MS = 0.001
 
 
 class ElChe:
@@ -47,8 +52,10 @@ class ElChe:
         made = cls(world_size, anchor, **options)  # type: ignore[arg-type]
         if not 0 <= slow_rank < world_size:
             raise ValueError(f"there is no rank {slow_rank} in a world of {world_size}")
-        others = max(1, _round(anchor * max(ratio, 1.0)))
-        made.batch_counts = [anchor if rank == slow_rank else others for rank in range(world_size)]
+        if not math.isfinite(ratio):
+            raise ValueError(f"ratio must be a number, not {ratio}")
+        others = max(1, _round(made.anchor * max(1.0, ratio)))
+        made.batch_counts = [made.anchor if rank == slow_rank else others for rank in range(world_size)]
         return made
 
     @property
@@ -77,7 +84,7 @@ class ElChe:
         if longest > 0 and sync_ms > 0:
             overhead = sync_ms / longest
             if overhead > self.overhead_target:
-                wanted = math.ceil(self.anchor * overhead / self.overhead_target)
+                wanted = math.ceil(self.anchor * (overhead / self.overhead_target))
                 self.anchor = min(self.max_anchor, max(self.initial_anchor, wanted))
             elif overhead < self.overhead_target / 2 and self.anchor > self.initial_anchor:
                 self.anchor -= 1
@@ -91,9 +98,15 @@ class ElChe:
         self._count()
 
     def parts(self, total: int) -> list[int]:
-        """So many samples in proportion to speed: floored, and one of the rest to each of the fastest."""
-        speeds = self.speeds
-        found = [math.floor(total * speed / sum(speeds)) for speed in speeds]
+        """So many samples in proportion to speed: floored, and one of the rest to each of the fastest.
+
+        As published: in floats, and a rank that was never measured counts as one of 0.001 ms a batch. Potluck itself
+        shares by `share_out`, which is exact.
+        """
+        if not self.is_measured:
+            return share_out(total, [1] * self.world_size)
+        speeds = [1 / max(ms, LEAST_MS) for ms in self.ms_per_batch]
+        found = [math.floor(speed / sum(speeds) * total) for speed in speeds]
         by_speed = sorted(range(self.world_size), key=lambda rank: -speeds[rank])
         for rank in by_speed[: total - sum(found)]:
             found[rank] += 1
@@ -104,7 +117,8 @@ class ElChe:
         total = sum(self.batch_counts)
         if total <= most:
             return list(self.batch_counts)
-        clamped = [max(1, count * most // total) for count in self.batch_counts]
+        scale = most / total
+        clamped = [max(1, math.floor(count * scale)) for count in self.batch_counts]
         for rank in range(self.world_size):
             if sum(clamped) >= most:
                 break
@@ -116,9 +130,9 @@ class ElChe:
         if slowest <= 0:
             return
         for rank, own in enumerate(self.ms_per_batch):
-            if own <= 0:
-                continue
-            wanted = self.anchor if abs(own - slowest) < 1e-6 else max(1, _round(self.anchor * slowest / own))
+            # A rank that was never measured does as many as the slowest.
+            is_anchor = own <= 0 or abs(own - slowest) < 1e-6
+            wanted = self.anchor if is_anchor else max(1, _round(self.anchor * (slowest / own)))
             current = self.batch_counts[rank]
             if self.is_measured and abs(wanted - current) <= 0.1 * current:
                 continue
@@ -132,5 +146,6 @@ def clamp_target(overhead_target: float) -> float:
 
 
 def _round(value: float) -> int:
-    """Halves up."""
-    return math.floor(value + 0.5)
+    """Halves up. `value + 0.5` would round by itself: just below 0.5 it is 1."""
+    whole = math.floor(value)
+    return whole + (value - whole >= 0.5)

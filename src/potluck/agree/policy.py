@@ -1,7 +1,6 @@
 """ApplyPolicy: when replicas agree, and how work is shared among them. Pure."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -91,18 +90,3 @@ ApplyPolicy = Sync | Cadence | Async
 
 def make_elche(policy: _Windowed, world: int) -> ElChe:
     return ElChe(world, policy.anchor, policy.max_anchor, policy.overhead_target, policy.max_batch_diff)
-
-
-def share_out(total: int, weights: Sequence[float]) -> list[int]:
-    """Parts of `total` in proportion to the weights: each within 1 of its exact part, ties to the first.
-
-    Weights that are all zero count as equal.
-    """
-    if sum(weights) <= 0:
-        weights = [1.0] * len(weights)
-    exact = [total * weight / sum(weights) for weight in weights]
-    parts = [math.floor(part) for part in exact]
-    by_fraction = sorted(range(len(parts)), key=lambda rank: (parts[rank] - exact[rank], rank))
-    for rank in by_fraction[: total - sum(parts)]:
-        parts[rank] += 1
-    return parts

@@ -3,13 +3,15 @@
 Everybody who hears the same reports decides the same, so that ranks of a process group need nobody to lead them.
 """
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from potluck.agree.divergence import Divergence
 from potluck.agree.elche import LEAST_TARGET, MOST_TARGET
-from potluck.agree.policy import Async, Cadence, Windowed, make_elche, share_out
+from potluck.agree.policy import Async, Cadence, Windowed, make_elche
 from potluck.errors import ConfigError
+from potluck.shares import share_out
 
 SPARE = 0.25
 """Of its part that a replica may do beyond it, if it turns out to be faster."""
@@ -20,6 +22,9 @@ PROBE = 2
 """Batches of each replica in the first window, which only tells how fast they are: the fast ones wait in it."""
 JUMP = 1.3
 """A replica that is so many times faster or slower than before is measured anew, and not blended with what it was."""
+
+LEAST_S, MOST_S = 1e-6, 1e6
+"""Of a batch. A clock that says otherwise is wrong, or a liar's: what follows from it would not be a number of rows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,6 +125,7 @@ class Windows:
     def report(self, reports: Sequence[Report], sync_s: float) -> None:
         """After each window; `sync_s` is what agreeing cost beyond waiting for the last."""
         elche, before = self.elche, self.elche.anchor
+        reports = [_sane(report) for report in reports]
         for rank, report in enumerate(reports):
             ratio = 1000 * report.wall_s / max(1, report.batches) / (elche.ms_per_batch[rank] or 1.0)
             if report.batches and not 1 / JUMP < ratio < JUMP:
@@ -213,6 +219,13 @@ def after(ranges: Sequence[tuple[int, int]], rows: int) -> list[tuple[int, int]]
         if start + done < end:
             left.append((start + done, end))
     return left
+
+
+def _sane(report: Report) -> Report:
+    """Computing for no time at all, or for a time that is no number, counts as having done nothing."""
+    if not (report.batches > 0 and 0 < report.wall_s < math.inf):
+        return replace(report, wall_s=0.0, batches=0)
+    return replace(report, wall_s=report.batches * min(MOST_S, max(LEAST_S, report.wall_s / report.batches)))
 
 
 def _list(numbers: Sequence[int]) -> str:

@@ -695,7 +695,8 @@ class Coordinator:
     def _catch_up(self, member: Member) -> list[Effect]:
         """The weights of a worker that has them, as of the end of the step under way, and the averages since."""
         busy = Counter(transfer.sponsor for transfer in self._transfers.values())
-        sponsor = min(self.membership.holders, key=lambda m: (m.leaving, busy[m.peer]))
+        # Of its own kind if it can be: another's weights differ in their last bits, and would be taken for drift.
+        sponsor = min(self.membership.holders, key=lambda m: (m.leaving, m.kind != member.kind, busy[m.peer]))
         after = self.now.step if self.now is not None else self.standing.step
         self.membership.set_back(member, Phase.CATCHING_UP)
         member.since = after + 1

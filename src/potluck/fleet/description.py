@@ -16,6 +16,8 @@ MAX_FLOATS = (1 << 30) - 1024
 """Of one part: with its head it must fit one frame, whose length is a u32."""
 MAX_PARTS = 100_000
 MAX_ROWS = 1 << 48
+ENTRENAR_BYTES = 100_000_000
+"""The longest message that entrenar's own client takes."""
 _WINDOWED: dict[str, type[Windowed]] = {kind.kind: kind for kind in (Cadence, Async)}
 _SETTINGS = {
     Sync.kind: (),
@@ -81,6 +83,27 @@ class Description:
     @property
     def blocks(self) -> int:
         return sum(part.block is not None for part in self.parts)
+
+    def too_large_for_entrenar(self) -> str | None:
+        """Which averages entrenar's own client refuses, as a sentence; none: it takes them all."""
+        parts = [part for part in self.parts if part.component != BUFFERS]
+        whole = 4 * sum(part.floats for part in parts) + 21  # its encoding: a tag, the step, a count, the loss
+        if self.windowed is not None or whole <= ENTRENAR_BYTES:
+            return None
+        told = (
+            f"The average of this model's whole gradient is a message of {whole:,} bytes, and entrenar's own client"
+            f" refuses messages above {ENTRENAR_BYTES:,}."
+        )
+        heads = {part.key: 25 + 4 * len(part.sizes) if part.block is not None else 18 for part in parts}
+        largest = max(parts, key=lambda part: 4 * part.floats + heads[part.key])
+        size = 4 * largest.floats + heads[largest.key]
+        if size <= ENTRENAR_BYTES:
+            return f"{told} It can take part if it sends block gradients, not whole ones."
+        name, number = largest.key
+        return (
+            f"{told} That of {name} {number} alone is {size:,}, so that it cannot take part at all. Start workers with"
+            " potluck join instead."
+        )
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -5,6 +5,9 @@ from enum import Enum, auto
 
 from potluck.fleet.tree import Node
 
+LEAST_S = 1e-6
+"""Of a slice, at the fastest."""
+
 
 class Phase(Enum):
     """How far a worker has come. What it may send depends on it."""
@@ -70,8 +73,9 @@ class Member:
         return now - self.heard_at
 
     def measure(self, slices: float, busy_s: float) -> None:
+        """`busy_s` is what it told: one that claims to need no time at all would be given everything, for ever."""
         if busy_s > 0:
-            speed = slices / busy_s
+            speed = slices / max(busy_s, LEAST_S * slices)
             self.speed = speed if self.speed is None else 0.7 * self.speed + 0.3 * speed
 
     def doing(self, committed: int) -> str:

@@ -8,6 +8,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from potluck.shares import share_out
+
 STATE_BYTES = 2 * 4
 """Of one parameter: Adam's two means, in float32."""
 
@@ -33,7 +35,7 @@ class OptimizerShard:
         """Equal shares; the first `total_params % world_size` ranks own one more."""
         if world_size < 1:
             raise ValueError(f"a world needs at least one rank, not {world_size}")
-        return cls.for_weights(rank, [1.0] * world_size, total_params)
+        return cls.for_weights(rank, [1] * world_size, total_params)
 
     @classmethod
     def for_weights(cls, rank: int, weights: Sequence[float], total_params: int) -> "OptimizerShard":
@@ -46,12 +48,7 @@ class OptimizerShard:
             raise ValueError(f"there is no rank {rank} in a world of {len(weights)}")
         if total_params < 0:
             raise ValueError(f"total_params must be at least 0, not {total_params}")
-        whole = math.fsum(weights)
-        exact = [total_params * (weight / whole) for weight in weights]
-        sizes = [math.floor(share) for share in exact]
-        by_rest = sorted(range(len(sizes)), key=lambda other: (sizes[other] - exact[other], other))
-        for other in by_rest[: total_params - sum(sizes)]:
-            sizes[other] += 1
+        sizes = share_out(total_params, weights)
         start = sum(sizes[:rank])
         return cls(rank, len(weights), start, start + sizes[rank], total_params)
 
@@ -64,8 +61,8 @@ class OptimizerShard:
 
     @property
     def memory_savings(self) -> float:
-        """The part of full replication's memory that this rank does not need."""
-        return 1 - self.shard_size / self.total_params if self.total_params else 0.0
+        """The part of full replication's memory that a rank does not need, on the mean of all ranks: 1 - 1 / world."""
+        return 1 - 1 / self.world_size
 
     @property
     def shard_memory_bytes(self) -> int:

@@ -1,8 +1,18 @@
-"""CommunicationProtocol: how the stages of one model exchange activations and gradients. Pure."""
+"""CommunicationProtocol: how the stages of one model exchange activations and gradients. Pure.
+
+    to_json(Pipeline(micro_batch_size=4)) == {"protocol": "Pipeline", "micro_batch_size": 4}
+    from_json({"protocol": "DataStore"}) == DataStore()
+
+That is the published JSON. Fields of our own (url, schedule, keep_every and so on) are keys beside it, which the
+published reader passes over and this one reads back; so nothing is lost here, and no more there than it can hold.
+"""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar, Literal, get_args
+
+from potluck.config import from_dict
+from potluck.errors import ConfigError
 
 Schedule = Literal["1f1b", "gpipe", "interleaved", "zero-bubble"]
 
@@ -13,8 +23,8 @@ class DataStore:
 
     kind: ClassVar[str] = "datastore"
 
-    url: str
-    """Where: file:///some/folder, or s3://bucket/prefix."""
+    url: str = ""
+    """Where: file:///some/folder, or s3://bucket/prefix; empty, as it is published: whoever starts a run says where."""
     micro_batch_size: int | None = None
     """Rows per micro-batch, so that several objects are under way at once; none: whole batches."""
     keep_every: int = 20
@@ -28,7 +38,7 @@ class DataStore:
         if not 0 <= self.generation < 10**6:
             raise ValueError(f"generation must be at least 0 and below 1,000,000, not {self.generation}")
         scheme, separator, rest = self.url.partition("://")
-        if not separator or scheme not in ("file", "s3") or not rest.strip("/"):
+        if self.url and (not separator or scheme not in ("file", "s3") or not rest.strip("/")):
             raise ValueError(f"url must be file:///some/folder or s3://bucket/prefix, not {self.url!r}")
         _check_rows(self.micro_batch_size)
 
@@ -72,19 +82,12 @@ def to_json(protocol: CommunicationProtocol) -> dict[str, Any]:
 
 
 def from_json(data: Mapping[str, Any]) -> CommunicationProtocol:
-    """The reverse of to_json; ValueError for what is none."""
+    """The reverse of to_json, of data from outside: ConfigError for what is none."""
     name = data.get("protocol")
-    if name not in _BY_NAME:
-        raise ValueError(f"protocol must be one of {', '.join(_BY_NAME)}, not {name!r}")
-    kind = _BY_NAME[name]
-    given = {key: value for key, value in data.items() if key != "protocol"}
-    known = {field.name for field in fields(kind)}
-    if unknown := sorted(given.keys() - known):
-        raise ValueError(f"{name} has no field {unknown[0]!r}; it has {', '.join(sorted(known)) or 'none'}")
-    try:
-        return kind(**given)
-    except TypeError as error:
-        raise ValueError(f"{name}: {error}") from None
+    kind = _BY_NAME.get(name) if isinstance(name, str) else None
+    if kind is None:
+        raise ConfigError(f"protocol must be one of {', '.join(_BY_NAME)}, not {name!r}.")
+    return from_dict(kind, {key: value for key, value in data.items() if key != "protocol"}, kind.__name__)
 
 
 def _check_rows(rows: int | None) -> None:
@@ -103,6 +106,11 @@ class Stages:
     """The first layer of each stage but the first; empty: by what layers cost, and what workers can do and hold."""
 
     def __post_init__(self) -> None:
+        if isinstance(self.protocol, DataStore) and not self.protocol.url:
+            raise ValueError(
+                "DataStore does not say where its store is. Give its url before the run starts: file:///some/folder, or"
+                " s3://bucket/prefix (with potluck train: --set stages.protocol.url=...)"
+            )
         if self.count is not None and self.count < 1:
             raise ValueError(f"count must be at least 1, not {self.count}")
         if list(self.cuts) != sorted(set(self.cuts)) or any(cut < 1 for cut in self.cuts):

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from potluck.agree.policy import share_out
 from potluck.errors import ConfigError
+from potluck.shares import share_out
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

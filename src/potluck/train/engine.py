@@ -31,12 +31,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from potluck.agree.balance import Balance
-from potluck.agree.policy import ApplyPolicy, Sync, share_out
+from potluck.agree.policy import ApplyPolicy, Sync
 from potluck.errors import CheckpointError, ConfigError, Diverged, WorkerLost
 from potluck.events import Decided, EpochDone, EventLog, Recovered, StepDone, StepSkipped, WorkerStep
 from potluck.fleet.invite import INVITE, read_invite
 from potluck.fleet.ledger import Ledger, prove
 from potluck.shard.strategy import FullShard, NoShard, ShardGradOp, ShardingStrategy
+from potluck.shares import share_out
 from potluck.stages.protocol import CommunicationProtocol, Stages
 from potluck.train.data import (
     BatchConfig,

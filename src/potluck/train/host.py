@@ -194,6 +194,8 @@ class _Host:
 
     def _on_described(self, description: Description, from_step: int = 0) -> None:
         told = description.told
+        if self.order.insecure and (sentence := description.too_large_for_entrenar()) is not None:
+            say(sentence)  # before the run: a plain peer that cannot take an average would end in the first step
         self._told = RunStarted(
             name=str(told.get("name") or self.folder.name),
             folder=str(self.folder),
@@ -213,6 +215,10 @@ class _Host:
                 far = [m for m in members.ready if not m.name.startswith(LOCAL)]
                 self.journal.keep("workers", str(len(far)))
                 self.journal.keep("next worker", str(members.next_id))
+                described = self.server.core.description
+                is_plain = isinstance(event, WorkerCame) and event.kind.startswith("plain ")
+                if is_plain and described is not None and (sentence := described.too_large_for_entrenar()) is not None:
+                    say(f"{event.name} is a plain peer. {sentence}")
             case Validated():
                 self.validation = event.loss
 

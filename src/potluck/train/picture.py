@@ -1,5 +1,6 @@
 """Pictures of a run, drawn from its events.jsonl."""
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,9 +28,9 @@ def draw_losses(events: Path, picture: Path) -> Path:
             case "run_started":
                 title = f"{record['name']}: {record['parameters']:,} parameters, {record['workers']} workers"
             case "step_done":
-                steps[record["step"]] = record["loss"]
+                steps[record["step"]] = _drawn(record["loss"])
             case "validated":
-                validations[record["step"]] = record["loss"]
+                validations[record["step"]] = _drawn(record["loss"])
     figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
     axes = figure.subplots()
     axes.plot(list(steps), list(steps.values()), color="#c9d6ea", linewidth=1, label="loss of each step")
@@ -45,12 +46,24 @@ def draw_losses(events: Path, picture: Path) -> Path:
 
 
 def running_mean(values: list[float], keep: float = 0.9) -> list[float]:
-    """An exponential mean that is a plain one as long as there are few values, so that it starts where they do."""
+    """An exponential mean that is a plain one as long as there are few values, so that it starts where they do.
+
+    Where a value is not finite the mean stays what it was; before the first that is, there is none.
+    """
     means: list[float] = []
-    for index, value in enumerate(values):
-        kept = min(keep, index / (index + 1))
-        means.append(kept * (means[-1] if means else 0.0) + (1 - kept) * value)
+    mean, found = math.nan, 0
+    for value in values:
+        if math.isfinite(value):
+            kept = min(keep, found / (found + 1))
+            mean = kept * mean + (1 - kept) * value if found else value
+            found += 1
+        means.append(mean)
     return means
+
+
+def _drawn(loss: float) -> float:
+    """A gap where the loss is not finite: a line to infinity has no end to be drawn to."""
+    return loss if math.isfinite(loss) else math.nan
 
 
 def draw_comparison(sync: Timeline, cadence: Timeline, slow: int, picture: Path) -> Path:

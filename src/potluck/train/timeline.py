@@ -1,5 +1,6 @@
 """Who computed when and who waited, read from a run's events.jsonl; and what one run gained over another."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -65,7 +66,7 @@ def read_timeline(events: Path) -> Timeline:
             case "step_done":
                 _add_step(timeline, record, record["time"] - began_at)
             case "validated":
-                timeline.validation_loss = float(record["loss"])
+                timeline.validation_loss = record["loss"]
     return timeline
 
 
@@ -92,7 +93,7 @@ def _add_step(timeline: Timeline, record: dict[str, Any], now_s: float) -> None:
         timeline.lanes[index].append(Span(start_s, min(start_s + worker["busy_s"], now_s), now_s))
         timeline.rows_of[index] += worker["rows"]
     rows = sum(worker["rows"] for worker in workers)
-    timeline.losses.append(Mean(start_s, now_s, rows, float(record["loss"])))
+    timeline.losses.append(Mean(start_s, now_s, rows, record["loss"]))
     timeline.rows += rows
     timeline.seconds = now_s
 
@@ -111,6 +112,8 @@ def _means_over(losses: list[Mean], rows: int) -> Iterator[Mean]:
 
 
 def _joined(parts: list[Mean]) -> Mean:
-    rows = sum(part.rows for part in parts)
-    loss = sum(part.rows * part.loss for part in parts) / max(rows, 1)
-    return Mean(parts[0].start_s, parts[-1].end_s, rows, loss)
+    """A step whose loss nobody told counts by its rows alone."""
+    told = [part for part in parts if math.isfinite(part.loss)]
+    weight = sum(part.rows for part in told)
+    loss = sum(part.rows * part.loss for part in told) / max(weight, 1) if told else math.nan
+    return Mean(parts[0].start_s, parts[-1].end_s, sum(part.rows for part in parts), loss)

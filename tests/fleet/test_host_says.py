@@ -1,0 +1,50 @@
+"""What a host tells before a run, with the real server behind it: no worker computes here."""
+
+import socket
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from potluck.fleet.client import Client
+from potluck.train.host import _Host
+from potluck.train.order import host_order
+from potluck.wire import JoinRequest, Ready, encode
+from tests.fleet.fleet import wait_until
+from tests.unit.test_description import with_parts
+
+LARGE = with_parts(13_000_000, 13_000_000)
+
+
+@pytest.mark.parametrize("insecure", [True, False])
+def test_a_host_that_takes_plain_peers_says_what_entrenars_client_cannot_take(
+    insecure: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    order = host_order(
+        what="demo", settings=(), workers=0, threads=None, out=str(tmp_path / "run"), resume=False, host="127.0.0.1",
+        port=0, address=None, patience_s=20.0, at_least=9, insecure=insecure,
+    )  # fmt: skip
+    said = ""
+
+    def heard(words: str) -> bool:
+        nonlocal said
+        said += capfd.readouterr().err
+        return words in said
+
+    with ExitStack() as stack:
+        host = _Host(order, stack)
+        host.server.start()
+        worker = Client(host._invite("127.0.0.1"), name="w", kind="k", say=lambda sentence: None)
+        worker.connect()
+        stack.callback(worker.close)
+        worker.send(Ready(LARGE.to_json(), 0, "hash", 0))
+        wait_until(lambda: "worker_came" in (tmp_path / "run" / "events.jsonl").read_text())
+        if not insecure:
+            assert not heard("entrenar")
+            return
+        assert heard("whole gradient is a message of 104,000,021 bytes, and entrenar's own client refuses messages")
+        assert host.server.core.standing.step == 0
+        peer = stack.enter_context(socket.create_connection(("127.0.0.1", host.server.port), timeout=20))
+        peer.sendall(encode(JoinRequest("rusty", 0, "cpu"), "entrenar"))
+        wait_until(lambda: heard("rusty is a plain peer. The average of this model's whole gradient"))
+        assert "It can take part if it sends block gradients, not whole ones." in said
