@@ -252,6 +252,10 @@ class FaultScript:
         """It is asked to stop, and leaves politely."""
         return self._add("leave", name, at_step, phase)
 
+    def quit(self, name: str, *, at_step: int, phase: str = "applied") -> "FaultScript":
+        """Its script ends with 0, as if all were done."""
+        return self._add("quit", name, at_step, phase)
+
     def drift(self, name: str, *, at_step: int) -> "FaultScript":
         """A bit of its weights flips while it applies a step."""
         return self._add("drift", name, at_step, "applying")
@@ -1228,6 +1232,8 @@ class Worker:
                 self.wants_stop = True
             case "cut":
                 self.lose_connection()
+            case "quit":
+                self.stopping = True
         return fault
 
 

@@ -282,6 +282,10 @@ class Coordinator:
         self._steps: dict[int, int] = {}
         """After each of the last windows, how many batches of the run were done."""
         self._rows_limit = description.rows_limit if description is not None else 0
+        """Of all epochs, as the first who held the weights told it; 0: nobody knows."""
+        self._over_at: int | None = None
+        """The step after which a worker said that the run is over."""
+        self._over_since = 0.0
         self._worked: tuple[int, ...] = ()
         """Who took part in the last window."""
         self._committed_at = 0.0
@@ -373,6 +377,8 @@ class Coordinator:
             effects += self._nobody_holds(now, may_come_back=not member.leaving)
         if self.stopping and not self.finished and not self.membership.holders:
             effects += self._interrupt()
+        if self._is_said_to_be_over and not self.finished and not self.membership.holders:
+            effects += self._end()
         if self._is_everybody_gone() and self.finished:
             effects.append(Finish(self.finished))
         return effects
@@ -391,6 +397,7 @@ class Coordinator:
             effects.append(Close(member.peer, why))
             effects += self.on_closed(now, member.peer, why)
         effects += self._tell_stalls(now)
+        effects += self._tire_of_the_end(now)
         is_anybody_waiting = bool(self._waiting or self._stranded) and not self.finished
         if is_anybody_waiting and not self.membership.holders and not self._restoring:
             waited_s = now - (self._alone_since if self._alone_since is not None else now)
@@ -464,8 +471,8 @@ class Coordinator:
         effects: list[Effect] = [
             Send(m.peer, self._saved) for m in self.membership.members.values() if not m.plain and not m.leaving
         ]
-        for member in [m for m in self.membership.members.values() if m.leaving]:
-            effects += self._let_go(member) if not error else [Send(member.peer, Shutdown())]
+        for member in [m for m in self.membership.members.values() if m.leaving and m.shut_at is None]:
+            effects += self._let_go(member) if not error else self._shut(member)
         if not error:
             saved = CheckpointSaved(step=self._steps.get(step, step), folder=folder, stall_s=0.0, bytes=size)
             effects.append(Emit(saved))
@@ -509,8 +516,7 @@ class Coordinator:
 
     def _interrupt(self) -> list[Effect]:
         """There is no step under way to wait for."""
-        self.finished = "interrupted"
-        told: list[Effect] = [Send(m.peer, Shutdown()) for m in self.membership.members.values()]
+        told = self._end()
         return told if self.membership.holders else [*told, Finish("interrupted")]
 
     # Coming in
@@ -552,7 +558,7 @@ class Coordinator:
 
     def _on_ready(self, now: float, member: Member, ready: Ready) -> list[Effect]:
         if self.finished:
-            return [Send(member.peer, Shutdown())]
+            return self._shut(member)
         try:
             described = Description.from_json(ready.description)
         except TheirProtocolError as error:
@@ -566,7 +572,8 @@ class Coordinator:
                     effects += self._turn_away_plain(plain.peer)
         elif (difference := self.description.difference(described)) is not None:
             return self._refuse(member.peer, "wrong model", difference)
-        self._rows_limit = described.rows_limit  # a run that goes on may be longer than it was
+        if not self.membership.holders:  # a run that is resumed may be longer than it was; a newcomer changes nothing
+            self._rows_limit = described.rows_limit
         return effects + self._place(now, member, ready)
 
     def _place(self, now: float, member: Member, ready: Ready) -> list[Effect]:
@@ -1210,13 +1217,50 @@ class Coordinator:
     # Going
 
     def _on_leave(self, now: float, member: Member, leave: Leave) -> list[Effect]:
+        """It goes. That it has finished ends the run for all only once nobody else who holds the weights is at work."""
         member.leaving = True
-        if leave.finished:
-            self.finished = self.finished or ("interrupted" if self.stopping else "finished")
-            members = list(self.membership.members.values())
-            shut: list[Effect] = [Send(m.peer, Shutdown()) for m in members]
-            return shut + [Close(m.peer, "the run is over") for m in members if m.plain]
-        return self._let_go(member)
+        is_last = member.is_ready and member.applied >= self.standing.step
+        if not (leave.finished and is_last and self._may_be_over):
+            return self._let_go(member)
+        self._over_at, self._over_since = self.standing.step, now
+        if any(not m.leaving for m in self.membership.holders):
+            return self._shut(member)
+        return self._end()
+
+    @property
+    def _may_be_over(self) -> bool:
+        """Of a run whose length nobody told, only the workers know."""
+        return self.stopping or not self._rows_limit or self.standing.rows_seen >= self._rows_limit
+
+    @property
+    def _is_said_to_be_over(self) -> bool:
+        """By a worker that held the weights of the last step; whoever took another since then knows better."""
+        return self._over_at is not None and self._over_at >= self.standing.step
+
+    def _end(self) -> list[Effect]:
+        self.finished = self.finished or ("interrupted" if self.stopping else "finished")
+        return [effect for member in list(self.membership.members.values()) for effect in self._shut(member)]
+
+    def _shut(self, member: Member) -> list[Effect]:
+        """The run is over for it: it has `patience` to go."""
+        member.leaving = True
+        member.shut_at = self._clock if member.shut_at is None else member.shut_at
+        return [Send(member.peer, Shutdown()), *([Close(member.peer, "the run is over")] if member.plain else [])]
+
+    def _tire_of_the_end(self, now: float) -> list[Effect]:
+        """Whoever was told to go, and whoever has nothing left to do and does not say so, keeps nobody waiting."""
+        effects: list[Effect] = []
+        for member in [m for m in self.membership.members.values() if m.shut_at is not None]:
+            if now - (member.shut_at or 0.0) > self.patience_s:
+                why = f"the run is over for it, and it has not gone for {self.patience_s:g} s"
+                effects += [Close(member.peer, why), *self.on_closed(now, member.peer, why)]
+        if self.finished or not self._is_said_to_be_over or not (self.stopping or self._rows_limit):
+            return effects
+        if self._saving is not None or self._save_due is not None or self._evaluations:
+            self._over_since = now
+        elif now - self._over_since > self.patience_s:
+            effects += self._end()
+        return effects
 
     def _let_go(self, member: Member) -> list[Effect]:
         """The last who has the weights leaves them behind: those it has, for it will apply no other step."""
@@ -1228,7 +1272,7 @@ class Coordinator:
                 return []  # once that one is kept
             self._saver = member.worker_id
             return [Send(member.peer, StateRequest(SAVE, member.applied))]
-        return [Send(member.peer, Shutdown())]
+        return self._shut(member)
 
     def _is_everybody_gone(self) -> bool:
         return not self.membership.members

@@ -41,6 +41,8 @@ class Member:
     evaluating: tuple[int, int, int] | None = None
     """(step, first row, last + 1)"""
     leaving: bool = False
+    shut_at: float | None = None
+    """When it was told that the run is over for it."""
     warned_at: float = 0.0
 
     @property
