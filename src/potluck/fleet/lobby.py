@@ -42,6 +42,8 @@ class Guest:
     """Let in: it is waiting, and not a stranger."""
     shaking: bool = False
     """In the middle of its TLS handshake."""
+    address: str = ""
+    """Of its machine; empty: this one."""
     out: bytearray = field(default_factory=bytearray)
     closing: bool = False
 
@@ -144,7 +146,7 @@ class Lobby:
     def _accept(self, listener: socket.socket) -> None:
         for _ in range(64):  # then somebody else has a turn
             try:
-                connection, _ = listener.accept()
+                connection, address = listener.accept()
             except BlockingIOError:
                 return
             except OSError as error:
@@ -153,6 +155,7 @@ class Lobby:
                 return
             connection.setblocking(False)
             guest = Guest(self._new_peer(), connection, time.monotonic(), FrameReader(UNKNOWN_BYTES))
+            guest.address = address[0] if isinstance(address, tuple) else ""
             if self._tls is not None:
                 try:
                     guest.socket = self._tls.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)

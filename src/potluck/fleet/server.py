@@ -47,7 +47,6 @@ from potluck.wire.messages import (
     ShareMemory,
     StateBegin,
     StateChunk,
-    StateMore,
 )
 
 log = logging.getLogger("potluck.fleet")
@@ -60,10 +59,14 @@ TICK_S = 0.1
 LAST_WORDS_S = 1.0
 
 
+OnSaved = Callable[[int, str, str, int, bool], None]
+"""Hears of each checkpoint: its step, its folder or what is wrong, its bytes, and whether its sender is to blame."""
+
+
 class Saver(Protocol):
     """What keeps checkpoints on the host's disk, and finds them again."""
 
-    def begin(self, step: int, header: str, keep_last: int, on_saved: Callable[[int, str, str, int], None]) -> None: ...
+    def begin(self, step: int, header: str, keep_last: int, on_saved: OnSaved) -> None: ...
     def feed(self, data: bytes | memoryview, taken: Callable[[], None]) -> None: ...
     def abort(self) -> None: ...
     def newest(self) -> tuple[Path, Standing] | None:
@@ -171,6 +174,7 @@ class Server:
             on_closed=lambda guest, why: self._act(lambda now: self.core.on_closed(now, guest.peer, why)),
             new_peer=self._new_peer,
         )
+        coordinator.most_floats = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
         if coordinator.description is not None:
             self._describe(coordinator.description)
 
@@ -261,7 +265,7 @@ class Server:
                 self._save_begin(effect)
             case effects.SaveChunk() if self.saver is not None:
                 peer = effect.peer
-                self.saver.feed(effect.data, lambda: self._send_now(peer, StateMore(SAVE, 1)))
+                self.saver.feed(effect.data, lambda: self._taken(peer, SAVE))
             case effects.SaveAbort() if self.saver is not None:
                 self.saver.abort()
             case effects.Restore():
@@ -322,13 +326,16 @@ class Server:
                 self._close(peer)
 
     def _save_begin(self, effect: effects.SaveBegin) -> None:
-        def on_saved(step: int, folder: str, error: str, size: int) -> None:
-            self._act(lambda now: self.core.on_saved(now, step, folder, error, size))
+        def on_saved(step: int, folder: str, error: str, size: int, theirs: bool) -> None:
+            self._act(lambda now: self.core.on_saved(now, step, folder, error, size, theirs=theirs))
 
         if self.saver is None:
-            on_saved(effect.step, "", "This host keeps no checkpoints.", 0)
+            on_saved(effect.step, "", "This host keeps no checkpoints.", 0, False)
             return
         self.saver.begin(effect.step, effect.header, effect.keep_last, on_saved)
+
+    def _taken(self, peer: int, transfer: int) -> None:
+        self._act(lambda now: self.core.on_taken(now, peer, transfer))
 
     # Peers
 
@@ -340,7 +347,7 @@ class Server:
     def _on_lobby_payload(self, guest: Guest, payload: memoryview) -> None:
         assert guest.codec is not None
         message = decode(payload, guest.codec)
-        self._act(lambda now: self.core.on_message(now, guest.peer, message))
+        self._act(lambda now: self.core.on_message(now, guest.peer, message, guest.address))
         if guest.peer in self.core.membership.members:
             self._lobby.know(guest.peer)
 
@@ -688,7 +695,7 @@ class Server:
                 return
             seat.pipe.send(encode_parts(out.message, seat.codec))
             if out.credit is not None:
-                self._send_now(out.credit[0], StateMore(out.credit[1], 1))
+                self._taken(*out.credit)
             return
         if seat.receipts is not None:
             seat.owed.append(out.part)
