@@ -338,13 +338,14 @@ def test_no_worker_can_have_the_hosts_checkpoints_removed(keep_last: int) -> Non
 
 
 def test_a_leader_that_never_sends_the_checkpoint_is_passed_over() -> None:
-    run = Fleet(at_least=3)
+    faults = FaultScript().stall("insider", at_step=STEPS, seconds=1000 * PATIENCE_S, phase="applied")
+    run = Fleet(at_least=3, faults=faults)
     run.add("insider", save_every=0)
     run.run_until(lambda: run.member("insider") is not None)
     for name in ("w0", "w1"):
-        run.add(name, save_every=2)
-    run.finish(limit_s=40 * PATIENCE_S)
-    assert max(run.disk.states) == STEPS
+        run.add(name, save_every=100)
+    run.run_until(lambda: list(run.disk.states) == [STEPS], limit_s=10 * PATIENCE_S)
+    assert faults.fired == ["stall insider"]
 
 
 def test_a_checkpoint_that_was_begun_and_never_sent_is_taken_from_another() -> None:
@@ -359,8 +360,22 @@ def test_a_checkpoint_that_was_begun_and_never_sent_is_taken_from_another() -> N
     assert max(run.disk.states) == STEPS
 
 
+def test_a_leader_whose_checkpoint_was_turned_away_is_asked_for_it_again() -> None:
+    """Another's was on its way then, and turned out to be none: all waited for one that nobody sent any more."""
+    run = Fleet(workers=2, save_every=4)
+    run.disk.is_checkpoint = lambda data: len(data) > 1
+    liar = insider(run, save_every=0)
+    run.run_until(lambda: run.standing().step == 2)
+    liar._send(SaveDue(2, 2))
+    liar._send(StateBegin(SAVE, 2, json.dumps([["state", 1]])))
+    run.run_until(lambda: any(StateMore(SAVE, 0) in run.workers[name].line.received for name in ("w0", "w1")))
+    assert run.core._saving == liar.line.peer and not run.disk.states
+    liar._send(StateChunk(SAVE, b"x"))
+    run.run_until(lambda: bool(run.disk.states), limit_s=PATIENCE_S)
+    run.finish()
+
+
 def test_what_is_no_checkpoint_costs_its_sender_the_run_and_nobody_else_anything() -> None:
-    """The leader's own was turned away meanwhile, and nobody asked it again: the run stood."""
     run = Fleet(workers=2, save_every=2)
     run.disk.is_checkpoint = lambda data: len(data) > 1
     liar = insider(run, save_every=0)
