@@ -1,9 +1,11 @@
 """What an invited worker may do, and what it may not: docs/security.md names each of these tests."""
 
+import contextlib
 import itertools
 import json
 import os
 import queue
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,14 +15,17 @@ import numpy as np
 import pytest
 
 from potluck.errors import TheirProtocolError
-from potluck.events import Stalled, WorkerWent
-from potluck.fleet.coordinator import CHUNKS_AHEAD, PROTOCOL, SAVE, Coordinator
+from potluck.events import Event, Stalled, WorkerWent
+from potluck.fleet.client import Client
+from potluck.fleet.coordinator import CHUNKS_AHEAD, PROTOCOL, SAVE, TOO_SOON, Coordinator, Standing
 from potluck.fleet.description import Description
 from potluck.fleet.effects import Close, Finish, SaveBegin, Send
-from potluck.fleet.invite import INVITE
-from potluck.fleet.returns import FREE_OF_ADDRESS, MOST_KNOWN, Returns
+from potluck.fleet.invite import INVITE, Invite
+from potluck.fleet.returns import FREE, FREE_OF_ADDRESS, MOST_KNOWN, Returns
+from potluck.fleet.server import Server
 from potluck.train import shelf
 from potluck.train.keeper import Keeper
+from potluck.wire import FrameReader, decode, encode
 from potluck.wire.messages import (
     Applied,
     EvaluateNext,
@@ -35,9 +40,10 @@ from potluck.wire.messages import (
     StateBegin,
     StateChunk,
     StateMore,
+    Welcome,
 )
 from tests.fleet.fleet import Fleet as RealFleet
-from tests.fleet.fleet import assert_same
+from tests.fleet.fleet import assert_same, wait_until
 from tests.fleet.test_undisturbed import plain_run
 from tests.fleet.virtual import (
     EPOCHS,
@@ -334,6 +340,16 @@ def test_no_worker_can_have_the_hosts_checkpoints_removed(keep_last: int) -> Non
     assert begun.keep_last == 3
 
 
+def test_whoever_says_twice_that_it_is_ready_is_not_made_to_wait_for_its_own_weights() -> None:
+    """Nobody holds the weights when it says so first; the second time it brings them, and is the first who is in."""
+    core = Coordinator(patience_s=10, secret=SECRET, standing=Standing(4, 1, 16, 53), expected=1)
+    core.description = described()
+    text = described().to_json()
+    for message in (hello(), Ready(text, 0, "", 0), Ready(text, 4, "x", 1)):
+        core.on_message(100.0, 1, message)
+    assert [member.peer for member in core.membership.holders] == [1] and not core._waiting
+
+
 # Saves, and states for newcomers, that never come
 
 
@@ -390,8 +406,8 @@ def test_what_is_no_checkpoint_costs_its_sender_the_run_and_nobody_else_anything
 
 
 def test_a_newcomer_whose_weights_never_come_gets_them_from_another() -> None:
-    run = Fleet(at_least=2, epochs=40)
-    run.add("insider", pack_s=1e9)
+    run = Fleet(at_least=2, epochs=200)
+    run.add("insider", pack_s=1e9, slice_s=0.5)
     run.run_until(lambda: run.member("insider") is not None)
     run.add("w0")
     run.run_until(lambda: run.standing().step >= 1)
@@ -403,7 +419,7 @@ def test_a_newcomer_whose_weights_never_come_gets_them_from_another() -> None:
 
 
 def test_a_worker_that_joins_in_a_loop_is_held_off_longer_each_time_and_the_others_are_not() -> None:
-    run = Fleet(workers=2, epochs=200, slice_s=0.05)
+    run = Fleet(workers=2, epochs=200, slice_s=0.5)
     joins: list[float] = []
 
     def start(number: int = 0) -> None:
@@ -511,6 +527,71 @@ def test_a_checkpoint_on_the_disk_whose_manifest_makes_no_sense_is_passed_over(t
     passed: list[str] = []
     found = Keeper(tmp_path, lambda path, reason: passed.append(path.name)).newest()
     assert found is not None and found[1].step == 7 and passed == ["step-00000009"]
+
+
+# Behind real sockets
+
+
+def serve(patience_s: float = 0.3, secret: str = SECRET, **options: Any) -> Server:
+    coordinator = Coordinator(patience_s=patience_s, secret=secret)
+    server = Server(coordinator, host="127.0.0.1", port=0, tls=None, **options)
+    server.start()
+    return server
+
+
+def test_whoever_beats_and_does_not_read_is_closed_and_keeps_nobody_waiting() -> None:
+    events: list[Event] = []
+    server = serve(on_event=events.append)
+    try:
+        with socket.create_connection(("127.0.0.1", server.port)) as deaf:
+            deaf.sendall(encode(hello()) + encode(ready()))
+            wait_until(lambda: bool(server._seats))
+            (peer,) = server._seats
+            server._send_now(peer, StateChunk(9, bytes(64 << 20)))
+
+            def has_gone() -> bool:
+                with contextlib.suppress(OSError):
+                    deaf.sendall(encode(Heartbeat("deaf", 0)))
+                return not server._seats
+
+            wait_until(has_gone, 20)
+        (went,) = [event for event in events if isinstance(event, WorkerWent)]
+        assert "has not read" in went.reason
+    finally:
+        server.stop()
+
+
+def test_an_event_that_cannot_be_shown_does_not_end_the_run() -> None:
+    def show(event: Event) -> None:
+        raise UnicodeEncodeError("ascii", "é", 0, 1, "a terminal that knows no such letter")
+
+    server = serve(on_event=show)
+    try:
+        with socket.create_connection(("127.0.0.1", server.port)) as guest:
+            guest.sendall(encode(hello("é")) + encode(ready()))
+            wait_until(lambda: bool(server._seats))
+            assert server.wait(0.2) is None and [m.name for m in server.core.membership.ready] == ["é"]
+    finally:
+        server.stop()
+
+
+def test_a_client_that_joined_in_a_loop_waits_as_it_is_told_and_then_comes_in() -> None:
+    server = serve(patience_s=5.0, secret="secret")
+    try:
+        said: list[Message] = []
+        while not said or isinstance(said[-1], Welcome):
+            with socket.create_connection(("127.0.0.1", server.port), timeout=10) as guest:
+                guest.sendall(encode(Hello(PROTOCOL, "secret", f"looper-{len(said)}", "cpu")))
+                said += [decode(payload) for payload in FrameReader(4096).feed(guest.recv(4096))]
+            wait_until(lambda: not server.core.membership.members)
+        assert len(said) == FREE + 2 and isinstance(said[-1], Refusal)
+        assert said[-1].code == TOO_SOON and "Come again in 1 s" in said[-1].sentence
+        client = Client(Invite("127.0.0.1", server.port, "secret", None), name="looper", kind="cpu", say=said.append)
+        client.connect()
+        assert client.welcome is not None and "Come again" in said[-1]
+        client.close()
+    finally:
+        server.stop()
 
 
 SCRIPT = """

@@ -619,6 +619,8 @@ class Coordinator:
                     effects += self._turn_away_plain(plain.peer)
         elif (difference := self.description.difference(described)) is not None:
             return self._refuse(member.peer, "wrong model", difference)
+        # Whoever says it twice is placed once: as the first who is in it would else be sent its own weights.
+        self._waiting = [(peer, theirs) for peer, theirs in self._waiting if peer != member.peer]
         if not self.membership.holders:  # a run that is resumed may be longer than it was; a newcomer changes nothing
             self._rows_limit = described.rows_limit
         return effects + self._place(now, member, replace(ready, description=""))  # it may wait, and be long
@@ -643,7 +645,6 @@ class Coordinator:
                     "Nobody has this run's weights any more, so that it begins anew, and yours are of step"
                     f" {ready.step}. Start this worker again.",
                 )
-            self._waiting = [(p, theirs) for p, theirs in self._waiting if p != member.peer]
             self._waiting.append((member.peer, ready))
             if self._alone_since is None:
                 self._alone_since = now

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from potluck.errors import TheirProtocolError
+from potluck.fleet.pipe import LOOPBACK
 from potluck.wire.codec import codec_of
 from potluck.wire.frames import FrameReader
 
@@ -155,7 +156,8 @@ class Lobby:
                 return
             connection.setblocking(False)
             guest = Guest(self._new_peer(), connection, time.monotonic(), FrameReader(UNKNOWN_BYTES))
-            guest.address = address[0] if isinstance(address, tuple) else ""
+            if isinstance(address, tuple) and address[0] not in LOOPBACK:
+                guest.address = address[0]
             if self._tls is not None:
                 try:
                     guest.socket = self._tls.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)

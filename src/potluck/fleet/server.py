@@ -13,7 +13,7 @@ import ssl
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -57,6 +57,10 @@ CONTROL_BYTES = 16 << 20
 """The longest message without gradients."""
 TICK_S = 0.1
 LAST_WORDS_S = 1.0
+PIECE_BYTES = 4 << 20
+UNREAD = 4
+"""Times `patience` in which a peer reads not even a piece of so many bytes: the averages that wait for it keep all
+others waiting."""
 
 
 OnSaved = Callable[[int, str, str, int, bool], None]
@@ -111,6 +115,13 @@ class Seat:
     window: Window | None = None
     owed: deque[int] = field(default_factory=deque)
     """Averages that it was told of and has not taken yet."""
+    is_writing: bool = False
+    pieces: int = 0
+    """That have left, or were taken."""
+    stuck: tuple[int, float] = (0, 0.0)
+    """How many pieces had left when it was last looked at, and for how many seconds none has."""
+    blamed: str = ""
+    """Why it was closed here."""
 
 
 @dataclass
@@ -258,9 +269,9 @@ class Server:
             case effects.Record() if self.journal is not None:
                 self.journal.record(effect.step)
             case effects.Emit():
-                self.on_event(effect.event)
+                _tell(lambda: self.on_event(effect.event))
             case effects.StepApplied():
-                self.on_step(effect.record, effect.lr, effect.norm, effect.fault)
+                _tell(lambda: self.on_step(effect.record, effect.lr, effect.norm, effect.fault))
             case effects.SaveBegin():
                 self._save_begin(effect)
             case effects.SaveChunk() if self.saver is not None:
@@ -426,7 +437,7 @@ class Server:
         except OSError as error:
             why = f"the connection broke: {error.strerror or error}"
         finally:  # also after a fault of ours: a seat without a reader would keep averages from being released
-            self._lost(seat, why)
+            self._lost(seat, seat.blamed or why)
 
     def _read_message(self, seat: Seat) -> bool:
         prefix = bytearray(4)
@@ -653,13 +664,16 @@ class Server:
         try:
             while True:
                 while seat.owed and not seat.queue:
+                    seat.is_writing = True
                     self._settle(seat)
+                seat.is_writing = False
                 with seat.change:
                     while not seat.queue and seat.closing_at is None and not seat.gone:
                         seat.change.wait()
                     if not seat.queue:
                         break
                     out = seat.queue.popleft()
+                seat.is_writing = True
                 self._write_out(seat, out)
         except OSError:
             pass  # the reader tells why
@@ -672,6 +686,7 @@ class Server:
         """Averages that the peer has taken may be written over."""
         assert seat.receipts is not None and self.mean is not None
         for _ in range(seat.receipts.wait(len(seat.owed))):
+            seat.pieces += 1
             self.mean.release(seat.owed.popleft())
 
     def _share(self, seat: Seat, message: ShareMemory) -> None:
@@ -693,7 +708,7 @@ class Server:
             if isinstance(out.message, ShareMemory):
                 self._share(seat, out.message)
                 return
-            seat.pipe.send(encode_parts(out.message, seat.codec))
+            _send_pieces(seat, encode_parts(out.message, seat.codec))
             if out.credit is not None:
                 self._taken(*out.credit)
             return
@@ -712,7 +727,7 @@ class Server:
                 message = AveragedNonBlockGradient(out.step, part.component or 0, values)
             if seat.plain and part.component == BUFFERS:
                 return
-            seat.pipe.send(encode_parts(message, seat.codec))
+            _send_pieces(seat, encode_parts(message, seat.codec))
         finally:
             self.mean.release(out.part)
 
@@ -726,8 +741,18 @@ class Server:
         for seat in self._seats.values():
             if seat.closing_at is not None and now - seat.closing_at > LAST_WORDS_S:
                 _close_pipe(seat)  # it does not read, and averages that wait for it keep the others waiting
+            self._tire_of_unread(seat)
             self.core.on_heard(now if seat.held else seat.heard_at, seat.peer)
         return self.core.on_tick(now)
+
+    def _tire_of_unread(self, seat: Seat) -> None:
+        """Counted in ticks, and not by the clock: while this process is stopped nobody is late."""
+        before, seconds = seat.stuck
+        seat.stuck = seat.pieces, seconds + TICK_S if seat.is_writing and seat.pieces == before else 0.0
+        limit_s = UNREAD * self.core.patience_s
+        if seat.stuck[1] > limit_s and not seat.blamed:
+            seat.blamed = f"it has not read what it was sent for {limit_s:g} s"
+            _close_pipe(seat)
 
     def _spawn(self, target: Callable[[], None], name: str) -> None:
         thread = threading.Thread(target=target, name=name, daemon=True)
@@ -740,6 +765,28 @@ def _close_pipe(seat: Seat) -> None:
     seat.pipe.close()
     if seat.receipts is not None:
         seat.receipts.close()
+
+
+def _send_pieces(seat: Seat, parts: Sequence[bytes | memoryview]) -> None:
+    """In pieces, so that a peer that reads slowly is told from one that does not read."""
+    together: list[bytes | memoryview] = []
+    for part in parts:
+        rest = memoryview(part).cast("B")
+        while len(rest) > PIECE_BYTES:
+            seat.pipe.send([*together, rest[:PIECE_BYTES]])
+            seat.pieces += 1
+            together, rest = [], rest[PIECE_BYTES:]
+        together.append(rest)
+    seat.pipe.send(together)
+    seat.pieces += 1
+
+
+def _tell(call: Callable[[], None]) -> None:
+    """What a person is shown must not end the run, whatever text or figure a peer has sent; a full disk may."""
+    try:
+        call()
+    except (ValueError, TypeError, ArithmeticError, LookupError):
+        log.exception("an event could not be told")
 
 
 def _put(seat: Seat, out: _Out) -> None:
