@@ -51,8 +51,10 @@ from potluck.wire.messages import (
 )
 from tests.fleet.virtual import (
     BATCH,
+    EPOCHS,
     PARTS,
     PATIENCE_S,
+    ROWS,
     SECRET,
     SLICES,
     STEPS,
@@ -72,6 +74,7 @@ from tests.fleet.virtual import (
 )
 
 pytestmark = pytest.mark.timeout(30)
+KNOWN_LENGTH = described(rows_limit=EPOCHS * ROWS)
 
 
 # Losing workers
@@ -219,7 +222,7 @@ def test_a_sleeper_whose_part_comes_back_to_it_computes_it() -> None:
 
 def test_a_worker_that_beats_and_computes_nothing_holds_nobody_up_for_ever() -> None:
     faults = FaultScript().stall("w1", at_step=2, seconds=1e6)
-    run = Fleet(workers=3, faults=faults).finish(limit_s=100)
+    run = Fleet(workers=3, faults=faults, description=KNOWN_LENGTH).finish(limit_s=100)
     assert faults.fired == ["stall w1"]
     stalls = run.told(Stalled)
     assert {stall.name for stall in stalls} == {"w1"}
@@ -231,7 +234,7 @@ def test_a_worker_that_beats_and_computes_nothing_holds_nobody_up_for_ever() -> 
 
 def test_a_worker_that_beats_and_evaluates_nothing_holds_nobody_up_for_ever() -> None:
     faults = FaultScript().stall("w1", at_step=2, seconds=1e6, phase="evaluating")
-    run = Fleet(workers=3, faults=faults, evaluate_every=2).finish(limit_s=200)
+    run = Fleet(workers=3, faults=faults, evaluate_every=2, description=KNOWN_LENGTH).finish(limit_s=200)
     assert faults.fired == ["stall w1"]
     assert run.workers["w0"].validated[2] == pytest.approx(validation_of(0, VALIDATION_ROWS) / VALIDATION_ROWS)
 
@@ -1205,7 +1208,7 @@ def test_no_step_beyond_the_end_of_the_run_is_handed_out() -> None:
 
 
 def test_a_run_whose_end_is_known_commits_no_step_too_many() -> None:
-    run = Fleet(workers=3, description=described(rows_limit=2 * 37)).finish()
+    run = Fleet(workers=3, description=KNOWN_LENGTH).finish()
     steps = [item.step for w in run.workers.values() for item in w.line.received if isinstance(item, Work)]
     assert max(steps) == STEPS == run.standing().step
 
@@ -1274,9 +1277,9 @@ def test_a_model_with_buffers_is_none_for_plain_peers() -> None:
 
 
 def test_a_plain_peer_that_leaves_at_the_end_is_not_told_as_lost() -> None:
-    core, _ = plain_fleet(1)
+    core, _ = plain_fleet(1, rows=16, rows_limit=16)
     deliver(core)
-    effects_of(core, (11, Leave(1, "finished")))
+    effects_of(core, (11, Applied(1, "x", 0.1, 1.0, "", 0.0)), (11, Leave(1, "finished")))
     went = [e.event for e in core.on_closed(103.0, 1, "it closed the connection") if isinstance(e, Emit)]
     assert [event.polite for event in went] == [True]
 

@@ -252,6 +252,10 @@ class FaultScript:
         """It is asked to stop, and leaves politely."""
         return self._add("leave", name, at_step, phase)
 
+    def quit(self, name: str, *, at_step: int, phase: str = "applied") -> "FaultScript":
+        """Its script ends with 0, as if all were done."""
+        return self._add("quit", name, at_step, phase)
+
     def drift(self, name: str, *, at_step: int) -> "FaultScript":
         """A bit of its weights flips while it applies a step."""
         return self._add("drift", name, at_step, "applying")
@@ -375,10 +379,12 @@ class Disk:
 
     def __init__(self) -> None:
         self.states: dict[int, bytes] = {}
-        self._arriving: tuple[int, int, Callable[[int, str, str, int], None]] | None = None
+        self.is_checkpoint: Callable[[bytes], bool] = lambda data: True
+        """As the keeper finds by its checksums and its manifest."""
+        self._arriving: tuple[int, int, Callable[..., None]] | None = None
         self._data = b""
 
-    def begin(self, step: int, header: str, on_saved: Callable[[int, str, str, int], None]) -> None:
+    def begin(self, step: int, header: str, on_saved: Callable[..., None]) -> None:
         self._arriving, self._data = (step, json.loads(header)[0][1], on_saved), b""
 
     def feed(self, data: bytes) -> None:
@@ -388,8 +394,11 @@ class Disk:
         self._data += data
         if len(self._data) >= size:
             assert len(self._data) == size
-            self.states[step] = self._data
             self._arriving = None
+            if not self.is_checkpoint(self._data):
+                on_saved(step, "", "it is no checkpoint", 0, theirs=True)
+                return
+            self.states[step] = self._data
             on_saved(step, f"step-{step:08d}", "", size)
 
     def abort(self) -> None:
@@ -494,8 +503,8 @@ class Host:
         match effect:
             case core.Send() if line is not None:
                 line.send_down(effect.message)
-                if effect.credit is not None and (sponsor := self.lines.get(effect.credit[0])) is not None:
-                    sponsor.send_down(StateMore(effect.credit[1], 1))
+                if effect.credit is not None:
+                    self.act(self.core.on_taken(now, *effect.credit))
             case core.Close() if line is not None:
                 line.send_down(Lost(effect.why))
                 line.closing = True
@@ -537,8 +546,7 @@ class Host:
                 self.disk.begin(effect.step, effect.header, self._on_saved)
             case core.SaveChunk():
                 self.disk.feed(bytes(effect.data))
-                if line is not None:
-                    line.send_down(StateMore(SAVE, 1))
+                self.act(self.core.on_taken(now, effect.peer, SAVE))
             case core.SaveAbort():
                 self.disk.abort()
             case core.Restore():
@@ -620,10 +628,10 @@ class Host:
         if item.node is not None and item.part == len(PARTS) - 1 and item.node not in item.useless:
             self.act(self.core.on_payload(self.fleet.clock.now, line.peer, item.step, item.node))
 
-    def _on_saved(self, step: int, folder: str, error: str, size: int) -> None:
+    def _on_saved(self, step: int, folder: str, error: str, size: int, *, theirs: bool = False) -> None:
         def tell() -> None:
             if self.is_up:
-                self.act(self.core.on_saved(self.fleet.clock.now, step, folder, error, size))
+                self.act(self.core.on_saved(self.fleet.clock.now, step, folder, error, size, theirs=theirs))
 
         self.fleet.clock.after(0.01, tell)
 
@@ -702,6 +710,8 @@ class Worker:
         self.validated: dict[int, float] = {}
         self.dead = self.done = self.left = self.stopping = self.over = self.replaying = False
         self.wants_stop = False
+        self.held_off: list[float] = []
+        """When the host told it to come later."""
         self.slices_computed: list[tuple[int, int]] = []
         """(step, slice)"""
         self._inbox: deque[Any] = deque()
@@ -867,7 +877,10 @@ class Worker:
             yield from self._at("connected", self.state.step + 1)
             self._send(Hello(PROTOCOL, self.fleet.secret, self.name, self.kind))
             answer = yield Receive()
-            if not isinstance(answer, Lost):
+            if isinstance(answer, Refusal) and answer.code == core.TOO_SOON:
+                self.held_off.append(self.clock.now)
+                self.line.close()
+            elif not isinstance(answer, Lost):
                 break
             yield Sleep(0.05)
         if isinstance(answer, Refusal):
@@ -1259,6 +1272,8 @@ class Worker:
                 self.wants_stop = True
             case "cut":
                 self.lose_connection()
+            case "quit":
+                self.stopping = True
         return fault
 
 

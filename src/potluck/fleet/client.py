@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from potluck.errors import ConfigError, PotluckError, TheirProtocolError, WorkerLost
-from potluck.fleet.coordinator import PROTOCOL
+from potluck.fleet.coordinator import PROTOCOL, TOO_SOON
 from potluck.fleet.description import Description
 from potluck.fleet.invite import Invite, check_pin, client_context
 from potluck.fleet.pipe import LOOPBACK, Pipe, connect_local
@@ -45,11 +45,15 @@ from potluck.wire.messages import (
 Floats = npt.NDArray[np.float32]
 HEAD_BYTES = 64
 CONTROL_BYTES = 64 << 20
-FIRST_WAIT_S, LONGEST_WAIT_S = 0.05, 0.5
+FIRST_WAIT_S, LONGEST_WAIT_S, LONGEST_HELD_OFF_S = 0.05, 0.5, 5.0
 SHARED_TIMES = 8
 """How many gradients a worker's shared memory has room for: sums of nodes wait there too. Unused pages cost nothing."""
 GIVE_UP = 20
 """Times `patience` without a host: then the worker ends."""
+
+
+class HeldOff(OSError):
+    """The host is there, and wants this worker to come later: it has come and gone too often."""
 
 
 @dataclass
@@ -176,11 +180,13 @@ class Client:
                     ) from None
                 if waited > GIVE_UP * self.patience_s:
                     raise WorkerLost(f"The host has not been back for {waited:.0f} s: {error}.") from None
-                if not told and waited > 1.0:
-                    self.say(f"The host at {self.invite.host}:{self.invite.port} does not answer; trying again.")
+                is_held_off = isinstance(error, HeldOff)
+                if not told and (is_held_off or waited > 1.0):
+                    where = f"{self.invite.host}:{self.invite.port}"
+                    self.say(str(error) if is_held_off else f"The host at {where} does not answer; trying again.")
                     told = True
                 time.sleep(self._backoff_s * self._draw.uniform(0.5, 1.0))
-                self._backoff_s = min(LONGEST_WAIT_S, self._backoff_s * 2)
+                self._backoff_s = min(LONGEST_HELD_OFF_S if is_held_off else LONGEST_WAIT_S, self._backoff_s * 2)
 
     def _connect_once(self, *, again: bool) -> Welcome:
         connection = connect_local(self.invite.port) if self._is_here else None
@@ -225,7 +231,7 @@ class Client:
                 " one. Ask for a new invite."
             )
         if isinstance(answer, Refusal):
-            raise ConfigError(answer.sentence)
+            raise HeldOff(answer.sentence) if answer.code == TOO_SOON else ConfigError(answer.sentence)
         return answer
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,8 @@ import numpy as np
 from potluck.agree.windows import Decision, Report, Windows
 from potluck.errors import TheirProtocolError
 from potluck.events import CheckpointSaved, Decided, EpochDone, Stalled, Validated, WorkerCame, WorkerWent
-from potluck.fleet.description import BUFFERS, Description
+from potluck.fleet import bounds
+from potluck.fleet.description import BUFFERS, MAX_TOTAL, Description
 from potluck.fleet.effects import (
     AbandonStep,
     BeginStep,
@@ -41,9 +42,12 @@ from potluck.fleet.effects import (
     Subscribe,
     Widen,
 )
+from potluck.fleet.evaluation import MOST_AT_ONE_STEP, Evaluation, Look, is_plausible
 from potluck.fleet.invite import is_right_secret
 from potluck.fleet.ledger import Range, prove
 from potluck.fleet.membership import Member, Membership, Phase
+from potluck.fleet.parcel import files_in, most_bytes
+from potluck.fleet.returns import Returns
 from potluck.fleet.tree import Node, cover, decide_quotas, share_nodes, sized_rows, slice_rows
 from potluck.wire.messages import (
     Admitted,
@@ -74,6 +78,8 @@ from potluck.wire.messages import (
 )
 
 PROTOCOL = 1
+TOO_SOON = 5
+"""The code of a refusal after which a worker waits, and comes again."""
 CHUNKS_AHEAD = 4
 """Of a parcel: so many may be on their way before the first has left here."""
 LEAST_SAMPLES, MOST_SAMPLES, MOST_LOSS = 1e-6, 1e15, 1e300
@@ -82,6 +88,10 @@ MOST_WINDOW = (1 << 32) - 1
 """Rows of a window: the size of a slice is a u32."""
 LONG = 4
 """A worker that takes this many times longer than expected is no longer waited for, where others have nothing to do."""
+MOST_KEPT = 1000
+"""Checkpoints: so many at most are kept for anybody."""
+SLOW_PARCEL = 4
+"""Times `patience` without a byte of a state that is wanted: then another is asked for it."""
 SAVE = 0
 """The transfer that is a checkpoint for the host's disk; all others are for newcomers."""
 
@@ -185,30 +195,6 @@ class StepUnderWay:
 
 
 @dataclass
-class Evaluation:
-    rows: int
-    size: int
-    next: int = 0
-    returned: list[Range] = field(default_factory=list)
-    done: dict[int, tuple[int, float, float]] = field(default_factory=dict)
-    """start -> (end, loss sum, samples)"""
-    waiting: list[int] = field(default_factory=list)
-
-    def take(self) -> Range | None:
-        if self.returned:
-            return self.returned.pop()
-        if self.next >= self.rows:
-            return None
-        start = self.next
-        self.next = min(self.rows, start + self.size)
-        return start, self.next
-
-    @property
-    def is_done(self) -> bool:
-        return sum(end - start for start, (end, _, _) in self.done.items()) >= self.rows
-
-
-@dataclass
 class Transfer:
     """The state of one worker, on its way to another."""
 
@@ -219,6 +205,7 @@ class Transfer:
     step: int
     left: int | None = None
     """Bytes that have yet to come from the sponsor, once it has said how many there are."""
+    moved_at: float = 0.0
 
     @property
     def is_whole(self) -> bool:
@@ -256,6 +243,7 @@ class Coordinator:
         """What was turned away, by kind."""
         self.now: StepUnderWay | None = None
         self._secret = secret
+        self._returns = Returns(patience_s)
         self._expected = expected
         self._alone_since: float | None = None
         self._restoring = False
@@ -267,18 +255,27 @@ class Coordinator:
         self._next_transfer = 1
         self._waiting: list[tuple[int, Ready]] = []
         """Newcomers for whom nobody has the weights yet."""
-        self._evaluations: dict[int, Evaluation] = {}
-        self._evaluated: dict[int, Evaluated] = {}
+        self._evaluations: dict[Look, Evaluation] = {}
+        self._evaluated: dict[Look, Evaluated] = {}
+        """The last few that are done."""
         self._save_due: SaveDue | None = None
         self._saving: int | None = None
         """The peer whose state is on its way to the disk."""
         self._saved = Saved(0, "", "")
+        self._keep_last = 1
+        """The most that a worker wanted to be kept."""
+        self._save_moved_at = 0.0
+        self._passed_over: set[int] = set()
+        """Worker ids that were to send the checkpoint that is due, and did not."""
+        self._unpaid: Counter[tuple[int, int]] = Counter()
+        """(peer, transfer) -> chunks that came from it and have not left here."""
+        self.most_floats = MAX_TOTAL
+        """What there is memory for."""
         self._records: dict[int, StepRecord] = {}
         """Committed, and not yet told as applied."""
         self._drifted = False
         self._clock = 0.0
         self._ticked_at: float | None = None
-        self._finished_at: float | None = None
         self._last_quotas: list[int] | None = None
         self._last_peers: list[int] | None = None
         self._saver = -1
@@ -289,6 +286,10 @@ class Coordinator:
         self._steps: dict[int, int] = {}
         """After each of the last windows, how many batches of the run were done."""
         self._rows_limit = description.rows_limit if description is not None else 0
+        """Of all epochs, as the first who held the weights told it; 0: nobody knows."""
+        self._over_at: int | None = None
+        """The step after which a worker said that the run is over."""
+        self._over_since = 0.0
         self._worked: tuple[int, ...] = ()
         """Who took part in the last window."""
         self._committed_at = 0.0
@@ -309,16 +310,21 @@ class Coordinator:
 
     # What comes in
 
-    def on_message(self, now: float, peer: int, message: Message) -> list[Effect]:
-        """A whole message of any kind but gradients."""
+    def on_message(self, now: float, peer: int, message: Message, address: str = "") -> list[Effect]:
+        """A whole message of any kind but gradients. `address`: of the machine that it came from."""
         self._clock = now
         member = self.membership.members.get(peer)
+        try:
+            message = bounds.check(message, self.description)
+        except TheirProtocolError as error:
+            is_secret = member is None or member.plain  # whoever has not shown its secret yet hears nothing
+            return self._refuse(peer, "implausible", "" if is_secret else str(error))
         if member is None:
             match message:
                 case Hello():
-                    return self._on_hello(now, peer, message)
+                    return self._on_hello(now, peer, message, address)
                 case JoinRequest():
-                    return self._on_join_request(now, peer, message)
+                    return self._on_join_request(now, peer, message, address)
             return self._refuse(peer, "unknown", "")
         member.heard_at = now
         if member.plain:
@@ -327,8 +333,6 @@ class Coordinator:
             return self._refuse(peer, "illegal", "")  # a Refusal is not among the messages that it knows
         if type(message) not in LEGAL[member.phase]:
             return self._illegal(member, message)
-        if not isinstance(message, Heartbeat):
-            member.acted_at = now
         match message:
             case Heartbeat():
                 return []  # heard, and that is all: a thousand who wait would get as many answers that nobody reads
@@ -337,7 +341,9 @@ class Coordinator:
             case SliceReport():
                 return self._on_report(now, member, message)
             case Applied():
-                return self._on_applied(now, member, message)
+                effects = self._on_applied(now, member, message)
+                self._forget_digests()
+                return effects
             case EvaluateNext():
                 return self._on_evaluate_next(member, message)
             case SaveDue():
@@ -367,7 +373,10 @@ class Coordinator:
                 )
             )
         ]
+        effects += self._hold_off(now, member)
         effects += self._end_transfers_of(peer)
+        for key in [key for key in self._unpaid if key[0] == peer]:
+            del self._unpaid[key]
         effects += self._return_evaluations(member)
         if self._saving == peer:
             self._saving = None
@@ -381,9 +390,19 @@ class Coordinator:
             effects += self._nobody_holds(now, may_come_back=not member.leaving)
         if self.stopping and not self.finished and not self.membership.holders:
             effects += self._interrupt()
+        if self._is_said_to_be_over and not self.finished and not self.membership.holders:
+            effects += self._end()
         if self._is_everybody_gone() and self.finished:
             effects.append(Finish(self.finished))
         return effects
+
+    def _hold_off(self, now: float, member: Member) -> list[Effect]:
+        """Whoever comes and goes in a loop is let in less and less often."""
+        times, wait_s = self._returns.went(now, member.address, member.name, member.came_at)
+        if not wait_s or self.finished:
+            return []
+        doing = f"it has come and gone {times} times, each time within {self.patience_s:g} s, and is held off"
+        return [Emit(Stalled(worker=member.worker_id, name=member.name, doing=doing, seconds=wait_s))]
 
     def on_heard(self, now: float, peer: int) -> None:
         """Any byte counts as life."""
@@ -400,25 +419,16 @@ class Coordinator:
             effects += self.on_closed(now, member.peer, why)
         effects += self._relieve_sleepers(now)
         effects += self._tell_stalls(now)
+        effects += self._tire_of_ranges(now)
+        effects += self._tire_of_parcels(now)
+        effects += self._tire_of_the_end(now)
         is_anybody_waiting = bool(self._waiting or self._stranded) and not self.finished
         if is_anybody_waiting and not self.membership.holders and not self._restoring:
             waited_s = now - (self._alone_since if self._alone_since is not None else now)
             if not self._expected or waited_s >= self.patience_s:
                 self._restoring = True
                 effects.append(Restore())
-        return effects + self._end(now)
-
-    def _end(self, now: float) -> list[Effect]:
-        """The run is over once everybody has gone. One that hangs is not waited for."""
-        if not self.finished:
-            return []
-        self._finished_at = now if self._finished_at is None else self._finished_at
-        effects: list[Effect] = []
-        if now - self._finished_at > self.patience_s:
-            why = "the run is over, and it did not go"
-            for member in [m for m in self.membership.members.values() if now - m.acted_at > self.patience_s]:
-                effects += [Close(member.peer, why), *self.on_closed(now, member.peer, why)]
-        if self._is_everybody_gone():
+        if self.finished and self._is_everybody_gone():
             effects.append(Finish(self.finished))
         return effects
 
@@ -429,6 +439,9 @@ class Coordinator:
         self._ticked_at = now
         if gap > self.patience_s / 4:
             self.membership.forgive(now, gap)
+            for transfer in self._transfers.values():
+                transfer.moved_at += gap
+            self._save_moved_at, self._over_since = self._save_moved_at + gap, self._over_since + gap
             if self._alone_since is not None:
                 self._alone_since = min(now, self._alone_since + gap)
 
@@ -442,7 +455,7 @@ class Coordinator:
         member = self.membership.members.get(peer)
         if member is None or self.now is None or self.now.step != step or node not in member.nodes:
             return []
-        member.heard_at = member.acted_at = now
+        member.heard_at = now
         member.nodes.remove(node)
         for number in range(*node):
             self.now.computed_by.setdefault(number, member.worker_id)
@@ -495,8 +508,15 @@ class Coordinator:
             raise AssertionError(f"Step {step} has a mean, and reports of {told}.")
         return self._commit(now)
 
-    def on_saved(self, now: float, step: int, folder: str, error: str, size: int = 0) -> list[Effect]:
+    def on_saved(
+        self, now: float, step: int, folder: str, error: str, size: int = 0, *, theirs: bool = False
+    ) -> list[Effect]:
+        """`theirs`: what came is no checkpoint, so that its sender goes, and another is asked."""
+        if theirs and self._saving is not None:
+            self._clock = now
+            return self._refuse(self._saving, "bad checkpoint", error)
         self._saving = None
+        self._passed_over.clear()
         self._saved = Saved(step, folder, error)
         if self._save_due is not None and step >= self._save_due.step:
             self._save_due = None
@@ -504,8 +524,8 @@ class Coordinator:
         effects: list[Effect] = [
             Send(m.peer, self._saved) for m in self.membership.members.values() if not m.plain and not m.leaving
         ]
-        for member in [m for m in self.membership.members.values() if m.leaving]:
-            effects += self._let_go(member) if not error else [Send(member.peer, Shutdown())]
+        for member in [m for m in self.membership.members.values() if m.leaving and m.shut_at is None]:
+            effects += self._let_go(member) if not error else self._shut(member)
         if not error:
             saved = CheckpointSaved(step=self._steps.get(step, step), folder=folder, stall_s=0.0, bytes=size)
             effects.append(Emit(saved))
@@ -549,13 +569,12 @@ class Coordinator:
 
     def _interrupt(self) -> list[Effect]:
         """There is no step under way to wait for."""
-        self.finished = "interrupted"
-        told: list[Effect] = [Send(m.peer, Shutdown()) for m in self.membership.members.values()]
+        told = self._end()
         return told if self.membership.holders else [*told, Finish("interrupted")]
 
     # Coming in
 
-    def _on_hello(self, now: float, peer: int, hello: Hello) -> list[Effect]:
+    def _on_hello(self, now: float, peer: int, hello: Hello, address: str) -> list[Effect]:
         if not is_right_secret(hello.secret, self._secret):
             return self._refuse(peer, "wrong secret", "")
         if hello.protocol != PROTOCOL:
@@ -564,17 +583,32 @@ class Coordinator:
             )
         if self.finished:
             return self._refuse(peer, "too late", f"The run has ended: {self.finished}.")
-        member = self.membership.add(now, peer, hello.name, hello.kind, plain=False)
+        if len(self.membership.members) >= bounds.MOST_WORKERS:
+            return self._refuse(peer, "too many", f"This host has {bounds.MOST_WORKERS:,} workers, the most it takes.")
+        if wait_s := self._returns.wait_s(now, address, hello.name):
+            sentence = (
+                f"You have come and gone again and again, each time within {self.patience_s:g} s. Come again in"
+                f" {math.ceil(wait_s)} s, and look at why this worker ends so soon."
+            )
+            self.refused["too soon"] += 1
+            return [Send(peer, Refusal(TOO_SOON, sentence)), Close(peer, sentence)]
+        member = self.membership.add(now, peer, hello.name, hello.kind, plain=False, address=address)
         return [Send(peer, Welcome(member.worker_id, int(self.patience_s * 1000), self.recipe))]
 
-    def _on_join_request(self, now: float, peer: int, request: JoinRequest) -> list[Effect]:
+    def _on_join_request(self, now: float, peer: int, request: JoinRequest, address: str) -> list[Effect]:
         if not self.plain_peers:
             return self._refuse(peer, "plain peer", "")
+        if self._returns.wait_s(now, address, request.node_id):
+            return self._refuse(peer, "too soon", "")
+        if len(self.membership.members) >= bounds.MOST_WORKERS:
+            return self._refuse(peer, "too many", "")
         if self.standing.step or self.finished:
             return self._turn_away_plain(peer, "a plain peer cannot be given the weights, and the run is on")
         if (why := self._why_no_plain_peers) is not None:
             return self._turn_away_plain(peer, why)
-        member = self.membership.add(now, peer, request.node_id, f"plain {request.backend}", plain=True)
+        member = self.membership.add(
+            now, peer, request.node_id, f"plain {request.backend}", plain=True, address=address
+        )
         self.membership.admit(member)
         effects: list[Effect] = [
             Send(peer, JoinAccepted(member.worker_id, max(self.at_least, len(self.membership.ready)))),
@@ -607,12 +641,19 @@ class Coordinator:
 
     def _on_ready(self, now: float, member: Member, ready: Ready) -> list[Effect]:
         if self.finished:
-            return [Send(member.peer, Shutdown())]
+            return self._shut(member)
         try:
             described = Description.from_json(ready.description)
         except TheirProtocolError as error:
             return self._refuse(member.peer, "wrong model", str(error))
         effects: list[Effect] = []
+        if described.floats > self.most_floats:
+            return self._refuse(
+                member.peer,
+                "too large",
+                f"Your model has {described.floats:,} trained numbers, and this host has memory for the mean of"
+                f" {self.most_floats:,}. Start the host on a machine with more memory.",
+            )
         if self.description is None:
             self.description = described
             effects.append(Describe(described))
@@ -620,8 +661,11 @@ class Coordinator:
                 effects += self._turn_away_all_plain(why)
         elif (difference := self.description.difference(described)) is not None:
             return self._refuse(member.peer, "wrong model", difference)
-        self._rows_limit = described.rows_limit  # a run that goes on may be longer than it was
-        return effects + self._place(now, member, ready)
+        # Whoever says it twice is placed once: as the first who is in it would else be sent its own weights.
+        self._waiting = [(peer, theirs) for peer, theirs in self._waiting if peer != member.peer]
+        if not self.membership.holders:  # a run that is resumed may be longer than it was; a newcomer changes nothing
+            self._rows_limit = described.rows_limit
+        return effects + self._place(now, member, replace(ready, description=""))  # it may wait, and be long
 
     def _place(self, now: float, member: Member, ready: Ready) -> list[Effect]:
         """Whether a worker that has built its model may go on with its own weights, or where it gets the run's."""
@@ -643,7 +687,6 @@ class Coordinator:
                     "Nobody has this run's weights any more, so that it begins anew, and yours are of step"
                     f" {ready.step}. Start this worker again.",
                 )
-            self._waiting = [(p, theirs) for p, theirs in self._waiting if p != member.peer]
             self._waiting.append((member.peer, ready))
             if self._alone_since is None:
                 self._alone_since = now
@@ -692,11 +735,13 @@ class Coordinator:
             )
         )
 
-    def _catch_up(self, member: Member) -> list[Effect]:
+    def _catch_up(self, member: Member, avoid: int | None = None) -> list[Effect]:
         """The weights of a worker that has them, as of the end of the step under way, and the averages since."""
         busy = Counter(transfer.sponsor for transfer in self._transfers.values())
         # Of its own kind if it can be: another's weights differ in their last bits, and would be taken for drift.
-        sponsor = min(self.membership.holders, key=lambda m: (m.leaving, m.kind != member.kind, busy[m.peer]))
+        sponsor = min(
+            self.membership.holders, key=lambda m: (m.peer == avoid, m.leaving, m.kind != member.kind, busy[m.peer])
+        )
         after = self.now.step if self.now is not None else self.standing.step
         self.membership.set_back(member, Phase.CATCHING_UP)
         member.since = after + 1
@@ -719,7 +764,7 @@ class Coordinator:
 
     def _new_transfer(self, sponsor: int | None, to: int, step: int) -> int:
         number, self._next_transfer = self._next_transfer, self._next_transfer + 1
-        self._transfers[number] = Transfer(number, sponsor, to, step)
+        self._transfers[number] = Transfer(number, sponsor, to, step, moved_at=self._clock)
         return number
 
     @property
@@ -1013,8 +1058,7 @@ class Coordinator:
         standing.rows_seen += under.rows
         standing.ranges += [(start, end) for start, end, _ in ranges]
         self._records[under.step] = record
-        for old in [step for step in self._digests if step < under.step - 2]:
-            del self._digests[old]
+        self._forget_digests()
         epoch = self._end_epoch() if standing.row >= described.rows else None
         if under.decision is not None:
             self._steps[standing.step] = self.steps_done
@@ -1102,6 +1146,11 @@ class Coordinator:
             effects += self._take_in(now, member)
         return effects + self._start_step(now)  # where all who are left had been relieved
 
+    def _forget_digests(self) -> None:
+        """Of steps so old that nobody is compared by them; whoever replays them tells them one by one."""
+        for old in [step for step in self._digests if step < self.standing.step - 2]:
+            del self._digests[old]
+
     def _awaits_weights(self, member: Member) -> bool:
         """It will be given others, whatever it says of those it has."""
         return any(t.to == member.peer and not t.is_whole for t in self._transfers.values())
@@ -1181,53 +1230,82 @@ class Coordinator:
     # Between steps
 
     def _on_evaluate_next(self, member: Member, ask: EvaluateNext) -> list[Effect]:
-        if (done := self._evaluated.get(ask.step)) is not None:
+        look = ask.step, ask.rows, ask.size
+        if (done := self._evaluated.get(look)) is not None:
             member.evaluating = None
             return [Send(member.peer, done)]
-        if not 0 < ask.rows <= 1 << 48 or not 0 < ask.size <= ask.rows:
-            return self._refuse(member.peer, "illegal", "EvaluateNext has no rows.")
+        if not is_plausible(ask.rows, ask.size):
+            return self._refuse(member.peer, "illegal", "EvaluateNext has no rows, or too many ranges.")
         if member.phase is Phase.CATCHING_UP:  # it will have other weights; those who keep theirs look
             return [Send(member.peer, Evaluated(ask.step, 0.0, 0.0))]
-        evaluation = self._evaluations.setdefault(ask.step, Evaluation(ask.rows, ask.size))
+        if not self._may_look(member, ask.step, is_new=look not in self._evaluations):
+            return self._refuse(member.peer, "illegal", "EvaluateNext is of a step to come, or one of very many.")
         effects: list[Effect] = []
-        if member.evaluating == (ask.step, ask.start, ask.end):
-            evaluation.done[ask.start] = (ask.end, ask.loss_sum, ask.samples)
+        evaluation = self._evaluations.get(look)
+        if evaluation is not None and member.evaluating == (look, ask.start, ask.end):
+            seconds = self._clock - member.evaluating_since
+            evaluation.add(ask.end - ask.start, ask.loss_sum, ask.samples, seconds)
             member.evaluating = None
         else:
             effects = self._return_evaluations(member)
+            evaluation = self._evaluations.setdefault(look, Evaluation(ask.rows, ask.size))
         if evaluation.is_done:
-            total = _total(loss for _, loss, _ in evaluation.done.values())
-            samples = _total(samples for _, _, samples in evaluation.done.values())
-            done = Evaluated(ask.step, total, samples)
-            self._evaluated = {ask.step: done}
-            del self._evaluations[ask.step]
-            loss = total / samples if samples else math.nan
-            peers = [member.peer, *evaluation.waiting]
-            validated = Validated(step=self._steps.get(ask.step, ask.step), loss=loss)
-            return [Emit(validated), *(Send(peer, done) for peer in peers)]
-        return effects + self._next_range(member, ask.step, evaluation)
+            return effects + self._end_evaluation(member, look, evaluation)
+        return effects + self._next_range(member, look, evaluation)
 
-    def _next_range(self, member: Member, step: int, evaluation: Evaluation) -> list[Effect]:
+    def _may_look(self, member: Member, step: int, *, is_new: bool) -> bool:
+        """One worker keeps no more than one set open, and begins only some at one step."""
+        before, count = member.looks
+        count = (count if before == step else 0) + is_new
+        member.looks = step, count
+        return step <= self._latest and count <= MOST_AT_ONE_STEP
+
+    def _end_evaluation(self, member: Member, look: Look, evaluation: Evaluation) -> list[Effect]:
+        step = look[0]
+        total, samples = _total(evaluation.loss_sums), _total(evaluation.samples)
+        done = Evaluated(step, total, samples)
+        self._evaluated[look] = done
+        for old in list(self._evaluated)[:-4]:
+            del self._evaluated[old]
+        del self._evaluations[look]
+        validated = Validated(step=self._steps.get(step, step), loss=total / samples if samples else math.nan)
+        return [Emit(validated), *(Send(peer, done) for peer in (member.peer, *evaluation.waiting))]
+
+    def _next_range(self, member: Member, look: Look, evaluation: Evaluation) -> list[Effect]:
         found = evaluation.take()
         if found is None:
             evaluation.waiting.append(member.peer)
             return []
-        member.evaluating, member.evaluating_since = (step, *found), self._clock
-        return [Send(member.peer, EvaluateRange(step, *found))]
+        member.evaluating, member.evaluating_since = (look, *found), self._clock
+        return [Send(member.peer, EvaluateRange(look[0], *found))]
 
     def _return_evaluations(self, member: Member) -> list[Effect]:
+        """It looks at nothing any more: others do its range, and what nobody looks at is forgotten."""
         for evaluation in self._evaluations.values():
             evaluation.waiting = [peer for peer in evaluation.waiting if peer != member.peer]
-        if member.evaluating is None:
-            return []
-        (step, start, end), member.evaluating = member.evaluating, None
-        found = self._evaluations.get(step)
-        if found is None:
-            return []
-        found.returned.append((start, end))
-        if not found.waiting:
-            return []
-        return self._next_range(self.membership.members[found.waiting.pop(0)], step, found)
+        effects: list[Effect] = []
+        if member.evaluating is not None:
+            (look, start, end), member.evaluating = member.evaluating, None
+            if (found := self._evaluations.get(look)) is not None:
+                found.returned.append((start, end))
+                if found.waiting:
+                    effects = self._next_range(self.membership.members[found.waiting.pop(0)], look, found)
+        busy = {m.evaluating[0] for m in self.membership.members.values() if m.evaluating is not None}
+        for look in [look for look, found in self._evaluations.items() if look not in busy and not found.waiting]:
+            del self._evaluations[look]
+        return effects
+
+    def _tire_of_ranges(self, now: float) -> list[Effect]:
+        """A range that takes far longer than any other, while somebody waits, is given to whoever waits."""
+        effects: list[Effect] = []
+        for member in [m for m in self.membership.members.values() if m.evaluating is not None]:
+            found = self._evaluations.get(member.evaluating[0]) if member.evaluating is not None else None
+            if found is None or not found.waiting:
+                continue
+            is_slow = now - member.evaluating_since > self.patience_s + SLOW_PARCEL * found.longest_s
+            if is_slow or self._is_silent(now, member):
+                effects += self._return_evaluations(member)
+        return effects
 
     def _on_save_due(self, member: Member, due: SaveDue) -> list[Effect]:
         if self._saved.step >= due.step and self._saved.folder:
@@ -1235,9 +1313,10 @@ class Coordinator:
         if due.step > self._latest:
             self.refused["due too early"] += 1
             return []
+        self._keep_last = min(MOST_KEPT, max(self._keep_last, due.keep_last))
         if self._save_due is None or due.step > self._save_due.step:
             self._save_due = due
-            self._saver = self._leader
+            self._saver, self._save_moved_at = self._leader, self._clock
         return self._ask_for_save()
 
     def _ask_for_save(self) -> list[Effect]:
@@ -1247,63 +1326,158 @@ class Coordinator:
             return []
         if any(member.worker_id == self._saver for member in holders):
             return []
-        self._saver = holders[0].worker_id
+        asked = min(holders, key=lambda m: (m.worker_id in self._passed_over, m.worker_id))
+        self._saver, self._save_moved_at = asked.worker_id, self._clock
         # What it has now, if that is news: it may be waiting for a save itself, and apply nothing before it.
-        return [Send(holders[0].peer, StateRequest(SAVE, max(self._saved.step + 1, holders[0].applied)))]
+        return [Send(asked.peer, StateRequest(SAVE, max(self._saved.step + 1, asked.applied)))]
 
     def _on_state_begin(self, member: Member, begin: StateBegin) -> list[Effect]:
-        if begin.transfer == SAVE:
-            is_old = bool(self._saved.folder) and begin.step <= self._saved.step  # the leader has changed meanwhile
-            if self._saving is not None or not member.is_ready or is_old:
-                return [Send(member.peer, StateMore(SAVE, 0))]
-            self._saving, self._saver = member.peer, member.worker_id
-            keep = self._save_due.keep_last if self._save_due is not None else 2
-            return [
-                SaveBegin(member.peer, begin.step, begin.header, keep),
-                Send(member.peer, StateMore(SAVE, CHUNKS_AHEAD)),
-            ]
         transfer = self._transfers.get(begin.transfer)
-        if transfer is None or transfer.sponsor != member.peer:
+        is_asked = transfer is not None and transfer.sponsor == member.peer and transfer.left is None
+        if begin.transfer == SAVE:
+            if not self._may_save(member, begin):
+                return [Send(member.peer, StateMore(SAVE, 0))]
+        elif not is_asked:
             return [Send(member.peer, StateMore(begin.transfer, 0))]
+        described, total = self._described, 0
         try:
-            transfer.left = sum(int(size) for _, size in json.loads(begin.header))
-        except (ValueError, TypeError, OverflowError, RecursionError):
-            return self._refuse(member.peer, "illegal", "StateBegin.header is not a list of files.")
+            total = sum(size for _, size in files_in(begin.header))
+        except TheirProtocolError as error:
+            return self._refuse(member.peer, "illegal", str(error))
+        most = most_bytes(max(described.state_bytes, 4 * described.floats))
+        if total > most or begin.step > self._latest:
+            return self._refuse(
+                member.peer,
+                "illegal",
+                f"StateBegin announces {total:,} bytes of step {begin.step}; the state of this run's model has at most"
+                f" {most:,}, and its last step is {self._latest}.",
+            )
+        self._unpaid.pop((member.peer, begin.transfer), None)
+        more = Send(member.peer, StateMore(begin.transfer, CHUNKS_AHEAD))
+        if transfer is None:
+            self._saving, self._saver, self._save_moved_at = member.peer, member.worker_id, self._clock
+            return [SaveBegin(member.peer, begin.step, begin.header, self._keep_last), more]
+        transfer.left, transfer.moved_at = total, self._clock
         newcomer = self.membership.members[transfer.to]
         newcomer.since = max(newcomer.since, begin.step + 1)
-        return [Send(transfer.to, begin), Send(member.peer, StateMore(begin.transfer, CHUNKS_AHEAD))]
+        return [Send(transfer.to, begin), more]
+
+    def _may_save(self, member: Member, begin: StateBegin) -> bool:
+        is_old = bool(self._saved.folder) and begin.step <= self._saved.step  # the leader has changed meanwhile
+        if self._saving is not None and self._saver == member.worker_id and self._saving != member.peer:
+            self._saver = -1  # it is turned away now: should the one under way fail, somebody is asked anew
+        return self._save_due is not None and self._saving is None and member.is_ready and not is_old
 
     def _on_state_chunk(self, member: Member, chunk: StateChunk) -> list[Effect]:
-        if chunk.transfer == SAVE:
-            return [SaveChunk(member.peer, chunk.data)] if self._saving == member.peer else []
         transfer = self._transfers.get(chunk.transfer)
-        if transfer is None or transfer.sponsor != member.peer or transfer.left is None:
+        if chunk.transfer == SAVE:
+            if self._saving != member.peer:
+                return []
+        elif transfer is None or transfer.sponsor != member.peer or not transfer.left:
             return []
-        transfer.left = max(0, transfer.left - len(chunk.data))
+        self._unpaid[member.peer, chunk.transfer] += 1
+        if self._unpaid[member.peer, chunk.transfer] > 2 * CHUNKS_AHEAD:  # what an ended parcel was allowed may be left
+            return self._refuse(member.peer, "illegal", "StateChunk came before StateMore allowed it.")
+        if transfer is None:
+            self._save_moved_at = self._clock
+            return [SaveChunk(member.peer, chunk.data)]
+        transfer.left, transfer.moved_at = max(0, (transfer.left or 0) - len(chunk.data)), self._clock
         return [Send(transfer.to, chunk, credit=(member.peer, chunk.transfer))]
+
+    def on_taken(self, now: float, peer: int, transfer: int) -> list[Effect]:
+        """A chunk that came from this peer has been written, or has left."""
+        self._clock = now
+        if self._unpaid[peer, transfer] > 1:
+            self._unpaid[peer, transfer] -= 1
+        else:
+            del self._unpaid[peer, transfer]
+        return [Send(peer, StateMore(transfer, 1))] if peer in self.membership.members else []
+
+    def _tire_of_parcels(self, now: float) -> list[Effect]:
+        """Whoever was to send a state, and sends nothing of it, is passed over while there are others to ask."""
+        effects: list[Effect] = []
+        latest = now - SLOW_PARCEL * self.patience_s
+        for transfer in list(self._transfers.values()):
+            sponsor = self.membership.members.get(transfer.sponsor) if transfer.sponsor is not None else None
+            if sponsor is None or sponsor.applied < transfer.step:
+                transfer.moved_at = now
+            elif not transfer.is_whole and transfer.moved_at < latest and len(self.membership.holders) > 1:
+                del self._transfers[transfer.number]
+                effects.append(Send(sponsor.peer, StateMore(transfer.number, 0)))
+                effects += self._catch_up(self.membership.members[transfer.to], avoid=sponsor.peer)
+        if self._save_due is None or self._save_moved_at >= latest:
+            return effects
+        self._save_moved_at = now
+        saving = self.membership.members.get(self._saving) if self._saving is not None else None
+        slow = saving.worker_id if saving is not None else self._saver
+        if all(holder.worker_id == slow for holder in self.membership.holders):
+            return effects
+        self._passed_over.add(slow)
+        self._saver = -1
+        if saving is not None:
+            self._saving = None
+            effects += [SaveAbort(), Send(saving.peer, StateMore(SAVE, 0))]
+        return effects + self._ask_for_save()
 
     # Going
 
     def _on_leave(self, now: float, member: Member, leave: Leave) -> list[Effect]:
+        """It goes. That it has finished ends the run for all only once nobody else who holds the weights is at work."""
         member.leaving = True
-        if leave.finished:
-            self.finished = self.finished or ("interrupted" if self.stopping else "finished")
-            members = list(self.membership.members.values())
-            shut: list[Effect] = [Send(m.peer, Shutdown()) for m in members]
-            return shut + [Close(m.peer, "the run is over") for m in members if m.plain]
-        return self._let_go(member)
+        is_last = member.is_ready and member.applied >= self.standing.step
+        if not (leave.finished and is_last and self._may_be_over):
+            return self._let_go(member)
+        self._over_at, self._over_since = self.standing.step, now
+        if any(not m.leaving for m in self.membership.holders):
+            return self._shut(member)
+        return self._end()
+
+    @property
+    def _may_be_over(self) -> bool:
+        """Of a run whose length nobody told, only the workers know."""
+        return self.stopping or not self._rows_limit or self.standing.rows_seen >= self._rows_limit
+
+    @property
+    def _is_said_to_be_over(self) -> bool:
+        """By a worker that held the weights of the last step; whoever took another since then knows better."""
+        return self._over_at is not None and self._over_at >= self.standing.step
+
+    def _end(self) -> list[Effect]:
+        self.finished = self.finished or ("interrupted" if self.stopping else "finished")
+        return [effect for member in list(self.membership.members.values()) for effect in self._shut(member)]
+
+    def _shut(self, member: Member) -> list[Effect]:
+        """The run is over for it: it has `patience` to go."""
+        member.leaving = True
+        member.shut_at = self._clock if member.shut_at is None else member.shut_at
+        return [Send(member.peer, Shutdown()), *([Close(member.peer, "the run is over")] if member.plain else [])]
+
+    def _tire_of_the_end(self, now: float) -> list[Effect]:
+        """Whoever was told to go, and whoever has nothing left to do and does not say so, keeps nobody waiting."""
+        effects: list[Effect] = []
+        for member in [m for m in self.membership.members.values() if m.shut_at is not None]:
+            if now - (member.shut_at or 0.0) > self.patience_s:
+                why = f"the run is over for it, and it has not gone for {self.patience_s:g} s"
+                effects += [Close(member.peer, why), *self.on_closed(now, member.peer, why)]
+        if self.finished or not self._is_said_to_be_over or not (self.stopping or self._rows_limit):
+            return effects
+        if self._saving is not None or self._save_due is not None or self._evaluations:
+            self._over_since = now
+        elif now - self._over_since > self.patience_s:
+            effects += self._end()
+        return effects
 
     def _let_go(self, member: Member) -> list[Effect]:
         """The last who has the weights leaves them behind: those it has, for it will apply no other step."""
         others = [m for m in self.membership.holders if m is not member and not m.leaving]
         is_kept = self._saved.step >= member.applied and bool(self._saved.folder)
         if member.is_ready and not others and member.applied and not is_kept and not self.stopping:
-            self._save_due = SaveDue(member.applied, self._save_due.keep_last if self._save_due is not None else 2)
+            self._save_due, self._save_moved_at = SaveDue(member.applied, self._keep_last), self._clock
             if self._saving is not None:
                 return []  # once that one is kept
             self._saver = member.worker_id
             return [Send(member.peer, StateRequest(SAVE, member.applied))]
-        return [Send(member.peer, Shutdown())]
+        return self._shut(member)
 
     def _is_everybody_gone(self) -> bool:
         return not self.membership.members
@@ -1356,12 +1530,9 @@ class Coordinator:
         """What a worker owes and does not deliver is given to those who have nothing left to do, before patience is
         over where it is silent. It stays in, and is given work again once it has applied the step."""
         under, holders = self.now, self.membership.holders
-        for member in [m for m in holders if self._delivers_nothing(now, m)]:
-            evaluation = self._evaluations.get(member.evaluating[0]) if member.evaluating else None
-            if evaluation is not None and evaluation.waiting:
-                return self._return_evaluations(member)
-            if under is None or not member.is_computing:
-                continue
+        if under is None:
+            return []
+        for member in [m for m in holders if m.is_computing and self._delivers_nothing(now, m)]:
             able = [m for m in holders if m is not member and m.since <= under.step and not m.leaving]
             # Those who were relieved themselves have nothing to do either, and must not be relied on.
             if any(not m.is_computing and m.relieved < under.step and not self._is_silent(now, m) for m in able):

@@ -15,9 +15,14 @@ BUFFERS = 255
 MAX_FLOATS = (1 << 30) - 1024
 """Of one part: with its head it must fit one frame, whose length is a u32."""
 MAX_PARTS = 100_000
+MAX_TOTAL = 1 << 40
+"""Numbers of all parts. A coordinator takes no more than it has memory for."""
 MAX_ROWS = 1 << 48
 ENTRENAR_BYTES = 100_000_000
 """The longest message that entrenar's own client takes."""
+MAX_SLICES = 1 << 16
+MAX_WHOLE = (1 << 63) - 1
+LEAST_UNIT, LEAST_SAMPLES = 2.0**-64, 1e-12
 _WINDOWED: dict[str, type[Windowed]] = {kind.kind: kind for kind in (Cadence, Async)}
 _SETTINGS = {
     Sync.kind: (),
@@ -63,6 +68,8 @@ class Description:
     """Of a policy under which workers step by themselves: all that windows are planned by."""
     rows_limit: int = 0
     """The run is over at so many rows of all its epochs; 0: when the workers say so. It may differ between workers."""
+    state_bytes: int = 0
+    """What the model's weights and buffers take, those included that are not trained; 0: not told."""
     told: dict[str, Any]
     """What a person is shown: name, parameters, unit of samples, steps. It may differ between workers."""
 
@@ -123,6 +130,8 @@ class Description:
                     raise ValueError("a part is either a block or a component below 256")
                 if not all(_whole(size) is not None for size in part.sizes) or not 0 < part.floats <= MAX_FLOATS:
                     raise ValueError(f"a part has between 1 and {MAX_FLOATS:,} numbers")
+            if described.floats > MAX_TOTAL:
+                raise ValueError(f"all parts together have at most {MAX_TOTAL:,} numbers")
             if not 0 < len(parts) <= MAX_PARTS or len({part.key for part in parts}) != len(parts):
                 raise ValueError(f"there are between 1 and {MAX_PARTS:,} parts, no two alike")
             for name in ("rows", "batch", "slices"):
@@ -133,9 +142,10 @@ class Description:
                 raise ValueError("model and policy are words")
             _check_settings(described.policy, described.settings)
             _whole(described.rows_limit)
-            if not (0 < described.unit <= 1 and 0 < described.samples_per_row < 1e12):
+            _whole(described.state_bytes)
+            if not (LEAST_UNIT <= described.unit <= 1 and LEAST_SAMPLES <= described.samples_per_row < 1e12):
                 raise ValueError("unit lies in (0, 1], and samples_per_row above 0")
-            if not isinstance(described.told, dict) or described.slices > 1 << 16:
+            if not isinstance(described.told, dict) or described.slices > MAX_SLICES:
                 raise ValueError("told is a table, and slices at most 65,536")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise TheirProtocolError(f"Ready.description is not one: {error}.") from None
@@ -151,7 +161,7 @@ class Description:
         }
         for name in (entry.name for entry in fields(self)):
             mine, theirs = getattr(self, name), getattr(other, name)
-            if name not in ("told", "rows_limit") and mine != theirs:
+            if name not in ("told", "rows_limit", "state_bytes") and mine != theirs:
                 otherwise = f"This run has {name} = {mine}, and you have {theirs}"
                 return f"{words.get(name, otherwise)}. Build the same model, data and settings on every worker."
         return None
@@ -175,8 +185,8 @@ def _check_settings(policy: str, settings: Any) -> None:
         raise ValueError("policy is sync, cadence or async, with all of its settings and no others")
     for name, value in settings.items():
         if name in ("overhead_target", "divergence_threshold"):
-            if not isinstance(value, int | float) or isinstance(value, bool):
-                raise ValueError(f"{value!r} is no number")
+            if not isinstance(value, int | float) or isinstance(value, bool) or abs(value) > MAX_WHOLE:
+                raise ValueError(f"{repr(value)[:40]} is no number")
         else:
             _whole(value, none=name == "max_batch_diff")
     if policy in _WINDOWED:
@@ -186,6 +196,6 @@ def _check_settings(policy: str, settings: Any) -> None:
 def _whole(value: Any, *, none: bool = False) -> int | None:
     if none and value is None:
         return None
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ValueError(f"{value!r} is no whole number of at least 0")
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MAX_WHOLE:
+        raise ValueError(f"{repr(value)[:40]} is no whole number of at least 0")
     return value

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from potluck.errors import TheirProtocolError
+from potluck.fleet.pipe import LOOPBACK
 from potluck.wire.codec import codec_of
 from potluck.wire.frames import FrameReader
 
@@ -42,6 +43,8 @@ class Guest:
     """Let in: it is waiting, and not a stranger."""
     shaking: bool = False
     """In the middle of its TLS handshake."""
+    address: str = ""
+    """Of its machine; empty: this one."""
     out: bytearray = field(default_factory=bytearray)
     closing: bool = False
 
@@ -144,7 +147,7 @@ class Lobby:
     def _accept(self, listener: socket.socket) -> None:
         for _ in range(64):  # then somebody else has a turn
             try:
-                connection, _ = listener.accept()
+                connection, address = listener.accept()
             except BlockingIOError:
                 return
             except OSError as error:
@@ -153,6 +156,8 @@ class Lobby:
                 return
             connection.setblocking(False)
             guest = Guest(self._new_peer(), connection, time.monotonic(), FrameReader(UNKNOWN_BYTES))
+            if isinstance(address, tuple) and address[0] not in LOOPBACK:
+                guest.address = address[0]
             if self._tls is not None:
                 try:
                     guest.socket = self._tls.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from potluck.fleet.evaluation import Look
 from potluck.fleet.tree import Node
 
 LEAST_S = 1e-6
@@ -28,6 +29,9 @@ class Member:
     plain: bool
     """Speaks the published eleven messages and no other."""
     heard_at: float
+    came_at: float
+    address: str = ""
+    """Of its machine."""
     phase: Phase = Phase.GREETED
     applied: int = 0
     """The last step that its optimizer has taken."""
@@ -41,11 +45,11 @@ class Member:
     """Slices of that whose samples and loss it has told."""
     busy_s: float = 0.0
     working_since: float = 0.0
-    evaluating: tuple[int, int, int] | None = None
-    """(step, first row, last + 1)"""
+    evaluating: tuple[Look, int, int] | None = None
+    """Of what, the first row, the last + 1."""
     evaluating_since: float = 0.0
-    acted_at: float = 0.0
-    """When it last sent anything but a heartbeat."""
+    looks: tuple[int, int] = (0, 0)
+    """(step, how many sets it began to look at there)"""
     assigned: int = 0
     """Of a plain peer: the last step in which it was given rows. It bears one assignment a step."""
     relieved: int = 0
@@ -55,6 +59,8 @@ class Member:
     relieved_of: str = ""
     """What it was doing then."""
     leaving: bool = False
+    shut_at: float | None = None
+    """When it was told that the run is over for it."""
     warned_at: float = 0.0
 
     @property
@@ -105,8 +111,8 @@ class Membership:
         """Of anybody's phase."""
         self._found: tuple[int, list[Member], list[Member]] = (-1, [], [])
 
-    def add(self, now: float, peer: int, name: str, kind: str, *, plain: bool) -> Member:
-        member = Member(peer, self.next_id, name, kind, plain, heard_at=now, acted_at=now)
+    def add(self, now: float, peer: int, name: str, kind: str, *, plain: bool, address: str = "") -> Member:
+        member = Member(peer, self.next_id, name, kind, plain, heard_at=now, came_at=now, address=address)
         self.next_id += 1
         self._changes += 1
         self.members[peer] = member
@@ -163,4 +169,5 @@ class Membership:
             member.heard_at = min(now, member.heard_at + seconds)
             member.working_since = min(now, member.working_since + seconds)
             member.evaluating_since = min(now, member.evaluating_since + seconds)
-            member.acted_at = min(now, member.acted_at + seconds)
+            if member.shut_at is not None:
+                member.shut_at += seconds

@@ -13,6 +13,8 @@ from potluck.errors import TheirProtocolError
 
 CHUNK_BYTES = 1 << 20
 MAX_FILES = 64
+STATE_TIMES, STATE_BYTES = 64, 1 << 24
+"""A parcel has at most so many times the bytes of the model, for the optimizer's state, and so many beside."""
 _PLAIN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
 
 
@@ -96,3 +98,8 @@ def files_in(header: str) -> list[tuple[str, int]]:
     if len({name for name, _ in files}) < len(files):
         raise TheirProtocolError("StateBegin.header names a file twice.")
     return files
+
+
+def most_bytes(model_bytes: int) -> int:
+    """Of the parcel with the state of a model whose weights and buffers take so many; nobody is trusted with more."""
+    return STATE_TIMES * model_bytes + STATE_BYTES

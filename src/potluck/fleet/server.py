@@ -13,7 +13,7 @@ import ssl
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -47,7 +47,6 @@ from potluck.wire.messages import (
     ShareMemory,
     StateBegin,
     StateChunk,
-    StateMore,
 )
 
 log = logging.getLogger("potluck.fleet")
@@ -58,12 +57,20 @@ CONTROL_BYTES = 16 << 20
 """The longest message without gradients."""
 TICK_S = 0.1
 LAST_WORDS_S = 1.0
+PIECE_BYTES = 4 << 20
+UNREAD = 4
+"""Times `patience` in which a peer reads not even a piece of so many bytes: the averages that wait for it keep all
+others waiting."""
+
+
+OnSaved = Callable[[int, str, str, int, bool], None]
+"""Hears of each checkpoint: its step, its folder or what is wrong, its bytes, and whether its sender is to blame."""
 
 
 class Saver(Protocol):
     """What keeps checkpoints on the host's disk, and finds them again."""
 
-    def begin(self, step: int, header: str, keep_last: int, on_saved: Callable[[int, str, str, int], None]) -> None: ...
+    def begin(self, step: int, header: str, keep_last: int, on_saved: OnSaved) -> None: ...
     def feed(self, data: bytes | memoryview, taken: Callable[[], None]) -> None: ...
     def abort(self) -> None: ...
     def newest(self) -> tuple[Path, Standing] | None:
@@ -109,6 +116,13 @@ class Seat:
     window: Window | None = None
     owed: deque[int] = field(default_factory=deque)
     """Averages that it was told of and has not taken yet."""
+    is_writing: bool = False
+    pieces: int = 0
+    """That have left, or were taken."""
+    stuck: tuple[int, float] = (0, 0.0)
+    """How many pieces had left when it was last looked at, and for how many seconds none has."""
+    blamed: str = ""
+    """Why it was closed here."""
 
 
 @dataclass
@@ -172,6 +186,7 @@ class Server:
             on_closed=lambda guest, why: self._act(lambda now: self.core.on_closed(now, guest.peer, why)),
             new_peer=self._new_peer,
         )
+        coordinator.most_floats = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
         if coordinator.description is not None:
             self._describe(coordinator.description)
 
@@ -255,14 +270,14 @@ class Server:
             case effects.Record() if self.journal is not None:
                 self.journal.record(effect.step)
             case effects.Emit():
-                self.on_event(effect.event)
+                _tell(lambda: self.on_event(effect.event))
             case effects.StepApplied():
-                self.on_step(effect.record, effect.lr, effect.norm, effect.fault)
+                _tell(lambda: self.on_step(effect.record, effect.lr, effect.norm, effect.fault))
             case effects.SaveBegin():
                 self._save_begin(effect)
             case effects.SaveChunk() if self.saver is not None:
                 peer = effect.peer
-                self.saver.feed(effect.data, lambda: self._send_now(peer, StateMore(SAVE, 1)))
+                self.saver.feed(effect.data, lambda: self._taken(peer, SAVE))
             case effects.SaveAbort() if self.saver is not None:
                 self.saver.abort()
             case effects.Restore():
@@ -323,13 +338,16 @@ class Server:
                 self._close(peer)
 
     def _save_begin(self, effect: effects.SaveBegin) -> None:
-        def on_saved(step: int, folder: str, error: str, size: int) -> None:
-            self._act(lambda now: self.core.on_saved(now, step, folder, error, size))
+        def on_saved(step: int, folder: str, error: str, size: int, theirs: bool) -> None:
+            self._act(lambda now: self.core.on_saved(now, step, folder, error, size, theirs=theirs))
 
         if self.saver is None:
-            on_saved(effect.step, "", "This host keeps no checkpoints.", 0)
+            on_saved(effect.step, "", "This host keeps no checkpoints.", 0, False)
             return
         self.saver.begin(effect.step, effect.header, effect.keep_last, on_saved)
+
+    def _taken(self, peer: int, transfer: int) -> None:
+        self._act(lambda now: self.core.on_taken(now, peer, transfer))
 
     # Peers
 
@@ -341,7 +359,7 @@ class Server:
     def _on_lobby_payload(self, guest: Guest, payload: memoryview) -> None:
         assert guest.codec is not None
         message = decode(payload, guest.codec)
-        self._act(lambda now: self.core.on_message(now, guest.peer, message))
+        self._act(lambda now: self.core.on_message(now, guest.peer, message, guest.address))
         if guest.peer in self.core.membership.members:
             self._lobby.know(guest.peer)
 
@@ -426,7 +444,7 @@ class Server:
         except OSError as error:
             why = f"the connection broke: {error.strerror or error}"
         finally:  # also after a fault of ours: a seat without a reader would keep averages from being released
-            self._lost(seat, why)
+            self._lost(seat, seat.blamed or why)
 
     def _read_message(self, seat: Seat) -> bool:
         prefix = bytearray(4)
@@ -674,13 +692,16 @@ class Server:
         try:
             while True:
                 while seat.owed and not seat.queue:
+                    seat.is_writing = True
                     self._settle(seat)
+                seat.is_writing = False
                 with seat.change:
                     while not seat.queue and seat.closing_at is None and not seat.gone:
                         seat.change.wait()
                     if not seat.queue:
                         break
                     out = seat.queue.popleft()
+                seat.is_writing = True
                 self._write_out(seat, out)
         except OSError:
             pass  # the reader tells why
@@ -693,6 +714,7 @@ class Server:
         """Averages that the peer has taken may be written over."""
         assert seat.receipts is not None and self.mean is not None
         for _ in range(seat.receipts.wait(len(seat.owed))):
+            seat.pieces += 1
             self.mean.release(seat.owed.popleft())
 
     def _share(self, seat: Seat, message: ShareMemory) -> None:
@@ -714,9 +736,9 @@ class Server:
             if isinstance(out.message, ShareMemory):
                 self._share(seat, out.message)
                 return
-            seat.pipe.send(encode_parts(out.message, seat.codec))
+            _send_pieces(seat, encode_parts(out.message, seat.codec))
             if out.credit is not None:
-                self._send_now(out.credit[0], StateMore(out.credit[1], 1))
+                self._taken(*out.credit)
             return
         if seat.receipts is not None:
             seat.owed.append(out.part)
@@ -733,7 +755,7 @@ class Server:
                 message = AveragedNonBlockGradient(out.step, part.component or 0, values)
             if seat.plain and part.component == BUFFERS:
                 return
-            seat.pipe.send(encode_parts(message, seat.codec))
+            _send_pieces(seat, encode_parts(message, seat.codec))
         finally:
             self.mean.release(out.part)
 
@@ -747,8 +769,18 @@ class Server:
         for seat in self._seats.values():
             if seat.closing_at is not None and now - seat.closing_at > LAST_WORDS_S:
                 _close_pipe(seat)  # it does not read, and averages that wait for it keep the others waiting
+            self._tire_of_unread(seat)
             self.core.on_heard(now if seat.held else seat.heard_at, seat.peer)
         return self.core.on_tick(now)
+
+    def _tire_of_unread(self, seat: Seat) -> None:
+        """Counted in ticks, and not by the clock: while this process is stopped nobody is late."""
+        before, seconds = seat.stuck
+        seat.stuck = seat.pieces, seconds + TICK_S if seat.is_writing and seat.pieces == before else 0.0
+        limit_s = UNREAD * self.core.patience_s
+        if seat.stuck[1] > limit_s and not seat.blamed:
+            seat.blamed = f"it has not read what it was sent for {limit_s:g} s"
+            _close_pipe(seat)
 
     def _spawn(self, target: Callable[[], None], name: str) -> None:
         thread = threading.Thread(target=target, name=name, daemon=True)
@@ -769,6 +801,28 @@ def _close_pipe(seat: Seat) -> None:
     seat.pipe.close()
     if seat.receipts is not None:
         seat.receipts.close()
+
+
+def _send_pieces(seat: Seat, parts: Sequence[bytes | memoryview]) -> None:
+    """In pieces, so that a peer that reads slowly is told from one that does not read."""
+    together: list[bytes | memoryview] = []
+    for part in parts:
+        rest = memoryview(part).cast("B")
+        while len(rest) > PIECE_BYTES:
+            seat.pipe.send([*together, rest[:PIECE_BYTES]])
+            seat.pieces += 1
+            together, rest = [], rest[PIECE_BYTES:]
+        together.append(rest)
+    seat.pipe.send(together)
+    seat.pieces += 1
+
+
+def _tell(call: Callable[[], None]) -> None:
+    """What a person is shown must not end the run, whatever text or figure a peer has sent; a full disk may."""
+    try:
+        call()
+    except (ValueError, TypeError, ArithmeticError, LookupError):
+        log.exception("an event could not be told")
 
 
 def _put(seat: Seat, out: _Out) -> None:

@@ -35,7 +35,7 @@ from potluck.fleet.client import Client, Lost, Means, position_of
 from potluck.fleet.coordinator import SAVE
 from potluck.fleet.description import Description, Part, settings_of
 from potluck.fleet.invite import Invite
-from potluck.fleet.parcel import Unpacker, chunks, files_in, pack
+from potluck.fleet.parcel import Unpacker, chunks, files_in, most_bytes, pack
 from potluck.fleet.tree import Node, sized_rows, slice_rows
 from potluck.shard.blocks import find_blocks
 from potluck.shard.strategy import FullShard, HybridShard, NoShard, ShardingStrategy
@@ -73,9 +73,6 @@ from potluck.wire.messages import (
     StateRequest,
     Work,
 )
-
-STATE_BYTES = 64
-"""The most that a parameter's state may take in a parcel, for each of its bytes; a host is not trusted with more."""
 
 
 class ElasticEngine(Engine):
@@ -134,7 +131,7 @@ class ElasticEngine(Engine):
         self._threads: list[threading.Thread] = []
         self._parcels: list[Path] = []
         """Folders that are being sent."""
-        atexit.register(self.close)
+        atexit.register(self._close_at_exit)
 
     @property
     def rank(self) -> int:
@@ -188,6 +185,7 @@ class ElasticEngine(Engine):
             samples_per_row=self.samples_per_row,
             policy=type(self.policy).kind,
             settings=settings_of(self.policy),
+            state_bytes=_bytes_of(replica.model),
             told={},
         )
         loader.plan = self._plan
@@ -448,7 +446,7 @@ class ElasticEngine(Engine):
         replica = self._prepared()
         self._work = None
         self._later.clear()
-        limit = STATE_BYTES * sum(p.nbytes for p in replica.model.state_dict().values()) + (1 << 24)
+        limit = most_bytes(_bytes_of(replica.model))
         folder = self._new_folder()
         unpacker: Unpacker | Counter | None = None
         transfer = -1
@@ -751,11 +749,15 @@ class ElasticEngine(Engine):
                     deadline = time.monotonic() + 10 * patience_s
 
     def close(self) -> None:
-        """Tells the host that this worker's run is over, which ends it for all."""
+        """Tells the host that this worker has finished; the run ends when all who hold its weights have."""
         self._close(finished=True)
 
+    def _close_at_exit(self) -> None:
+        """A script that ended by an exception has finished nothing: its connection breaks, as if it had been killed."""
+        self._close(finished=getattr(sys, "last_value", None) is None)
+
     def _close(self, *, finished: bool) -> None:
-        atexit.unregister(self.close)
+        atexit.unregister(self._close_at_exit)
         if self.client.is_closed:
             return
         if self._joined and not self._over and finished:
@@ -885,6 +887,11 @@ def kind_of(device: torch.device) -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         processor = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), processor)
     return f"{processor}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+
+
+def _bytes_of(model: nn.Module) -> int:
+    """Of its weights and buffers, whole."""
+    return sum(tensor.nbytes for tensor in model.state_dict().values())
 
 
 def _say(sentence: str) -> None:

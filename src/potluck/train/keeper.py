@@ -9,10 +9,13 @@ import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from potluck.errors import PotluckError
+from potluck.errors import CheckpointError, PotluckError
 from potluck.fleet.coordinator import Standing
+from potluck.fleet.description import MAX_WHOLE
 from potluck.fleet.parcel import Unpacker
+from potluck.fleet.server import OnSaved
 from potluck.train import shelf
 
 MOST_BYTES = 1 << 44
@@ -27,7 +30,7 @@ class Keeper:
         self._generation = 0
         self._queue: queue.Queue[tuple[bytes | memoryview, Callable[[], None]] | None] | None = None
 
-    def begin(self, step: int, header: str, keep_last: int, on_saved: Callable[[int, str, str, int], None]) -> None:
+    def begin(self, step: int, header: str, keep_last: int, on_saved: OnSaved) -> None:
         self.abort()
         self._queue = queue.Queue()
         arguments = (self._queue, step, header, keep_last, on_saved)
@@ -44,15 +47,12 @@ class Keeper:
             self._queue = None
 
     def newest(self) -> tuple[Path, Standing] | None:
-        found = shelf.newest(self.folder, self._pass_over)
-        if found is None:
-            return None
-        path, body = found
-        epoch, row, rows_seen = (int(body[name]) for name in ("epoch", "row", "rows_seen"))
-        version = int(body.get("version", body["step"]))  # what the coordinator counts
-        if row and row == int(body["rows_in_epoch"]):
-            epoch, row = epoch + 1, 0
-        return path, Standing(version, epoch, row, rows_seen, [(0, row)] if row else [])
+        for path in shelf.found(self.folder):
+            try:
+                return path, standing_of(path, shelf.check(path))
+            except CheckpointError as error:
+                self._pass_over(path, str(error))
+        return None
 
     def _write(
         self,
@@ -60,7 +60,7 @@ class Keeper:
         step: int,
         header: str,
         keep_last: int,
-        on_saved: Callable[[int, str, str, int], None],
+        on_saved: OnSaved,
     ) -> None:
         self._generation += 1
         aside = self.folder / f"{shelf.WRITING}{step:08d}-{os.getpid()}-{self._generation}"
@@ -77,15 +77,30 @@ class Keeper:
                 unpacker.feed(chunk[0])
                 chunk[1]()
             body = shelf.check(aside)
+            if standing_of(aside, body).step != step:
+                raise CheckpointError(f"its manifest is of step {body['step']}")
             for file in aside.iterdir():
                 shelf.sync(file)
-            place = shelf.free_place(self.folder, int(body.get("step", step)))  # for people; `step` counts agreements
+            place = shelf.free_place(self.folder, body["step"])  # for people; `step` counts agreements
             aside.rename(place)
             shelf.sync(self.folder)
             shelf.prune(self.folder, keep_last, place)
-        except (OSError, PotluckError) as error:
+        except Exception as error:  # whatever it is: without an answer everybody would wait for this checkpoint
             shutil.rmtree(aside, ignore_errors=True)
-            reason = getattr(error, "strerror", None) or str(error)
-            on_saved(step, "", f"The host cannot keep the checkpoint of step {step}: {reason}", 0)
+            reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+            theirs = isinstance(error, PotluckError)
+            on_saved(step, "", f"The host cannot keep the checkpoint of step {step}: {reason}", 0, theirs)
             return
-        on_saved(step, str(place), "", unpacker.total)
+        on_saved(step, str(place), "", unpacker.total, False)
+
+
+def standing_of(path: Path, body: dict[str, Any]) -> Standing:
+    """Where the run stood; CheckpointError if the manifest, whose checksum anybody can make, does not say so."""
+    figures = {name: body.get(name) for name in ("step", "epoch", "row", "rows_seen", "rows_in_epoch")}
+    figures["version"] = body.get("version", body.get("step"))  # what the coordinator counts
+    if not all(type(figure) is int and 0 <= figure <= MAX_WHOLE for figure in figures.values()):
+        raise CheckpointError(f"{path} is damaged: its manifest does not say where the run stood.")
+    step, epoch, row, rows_seen = (int(body[name]) for name in ("step", "epoch", "row", "rows_seen"))
+    if row and row == body["rows_in_epoch"]:
+        epoch, row = epoch + 1, 0
+    return Standing(body.get("version", step), epoch, row, rows_seen, [(0, row)] if row else [])

@@ -272,7 +272,7 @@ class Applied(Message):
 
 @dataclass(frozen=True, eq=False)
 class Leave(Message):
-    """worker -> coordinator. `finished`: the run is over for all; else only I go."""
+    """worker -> coordinator. `finished`: I have done all that I was to do, and the run is over once all have."""
 
     finished: U8
     reason: String
