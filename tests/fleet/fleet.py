@@ -325,7 +325,7 @@ def serve(
     step = standing.step if standing is not None else 0
     coordinator = Coordinator(
         patience_s=patience_s,
-        secret=identity.secret,
+        secret=identity.secret if encrypted else "",
         standing=standing,
         previous=journal.standing(step - 1) if step else None,
         description=journal.description,
@@ -352,11 +352,11 @@ def serve(
     return server, identity.invite("127.0.0.1", server.port, encrypted=encrypted), journal
 
 
-def _coordinate(folder: str, port: int, ready: Any, fault: Fault | None) -> None:
+def _coordinate(folder: str, port: int, ready: Any, fault: Fault | None, encrypted: bool) -> None:
     try:
         if fault is not None:
             fault(Path(folder))
-        server, invite, _ = serve(Path(folder), port=port)
+        server, invite, _ = serve(Path(folder), port=port, encrypted=encrypted)
         server.start()
         ready.send(invite.line())
         server.wait()
@@ -366,11 +366,13 @@ def _coordinate(folder: str, port: int, ready: Any, fault: Fault | None) -> None
     os._exit(0)
 
 
-def start_coordinator(folder: Path, port: int = 0, fault: Fault | None = None) -> tuple[Any, Invite]:
+def start_coordinator(
+    folder: Path, port: int = 0, fault: Fault | None = None, *, encrypted: bool = False
+) -> tuple[Any, Invite]:
     """A coordinator in a process of its own, which can be killed."""
     ours, theirs = _server.Pipe(duplex=False)
     with _main_module_unnamed():
-        process = _server.Process(target=_coordinate, args=(str(folder), port, theirs, fault), daemon=True)
+        process = _server.Process(target=_coordinate, args=(str(folder), port, theirs, fault, encrypted), daemon=True)
         process.start()
     _open.append(process)
     theirs.close()

@@ -160,8 +160,7 @@ class Server:
         """Where the averages are, if others may look."""
         listener = _listen(host, port)
         self.port: int = listener.getsockname()[1]
-        is_here = tls is None and listener.getsockname()[0] in LOOPBACK
-        local = listen_local(self.port) if is_here else None
+        local = listen_local(self.port) if listener.getsockname()[0] in LOOPBACK else None
         self._is_local = local is not None
         self._lobby = Lobby(
             [listener] if local is None else [listener, local],
@@ -354,6 +353,7 @@ class Server:
             return
         plain = self.core.membership.members[effect.peer].plain
         seat = Seat(guest.peer, Pipe(guest.socket), guest.codec, plain, effect.since, time.monotonic())
+        seat.pipe.give_up_link(self.core.patience_s)
         self._seats[guest.peer] = seat
         if seat.pipe.is_local and not plain:
             _put(seat, _Out(ShareMemory()))

@@ -137,8 +137,6 @@ class _Host:
                 f"{self.folder} already holds a run, at step {steps}. Go on with it by --resume, or name another"
                 " folder with --out."
             )
-        encrypted = not (order.insecure or is_loopback(order.host))
-        self.encrypted = encrypted
         coordinator = Coordinator(
             patience_s=order.patience_s,
             secret="" if order.insecure else identity.secret,
@@ -156,7 +154,7 @@ class _Host:
             coordinator,
             host=order.host,
             port=port,
-            tls=identity.server_context() if encrypted else None,
+            tls=None if order.insecure else identity.server_context(),
             journal=journal,
             saver=self.keeper,
             on_event=self.events.emit,
@@ -169,9 +167,7 @@ class _Host:
         return server
 
     def _invite(self, address: str) -> Invite:
-        if self.order.insecure:
-            return Invite(address, self.server.port, "", None)
-        return self.identity.invite(address, self.server.port, encrypted=self.encrypted)
+        return self.identity.invite(address, self.server.port, encrypted=not self.order.insecure)
 
     def _show(self, invite: Invite) -> None:
         path = self.folder / "invite"
