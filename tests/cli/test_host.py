@@ -113,7 +113,7 @@ def test_a_host_killed_and_started_again_goes_on_with_whoever_is_there(
     second = subprocess.run(
         [*POTLUCK, "host", "tiny.toml", "--out", "here", "--resume"], cwd=place, capture_output=True, text=True
     )
-    assert second.returncode == 2 and "Another host is using" in second.stderr
+    assert second.returncode == 2 and "Another run is using here right now." in second.stderr
     host.kill()
     host.communicate()
     again = start(place, "host", "here/run.toml", "--out", "here", "--resume", "--threads", "1")

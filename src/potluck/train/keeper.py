@@ -14,6 +14,7 @@ from potluck.errors import PotluckError
 from potluck.fleet.coordinator import Standing
 from potluck.fleet.parcel import Unpacker
 from potluck.train import shelf
+from potluck.train.run_folder import make_private
 
 MOST_BYTES = 1 << 44
 
@@ -65,7 +66,8 @@ class Keeper:
         self._generation += 1
         aside = self.folder / f"{shelf.WRITING}{step:08d}-{os.getpid()}-{self._generation}"
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            make_private(self.folder)
+            shelf.sync(self.folder.parent)
             unpacker = Unpacker(aside, header, MOST_BYTES)
             shelf.insist_on_space(self.folder, unpacker.total)
             while not unpacker.is_complete:
@@ -79,6 +81,7 @@ class Keeper:
             body = shelf.check(aside)
             for file in aside.iterdir():
                 shelf.sync(file)
+            shelf.sync(aside)  # else the name could outlive a power cut, and what it names could not
             place = shelf.free_place(self.folder, int(body.get("step", step)))  # for people; `step` counts agreements
             aside.rename(place)
             shelf.sync(self.folder)
