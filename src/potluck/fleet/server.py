@@ -20,7 +20,7 @@ from typing import Protocol
 
 import numpy as np
 
-from potluck.errors import ConfigError, TheirProtocolError
+from potluck.errors import ConfigError, PotluckError, TheirProtocolError
 from potluck.events import Event
 from potluck.fleet import effects
 from potluck.fleet.coordinator import SAVE, Coordinator, Standing
@@ -211,6 +211,8 @@ class Server:
             try:
                 for effect in decide(time.monotonic()):
                     self._do(effect)
+            except PotluckError as error:  # a sentence: a disk that is full, say
+                self._do(effects.Finish(str(error), failed=True))
             except Exception as error:  # of a thread of ours: nobody would hear of it, and everybody would wait
                 log.exception("the coordinator failed")
                 self._do(effects.Finish(str(error) or type(error).__name__, failed=True))

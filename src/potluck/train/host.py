@@ -296,6 +296,10 @@ class _Host:
             return 1
         newest = self.keeper.newest()
         saved = f" Saved in {newest[0]}." if newest is not None else ""
+        fault = self.server.core.save_fault
+        if fault:  # what is saved is older than what was trained
+            saved = f" The newest checkpoint is {newest[0]}." if newest is not None else ""
+            say(f"{fault.removesuffix('.')}. What was trained after the newest checkpoint is lost.")
         if finish.reason == "interrupted":
             again = f" Go on with: potluck host {self.folder}/run.toml --out {self.folder} --resume" if saved else ""
             say(f"Stopped after step {step}.{saved}{again}")
@@ -304,6 +308,8 @@ class _Host:
         validation = f", validation loss {self.validation:.4f}" if self.validation is not None else ""
         took = duration(time.monotonic() - self.started)
         print(f"\nFinished {step:,} steps in {took}{loss}{validation}.{saved}", flush=True)
+        if fault:
+            return 1
         if step:
             print(f"  loss curve   {draw_losses(self.folder / 'events.jsonl', self.folder / 'loss.png')}", flush=True)
         return 0

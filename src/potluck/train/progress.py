@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from potluck.events import (
+    CheckpointFailed,
     CheckpointPassedOver,
     CheckpointSaved,
     Decided,
@@ -76,6 +77,8 @@ class Progress:
                 self.say(event.sentence, style="green" if event.same_weights and event.used == event.total else "red")
             case CheckpointPassedOver():
                 self.say(f"Passed over a checkpoint: {event.reason}", style="yellow")
+            case CheckpointFailed():
+                self.say(f"{event.reason.removesuffix('.')}. Training goes on, and it is tried again.", style="red")
             case CheckpointSaved():
                 if self._live is None:
                     self.say(f"step {event.step}: saved {event.folder} ({size(event.bytes)})")
