@@ -41,6 +41,7 @@ from potluck.wire.messages import (
     StateMore,
     Welcome,
 )
+from potluck.wire.words import heard
 
 Floats = npt.NDArray[np.float32]
 HEAD_BYTES = 64
@@ -450,7 +451,7 @@ class Client:
             payload = memoryview(bytearray(length))
             payload[: len(head)] = head
             _fill(pipe, payload[len(head) :])
-            return decode(payload)
+            return heard(decode(payload))
 
     def _read_average(self, pipe: Pipe, head: memoryview, length: int) -> None:
         bulk = open_bulk(head, length, "bincode")

@@ -49,6 +49,7 @@ from potluck.wire.messages import (
     StateChunk,
     StateMore,
 )
+from potluck.wire.words import heard
 
 log = logging.getLogger("potluck.fleet")
 
@@ -340,7 +341,7 @@ class Server:
 
     def _on_lobby_payload(self, guest: Guest, payload: memoryview) -> None:
         assert guest.codec is not None
-        message = decode(payload, guest.codec)
+        message = heard(decode(payload, guest.codec))
         self._act(lambda now: self.core.on_message(now, guest.peer, message))
         if guest.peer in self.core.membership.members:
             self._lobby.know(guest.peer)
@@ -440,7 +441,7 @@ class Server:
         payload = memoryview(bytearray(length))
         payload[: len(head)] = head
         self._fill(seat, payload[len(head) :])
-        message = decode(payload, seat.codec)
+        message = heard(decode(payload, seat.codec))
         if isinstance(message, PartAt):
             self._read_part_at(seat, message)
             return True

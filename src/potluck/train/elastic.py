@@ -73,6 +73,7 @@ from potluck.wire.messages import (
     StateRequest,
     Work,
 )
+from potluck.wire.words import clean_all
 
 STATE_BYTES = 64
 """The most that a parameter's state may take in a parcel, for each of its bytes; a host is not trusted with more."""
@@ -516,7 +517,7 @@ class ElasticEngine(Engine):
 
     def _commit(self, committed: Committed, means: Means) -> StepDone | StepSkipped:
         started = time.perf_counter()
-        told = json.loads(committed.workers)
+        told = clean_all(json.loads(committed.workers))
         self._committed = committed
         self._world = max(1, len(told["workers"]))
         tensors = [torch.from_numpy(part) for part in means.parts]

@@ -35,6 +35,7 @@ from potluck.train.replica import StepConfig
 from potluck.train.run_folder import holds_run, name_fault, write_whole
 from potluck.train.slowdown import Brake
 from potluck.train.trainer import FitConfig, Summary, Trainer
+from potluck.wire.words import clean
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,7 +154,10 @@ def join(arguments: list[str]) -> None:
             raise ConfigError(
                 "This host trains a script, not a recipe. Join with your copy of it: potluck join - SCRIPT"
             )
-        config = from_toml(RunConfig, text, source="the host's recipe", overrides=settings)
+        try:
+            config = from_toml(RunConfig, text, source="the host's recipe", overrides=settings)
+        except ConfigError as error:  # it may quote the recipe, which the host wrote
+            raise ConfigError(clean(str(error))) from None
         if config.stages is not None:
             raise ConfigError(
                 "This host's recipe cuts the model into stages, which a host cannot lead. Train it with potluck train;"
