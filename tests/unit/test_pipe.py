@@ -1,15 +1,20 @@
 """A connection between two threads and a peer: what is on the wire when it is closed, and when a link is given up."""
 
 import contextlib
+import errno
 import math
 import socket
 import ssl
+import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
+from bench import testbed
+from bench.testbed import network, programs
+from potluck.fleet import pipe as pipe_module
 from potluck.fleet.invite import Identity, client_context
 from potluck.fleet.pipe import Pipe
 
@@ -158,3 +163,54 @@ def test_a_link_is_given_up_after_a_time_that_follows_from_patience(patience_s: 
         pipe.close()
     assert found["alive"] and found["USER_TIMEOUT"] == 1000 * link_s
     assert found["KEEPIDLE"] + found["KEEPCNT"] * found["KEEPINTVL"] <= link_s
+
+
+SERVE = """
+import socket
+server = socket.create_server(("", 0))
+print(server.getsockname()[1], flush=True)
+kept = [server.accept()[0] for _ in range(2)]
+print("both", flush=True)
+kept[0].recv(1)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="namespaces are Linux's")
+def test_both_a_waiting_and_a_sending_end_notice_that_the_link_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real link between two machines goes down, and nothing says so."""
+    if (lack := testbed.Testbed.lacks([testbed.Machine()], network=True)) is not None:
+        pytest.skip(lack)
+    monkeypatch.setattr(pipe_module, "LEAST_LINK_S", 4.0)
+    noticed: dict[str, OSError] = {}
+
+    def run(name: str, work: Callable[[], object]) -> threading.Thread:
+        def until_it_ends() -> None:
+            try:
+                while True:
+                    work()
+            except OSError as error:
+                noticed[name] = error
+
+        thread = threading.Thread(target=until_it_ends)
+        thread.start()
+        return thread
+
+    with testbed.Testbed([testbed.Machine()], network=True) as bed:
+        command = [sys.executable, "-S", "-c", SERVE]
+        server = bed.start(0, command, stdout=subprocess.PIPE, text=True)
+        assert server.stdout is not None
+        port = int(server.stdout.readline())
+        waiting, sending = (Pipe(socket.create_connection((bed.address(0), port), timeout=20)) for _ in range(2))
+        assert server.stdout.readline() == "both\n"
+        for pipe in (waiting, sending):
+            pipe.give_up_link(0.1)
+        programs.run([programs.find("ip", network.IPROUTE), "link", "set", f"{bed.name}-0", "down"], "")
+        threads = [
+            run("waiting", lambda: waiting.receive(memoryview(bytearray(1)))),
+            run("sending", lambda: sending.send([bytes(1 << 16)])),
+        ]
+        for thread in threads:
+            thread.join(30)
+        waiting.close()
+        sending.close()
+    assert {noticed[name].errno for name in ("waiting", "sending")} <= {errno.ETIMEDOUT, errno.EHOSTUNREACH}

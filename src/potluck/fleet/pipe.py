@@ -61,8 +61,8 @@ class Pipe:
         link_s = int(min(max(LEAST_LINK_S, LINK_TIMES * patience_s), _MOST_LINK_S))
         with contextlib.suppress(OSError, AttributeError):  # not every kind of socket and system has these
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, link_s // 4)
-            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, link_s // 8)
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, link_s // 4))
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, link_s // 8))
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 6)
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * link_s)
 
