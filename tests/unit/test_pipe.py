@@ -9,14 +9,20 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from bench import testbed
 from bench.testbed import network, programs
+from potluck.fleet import client as client_module
 from potluck.fleet import pipe as pipe_module
+from potluck.fleet.client import Client
 from potluck.fleet.invite import Identity, client_context
 from potluck.fleet.pipe import Pipe
+from potluck.wire import Ready
+from tests.fleet.fleet import Fleet, wait_until
+from tests.unit.test_journal import DESCRIBED
 
 pytestmark = pytest.mark.timeout(60)
 MARK = b"these are weights, and nobody's business. "
@@ -163,6 +169,22 @@ def test_a_link_is_given_up_after_a_time_that_follows_from_patience(patience_s: 
         pipe.close()
     assert found["alive"] and found["USER_TIMEOUT"] == 1000 * link_s
     assert found["KEEPIDLE"] + found["KEEPCNT"] * found["KEEPINTVL"] <= link_s
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="these options are Linux's")
+def test_a_worker_and_its_host_give_up_their_link_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "connect_local", lambda port: None)  # as on another machine
+    fleet = Fleet(tmp_path, encrypted=True, patience_s=15.0)
+    client = Client(fleet.invite, name="w", kind="cpu", say=lambda sentence: None)
+    client.connect()
+    client.description = DESCRIBED
+    client.send(Ready(DESCRIBED.to_json(), 0, "digest", 0))
+    wait_until(lambda: bool(fleet.server._seats))
+    (seat,) = fleet.server._seats.values()
+    assert client._session is not None
+    assert options(client._session.pipe)["USER_TIMEOUT"] == options(seat.pipe)["USER_TIMEOUT"] == 30_000
+    client.close()
+    fleet.close()
 
 
 SERVE = """

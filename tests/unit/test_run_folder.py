@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from potluck.errors import ConfigError, JournalError
+from potluck.events import read_events
+from potluck.fleet.effects import Finish, Record
 from potluck.fleet.invite import Invite
 from potluck.fleet.journal import Journal
 from potluck.train import shelf
@@ -242,6 +244,40 @@ def test_a_damaged_journal_without_a_checkpoint_is_refused_and_stays(damaged: Pa
     with pytest.raises(JournalError, match="is damaged"), hosting(order(out="run", resume=True)):
         pass
     assert (damaged / "journal.sqlite").exists() and not (damaged / "damaged-journal.sqlite").exists()
+
+
+def test_a_full_disk_under_the_journal_leaves_a_sentence_and_an_exit_code(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The disk fills up in the middle of a run: the step is not committed, and the host ends in order."""
+    with hosting(order(out="run")) as host:
+        host.journal.keep("description", DESCRIBED.to_json())
+        host.journal.record(record(1))
+        (pages,) = host.journal._base.execute("PRAGMA page_count").fetchone()
+        host.journal._base.execute(f"PRAGMA max_page_count = {pages}")
+        big = record(2, workers=({"name": "x" * 100_000},))
+        host.server._act(lambda now: [Record(big)])
+        finish = host.server.wait(5)
+        assert finish is not None and finish.failed
+        host._end(finish)
+        assert host._farewell(finish) == 1
+    said = capsys.readouterr().err
+    assert said.count("database or disk is full. Free some space, then go on with --resume.") == 1
+    assert "Traceback" not in said
+    assert list(read_events(tmp_path / "run" / "events.jsonl"))[-1]["event"] == "run_ended"
+
+
+def test_a_last_checkpoint_that_was_never_written_is_said_and_no_success(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with hosting(order(out="run")) as host:
+        host.server._act(lambda now: host.server.core.on_saved(now, 3, "", "The host cannot keep it: no space", 0))
+        assert host._farewell(Finish("finished")) == 1
+    told = capsys.readouterr()
+    assert "The host cannot keep it: no space. What was trained after the newest checkpoint is lost." in told.err
+    assert "Saved in" not in told.out
+    kinds = [event["event"] for event in read_events(tmp_path / "run" / "events.jsonl")]
+    assert "checkpoint_failed" in kinds
 
 
 # What the keeper does for the disk

@@ -275,19 +275,21 @@ class _Host:
     # The end
 
     def _end(self, finish: Finish) -> None:
-        standing = self.server.core.standing
-        self.journal.keep("workers", "0")
-        self.events.emit(
-            RunEnded(
-                reason=finish.reason,
-                step=self.server.core.steps_done,
-                rows_seen=standing.rows_seen,
-                seconds=time.monotonic() - self.started,
-                loss=self.loss,
-                validation_loss=self.validation,
-                skipped=self.skipped,
-            )
+        ended = RunEnded(
+            reason=finish.reason,
+            step=self.server.core.steps_done,
+            rows_seen=self.server.core.standing.rows_seen,
+            seconds=time.monotonic() - self.started,
+            loss=self.loss,
+            validation_loss=self.validation,
+            skipped=self.skipped,
         )
+        try:
+            self.journal.keep("workers", "0")
+            self.events.emit(ended)
+        except ConfigError as error:  # a full disk, say: the last words must be heard all the same
+            if str(error) != finish.reason:
+                say(str(error))
 
     def _farewell(self, finish: Finish) -> int:
         step = self.server.core.steps_done
@@ -310,8 +312,10 @@ class _Host:
         print(f"\nFinished {step:,} steps in {took}{loss}{validation}.{saved}", flush=True)
         if fault:
             return 1
-        if step:
-            print(f"  loss curve   {draw_losses(self.folder / 'events.jsonl', self.folder / 'loss.png')}", flush=True)
+        with suppress(OSError):  # no room for a picture
+            if step:
+                curve = draw_losses(self.folder / "events.jsonl", self.folder / "loss.png")
+                print(f"  loss curve   {curve}", flush=True)
         return 0
 
 
