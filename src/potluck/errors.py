@@ -4,6 +4,7 @@ PotluckError            anything we say on purpose: a sentence, never a stack of
   ConfigError           you asked for something we cannot do; the sentence says what to do instead
     CheckpointError     a checkpoint cannot be used here, or cannot be written
     StoreError          the store between workers cannot be read or written, or has gone on without us
+    JournalError        a host's journal is damaged
   WireError             bytes that are no message
     OurProtocolError    we were about to send something illegal: a bug here
     TheirProtocolError  the peer sent something illegal: close it, keep training
@@ -28,6 +29,10 @@ class CheckpointError(ConfigError):
 
 
 class StoreError(ConfigError):
+    pass
+
+
+class JournalError(ConfigError):
     pass
 
 

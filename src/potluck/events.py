@@ -8,6 +8,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, get_args
@@ -114,6 +115,14 @@ class CheckpointSaved:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointFailed:
+    """The host could not write it. Training goes on, and it is tried again."""
+
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointPassedOver:
     folder: str
     reason: str
@@ -185,6 +194,7 @@ Event = (
     | Validated
     | EpochDone
     | CheckpointSaved
+    | CheckpointFailed
     | CheckpointPassedOver
     | WorkerCame
     | WorkerWent
@@ -236,7 +246,8 @@ class EventFile:
             ) from None
 
     def close(self) -> None:
-        self._file.close()
+        with suppress(OSError):  # what could not be written has been told
+            self._file.close()
 
     def _end_torn_line(self, path: Path) -> None:
         """A crash may have cut the last line; the next event must not become part of it."""

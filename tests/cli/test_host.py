@@ -113,7 +113,7 @@ def test_a_host_killed_and_started_again_goes_on_with_whoever_is_there(
     second = subprocess.run(
         [*POTLUCK, "host", "tiny.toml", "--out", "here", "--resume"], cwd=place, capture_output=True, text=True
     )
-    assert second.returncode == 2 and "Another host is using" in second.stderr
+    assert second.returncode == 2 and "Another run is using here right now." in second.stderr
     host.kill()
     host.communicate()
     again = start(place, "host", "here/run.toml", "--out", "here", "--resume", "--threads", "1")
@@ -135,7 +135,9 @@ def test_ctrl_c_on_the_host_saves_for_all_and_a_wrong_invite_gets_nothing(
     host = start(place, "host", "tiny.toml", *SETTINGS, "--at-least", "2")
     run = place / "runs" / "tiny"
     line = invite_of(run)
-    wrong = join(place, line[:-4] + "AAAA")
+    before, pin = line.rsplit(".", 1)
+    assert len(pin) == 43 and line.startswith("potluck://127.0.0.1:")  # encrypted, on this machine too
+    wrong = join(place, f"{before[:-4]}AAAA.{pin}")
     _, said = wrong.communicate(timeout=60)
     assert wrong.returncode == 2 and "secret is not (or no longer) the right one" in said, said
     right = join(place, line)

@@ -326,7 +326,7 @@ def serve(
     step = standing.step if standing is not None else 0
     coordinator = Coordinator(
         patience_s=patience_s,
-        secret=identity.secret,
+        secret=identity.secret if encrypted else "",
         standing=standing,
         previous=journal.standing(step - 1) if step else None,
         description=journal.description,

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from potluck.agree.policy import Async
-from potluck.events import CheckpointSaved, EpochDone, Stalled, Validated, WorkerCame, WorkerWent
+from potluck.events import CheckpointFailed, CheckpointSaved, EpochDone, Stalled, Validated, WorkerCame, WorkerWent
 from potluck.fleet.coordinator import LEGAL, PROTOCOL, Coordinator, Standing
 from potluck.fleet.description import BUFFERS, Part, settings_of
 from potluck.fleet.effects import Close, Effect, Emit, Expect, Finish, Record, Restore, Send, SendCheckpoint
@@ -813,6 +813,64 @@ def test_two_who_save_die_one_after_the_other() -> None:
 def test_a_save_that_is_due_while_the_one_before_is_still_being_sent_is_not_lost() -> None:
     run = Fleet(workers=2, save_every=1, latency_s=0.3).finish(limit_s=300)
     assert max(run.disk.states) == STEPS
+
+
+# A disk that is full
+
+
+def test_a_checkpoint_that_cannot_be_written_ends_nobody_and_the_next_one_is_tried() -> None:
+    run = Fleet(workers=3, save_every=2)
+    run.disk.is_full = True
+    run.run_until(lambda: bool(run.disk.refused))
+    run.disk.is_full = False
+    run.finish()
+    assert run.disk.refused == [2] and sorted(run.disk.states) == [4, 6]
+    (told,) = run.told(CheckpointFailed)
+    assert told.step == 2 and told.reason.endswith("step 2: No space left on device")
+    assert run.core.save_fault == ""
+
+
+def test_the_last_checkpoint_is_tried_until_there_is_room() -> None:
+    """All is computed, and nobody but the workers has the weights."""
+    run = Fleet(workers=2, save_every=100)
+    run.disk.is_full = True
+    run.run_until(lambda: len(run.disk.refused) >= 3, limit_s=10 * PATIENCE_S)
+    assert run.disk.refused == [STEPS] * 3 and run.host.finish is None
+    assert all(not worker.done for worker in run.workers.values())
+    assert run.core.save_fault
+    run.disk.is_full = False
+    run.finish(limit_s=10 * PATIENCE_S)
+    assert list(run.disk.states) == [STEPS] and run.core.save_fault == ""
+
+
+def test_the_last_holder_does_not_go_before_its_weights_are_kept() -> None:
+    faults = FaultScript().leave("w0", at_step=3)
+    run = Fleet(workers=1, faults=faults)
+    run.disk.is_full = True
+    run.run_until(lambda: len(run.told(CheckpointFailed)) >= 2, limit_s=10 * PATIENCE_S)
+    assert not run.workers["w0"].done
+    run.disk.is_full = False
+    run.run_until(lambda: run.workers["w0"].done, limit_s=10 * PATIENCE_S)
+    assert run.workers["w0"].left and max(run.disk.states) == 3
+    assert State.from_bytes(run.disk.states[3]).weights.tobytes() == undisturbed(3)
+
+
+def test_a_save_that_fails_half_way_is_not_in_the_way_of_the_next() -> None:
+    """Of what its sender has not sent yet, nothing is waited for."""
+    run = Fleet(workers=2, save_every=2)
+    begin = run.disk.begin
+    failed: list[int] = []
+
+    def fail_at_once(step: int, header: str, on_saved: Any) -> None:
+        if failed:
+            begin(step, header, on_saved)
+        else:
+            failed.append(step)
+            on_saved(step, "", "it is full", 0)
+
+    run.disk.begin = fail_at_once  # type: ignore[method-assign]
+    run.finish()
+    assert failed == [2] and sorted(run.disk.states) == [4, 6]
 
 
 # Stopping and ending

@@ -80,7 +80,7 @@ def test_workers_that_share_memory_with_the_host_compute_the_same(
     shown: list[int] = []
     read = Server._read_part_at
     monkeypatch.setattr(Server, "_read_part_at", lambda *told: (shown.append(told[1].peer), read(*told))[1])
-    fleet = Fleet(tmp_path, at_least=len(shared))
+    fleet = Fleet(tmp_path, encrypted=True, at_least=len(shared))  # the others' way is
     for number, is_shared in enumerate(shared):
         fleet.add(f"w{number}", shared=is_shared)
     assert_same(fleet.finish(), expected)

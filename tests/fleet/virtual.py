@@ -381,6 +381,9 @@ class Disk:
         self.states: dict[int, bytes] = {}
         self.is_checkpoint: Callable[[bytes], bool] = lambda data: True
         """As the keeper finds by its checksums and its manifest."""
+        self.is_full = False
+        self.refused: list[int] = []
+        """Steps that it had no room for."""
         self._arriving: tuple[int, int, Callable[..., None]] | None = None
         self._data = b""
 
@@ -397,6 +400,10 @@ class Disk:
             self._arriving = None
             if not self.is_checkpoint(self._data):
                 on_saved(step, "", "it is no checkpoint", 0, theirs=True)
+                return
+            if self.is_full:
+                self.refused.append(step)
+                on_saved(step, "", f"The host cannot keep the checkpoint of step {step}: No space left on device", 0)
                 return
             self.states[step] = self._data
             on_saved(step, f"step-{step:08d}", "", size)
@@ -725,7 +732,7 @@ class Worker:
         self._leader = -1
         self._worker_id = -1
         self._save_due = 0
-        self._saved = Saved(0, "", "")
+        self._saved = self._unsaved = Saved(0, "", "")
         self._silent_until = 0.0
         self._waits: Sleep | Receive | None = None
         self._turn = 0
@@ -1031,6 +1038,9 @@ class Worker:
                 case StateRequest():
                     self._asked.append(message)
                     self._serve_requests()
+                case Saved() if message.error:
+                    self._unsaved = message
+                    return message
                 case Saved():
                     self._saved = message
                     return message
@@ -1200,15 +1210,18 @@ class Worker:
         if self.replaying or self.left or self.over or self._save_due == self.state.step:
             return
         if self._leader == self._worker_id:
-            yield from self._wait_for_saves()
+            yield from self._wait_for_saves(until_kept=False)
         self._save_due = self.state.step
         self._send(SaveDue(self.state.step, 2))
         yield from self._at("save due", self.state.step)
         if self._leader == self._worker_id:
             self._send_state(StateRequest(SAVE, self.state.step))
 
-    def _wait_for_saves(self) -> Life:
-        while self._saved.step < self._save_due and not self.left and not self.over:
+    def _wait_for_saves(self, *, until_kept: bool = True) -> Life:
+        while not self.left and not self.over:
+            answered = self._saved.step if until_kept else max(self._saved.step, self._unsaved.step)
+            if answered >= self._save_due:
+                return
             message = yield from self._receive()
             if isinstance(message, Shutdown):
                 self.stopping = self.over = True

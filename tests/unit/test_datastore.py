@@ -2,6 +2,7 @@
 
 import os
 import resource
+import stat
 import subprocess
 import sys
 import threading
@@ -845,6 +846,86 @@ def test_spares_are_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit_b
     store.recycle(["box/k1", "box/never-was"])
     store.clear()
     assert list(tmp_path.iterdir()) == []
+
+
+def plant(how: str, spare: Path, victim: Path) -> None:
+    """In the place of a spare file, by somebody who may write to the folder."""
+    spare.unlink()
+    match how:
+        case "a link":
+            spare.symlink_to(victim)
+        case "a link to nothing":
+            spare.symlink_to(victim.with_name("new"))
+        case "another name of it":
+            os.link(victim, spare)
+        case "a pipe":
+            os.mkfifo(spare)
+        case "a file of another user":
+            spare.write_bytes(victim.read_bytes())
+            os.chown(spare, 12345, 12345)
+        case "a shorter file":
+            spare.write_bytes(b"short")
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "a link",
+        "a link to nothing",
+        "another name of it",
+        "a pipe",
+        pytest.param(
+            "a file of another user", marks=pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+        ),
+        "a shorter file",
+    ],
+)
+def test_what_was_planted_among_the_spares_is_not_written_through(how: str, tmp_path: Path) -> None:
+    folder, victim = tmp_path / "store", tmp_path / "victim"
+    store = store_at(folder)
+    payload = memoryview(bytes(1 << 20))
+    store.put("box/k0", [payload])
+    store.recycle(["box/k0"])
+    (spare,) = folder.rglob(".spare-*")
+    precious = b"precious " * 200_000
+    victim.write_bytes(precious[: spare.stat().st_size])
+    plant(how, spare, victim)
+    store.put("box/k1", [payload])
+    assert victim.read_bytes() == precious[: victim.stat().st_size] and not (tmp_path / "new").exists()
+    (written,) = folder.rglob("k1")
+    found = written.lstat()
+    assert stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and found.st_nlink == 1
+    assert store.get("box/k1", lambda about, size: memoryview(bytearray(size)))
+
+
+@pytest.mark.parametrize("how", ["a link", "a pipe", "a folder"])
+def test_what_was_planted_among_the_objects_is_neither_read_nor_kept(how: str, tmp_path: Path) -> None:
+    folder, victim = tmp_path / "store", tmp_path / "victim"
+    victim.write_bytes(bytes(2 << 20))
+    store = store_at(folder)
+    store.put("box/k0", [memoryview(bytes(1 << 20))])
+    (written,) = folder.rglob("k0")
+    if how == "a folder":
+        written.unlink()
+        written.mkdir()
+    else:
+        plant(how, written, victim)
+    with pytest.raises(StoreError, match="is no plain file: no worker has put it there"):
+        store.get("box/k0", lambda about, size: memoryview(bytearray(size)))
+    if how == "a link":
+        store.recycle(["box/k0"])
+        assert not list(folder.rglob(".spare-*")) and victim.stat().st_size == 2 << 20
+
+
+def test_files_in_a_store_are_not_for_everybody_to_write(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        store = store_at(tmp_path / "store")
+        store.put("box/k0", [memoryview(b"x")])
+    finally:
+        os.umask(before)
+    (written,) = (tmp_path / "store").rglob("k0")
+    assert written.stat().st_mode & 0o002 == 0 and (tmp_path / "store").stat().st_mode & 0o007 == 0
 
 
 def test_of_objects_that_come_one_after_another_only_the_next_is_looked_for(tmp_path: Path) -> None:

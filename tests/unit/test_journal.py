@@ -1,21 +1,24 @@
 """The coordinator's record: what a restart goes on from, held by one process at a time."""
 
 import math
+import random
+import shutil
 import signal
 import sqlite3
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from potluck.errors import ConfigError
+from potluck.errors import ConfigError, JournalError
 from potluck.fleet.coordinator import Standing
 from potluck.fleet.description import Description, Part
 from potluck.fleet.effects import StepRecord
-from potluck.fleet.journal import Journal
+from potluck.fleet.journal import Journal, set_aside
 from potluck.fleet.ledger import prove
 
 pytestmark = pytest.mark.timeout(30)
@@ -155,7 +158,7 @@ def test_it_is_free_again_once_closed(journal: Journal, path: Path) -> None:
 
 HOLD = """
 import sys, pathlib
-from potluck.fleet.journal import Journal
+from potluck.fleet.journal import Journal, set_aside
 journal = Journal(pathlib.Path(sys.argv[1]))
 journal.keep("port", "5")
 print("held", flush=True)
@@ -234,3 +237,146 @@ def test_a_journal_that_cannot_be_opened_leaves_no_file_open(path: Path) -> None
             Journal(path)
         errors.append(error)  # a traceback keeps what it saw
     assert open_files() == before
+
+
+# Disks that return something else than was written
+
+
+def what_it_tells(folder: Path) -> Any:
+    """All that a host reads from its journal."""
+    journal = Journal(folder / "journal.sqlite")
+    try:
+        step = journal.steps()[-1]
+        facts = [journal.fact(name) for name in ("port", "workers", "next worker", "description")]
+        return journal.standing(), journal.standing(step - 1), journal.steps(), journal.ranges(0), facts
+    finally:
+        journal.close()
+
+
+def write_some(folder: Path) -> Journal:
+    journal = Journal(folder / "journal.sqlite")
+    journal.keep("description", DESCRIBED.to_json())
+    journal.keep("port", "4100")
+    journal.keep("next worker", "3")
+    for step in range(1, 12):
+        journal.record(record(step))
+        journal.keep("workers", str(step % 3))
+    return journal
+
+
+def flip(folder: Path, draw: random.Random) -> str:
+    """One bit, anywhere in the journal's files."""
+    files = sorted(folder.iterdir())
+    at = draw.randrange(sum(file.stat().st_size for file in files))
+    for file in files:
+        data = bytearray(file.read_bytes())
+        if at < len(data):
+            data[at] ^= 1 << draw.randrange(8)
+            file.write_bytes(data)
+            return f"byte {at} of {file.name}"
+        at -= len(data)
+    raise AssertionError
+
+
+@pytest.fixture
+def in_memory() -> Iterator[Path]:
+    """A folder that need not wait for a disk, where there is one."""
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder:
+        yield Path(folder)
+
+
+@pytest.mark.parametrize("flips", [250, pytest.param(4000, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
+@pytest.mark.parametrize("how", ["closed", "killed"])
+def test_a_flipped_bit_changes_nothing_or_is_told(how: str, flips: int, in_memory: Path) -> None:
+    """After a kill, the last writes are in a log of SQLite's, which it passes over in silence where it is damaged."""
+    place, whole, copy = (in_memory / name for name in ("place", "whole", "copy"))
+    place.mkdir()
+    journal = write_some(place)
+    if how == "closed":
+        journal.close()
+    shutil.copytree(place, whole)
+    journal.close()
+    expected = what_it_tells(place)
+    draw, told = random.Random(5), 0
+    for _ in range(flips):
+        shutil.rmtree(copy, ignore_errors=True)
+        shutil.copytree(whole, copy)
+        where = flip(copy, draw)
+        try:
+            assert what_it_tells(copy) == expected, where
+        except JournalError as error:
+            assert "is damaged" in str(error) and "go on from the newest checkpoint" in str(error), where
+            told += 1
+    assert told > flips // 12
+
+
+def test_the_end_of_a_log_that_is_lost_is_told(tmp_path: Path) -> None:
+    write_some(tmp_path)  # and never closed
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for file in tmp_path.glob("journal*"):
+        shutil.copy(file, copy)
+    assert (copy / "journal.sqlite-wal").stat().st_size
+    (copy / "journal.sqlite-wal").unlink()
+    with pytest.raises(JournalError, match=r"the last \d+ of its \d+ writes are missing|no such"):
+        Journal(copy / "journal.sqlite")
+
+
+def test_a_journal_from_before_checksums_opens_and_has_them_from_then_on(tmp_path: Path) -> None:
+    write_some(tmp_path).close()
+    expected = what_it_tells(tmp_path)
+    (tmp_path / "journal.sqlite-writes").unlink()
+    base = sqlite3.connect(tmp_path / "journal.sqlite", isolation_level=None)
+    base.execute("DELETE FROM facts WHERE name = 'seal'")
+    for table in ("facts", "steps"):
+        base.execute(f"ALTER TABLE {table} DROP COLUMN checksum")
+    base.execute("PRAGMA user_version = 0")
+    base.close()
+    assert what_it_tells(tmp_path) == expected
+    base = sqlite3.connect(tmp_path / "journal.sqlite", isolation_level=None)
+    base.execute("UPDATE ranges SET worker = 7 WHERE step = 3")
+    base.close()
+    with pytest.raises(JournalError, match="step 3 does not match its checksum"):
+        Journal(tmp_path / "journal.sqlite")
+
+
+def test_a_journal_without_its_counter_opens(tmp_path: Path) -> None:
+    write_some(tmp_path).close()
+    expected = what_it_tells(tmp_path)
+    (tmp_path / "journal.sqlite-writes").unlink()
+    assert what_it_tells(tmp_path) == expected
+
+
+def test_a_journal_that_was_removed_begins_anew_though_its_counter_is_there(tmp_path: Path) -> None:
+    write_some(tmp_path).close()
+    (tmp_path / "journal.sqlite").unlink()
+    journal = Journal(tmp_path / "journal.sqlite")
+    assert journal.steps() == []
+    journal.close()
+    Journal(tmp_path / "journal.sqlite").close()
+
+
+def test_a_damaged_journal_is_set_aside_whole(tmp_path: Path) -> None:
+    write_some(tmp_path).close()
+    aside = set_aside(tmp_path / "journal.sqlite")
+    assert sorted(file.name for file in tmp_path.iterdir()) == [aside.name, f"{aside.name}-writes"]
+    journal = Journal(aside)
+    assert len(journal.steps()) == 11
+    journal.close()
+
+
+def test_a_full_disk_is_a_sentence_and_what_was_there_stays(journal: Journal, path: Path) -> None:
+    journal.record(record(1))
+    (pages,) = journal._base.execute("PRAGMA page_count").fetchone()
+    journal._base.execute(f"PRAGMA max_page_count = {pages}")
+    sentence = r"^Cannot write to the journal .*: database or disk is full. Free some space, then go on with --resume.$"
+    with pytest.raises(ConfigError, match=sentence):
+        journal.record(record(2, workers=({"name": "x" * 100_000},)))
+    with pytest.raises(ConfigError, match=sentence):
+        journal.keep("big", "x" * 100_000)
+    assert journal.fact("big") is None and journal.steps() == [1]
+    journal.close()
+    again = Journal(path)
+    assert again.steps() == [1]
+    again.close()

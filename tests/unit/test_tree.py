@@ -223,7 +223,7 @@ def test_shared_nodes_give_each_worker_its_quota_and_each_slice_to_one_worker(
 def test_whatever_seconds_a_worker_tells_the_others_keep_a_speed_and_every_slice_is_handed_out(
     told: list[tuple[int, float]],
 ) -> None:
-    liar = Member(1, 0, "liar", "k", plain=False, heard_at=0.0)
+    liar = Membership().add(0.0, 1, "liar", "k", plain=False)
     for slices, busy_s in told:
         liar.measure(slices, busy_s)
         assert liar.speed is None or 0 <= liar.speed <= 1.0001 / LEAST_S

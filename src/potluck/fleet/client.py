@@ -41,6 +41,7 @@ from potluck.wire.messages import (
     StateMore,
     Welcome,
 )
+from potluck.wire.words import heard
 
 Floats = npt.NDArray[np.float32]
 HEAD_BYTES = 64
@@ -48,6 +49,8 @@ CONTROL_BYTES = 64 << 20
 FIRST_WAIT_S, LONGEST_WAIT_S, LONGEST_HELD_OFF_S = 0.05, 0.5, 5.0
 SHARED_TIMES = 8
 """How many gradients a worker's shared memory has room for: sums of nodes wait there too. Unused pages cost nothing."""
+ANSWER_S = 10.0
+"""How long a host may take to answer, at least; then the next attempt begins."""
 GIVE_UP = 20
 """Times `patience` without a host: then the worker ends."""
 
@@ -118,8 +121,13 @@ class _Session:
             self.receipts.close()
 
 
+class _NotTheHost(ConnectionError):
+    """Who answers is not whom the invite names, or does not speak as a host does."""
+
+
 class Client:
     def __init__(self, invite: Invite, *, name: str, kind: str, say: Callable[[str], None]) -> None:
+        invite.insist_on_pin()
         self.invite = invite
         self.name = name
         self.kind = kind
@@ -137,7 +145,7 @@ class Client:
         self._backoff_s = FIRST_WAIT_S
         self._draw = random.Random()
         self.is_closed = False
-        self._is_here = CAN_SHARE and invite.pin is None and invite.host in (*LOOPBACK, "localhost")
+        self._is_here = CAN_SHARE and invite.host in (*LOOPBACK, "localhost")
         self._memory: Memory | None = None
 
     def make_room(self, floats: int) -> None:
@@ -167,7 +175,12 @@ class Client:
     def connect(self, *, again: bool = False) -> Welcome:
         """Joins, or joins again after a loss: with waits that grow, and differ from worker to worker."""
         started = time.monotonic()
-        told = False
+        told = ""
+        if self.invite.is_open and not again:
+            self.say(
+                f"INSECURE: the way to {self.invite.host} is not encrypted. Anybody on it can read and change what is"
+                " trained. Go on only if you trust that network wholly."
+            )
         while True:
             try:
                 return self._connect_once(again=again)
@@ -181,34 +194,41 @@ class Client:
                 if waited > GIVE_UP * self.patience_s:
                     raise WorkerLost(f"The host has not been back for {waited:.0f} s: {error}.") from None
                 is_held_off = isinstance(error, HeldOff)
-                if not told and (is_held_off or waited > 1.0):
-                    where = f"{self.invite.host}:{self.invite.port}"
-                    self.say(str(error) if is_held_off else f"The host at {where} does not answer; trying again.")
-                    told = True
+                if (is_held_off or waited > 1.0) and (trouble := self._trouble(error)) != told:
+                    self.say(trouble)
+                    told = trouble
                 time.sleep(self._backoff_s * self._draw.uniform(0.5, 1.0))
                 self._backoff_s = min(LONGEST_HELD_OFF_S if is_held_off else LONGEST_WAIT_S, self._backoff_s * 2)
 
+    def _trouble(self, error: OSError) -> str:
+        if isinstance(error, HeldOff):
+            return str(error)
+        where = f"{self.invite.host}:{self.invite.port}"
+        if isinstance(error, ssl.SSLError | _NotTheHost) and not isinstance(error, ssl.SSLEOFError):
+            return f"At {where} is not the host that invited this worker, so it is told nothing; trying again."
+        return f"The host at {where} does not answer; trying again."
+
     def _connect_once(self, *, again: bool) -> Welcome:
-        connection = connect_local(self.invite.port) if self._is_here else None
-        if connection is None:
-            connection = socket.create_connection((self.invite.host, self.invite.port), timeout=10.0)
+        connection = self._reach_host()
         try:
-            if self.invite.pin is not None:
-                encrypted = client_context().wrap_socket(connection, server_hostname=self.invite.host)
-                check_pin(encrypted, self.invite)
-                connection = encrypted
+            if isinstance(connection, ssl.SSLSocket):
+                check_pin(connection, self.invite)
             pipe = Pipe(connection)
+            pipe.give_up_link(self.patience_s)
             pipe.send(encode_parts(Hello(PROTOCOL, self.invite.secret, self.name, self.kind)))
             answer = self._first_answer(pipe, again=again)
+            if not isinstance(answer, Welcome):
+                raise TheirProtocolError(f"The host answered with a {type(answer).__name__}.")
         except TheirProtocolError as error:
             connection.close()
+            if again:  # the host was there: whoever has its place now will go
+                raise _NotTheHost(str(error)) from None
             raise ConfigError(str(error)) from None
         except BaseException:
             connection.close()
             raise
-        if not isinstance(answer, Welcome):
-            raise ConfigError(f"The host answered with a {type(answer).__name__}.")
         self.welcome = answer
+        pipe.give_up_link(self.patience_s)
         self._backoff_s = FIRST_WAIT_S
         with self._change:
             self._session = session = _Session(pipe)
@@ -218,11 +238,39 @@ class Client:
             threading.Thread(target=target, args=(session,), name=name, daemon=True).start()
         return answer
 
+    def _reach_host(self) -> socket.socket:
+        """By a socket of this machine, where the system tells whose process is at its other end; else over TCP.
+
+        Anybody may listen on a port that the host has left. So over TCP the secret is told to nobody but the owner of
+        the pinned certificate.
+        """
+        local = connect_local(self.invite.port) if self._is_here else None
+        if local is not None:
+            return local
+        if self.invite.secret and self.invite.pin is None:
+            raise ConnectionRefusedError("an invite without a pin is for processes of the host's machine and user")
+        connection = socket.create_connection((self.invite.host, self.invite.port), timeout=ANSWER_S)
+        if self.invite.pin is None:
+            return connection
+        try:
+            return client_context().wrap_socket(connection, server_hostname=self.invite.host)
+        except BaseException:
+            connection.close()
+            raise
+
     def _first_answer(self, pipe: Pipe, *, again: bool) -> Message:
+        # Somebody who takes the connection and says nothing must not keep us for ever.
+        timer = threading.Timer(max(ANSWER_S, self.patience_s), pipe.close)
+        timer.daemon = True
+        timer.start()
         try:
             answer = self._read_message(pipe)
-        except ConnectionResetError:
+        except (ConnectionResetError, ConnectionAbortedError):
             answer = None
+        finally:
+            timer.cancel()
+        if pipe.is_closed:
+            raise TimeoutError("it takes connections, and does not answer")
         if answer is None and again:
             raise ConnectionResetError("the host closed the connection")  # it may be in the middle of its own end
         if answer is None:
@@ -410,7 +458,7 @@ class Client:
             payload = memoryview(bytearray(length))
             payload[: len(head)] = head
             _fill(pipe, payload[len(head) :])
-            return decode(payload)
+            return heard(decode(payload))
 
     def _read_average(self, pipe: Pipe, head: memoryview, length: int) -> None:
         bulk = open_bulk(head, length, "bincode")

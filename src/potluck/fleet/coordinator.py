@@ -16,7 +16,16 @@ import numpy as np
 
 from potluck.agree.windows import Decision, Report, Windows
 from potluck.errors import TheirProtocolError
-from potluck.events import CheckpointSaved, Decided, EpochDone, Stalled, Validated, WorkerCame, WorkerWent
+from potluck.events import (
+    CheckpointFailed,
+    CheckpointSaved,
+    Decided,
+    EpochDone,
+    Stalled,
+    Validated,
+    WorkerCame,
+    WorkerWent,
+)
 from potluck.fleet import bounds
 from potluck.fleet.description import BUFFERS, MAX_TOTAL, Description
 from potluck.fleet.effects import (
@@ -262,6 +271,7 @@ class Coordinator:
         self._saving: int | None = None
         """The peer whose state is on its way to the disk."""
         self._saved = Saved(0, "", "")
+        """The last that is on the disk."""
         self._keep_last = 1
         """The most that a worker wanted to be kept."""
         self._save_moved_at = 0.0
@@ -271,6 +281,10 @@ class Coordinator:
         """(peer, transfer) -> chunks that came from it and have not left here."""
         self.most_floats = MAX_TOTAL
         """What there is memory for."""
+        self._save_again_at: float | None = None
+        """A checkpoint could not be written, and is asked for again then."""
+        self.save_fault = ""
+        """Why the last one could not; empty once one could."""
         self._records: dict[int, StepRecord] = {}
         """Committed, and not yet told as applied."""
         self._drifted = False
@@ -422,6 +436,9 @@ class Coordinator:
         effects += self._tire_of_ranges(now)
         effects += self._tire_of_parcels(now)
         effects += self._tire_of_the_end(now)
+        if self._save_again_at is not None and now >= self._save_again_at and not self.finished:
+            self._save_again_at = None
+            effects += self._ask_for_save()
         is_anybody_waiting = bool(self._waiting or self._stranded) and not self.finished
         if is_anybody_waiting and not self.membership.holders and not self._restoring:
             waited_s = now - (self._alone_since if self._alone_since is not None else now)
@@ -515,22 +532,35 @@ class Coordinator:
         if theirs and self._saving is not None:
             self._clock = now
             return self._refuse(self._saving, "bad checkpoint", error)
-        self._saving = None
+        sender, self._saving, self._saver = self._saving, None, -1
         self._passed_over.clear()
-        self._saved = Saved(step, folder, error)
+        if error:
+            return self._on_save_failed(now, sender, Saved(step, "", error))
+        self._saved, self.save_fault, self._save_again_at = Saved(step, folder, ""), "", None
         if self._save_due is not None and step >= self._save_due.step:
             self._save_due = None
-        self._saver = -1
         effects: list[Effect] = [
             Send(m.peer, self._saved) for m in self.membership.members.values() if not m.plain and not m.leaving
         ]
         for member in [m for m in self.membership.members.values() if m.leaving and m.shut_at is None]:
-            effects += self._let_go(member) if not error else self._shut(member)
-        if not error:
-            saved = CheckpointSaved(step=self._steps.get(step, step), folder=folder, stall_s=0.0, bytes=size)
-            effects.append(Emit(saved))
-            self._steps = {version: steps for version, steps in self._steps.items() if version >= step}
+            effects += self._let_go(member)
+        saved = CheckpointSaved(step=self._steps.get(step, step), folder=folder, stall_s=0.0, bytes=size)
+        effects.append(Emit(saved))
+        self._steps = {version: steps for version, steps in self._steps.items() if version >= step}
         return effects + self._ask_for_save()
+
+    def _on_save_failed(self, now: float, sender: int | None, told: Saved) -> list[Effect]:
+        """No worker ends for it, and none that has the only copy may go: it is asked for again after a while.
+
+        A later one that is due takes its place.
+        """
+        self.save_fault = told.error
+        self._save_due = self._save_due or SaveDue(told.step, self._keep_last)
+        self._save_again_at = now + self.patience_s
+        effects: list[Effect] = [Emit(CheckpointFailed(step=self._steps.get(told.step, told.step), reason=told.error))]
+        if sender in self.membership.members:  # else the rest of this one would be in the way of the next
+            effects.append(Send(sender, StateMore(SAVE, 0)))
+        return effects + [Send(m.peer, told) for m in self.membership.members.values() if not m.plain]
 
     def restored(self, now: float, standing: Standing | None) -> list[Effect]:
         """The run goes on from the newest checkpoint, or from its beginning where there is none."""
@@ -538,7 +568,7 @@ class Coordinator:
         self._expected = 0
         had = standing is not None
         self.standing = standing or Standing()
-        self.previous = self._ahead = self._save_due = None
+        self.previous = self._ahead = self._save_due = self._save_again_at = None
         self._digests.clear()
         self._records.clear()
         self._evaluations.clear()
@@ -1315,14 +1345,14 @@ class Coordinator:
             return []
         self._keep_last = min(MOST_KEPT, max(self._keep_last, due.keep_last))
         if self._save_due is None or due.step > self._save_due.step:
-            self._save_due = due
+            self._save_due, self._save_again_at = due, None
             self._saver, self._save_moved_at = self._leader, self._clock
         return self._ask_for_save()
 
     def _ask_for_save(self) -> list[Effect]:
         """A checkpoint is due, and whoever was to send it is gone."""
         holders = self.membership.holders
-        if self._save_due is None or self._saving is not None or not holders:
+        if self._save_due is None or self._saving is not None or self._save_again_at is not None or not holders:
             return []
         if any(member.worker_id == self._saver for member in holders):
             return []
@@ -1475,6 +1505,7 @@ class Coordinator:
             self._save_due, self._save_moved_at = SaveDue(member.applied, self._keep_last), self._clock
             if self._saving is not None:
                 return []  # once that one is kept
+            self._save_again_at = None
             self._saver = member.worker_id
             return [Send(member.peer, StateRequest(SAVE, member.applied))]
         return self._shut(member)

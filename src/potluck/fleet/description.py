@@ -4,11 +4,12 @@ The first worker that is ready describes the run; every other must describe the 
 """
 
 import json
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from potluck.agree.policy import ApplyPolicy, Async, Cadence, Sync, Windowed
 from potluck.errors import TheirProtocolError
+from potluck.wire.words import clean_all
 
 BUFFERS = 255
 """The component that carries what a step changed in the model's buffers, such as running statistics."""
@@ -147,6 +148,7 @@ class Description:
                 raise ValueError("unit lies in (0, 1], and samples_per_row above 0")
             if not isinstance(described.told, dict) or described.slices > MAX_SLICES:
                 raise ValueError("told is a table, and slices at most 65,536")
+            described = replace(described, told=clean_all(described.told))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise TheirProtocolError(f"Ready.description is not one: {error}.") from None
         return described

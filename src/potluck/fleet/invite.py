@@ -51,8 +51,8 @@ class Invite:
     secret: str
     """Empty: the host lets anyone in."""
     pin: str | None
-    """SHA-256 of the certificate's DER in urlsafe base64, unpadded. None: an unencrypted connection. That is for
-    loopback or for those who insist, and the caller must see to it: a line that lost its end also has no pin."""
+    """SHA-256 of the certificate's DER in urlsafe base64, unpadded. None: an unencrypted connection. That is for hosts
+    that have no secret; with one, the line has lost its end, or was made by an early Potluck for one machine."""
 
     def __post_init__(self) -> None:
         if not (_NAME.fullmatch(self.host) or _is_ipv6(self.host)):
@@ -73,6 +73,16 @@ class Invite:
         if found is None or (found["address"] and not _is_ipv6(found["address"])):
             raise ConfigError(f"This is no invite: one looks like potluck://HOST:PORT/SECRET. {_COPY}")
         return cls(found["address"] or found["name"], int(found["port"]), found["secret"], found["pin"])
+
+    @property
+    def is_open(self) -> bool:
+        """Whether others on the way can read and change all that is said."""
+        return self.pin is None and not is_loopback(self.host)
+
+    def insist_on_pin(self) -> None:
+        """Without it the secret would travel to another machine in plain text."""
+        if self.secret and self.is_open:
+            raise ConfigError("This invite is cut short: it lacks the part after the dot. Copy the whole line.")
 
     def line(self) -> str:
         """The whole invite, secret included, to be handed over in private."""
@@ -144,7 +154,8 @@ class Identity:
         return identity
 
     def invite(self, host: str, port: int, *, encrypted: bool) -> Invite:
-        return Invite(host, port, self.secret, self.pin if encrypted else None)
+        """Without encryption there is no secret either: it would not be one for long."""
+        return Invite(host, port, self.secret, self.pin) if encrypted else Invite(host, port, "", None)
 
     def server_context(self) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

@@ -2,13 +2,24 @@
 
 A step is on the disk before any worker hears of it, so a coordinator that is killed goes on from here. One coordinator
 at a time: the file is held as long as it is open, and the system lets go of it however the process ends.
+
+Every row has a checksum, and one fact, the seal, says how many there are: what comes back from a disk is what was
+written, or is refused when the journal is opened. A file beside it counts the writes, since SQLite itself drops the end
+of its log in silence where that is damaged.
 """
 
+import hashlib
 import json
+import os
 import sqlite3
+import zlib
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
-from potluck.errors import ConfigError
+from potluck.errors import ConfigError, JournalError, PotluckError
 from potluck.fleet.coordinator import Standing
 from potluck.fleet.description import Description
 from potluck.fleet.effects import StepRecord
@@ -25,12 +36,21 @@ CREATE TABLE IF NOT EXISTS ranges (
 );
 CREATE INDEX IF NOT EXISTS ranges_by_step ON ranges (step);
 """
+_COLUMNS = {"facts": {"checksum": "TEXT"}, "steps": {"checksum": "TEXT"}}
+"""That came later: an older journal gets them when it is opened."""
+VERSION = 1
+"""SQLite's user_version, from which on all rows have checksums."""
+SEAL = "seal"
+_DAMAGE = (sqlite3.Error, ValueError, TypeError, KeyError, OverflowError, PotluckError)
 
 
 class Journal:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._kept: dict[str, str] = {}
+        self._writes = self._steps = 0
+        self._outside = -1
+        is_new = not path.exists()
         try:
             # The server's lock lets one thread in at a time.
             self._base = sqlite3.connect(path, timeout=0.2, isolation_level=None, check_same_thread=False)
@@ -39,68 +59,187 @@ class Journal:
             self._base.execute("PRAGMA synchronous=FULL")
             self._base.execute("BEGIN EXCLUSIVE")
             self._base.execute("COMMIT")
-            self._base.executescript(_TABLES)
-            (found,) = self._base.execute("PRAGMA quick_check(1)").fetchone()
-            if found != "ok":
-                raise sqlite3.DatabaseError(found.splitlines()[0])
-        except sqlite3.OperationalError as error:
-            self._close_after_refusal()
-            if "locked" in str(error):
-                raise ConfigError(
-                    f"Another host is using {path} right now. Join that one, or name another folder with --out."
-                ) from None
-            raise ConfigError(f"Cannot open the journal {path}: {error}.") from None
-        except sqlite3.DatabaseError as error:
-            self._close_after_refusal()
-            raise ConfigError(
-                f"{path} is damaged ({error}). Remove it to go on from the newest checkpoint with --resume."
-            ) from None
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            self._outside = os.open(path.with_name(f"{path.name}-writes"), flags, 0o600)
+            self._open(is_new)
+        except OSError as error:
+            self.close()
+            raise ConfigError(f"Cannot open the journal {path}: {error.strerror}.") from None
+        except _DAMAGE as error:
+            self.close()
+            raise self._refusal(error) from None
 
-    def _close_after_refusal(self) -> None:
-        if hasattr(self, "_base"):
-            self._base.close()
+    def _refusal(self, error: Exception) -> ConfigError:
+        told = str(error)
+        if isinstance(error, sqlite3.OperationalError):
+            if "locked" in told:
+                return ConfigError(
+                    f"Another host is using {self.path} right now. Join that one, or name another folder with --out."
+                )
+            if not self.path.is_file() or "disk is full" in told or not os.access(self.path, os.W_OK):
+                return ConfigError(f"Cannot open the journal {self.path}: {told}.")
+        reason = told.removesuffix(".") or type(error).__name__
+        return JournalError(
+            f"{self.path} is damaged ({reason}). Remove it to go on from the newest checkpoint with --resume."
+        )
+
+    def _open(self, is_new: bool) -> None:
+        """Makes the tables, or sees to it that what is in them is what was written."""
+        (found,) = self._base.execute("PRAGMA integrity_check(1)").fetchone()
+        if found != "ok":
+            raise sqlite3.DatabaseError(str(found).splitlines()[0])
+        (version,) = self._base.execute("PRAGMA user_version").fetchone()
+        if version not in (0, VERSION):
+            raise ValueError(f"it has version {version}, and this Potluck reads version {VERSION}")
+        self._base.executescript(_TABLES)
+        for table, columns in _COLUMNS.items():
+            there = {row[1] for row in self._base.execute(f"PRAGMA table_info({table})")}
+            for name in columns.keys() - there:
+                self._base.execute(f"ALTER TABLE {table} ADD COLUMN {name} {columns[name]}")
+        if version == 0:
+            self._seal_all()
+        self._verify(0 if is_new else self._count_outside())
+        self._count_write()
+
+    def _seal_all(self) -> None:
+        """Of a new journal, or of one from before there were checksums: it is believed as it is, this once."""
+        with self._base:
+            self._base.execute("BEGIN IMMEDIATE")
+            facts = self._base.execute("SELECT name, value FROM facts").fetchall()
+            for name, value in facts:
+                self._put_fact(name, value)
+            for row, ranges in list(self._rows()):
+                checksum = _checksum(row, ranges)
+                self._base.execute("UPDATE steps SET checksum = ? WHERE step = ?", (checksum, row["step"]))
+            (self._steps,) = self._base.execute("SELECT count(*) FROM steps").fetchone()
+            self._seal()
+            self._base.execute(f"PRAGMA user_version = {VERSION}")
+
+    def _verify(self, writes: int) -> None:
+        """Every row, and that none is missing."""
+        facts = self._base.execute("SELECT name, value, checksum FROM facts").fetchall()
+        for name, value, checksum in facts:
+            if checksum != _checksum({"name": name, "value": value}):
+                raise ValueError(f"the fact {name!a} does not match its checksum")
+        self._kept = {name: value for name, value, _ in facts}
+        seal = json.loads(self._kept[SEAL])
+        last = self._steps = 0
+        for row, ranges in self._rows():
+            if row["checksum"] != _checksum(row, ranges):
+                raise ValueError(f"step {row['step']} does not match its checksum")
+            self._steps, last = self._steps + 1, row["step"]
+        self._writes = seal["writes"]
+        if seal != self._sealed(self._writes, last):
+            raise ValueError("what it holds is not what was last written")
+        if self._writes < writes:
+            raise ValueError(f"the last {writes - self._writes} of its {writes} writes are missing")
+        if self.description is None and self._steps:
+            raise ValueError("nothing says what it is a journal of")
+
+    def _rows(self) -> Iterator[tuple[dict[str, Any], list[tuple[int, int, int]]]]:
+        """Every step with its ranges, in order."""
+        with closing(self._base.cursor()) as cursor:
+            cursor.row_factory = sqlite3.Row
+            steps = cursor.execute("SELECT * FROM steps ORDER BY step")
+            ranges = self._base.execute("SELECT step, first_row, end_row, worker FROM ranges ORDER BY step, rowid")
+            groups = groupby(ranges, key=lambda found: found[0])
+            step, group = next(groups, (None, iter(())))
+            for row in steps:
+                mine = [found[1:] for found in group] if step == row["step"] else []
+                if step == row["step"]:
+                    step, group = next(groups, (None, iter(())))
+                yield dict(row), mine
+            if step is not None:
+                raise ValueError(f"there are ranges of step {step}, and no such step")
+
+    # Writing
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """One write, and the seal with it: all of it is on the disk, or nothing."""
+        before = dict(self._kept), self._steps
+        try:
+            with self._base:
+                self._base.execute("BEGIN IMMEDIATE")
+                yield
+                self._seal()
+        except Exception as error:
+            self._kept, self._steps = before
+            if isinstance(error, sqlite3.OperationalError):
+                raise ConfigError(
+                    f"Cannot write to the journal {self.path}: {error}. Free some space, then go on with --resume."
+                ) from None
+            raise
+        self._writes += 1
+        self._count_write()
+
+    def _sealed(self, writes: int, last: int) -> dict[str, Any]:
+        return {"writes": writes, "steps": self._steps, "last": last, "facts": sorted(self._kept.keys() - {SEAL})}
+
+    def _seal(self) -> None:
+        last = self._base.execute("SELECT max(step) FROM steps").fetchone()[0] or 0
+        self._put_fact(SEAL, json.dumps(self._sealed(self._writes + 1, last)))
+
+    def _put_fact(self, name: str, value: str) -> None:
+        row = {"name": name, "value": value}
+        self._put("facts", row | {"checksum": _checksum(row)})
+        self._kept[name] = value
+
+    def _put(self, table: str, row: dict[str, Any]) -> None:
+        names, marks = ", ".join(row), ", ".join("?" * len(row))
+        self._base.execute(f"INSERT OR REPLACE INTO {table} ({names}) VALUES ({marks})", tuple(row.values()))
+
+    def _count_write(self) -> None:
+        """Not synced: after a power cut it is behind, and says nothing then."""
+        told = b"%020d" % self._writes
+        with suppress(OSError):
+            os.pwrite(self._outside, b"%s %08x\n" % (told, zlib.crc32(told)), 0)
+
+    def _count_outside(self) -> int:
+        """0 where it cannot be read, or not believed."""
+        with suppress(OSError, ValueError):
+            told, check = os.pread(self._outside, 100, 0).split()
+            if zlib.crc32(told) == int(check, 16):
+                return int(told)
+        return 0
 
     def record(self, record: StepRecord) -> None:
         """A step, once it is whole. A step that is computed again takes the place of the one before."""
-        loss = record.loss if record.loss == record.loss else None
-        with self._base:
-            self._base.execute("BEGIN IMMEDIATE")
+        row: dict[str, Any] = {
+            "step": record.step,
+            "epoch": record.epoch,
+            "first_row": record.row,
+            "rows": record.rows,
+            "rows_seen": record.rows_seen,
+            "samples": float(record.samples),
+            "loss": float(record.loss) if record.loss == record.loss else None,
+            "workers": json.dumps(record.workers),
+        }
+        with self._writing():
+            there = self._base.execute("SELECT count(*) FROM steps WHERE step = ?", (record.step,)).fetchone()[0]
             self._base.execute("DELETE FROM ranges WHERE step = ?", (record.step,))
-            self._base.execute(
-                "INSERT OR REPLACE INTO steps VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-                (
-                    record.step,
-                    record.epoch,
-                    record.row,
-                    record.rows,
-                    record.rows_seen,
-                    record.samples,
-                    loss,
-                    json.dumps(record.workers),
-                ),
-            )
+            self._put("steps", row | {"checksum": _checksum(row, record.ranges)})
             self._base.executemany(
                 "INSERT INTO ranges VALUES (?, ?, ?, ?)", [(record.step, *found) for found in record.ranges]
             )
+            self._steps += 1 - there
 
     def rewind(self, step: int) -> None:
         """The run has gone back to this step: what came after it never was."""
-        with self._base:
-            self._base.execute("BEGIN IMMEDIATE")
+        with self._writing():
             self._base.execute("DELETE FROM steps WHERE step > ?", (step,))
             self._base.execute("DELETE FROM ranges WHERE step > ?", (step,))
+            (self._steps,) = self._base.execute("SELECT count(*) FROM steps").fetchone()
 
     def keep(self, name: str, value: str) -> None:
-        if self._kept.get(name) == value:
-            return
-        self._kept[name] = value
-        with self._base:
-            self._base.execute("BEGIN IMMEDIATE")
-            self._base.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (name, value))
+        if self._kept.get(name) != value:
+            with self._writing():
+                self._put_fact(name, value)
+
+    # Reading
 
     def fact(self, name: str) -> str | None:
-        found = self._base.execute("SELECT value FROM facts WHERE name = ?", (name,)).fetchone()
-        return found[0] if found else None
+        return self._kept.get(name)
 
     @property
     def description(self) -> Description | None:
@@ -137,4 +276,23 @@ class Journal:
         return [step for (step,) in self._base.execute("SELECT step FROM steps ORDER BY step")]
 
     def close(self) -> None:
-        self._base.close()
+        if hasattr(self, "_base"):
+            self._base.close()
+        if self._outside >= 0:
+            os.close(self._outside)
+            self._outside = -1
+
+
+def set_aside(path: Path) -> Path:
+    """A damaged journal, for whoever wants to look into it: all of its files get another name."""
+    aside = path.with_name(f"damaged-{path.name}")
+    for ending in ("", "-wal", "-shm", "-writes"):
+        with suppress(FileNotFoundError):
+            path.with_name(path.name + ending).replace(aside.with_name(aside.name + ending))
+    return aside
+
+
+def _checksum(row: dict[str, Any], ranges: Any = ()) -> str:
+    """Of all columns that have a value: one that is added later changes nothing for the rows before it."""
+    told = sorted((name, value) for name, value in row.items() if value is not None and name != "checksum")
+    return hashlib.sha256(repr((told, sorted(map(tuple, ranges)))).encode()).hexdigest()[:32]

@@ -87,7 +87,8 @@ class Lobby:
     def stop(self) -> None:
         self._stopped = True
         self._ring()
-        self._thread.join(timeout=5)
+        if self._thread.ident is not None:  # a host may end before it has let anybody in
+            self._thread.join(timeout=5)
         with self._lock:
             for guest in list(self._guests.values()):
                 self._flush(guest)
@@ -158,7 +159,8 @@ class Lobby:
             guest = Guest(self._new_peer(), connection, time.monotonic(), FrameReader(UNKNOWN_BYTES))
             if isinstance(address, tuple) and address[0] not in LOOPBACK:
                 guest.address = address[0]
-            if self._tls is not None:
+            # On a Unix socket the system tells each end whose process the other is, and nobody can listen in.
+            if self._tls is not None and listener.family != socket.AF_UNIX:
                 try:
                     guest.socket = self._tls.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
                 except (OSError, ValueError):  # it has gone already
@@ -187,18 +189,8 @@ class Lobby:
         turns = 16  # then somebody else has a turn; what TLS has already taken in would not wake us again
         while turns > 0 or (isinstance(guest.socket, ssl.SSLSocket) and not guest.shaking and guest.socket.pending()):
             turns -= 1
-            if guest.peer not in self._guests or guest.closing:
-                return
-            try:
-                if guest.shaking:
-                    assert isinstance(guest.socket, ssl.SSLSocket)
-                    guest.socket.do_handshake()
-                    guest.shaking = False
-                count = guest.socket.recv_into(guest.reader.space())
-            except (BlockingIOError, ssl.SSLWantReadError):
-                return
-            except ssl.SSLWantWriteError:
-                self._selector.modify(guest.socket, selectors.EVENT_READ | selectors.EVENT_WRITE, guest)
+            count = self._receive(guest)
+            if count is None:
                 return
             if not count:
                 self._end(guest, "it closed the connection")
@@ -208,6 +200,27 @@ class Lobby:
                 if guest.codec is None:
                     guest.codec = codec_of(payload)
                 self._on_payload(guest, payload)
+
+    def _receive(self, guest: Guest) -> int | None:
+        """How many bytes are new in its reader; none: no more for now.
+
+        Under the lock. Another thread could close the guest meanwhile, after which Python would read from an encrypted
+        socket in plain text, or take it out, after which its bytes are for another reader.
+        """
+        with self._lock:
+            if guest.peer not in self._guests or guest.closing:
+                return None
+            try:
+                if guest.shaking:
+                    assert isinstance(guest.socket, ssl.SSLSocket)
+                    guest.socket.do_handshake()
+                    guest.shaking = False
+                return guest.socket.recv_into(guest.reader.space())
+            except (BlockingIOError, ssl.SSLWantReadError):
+                return None
+            except ssl.SSLWantWriteError:
+                self._selector.modify(guest.socket, selectors.EVENT_READ | selectors.EVENT_WRITE, guest)
+                return None
 
     def _flush(self, guest: Guest) -> None:
         try:

@@ -18,17 +18,22 @@ _CREDENTIALS = struct.Struct("3i")
 _MOST_DESCRIPTORS = 4
 _MOST_PARTS = 64
 """Of one sendmsg; the system takes 1,024."""
+_MOST_LINK_S = 4 * 32_767
+"""The system takes no more than a quarter of it before the first question."""
 LOOPBACK_BYTES = 256 << 10
 """The send buffer between processes of one machine: with a larger one, what is sent has left the processor's caches
 before it is received, and a round takes half as long again. Other connections are the system's to tune."""
 SLICE_BYTES = 1 << 20
 """Of one wait for bytes, so that a slow peer is heard of now and then."""
+LINK_TIMES, LEAST_LINK_S = 2, 10.0
+"""A link is dead once the peer's machine has not answered for this many times `patience`, and at least so many seconds.
+More than once: the system counts a peer that is alive and does not read as one that does not answer."""
 
 
 class Pipe:
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
-        self._is_closed = False
+        self.is_closed = False
         self._tls = connection if isinstance(connection, ssl.SSLSocket) else None
         # An SSL object is not for two threads at once: each call holds this lock, and none of them waits inside.
         self._lock = threading.Lock()
@@ -39,13 +44,27 @@ class Pipe:
     @property
     def is_local(self) -> bool:
         """Whether the peer is a process of this machine with which memory can be shared."""
-        return CAN_SHARE and self._socket.family == socket.AF_UNIX
+        return CAN_SHARE and self._tls is None and self._socket.family == socket.AF_UNIX
 
     @property
     def user(self) -> int:
         """Whose process a local peer is."""
         told = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         return int(_CREDENTIALS.unpack(told)[1])
+
+    def give_up_link(self, patience_s: float) -> None:
+        """From now on a peer whose machine does not answer any more, though nothing says so, ends the connection.
+
+        Without this, sent bytes that nobody acknowledges are tried again for a quarter of an hour, and a connection on
+        which nothing is sent is never asked for.
+        """
+        link_s = int(min(max(LEAST_LINK_S, LINK_TIMES * patience_s), _MOST_LINK_S))
+        with contextlib.suppress(OSError, AttributeError):  # not every kind of socket and system has these
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, link_s // 4))
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, link_s // 8))
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 6)
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * link_s)
 
     def send_descriptors(self, parts: Sequence[bytes | memoryview], descriptors: Sequence[int]) -> None:
         """A short message, and open files with it."""
@@ -98,10 +117,14 @@ class Pipe:
                 rest[0] = rest[0][sent:]
 
     def close(self) -> None:
-        """Ends both directions; a thread that waits in either is woken."""
-        self._is_closed = True
+        """Ends both directions; a thread that waits in either is woken.
+
+        By the plain socket's shutdown: an SSLSocket's own forgets its encryption before it ends the connection, and
+        what another thread sends in between would leave in plain text.
+        """
+        self.is_closed = True
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
+            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
     def _receive_local(self, space: memoryview) -> int:
         """Descriptors may come with the bytes."""
@@ -131,7 +154,7 @@ class Pipe:
     def _wait(self, what: int) -> None:
         poller = select.poll()
         poller.register(self._socket, what)
-        while not self._is_closed:
+        while not self.is_closed:
             if poller.poll(1000):
                 return
         raise ConnectionAbortedError("closed here")

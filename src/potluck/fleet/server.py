@@ -20,7 +20,7 @@ from typing import Protocol
 
 import numpy as np
 
-from potluck.errors import ConfigError, TheirProtocolError
+from potluck.errors import ConfigError, PotluckError, TheirProtocolError
 from potluck.events import Event
 from potluck.fleet import effects
 from potluck.fleet.coordinator import SAVE, Coordinator, Standing
@@ -48,6 +48,7 @@ from potluck.wire.messages import (
     StateBegin,
     StateChunk,
 )
+from potluck.wire.words import heard
 
 log = logging.getLogger("potluck.fleet")
 
@@ -175,8 +176,7 @@ class Server:
         """Where the averages are, if others may look."""
         listener = _listen(host, port)
         self.port: int = listener.getsockname()[1]
-        is_here = tls is None and listener.getsockname()[0] in LOOPBACK
-        local = listen_local(self.port) if is_here else None
+        local = listen_local(self.port) if listener.getsockname()[0] in LOOPBACK else None
         self._is_local = local is not None
         self._lobby = Lobby(
             [listener] if local is None else [listener, local],
@@ -228,6 +228,8 @@ class Server:
             try:
                 for effect in decide(time.monotonic()):
                     self._do(effect)
+            except PotluckError as error:  # a sentence: a disk that is full, say
+                self._do(effects.Finish(str(error), failed=True))
             except Exception as error:  # of a thread of ours: nobody would hear of it, and everybody would wait
                 log.exception("the coordinator failed")
                 self._do(effects.Finish(str(error) or type(error).__name__, failed=True))
@@ -358,7 +360,7 @@ class Server:
 
     def _on_lobby_payload(self, guest: Guest, payload: memoryview) -> None:
         assert guest.codec is not None
-        message = decode(payload, guest.codec)
+        message = heard(decode(payload, guest.codec))
         self._act(lambda now: self.core.on_message(now, guest.peer, message, guest.address))
         if guest.peer in self.core.membership.members:
             self._lobby.know(guest.peer)
@@ -373,6 +375,7 @@ class Server:
             return
         plain = self.core.membership.members[effect.peer].plain
         seat = Seat(guest.peer, Pipe(guest.socket), guest.codec, plain, effect.since, time.monotonic())
+        seat.pipe.give_up_link(self.core.patience_s)
         self._seats[guest.peer] = seat
         if seat.pipe.is_local and not plain:
             _put(seat, _Out(ShareMemory()))
@@ -463,7 +466,7 @@ class Server:
         payload = memoryview(bytearray(length))
         payload[: len(head)] = head
         self._fill(seat, payload[len(head) :])
-        message = decode(payload, seat.codec)
+        message = heard(decode(payload, seat.codec))
         if isinstance(message, PartAt):
             self._read_part_at(seat, message)
             return True

@@ -4,12 +4,16 @@ An object is written beside its place and renamed into it. Nothing is synced to 
 process, not a power cut, after which their checksum says that they are not whole. A few files of consumed objects are
 kept as spares, and new objects of their size written over them: that saves the system from freeing and finding the
 same memory over and over, which takes longer than to fill it.
+
+Others may have a right to write there. So no link is followed, and nothing is written over but a plain file of our own
+that has no other name: else somebody could have us overwrite any file of ours.
 """
 
 import errno
 import os
 import re
 import secrets
+import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -25,6 +29,10 @@ SPARES, SPARES_BYTES = 32, 1 << 28
 """Files that are kept to be written over, in each folder: so many, or of so many bytes together."""
 SPARE_BYTES = 1 << 20
 """Smaller ones are not worth it."""
+_MODE = 0o664
+"""Of a file, less the umask: never for everybody to write."""
+_AS_IT_IS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+"""A link is refused, and a named pipe does not make us wait for its other end."""
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
 _FOR_NOW = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.ENOTCONN, errno.EHOSTDOWN, errno.EBUSY}
@@ -40,7 +48,7 @@ class Folder:
     def check(self) -> None:
         with self._troubles():
             try:
-                Path(self._root).mkdir(exist_ok=True)
+                Path(self._root).mkdir(mode=0o770, exist_ok=True)
             except FileNotFoundError:
                 raise StoreError(
                     f"The folder {Path(self._root).parent} does not exist. Make or mount it, so that all workers see"
@@ -75,12 +83,12 @@ class Folder:
     def _open_new(self, path: str) -> int:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         with suppress(FileNotFoundError):
-            return os.open(path, flags, 0o666)
+            return os.open(path, flags, _MODE)
         # Never the root: a share that is not mounted must not become a folder of this machine's own.
         if not Path(self._root).is_dir():
             raise Unreachable(f"{self._root} is gone")
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        return os.open(path, flags, 0o666)
+        return os.open(path, flags, _MODE)
 
     def _open_spare(self, path: str, size: int) -> int | None:
         """A file of exactly that size, which now has that name; none if there is none that we may write."""
@@ -91,7 +99,12 @@ class Folder:
             for spare in _spares(folder, size):
                 with suppress(FileNotFoundError):  # another thread or worker was faster
                     os.rename(f"{folder}/{spare}", path)
-                    return os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+                    descriptor = os.open(path, os.O_WRONLY | _AS_IT_IS)
+                    found = os.fstat(descriptor)
+                    if _is_ours(found) and found.st_size == size:
+                        return descriptor
+                    os.close(descriptor)
+                    os.unlink(path)
         with suppress(OSError):
             os.unlink(path)
         return None
@@ -102,8 +115,13 @@ class Folder:
                 path = f"{self._root}/{name}"
                 folder = path.rpartition("/")[0]
                 with suppress(FileNotFoundError):
-                    size = os.stat(path).st_size
-                    if size >= SPARE_BYTES and len(_spares(folder)) < min(SPARES, SPARES_BYTES // size):
+                    found = os.lstat(path)
+                    size = found.st_size
+                    if (
+                        _is_ours(found)
+                        and size >= SPARE_BYTES
+                        and len(_spares(folder)) < min(SPARES, SPARES_BYTES // size)
+                    ):
                         os.rename(path, f"{folder}/{_SPARE}{size}~{secrets.token_hex(4)}")
                     else:
                         os.unlink(path)
@@ -112,10 +130,16 @@ class Folder:
     def read(self, name: str) -> Iterator["_File"]:
         with self._troubles():
             try:
-                descriptor = os.open(f"{self._root}/{name}", os.O_RDONLY | os.O_CLOEXEC)
+                descriptor = os.open(f"{self._root}/{name}", os.O_RDONLY | _AS_IT_IS)
             except (FileNotFoundError, NotADirectoryError):
                 raise Missing(name) from None
+            except OSError as error:
+                if error.errno in (errno.ELOOP, errno.ENXIO):
+                    raise self._strange(name) from None
+                raise
             try:
+                if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                    raise self._strange(name)
                 yield _File(descriptor)
             finally:
                 os.close(descriptor)
@@ -129,7 +153,9 @@ class Folder:
     def rooms(self, under: str) -> list[str]:
         with self._troubles():
             try:
-                return [entry.name for entry in os.scandir(f"{self._root}/{under}") if entry.is_dir()]
+                return [
+                    entry.name for entry in os.scandir(f"{self._root}/{under}") if entry.is_dir(follow_symlinks=False)
+                ]
             except FileNotFoundError:
                 return []
 
@@ -143,6 +169,12 @@ class Folder:
         for folder, _, _ in os.walk(f"{self._root}/{run}", topdown=False):
             with suppress(OSError):  # somebody may be writing there
                 Path(folder).rmdir()
+
+    def _strange(self, name: str) -> StoreError:
+        return StoreError(
+            f"{self._root}/{name} is no plain file: no worker has put it there. See who may write to that folder, and"
+            " remove it."
+        )
 
     @contextmanager
     def _troubles(self) -> Iterator[None]:
@@ -177,6 +209,11 @@ class _File:
                 break
             done += count
         return done
+
+
+def _is_ours(found: os.stat_result) -> bool:
+    """A plain file that we own and that has no other name."""
+    return stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and found.st_nlink == 1
 
 
 def _spares(folder: str, size: int | None = None) -> list[str]:

@@ -23,6 +23,7 @@ from torch import Tensor
 from potluck.errors import CheckpointError
 from potluck.shard.ranges import Ranges, as_buffer, type_name
 from potluck.shard.stored import make_header, write_all
+from potluck.train.run_folder import make_private
 from potluck.train.shelf import (
     FORMAT,
     WRITING,
@@ -83,7 +84,7 @@ def write(folder: Path, snapshot: Snapshot) -> Path:
     aside = folder / f"{WRITING}{place.name}-{os.getpid()}"
     with failures_told(folder, aside, snapshot.step):
         if not folder.exists():
-            folder.mkdir(parents=True)
+            make_private(folder)
             sync(folder.parent)
         insist_on_space(folder, snapshot.bytes)
         shutil.rmtree(aside, ignore_errors=True)

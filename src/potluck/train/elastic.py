@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from potluck.agree.policy import ApplyPolicy, Sync
-from potluck.errors import CheckpointError, ConfigError, Diverged, Interrupted, PotluckError
+from potluck.errors import ConfigError, Diverged, Interrupted, PotluckError
 from potluck.events import EpochDone, StepDone, StepSkipped, WorkerStep
 from potluck.fleet.client import Client, Lost, Means, position_of
 from potluck.fleet.coordinator import SAVE
@@ -73,6 +73,7 @@ from potluck.wire.messages import (
     StateRequest,
     Work,
 )
+from potluck.wire.words import clean_all
 
 
 class ElasticEngine(Engine):
@@ -125,6 +126,9 @@ class ElasticEngine(Engine):
         self._committed: Committed | None = None
         self._save_due = 0
         self._saved = Saved(0, "", "")
+        """The last checkpoint that is on the host's disk."""
+        self._unsaved = Saved(0, "", "")
+        """The last that the host could not write, and why."""
         self._world = 1
         self._stream: torch.cuda.Stream | None = None
         self._hosted: list[Tensor] = []
@@ -356,10 +360,11 @@ class ElasticEngine(Engine):
                 case StateRequest():
                     self._asked.append(message)
                     self._serve_requests()
+                case Saved() if message.error:
+                    self._unsaved = message
+                    return message
                 case Saved():
                     self._saved = message
-                    if message.error:
-                        raise CheckpointError(message.error)
                     return message
                 case Admitted() if message.wait:
                     self._fetch_state(message)
@@ -510,7 +515,7 @@ class ElasticEngine(Engine):
 
     def _commit(self, committed: Committed, means: Means) -> StepDone | StepSkipped:
         started = time.perf_counter()
-        told = json.loads(committed.workers)
+        told = clean_all(json.loads(committed.workers))
         self._committed = committed
         self._world = max(1, len(told["workers"]))
         tensors = [torch.from_numpy(part) for part in means.parts]
@@ -659,21 +664,33 @@ class ElasticEngine(Engine):
         if self.replaying or self.left or self._over:
             return
         if self._leads:
-            self.wait_for_saves()  # one at a time
+            self._await_saves(until_kept=False)  # one at a time
         self._save_due = self.version
         self.client.send(SaveDue(self.version, keep_last))
         if self._leads:
             self._send_state(StateRequest(SAVE, self.version))
 
     def last_words(self) -> str:
+        fault = self._unsaved.error if self._unsaved.step > self._saved.step else ""
         if self.left:
-            return f"Left the run after step {self.step_number}; it goes on without this worker."
-        return f"The host stopped the run after step {self.step_number}, and has saved it."
+            lost = f" {fault.removesuffix('.')}, and this worker may have had the only weights." if fault else ""
+            return f"Left the run after step {self.step_number}; it goes on without this worker.{lost}"
+        return f"The host stopped the run after step {self.step_number}, {fault or 'and has saved it.'}"
 
     def wait_for_saves(self) -> None:
-        """Until the host has the last checkpoint on its disk."""
-        while self._saved.step < self._save_due and not self.left and not self._over:
+        """Until the host has the last checkpoint on its disk. Where it cannot write, it is tried again until it can."""
+        self._await_saves(until_kept=True)
+
+    def _await_saves(self, *, until_kept: bool) -> None:
+        told = ""
+        while not self.left and not self._over:
+            answered = self._saved.step if until_kept else max(self._saved.step, self._unsaved.step)
+            if answered >= self._save_due:
+                return
             message = self._receive()
+            if isinstance(message, Saved) and message.error not in ("", told) and until_kept and self.speaks:
+                told = message.error
+                self.client.say(f"{told.removesuffix('.')}. It is tried again. Ctrl-C leaves all the same.")
             if isinstance(message, Shutdown):
                 self.stopping = self._over = True
             elif isinstance(message, Work | Committed):
@@ -737,7 +754,7 @@ class ElasticEngine(Engine):
         self.stopping = self._over = True
 
     def _await_goodbye(self, patience_s: float) -> None:
-        deadline = time.monotonic() + patience_s
+        deadline, was_asked = time.monotonic() + patience_s, False
         while True:  # until nothing came in time: each rank of a node has a clock of its own, and all hear the same
             message = self.client.receive(timeout_s=max(0.0, deadline - time.monotonic()))
             match message:
@@ -746,7 +763,11 @@ class ElasticEngine(Engine):
                 case StateRequest():
                     self._asked.append(message)
                     self._serve_requests()
-                    deadline = time.monotonic() + 10 * patience_s
+                    if not was_asked:  # it may be asked again and again, where the host cannot write
+                        deadline, was_asked = time.monotonic() + 10 * patience_s, True
+                case Saved() if message.error:
+                    self._unsaved = message
+                    self.client.say(f"{message.error.removesuffix('.')}. It is tried again before this worker goes.")
 
     def close(self) -> None:
         """Tells the host that this worker has finished; the run ends when all who hold its weights have."""

@@ -4,15 +4,14 @@ The run folder holds all that a host which is started again needs: the journal o
 the identity that its invites name. Imports no torch: whatever computes is a worker, also on this machine.
 """
 
-import os
 import signal
 import socket
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from types import FrameType
 from typing import Any
 
-from potluck.errors import ConfigError, Interrupted
+from potluck.errors import ConfigError, Interrupted, JournalError
 from potluck.events import (
     CheckpointPassedOver,
     Event,
@@ -31,7 +30,7 @@ from potluck.fleet.coordinator import Coordinator
 from potluck.fleet.description import Description
 from potluck.fleet.effects import Finish, StepRecord
 from potluck.fleet.invite import INVITE, Identity, Invite, is_loopback
-from potluck.fleet.journal import Journal
+from potluck.fleet.journal import Journal, set_aside
 from potluck.fleet.server import Server
 from potluck.train.crew import Crew, say
 from potluck.train.keeper import Keeper
@@ -39,6 +38,7 @@ from potluck.train.launch import QUIET
 from potluck.train.order import HostOrder
 from potluck.train.picture import draw_losses
 from potluck.train.progress import Progress, duration
+from potluck.train.run_folder import hold, make_run_folder, write_whole
 
 LOCAL = "host-worker-"
 """Names of workers that end with the host."""
@@ -53,23 +53,17 @@ class _Host:
     def __init__(self, order: HostOrder, stack: ExitStack) -> None:
         self.order = order
         self.folder = order.folder
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(
-                f"Cannot write to the run folder {self.folder}: {error.strerror}. Choose another with --out."
-            ) from None
-        self.journal = Journal(self.folder / "journal.sqlite")
-        if order.recipe:
-            aside = self.folder / ".run.toml"
-            aside.write_text(order.recipe, encoding="utf-8")
-            aside.rename(self.folder / "run.toml")
-        stack.callback(self.journal.close)
+        make_run_folder(self.folder)
+        stack.enter_context(hold(self.folder))
         self.events = EventLog()
         self.keeper = Keeper(
             self.folder / "checkpoints",
             lambda path, reason: self.events.emit(CheckpointPassedOver(folder=str(path), reason=reason)),
         )
+        self.journal = self._open_journal()
+        stack.callback(self.journal.close)
+        if order.recipe:
+            self._write("run.toml", order.recipe, 0o666)
         self.loss: float | None = None
         self.validation: float | None = None
         self.skipped = 0
@@ -137,8 +131,6 @@ class _Host:
                 f"{self.folder} already holds a run, at step {steps}. Go on with it by --resume, or name another"
                 " folder with --out."
             )
-        encrypted = not (order.insecure or is_loopback(order.host))
-        self.encrypted = encrypted
         coordinator = Coordinator(
             patience_s=order.patience_s,
             secret="" if order.insecure else identity.secret,
@@ -151,12 +143,12 @@ class _Host:
             next_id=int(journal.fact("next worker") or 0),
             expected=int(journal.fact("workers") or 0),
         )
-        port = order.port or int(journal.fact("port") or 0)
+        port = order.port or int(journal.fact("port") or 0) or self._port_before()
         server = Server(
             coordinator,
             host=order.host,
             port=port,
-            tls=identity.server_context() if encrypted else None,
+            tls=None if order.insecure else identity.server_context(),
             journal=journal,
             saver=self.keeper,
             on_event=self.events.emit,
@@ -169,15 +161,39 @@ class _Host:
         return server
 
     def _invite(self, address: str) -> Invite:
-        if self.order.insecure:
-            return Invite(address, self.server.port, "", None)
-        return self.identity.invite(address, self.server.port, encrypted=self.encrypted)
+        return self.identity.invite(address, self.server.port, encrypted=not self.order.insecure)
+
+    def _open_journal(self) -> Journal:
+        """A damaged one is set aside where there is a checkpoint to go on from."""
+        path = self.folder / "journal.sqlite"
+        try:
+            return Journal(path)
+        except JournalError as error:
+            newest = self.keeper.newest() if self.order.resume else None
+            if newest is None:
+                raise
+            why = str(error).partition(". Remove it")[0]
+            say(f"{why}. It is now {set_aside(path).name}, and the run goes on from {newest[0].name}.")
+            return Journal(path)
+
+    def _port_before(self) -> int:
+        """Of the last invite, where no journal tells it: workers will come back there."""
+        with suppress(OSError, ValueError, ConfigError):
+            return Invite.parse((self.folder / "invite").read_text(encoding="utf-8").strip()).port
+        return 0
+
+    def _write(self, name: str, text: str, mode: int) -> None:
+        try:
+            write_whole(self.folder / name, text, mode)
+        except OSError as error:
+            raise ConfigError(
+                f"Cannot write {self.folder / name}: {error.strerror}. Free some space, or choose another folder with"
+                " --out."
+            ) from None
 
     def _show(self, invite: Invite) -> None:
         path = self.folder / "invite"
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(invite.line() + "\n")
+        self._write(path.name, invite.line() + "\n", 0o600)
         if self.order.insecure:
             say(
                 f"INSECURE: anybody who reaches {self.order.host} port {self.server.port} can take part, read the"
@@ -265,19 +281,21 @@ class _Host:
     # The end
 
     def _end(self, finish: Finish) -> None:
-        standing = self.server.core.standing
-        self.journal.keep("workers", "0")
-        self.events.emit(
-            RunEnded(
-                reason=finish.reason,
-                step=self.server.core.steps_done,
-                rows_seen=standing.rows_seen,
-                seconds=time.monotonic() - self.started,
-                loss=self.loss,
-                validation_loss=self.validation,
-                skipped=self.skipped,
-            )
+        ended = RunEnded(
+            reason=finish.reason,
+            step=self.server.core.steps_done,
+            rows_seen=self.server.core.standing.rows_seen,
+            seconds=time.monotonic() - self.started,
+            loss=self.loss,
+            validation_loss=self.validation,
+            skipped=self.skipped,
         )
+        try:
+            self.journal.keep("workers", "0")
+            self.events.emit(ended)
+        except ConfigError as error:  # a full disk, say: the last words must be heard all the same
+            if str(error) != finish.reason:
+                say(str(error))
 
     def _farewell(self, finish: Finish) -> int:
         step = self.server.core.steps_done
@@ -286,6 +304,10 @@ class _Host:
             return 1
         newest = self.keeper.newest()
         saved = f" Saved in {newest[0]}." if newest is not None else ""
+        fault = self.server.core.save_fault
+        if fault:  # what is saved is older than what was trained
+            saved = f" The newest checkpoint is {newest[0]}." if newest is not None else ""
+            say(f"{fault.removesuffix('.')}. What was trained after the newest checkpoint is lost.")
         if finish.reason == "interrupted":
             again = f" Go on with: potluck host {self.folder}/run.toml --out {self.folder} --resume" if saved else ""
             say(f"Stopped after step {step}.{saved}{again}")
@@ -294,8 +316,12 @@ class _Host:
         validation = f", validation loss {self.validation:.4f}" if self.validation is not None else ""
         took = duration(time.monotonic() - self.started)
         print(f"\nFinished {step:,} steps in {took}{loss}{validation}.{saved}", flush=True)
-        if step:
-            print(f"  loss curve   {draw_losses(self.folder / 'events.jsonl', self.folder / 'loss.png')}", flush=True)
+        if fault:
+            return 1
+        with suppress(OSError):  # no room for a picture
+            if step:
+                curve = draw_losses(self.folder / "events.jsonl", self.folder / "loss.png")
+                print(f"  loss curve   {curve}", flush=True)
         return 0
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import FrameType
 
 from potluck.errors import ConfigError, Interrupted
-from potluck.fleet.invite import INVITE, is_loopback, read_invite
+from potluck.fleet.invite import INVITE, read_invite
 from potluck.train.crew import Crew, say
 from potluck.train.launch import QUIET
 from potluck.train.order import WorkersConfig
@@ -19,8 +19,7 @@ def join(invite: str, script: list[str], config: WorkersConfig, settings: tuple[
     found = read_invite(None if invite == HIDDEN else invite)
     if script and not Path(script[0]).is_file():
         raise ConfigError(f"There is no script {script[0]}.")
-    if found.pin is None and found.secret and not is_loopback(found.host):
-        raise ConfigError("This invite is cut short: it lacks the part after the dot. Copy the whole line.")
+    found.insist_on_pin()
     if invite != HIDDEN and invite != "-" and not Path(invite).is_file():
         _hide(found.line(), invite)
     command = script or ["--join", json.dumps(list(settings))]

@@ -17,6 +17,7 @@ from potluck.fleet.description import MAX_WHOLE
 from potluck.fleet.parcel import Unpacker
 from potluck.fleet.server import OnSaved
 from potluck.train import shelf
+from potluck.train.run_folder import make_private
 
 MOST_BYTES = 1 << 44
 
@@ -65,7 +66,8 @@ class Keeper:
         self._generation += 1
         aside = self.folder / f"{shelf.WRITING}{step:08d}-{os.getpid()}-{self._generation}"
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            make_private(self.folder)
+            shelf.sync(self.folder.parent)
             unpacker = Unpacker(aside, header, MOST_BYTES)
             shelf.insist_on_space(self.folder, unpacker.total)
             while not unpacker.is_complete:
@@ -81,6 +83,7 @@ class Keeper:
                 raise CheckpointError(f"its manifest is of step {body['step']}")
             for file in aside.iterdir():
                 shelf.sync(file)
+            shelf.sync(aside)  # else the name could outlive a power cut, and what it names could not
             place = shelf.free_place(self.folder, body["step"])  # for people; `step` counts agreements
             aside.rename(place)
             shelf.sync(self.folder)

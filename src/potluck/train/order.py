@@ -12,6 +12,7 @@ import tomli_w
 
 from potluck.config import from_dict, parse_toml
 from potluck.errors import ConfigError
+from potluck.train.run_folder import holds_run, name_fault
 from potluck.train.slowdown import Slowdown
 
 PATIENCE_S = 600.0
@@ -122,14 +123,16 @@ def host_order(
     else:
         text, source = find_recipe(what)
         table = parse_toml(text, source=source, overrides=settings)
-        name = str(table.get("name", "run"))
+        name = table.get("name", "run")
+        if fault := name_fault(name):
+            raise ConfigError(f"{source}: name {fault}.")
         if threads is None and isinstance(table.get("workers"), dict):
             threads = from_dict(WorkersConfig, table["workers"], "workers").threads
         recipe, command = tomli_w.dumps(table), ("--join", "[]")
     folder = Path(out) if out else Path("runs") / name
     if out is None and not resume:
         folder = _free_folder(folder)
-    if resume and not ((folder / "journal.sqlite").exists() or (folder / "checkpoints").exists()):
+    if resume and not holds_run(folder):
         raise ConfigError(f"There is no run to resume in {folder}. Leave out --resume, or name its folder with --out.")
     try:
         config = WorkersConfig(count=max(1, workers), threads=threads)
@@ -154,7 +157,7 @@ def host_order(
 def _free_folder(wanted: Path) -> Path:
     """A new run never takes over a folder that holds one."""
     number, found = 2, wanted
-    while (found / "journal.sqlite").exists() or (found / "checkpoints").exists():
+    while holds_run(found):
         found = wanted.with_name(f"{wanted.name}-{number}")
         number += 1
     return found

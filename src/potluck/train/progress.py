@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from potluck.events import (
+    CheckpointFailed,
     CheckpointPassedOver,
     CheckpointSaved,
     Decided,
@@ -76,6 +77,8 @@ class Progress:
                 self.say(event.sentence, style="green" if event.same_weights and event.used == event.total else "red")
             case CheckpointPassedOver():
                 self.say(f"Passed over a checkpoint: {event.reason}", style="yellow")
+            case CheckpointFailed():
+                self.say(f"{event.reason.removesuffix('.')}. Training goes on, and it is tried again.", style="red")
             case CheckpointSaved():
                 if self._live is None:
                     self.say(f"step {event.step}: saved {event.folder} ({size(event.bytes)})")
@@ -184,12 +187,12 @@ class Progress:
             return _table_of_stages(workers)
         table = Table(box=None, pad_edge=False, header_style="dim")
         for name in ("worker", "rows", "share", "busy", "waiting", f"{self._run.unit}/s"):
-            table.add_column(name, justify="left" if name == "worker" else "right", min_width=9)
+            table.add_column(Text(name), justify="left" if name == "worker" else "right", min_width=9)
         rows = sum(worker.rows for worker in workers)
         for worker in workers:
             took = max(worker.busy_s + worker.wait_s, 1e-9)
             table.add_row(
-                _name(worker),
+                Text(_name(worker)),  # as it is: brackets in a bare string would be instructions
                 f"{worker.rows:,}",
                 share(worker.rows, rows - worker.rows),
                 f"{worker.busy_s * 1000:,.0f} ms" if worker.busy_s < 10 else f"{worker.busy_s:,.1f} s",
@@ -221,7 +224,7 @@ def _table_of_stages(workers: tuple[WorkerStep, ...]) -> Table:
     for name in ("stage", "rows", "busy", "waiting", "sending"):
         table.add_column(name, justify="left" if name == "stage" else "right", min_width=9)
     for worker in workers:
-        table.add_row(_name(worker).removeprefix("stage "), f"{worker.rows:,}", *_shares(worker))
+        table.add_row(Text(_name(worker).removeprefix("stage ")), f"{worker.rows:,}", *_shares(worker))
     return table
 
 

@@ -32,8 +32,10 @@ from potluck.train.order import Order, WorkersConfig, find_recipe
 from potluck.train.progress import count, size
 from potluck.train.ranks import is_later_rank
 from potluck.train.replica import StepConfig
+from potluck.train.run_folder import holds_run, name_fault, write_whole
 from potluck.train.slowdown import Brake
 from potluck.train.trainer import FitConfig, Summary, Trainer
+from potluck.wire.words import clean
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,8 +74,8 @@ class RunConfig:
     """Cuts the model over several workers; none: each has all layers."""
 
     def __post_init__(self) -> None:
-        if not self.name or Path(self.name).name != self.name or self.name.startswith("."):
-            raise ValueError(f"name must be a plain word for a folder, not {self.name!r}")
+        if fault := name_fault(self.name):
+            raise ValueError(f"name {fault}")
         if self.stages is not None and self.batch.micro_size is not None:
             raise ValueError("batch.micro_size does not go with stages: stages.protocol.micro_batch_size cuts a batch")
         if self.model.vocab < 256:
@@ -152,7 +154,10 @@ def join(arguments: list[str]) -> None:
             raise ConfigError(
                 "This host trains a script, not a recipe. Join with your copy of it: potluck join - SCRIPT"
             )
-        config = from_toml(RunConfig, text, source="the host's recipe", overrides=settings)
+        try:
+            config = from_toml(RunConfig, text, source="the host's recipe", overrides=settings)
+        except ConfigError as error:  # it may quote the recipe, which the host wrote
+            raise ConfigError(clean(str(error))) from None
         if config.stages is not None:
             raise ConfigError(
                 "This host's recipe cuts the model into stages, which a host cannot lead. Train it with potluck train;"
@@ -192,9 +197,7 @@ def _insist_on_memory(config: RunConfig, engine: Engine) -> None:
 def _keep_recipe(event: Event, folder: Path, config: RunConfig) -> None:
     """Once the run has really started: a resume that was refused must not change what the folder says."""
     if isinstance(event, RunStarted):
-        aside = folder / ".run.toml"
-        aside.write_text(to_toml(config), encoding="utf-8")
-        aside.rename(folder / "run.toml")
+        write_whole(folder / "run.toml", to_toml(config))
 
 
 def _run_folder(config: RunConfig, order: Order, engine: Engine) -> Path | str:
@@ -204,9 +207,9 @@ def _run_folder(config: RunConfig, order: Order, engine: Engine) -> Path | str:
     if engine.recovery is not None and engine.recovery.standing["folder"] is not None:
         return str(engine.recovery.standing["folder"])
     wanted = Path(order.out) if order.out else Path("runs") / config.name
-    taken = (wanted / "checkpoints").exists()
+    taken = holds_run(wanted)
     if order.resume:
-        if not taken:
+        if not (wanted / "checkpoints").exists():
             raise ConfigError(
                 f"There is no run to resume in {wanted}. Leave out --resume, or name its folder with --out."
             )
@@ -216,7 +219,7 @@ def _run_folder(config: RunConfig, order: Order, engine: Engine) -> Path | str:
             f"{wanted} already holds a run. Go on with it by --resume, or name another folder with --out."
         )
     numbered = (wanted.with_name(f"{wanted.name}-{number}") for number in itertools.count(2))
-    return wanted if not taken else next(path for path in numbered if not (path / "checkpoints").exists())
+    return wanted if not taken else next(path for path in numbered if not holds_run(path))
 
 
 def _optimizer(model: GPT, config: OptimizerConfig) -> torch.optim.Optimizer:

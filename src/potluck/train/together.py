@@ -15,6 +15,7 @@ from typing import Any
 
 from potluck.errors import CheckpointError
 from potluck.train.checkpoint import MODEL, OPTIMIZER, Snapshot, failures_told, finish, ranges, write_tensors
+from potluck.train.run_folder import make_private
 from potluck.train.shelf import FORMAT_IN_PARTS, WRITING, free_place, insist_on_space, sync
 
 PATIENCE_S = 600.0
@@ -52,7 +53,8 @@ def new_aside(folder: Path, step: int) -> Path:
     """A new folder to write a checkpoint into, before it has its place."""
     aside = folder / f"{WRITING}step-{step:08d}-{os.getpid()}-{time.time_ns()}"
     with failures_told(folder, aside, step):
-        aside.mkdir(parents=True)
+        make_private(folder)
+        aside.mkdir()
     return aside
 
 

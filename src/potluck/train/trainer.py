@@ -5,7 +5,6 @@
 `loss(model, batch)` gives the mean over the batch's rows, or (mean, samples) to count in something else.
 """
 
-import fcntl
 import os
 import shutil
 import signal
@@ -17,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any, NoReturn
+from typing import Any, NoReturn
 
 from torch import nn
 from torch.optim import Optimizer
@@ -40,6 +39,7 @@ from potluck.train.data import BatchConfig, as_dataset
 from potluck.train.engine import Engine, LossFunction, init
 from potluck.train.launch import LAST_WORDS
 from potluck.train.progress import Progress, size
+from potluck.train.run_folder import hold, make_run_folder
 from potluck.train.schedule import ScheduleConfig
 
 
@@ -319,8 +319,9 @@ class Trainer:
         """What listens on rank 0; the stack closes it."""
         if not resume and holds_any(self.checkpoints):
             raise ConfigError(f"{self.folder} already holds a run. Go on with it by resuming, or name another folder.")
-        make_folder(self.folder, needed_bytes=3 * sum(p.nbytes for p in self.model.parameters()))
-        stack.enter_context(_lock(self.folder))
+        make_run_folder(self.folder)
+        _insist_on_room(self.folder, 3 * sum(p.nbytes for p in self.model.parameters()))
+        stack.enter_context(hold(self.folder))
         file = EventFile(self.folder / "events.jsonl")
         stack.callback(file.close)
         opened: list[Listener] = [file]
@@ -329,17 +330,8 @@ class Trainer:
         return opened
 
 
-def make_folder(folder: Path, needed_bytes: int = 0) -> None:
-    """The run folder, seen to be writable and to have room before anything is computed."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".probe-{os.getpid()}"
-        probe.write_bytes(b"potluck")
-        probe.unlink()
-    except OSError as error:
-        raise ConfigError(
-            f"Cannot write to the run folder {folder}: {error.strerror}. Choose another with --out."
-        ) from None
+def _insist_on_room(folder: Path, needed_bytes: int) -> None:
+    """Before anything is computed."""
     free = shutil.disk_usage(folder).free
     if free < needed_bytes:
         raise ConfigError(
@@ -354,16 +346,6 @@ def _batch(size: int | BatchConfig) -> BatchConfig:
     if not isinstance(size, int) or size < 1:
         raise ConfigError(f"batch_size is the rows of a step, a whole number of at least 1, not {size!r}.")
     return BatchConfig(size=size)
-
-
-def _lock(folder: Path) -> IO[bytes]:
-    """Held while the run lives; the system lets go of it however the run ends."""
-    file = (folder / ".lock").open("wb")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        raise ConfigError(f"Another run is using {folder} right now. Wait for it, or name another folder.") from None
-    return file
 
 
 def _tensorboard(folder: Path) -> Callable[[Event], None]:

@@ -1,0 +1,76 @@
+"""The run folder: what it may be called, who may look into it, and that one run at a time is in it. Imports no torch.
+
+It is made for its owner alone, since checkpoints, events and recipes tell what is trained, and on what. A folder that
+was there before keeps the permissions that somebody gave it.
+"""
+
+import fcntl
+import os
+import unicodedata
+from pathlib import Path
+from typing import IO
+
+from potluck.errors import ConfigError
+
+LONGEST_NAME_BYTES = 200
+"""File systems take 255; a number may follow."""
+
+
+def name_fault(name: object) -> str:
+    """Why this is no name for a run, to follow `name`; empty if it is one."""
+    if not isinstance(name, str) or not name.strip() or name.startswith(".") or "/" in name or "\\" in name:
+        return f"must be a plain word for a folder, not {name!a}"
+    if any(unicodedata.category(letter)[0] == "C" for letter in name):
+        return f"must have no control characters, not {name!a}"
+    if len(name.encode()) > LONGEST_NAME_BYTES:
+        return f"must be no longer than {LONGEST_NAME_BYTES} bytes, not {len(name.encode()):,}"
+    return ""
+
+
+def holds_run(folder: Path) -> bool:
+    return (folder / "journal.sqlite").exists() or (folder / "checkpoints").exists()
+
+
+def make_private(folder: Path) -> None:
+    """For its owner alone, unless it is there already."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
+def make_run_folder(folder: Path) -> None:
+    """Seen to be writable before anything is computed."""
+    try:
+        make_private(folder)
+        probe = folder / f".probe-{os.getpid()}"
+        probe.write_bytes(b"potluck")
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(
+            f"Cannot write to the run folder {folder}: {error.strerror}. Choose another with --out."
+        ) from None
+
+
+def hold(folder: Path) -> IO[bytes]:
+    """Held while the run lives, whatever leads it; the system lets go of it however the run ends."""
+    try:
+        file = (folder / ".lock").open("ab")
+    except OSError as error:
+        raise ConfigError(f"Cannot write to the run folder {folder}: {error.strerror}.") from None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        raise ConfigError(
+            f"Another run is using {folder} right now. Wait for it, join it if it has a host, or name another folder"
+            " with --out."
+        ) from None
+    return file
+
+
+def write_whole(path: Path, text: str, mode: int = 0o666) -> None:
+    """It appears at once, with this mode less the umask. What was there is replaced; a link is not followed."""
+    aside = path.with_name(f".{path.name}-{os.getpid()}")
+    aside.unlink(missing_ok=True)
+    descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(text)
+    aside.replace(path)

@@ -1,0 +1,158 @@
+"""Whoever takes a dead host's place learns nothing from the workers that come back, and cannot lead them."""
+
+import contextlib
+import socket
+import ssl
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from potluck.errors import ConfigError, WorkerLost
+from potluck.fleet import client as client_module
+from potluck.fleet.client import Client, Lost
+from potluck.fleet.invite import Identity, Invite
+from potluck.wire import Welcome, encode
+from tests.fleet.fleet import start_coordinator, wait_until
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class Impostor:
+    """Listens on a port that a host has left, in its own way, and keeps all that it hears."""
+
+    def __init__(self, port: int, tls: ssl.SSLContext | None, answer: bytes = b"") -> None:
+        self.heard = bytearray()
+        self.visits = 0
+        self.tls = tls
+        self.answer = answer
+        self.listener = socket.create_server(("127.0.0.1", port))
+        self.port: int = self.listener.getsockname()[1]
+        self.thread = threading.Thread(target=self._serve, daemon=True)
+        self.thread.start()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection, _ = self.listener.accept()
+            except OSError:
+                return
+            self.visits += 1
+            connection.settimeout(5)
+            with contextlib.suppress(OSError):
+                if self.tls is not None:
+                    connection = self.tls.wrap_socket(connection, server_side=True)
+                if self.answer:
+                    connection.sendall(self.answer)
+                while data := connection.recv(1 << 16):
+                    self.heard += data
+                    if self.tls is None and not self.answer:
+                        break
+            connection.close()
+
+    def close(self) -> None:
+        self.listener.shutdown(socket.SHUT_RDWR)
+        self.listener.close()
+        self.thread.join()
+
+
+@contextlib.contextmanager
+def impostor(port: int, tls: ssl.SSLContext | None, answer: bytes = b"") -> Iterator[Impostor]:
+    found = Impostor(port, tls, answer)
+    try:
+        yield found
+    finally:
+        found.close()
+
+
+def helper(invite: Invite, said: list[str]) -> Client:
+    return Client(invite, name="somebody special", kind="cpu", say=said.append)
+
+
+@pytest.mark.parametrize("how", ["plain", "plain and welcoming", "with a certificate of its own"])
+def test_a_worker_tells_nothing_to_whoever_took_the_port_and_finds_the_host_again(how: str, tmp_path: Path) -> None:
+    process, invite = start_coordinator(tmp_path, encrypted=True)
+    assert invite.pin is not None and invite.secret  # on loopback, too
+    said: list[str] = []
+    client = helper(invite, said)
+    client.connect()
+    process.kill()
+    process.join()
+    assert isinstance(client.receive(10), Lost)
+    stranger = Identity.load_or_make(tmp_path / "stranger").server_context() if "certificate" in how else None
+    answer = encode(Welcome(0, 1000, "")) if "welcoming" in how else b""
+    again = threading.Thread(target=client.connect, kwargs={"again": True}, daemon=True)
+    with impostor(invite.port, stranger, answer) as thief:
+        again.start()
+        wait_until(lambda: thief.visits >= 4 and bool(said), tell=lambda: f"{thief.visits} {said}")
+    assert invite.secret.encode() not in thief.heard and b"somebody special" not in thief.heard
+    if stranger is not None:
+        assert not thief.heard  # not a byte within the encryption
+    where = f"127.0.0.1:{invite.port}"
+    assert said == [
+        f"The host at {where} does not answer; trying again."
+        if how == "plain"  # it hangs up: so does a host that ends
+        else f"At {where} is not the host that invited this worker, so it is told nothing; trying again."
+    ]
+    assert again.is_alive()
+    _, other = start_coordinator(tmp_path, port=invite.port, encrypted=True)
+    assert other == invite
+    again.join(20)
+    assert not again.is_alive() and client.welcome is not None
+    client.close()
+
+
+def test_a_worker_gives_up_in_the_end_where_an_impostor_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "GIVE_UP", 0.05)  # times a patience of 10 s
+    with impostor(0, Identity.load_or_make(tmp_path / "stranger").server_context()) as thief:
+        ours = Identity.load_or_make(tmp_path / "ours").invite("127.0.0.1", thief.port, encrypted=True)
+        with pytest.raises(WorkerLost, match=r"The host has not been back .* is not the host that invited you"):
+            helper(ours, []).connect(again=True)
+        with pytest.raises(ConfigError, match="Ask for a new invite"):  # the first time there is nothing to wait for
+            helper(ours, []).connect()
+    assert not thief.heard
+
+
+def test_an_invite_of_an_early_potluck_never_sends_its_secret_over_tcp(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "GIVE_UP", 0.02)
+    _, invite = start_coordinator(tmp_path, encrypted=True)
+    early = Invite.parse(replace(invite, pin=None).line())
+    client = helper(early, [])
+    assert client.connect().worker_id == 0  # by the socket of this machine, as ever
+    client.close()
+    with impostor(0, None) as thief, pytest.raises((ConfigError, WorkerLost)):
+        helper(replace(early, port=thief.port), []).connect(again=True)
+    assert not thief.visits
+
+
+def test_a_cut_invite_is_refused_wherever_it_is_used() -> None:
+    with pytest.raises(ConfigError, match="cut short"):
+        helper(Invite("192.0.2.1", 1, "secret", None), [])
+
+
+def test_an_open_way_to_another_machine_is_told_to_the_one_who_joins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "GIVE_UP", -1)
+    said: list[str] = []
+    with pytest.raises((WorkerLost, ConfigError)):
+        helper(Invite("no-such-host.invalid", 1, "", None), said).connect()
+    assert said[0].startswith("INSECURE: the way to no-such-host.invalid is not encrypted.")
+    here: list[str] = []
+    with pytest.raises((WorkerLost, ConfigError)):
+        helper(Invite("127.0.0.1", 1, "", None), here).connect()
+    assert not here
+
+
+def test_a_host_that_takes_a_connection_and_says_nothing_does_not_keep_a_worker_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(client_module, "ANSWER_S", 0.1)
+    monkeypatch.setattr(client_module, "GIVE_UP", -1)
+    monkeypatch.setattr(Client, "patience_s", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        client = helper(Invite("127.0.0.1", silent.getsockname()[1], "", None), [])
+        with pytest.raises(WorkerLost, match="does not answer"):
+            client.connect()
