@@ -253,11 +253,12 @@ def test_hashes_of_old_steps_do_not_pile_up() -> None:
         Applied(0, "x" * 300, 0.1, 1.0, ""),
         Applied(0, "x", 0.1, 1.0, "x" * 5000),
         Leave(0, "x" * 5000),
+        StateBegin(SAVE, 0, "[" * 70_000),
         SliceReport(1, np.zeros(0, "<u4"), np.zeros(0), np.zeros(0), 0.1, bytes(1 << 20)),
         SliceReport(1, np.zeros(70_000, "<u4"), np.zeros(70_000), np.zeros(70_000), 0.1, b""),
         *(SliceReport(1, np.zeros(0, "<u4"), np.zeros(0), np.zeros(0), s, b"") for s in (-1.0, 1e300, np.inf, np.nan)),
     ],
-    ids=["hash", "fault", "reason", "used", "slices", "before", "aeons", "for ever", "no time"],
+    ids=["hash", "fault", "reason", "header", "used", "slices", "before", "aeons", "for ever", "no time"],
 )
 def test_texts_and_figures_that_no_honest_worker_sends_are_refused_by_name(message: Message) -> None:
     run = Fleet(workers=2)

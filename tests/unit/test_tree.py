@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from potluck.fleet.membership import LEAST_S, Member
+from potluck.fleet.membership import LEAST_S, Membership
 from potluck.fleet.tree import (
     QUOTA_GAIN,
     Node,

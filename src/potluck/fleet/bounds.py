@@ -7,12 +7,14 @@ from dataclasses import replace
 
 from potluck.errors import TheirProtocolError
 from potluck.fleet.description import MAX_SLICES, Description
-from potluck.wire.messages import Applied, Hello, JoinRequest, Leave, Message, Ready, SliceReport
+from potluck.wire.messages import Applied, Hello, JoinRequest, Leave, Message, Ready, SliceReport, StateBegin
 
 MOST_WORKERS = 4096
 """At once, those included who are not ready yet."""
 MOST_NAME, MOST_TEXT = 255, 4096
 """Characters of a name or a hash, and of a sentence."""
+MOST_HEADER = 1 << 16
+"""Of a parcel: 64 names and sizes are far shorter."""
 LEAST_BUSY_S, MOST_BUSY_S = 1e-6, 1e9
 """Of one piece of work: speeds are quotients of these, and shares are quotients of speeds."""
 
@@ -33,6 +35,8 @@ def check(message: Message, described: Description | None) -> Message:
             _insist_on_short("Applied.fault", message.fault, MOST_TEXT)
         case Leave():
             _insist_on_short("Leave.reason", message.reason, MOST_TEXT)
+        case StateBegin():
+            _insist_on_short("StateBegin.header", message.header, MOST_HEADER)
         case SliceReport():
             return _check_report(message, described)
     return message

@@ -22,6 +22,8 @@ MAX_ROWS = 1 << 48
 ENTRENAR_BYTES = 100_000_000
 """The longest message that entrenar's own client takes."""
 MAX_SLICES = 1 << 16
+MAX_TOLD = 1 << 16
+"""Characters, as JSON."""
 MAX_WHOLE = (1 << 63) - 1
 LEAST_UNIT, LEAST_SAMPLES = 2.0**-64, 1e-12
 _WINDOWED: dict[str, type[Windowed]] = {kind.kind: kind for kind in (Cadence, Async)}
@@ -146,7 +148,8 @@ class Description:
             _whole(described.state_bytes)
             if not (LEAST_UNIT <= described.unit <= 1 and LEAST_SAMPLES <= described.samples_per_row < 1e12):
                 raise ValueError("unit lies in (0, 1], and samples_per_row above 0")
-            if not isinstance(described.told, dict) or described.slices > MAX_SLICES:
+            is_long = len(json.dumps(described.told)) > MAX_TOLD
+            if not isinstance(described.told, dict) or is_long or described.slices > MAX_SLICES:
                 raise ValueError("told is a table, and slices at most 65,536")
             described = replace(described, told=clean_all(described.told))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

@@ -27,7 +27,7 @@ from potluck.events import (
     WorkerWent,
 )
 from potluck.fleet.coordinator import Coordinator
-from potluck.fleet.description import Description
+from potluck.fleet.description import MAX_WHOLE, Description
 from potluck.fleet.effects import Finish, StepRecord
 from potluck.fleet.invite import INVITE, Identity, Invite, is_loopback
 from potluck.fleet.journal import Journal, set_aside
@@ -338,4 +338,4 @@ def _reachable(host: str) -> str:
 
 
 def _whole(value: Any) -> int:
-    return value if isinstance(value, int) and value > 0 else 0
+    return value if isinstance(value, int) and 0 < value <= MAX_WHOLE else 0
