@@ -1,14 +1,17 @@
-"""What a host tells before a run, with the real server behind it: no worker computes here."""
+"""What a host tells before a run and after it, with the real server behind it: no worker computes here."""
 
+import math
 import socket
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from potluck.events import read_events
 from potluck.fleet.client import Client
+from potluck.fleet.effects import Finish, StepRecord
 from potluck.train.host import _Host
-from potluck.train.order import host_order
+from potluck.train.order import HostOrder, host_order
 from potluck.wire import JoinRequest, Ready, encode
 from tests.fleet.fleet import wait_until
 from tests.unit.test_description import with_parts
@@ -16,14 +19,17 @@ from tests.unit.test_description import with_parts
 LARGE = with_parts(13_000_000, 13_000_000)
 
 
+def order_of(folder: Path, *, insecure: bool) -> HostOrder:
+    return host_order(
+        what="demo", settings=(), workers=0, threads=None, out=str(folder), resume=False, host="127.0.0.1", port=0,
+        address=None, patience_s=20.0, at_least=9, insecure=insecure,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("insecure", [True, False])
 def test_a_host_that_takes_plain_peers_says_what_entrenars_client_cannot_take(
     insecure: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    order = host_order(
-        what="demo", settings=(), workers=0, threads=None, out=str(tmp_path / "run"), resume=False, host="127.0.0.1",
-        port=0, address=None, patience_s=20.0, at_least=9, insecure=insecure,
-    )  # fmt: skip
     said = ""
 
     def heard(words: str) -> bool:
@@ -32,7 +38,7 @@ def test_a_host_that_takes_plain_peers_says_what_entrenars_client_cannot_take(
         return words in said
 
     with ExitStack() as stack:
-        host = _Host(order, stack)
+        host = _Host(order_of(tmp_path / "run", insecure=insecure), stack)
         host.server.start()
         worker = Client(host._invite("127.0.0.1"), name="w", kind="k", say=lambda sentence: None)
         worker.connect()
@@ -48,3 +54,21 @@ def test_a_host_that_takes_plain_peers_says_what_entrenars_client_cannot_take(
         peer.sendall(encode(JoinRequest("rusty", 0, "cpu"), "entrenar"))
         wait_until(lambda: heard("rusty is a plain peer. The average of this model's whole gradient"))
         assert "It can take part if it sends block gradients, not whole ones." in said
+
+
+def test_a_run_whose_last_steps_had_no_loss_ends_well(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A plain peer that sends parts tells none, and may compute a step alone."""
+    with ExitStack() as stack:
+        host = _Host(order_of(tmp_path, insecure=True), stack)
+        core = host.server.core
+        for step, loss in enumerate((3.0, math.nan, math.nan), 1):
+            record = StepRecord(step, 0, 0, 8, 8 * step, 8.0, loss, (), ())
+            host.journal.record(record)
+            host._on_step(record, 0.1, 1.0, "")
+            core.standing.step = step
+        host._end(Finish("finished"))
+        assert host._farewell(Finish("finished")) == 0
+    assert "Finished 3 steps in" in (said := capfd.readouterr().out) and "loss nan" in said
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    ended = [record for record in read_events(tmp_path / "events.jsonl") if record["event"] == "run_ended"]
+    assert math.isnan(ended[0]["loss"]) and ended[0]["step"] == 3

@@ -87,7 +87,7 @@ class Lobby:
     def stop(self) -> None:
         self._stopped = True
         self._ring()
-        if self._thread.ident is not None:  # a host may end before it has let anybody in
+        if self._thread.ident is not None:  # a host may fail before it starts, and must be able to say why
             self._thread.join(timeout=5)
         with self._lock:
             for guest in list(self._guests.values()):
