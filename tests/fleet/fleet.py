@@ -79,6 +79,7 @@ def train(
     model, optimizer, data = build(**what)
     model, optimizer, loader = engine.prepare(model, optimizer, data, batch_size=BATCH, seed=1)
     engine.after_step.append(lambda: on_step(engine))
+    engine.rows_limit = epochs * ROWS
     while loader.position.epoch < epochs and not engine.stopping:
         for x, y in loader:
             loss = F.cross_entropy(model(x), y)
@@ -352,11 +353,12 @@ def serve(
     return server, identity.invite("127.0.0.1", server.port, encrypted=encrypted), journal
 
 
-def _coordinate(folder: str, port: int, ready: Any, fault: Fault | None, encrypted: bool) -> None:
+def _coordinate(folder: str, port: int, ready: Any, fault: Fault | None, options: dict[str, Any]) -> None:
     try:
         if fault is not None:
             fault(Path(folder))
-        server, invite, _ = serve(Path(folder), port=port, encrypted=encrypted)
+        place = Path(folder)
+        server, invite, _ = serve(place, port=port, on_step=lambda record, *told: _tell_step(place, record), **options)
         server.start()
         ready.send(invite.line())
         server.wait()
@@ -366,13 +368,22 @@ def _coordinate(folder: str, port: int, ready: Any, fault: Fault | None, encrypt
     os._exit(0)
 
 
-def start_coordinator(
-    folder: Path, port: int = 0, fault: Fault | None = None, *, encrypted: bool = False
-) -> tuple[Any, Invite]:
-    """A coordinator in a process of its own, which can be killed."""
+def _tell_step(folder: Path, record: StepRecord) -> None:
+    (folder / "step.new").write_text(str(record.step))
+    (folder / "step.new").rename(folder / "step")
+
+
+def step_of(folder: Path) -> int:
+    """The last step that a coordinator in a process of its own has seen applied."""
+    told = folder / "step"
+    return int(told.read_text()) if told.exists() else 0
+
+
+def start_coordinator(folder: Path, port: int = 0, fault: Fault | None = None, **options: Any) -> tuple[Any, Invite]:
+    """A coordinator in a process of its own, which can be killed and stopped. `options`: those of serve()."""
     ours, theirs = _server.Pipe(duplex=False)
     with _main_module_unnamed():
-        process = _server.Process(target=_coordinate, args=(str(folder), port, theirs, fault, encrypted), daemon=True)
+        process = _server.Process(target=_coordinate, args=(str(folder), port, theirs, fault, options), daemon=True)
         process.start()
     _open.append(process)
     theirs.close()
