@@ -3,12 +3,12 @@
 Knows nothing of who listens, nor of torch.
 """
 
+import contextlib
 import json
 import re
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, get_args
@@ -246,7 +246,7 @@ class EventFile:
             ) from None
 
     def close(self) -> None:
-        with suppress(OSError):  # what could not be written has been told
+        with contextlib.suppress(OSError):  # what could not be written has been told
             self._file.close()
 
     def _end_torn_line(self, path: Path) -> None:

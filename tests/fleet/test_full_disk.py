@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from potluck.errors import ConfigError
-from potluck.events import CheckpointFailed, CheckpointSaved, EventFile, RunEnded
+from potluck.events import CheckpointFailed, CheckpointSaved, EventFile, RunEnded, WorkerWent
 from potluck.train.checkpoint import CheckpointConfig
 from tests.fleet.fleet import STEPS, Fleet, assert_same, wait_until
 from tests.fleet.test_undisturbed import plain_run
@@ -34,6 +34,21 @@ def test_workers_train_on_where_the_host_cannot_write_and_wait_for_it_at_the_end
     (tmp_path / "checkpoints").unlink()
     assert_same(fleet.finish(), plain_run())
     assert told(fleet, CheckpointSaved) == [STEPS]
+
+
+def test_the_last_worker_that_leaves_waits_until_its_weights_are_written(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("in the way")
+    fleet = Fleet(tmp_path, patience_s=2.0)
+    worker = fleet.add("w0", slow_s=0.2)
+    fleet.wait_for_step(3)
+    worker.send(signal.SIGUSR1)
+    wait_until(lambda: len(told(fleet, CheckpointFailed)) >= 2)
+    assert worker.process.is_alive() and len(set(told(fleet, CheckpointFailed))) == 1
+    (tmp_path / "checkpoints").unlink()
+    worker.wait()
+    assert told(fleet, CheckpointSaved) == [told(fleet, CheckpointFailed)[0]]
+    assert [event.polite for event in fleet.events if isinstance(event, WorkerWent)] == [True]
+    fleet.close()
 
 
 def test_a_journal_that_cannot_be_written_ends_the_host_with_a_sentence(

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import potluck
 from potluck.errors import ConfigError, JournalError
 from potluck.events import read_events
 from potluck.fleet.effects import Finish, Record
@@ -180,6 +182,30 @@ def test_whoever_trains_is_refused_where_a_host_is(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"^Another run is using run"), hosting(order(out="run")):
             pass
     hold(tmp_path / "run").close()
+
+
+def test_a_trainer_is_refused_where_a_host_is(tmp_path: Path) -> None:
+    """With --resume, too: what `potluck train --resume` runs."""
+    model = torch.nn.Linear(2, 1)
+    data = torch.ones(8, 2), torch.ones(8, 1)
+    with hosting(order(out="run")):
+        trainer = potluck.Trainer(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            data,
+            loss=lambda model, batch: (model(batch[0]) - batch[1]).square().mean(),
+            batch_size=4,
+            folder="run",
+        )
+        for resume in (False, True):
+            with pytest.raises(ConfigError, match=r"^Another run is using run right now\."):
+                trainer.fit(resume=resume)
+        assert not (tmp_path / "run" / "checkpoints").exists()
+    trainer.fit()
+    before = (tmp_path / "run" / "run.toml").read_text()
+    with pytest.raises(ConfigError, match="already holds a run"), hosting(order("demo", "fit.epochs=77", out="run")):
+        pass
+    assert (tmp_path / "run" / "run.toml").read_text() == before
 
 
 def test_a_new_run_takes_no_folder_of_a_host_that_has_not_saved_yet(tmp_path: Path) -> None:

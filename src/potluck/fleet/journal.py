@@ -109,7 +109,7 @@ class Journal:
             for name, value in facts:
                 self._put_fact(name, value)
             for row, ranges in list(self._rows()):
-                checksum = _checksum(row, ranges)
+                checksum = _row_checksum(row, ranges)
                 self._base.execute("UPDATE steps SET checksum = ? WHERE step = ?", (checksum, row["step"]))
             (self._steps,) = self._base.execute("SELECT count(*) FROM steps").fetchone()
             self._seal()
@@ -119,13 +119,13 @@ class Journal:
         """Every row, and that none is missing."""
         facts = self._base.execute("SELECT name, value, checksum FROM facts").fetchall()
         for name, value, checksum in facts:
-            if checksum != _checksum({"name": name, "value": value}):
+            if checksum != _row_checksum({"name": name, "value": value}):
                 raise ValueError(f"the fact {name!a} does not match its checksum")
         self._kept = {name: value for name, value, _ in facts}
         seal = json.loads(self._kept[SEAL])
         last = self._steps = 0
         for row, ranges in self._rows():
-            if row["checksum"] != _checksum(row, ranges):
+            if row["checksum"] != _row_checksum(row, ranges):
                 raise ValueError(f"step {row['step']} does not match its checksum")
             self._steps, last = self._steps + 1, row["step"]
         self._writes = seal["writes"]
@@ -182,7 +182,7 @@ class Journal:
 
     def _put_fact(self, name: str, value: str) -> None:
         row = {"name": name, "value": value}
-        self._put("facts", row | {"checksum": _checksum(row)})
+        self._put("facts", row | {"checksum": _row_checksum(row)})
         self._kept[name] = value
 
     def _put(self, table: str, row: dict[str, Any]) -> None:
@@ -218,7 +218,7 @@ class Journal:
         with self._writing():
             there = self._base.execute("SELECT count(*) FROM steps WHERE step = ?", (record.step,)).fetchone()[0]
             self._base.execute("DELETE FROM ranges WHERE step = ?", (record.step,))
-            self._put("steps", row | {"checksum": _checksum(row, record.ranges)})
+            self._put("steps", row | {"checksum": _row_checksum(row, record.ranges)})
             self._base.executemany(
                 "INSERT INTO ranges VALUES (?, ?, ?, ?)", [(record.step, *found) for found in record.ranges]
             )
@@ -292,7 +292,7 @@ def set_aside(path: Path) -> Path:
     return aside
 
 
-def _checksum(row: dict[str, Any], ranges: Any = ()) -> str:
+def _row_checksum(row: dict[str, Any], ranges: Any = ()) -> str:
     """Of all columns that have a value: one that is added later changes nothing for the rows before it."""
     told = sorted((name, value) for name, value in row.items() if value is not None and name != "checksum")
     return hashlib.sha256(repr((told, sorted(map(tuple, ranges)))).encode()).hexdigest()[:32]

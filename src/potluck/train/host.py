@@ -32,6 +32,7 @@ from potluck.fleet.effects import Finish, StepRecord
 from potluck.fleet.invite import INVITE, Identity, Invite, is_loopback
 from potluck.fleet.journal import Journal, set_aside
 from potluck.fleet.server import Server
+from potluck.train import shelf
 from potluck.train.crew import Crew, say
 from potluck.train.keeper import Keeper
 from potluck.train.launch import QUIET
@@ -62,8 +63,6 @@ class _Host:
         )
         self.journal = self._open_journal()
         stack.callback(self.journal.close)
-        if order.recipe:
-            self._write("run.toml", order.recipe, 0o666)
         self.loss: float | None = None
         self.validation: float | None = None
         self.skipped = 0
@@ -74,6 +73,8 @@ class _Host:
         self._stack = stack
         self.server = self._serve()
         stack.callback(self.server.stop)
+        if order.recipe:  # only now: a host that was refused must not change what the folder says
+            self._write("run.toml", order.recipe, 0o666)
         file = EventFile(self.folder / "events.jsonl")
         progress = Progress()
         self.events.listeners += [file, self._on_event, progress]
@@ -126,10 +127,10 @@ class _Host:
         if newest is not None:  # the journal was removed, or the run was not led by a host so far
             standing = newest[1]
         steps = standing.step if standing is not None else 0
-        if steps and not order.resume:
+        if not order.resume and (steps or shelf.holds_any(self.keeper.folder)):
+            at = f", at step {steps}" if steps else ""
             raise ConfigError(
-                f"{self.folder} already holds a run, at step {steps}. Go on with it by --resume, or name another"
-                " folder with --out."
+                f"{self.folder} already holds a run{at}. Go on with it by --resume, or name another folder with --out."
             )
         coordinator = Coordinator(
             patience_s=order.patience_s,
