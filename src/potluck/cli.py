@@ -83,7 +83,7 @@ class Train:
     data: Data = ()
     workers: Workers = None
     out: Out = None
-    resume: Annotated[bool, tyro.conf.arg(help="Go on from the newest checkpoint of the run folder.")] = False
+    resume: Annotated[bool, tyro.conf.arg(help="Continue from the newest checkpoint of the run folder.")] = False
     only: Only = None
     settings: Settings = field(default_factory=list)
 
@@ -115,8 +115,8 @@ class Run:
 class Host:
     """Lead a run that workers on any machine may join and leave at any time, and print the line to join it with.
 
-    The run goes on whoever is killed, the host included: start it again with --resume. What is trained is a recipe,
-    or a script of yours, of which every joiner needs a copy.
+    Any worker may be killed, and so may the host: start it again with --resume. What is trained is a recipe, or a
+    script of yours, of which every joiner needs a copy.
     """
 
     what: Annotated[
@@ -131,7 +131,7 @@ class Host:
         int | None, tyro.conf.arg(metavar="N", help="Threads of each worker, instead of an even share of the cores.")
     ] = None
     out: Out = None
-    resume: Annotated[bool, tyro.conf.arg(help="Go on with the run of the run folder.")] = False
+    resume: Annotated[bool, tyro.conf.arg(help="Continue the run of the run folder.")] = False
     host: Annotated[
         str, tyro.conf.arg(metavar="ADDRESS", help="Where to listen; 0.0.0.0 lets other machines join, encrypted.")
     ] = "127.0.0.1"
@@ -172,7 +172,7 @@ class Host:
 
 @dataclass
 class Join:
-    """Join a run: paste the line that `potluck host` printed. Ctrl-C leaves it politely, and it goes on.
+    """Join a run: paste the line that `potluck host` printed. Ctrl-C leaves it politely, and it continues.
 
     Without a script, what is trained comes from the host as a recipe, never as code. Options come before the invite.
     """

@@ -206,6 +206,10 @@ def test_a_limit_takes_no_memory_beyond_the_text(limit: int, tmp_path: Path) -> 
 def test_missing_empty_and_short_text_are_sentences(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"There is no file or folder .*nowhere"):
         read_text(DataConfig(paths=(str(tmp_path / "nowhere"),)))
+    for odd in ("a\0b", "\x1b[2J", "x" * 10_000):
+        with pytest.raises(ConfigError, match=r"There is no file or folder '[\\ -~]{,90}'\.") as error:
+            read_text(DataConfig(paths=(odd,)))
+        assert str(error.value).isprintable()
     with pytest.raises(ConfigError, match="There is no text in"):
         read_text(DataConfig(paths=(str(tmp_path),)))
     (tmp_path / "short").write_text("abc")

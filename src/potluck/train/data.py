@@ -121,8 +121,13 @@ def read_text(config: DataConfig) -> bytes:
 
 
 def _files_below(path: Path) -> list[Path]:
-    if not path.exists():
-        raise ConfigError(f"There is no file or folder {path}. Give data.paths (or --data) one that exists.")
+    try:
+        there = path.exists()
+    except OSError:  # a name that no system takes
+        there = False
+    if not there:
+        shown = str(path) if str(path).isprintable() and len(str(path)) < 1000 else repr(str(path)[:80])
+        raise ConfigError(f"There is no file or folder {shown}. Give data.paths (or --data) one that exists.")
     if path.is_file():
         return [path]
     inside = (p for p in path.rglob("*") if not any(part.startswith(".") for part in p.relative_to(path).parts))
