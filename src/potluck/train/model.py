@@ -57,16 +57,26 @@ class ModelConfig:
             raise ValueError(f"hidden must be at least 1, not {self.hidden}")
 
     @property
-    def swiglu(self) -> int:
-        """The width of the SwiGLU, chosen or not."""
+    def kv_dim(self) -> int:
+        return self.dim // self.heads * (self.kv_heads or self.heads)
+
+    @property
+    def hidden_dim(self) -> int:
         return self.hidden or 32 * math.ceil(self.dim * 8 / 3 / 32)
 
     @property
     def parameters(self) -> int:
-        """How many there are, by counting and not by building: also of a model for which there is no room."""
-        kv_dim = self.dim // self.heads * (self.kv_heads or self.heads)
-        block = 2 * self.dim * self.dim + 2 * self.dim * kv_dim + 3 * self.dim * self.swiglu + 2 * self.dim
+        """How many numbers it has, without making it."""
+        block = 2 * self.dim * (self.dim + self.kv_dim) + 3 * self.dim * self.hidden_dim + 2 * self.dim
         return self.layers * block + 2 * self.vocab * self.dim + self.dim
+
+    def activations(self, rows: int, *, checkpointed: bool = False, compiled: bool = False) -> int:
+        """How many numbers a forward of that many rows keeps for its backward, at least.
+
+        Compiled, a block keeps what its matrix products take and give, and computes the rest again.
+        """
+        each = 6 * self.dim + 2 * self.hidden_dim if compiled else 11 * self.dim + 4 * self.hidden_dim
+        return rows * self.context * (self.layers * (self.dim if checkpointed else each) + self.vocab)
 
 
 class Block(nn.Module):
@@ -75,8 +85,7 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.head_dim = config.dim // config.heads
-        kv_dim = self.head_dim * (config.kv_heads or config.heads)
-        hidden = config.swiglu
+        kv_dim, hidden = config.kv_dim, config.hidden_dim
         self.w_q = nn.Linear(config.dim, config.dim, bias=False)
         self.w_k = nn.Linear(config.dim, kv_dim, bias=False)
         self.w_v = nn.Linear(config.dim, kv_dim, bias=False)

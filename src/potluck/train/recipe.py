@@ -177,7 +177,9 @@ def _insist_on_memory(config: RunConfig, engine: Engine, rows: int) -> None:
     world = engine.lanes if stages > 1 else engine.link.world
     for_model = int(config.model.parameters * bytes_per_parameter(config.strategy, world) / stages)
     at_once = _rows_at_once(config, engine, rows)
-    for_rows = at_once * config.model.context * _bytes_per_token(config, stages)
+    step = config.step
+    kept = config.model.activations(at_once, checkpointed=step.checkpoint_activations, compiled=step.compile)
+    for_rows = kept * (2 if step.precision == "bf16" else 4) // stages
     if engine.device.type == "cuda":
         here, has, where = 1, torch.cuda.mem_get_info(engine.device)[1], "this GPU"
     else:
@@ -205,17 +207,6 @@ def _rows_at_once(config: RunConfig, engine: Engine, rows: int) -> int:
         return min(config.stages.micro_batch_size or config.batch.size, config.batch.size, rows)
     parts = config.batch.slice_count if engine.is_led else engine.lanes
     return min(config.batch.micro_size or config.batch.size, -(-min(config.batch.size, rows) // parts))
-
-
-def _bytes_per_token(config: RunConfig, stages: int) -> int:
-    """What is kept of a token for the backward, at the least: each layer's activations, and the logits once.
-
-    Compiled, a block keeps what its matrix products take and give, and computes the rest again.
-    """
-    model, step = config.model, config.step
-    each = 6 * model.dim + 2 * model.swiglu if step.compile else 11 * model.dim + 4 * model.swiglu
-    kept = (model.dim if step.checkpoint_activations else each) * -(-model.layers // stages)
-    return (2 if step.precision == "bf16" else 4) * kept + 4 * model.vocab // stages
 
 
 def _keep_recipe(event: Event, folder: Path, config: RunConfig) -> None:
