@@ -72,9 +72,9 @@ BEYOND = {
     "data.limit_bytes=9223372036854775807": "data: limit_bytes must be at most",
     f"fit.checkpoint.every=1{'0' * 30}": "fit.checkpoint.every is a number of 31 digits",
     f"optimizer.lr=1{'0' * 400}": "optimizer.lr is a number of 401 digits",
-    r'name="a\u0000b"': r"name must be a plain word for a folder, such as my-run, not 'a\x00b'",
+    r'name="a\u0000b"': r"not 'a\x00b'",
     r'name="a\u001b[2Jb"': r"not 'a\x1b[2Jb'",
-    f'name="{"x" * 300}"': "xxx...'",
+    f'name="{"x" * 300}"': "name must be",
 }
 
 
@@ -88,7 +88,7 @@ def test_a_setting_beyond_sense_is_refused_by_name_and_number(override: str) -> 
 @pytest.mark.parametrize(
     ("order", "said"),
     [
-        ({"settings": (r'name="a\u0000b"',)}, r"name must be a plain word .* not 'a\\x00b'"),
+        ({"settings": (r'name="a\u0000b"',)}, r"name must .* not 'a\\x00b'"),
         ({"settings": ('name="../x"',)}, r"name must be a plain word .* not '\.\./x'"),
         ({"patience_s": float("inf")}, "--patience must be at most 604,800, not inf"),
         ({"workers": 100_000}, "count must be at most 4,096, not 100,000"),
