@@ -16,6 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import potluck
 from potluck import FullShard, HybridShard, ShardGradOp, ShardingStrategy
 from potluck.train import link
+from tests.gathered import home
 from tests.parity.test_shard import data, loss_of, make
 from tests.ranks import run_ranks
 
@@ -135,7 +136,7 @@ def test_ranks_own_every_parameter_between_them_with_torchs_own_collectives(name
         model, optimizer = make()
         trained = {id(parameter): parameter.numel() for parameter in model.parameters() if parameter.requires_grad}
         sharded = potluck.shard(model, optimizer, strategy)
-        loss_of(model, data()[:4]).backward()
+        loss_of(model, data(home())[:4]).backward()
         sharded.step()
         sharded.share()
         owned.append(sum(run.parameter.numel() for run in sharded.runs))
