@@ -296,8 +296,11 @@ def insist_on_room(workers: int) -> None:
 
 
 def machine_bytes() -> int:
-    """The memory of this machine."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    """The memory of this machine; where the system does not tell, more than anybody has: nothing is refused."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError):
+        return 1 << 60
 
 
 def usable_cores() -> int:
