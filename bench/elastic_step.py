@@ -55,7 +55,7 @@ def measure_as_rank(rounds: str, invite: str) -> dict[str, Any]:
     found: dict[str, Any] = take_turns("elastic_step", int(rounds), sides, "ms", show=speaks)
     started = time.perf_counter()
     for _ in range(10):
-        digest(ours.weights)
+        digest(list(ours.weights.parameters()))
     digest_ms = 1000 * (time.perf_counter() - started) / 10
     if speaks:
         say(f"elastic_step: {parameters_of(bare.weights) / 1e6:.1f}M parameters, apart by {apart:.1e}")

@@ -1,4 +1,4 @@
-"""Some ranks on this machine, one thread each, over Gloo: started, watched, and their answers read.
+"""Some ranks on this machine's CPU, one thread each, over Gloo: started, watched, and their answers read.
 
 Knows nothing of what they compute. Started without Potluck's launcher, so that both sides start alike.
 """
@@ -14,7 +14,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
+CPU_ONLY = {"CUDA_VISIBLE_DEVICES": ""}
+"""Both sides must compute on one kind of device, and these figures are of CPUs: where there is a GPU, Potluck takes it
+and the bare loop does not."""
+ENVIRONMENT = CPU_ONLY | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
 
 
 def run_ranks(module: str, *arguments: object, world: int = 2, limit_s: float = float("inf")) -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@ Servers and workers are those of Potluck; only what they train is made up: a gra
 """
 
 import multiprocessing
+import os
 import resource
 import socket
 import threading
@@ -17,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from bench.ranks import CPU_ONLY
 from potluck.fleet import client
 from potluck.fleet.client import Client, Lost
 from potluck.fleet.coordinator import Coordinator
@@ -70,6 +72,7 @@ class Actor:
 
 def _act(pipe: Any, kind: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     allow_many_files()
+    os.environ |= CPU_ONLY
     try:
         actor = kind(*arguments)
         while True:

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
-from bench.ranks import ROOT
+from bench.ranks import CPU_ONLY, ROOT
 from bench.testbed import Machine, Testbed, TestbedError
 from bench.turns import say
 
@@ -84,7 +84,7 @@ class Uneven:
             "LOCAL_RANK": "0",
         }
         if not self.machines[index].gpu:
-            environment["CUDA_VISIBLE_DEVICES"] = ""
+            environment |= CPU_ONLY
         command = [sys.executable, "-m", "bench.uneven_rank", *(["fresh"] if self.machines[index].gpu else [])]
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "cwd": ROOT, "bufsize": 0}
         if self._bed is not None:

@@ -21,6 +21,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from bench.ranks import CPU_ONLY
 from bench.report import Comparison, Result
 from bench.turns import say
 
@@ -136,6 +137,7 @@ def _be(rank: int, folder: str, side: str, dim: int, layers: int, limit_bytes: i
     import torch
     import torch.distributed as dist
 
+    os.environ |= CPU_ONLY  # here, and not before the fork server starts: benchmarks of a GPU may follow
     torch.set_num_threads(1)
     code = FAILED
     try:

@@ -41,7 +41,7 @@ def main() -> None:
             fleet.step()
         if fleet.rank == 0:
             loss = fleet.last_step.loss
-            print(f"epoch {epoch + 1}: loss {loss:.4f} on {fleet.world} workers. {fleet.last_epoch.sentence}")
+            print(f"epoch {epoch + 1}: loss {loss:.4f}, world of {fleet.world}. {fleet.last_epoch.sentence}")
     fleet.close()
 
 

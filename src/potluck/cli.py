@@ -1,10 +1,11 @@
 """The command line. Each command is a dataclass whose fields are its options; imports no torch by itself."""
 
+import difflib
 import json
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, get_args
 
 import tyro
 
@@ -12,7 +13,7 @@ from potluck import __version__
 from potluck.config import to_dict
 from potluck.errors import ConfigError, PotluckError
 from potluck.train.launch import launch
-from potluck.train.order import Order, WorkersConfig, built_in_recipes, workers_of
+from potluck.train.order import Order, WorkersConfig, built_in_recipes, checked, workers_of
 
 Settings = Annotated[
     tyro.conf.UseAppendAction[list[str]],
@@ -54,7 +55,7 @@ Only = Annotated[
 
 @dataclass
 class Demo:
-    """Three workers on this machine, one of them three times slower: Sync against Cadence, in under two minutes.
+    """Three workers on this machine, one of them three times slower: Sync against Cadence, in under three minutes.
 
     Both train the same small language model on the same text, the source of Python's standard library, so that
     nothing is downloaded; a picture shows who computed when, and who waited.
@@ -82,7 +83,7 @@ class Train:
     data: Data = ()
     workers: Workers = None
     out: Out = None
-    resume: Annotated[bool, tyro.conf.arg(help="Go on from the newest checkpoint of the run folder.")] = False
+    resume: Annotated[bool, tyro.conf.arg(help="Continue from the newest checkpoint of the run folder.")] = False
     only: Only = None
     settings: Settings = field(default_factory=list)
 
@@ -114,8 +115,8 @@ class Run:
 class Host:
     """Lead a run that workers on any machine may join and leave at any time, and print the line to join it with.
 
-    The run goes on whoever is killed, the host included: start it again with --resume. What is trained is a recipe,
-    or a script of yours, of which every joiner needs a copy.
+    Any worker may be killed, and so may the host: start it again with --resume. What is trained is a recipe, or a
+    script of yours, of which every joiner needs a copy.
     """
 
     what: Annotated[
@@ -130,7 +131,7 @@ class Host:
         int | None, tyro.conf.arg(metavar="N", help="Threads of each worker, instead of an even share of the cores.")
     ] = None
     out: Out = None
-    resume: Annotated[bool, tyro.conf.arg(help="Go on with the run of the run folder.")] = False
+    resume: Annotated[bool, tyro.conf.arg(help="Continue the run of the run folder.")] = False
     host: Annotated[
         str, tyro.conf.arg(metavar="ADDRESS", help="Where to listen; 0.0.0.0 lets other machines join, encrypted.")
     ] = "127.0.0.1"
@@ -171,7 +172,7 @@ class Host:
 
 @dataclass
 class Join:
-    """Join a run: paste the line that `potluck host` printed. Ctrl-C leaves it politely, and it goes on.
+    """Join a run: paste the line that `potluck host` printed. Ctrl-C leaves it politely, and it continues.
 
     Without a script, what is trained comes from the host as a recipe, never as code. Options come before the invite.
     """
@@ -252,6 +253,11 @@ def main() -> None:
         print(f"potluck {__version__}")
         return
     ours, scripts = _split(arguments)
+    if ours and not ours[0].startswith("-") and ours[0] not in (names := _names()):
+        near = difflib.get_close_matches(ours[0], names, n=1)
+        hint = f" Did you mean potluck {near[0]}?" if near else ""
+        print(f"potluck: There is no command {ours[0]!r}.{hint} There are: {', '.join(names)}.", file=sys.stderr)
+        sys.exit(ConfigError.exit_code)
     command = tyro.cli(
         COMMANDS,
         args=ours or ["--help"],
@@ -267,6 +273,10 @@ def main() -> None:
     except KeyboardInterrupt:
         code = 130
     sys.exit(code)
+
+
+def _names() -> list[str]:
+    return [next(info.name for info in each.__metadata__ if hasattr(info, "name")) for each in get_args(COMMANDS)]
 
 
 def _train(
@@ -290,10 +300,7 @@ def _data_setting(data: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _workers_config(count: int, threads: int | None) -> WorkersConfig:
-    try:
-        return WorkersConfig(count=count, threads=threads)
-    except ValueError as error:
-        raise ConfigError(f"Workers: {error}.") from None
+    return checked(lambda: WorkersConfig(count=count, threads=threads), "Workers: ")
 
 
 def _split(arguments: list[str]) -> tuple[list[str], list[str]]:

@@ -123,6 +123,8 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
         if not isinstance(value, dict):
             raise ConfigError(f"{path} is a table of settings, not a single value: {value!r}.")
         return from_dict(typing.cast("type[Any]", hint), value, path)
+    if isinstance(value, int) and value.bit_length() > 64:
+        raise ConfigError(f"{path} is a number of {len(str(value))} digits, and none is that large.")
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if type(value) is not hint:

@@ -14,7 +14,7 @@ from pathlib import Path
 from rich.console import Console
 
 from potluck.train.launch import usable_cores
-from potluck.train.progress import size
+from potluck.words import plural, size
 
 BACKEND_PROBE = """
 import os, sys, time, torch, torch.distributed as dist
@@ -67,7 +67,8 @@ def examine(console: Console | None = None) -> int:
     console.print()
     if not findings.wrong:
         console.print(
-            "Nothing is wrong. `potluck demo` shows a slow worker among fast ones, in under two minutes.", style="green"
+            "Nothing is wrong. `potluck demo` shows a slow worker among fast ones, in under three minutes.",
+            style="green",
         )
         return 0
     console.print("What is wrong", style="bold yellow")
@@ -173,7 +174,7 @@ def try_backends(findings: Findings) -> None:
     if torch.cuda.is_available() and dist.is_nccl_available():
         backends["nccl"] = torch.cuda.device_count()
     for name, workers in backends.items():
-        label = f"{name}, {workers} worker{'s' if workers > 1 else ''}"
+        label = f"{name}, {plural(workers, 'worker')}"
         code, said = _launch_probe(name, workers)
         if code == 0 and said.split():
             findings.brings[label] = f"works, averages {size(float(said.split()[-1]))}/s"

@@ -1,10 +1,15 @@
+from typing import Any
+
 import pytest
 
+import potluck
 from potluck import FitConfig, RunConfig, ScheduleConfig, Sync
 from potluck.config import from_toml, to_toml
 from potluck.errors import ConfigError
+from potluck.train import launch
+from potluck.train.crew import Crew
 from potluck.train.model import ModelConfig
-from potluck.train.order import Order, built_in_recipes, find_recipe, workers_of
+from potluck.train.order import Order, WorkersConfig, built_in_recipes, find_recipe, host_order, workers_of
 
 
 def read(text: str, *overrides: str) -> RunConfig:
@@ -46,6 +51,70 @@ def test_a_mistake_is_named_by_its_path(text: str, said: str) -> None:
     with pytest.raises(ConfigError) as error:
         read(text)
     assert said in str(error.value)
+
+
+BEYOND = {
+    "batch.size=1000000000000": "batch: size must be at most 2,147,483,648, not 1,000,000,000,000: it is the rows of",
+    "batch.fetchers=100000": "batch: fetchers must be at most 1,024, not 100,000: each is a process",
+    "model.layers=1000000": "model: layers must be at most 16,384, not 1,000,000",
+    "model.dim=100000000": "model: dim must be at most 1,048,576, not 100,000,000",
+    "model.context=1000000000": "model: context must be at most 16,777,216, not 1,000,000,000",
+    "model.hidden=100000000000": "model: hidden must be at most 16,777,216, not 100,000,000,000",
+    "model.vocab=1000000000": "model: vocab must be at most 16,777,216, not 1,000,000,000",
+    "fit.epochs=1000000000000": "fit: epochs must be at most 1,000,000, not 1,000,000,000,000: to end a run after some",
+    "fit.max_steps=10000000000000": "fit: max_steps must be at most 1,000,000,000,000",
+    "optimizer.lr=1e30": "optimizer: lr must be at most 1,000, not 1e+30: 3e-4 is usual",
+    "optimizer.weight_decay=1e30": "optimizer: weight_decay must be at most 1,000, not 1e+30",
+    "workers.count=100000": "workers: count must be at most 4,096, not 100,000: each is a process",
+    "workers.threads=100000": "workers: threads must be at most 4,096, not 100,000",
+    "workers.patience_s=inf": "workers: patience_s must be at most 604,800, not inf: that is a week",
+    "workers.patience_s=nan": "workers: patience_s must be above 0, not nan",
+    "data.limit_bytes=9223372036854775807": "data: limit_bytes must be at most",
+    f"fit.checkpoint.every=1{'0' * 30}": "fit.checkpoint.every is a number of 31 digits",
+    f"optimizer.lr=1{'0' * 400}": "optimizer.lr is a number of 401 digits",
+    r'name="a\u0000b"': r"not 'a\x00b'",
+    r'name="a\u001b[2Jb"': r"not 'a\x1b[2Jb'",
+    f'name="{"x" * 300}"': "name must be",
+}
+
+
+@pytest.mark.parametrize("override", BEYOND)
+def test_a_setting_beyond_sense_is_refused_by_name_and_number(override: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        read("", override)
+    assert BEYOND[override] in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("order", "said"),
+    [
+        ({"settings": (r'name="a\u0000b"',)}, r"name must .* not 'a\\x00b'"),
+        ({"settings": ('name="../x"',)}, r"name must be a plain word .* not '\.\./x'"),
+        ({"patience_s": float("inf")}, "--patience must be at most 604,800, not inf"),
+        ({"workers": 100_000}, "count must be at most 4,096, not 100,000"),
+    ],
+)
+def test_a_host_refuses_the_same_before_it_makes_a_folder(order: dict[str, Any], said: str) -> None:
+    asked = {
+        "what": "demo", "settings": (), "workers": 1, "threads": None, "out": None, "resume": False, "port": 0,
+        "host": "127.0.0.1", "address": None, "patience_s": 30.0, "at_least": 1, "insecure": False,
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match=said):
+        host_order(**asked | order)
+
+
+def test_more_workers_than_a_machine_has_room_for_are_refused_with_the_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "machine_bytes", lambda: 4_000_000_000)
+    launch.insist_on_room(40)
+    with pytest.raises(ConfigError, match=r"41 workers .* at least 4\.1 GB .* has 4 GB\. Start 40 at most"):
+        launch.launch(["never started"], WorkersConfig(count=41))
+    with pytest.raises(ConfigError, match="Start 40 at most"):
+        Crew(["never started"], WorkersConfig(count=41), {})
+
+
+def test_an_endless_patience_of_ones_own_loop_is_refused() -> None:
+    with pytest.raises(ConfigError, match="patience_s must be at most 604,800, not inf"):
+        potluck.init(patience_s=float("inf"))
 
 
 def test_a_name_is_required_and_cannot_leave_its_folder() -> None:

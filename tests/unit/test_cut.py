@@ -543,7 +543,7 @@ def test_a_model_that_cannot_be_cut_is_refused_with_the_reason(model: nn.Module,
 def test_a_stage_says_what_is_wrong_with_how_it_is_used() -> None:
     model, plan = halves(gpt())
     stage = cut(model, plan, 1)
-    with pytest.raises(ConfigError, match="takes 1 tensors from the stage before, and got 0"):
+    with pytest.raises(ConfigError, match="takes 1 tensor from the stage before, and got 0"):
         stage.run(next_token_loss, tokens(2))
     activation = cut(model, plan, 0).run(next_token_loss, tokens(2))
     for number in (0, 1):

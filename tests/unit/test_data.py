@@ -196,9 +196,20 @@ def test_the_standard_library_is_there_and_mixed() -> None:
     assert len(text) == 200_000 and b"def " in text and b"import " in text
 
 
+@pytest.mark.parametrize("limit", [3, 10, 1 << 40, 1 << 62])
+def test_a_limit_takes_no_memory_beyond_the_text(limit: int, tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("abcde")
+    (tmp_path / "b").write_text("fgh")
+    assert read_text(DataConfig(paths=(str(tmp_path),), limit_bytes=limit)) == b"abcdefgh"[:limit]
+
+
 def test_missing_empty_and_short_text_are_sentences(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"There is no file or folder .*nowhere"):
         read_text(DataConfig(paths=(str(tmp_path / "nowhere"),)))
+    for odd in ("a\0b", "\x1b[2J", "x" * 10_000):
+        with pytest.raises(ConfigError, match=r"There is no file or folder '[\\ -~]{,90}'\.") as error:
+            read_text(DataConfig(paths=(odd,)))
+        assert str(error.value).isprintable()
     with pytest.raises(ConfigError, match="There is no text in"):
         read_text(DataConfig(paths=(str(tmp_path),)))
     (tmp_path / "short").write_text("abc")

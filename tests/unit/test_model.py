@@ -1,8 +1,13 @@
+import re
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from potluck.config import from_toml
+from potluck.errors import ConfigError
+from potluck.train import recipe as recipe_module
 from potluck.train.model import GPT, Block, ModelConfig, next_token_loss, rotary_tables, rotate
 from potluck.train.order import find_recipe
 from potluck.train.recipe import RunConfig
@@ -77,3 +82,51 @@ def test_recipes_size_the_model_from_a_million_to_a_billion(recipe: str, least: 
     with torch.device("meta"):
         model = GPT(from_toml(RunConfig, text, source=source).model)
     assert least <= sum(parameter.numel() for parameter in model.parameters()) <= most
+
+
+@pytest.mark.parametrize(
+    "config", [TINY, ModelConfig(), ModelConfig(dim=24, heads=6, kv_heads=2, layers=3, vocab=300, hidden=56)]
+)
+def test_parameters_are_counted_without_building_the_model(config: ModelConfig) -> None:
+    with torch.device("meta"):
+        assert config.parameters == sum(parameter.numel() for parameter in GPT(config).parameters())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (("model.layers=16384", "model.dim=12288"), r"A model of 29\.7T parameters needs 950 TB of memory .* has 8 GB"),
+        (("batch.size=1000000",), r"500,000 rows of 256 tokens at once on a worker \(batch.size is 1,000,000\) need at"
+                                  r" least \S+ TB .* has 8 GB\. .* or batch\.micro_size to fewer rows"),
+        (("batch.size=1000000", "batch.micro_size=4"), None),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused_with_the_figures(
+    overrides: tuple[str, ...], said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recipe_module, "machine_bytes", lambda: 8 * 10**9)
+    config = from_toml(RunConfig, 'name = "x"', source="here", overrides=overrides)
+    engine = SimpleNamespace(world=2, lanes=2, link=SimpleNamespace(world=2), device=torch.device("cpu"), is_led=False)
+    if said is None:
+        recipe_module._insist_on_memory(config, engine, rows=10**6)  # type: ignore[arg-type]
+        return
+    with pytest.raises(ConfigError) as error:
+        recipe_module._insist_on_memory(config, engine, rows=10**6)  # type: ignore[arg-type]
+    assert re.search(said, str(error.value)), str(error.value)
+
+
+@pytest.mark.parametrize("config", [ModelConfig(), ModelConfig(dim=96, layers=2, vocab=512, context=64)])
+def test_what_rows_need_is_what_a_backward_keeps(config: ModelConfig) -> None:
+    model, kept = GPT(config), {}
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if (place := tensor.untyped_storage().data_ptr()) not in own:
+            kept[place] = tensor.untyped_storage()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        next_token_loss(model, torch.zeros(2, config.context + 1, dtype=torch.long))
+    measured = sum(storage.nbytes() for storage in kept.values()) / 4
+    assert 0.85 * measured < config.activations(2) <= measured
+    assert config.activations(2, checkpointed=True) < config.activations(2, compiled=True) < config.activations(2)

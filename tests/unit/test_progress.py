@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from matplotlib.axes import Axes
 from rich.console import Console
 
 from potluck.events import (
@@ -22,8 +23,10 @@ from potluck.events import (
     WorkerWent,
     read_events,
 )
+from potluck.fleet.ledger import prove
 from potluck.train.picture import draw_losses, running_mean
-from potluck.train.progress import Progress, count, duration, size
+from potluck.train.progress import Progress
+from potluck.words import count, duration, plural, size
 
 NAN = math.nan
 
@@ -145,6 +148,35 @@ def test_numbers_that_are_not_finite_come_back_as_numbers_and_words_as_words(tmp
     assert step["workers"][0]["busy_s"] == math.inf and step["workers"][0]["name"] == "nan"
     assert (went["name"], went["reason"]) == ("nan", "inf")
     assert ended["reason"] == "nan" and math.isnan(ended["loss"]) and ended["validation_loss"] is None
+
+
+def test_one_of_something_is_not_several() -> None:
+    assert [plural(n, "worker") for n in (0, 1, 2, 1200)] == ["0 workers", "1 worker", "2 workers", "1,200 workers"]
+    assert [plural(n, "micro-batch") for n in (1, 2)] == ["1 micro-batch", "2 micro-batches"]
+    console = Console(file=io.StringIO(), width=200)
+    alone = RunStarted(name="x", folder="runs/x", workers=1, device="cpu", parameters=9, unit="rows", batch_size=1,
+                       steps_total=1, from_step=0)  # fmt: skip
+    Progress(console)(alone)
+    assert "on 1 worker (cpu): 1 step of 1 row, in runs/x" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert str(prove([(0, 1)], 1)) == "its one sample was used exactly once"
+
+
+def test_the_picture_counts_the_workers_that_came(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host is told of one worker when it starts, whoever joins later."""
+    titles: list[str] = []
+    draw = Axes.set
+    monkeypatch.setattr(Axes, "set", lambda self, **told: titles.append(told["title"]) or draw(self, **told))
+    for workers, said in ((1, "x: 1,350,000 parameters, 2 workers"), (0, "x: 1,350,000 parameters, 1 worker")):
+        file = EventFile(tmp_path / f"{workers}.jsonl")
+        for event in story():
+            if isinstance(event, RunStarted):
+                event = replace(event, workers=1)
+            if isinstance(event, StepDone) and not workers:
+                event = replace(event, workers=event.workers[:1])
+            file(event)
+        file.close()
+        draw_losses(tmp_path / f"{workers}.jsonl", tmp_path / "loss.png")
+        assert titles[-1] == said
 
 
 def test_the_picture_is_a_png(tmp_path: Path) -> None:

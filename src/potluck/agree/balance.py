@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from potluck.shares import share_out
+from potluck.words import plural
 
 STEPS = 8
 """That are measured before parts are changed, and after that."""
@@ -45,7 +46,7 @@ class Balance:
         slowest, fastest = speeds.index(min(speeds)), speeds.index(max(speeds))
         reason = (
             f"Worker {slowest} takes {speeds[fastest] / speeds[slowest]:.2g} times as long for a row as worker"
-            f" {fastest}, so each step's {self.batch} rows are shared {', '.join(map(str, parts))}: about"
+            f" {fastest}, so each step's {plural(self.batch, 'row')} are shared {', '.join(map(str, parts))}: about"
             f" {1000 * expected:.0f} ms a step instead of {1000 * max(took):.0f}."
         )
         return parts, reason

@@ -12,6 +12,7 @@ from potluck.agree.elche import LEAST_TARGET, MOST_TARGET
 from potluck.agree.policy import Async, Cadence, Windowed, make_elche
 from potluck.errors import ConfigError
 from potluck.shares import share_out
+from potluck.words import plural
 
 SPARE = 0.25
 """Of its part that a replica may do beyond it, if it turns out to be faster."""
@@ -85,14 +86,14 @@ class Windows:
         rows = [count * batch_rows for count in counts]
         if len(self.names) == 1:
             rows = [rows[0] if rows[0] + least <= rows_left else rows_left]
-            reason = f"Only {self.names[0]} is there, so nothing is averaged: {rows[0]:,} rows."
+            reason = f"Only {self.names[0]} is there, so nothing is averaged: {plural(rows[0], 'row')}."
             return self._decision(rows, [0], None, reason)
         until_s = None
         if sum(rows) >= rows_left or sum(rows) + least > rows_left:
             # The rest is shared by speed and not by whole batches, so that all end together.
             weights = self.elche.speeds if self.elche.is_measured else [float(count) for count in counts]
             rows = share_out(rows_left, weights)
-            reason = f"{self._why}. These are the last {rows_left} rows, shared by speed: {_list(rows)}."
+            reason = f"{self._why}. {_the_last(rows_left)}, shared by speed: {_list(rows)}."
             return self._decision(rows, [0] * len(rows), None, reason)
         spare = [0] * len(rows)
         if self.elche.is_measured:
@@ -143,8 +144,8 @@ class Windows:
         if elche.anchor != before:
             wanted = f"{elche.overhead_target:.0%} are wanted"
             self._why = (
-                f"Agreeing took {share:.0%} of a window and {wanted}, so the slowest does {elche.anchor} batches"
-                f" instead of {before}"
+                f"Agreeing took {share:.0%} of a window and {wanted}, so the slowest does"
+                f" {plural(elche.anchor, 'batch')} instead of {before}"
             )
         drift = max((report.divergence for report in reports), default=0.0)
         if isinstance(self.policy, Async) and self._divergence.report(drift) and elche.anchor > 1:
@@ -152,7 +153,8 @@ class Windows:
             elche.nudge_anchor_down(NUDGE)
             self._why = (
                 f"Replicas drifted apart three windows running, to {drift:.3g} of the mean, above"
-                f" {self.policy.divergence_threshold:g}, so the slowest does {elche.anchor} batches instead of {before}"
+                f" {self.policy.divergence_threshold:g}, so the slowest does {plural(elche.anchor, 'batch')}"
+                f" instead of {before}"
             )
 
     def change(self, names: Sequence[str]) -> None:
@@ -226,6 +228,10 @@ def _sane(report: Report) -> Report:
     if not (report.batches > 0 and 0 < report.wall_s < math.inf):
         return replace(report, wall_s=0.0, batches=0)
     return replace(report, wall_s=report.batches * min(MOST_S, max(LEAST_S, report.wall_s / report.batches)))
+
+
+def _the_last(rows: int) -> str:
+    return "This is the last row" if rows == 1 else f"These are the last {rows:,} rows"
 
 
 def _list(numbers: Sequence[int]) -> str:

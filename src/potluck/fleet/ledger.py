@@ -6,6 +6,8 @@ A range is a half-open interval of positions in the epoch's shuffled order.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from potluck.words import plural
+
 Range = tuple[int, int]
 
 
@@ -27,13 +29,14 @@ class Proof:
 
     def __str__(self) -> str:
         if self.holds:
-            return f"each of its {self.total:,} samples was used exactly once"
+            samples = "its one sample" if self.total == 1 else f"each of its {self.total:,} samples"
+            return f"{samples} was used exactly once"
         faults = {
             "not used": self.total - self.used,
             "used more than once": self.repeated,
             "outside the epoch": self.outside,
         }
-        return f"of its {self.total:,} samples, " + ", ".join(
+        return f"of its {plural(self.total, 'sample')}, " + ", ".join(
             f"{count:,} {fault}" for fault, count in faults.items() if count
         )
 

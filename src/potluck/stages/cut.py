@@ -18,6 +18,7 @@ from potluck.errors import ConfigError
 from potluck.stages.chain import Chain, chain_of, parameters_of
 from potluck.stages.plan import Layer, Plan, count_sent
 from potluck.stages.seats import AbsentLayer, AbsentPart, Activation, Pass, Reached, Seat, StandIn, seated, shallow
+from potluck.words import plural
 
 LossOf = Callable[[nn.Module, Any], Any]
 
@@ -56,7 +57,8 @@ class Stage:
         given = tuple(activation or ())
         if len(given) != self.receives:
             raise ConfigError(
-                f"Stage {self.index} takes {self.receives} tensors from the stage before, and got {len(given)}."
+                f"Stage {self.index} takes {plural(self.receives, 'tensor')} from the stage before, and got"
+                f" {len(given)}."
             )
         try:
             with self._now.begin(given, seed, self._device(given)):

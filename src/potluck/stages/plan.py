@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import Any, Protocol
 
 from potluck.errors import ConfigError
+from potluck.words import plural
 
 FORMAT = 1
 """Of a plan as JSON."""
@@ -80,7 +81,8 @@ class Plan:
         for cut in self.cuts:
             if isinstance(cut, bool) or not isinstance(cut, int) or not 0 < cut < count:
                 raise ConfigError(
-                    f"A model of {count} layers can be cut before layer 1 to {count - 1}, and not before {cut!r}."
+                    f"A model of {plural(count, 'layer')} can be cut before layer 1 to {count - 1}, and not before"
+                    f" {cut!r}."
                 )
         for earlier, later in pairwise(self.cuts):
             if earlier >= later:

@@ -17,6 +17,7 @@ from potluck.stages.cut import LossOf, cut
 from potluck.stages.forms import arguments, describe, narrow, tensors_in
 from potluck.stages.plan import Layer, Plan
 from potluck.stages.seats import generators_of, seed_of
+from potluck.words import plural
 
 SEED = 0
 """Of the random numbers of a survey, which have to be the same whole and cut."""
@@ -212,8 +213,8 @@ class _Watch:
         last = len(self._links)
         if self._done != last:
             raise ConfigError(
-                f"The loss function ran {self._done} of the model's {last} layers, and each has to run once. It has to"
-                " run the model that it gets as its argument, and no other."
+                f"The loss function ran {self._done} of the model's {plural(last, 'layer')}, and each has to run once."
+                " It has to run the model that it gets as its argument, and no other."
             )
         self._note(last + 1, {id(leaf) for leaf in leaves_behind(all_tensors(result))})
         for place in range(1, last + 1):

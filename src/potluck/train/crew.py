@@ -21,6 +21,7 @@ from potluck.train.launch import (
     Worker,
     end_workers,
     group_environment,
+    insist_on_room,
     start_worker,
     worker_environment,
 )
@@ -61,6 +62,7 @@ class Team:
 
 class Crew:
     def __init__(self, command: list[str], config: WorkersConfig, environment: dict[str, str]) -> None:
+        insist_on_room(config.count)
         self._command = command
         self._folder = tempfile.TemporaryDirectory(prefix="potluck-")
         self._read_end, self._write_end = os.pipe()

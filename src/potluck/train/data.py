@@ -5,6 +5,7 @@ in micro-batches.
 """
 
 import itertools
+import os
 import random
 import sysconfig
 import zlib
@@ -20,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from potluck.errors import ConfigError
 from potluck.shares import share_out
+from potluck.words import insist_at_most
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +36,7 @@ class DataConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.validation < 1:
             raise ValueError(f"validation is a share of the text, in [0, 1), not {self.validation}")
+        insist_at_most("limit_bytes", self.limit_bytes, 1 << 62, "leave it out to read all of the text")
         if self.limit_bytes is not None and self.limit_bytes < 1:
             raise ValueError(f"limit_bytes must be at least 1, not {self.limit_bytes}")
 
@@ -58,6 +61,8 @@ class BatchConfig:
             raise ValueError(f"micro_size must be at least 1, not {self.micro_size}")
         if self.fetchers < 0:
             raise ValueError(f"fetchers must be at least 0, not {self.fetchers}")
+        insist_at_most("size", self.size, 1 << 31, "it is the rows of one step, such as 32")
+        insist_at_most("fetchers", self.fetchers, 1 << 10, "each is a process, and a few keep a model busy")
         if not 1 <= self.slices <= 1 << 16:
             raise ValueError(f"slices must be between 1 and 65,536, not {self.slices}")
 
@@ -104,7 +109,8 @@ def read_text(config: DataConfig) -> bytes:
             break
         try:
             with file.open("rb") as opened:
-                text = opened.read(config.limit_bytes and limit - len(found))
+                fits = os.fstat(opened.fileno()).st_size <= limit - len(found)
+                text = opened.read() if fits else opened.read(limit - len(found))  # read(N) takes memory for N at once
         except OSError as error:
             raise ConfigError(f"Cannot read {file}: {error.strerror}.") from None
         if b"\0" not in text[:8192]:
@@ -115,8 +121,13 @@ def read_text(config: DataConfig) -> bytes:
 
 
 def _files_below(path: Path) -> list[Path]:
-    if not path.exists():
-        raise ConfigError(f"There is no file or folder {path}. Give data.paths (or --data) one that exists.")
+    try:
+        there = path.exists()
+    except OSError:  # a name that no system takes
+        there = False
+    if not there:
+        shown = str(path) if str(path).isprintable() and len(str(path)) < 1000 else repr(str(path)[:80])
+        raise ConfigError(f"There is no file or folder {shown}. Give data.paths (or --data) one that exists.")
     if path.is_file():
         return [path]
     inside = (p for p in path.rglob("*") if not any(part.startswith(".") for part in p.relative_to(path).parts))

@@ -31,7 +31,7 @@ SETTINGS = (
     "fit.validate_every=1_000_000",
     "fit.checkpoint.every=1_000_000",
 )
-"""What differs from the recipe, so that both runs together stay well below two minutes on two cores."""
+"""What differs from the recipe, so that both runs together stay well below three minutes on two cores."""
 POLICIES = {
     "sync": ("policy.kind=sync", "policy.balance=false"),
     "cadence": ("policy.kind=cadence", "policy.anchor=3", "policy.overhead_target=0.1"),

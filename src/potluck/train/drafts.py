@@ -18,6 +18,7 @@ from potluck.stages.schedule import draw, expected_idle_share, per_worker, plan_
 from potluck.train.data import BatchConfig, Loader
 from potluck.train.engine import LossFunction
 from potluck.train.places import Places
+from potluck.words import plural
 
 WIDTH = 118
 """Of what is shown: a schedule that is longer is not drawn."""
@@ -67,7 +68,7 @@ class Draft:
         order = draw(plan_orders(schedule, workers, micros), len(plan.stages))
         if max(map(len, order.splitlines())) > WIDTH:
             order = ""
-        told = f"{schedule}, {micros} micro-batches"
+        told = f"{schedule}, {plural(micros, 'micro-batch')}"
         if schedule in ("1f1b", "gpipe"):
             idle = expected_idle_share(workers, micros)
             told += f": stages wait at least {idle:.0%} of the time, if they are equal"

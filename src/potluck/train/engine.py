@@ -52,10 +52,11 @@ from potluck.train.data import (
 from potluck.train.launch import ONLY
 from potluck.train.link import Alone, Link, Rows, choose_device, connect, loss_of_peer
 from potluck.train.memory import Recovery, my_recovery
-from potluck.train.order import PATIENCE_S
+from potluck.train.order import PATIENCE_S, checked, insist_on_patience
 from potluck.train.pulse import Pulse, Verdict, decide_step, worker_steps
 from potluck.train.replica import Replica, StepConfig
 from potluck.train.saves import Saves, Standing, sharded_of
+from potluck.words import plural
 
 if TYPE_CHECKING:
     from potluck.shard.sharded import Sharded
@@ -78,6 +79,7 @@ def init(
 
     `stages`: cuts the model into stages, one to a worker; how they talk, or also how many and where it is cut.
     """
+    checked(lambda: insist_on_patience("patience_s", patience_s))
     device = choose_device()
     if stages is not None:
         stages = stages if isinstance(stages, Stages) else Stages(protocol=stages)
@@ -659,7 +661,7 @@ class Engine:
 
     def _insist_on_same_data(self, loader: Loader) -> None:
         """Workers that planned different steps would wait for each other for ever."""
-        mine = f"{loader.rows:,} rows in batches of {loader.batch.size:,}, shuffled by seed {loader.seed}"
+        mine = f"{plural(loader.rows, 'row')} in batches of {loader.batch.size:,}, shuffled by seed {loader.seed}"
         for rank, theirs in enumerate(self.link.gather_bytes(mine.encode())):
             if theirs.decode() != mine:
                 raise ConfigError(
@@ -670,11 +672,14 @@ class Engine:
     def _shares(self, batch_size: int | None) -> tuple[float, ...]:
         shares = (self.policy.shares if isinstance(self.policy, Sync) else ()) or (1.0,) * self.lanes
         if len(shares) != self.lanes:
-            raise ConfigError(f"policy.shares has {len(shares)} numbers, and there are {self.lanes} workers.")
+            raise ConfigError(
+                f"policy.shares has {plural(len(shares), 'number')}, and the run {plural(self.lanes, 'worker')}."
+            )
         if batch_size is not None and 0 in (parts := share_out(batch_size, shares)):
             raise ConfigError(
-                f"A batch of {batch_size} does not fit {self.lanes} workers: each needs at least one row, and they"
-                f" would have {', '.join(map(str, parts))}. Use a larger batch, fewer workers, or more even shares."
+                f"A batch of {batch_size} does not fit {plural(self.lanes, 'worker')}: each needs at least one row, and"
+                f" they would have {', '.join(map(str, parts))}. Use a larger batch, fewer workers, or more even"
+                " shares."
             )
         return shares
 
@@ -735,7 +740,7 @@ class Engine:
     def _check_standing(self, path: Path, standing: Standing) -> None:
         if self.loader is not None and standing["rows_in_epoch"] not in (0, self.loader.rows):
             raise CheckpointError(
-                f"{path} stands in an epoch of {standing['rows_in_epoch']:,} rows, and the data now has"
+                f"{path} stands in an epoch of {plural(standing['rows_in_epoch'], 'row')}, and the data now has"
                 f" {self.loader.rows:,}. Go on with the same data, or start anew in another folder."
             )
 

@@ -15,6 +15,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from potluck.errors import CheckpointError, ConfigError
 from potluck.shard.stored import SIZES, Header, Store, make_header, write_all
 from potluck.train import shelf
+from potluck.words import plural
 
 BLOCK_BYTES = 16 << 20
 MODEL = "model"
@@ -30,7 +31,7 @@ def export(source: Path, out: Path) -> int:
     with _progress(console) as begin:
         path, body = _find(source, console, begin)
         tensors, numbers = _write_model(path, body, out, begin)
-    told = f"{tensors:,} tensors of {numbers:,} numbers, as they were after step {body['step']:,}"
+    told = f"{plural(tensors, 'tensor')} of {plural(numbers, 'number')}, as they were after step {body['step']:,}"
     console.print(f"Wrote {out}: {told}.", soft_wrap=True)
     return 0
 

@@ -13,8 +13,8 @@ from potluck.train.export import write_plain
 from potluck.train.model import GPT
 from potluck.train.order import Order
 from potluck.train.picture import draw_losses
-from potluck.train.progress import count, duration
 from potluck.train.trainer import Summary
+from potluck.words import count, duration, plural
 
 PROMPT = "    def __init__(self, "
 LENGTH = 320
@@ -36,7 +36,7 @@ def say_farewell(summary: Summary, model: GPT, order: Order, *, epochs: int, is_
     skipped = f", {summary.skipped} skipped" if summary.skipped else ""
     loss = f", loss {summary.loss:.4f}" if summary.loss is not None else ""
     console.print(
-        f"\nFinished {summary.steps:,} steps ({count(tokens)} tokens) in {duration(summary.seconds)}{loss}"
+        f"\nFinished {plural(summary.steps, 'step')} ({count(tokens)} tokens) in {duration(summary.seconds)}{loss}"
         f"{validation}{skipped}.",
         style="bold",
     )

@@ -38,8 +38,9 @@ from potluck.train.keeper import Keeper
 from potluck.train.launch import QUIET
 from potluck.train.order import HostOrder
 from potluck.train.picture import draw_losses
-from potluck.train.progress import Progress, duration
+from potluck.train.progress import Progress
 from potluck.train.run_folder import hold, make_run_folder, write_whole
+from potluck.words import duration, plural
 
 LOCAL = "host-worker-"
 """Names of workers that end with the host."""
@@ -316,7 +317,7 @@ class _Host:
         loss = f", loss {self.loss:.4f}" if self.loss is not None else ""
         validation = f", validation loss {self.validation:.4f}" if self.validation is not None else ""
         took = duration(time.monotonic() - self.started)
-        print(f"\nFinished {step:,} steps in {took}{loss}{validation}.{saved}", flush=True)
+        print(f"\nFinished {plural(step, 'step')} in {took}{loss}{validation}.{saved}", flush=True)
         if fault:
             return 1
         with suppress(OSError):  # no room for a picture

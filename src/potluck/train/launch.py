@@ -22,6 +22,7 @@ from typing import IO
 from potluck.errors import ConfigError, Interrupted, WorkerLost
 from potluck.train.memory import MEMORY, Recovery, Start, first_start
 from potluck.train.order import WorkersConfig
+from potluck.words import plural, size
 
 RENDEZVOUS = "POTLUCK_RENDEZVOUS"
 """Tells workers the file through which they find each other, so that no port is opened for it."""
@@ -34,6 +35,8 @@ QUIET = "POTLUCK_QUIET"
 GRACE_S = 3.0
 """How long the others have to end by themselves, once one has failed, before they are ended."""
 POLL_S = 0.02
+WORKER_BYTES = 100_000_000
+"""What a worker has for itself when it has loaded torch, at the least."""
 
 
 @dataclass
@@ -68,6 +71,7 @@ def launch(command: list[str], config: WorkersConfig, only: int | None = None) -
 
     `only`: this one of them, whom the others, elsewhere, meet in a store.
     """
+    insist_on_room(config.count if only is None else 1)
     if only is not None:
         if not 0 <= only < config.count:
             raise ConfigError(f"--only takes one of the workers 0 to {config.count - 1}, not {only}.")
@@ -199,9 +203,9 @@ def _recover(start: Start, lost: list[Worker]) -> Recovery | str:
     recovery = start.plan_recovery(ranks)
     if isinstance(recovery, Recovery):
         left = len(recovery.ranks)
-        who, they = ("1 worker goes", "it") if left == 1 else (f"{left} workers go", "they")
+        go, they = ("goes", "it") if left == 1 else ("go", "they")
         fates = " ".join(f"Worker {worker.rank} {_fate(worker)}." for worker in lost)
-        _say(f"{fates} {who} on from step {recovery.step}, which {they} had kept in memory.")
+        _say(f"{fates} {plural(left, 'worker')} {go} on from step {recovery.step}, which {they} had kept in memory.")
     return recovery
 
 
@@ -277,6 +281,26 @@ def end_workers(team: list[Worker], first: signal.Signals) -> None:
         worker.process.wait()
         if worker.forwarder is not None:
             worker.forwarder.join(timeout=1.0)
+
+
+def insist_on_room(workers: int) -> None:
+    """Processes that a machine has no room for are refused before it grinds to a halt, or the system ends one."""
+    has = machine_bytes()
+    most = has // WORKER_BYTES
+    if workers > most:
+        raise ConfigError(
+            f"{plural(workers, 'worker')} on one machine take at least {size(workers * WORKER_BYTES)} of memory before"
+            f" they hold a model, and this one has {size(has)}. Start {most:,} at most; one for each GPU, or for each"
+            f" of its {plural(usable_cores(), 'core')}, is usual."
+        )
+
+
+def machine_bytes() -> int:
+    """The memory of this machine; where the system does not tell, more than anybody has: nothing is refused."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError):
+        return 1 << 60
 
 
 def usable_cores() -> int:

@@ -14,6 +14,8 @@ from typing import Protocol, runtime_checkable
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous as rendezvous_at
 
 from potluck.errors import ConfigError, WorkerLost
 from potluck.train.launch import ONLY, RENDEZVOUS
@@ -279,13 +281,14 @@ def connect(device: torch.device, patience_s: float) -> Link:
         )
     if world == 1 and rendezvous is not None:
         return Alone()
+    patience = timedelta(seconds=patience_s)
     with _peers_may_vanish():
+        meet = rendezvous_at(f"file://{rendezvous}" if rendezvous else "env://", rank, world, timeout=patience)
+        store = next(meet)[0]
+        store.set_timeout(patience)
+        backend = _agree_on_backend(store, rank, world, _backend(device))
         dist.init_process_group(
-            backend=_backend(device),
-            init_method=f"file://{rendezvous}" if rendezvous else "env://",
-            rank=rank,
-            world_size=world,
-            timeout=timedelta(seconds=patience_s),
+            backend, store=PrefixStore("potluck", store), rank=rank, world_size=world, timeout=patience
         )
     return GroupLink(owned=True, patience_s=patience_s)
 
@@ -303,8 +306,17 @@ def placed() -> tuple[int, int] | None:
         ) from None
 
 
+def _agree_on_backend(store: Store, rank: int, world: int, own: str) -> str:
+    """What all ranks can use: machines of one run may have fewer GPUs than ranks, or none, and one group has one
+    backend. Ranks that each went by their own machine would wait for each other in vain."""
+    store.set(f"backend/{rank}", own)
+    told = {store.get(f"backend/{each}").decode() for each in range(world)}
+    return own if len(told) == 1 else "gloo"
+
+
 def _backend(device: torch.device) -> str:
-    """NCCL where each rank has a GPU of its own: it refuses two ranks on one, and Gloo does not."""
+    """What this machine would choose: NCCL where each rank has a GPU of its own. It refuses two ranks on one; Gloo does
+    not."""
     if device.type != "cuda":
         return "gloo"
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", 1)))

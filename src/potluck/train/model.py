@@ -11,6 +11,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from potluck.words import insist_at_most
+
+_MOST = {
+    "vocab": 1 << 24,
+    "dim": 1 << 20,
+    "layers": 1 << 14,
+    "kv_heads": 1 << 20,
+    "hidden": 1 << 24,
+    "context": 1 << 24,
+}
+"""Far above any model that is trained, and low enough that sizes computed from them fit their numbers. Whether a model
+fits a machine is another question: train/recipe.py asks it."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
@@ -32,6 +45,8 @@ class ModelConfig:
         for name in ("vocab", "dim", "layers", "heads", "context"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        for name, most in _MOST.items():
+            insist_at_most(name, getattr(self, name), most, "no machine trains such a model")
         if self.dim % self.heads:
             raise ValueError(f"dim {self.dim} must be a multiple of heads {self.heads}")
         if (self.dim // self.heads) % 2:
@@ -41,6 +56,28 @@ class ModelConfig:
         if self.hidden is not None and self.hidden < 1:
             raise ValueError(f"hidden must be at least 1, not {self.hidden}")
 
+    @property
+    def kv_dim(self) -> int:
+        return self.dim // self.heads * (self.kv_heads or self.heads)
+
+    @property
+    def hidden_dim(self) -> int:
+        return self.hidden or 32 * math.ceil(self.dim * 8 / 3 / 32)
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers it has, without making it."""
+        block = 2 * self.dim * (self.dim + self.kv_dim) + 3 * self.dim * self.hidden_dim + 2 * self.dim
+        return self.layers * block + 2 * self.vocab * self.dim + self.dim
+
+    def activations(self, rows: int, *, checkpointed: bool = False, compiled: bool = False) -> int:
+        """How many numbers a forward of that many rows keeps for its backward, at least.
+
+        Compiled, a block keeps what its matrix products take and give, and computes the rest again.
+        """
+        each = 6 * self.dim + 2 * self.hidden_dim if compiled else 11 * self.dim + 4 * self.hidden_dim
+        return rows * self.context * (self.layers * (self.dim if checkpointed else each) + self.vocab)
+
 
 class Block(nn.Module):
     """Attention and SwiGLU, each after a norm and added to the residual stream."""
@@ -48,8 +85,7 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.head_dim = config.dim // config.heads
-        kv_dim = self.head_dim * (config.kv_heads or config.heads)
-        hidden = config.hidden or 32 * math.ceil(config.dim * 8 / 3 / 32)
+        kv_dim, hidden = config.kv_dim, config.hidden_dim
         self.w_q = nn.Linear(config.dim, config.dim, bias=False)
         self.w_k = nn.Linear(config.dim, kv_dim, bias=False)
         self.w_v = nn.Linear(config.dim, kv_dim, bias=False)

@@ -3,10 +3,11 @@
 Imports no torch, so that a command answers at once and the workers load it side by side.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import tomli_w
 
@@ -14,8 +15,18 @@ from potluck.config import from_dict, parse_toml
 from potluck.errors import ConfigError
 from potluck.train.run_folder import holds_run, name_fault
 from potluck.train.slowdown import Slowdown
+from potluck.words import insist_at_most
+
+T = TypeVar("T")
 
 PATIENCE_S = 600.0
+
+
+def insist_on_patience(name: str, seconds: float) -> None:
+    """Time limits derive from it, and none of them can be endless."""
+    if not seconds > 0:
+        raise ValueError(f"{name} must be above 0, not {seconds}")
+    insist_at_most(name, seconds, 7 * 86_400, "that is a week, in seconds")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,8 +43,9 @@ class WorkersConfig:
             raise ValueError(f"count must be at least 1, not {self.count}")
         if self.threads is not None and self.threads < 1:
             raise ValueError(f"threads must be at least 1, not {self.threads}")
-        if not self.patience_s > 0:
-            raise ValueError(f"patience_s must be above 0, not {self.patience_s}")
+        insist_at_most("count", self.count, 1 << 12, "each is a process; one for each GPU, or for each core, is usual")
+        insist_at_most("threads", self.threads, 1 << 12, "more than the cores of this machine help nobody")
+        insist_on_patience("patience_s", self.patience_s)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,8 +125,8 @@ def host_order(
     insecure: bool,
 ) -> HostOrder:
     """What `potluck host` is asked for, checked before anything is started."""
-    if workers < 0 or at_least < 1 or not patience_s > 0 or not 0 <= port < 1 << 16:
-        raise ConfigError("--workers is at least 0, --at-least 1, --patience above 0, and --port below 65,536.")
+    if workers < 0 or at_least < 1 or not 0 <= port < 1 << 16:
+        raise ConfigError("--workers is at least 0, --at-least 1, and --port below 65,536.")
     if what.endswith(".py"):
         if not Path(what).is_file():
             raise ConfigError(f"There is no script {what}.")
@@ -134,10 +146,8 @@ def host_order(
         folder = _free_folder(folder)
     if resume and not holds_run(folder):
         raise ConfigError(f"There is no run to resume in {folder}. Leave out --resume, or name its folder with --out.")
-    try:
-        config = WorkersConfig(count=max(1, workers), threads=threads)
-    except ValueError as error:
-        raise ConfigError(f"Workers: {error}.") from None
+    config = checked(lambda: WorkersConfig(count=max(1, workers), threads=threads), "Workers: ")
+    checked(lambda: insist_on_patience("--patience", patience_s))
     return HostOrder(
         folder=folder,
         recipe=recipe,
@@ -152,6 +162,14 @@ def host_order(
         insecure=insecure,
         resume=resume,
     )
+
+
+def checked(make: Callable[[], T], what: str = "") -> T:
+    """Whatever a setting is refused for, as a sentence for the command line."""
+    try:
+        return make()
+    except ValueError as error:
+        raise ConfigError(f"{what}{error}.") from None
 
 
 def _free_folder(wanted: Path) -> Path:

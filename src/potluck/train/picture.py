@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from potluck.events import read_events
 from potluck.train.timeline import Timeline
+from potluck.words import plural
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,13 +23,14 @@ def draw_losses(events: Path, picture: Path) -> Path:
 
     steps: dict[int, float] = {}
     validations: dict[int, float] = {}
-    title = ""
+    title, most = "", 1
     for record in read_events(events):
         match record["event"]:
             case "run_started":
-                title = f"{record['name']}: {record['parameters']:,} parameters, {record['workers']} workers"
+                title = f"{record['name']}: {plural(record['parameters'], 'parameter')}"
             case "step_done":
                 steps[record["step"]] = _drawn(record["loss"])
+                most = max(most, len(record["workers"]))  # those of a host come and go
             case "validated":
                 validations[record["step"]] = _drawn(record["loss"])
     figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
@@ -37,7 +39,7 @@ def draw_losses(events: Path, picture: Path) -> Path:
     axes.plot(list(steps), running_mean(list(steps.values())), color="#1f5fa8", linewidth=2, label="running mean")
     if validations:
         axes.plot(list(validations), list(validations.values()), "o-", color="#d9622b", label="validation")
-    axes.set(xlabel="step", ylabel="loss", title=title)
+    axes.set(xlabel="step", ylabel="loss", title=f"{title}, {plural(most, 'worker')}")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     axes.spines[["top", "right"]].set_visible(False)

@@ -11,6 +11,7 @@ from potluck.errors import ConfigError
 from potluck.shard.strategy import HybridShard, ShardingStrategy
 from potluck.train.link import Alone, Link, Parted
 from potluck.train.nodes import Nodes, make_nodes
+from potluck.words import plural
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +66,8 @@ def make_places(link: Link, workers: int | None, strategy: ShardingStrategy) -> 
     if link.world % (workers * each):
         split = f", each split over {each} (intra_node_size)" if each > 1 else ""
         raise ConfigError(
-            f"{link.world} workers cannot hold replicas of {workers} stages{split}. Start a multiple of"
-            f" {workers * each} workers, or change stages.count."
+            f"{plural(link.world, 'worker')} cannot hold replicas of {plural(workers, 'stage')}{split}. Start a"
+            f" multiple of {plural(workers * each, 'worker')}, or change stages.count."
         )
     alone = Places(link, workers, each, Alone(), Alone(), Alone())
     if link.world == 1:
@@ -84,7 +85,7 @@ def as_nodes(places: Places) -> Nodes:
     link, size = places.link, places.size
     if places.lanes == places.each:
         raise ConfigError(
-            f"There is one replica of {places.workers} stages, and nothing to average with. Start a multiple of {size}"
-            f" workers, such as {2 * size}, or use the policy Sync."
+            f"There is one replica of {plural(places.workers, 'stage')}, and nothing to average with. Start a multiple"
+            f" of {size} workers, such as {2 * size}, or use the policy Sync."
         )
     return make_nodes(link, size)

@@ -29,6 +29,7 @@ from potluck.events import (
     WorkerStep,
     WorkerWent,
 )
+from potluck.words import count, duration, plural, size
 
 LINE_EVERY_S = 5.0
 """Without a terminal, one line at most this often."""
@@ -83,10 +84,10 @@ class Progress:
                 if self._live is None:
                     self.say(f"step {event.step}: saved {event.folder} ({size(event.bytes)})")
             case WorkerCame():
-                self.say(f"{event.name} joined ({event.kind}); {_workers(event.workers)} now.", style="cyan")
+                self.say(f"{event.name} joined ({event.kind}); {plural(event.workers, 'worker')} now.", style="cyan")
             case WorkerWent():
                 how = "left" if event.polite else f"is lost ({event.reason}); the others compute its part again"
-                self.say(f"{event.name} {how}; {_workers(event.workers)} now.", style="yellow")
+                self.say(f"{event.name} {how}; {plural(event.workers, 'worker')} now.", style="yellow")
             case Stalled():
                 for_s = f" for {event.seconds:.0f} s" if event.seconds else ""
                 then = f"; {event.then}" if event.then else ""
@@ -106,10 +107,9 @@ class Progress:
 
     def _start(self, run: RunStarted) -> None:
         self._run = run
-        who = f"{run.workers} workers" if run.workers > 1 else "1 worker"
         self.say(
-            f"Training {count(run.parameters)} parameters on {who} ({run.device}): {run.steps_total:,} steps of"
-            f" {run.batch_size:,} rows, in {run.folder}"
+            f"Training {count(run.parameters)} parameters on {plural(run.workers, 'worker')} ({run.device}):"
+            f" {plural(run.steps_total, 'step')} of {plural(run.batch_size, 'row')}, in {run.folder}"
         )
         if run.layout:
             self.say(run.layout, style="dim")
@@ -238,36 +238,9 @@ def _name(worker: WorkerStep) -> str:
     return worker.name or f"{worker.rank}"
 
 
-def _workers(count: int) -> str:
-    return f"{count} workers" if count != 1 else "1 worker"
-
-
 def sentence(words: str) -> str:
     return words[:1].upper() + words[1:]
 
 
 def share(part: float, rest: float) -> str:
     return f"{100 * part / max(part + rest, 1e-9):.0f} %"
-
-
-def duration(seconds: float) -> str:
-    whole = max(0, round(seconds))
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600} h {whole % 3600 // 60} min"
-
-
-def count(number: float) -> str:
-    for limit, suffix in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if number >= limit:
-            return f"{number / limit:.3g}{suffix}"
-    return f"{number:.0f}"
-
-
-def size(number: float) -> str:
-    for limit, suffix in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if number >= limit:
-            return f"{number / limit:.3g} {suffix}"
-    return f"{number:.0f} bytes"

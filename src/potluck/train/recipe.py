@@ -25,17 +25,18 @@ from potluck.stages.protocol import Stages
 from potluck.train.data import BatchConfig, DataConfig, read_windows
 from potluck.train.elastic import as_one_worker, connect, engine_for, ranks_of
 from potluck.train.engine import Engine, init
+from potluck.train.launch import machine_bytes
 from potluck.train.link import Alone, Link, choose_device
 from potluck.train.model import GPT, ModelConfig, next_token_loss
 from potluck.train.node_client import NodeClient
 from potluck.train.order import Order, WorkersConfig, find_recipe
-from potluck.train.progress import count, size
 from potluck.train.ranks import is_later_rank
 from potluck.train.replica import StepConfig
 from potluck.train.run_folder import holds_run, name_fault, write_whole
 from potluck.train.slowdown import Brake
 from potluck.train.trainer import FitConfig, Summary, Trainer
 from potluck.wire.words import clean
+from potluck.words import count, insist_at_most, plural, size
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +54,8 @@ class OptimizerConfig:
             raise ValueError(f"lr must be above 0, not {self.lr}")
         if not (self.weight_decay >= 0 and math.isfinite(self.weight_decay)):
             raise ValueError(f"weight_decay must be at least 0, not {self.weight_decay}")
+        insist_at_most("lr", self.lr, 1000, "3e-4 is usual for AdamW, and 0.1 for SGD")
+        insist_at_most("weight_decay", self.weight_decay, 1000, "0.1 is usual")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas are two numbers in [0, 1), not {list(self.betas)}")
 
@@ -88,7 +91,7 @@ def cook(config: RunConfig, order: Order, engine: Engine) -> tuple[Summary, GPT]
     folder = Path("runs") / config.name  # where a host leads, it keeps its own
     if not engine.is_led:
         folder = Path(engine.link.gather_bytes(str(_run_folder(config, order, engine)).encode())[0].decode())
-    _insist_on_memory(config, engine)
+    _insist_on_memory(config, engine, len(training))
     engine.samples_per_row = float(config.model.context)
     torch.manual_seed(config.fit.seed)
     model = GPT(config.model)
@@ -173,25 +176,43 @@ def join(arguments: list[str]) -> None:
         cook(config, Order(recipe="the host's"), engine)
 
 
-def _insist_on_memory(config: RunConfig, engine: Engine) -> None:
-    """A model that cannot fit is refused before the system ends somebody for it."""
-    with torch.device("meta"):
-        parameters = sum(parameter.numel() for parameter in GPT(config.model).parameters())
+def _insist_on_memory(config: RunConfig, engine: Engine, rows: int) -> None:
+    """A model or a batch that cannot fit is refused, with figures, before the system ends somebody for it."""
     # Weights, gradients and AdamW's two means, in fp32; each rank's share of what the strategy splits.
     stages = engine.world // engine.lanes
     world = engine.lanes if stages > 1 else engine.link.world
-    needed = int(parameters * bytes_per_parameter(config.strategy, world) / stages)
+    for_model = int(config.model.parameters * bytes_per_parameter(config.strategy, world) / stages)
+    at_once = _rows_at_once(config, engine, rows)
+    step = config.step
+    kept = config.model.activations(at_once, checkpointed=step.checkpoint_activations, compiled=step.compile)
+    for_rows = kept * (2 if step.precision == "bf16" else 4) // stages
     if engine.device.type == "cuda":
-        has, where = torch.cuda.mem_get_info(engine.device)[1], "this GPU"
+        here, has, where = 1, torch.cuda.mem_get_info(engine.device)[1], "this GPU"
     else:
-        needed *= engine.link.world if engine.is_led else config.workers.count
-        has, where = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "this machine"
-    if needed > has:
+        here = engine.link.world if engine.is_led else config.workers.count
+        has, where = machine_bytes(), "this machine"
+    if for_model * here > has:
         raise ConfigError(
-            f"A model of {count(parameters)} parameters needs {size(needed)} of memory to be trained here, and {where}"
-            f" has {size(has)}. Make model.dim or model.layers smaller, use fewer workers, or split the model over"
-            ' them with strategy.kind = "full_shard".'
+            f"A model of {count(config.model.parameters)} parameters needs {size(for_model * here)} of memory to be"
+            f" trained here, and {where} has {size(has)}. Make model.dim or model.layers smaller, use fewer workers, or"
+            ' split the model over them with strategy.kind = "full_shard".'
         )
+    if (for_model + for_rows) * here > has:
+        cut = "stages.protocol.micro_batch_size" if stages > 1 else "batch.micro_size"
+        raise ConfigError(
+            f"{plural(at_once, 'row')} of {plural(config.model.context, 'token')} at once on a worker (batch.size is"
+            f" {config.batch.size:,}) need at least {size(for_rows * here)} of memory beside the model's"
+            f" {size(for_model * here)}, and {where} has {size(has)}. Set a smaller batch.size or model.context, or"
+            f" {cut} to fewer rows at once: the numbers stay the same."
+        )
+
+
+def _rows_at_once(config: RunConfig, engine: Engine, rows: int) -> int:
+    """That go through a worker's part of the model together."""
+    if config.stages is not None:
+        return min(config.stages.micro_batch_size or config.batch.size, config.batch.size, rows)
+    parts = config.batch.slice_count if engine.is_led else engine.lanes
+    return min(config.batch.micro_size or config.batch.size, -(-min(config.batch.size, rows) // parts))
 
 
 def _keep_recipe(event: Event, folder: Path, config: RunConfig) -> None:

@@ -45,6 +45,7 @@ from potluck.train.saves import Standing
 from potluck.train.store_saves import StoreSaves
 from potluck.train.ties import Ties
 from potluck.train.windows import NodePulse, WindowEngine
+from potluck.words import plural
 
 AT_ONCE = 8
 """Micro-batches that go through the stages together where nothing is trained."""
@@ -160,10 +161,10 @@ class Staged(Engine):
             )
         wanted = self.stages.micro_batch_size
         if micro_batch_size is not None and micro_batch_size != wanted:
-            told = "whole batches" if wanted is None else f"micro-batches of {wanted} rows"
+            told = "whole batches" if wanted is None else f"micro-batches of {plural(wanted, 'row')}"
             raise ConfigError(
-                f"stages.protocol asks for {told}, and batch.micro_size for {micro_batch_size} rows. Leave out the"
-                " latter: stages.protocol.micro_batch_size says how a batch is cut."
+                f"stages.protocol asks for {told}, and batch.micro_size for {plural(micro_batch_size, 'row')}. Leave"
+                " out the latter: stages.protocol.micro_batch_size says how a batch is cut."
             )
         self._options = options | {"dataset": as_dataset(dataset), "loss": loss}
         ready = super().prepare(model, optimizer, dataset, loss=loss, micro_batch_size=wanted, **options)

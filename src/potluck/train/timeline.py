@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from potluck.events import read_events
+from potluck.words import plural
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ def read_timeline(events: Path) -> Timeline:
 
 def gain_sentence(plain: Timeline, other: Timeline, names: tuple[str, str] = ("Sync", "Cadence")) -> str:
     """What the second of two runs over the same rows gained over the first, as measured."""
-    what = f"the same {plain.rows:,} rows" if plain.rows == other.rows else f"{other.rows:,} rows"
+    what = f"the same {plain.rows:,} rows" if plain.rows == other.rows else plural(other.rows, "row")
     took = f"{plain.seconds:.1f} s" if plain.rows == other.rows else f"{plain.seconds:.1f} s for {plain.rows:,}"
     times = (plain.seconds / max(plain.rows, 1)) / max(other.seconds / max(other.rows, 1), 1e-9)
     losses = ""

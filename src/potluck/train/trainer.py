@@ -38,9 +38,10 @@ from potluck.train.checkpoint import CheckpointConfig, holds_any
 from potluck.train.data import BatchConfig, as_dataset
 from potluck.train.engine import Engine, LossFunction, init
 from potluck.train.launch import LAST_WORDS
-from potluck.train.progress import Progress, size
+from potluck.train.progress import Progress
 from potluck.train.run_folder import hold, make_run_folder
 from potluck.train.schedule import ScheduleConfig
+from potluck.words import insist_at_most, size
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,6 +72,8 @@ class FitConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}")
+        insist_at_most("epochs", self.epochs, 10**6, "to end a run after some steps, set fit.max_steps")
+        insist_at_most("max_steps", self.max_steps, 10**12, "leave it out for no limit but the epochs")
         if not 0 <= self.seed < 1 << 63:
             raise ValueError(f"seed must be at least 0 and below 2**63, not {self.seed}")
 

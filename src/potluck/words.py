@@ -1,0 +1,36 @@
+"""Numbers in sentences: so many of something, bytes, durations; and numbers that no sentence could make sense of."""
+
+
+def plural(number: int, noun: str) -> str:
+    """plural(1, "worker") is "1 worker", plural(2000, "batch") "2,000 batches"."""
+    ending = "" if number == 1 else "es" if noun.endswith(("ch", "sh", "s", "x")) else "s"
+    return f"{number:,} {noun}{ending}"
+
+
+def count(number: float) -> str:
+    for limit, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= limit:
+            return f"{number / limit:.3g}{suffix}"
+    return f"{number:.0f}"
+
+
+def size(number: float) -> str:
+    for limit, suffix in ((1e15, "PB"), (1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if number >= limit:
+            return f"{number / limit:.3g} {suffix}"
+    return f"{number:.0f} bytes"
+
+
+def duration(seconds: float) -> str:
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def insist_at_most(name: str, value: float | None, most: float, advice: str) -> None:
+    """ValueError for a number beyond anything that can be meant, before it allocates or overflows something."""
+    if value is not None and not value <= most:
+        raise ValueError(f"{name} must be at most {most:,}, not {value:,}: {advice}")

@@ -1,0 +1,140 @@
+"""What README.md and docs/ say can be refuted: commands parse, links lead somewhere, code runs, names exist."""
+
+import contextlib
+import inspect
+import io
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import tyro
+
+import potluck
+from bench.__main__ import NAMES
+from potluck import cli, events
+from potluck.train.engine import Engine
+from tests.ranks import run_ranks
+
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md"]
+API = ROOT / "docs" / "api.md"
+WITH_CODE = [README, ROOT / "docs" / "guide.md", API]
+
+
+def blocks(page: Path, language: str = "") -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(encoding="utf-8"), re.M | re.S)
+
+
+def commands(page: Path) -> list[str]:
+    """Every line of an unmarked block, and all code within sentences, that starts with a program of ours."""
+    lines = [line.split("  #")[0].strip() for block in blocks(page) for line in block.splitlines()]
+    inline = [" ".join(found.split()) for found in code_in_sentences(page)]
+    return [line for line in [*lines, *inline] if re.match(r"potluck |make |python -m bench", line)]
+
+
+def code_in_sentences(page: Path) -> list[str]:
+    prose = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    return re.findall(r"`([^`]+)`", prose)
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= 200
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_command_parses(page: Path) -> None:
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
+    for command in commands(page):
+        program, *words = shlex.split(command)
+        if program == "make":
+            assert words[0] in targets or "=" in words[0], command
+        elif program == "python":
+            module, names = words[1], [word for word in words[2:] if not word.startswith("-")]
+            assert module == "bench" or (ROOT / f"{module.replace('.', '/')}.py").is_file(), command
+            assert module != "bench" or set(names) - {"NAME"} <= set(NAMES), command
+        elif words != ["--version"]:
+            parse(words, command)
+
+
+def parse(words: list[str], command: str) -> None:
+    if len(words) == 1:  # a command by its name alone, or one that needs nothing else
+        assert words[0] in cli._names(), command
+        return
+    ours, _ = cli._split(words)
+    try:
+        with contextlib.redirect_stderr(io.StringIO()) as said:
+            tyro.cli(cli.COMMANDS, args=ours, prog="potluck", config=(tyro.conf.FlagCreatePairsOff,))
+    except SystemExit:
+        pytest.fail(f"{command} does not parse: {said.getvalue()}")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_leads_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        path, _, anchor = target.partition("#")
+        if path.startswith("http"):
+            continue
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), f"{page.name} links to {target}"
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", file.read_text(encoding="utf-8"), re.M)
+            slugs = {re.sub(r"[^a-z0-9 -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+            assert anchor in slugs, f"{page.name} links to {target}"
+
+
+@pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.name)
+def test_every_python_block_compiles(page: Path) -> None:
+    assert blocks(page, "python")
+    for block in blocks(page, "python"):
+        compile(block, page.name, "exec")
+
+
+def first_run(code: str) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        exec(compile(code, "README.md", "exec"), {"__name__": "__main__"})
+    return said.getvalue()
+
+
+@pytest.mark.skipif(not hasattr(Engine, "epochs"), reason="fleet.epochs() is being written elsewhere")
+def test_the_first_run_gives_the_same_losses_on_one_worker_and_on_two() -> None:
+    code = blocks(README, "python")[0]
+    alone, first, second = run_ranks(1, first_run, code)[0], *run_ranks(2, first_run, code)
+    assert second == "", "only rank 0 speaks"
+    assert first.count("each of its 512 samples was used exactly once") == 3
+    mine, theirs = ([float(loss) for loss in re.findall(r"loss ([\d.]+)\.", said)] for said in (alone, first))
+    assert len(mine) == 3 and mine == pytest.approx(theirs, abs=2e-3)
+    assert mine[-1] < 0.5 * mine[0]
+
+
+def test_the_api_page_names_every_public_thing_of_a_loop() -> None:
+    on_page = set(re.findall(r"\w+", " ".join(code_in_sentences(API))))
+    handle = {name for name in dir(Engine) if not name.startswith("_")}
+    asked = {*inspect.signature(potluck.init).parameters, *inspect.signature(Engine.prepare).parameters} - {"self"}
+    kinds = {kind.__name__ for kind in events.Event.__args__}
+    fields = {field for kind in events.Event.__args__ for field in kind.__dataclass_fields__}
+    assert sorted((handle | asked | kinds | fields | set(potluck.__all__)) - on_page) == []
+
+
+def test_the_api_page_names_nothing_that_is_not_there() -> None:
+    lands_elsewhere = {"epochs", "state", "after_agreement"}  # of own loops
+    there = {*dir(Engine), *vars(Engine())}
+    code = code_in_sentences(API)
+    named = {found[1] for each in code if (found := re.match(r"fleet\.(\w+)", each))}
+    assert sorted(named - there - lands_elsewhere) == []
+    options = {each.removesuffix("=") for each in code if each.endswith("=")}
+    assert sorted(options - {*inspect.signature(Engine.prepare).parameters, "scheduler"}) == []
+
+
+def test_what_was_never_run_is_said() -> None:
+    text = " ".join(README.read_text(encoding="utf-8").split())
+    for said in (
+        "NCCL between several GPUs",
+        "cards of other vendors",
+        "more than one real machine",
+        "Windows | not yet",
+    ):
+        assert said in text
+    pages = " ".join(page.read_text(encoding="utf-8") for page in PAGES)
+    assert "nobody else ships" not in pages and "no released FSDP takes weights per rank" in " ".join(pages.split())
