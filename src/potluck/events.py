@@ -120,6 +120,13 @@ class CheckpointPassedOver:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Noticed:
+    """Something that is allowed, and that a person may not have meant; it is also said in the terminal."""
+
+    sentence: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerCame:
     """A worker takes part from the next step on."""
 
@@ -184,6 +191,7 @@ Event = (
     | EpochDone
     | CheckpointSaved
     | CheckpointPassedOver
+    | Noticed
     | WorkerCame
     | WorkerWent
     | Recovered

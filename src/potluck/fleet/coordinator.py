@@ -17,7 +17,7 @@ import numpy as np
 from potluck.agree.windows import Decision, Report, Windows
 from potluck.errors import TheirProtocolError
 from potluck.events import CheckpointSaved, Decided, EpochDone, Stalled, Validated, WorkerCame, WorkerWent
-from potluck.fleet.description import BUFFERS, Description
+from potluck.fleet.description import BUFFERS, UNCOMPARED, Description
 from potluck.fleet.effects import (
     AbandonStep,
     BeginStep,
@@ -566,6 +566,9 @@ class Coordinator:
                     effects += self._turn_away_plain(plain.peer)
         elif (difference := self.description.difference(described)) is not None:
             return self._refuse(member.peer, "wrong model", difference)
+        elif (completed := self.description.completed(described)) != self.description:
+            self.description = completed
+            effects.append(Describe(completed, is_new=False))
         self._rows_limit = described.rows_limit  # a run that goes on may be longer than it was
         return effects + self._place(now, member, ready)
 
@@ -988,13 +991,14 @@ class Coordinator:
     def _end_epoch(self) -> EpochDone:
         standing = self.standing
         proof = prove(standing.ranges, self._described.rows)
+        unseen = "" if self._described.data else UNCOMPARED
         weights = "all workers hold the same weights" if not self._drifted else "WORKERS' WEIGHTS HAD DRIFTED APART"
         done = EpochDone(
             epoch=standing.epoch,
             used=proof.used if proof.holds else -1,
             total=proof.total,
             same_weights=not self._drifted,
-            sentence=f"Epoch {standing.epoch + 1}: {proof}; {weights}.",
+            sentence=f"Epoch {standing.epoch + 1}: {proof}{unseen}; {weights}.",
         )
         standing.epoch, standing.row, standing.ranges = standing.epoch + 1, 0, []
         self._drifted = False

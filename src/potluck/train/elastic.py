@@ -176,6 +176,7 @@ class ElasticEngine(Engine):
         self, dataset: Any, batch: BatchConfig, seed: int, collate: Callable[[list[Any]], Any] | None
     ) -> Loader:
         loader = SliceLoader(dataset, batch, shares=(1.0,), rank=0, device=self.device, seed=seed, collate=collate)
+        self._insist_on_same_data(loader)  # the ranks of a node among themselves
         replica = self._prepared()
         self._description = Description(
             parts=self._make_parts(replica),
@@ -188,6 +189,7 @@ class ElasticEngine(Engine):
             samples_per_row=self.samples_per_row,
             policy=type(self.policy).kind,
             settings=settings_of(self.policy),
+            data=self.data or {},
             told={},
         )
         loader.plan = self._plan
@@ -410,8 +412,9 @@ class ElasticEngine(Engine):
             **{
                 name: getattr(self._description, name)
                 for name in self._description.__slots__
-                if name not in ("told", "rows_limit")
+                if name not in ("told", "rows_limit", "training")
             },
+            training=self.training,
             rows_limit=self.rows_limit or 0,
             told=self.told,
         )
@@ -785,6 +788,9 @@ class ElasticEngine(Engine):
 
     def _start_of_step(self) -> None:
         """Slices begin one by one; there is nothing to do for a whole step."""
+
+    def _say(self, sentence: str) -> None:
+        self.client.say(sentence)
 
     def _standing(self) -> dict[str, Any]:
         return super()._standing() | {"version": self.version}
