@@ -41,6 +41,25 @@ class ModelConfig:
         if self.hidden is not None and self.hidden < 1:
             raise ValueError(f"hidden must be at least 1, not {self.hidden}")
 
+    @property
+    def kv_dim(self) -> int:
+        return self.dim // self.heads * (self.kv_heads or self.heads)
+
+    @property
+    def hidden_dim(self) -> int:
+        return self.hidden or 32 * math.ceil(self.dim * 8 / 3 / 32)
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers it has, without making it."""
+        block = 2 * self.dim * (self.dim + self.kv_dim) + 3 * self.dim * self.hidden_dim + 2 * self.dim
+        return self.layers * block + 2 * self.vocab * self.dim + self.dim
+
+    def activations(self, rows: int, *, checkpointed: bool = False) -> int:
+        """How many numbers a forward of so many rows keeps for its backward, at least."""
+        each = self.dim if checkpointed else 4 * self.dim + 2 * self.hidden_dim
+        return rows * self.context * (self.layers * each + 2 * self.vocab)
+
 
 class Block(nn.Module):
     """Attention and SwiGLU, each after a norm and added to the residual stream."""
@@ -48,8 +67,7 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.head_dim = config.dim // config.heads
-        kv_dim = self.head_dim * (config.kv_heads or config.heads)
-        hidden = config.hidden or 32 * math.ceil(config.dim * 8 / 3 / 32)
+        kv_dim, hidden = config.kv_dim, config.hidden_dim
         self.w_q = nn.Linear(config.dim, config.dim, bias=False)
         self.w_k = nn.Linear(config.dim, kv_dim, bias=False)
         self.w_v = nn.Linear(config.dim, kv_dim, bias=False)

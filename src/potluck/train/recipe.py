@@ -22,9 +22,11 @@ from potluck.fleet.client import Client
 from potluck.fleet.invite import read_invite
 from potluck.shard.strategy import NoShard, ShardingStrategy, bytes_per_parameter
 from potluck.stages.protocol import Stages
-from potluck.train.data import BatchConfig, DataConfig, read_windows
+from potluck.train.data import BatchConfig, DataConfig, free_memory_bytes, read_windows
 from potluck.train.elastic import as_one_worker, connect, engine_for, ranks_of
 from potluck.train.engine import Engine, init
+from potluck.train.join import ask_for_files
+from potluck.train.launch import usable_cores
 from potluck.train.link import Alone, Link, choose_device
 from potluck.train.model import GPT, ModelConfig, next_token_loss
 from potluck.train.node_client import NodeClient
@@ -138,7 +140,7 @@ def main(arguments: list[str]) -> None:
 
 def join(arguments: list[str]) -> None:
     """One worker of the run that the invite names: the recipe comes from the host, as TOML and never as code."""
-    settings = tuple(json.loads(arguments[0]))
+    settings = tuple(json.loads(arguments[0]))  # what was given by --data, and nothing else
     device, is_first = choose_device(), not is_later_rank()
     joined: tuple[Client | NodeClient, torch.device, Link]
     if is_first:
@@ -153,6 +155,9 @@ def join(arguments: list[str]) -> None:
                 "This host trains a script, not a recipe. Join with your copy of it: potluck join - SCRIPT"
             )
         config = from_toml(RunConfig, text, source="the host's recipe", overrides=settings)
+        if config.data.paths and not settings:
+            raise ask_for_files(config.data.paths)
+        _insist_on_little(config)
         if config.stages is not None:
             raise ConfigError(
                 "This host's recipe cuts the model into stages, which a host cannot lead. Train it with potluck train;"
@@ -168,24 +173,40 @@ def join(arguments: list[str]) -> None:
         cook(config, Order(recipe="the host's"), engine)
 
 
+def _insist_on_little(config: RunConfig) -> None:
+    """What a host's recipe may make this machine do."""
+    ranks, most = ranks_of(config.strategy), max(4, usable_cores(), torch.cuda.device_count())
+    if ranks > most:
+        raise ConfigError(
+            f"The host's recipe wants {ranks} processes on this machine for one worker (strategy.intra_node_size), and"
+            f" at most {most} are started here. Ask for a recipe with fewer, or join from a machine with more cores."
+        )
+
+
 def _insist_on_memory(config: RunConfig, engine: Engine) -> None:
     """A model that cannot fit is refused before the system ends somebody for it."""
-    with torch.device("meta"):
-        parameters = sum(parameter.numel() for parameter in GPT(config.model).parameters())
+    parameters, batch = config.model.parameters, config.batch
     # Weights, gradients and AdamW's two means, in fp32; each rank's share of what the strategy splits.
     stages = engine.world // engine.lanes
     world = engine.lanes if stages > 1 else engine.link.world
-    needed = int(parameters * bytes_per_parameter(config.strategy, world) / stages)
+    rows = batch.micro_size or -(-batch.size // (batch.slice_count if engine.is_led else engine.lanes))
+    if config.stages is not None:
+        rows = config.stages.micro_batch_size or rows
+    kept = config.model.activations(min(rows, batch.size), checkpointed=config.step.checkpoint_activations)
+    held = int(parameters * bytes_per_parameter(config.strategy, world))
+    needed = (held + kept * (2 if config.step.precision == "bf16" else 4)) // stages
+    # Who trains for somebody else gives what is free, not what others use.
     if engine.device.type == "cuda":
-        has, where = torch.cuda.mem_get_info(engine.device)[1], "this GPU"
+        has, where = torch.cuda.mem_get_info(engine.device)[not engine.is_led], "this GPU"
     else:
         needed *= engine.link.world if engine.is_led else config.workers.count
-        has, where = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "this machine"
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        has, where = free_memory_bytes() if engine.is_led else total, "this machine"
     if needed > has:
         raise ConfigError(
-            f"A model of {count(parameters)} parameters needs {size(needed)} of memory to be trained here, and {where}"
-            f" has {size(has)}. Make model.dim or model.layers smaller, use fewer workers, or split the model over"
-            ' them with strategy.kind = "full_shard".'
+            f"A model of {count(parameters)} parameters needs {size(needed)} of memory to be trained here, {rows:,}"
+            f" rows at once, and {where} has {size(has)}. Make model.dim, model.layers or batch.micro_size smaller, use"
+            ' fewer workers, or split the model over them with strategy.kind = "full_shard".'
         )
 
 
