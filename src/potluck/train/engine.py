@@ -300,6 +300,12 @@ class Engine:
         self.start()
         return self.replica.model, optimizer, self.loader
 
+    def introduce(
+        self, model: nn.Module, optimizer: Optimizer, dataset: Any, *, batch_size: int, seed: int, **about: Any
+    ) -> None:
+        """What this worker brings, before it says anything to the others; where they meet in a store, that may be
+        another run's. prepare() does so too. `about`: the run's name, and its folder if one was given (`out`)."""
+
     def start(self) -> None:
         """What was done since init(), such as loading data and weights, is no part of the first step."""
         self._start_of_step()
@@ -683,7 +689,7 @@ class Engine:
         data = self._look_at_data(loader.dataset, elsewhere=elsewhere)
         mine = f"{loader.rows:,} rows in batches of {loader.batch.size:,}, shuffled by seed {loader.seed}"
         told = self.link.gather_bytes(json.dumps([mine, data, self.training]).encode())
-        for rank, (theirs, other_data, training) in enumerate(map(json.loads, told)):
+        for rank, (theirs, other_data, training) in enumerate(map(_terms, told)):
             if theirs != mine:
                 raise ConfigError(
                     f"The data differs between workers: worker {self.rank} has {mine}, and worker {rank}"
@@ -811,6 +817,15 @@ class Engine:
             self.loader.current = None
         # What was trained before the checkpoint is rank 0's to tell, since those workers may be gone.
         self._ledger = Ledger([(0, standing["row"])] if self.rank == 0 else [])
+
+
+def _terms(told: bytes) -> tuple[str, Fingerprint, dict[str, Any]]:
+    """What a worker says of its data; one of an older version, whose words a store has kept, said but the first."""
+    try:
+        rows, data, training = json.loads(told)
+    except ValueError:
+        return told.decode(), {}, {}
+    return rows, data, training
 
 
 def _insist_on_mean(loss: Any, samples: float) -> None:

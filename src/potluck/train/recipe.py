@@ -85,13 +85,17 @@ class RunConfig:
 def cook(config: RunConfig, order: Order, engine: Engine) -> tuple[Summary, GPT]:
     """Trains the recipe in its run folder. Called on every worker."""
     training, validation = read_windows(config.data, config.model.context)
-    folder = Path("runs") / config.name  # where a host leads, it keeps its own
-    if not engine.is_led:
-        folder = Path(engine.link.gather_bytes(str(_run_folder(config, order, engine)).encode())[0].decode())
     _insist_on_memory(config, engine)
     engine.samples_per_row = float(config.model.context)
     torch.manual_seed(config.fit.seed)
     model = GPT(config.model)
+    optimizer = _optimizer(model, config.optimizer)
+    engine.introduce(
+        model, optimizer, training, batch_size=config.batch.size, seed=config.fit.seed, name=config.name, out=order.out
+    )
+    folder = Path("runs") / config.name  # where a host leads, it keeps its own
+    if not engine.is_led:
+        folder = Path(engine.link.gather_bytes(str(_run_folder(config, order, engine)).encode())[0].decode())
     loss = next_token_loss
     if order.slowdown is not None:
         brake = Brake(order.slowdown, engine.rank, has_gpu=engine.device.type == "cuda")
@@ -99,7 +103,7 @@ def cook(config: RunConfig, order: Order, engine: Engine) -> tuple[Summary, GPT]
         loss = brake.slow(loss)
     trainer = Trainer(
         model,
-        _optimizer(model, config.optimizer),
+        optimizer,
         training,
         loss=loss,
         batch_size=config.batch,
