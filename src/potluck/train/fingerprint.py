@@ -10,8 +10,10 @@ What it cannot see: a change in rows that were not looked at; and data whose row
 
 import hashlib
 import math
+import random
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -21,7 +23,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from potluck.fleet.description import ALL, Fingerprint, Mark, differs
 from potluck.train.data import TensorRows, mix, seed_everything
-from potluck.train.state import random_state, set_random_state
 
 ROWS = 32
 """Looked at, each twice."""
@@ -43,12 +44,22 @@ def fingerprint(dataset: Any, *, elsewhere: bool = False) -> Fingerprint:
     if callable(told):
         origin = str(getattr(dataset, "origin", ""))
         return {"origin": origin, "marks": {ALL: [_sha256(str(told()).encode()), []]}}
-    kept = random_state()
-    try:
+    with _random_numbers_kept():
         marks = _marks_of(dataset, elsewhere=elsewhere)
-    finally:
-        set_random_state(kept)
     return {"origin": "", "marks": marks} if marks else {}
+
+
+@contextmanager
+def _random_numbers_kept() -> Iterator[None]:
+    """As state.random_state(), but without waking a GPU that nobody uses."""
+    python, numpy = random.getstate(), np.random.get_state()
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
 
 
 def training_settings(optimizer: Any, clip: float | None) -> dict[str, Any]:
