@@ -209,8 +209,8 @@ def _insist_on_memory(config: RunConfig, engine: Engine) -> None:
     if needed > has:
         raise ConfigError(
             f"A model of {count(parameters)} parameters needs {size(needed)} of memory to be trained here, {rows:,}"
-            f" rows at once, and {where} has {size(has)}. Make model.dim, model.layers or batch.micro_size smaller, use"
-            ' fewer workers, or split the model over them with strategy.kind = "full_shard".'
+            f" rows at once, and {where} has {size(has)}. Make model.dim or model.layers smaller, set batch.micro_size,"
+            ' use fewer workers, or split the model over them with strategy.kind = "full_shard".'
         )
 
 
