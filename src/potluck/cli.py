@@ -13,7 +13,7 @@ from potluck import __version__
 from potluck.config import to_dict
 from potluck.errors import ConfigError, PotluckError
 from potluck.train.launch import launch
-from potluck.train.order import Order, WorkersConfig, built_in_recipes, checked, workers_of
+from potluck.train.order import Order, WorkersConfig, built_in_recipes, checked, data_setting, workers_of
 
 Settings = Annotated[
     tyro.conf.UseAppendAction[list[str]],
@@ -69,7 +69,7 @@ class Demo:
     def __call__(self) -> int:
         from potluck.train.demo import demo
 
-        return demo((*self.settings, *_data_setting(self.data)), self.workers, self.out)
+        return demo((*self.settings, *data_setting(self.data)), self.workers, self.out)
 
 
 @dataclass
@@ -155,7 +155,7 @@ class Host:
         return host(
             host_order(
                 what=self.what,
-                settings=(*self.settings, *_data_setting(self.data)),
+                settings=(*self.settings, *data_setting(self.data)),
                 workers=self.workers,
                 threads=self.threads,
                 out=self.out,
@@ -184,9 +184,13 @@ class Join:
         ),
     ]
     data: Annotated[
-        tuple[str, ...],
-        tyro.conf.arg(metavar="PATH ...", help="Where this machine has the text.", help_behavior_hint="(the host's)"),
-    ] = ()
+        tyro.conf.UseAppendAction[list[str]],
+        tyro.conf.arg(
+            metavar="PATH",
+            help="Where this machine has the text. Nothing else of yours is read. May be repeated.",
+            help_behavior_hint="(default: you are asked, if the host's recipe names files)",
+        ),
+    ] = field(default_factory=list)
     workers: Annotated[int, tyro.conf.arg(aliases=["-n"], metavar="N", help="Worker processes on this machine.")] = 1
     threads: Annotated[
         int | None, tyro.conf.arg(metavar="N", help="Threads of each worker, instead of an even share of the cores.")
@@ -196,7 +200,7 @@ class Join:
         from potluck.train.join import join
 
         config = _workers_config(self.workers, self.threads)
-        return join(self.invite, list(arguments), config, _data_setting(self.data))
+        return join(self.invite, list(arguments), config, data_setting(self.data))
 
 
 @dataclass
@@ -289,14 +293,10 @@ def _train(
     resume: bool,
     only: int | None,
 ) -> int:
-    extra = list(_data_setting(data))
+    extra = list(data_setting(data))
     extra += [f"workers.count={workers}"] if workers is not None else []
     order = Order(recipe=recipe, settings=(*settings, *extra), out=out, resume=resume)
     return launch(["--recipe", json.dumps(to_dict(order))], workers_of(order), only)
-
-
-def _data_setting(data: tuple[str, ...]) -> tuple[str, ...]:
-    return (f"data.paths={json.dumps(list(data))}",) if data else ()
 
 
 def _workers_config(count: int, threads: int | None) -> WorkersConfig:

@@ -27,7 +27,7 @@ def parse_toml(text: str, *, source: str, overrides: tuple[str, ...] = ()) -> di
     """Each override is `a.b=value`, the value written as in TOML; a bare word is a string."""
     try:
         data = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(f"{source} is not valid TOML: {error}.") from None
     for override in overrides:
         _override(data, override)

@@ -129,6 +129,13 @@ class CheckpointPassedOver:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Noticed:
+    """Something that is allowed, and that a person may not have meant; it is also said in the terminal."""
+
+    sentence: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerCame:
     """A worker takes part from the next step on."""
 
@@ -196,6 +203,7 @@ Event = (
     | CheckpointSaved
     | CheckpointFailed
     | CheckpointPassedOver
+    | Noticed
     | WorkerCame
     | WorkerWent
     | Recovered

@@ -312,7 +312,11 @@ def test_a_refused_resume_changes_nothing_and_a_new_setting_takes_effect(place: 
     again = ("train", "runs/tiny/run.toml", "-n", "1", "--out", "runs/tiny", "--resume")
     assert run(place, *again, "--set", "model.dim=32").returncode == 2
     assert (place / "runs" / "tiny" / "run.toml").read_text() == kept
-    assert run(place, *again, "--set", "fit.max_steps=3", "--set", "optimizer.lr=0.5").returncode == 0
+    (place / "text").write_text((place / "text").read_text()[::-1])
+    done = run(place, *again, "--set", "fit.max_steps=3", "--set", "optimizer.lr=0.5", "--set", "fit.seed=7")
+    assert done.returncode == 0
+    assert "OTHER DATA than those this run was trained on up to step 2" in done.stderr
+    assert "begun with seed 0, and keeps it" in done.stderr
     rates = [r["lr"] for r in read_events(place / "runs/tiny/events.jsonl") if r["event"] == "step_done"]
     assert len(rates) == 3 and rates[2] > 0.01
 

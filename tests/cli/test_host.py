@@ -15,6 +15,7 @@ from potluck.events import read_events
 from tests.cli.test_cli import POTLUCK, RECIPE, ROOT, children, start, steps, wait_until
 
 pytestmark = pytest.mark.timeout(150)
+TEXT = ("--data", "text")
 SETTINGS = ("--set", "fit.max_steps=60", "--set", "workers.threads=1")
 
 
@@ -82,8 +83,8 @@ def test_workers_on_other_machines_join_encrypted_leave_and_change_no_bit(
     run = place / "runs" / "tiny"
     line = invite_of(run)
     secret, _ = line.rsplit("/", 1)[1].split(".")
-    first = join(place, line)  # pasted
-    second = join(place, "-", feed=line)
+    first = join(place, *TEXT, line)  # pasted
+    second = join(place, *TEXT, "-", feed=line)
     wait_until(lambda: len(steps(run)) >= 5)
     everybody = [host.pid, first.pid, second.pid, *children(first.pid), *children(second.pid)]
     told = " ".join(map(arguments_of, everybody))
@@ -107,7 +108,7 @@ def test_a_host_killed_and_started_again_goes_on_with_whoever_is_there(
 ) -> None:
     host = start(place, "host", "tiny.toml", *SETTINGS, "--out", "here")
     run = place / "here"
-    worker = join(place, invite_of(run))
+    worker = join(place, *TEXT, invite_of(run))
     wait_until(lambda: any(r["event"] == "worker_came" and "host" not in r["name"] for r in events(run)))
     wait_until(lambda: len(steps(run)) >= 8)
     second = subprocess.run(
@@ -140,7 +141,10 @@ def test_ctrl_c_on_the_host_saves_for_all_and_a_wrong_invite_gets_nothing(
     wrong = join(place, f"{before[:-4]}AAAA.{pin}")
     _, said = wrong.communicate(timeout=60)
     assert wrong.returncode == 2 and "secret is not (or no longer) the right one" in said, said
-    right = join(place, line)
+    unasked = join(place, line)  # no terminal, and the recipe names a file: it is not read
+    _, said = unasked.communicate(timeout=60)
+    assert unasked.returncode == 2 and "names files for this machine to read: 'text'. Nothing was read" in said, said
+    right = join(place, *TEXT, line)
     wait_until(lambda: len(steps(run)) >= 3)
     if host.poll() is None:
         host.send_signal(signal.SIGINT)
@@ -257,7 +261,7 @@ def test_a_rank_killed_ends_its_node_and_no_other_and_the_line_joins_again(place
     def names() -> list[str]:
         return [str(r["name"]) for r in events(run) if r["event"] == "worker_came"]
 
-    first = join(place, line)
+    first = join(place, *TEXT, line)
     wait_until(lambda: len(names()) == 2)
     ranks = children(first.pid)
     assert len(ranks) == 2
@@ -266,7 +270,7 @@ def test_a_rank_killed_ends_its_node_and_no_other_and_the_line_joins_again(place
     assert first.returncode == 137 and "ended by SIGKILL, which was rank 1 of 2, so that all of it ended" in said, said
     before = len(steps(run))
     wait_until(lambda: len(steps(run)) > before + 2)  # the host's own goes on
-    second = join(place, line)
+    second = join(place, *TEXT, line)
     wait_until(lambda: len(names()) == 3)
     wait_until(lambda: any(r["event"] == "epoch_done" for r in events(run)))
     second.send_signal(signal.SIGINT)

@@ -61,15 +61,15 @@ class Net(nn.Module):
 
 
 def build(
-    *, bare: bool = False, spoiled: int | None = None
+    *, bare: bool = False, spoiled: int | None = None, data_seed: int = 5, lr: float = 0.01
 ) -> tuple[Net, torch.optim.Optimizer, tuple[torch.Tensor, torch.Tensor]]:
     torch.manual_seed(3)
-    draw = torch.Generator().manual_seed(5)
+    draw = torch.Generator().manual_seed(data_seed)
     data = torch.randn(ROWS, 6, generator=draw), torch.randint(0, 3, (ROWS,), generator=draw)
     if spoiled is not None:
         data[0][spoiled] = torch.nan
     model = Net(bare=bare)
-    return model, torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1), data
+    return model, torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.1), data
 
 
 def train(
@@ -138,7 +138,7 @@ def _work(invite: str, folder: str, name: str, fault: Fault | None, options: dic
             if options.get("slow_s"):
                 time.sleep(options["slow_s"])
 
-        what = {name: options[name] for name in ("bare", "spoiled") if name in options}
+        what = {name: options[name] for name in ("bare", "spoiled", "data_seed", "lr") if name in options}
         if "fit" in options:
             model = fit(engine, place / name, options["fit"])
         else:

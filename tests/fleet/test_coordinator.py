@@ -17,7 +17,18 @@ from potluck.agree.policy import Async
 from potluck.events import CheckpointFailed, CheckpointSaved, EpochDone, Stalled, Validated, WorkerCame, WorkerWent
 from potluck.fleet.coordinator import LEGAL, PROTOCOL, Coordinator, Standing
 from potluck.fleet.description import BUFFERS, Part, settings_of
-from potluck.fleet.effects import Close, Effect, Emit, Expect, Finish, Record, Restore, Send, SendCheckpoint
+from potluck.fleet.effects import (
+    Close,
+    Describe,
+    Effect,
+    Emit,
+    Expect,
+    Finish,
+    Record,
+    Restore,
+    Send,
+    SendCheckpoint,
+)
 from potluck.fleet.membership import Phase
 from potluck.wire.messages import (
     OURS,
@@ -919,6 +930,25 @@ def test_the_end_of_an_epoch_is_proved_in_a_sentence() -> None:
     ]
     (last,) = [m for m in run.workers["w0"].line.received if isinstance(m, Committed) and m.step == 3]
     assert json.loads(last.workers)["epoch"]["sentence"] == run.told(EpochDone)[0].sentence
+
+
+def test_rows_that_could_not_be_compared_are_proved_by_their_places_alone() -> None:
+    run = Fleet(workers=2, description=described(data={})).finish()
+    assert run.told(EpochDone)[0].sentence == (
+        "Epoch 1: each of its 37 samples was used exactly once, counted by their places: what is in them could not be"
+        " compared between workers; all workers hold the same weights."
+    )
+
+
+def test_a_coordinator_that_knew_less_of_the_run_learns_it_from_the_first_and_holds_others_to_it() -> None:
+    core = Coordinator(patience_s=10, secret=SECRET, description=described(data={}, training={}))
+    effects_of(core, (1, hello()))
+    assert Describe(described(), is_new=False) in effects_of(core, (1, ready()))
+    assert core.description == described()
+    effects_of(core, (2, hello()))
+    told, *_ = effects_of(core, (2, ready(training={"optimizer.lr": 0.2})))
+    assert isinstance(told, Send) and isinstance(told.message, Refusal)
+    assert told.message.sentence.startswith("This run has optimizer.lr = 0.1, and you have 0.2.")
 
 
 def test_a_step_tells_its_loss_by_samples() -> None:

@@ -12,17 +12,23 @@ import torch
 
 import potluck
 from potluck import DataStore, Pipeline
-from potluck.errors import WorkerLost
+from potluck.errors import StoreError, WorkerLost
 from potluck.train import drafts
 from tests.bare import Tell, Worker
 from tests.parity.test_stages import BATCH, MICRO, STEPS, assert_same, data, loss_of, make, one_process
 from tests.servers import BUCKET, rclone
 
 WORKERS = 3
+OPTIONS: dict[str, Any] = {"die_at": None, "patience_s": 30.0, "wait_at": None, "lr": None}
 
 
-def be(tell: Tell, stages: Any, die_at: tuple[int, int] | None, patience_s: float) -> None:
-    """One stage. `die_at`: kills itself, as kill -9 does, in the forward of that micro-batch of that step."""
+def be(
+    tell: Tell, stages: Any, die_at: tuple[int, int] | None, patience_s: float, wait_at: int | None, lr: float | None
+) -> None:
+    """One stage. `die_at`: kills itself, as kill -9 does, in the forward of that micro-batch of that step.
+
+    `wait_at`: before that step it waits until it may go on. `lr`: another learning rate than the others have.
+    """
     drafts.MEASURE_S = 0.0  # what a cut is balanced by does not matter here
     seen = [0, 0]
 
@@ -37,10 +43,16 @@ def be(tell: Tell, stages: Any, die_at: tuple[int, int] | None, patience_s: floa
     try:
         with potluck.init(potluck.Sync(balance=False), stages=stages, patience_s=patience_s) as fleet:
             model, optimizer = make()
+            if lr is not None:
+                optimizer.param_groups[0]["lr"] = lr
             model, optimizer, loader = fleet.prepare(model, optimizer, data(), batch_size=BATCH, loss=loss_of)
             tell(["stands at", fleet.step_number])
             while fleet.step_number < STEPS:
                 for batch in loader:
+                    if fleet.step_number == wait_at:
+                        tell("waiting")
+                        tell.listen()
+                        wait_at = None
                     seen[:] = [fleet.step_number, seen[1] if seen[0] == fleet.step_number else 0]
                     fleet.train(watched, batch)
                     event = fleet.step()
@@ -52,6 +64,8 @@ def be(tell: Tell, stages: Any, die_at: tuple[int, int] | None, patience_s: floa
             tell({"losses": losses, "weights": weights})
     except WorkerLost as error:
         tell(["lost", str(error)])
+    except StoreError as error:
+        tell(["refused", str(error)])
 
 
 def start(stages: Any, rank: int, folder: Path, env: dict[str, str], **options: Any) -> Worker:
@@ -63,7 +77,8 @@ def start(stages: Any, rank: int, folder: Path, env: dict[str, str], **options: 
         "POTLUCK_RENDEZVOUS": str(folder / "rendezvous"),
         "GLOO_SOCKET_IFNAME": "lo",
     }
-    return Worker(be, stages, options.get("die_at"), options.get("patience_s", 30.0), env=place | env)
+    own = [options.get(name, default) for name, default in OPTIONS.items()]
+    return Worker(be, stages, *own, env=place | env)
 
 
 def collect(worker: Worker) -> dict[str, Any]:
@@ -116,6 +131,28 @@ def test_a_stage_that_is_killed_and_started_again_goes_on_where_its_inputs_lie(
     judge = one_process()
     found[victim]["losses"] = judge["losses"]  # it has seen only the last of them
     assert_same(found, judge)
+    assert not left
+
+
+def test_another_run_with_the_url_of_one_that_lives_is_refused_and_the_first_does_not_feel_it(tmp_path: Path) -> None:
+    stages = DataStore(url=f"file://{tmp_path}/run", micro_batch_size=MICRO, keep_every=2)
+    with ExitStack() as stack:
+        workers = [
+            stack.enter_context(start(stages, rank, tmp_path, {}, wait_at=3 if rank == 0 else None))
+            for rank in range(WORKERS)
+        ]
+        assert [worker.hear() for worker in workers] == [["stands at", 0]] * WORKERS
+        assert workers[0].hear() == "waiting"
+        others = [stack.enter_context(start(stages, rank, tmp_path, {}, lr=0.5)) for rank in range(WORKERS)]
+        for other in others:
+            refused, sentence = other.hear()
+            assert refused == "refused" and "is where another run meets" in sentence, sentence
+            assert "optimizer.lr = " in sentence and "and this one 0.5" in sentence
+            other.finish()
+        workers[0].say("go on")
+        found = [collect(worker) for worker in workers]
+        left = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert_same(found, one_process())
     assert not left
 
 

@@ -84,6 +84,8 @@ def described(**changes: Any) -> Description:
         "unit": UNIT,
         "samples_per_row": 1.0,
         "policy": "sync",
+        "data": {"origin": "", "marks": {"0": ["a hash", []]}},
+        "training": {"optimizer.lr": 0.1},
         "told": {},
     }
     return Description(**(values | changes))
@@ -519,7 +521,8 @@ class Host:
                 self.fleet.clock.after(0.5, functools.partial(self._lost, line, effect.why))
             case core.Describe():
                 self.journal.keep("description", effect.description.to_json())
-                self._describe(effect.description)
+                if effect.is_new:
+                    self._describe(effect.description)
             case core.BeginStep():
                 assert self.mean is not None
                 self.step, self.formed = effect.step, []

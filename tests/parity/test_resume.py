@@ -1,5 +1,8 @@
 """A run that was stopped and resumed ends with the very weights of a run that was not."""
 
+import contextlib
+import io
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ from potluck import CheckpointConfig, FitConfig, ScheduleConfig
 from potluck.errors import CheckpointError, Interrupted
 from potluck.events import read_events
 from potluck.train.data import BatchConfig
+from potluck.train.shelf import body_sha256
 from tests.parity.test_sync import STILL
 from tests.ranks import RankFailed, run_ranks
 
@@ -335,3 +339,49 @@ def own_loop(folder: str, resume: bool) -> Tensor:
 def test_your_own_loop_saves_and_goes_on_too(tmp_path: Path) -> None:
     whole = run_ranks(2, own_loop, str(tmp_path), False)
     assert torch.equal(run_ranks(2, own_loop, str(tmp_path), True)[0], whole[0])
+
+
+def go_on(folder: Path, **changes: Any) -> str:
+    """One step more of a run whose checkpoint is in the folder; with what it says."""
+    told = io.StringIO()
+    with contextlib.redirect_stderr(told), potluck.init(STILL) as fleet:
+        model = nn.Linear(4, 2)
+        rows = torch.arange(120.0).reshape(30, 4) + changes.get("shift", 0)
+        data = (rows, rows[:, :2].clone())
+        model, _, loader = fleet.prepare(
+            model,
+            torch.optim.SGD(model.parameters(), lr=1e-5),
+            data,
+            batch_size=changes.get("batch", 6),
+            seed=changes.get("seed", 3),
+        )
+        fleet.load(folder)
+        for batch in loader:
+            fleet.backward(loss_of(model, batch), samples=len(batch[0]))
+            fleet.step()
+            break
+        assert loader.seed == 3
+        fleet.save(folder)
+    return told.getvalue()
+
+
+def test_going_on_with_other_data_another_seed_or_batch_is_said(tmp_path: Path) -> None:
+    assert go_on(tmp_path) == "" and go_on(tmp_path) == ""
+    said = go_on(tmp_path, shift=1)
+    assert "OTHER DATA than those this run was trained on up to step 2: as many rows, but what is in them" in said
+    assert go_on(tmp_path, shift=1) == ""  # it has been said
+    said = go_on(tmp_path, shift=1, seed=4)
+    assert said == (
+        "potluck: This run was begun with seed 3, and keeps it: the order of its rows depends on it. Seed 4, which was"
+        " given now, is not used.\n"
+    )
+    assert go_on(tmp_path, shift=1, batch=10) == "potluck: Batches had 6 rows up to step 5, and from here on 10.\n"
+
+
+def test_a_checkpoint_of_before_fingerprints_loads_without_a_word(tmp_path: Path) -> None:
+    go_on(tmp_path)
+    manifest = next(tmp_path.glob("step-*")) / "manifest.json"
+    body = json.loads(manifest.read_text())["body"]
+    del body["data"], body["batch"]
+    manifest.write_text(json.dumps({"sha256": body_sha256(body), "body": body}))
+    assert go_on(tmp_path, shift=1) == ""

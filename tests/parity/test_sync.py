@@ -407,6 +407,38 @@ def test_a_batch_smaller_than_the_fleet_is_refused() -> None:
     assert "A batch of 2 does not fit 3 workers" in run_ranks(3, too_small_a_batch)[0]
 
 
+def other_rows(what: str, policy: Any) -> str:
+    """The second worker has as many rows, but not the same; or another learning rate."""
+    with potluck.init(policy) as fleet:
+        model, is_other = make_model(), fleet.rank == 1
+        x, y = make_data()
+        if what == "one number" and is_other:
+            y = y.clone()
+            y[-1] += 1
+        lr = 0.2 if what == "lr" and is_other else 0.1
+        try:
+            fleet.prepare(model, torch.optim.SGD(model.parameters(), lr=lr), (x, y), batch_size=8)
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+
+@pytest.mark.parametrize("policy", [STILL, potluck.Cadence()], ids=["sync", "cadence"])
+def test_workers_with_other_data_of_as_many_rows_do_not_begin(policy: Any) -> None:
+    assert run_ranks(2, other_rows, "nothing", policy) == ["", ""]
+    first, second = run_ranks(2, other_rows, "one number", policy)
+    assert first.startswith("Worker 0 and worker 1 have as many rows, but what is in them is not the same. Give every")
+    assert second.startswith("Worker 1 and worker 0 have as many rows")
+
+
+def test_workers_with_another_learning_rate_do_not_begin() -> None:
+    said = run_ranks(2, other_rows, "lr", STILL)
+    assert said[0] == (
+        "Worker 0 has optimizer.lr = 0.1, and worker 1 has 0.2. Give every worker the same optimizer and settings."
+    )
+    assert said[1].startswith("Worker 1 has optimizer.lr = 0.2, and worker 0 has 0.1")
+
+
 def sparse() -> str:
     with potluck.init(STILL) as fleet:
         model = nn.Embedding(10, 4, sparse=True)

@@ -172,6 +172,22 @@ MALFORMED = {
     "threshold NaN": changed(policy="async", settings=WINDOWED.settings | {"divergence_threshold": float("nan")}),
     "rows_limit below 0": changed(rows_limit=-1),
     "rows_limit a float": changed(rows_limit=1.0),
+    "data a list": changed(data=[]),
+    "data without marks": changed(data={"origin": ""}),
+    "data with more": changed(data={"origin": "", "marks": {}, "more": 1}),
+    "marks a list": changed(data={"origin": "", "marks": []}),
+    "a mark of no row": changed(data={"origin": "", "marks": {"-1": ["a", []]}}),
+    "a mark of a row beyond all": changed(data={"origin": "", "marks": {"9" * 5000: ["a", []]}}),
+    "a mark cut short": changed(data={"origin": "", "marks": {"0": ["a"]}}),
+    "a mark that is a number": changed(data={"origin": "", "marks": {"0": 1}}),
+    "a mark without a hash": changed(data={"origin": "", "marks": {"0": [1, []]}}),
+    "a mark with words": changed(data={"origin": "", "marks": {"0": ["a", ["b"]]}}),
+    "a mark with NaN": changed(data={"origin": "", "marks": {"0": ["a", [float("nan")]]}}),
+    "a mark with too much": changed(data={"origin": "", "marks": {"0": ["a", [1.0] * 4]}}),
+    "too many marks": changed(data={"origin": "", "marks": {str(row): ["a", []] for row in range(65)}}),
+    "an origin that moves the cursor": changed(data={"origin": "\x1b[2J", "marks": {}}),
+    "an origin without end": changed(data={"origin": "a" * 201, "marks": {}}),
+    "training a list": changed(training=[]),
     "told a list": changed(told=[]),
     "told null": changed(told=None),
 }
@@ -264,3 +280,41 @@ def test_a_difference_is_a_sentence(change: dict[str, Any], sentence: str) -> No
 )
 def test_a_differing_setting_of_the_policy_is_named(name: str, value: Any, sentence: str) -> None:
     assert WINDOWED.difference(replace(WINDOWED, settings=WINDOWED.settings | {name: value})) == sentence + BUILD
+
+
+MARKS = {"0": ["aa", []], "9": ["bb", [1.0, 2.0, 3.0]]}
+
+
+def with_data(marks: dict[str, Any], origin: str = "") -> Description:
+    return replace(DESCRIBED, data={"origin": origin, "marks": marks})
+
+
+def test_other_data_of_as_many_rows_are_refused_with_what_to_do() -> None:
+    mine = with_data(MARKS)
+    assert mine.difference(with_data(MARKS | {"9": ["bb", [1.0005, 2.0, 3.0]]})) is None  # the last bits
+    said = mine.difference(with_data(MARKS | {"9": ["cc", [1.0, 2.0, 3.0]]}))
+    assert said is not None and said.startswith(
+        "Your data have as many rows as this run's, but what is in them is not the same: row 9 is another. Give every"
+        " worker the same data in the same order: with --data PATH"
+    )
+    said = mine.difference(with_data({"0": ["dd", []], "9": ["cc", []]}))
+    assert said is not None and "row 0 is another, and so are 1 more of the 2 that were compared" in said
+    said = with_data({"all": ["aa", []]}, "Python 3.12").difference(with_data({"all": ["bb", []]}, "Python 3.11"))
+    assert said is not None and "not the same (this run's: Python 3.12; yours: Python 3.11). Give" in said
+    assert said.endswith("with the same version of Python.")
+
+
+def test_another_way_to_train_is_refused_by_name() -> None:
+    mine = replace(DESCRIBED, training={"optimizer.lr": 0.1, "step.clip": None})
+    said = mine.difference(replace(DESCRIBED, training={"optimizer.lr": 0.2, "step.clip": None}))
+    assert said == "This run has optimizer.lr = 0.1, and you have 0.2." + BUILD
+
+
+def test_an_older_description_loads_and_is_completed_by_the_first_that_knows_more() -> None:
+    table = json.loads(DESCRIBED.to_json())
+    del table["data"], table["training"]
+    old = Description.from_json(json.dumps(table))
+    new = replace(with_data(MARKS), training={"optimizer.lr": 0.1})
+    assert old.difference(new) is None and new.difference(old) is None
+    assert old.completed(new) == replace(new, told=old.told)
+    assert new.completed(old) == new

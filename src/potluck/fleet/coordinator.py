@@ -27,7 +27,7 @@ from potluck.events import (
     WorkerWent,
 )
 from potluck.fleet import bounds
-from potluck.fleet.description import BUFFERS, MAX_TOTAL, Description
+from potluck.fleet.description import BUFFERS, MAX_TOTAL, UNCOMPARED, Description
 from potluck.fleet.effects import (
     AbandonStep,
     BeginStep,
@@ -691,6 +691,9 @@ class Coordinator:
                 effects += self._turn_away_all_plain(why)
         elif (difference := self.description.difference(described)) is not None:
             return self._refuse(member.peer, "wrong model", difference)
+        elif (completed := self.description.completed(described)) != self.description:
+            self.description = completed
+            effects.append(Describe(completed, is_new=False))
         # Whoever says it twice is placed once: as the first who is in it would else be sent its own weights.
         self._waiting = [(peer, theirs) for peer, theirs in self._waiting if peer != member.peer]
         if not self.membership.holders:  # a run that is resumed may be longer than it was; a newcomer changes nothing
@@ -1137,13 +1140,14 @@ class Coordinator:
     def _end_epoch(self) -> EpochDone:
         standing = self.standing
         proof = prove(standing.ranges, self._described.rows)
+        unseen = "" if self._described.data else UNCOMPARED
         weights = "all workers hold the same weights" if not self._drifted else "WORKERS' WEIGHTS HAD DRIFTED APART"
         done = EpochDone(
             epoch=standing.epoch,
             used=proof.used if proof.holds else -1,
             total=proof.total,
             same_weights=not self._drifted,
-            sentence=f"Epoch {standing.epoch + 1}: {proof}; {weights}.",
+            sentence=f"Epoch {standing.epoch + 1}: {proof}{unseen}; {weights}.",
         )
         standing.epoch, standing.row, standing.ranges = standing.epoch + 1, 0, []
         self._drifted = False

@@ -45,6 +45,8 @@ class Describe:
     """The run is known now: its gradients' sizes above all."""
 
     description: Description
+    is_new: bool = True
+    """False: it was known, and only what a worker must bring alike is known better."""
 
 
 @dataclass(frozen=True, slots=True)

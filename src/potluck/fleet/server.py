@@ -157,6 +157,8 @@ class Server:
         self.on_event = on_event
         self.on_step = on_step
         self.on_described: Callable[[Description], None] = lambda description: None
+        self.on_completed: Callable[[Description], None] = lambda description: None
+        """Hears of a run that was known in part, as from a journal: what its workers bring now."""
         self.finished: effects.Finish | None = None
         self.mean: Mean | None = None
         self._loss = 0.0
@@ -244,7 +246,10 @@ class Server:
             case effects.Describe():
                 if self.journal is not None:
                     self.journal.keep("description", effect.description.to_json())
-                self._describe(effect.description)
+                if effect.is_new:
+                    self._describe(effect.description)
+                else:
+                    self.on_completed(effect.description)
             case effects.BeginStep():
                 for seat in self._seats.values():
                     seat.expected.clear()

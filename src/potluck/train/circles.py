@@ -20,6 +20,7 @@ from potluck.errors import PotluckError, StoreError, TheirProtocolError, WorkerL
 from potluck.stages.background import Background
 from potluck.stages.datastore import bytes_of
 from potluck.stages.station import IN_FLIGHT, Station
+from potluck.train.tenancy import ABOUT
 
 Position = dict[str, int]
 """The next number of every circle that a rank is in, by its name. JSON can hold it."""
@@ -293,6 +294,7 @@ class Circles:
         for name in {name for mark in marks for name in mark["next"]}:
             store.sweep(f"link-{name}", lambda key: True)
         store.delete([f"{kind}/worker-{rank}" for rank in self._ranks for kind in ("marks", "claims")])
+        store.sweep(ABOUT, lambda key: True)
         store.tidy()
 
     def _mark_of(self, rank: int) -> dict[str, Any]:

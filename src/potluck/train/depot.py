@@ -3,6 +3,7 @@
 It gives each worker its link and its channel, and keeps what the worker needs to go on after it was killed: its own
 part of the model, where it stands, and what it was told before the first step. Everything it has been sent since then
 is still in the store, so it does the same steps again and finds itself where the others wait for it.
+A store is one run's at a time (tenancy.py): before that is seen to be ours, nothing in it is changed.
 """
 
 import base64
@@ -28,6 +29,7 @@ from potluck.train import parts
 from potluck.train.checkpoint import MODEL, OPTIMIZER, write_tensors
 from potluck.train.link import Done, Here, Pending, Rows
 from potluck.train.store_link import StoreLink
+from potluck.train.tenancy import Tenant, move_in
 
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _LENGTH = struct.Struct("<Q")
@@ -62,15 +64,24 @@ class Depot:
         self._room = f"worker-{rank}"
         """All that this worker puts there itself has a key below this."""
         self._key = f"{self._room}/state"
-        self._states = self._open("states")
+        self._states, self._hall = self._open("states"), self._open("link")
+        self.kept: Kept | None = None
+        self._run = ""
+        """The id of the run whose store this is, once that is ours."""
+        self._place = rank, world, keeps
+        self.link = Rehearsed(rank, world, _Log(), _Door())
+        self._channel: StoreChannel | None = None
+
+    def meet(self, tenant: Tenant) -> None:
+        """Makes this worker's place its own, if the store is this run's or nobody's; else another run is there."""
+        rank, world, keeps = self._place
+        self._run = move_in(self._hall, tenant, rank)
+        inner = StoreLink(self._hall, rank, world, keeps=keeps)
         self.kept = self._look()
-        inner = StoreLink(self._open("link"), rank, world, keeps=keeps)
-        told: list[Any] | None = None
         if self.kept is not None:
             inner.stand_at(self.kept.notes["position"])
-            told = self.kept.notes["told"]
-        self.link = Rehearsed(inner, _Log(told))
-        self._channel: StoreChannel | None = None
+            self.link.log.hear_again(self.kept.notes["told"])
+        self.link.door.open(inner)
 
     def _open(self, run: str) -> Store:
         protocol = self._protocol
@@ -84,7 +95,7 @@ class Depot:
         """Killed, this worker goes on from here, and what came before may go. `passes`: of micro-batches so far."""
         self.link.log.seal()
         position = self.link.inner.position
-        told = notes | {"position": position, "told": self.link.log.told}
+        told = notes | {"position": position, "told": self.link.log.told, "run": self._run}
         with tempfile.TemporaryDirectory(prefix="potluck-") as folder:
             (Path(folder) / NOTES).write_text(json.dumps(told))
             for stem, part in ((MODEL, parts.model_part(sharded)), (OPTIMIZER, parts.optimizer_part(sharded))):
@@ -120,6 +131,9 @@ class Depot:
 
     def end(self) -> None:
         """The run has ended: nothing of this worker stays behind."""
+        if not self._run:
+            self.close()
+            return
         self.link.inner.durable()
         if self._channel is not None:
             self._channel.end()
@@ -133,13 +147,21 @@ class Depot:
         if self._channel is not None:
             self._channel.close()
         self._states.close()
+        if not self._run:
+            self._hall.close()
 
     def _look(self) -> Kept | None:
         arrived = _Files(f"What {self._room} kept of itself in {self._states.url}")
         if not self._states.get(self._key, arrived.room):
             return None
         files = {name: bytes(data) for name, data in arrived.cut()}
-        return Kept(json.loads(files.pop(NOTES)), files)
+        kept = Kept(json.loads(files.pop(NOTES)), files)
+        if kept.notes.get("run", self._run) != self._run:
+            raise StoreError(
+                f"{self._states.url} holds what {self._room} kept of another run than the one that is there now. Give"
+                " this run a place of its own with stages.protocol.url, or empty that one."
+            )
+        return kept
 
 
 def _file(stem: str) -> str:
@@ -177,10 +199,13 @@ class _Files:
 class _Log:
     """What workers told each other before the first step. A worker that starts again hears it from here."""
 
-    def __init__(self, told: list[Any] | None) -> None:
-        self.told = told or []
-        self._at = 0 if told is not None else None
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+        self._at: int | None = None
         self.is_open = True
+
+    def hear_again(self, told: list[Any]) -> None:
+        self.told, self._at = told, 0
 
     def hear(self, ask: Callable[[], Any]) -> Any:
         """An answer that is JSON; afterwards nothing is logged."""
@@ -202,15 +227,46 @@ class _Log:
         self.is_open = False
 
 
+class _Door:
+    """To a StoreLink that is made once the store is ours; its parts are made then, in the order they were asked for."""
+
+    def __init__(self) -> None:
+        self._links: list[StoreLink] = []
+        """The whole, and then its parts."""
+        self._asked: list[Sequence[Sequence[int]]] = []
+
+    @property
+    def is_open(self) -> bool:
+        return bool(self._links)
+
+    def open(self, link: StoreLink) -> None:
+        self._links = [link, *(link.part(groups) for groups in self._asked)]
+
+    def ask_for(self, groups: Sequence[Sequence[int]]) -> int:
+        """The number of a part."""
+        self._asked.append(groups)
+        if self._links:
+            self._links.append(self._links[0].part(groups))
+        return len(self._asked)
+
+    def link(self, number: int) -> StoreLink:
+        assert self._links, "nobody speaks before the store is known to be this run's"
+        return self._links[number]
+
+
 class Rehearsed:
     """A StoreLink whose operations before the first step are heard from a log, when a worker starts again."""
 
-    def __init__(self, inner: StoreLink, log: _Log) -> None:
-        self.inner, self.log = inner, log
-        self.rank, self.world = inner.rank, inner.world
+    def __init__(self, rank: int, world: int, log: _Log, door: _Door, number: int = 0) -> None:
+        self.rank, self.world, self.log, self.door, self._number = rank, world, log, door, number
+
+    @property
+    def inner(self) -> StoreLink:
+        return self.door.link(self._number)
 
     def part(self, groups: Sequence[Sequence[int]]) -> "Rehearsed":
-        return Rehearsed(self.inner.part(groups), self.log)
+        mine = next(list(ranks) for ranks in groups if self.rank in ranks)
+        return Rehearsed(mine.index(self.rank), len(mine), self.log, self.door, self.door.ask_for(groups))
 
     def start_sum(self, tensor: Tensor) -> Pending:
         return self.log.change(lambda: self.inner.start_sum(tensor))
@@ -239,4 +295,5 @@ class Rehearsed:
         return self.log.change(lambda: self.inner.start_pass(out, heard))
 
     def close(self) -> None:
-        self.inner.close()
+        if self.door.is_open:
+            self.inner.close()

@@ -177,6 +177,7 @@ class ElasticEngine(Engine):
         self, dataset: Any, batch: BatchConfig, seed: int, collate: Callable[[list[Any]], Any] | None
     ) -> Loader:
         loader = SliceLoader(dataset, batch, shares=(1.0,), rank=0, device=self.device, seed=seed, collate=collate)
+        self._insist_on_same_data(loader)  # the ranks of a node among themselves
         replica = self._prepared()
         self._description = Description(
             parts=self._make_parts(replica),
@@ -190,6 +191,7 @@ class ElasticEngine(Engine):
             policy=type(self.policy).kind,
             settings=settings_of(self.policy),
             state_bytes=_bytes_of(replica.model),
+            data=self.data or {},
             told={},
         )
         loader.plan = self._plan
@@ -413,8 +415,9 @@ class ElasticEngine(Engine):
             **{
                 name: getattr(self._description, name)
                 for name in self._description.__slots__
-                if name not in ("told", "rows_limit")
+                if name not in ("told", "rows_limit", "training")
             },
+            training=self.training,
             rows_limit=self.rows_limit or 0,
             told=self.told,
         )
@@ -808,6 +811,9 @@ class ElasticEngine(Engine):
 
     def _start_of_step(self) -> None:
         """Slices begin one by one; there is nothing to do for a whole step."""
+
+    def _say(self, sentence: str) -> None:
+        self.client.say(sentence)
 
     def _standing(self) -> dict[str, Any]:
         return super()._standing() | {"version": self.version}

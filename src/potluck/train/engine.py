@@ -18,6 +18,7 @@ make alike: to apply a gradient or to skip it, to stop, to have ended an epoch.
 import json
 import math
 import os
+import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -33,7 +34,14 @@ from torch.optim import Optimizer
 from potluck.agree.balance import Balance
 from potluck.agree.policy import ApplyPolicy, Sync
 from potluck.errors import CheckpointError, ConfigError, Diverged, WorkerLost
-from potluck.events import Decided, EpochDone, EventLog, Recovered, StepDone, StepSkipped, WorkerStep
+from potluck.events import Decided, EpochDone, EventLog, Noticed, Recovered, StepDone, StepSkipped, WorkerStep
+from potluck.fleet.description import (
+    SAME_DATA,
+    UNCOMPARED,
+    Fingerprint,
+    differing_data,
+    differing_settings,
+)
 from potluck.fleet.invite import INVITE, read_invite
 from potluck.fleet.ledger import Ledger, prove
 from potluck.shard.strategy import FullShard, NoShard, ShardGradOp, ShardingStrategy
@@ -44,11 +52,13 @@ from potluck.train.data import (
     Loader,
     MicroBatch,
     Position,
+    SliceLoader,
     as_dataset,
     mix,
     rows_of,
     seed_everything,
 )
+from potluck.train.fingerprint import fingerprint, training_settings
 from potluck.train.launch import ONLY
 from potluck.train.link import Alone, Link, Rows, choose_device, connect, loss_of_peer
 from potluck.train.memory import Recovery, my_recovery
@@ -153,6 +163,10 @@ class Engine:
         """How many samples a row counts as; only for peers of a host that cannot say."""
         self.layout = ""
         """How a model that is cut lies on the workers, as lines to be shown."""
+        self.data: Fingerprint | None = None
+        """What is in this worker's rows; none before it was looked at."""
+        self.training: dict[str, Any] = {}
+        """What every worker's step must do alike: the optimizer's settings, clipping, the schedule."""
         self.told: dict[str, Any] = {}
         """What a host shows of the run: its name, the unit of samples, how many steps there are."""
         self.memo: dict[str, int] = {}
@@ -270,6 +284,7 @@ class Engine:
                 "prepare() was called already, and a run trains one model with one optimizer. Put several models into"
                 " one nn.Module, and their parameters into groups of one optimizer."
             )
+        self.training = training_settings(optimizer, self.config.clip) | self.training
         self.replica = self._make_replica(model, optimizer)
         if dataset is None:
             self._meet_buddies()
@@ -287,6 +302,12 @@ class Engine:
         self._meet_buddies()
         self.start()
         return self.replica.model, optimizer, self.loader
+
+    def introduce(
+        self, model: nn.Module, optimizer: Optimizer, dataset: Any, *, batch_size: int, seed: int, **about: Any
+    ) -> None:
+        """What this worker brings, before it says anything to the others; where they meet in a store, that may be
+        another run's. prepare() does so too. `about`: the run's name, and its folder if one was given (`out`)."""
 
     def start(self) -> None:
         """What was done since init(), such as loading data and weights, is no part of the first step."""
@@ -645,6 +666,7 @@ class Engine:
             self._prepared().align()
             weights = "THE WORKERS' WEIGHTS HAD DRIFTED APART, and are worker 0's again"
         skipped = f", {self._skipped_rows:,} of them in steps that were skipped" if self._skipped_rows else ""
+        unseen = "" if self.data else UNCOMPARED
         self._ledger, self._skipped_rows = Ledger(), 0
         epoch = self.loader.position.epoch
         self.last_epoch = EpochDone(
@@ -652,21 +674,37 @@ class Engine:
             used=proof.used,
             total=proof.total,
             same_weights=same,
-            sentence=f"Epoch {epoch + 1}: {proof}{skipped}" + (f"; {weights}." if self.world > 1 else "."),
+            sentence=f"Epoch {epoch + 1}: {proof}{skipped}" + (f"{unseen}; {weights}." if self.world > 1 else "."),
         )
         self.events.emit(self.last_epoch)
 
     def _fingerprint(self) -> str:
         return self._prepared().fingerprint()
 
+    def _look_at_data(self, dataset: Any, *, elsewhere: bool = False) -> Fingerprint:
+        if self.data is None:
+            self.data = fingerprint(dataset, elsewhere=elsewhere)
+        return self.data
+
     def _insist_on_same_data(self, loader: Loader) -> None:
-        """Workers that planned different steps would wait for each other for ever."""
+        """Workers that planned different steps would wait for each other for ever; and none may train on other rows."""
+        elsewhere = loader.batch.fetchers > 0 and not isinstance(loader, SliceLoader)
+        data = self._look_at_data(loader.dataset, elsewhere=elsewhere)
         mine = f"{plural(loader.rows, 'row')} in batches of {loader.batch.size:,}, shuffled by seed {loader.seed}"
-        for rank, theirs in enumerate(self.link.gather_bytes(mine.encode())):
-            if theirs.decode() != mine:
+        told = self.link.gather_bytes(json.dumps([mine, data, self.training]).encode())
+        for rank, (theirs, other_data, training) in enumerate(map(_terms, told)):
+            if theirs != mine:
                 raise ConfigError(
                     f"The data differs between workers: worker {self.rank} has {mine}, and worker {rank}"
-                    f" {theirs.decode()}. Give every worker the whole dataset; it is shared out here."
+                    f" {theirs}. Give every worker the whole dataset; it is shared out here."
+                )
+            where = differing_data(data, other_data, (f"worker {self.rank}'s", f"worker {rank}'s"))
+            if where is not None:
+                raise ConfigError(f"Worker {self.rank} and worker {rank} have as many rows, but {where}. {SAME_DATA}")
+            for name, (own, other) in differing_settings(self.training, training).items():
+                raise ConfigError(
+                    f"Worker {self.rank} has {name} = {own}, and worker {rank} has {other}. Give every worker the same"
+                    " optimizer and settings."
                 )
 
     def _shares(self, batch_size: int | None) -> tuple[float, ...]:
@@ -735,6 +773,8 @@ class Engine:
             "left": [list(part) for part in position.left],
             "rows_in_epoch": self.loader.rows if self.loader is not None else 0,
             "seed": self.loader.seed if self.loader is not None else 0,
+            "batch": self.loader.batch.size if self.loader is not None else 0,
+            "data": self.data or {},
         }
 
     def _check_standing(self, path: Path, standing: Standing) -> None:
@@ -744,18 +784,54 @@ class Engine:
                 f" {self.loader.rows:,}. Go on with the same data, or start anew in another folder."
             )
 
+    def _tell_of_changes(self, standing: Standing, loader: Loader) -> None:
+        """What is not as it was when this was saved: allowed, and said. Older checkpoints do not know all of it."""
+        step, changes = standing["step"], []
+        where = differing_data(standing.get("data", {}), self.data or {}, ("the checkpoint's", "yours"))
+        if where is not None:
+            changes.append(
+                f"The data are OTHER DATA than those this run was trained on up to step {step}: as many rows, but"
+                f" {where}. It goes on with them. If that is not what you want, stop it, and give it the data it had."
+            )
+        if standing["seed"] != loader.seed:
+            changes.append(
+                f"This run was begun with seed {standing['seed']}, and keeps it: the order of its rows depends on it."
+                f" Seed {loader.seed}, which was given now, is not used."
+            )
+        if standing.get("batch") not in (None, 0, loader.batch.size):
+            changes.append(
+                f"Batches had {standing['batch']:,} rows up to step {step}, and from here on {loader.batch.size:,}."
+            )
+        for sentence in changes:
+            self.events.emit(Noticed(sentence=sentence))
+            self._say(sentence)
+
+    def _say(self, sentence: str) -> None:
+        if self.speaks:
+            print(f"potluck: {sentence}", file=sys.stderr, flush=True)
+
     def _stand_at(self, standing: Standing) -> None:
         self.step_number = standing["step"]
         self.rows_seen = standing["rows_seen"]
         self.skipped = standing["skipped"]
         self._skipped_rows = standing["skipped_rows"]
         if self.loader is not None:
+            self._tell_of_changes(standing, self.loader)
             left = tuple((start, end) for start, end in standing.get("left", ()))
             self.loader.position = Position(standing["epoch"], standing["row"], left)
             self.loader.seed = standing["seed"]
             self.loader.current = None
         # What was trained before the checkpoint is rank 0's to tell, since those workers may be gone.
         self._ledger = Ledger([(0, standing["row"])] if self.rank == 0 else [])
+
+
+def _terms(told: bytes) -> tuple[str, Fingerprint, dict[str, Any]]:
+    """What a worker says of its data; one of an older version, whose words a store has kept, said but the first."""
+    try:
+        rows, data, training = json.loads(told)
+    except ValueError:
+        return told.decode(), {}, {}
+    return rows, data, training
 
 
 def _insist_on_mean(loss: Any, samples: float) -> None:

@@ -8,6 +8,7 @@ import signal
 import socket
 import time
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
@@ -17,6 +18,7 @@ from potluck.events import (
     Event,
     EventFile,
     EventLog,
+    Noticed,
     RunEnded,
     RunStarted,
     StepDone,
@@ -27,7 +29,7 @@ from potluck.events import (
     WorkerWent,
 )
 from potluck.fleet.coordinator import Coordinator
-from potluck.fleet.description import MAX_WHOLE, Description
+from potluck.fleet.description import MAX_WHOLE, Description, differing_settings
 from potluck.fleet.effects import Finish, StepRecord
 from potluck.fleet.invite import INVITE, Identity, Invite, is_loopback
 from potluck.fleet.journal import Journal, set_aside
@@ -133,6 +135,7 @@ class _Host:
             raise ConfigError(
                 f"{self.folder} already holds a run{at}. Go on with it by --resume, or name another folder with --out."
             )
+        described = journal.description
         coordinator = Coordinator(
             patience_s=order.patience_s,
             secret="" if order.insecure else identity.secret,
@@ -141,7 +144,8 @@ class _Host:
             plain_peers=order.insecure,
             standing=standing,
             previous=journal.standing(steps - 1) if steps else None,
-            description=journal.description,
+            # How workers train may change when a run goes on; those who come now say how.
+            description=replace(described, training={}) if described is not None else None,
             next_id=int(journal.fact("next worker") or 0),
             expected=int(journal.fact("workers") or 0),
         )
@@ -157,8 +161,10 @@ class _Host:
             on_step=self._on_step,
         )
         server.on_described = self._on_described
-        if journal.description is not None:
-            self._on_described(journal.description, from_step=coordinator.steps_done)
+        if described is not None:
+            before = described.training
+            server.on_completed = lambda completed: self._tell_of_changes(before, completed.training)
+            self._on_described(described, from_step=coordinator.steps_done)
         journal.keep("port", str(server.port))
         return server
 
@@ -225,6 +231,13 @@ class _Host:
             steps_total=_whole(told.get("steps_total")) or -(-description.rows // description.batch),
             from_step=from_step,
         )
+
+    def _tell_of_changes(self, before: dict[str, Any], now: dict[str, Any]) -> None:
+        """What is not as it was when the host was stopped: allowed, and said."""
+        for name, (was, is_now) in differing_settings(before, now).items():
+            sentence = f"{name} was {was} in this run so far, and is {is_now} from here on."
+            self.events.emit(Noticed(sentence=sentence))
+            say(sentence)
 
     def _on_event(self, event: Event) -> None:
         match event:

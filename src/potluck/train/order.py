@@ -3,7 +3,8 @@
 Imports no torch, so that a command answers at once and the workers load it side by side.
 """
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -81,6 +82,11 @@ class HostOrder:
     resume: bool
 
 
+def data_setting(paths: Sequence[str]) -> tuple[str, ...]:
+    """What is given by --data, as a setting."""
+    return (f"data.paths={json.dumps(paths, ensure_ascii=False)}",) if paths else ()
+
+
 def find_recipe(name: str) -> tuple[str, str]:
     """A recipe's text, and where it came from: a file, or a built-in one by its name or as recipes/NAME.toml."""
     path = Path(name)
@@ -140,7 +146,10 @@ def host_order(
             raise ConfigError(f"{source}: name {fault}.")
         if threads is None and isinstance(table.get("workers"), dict):
             threads = from_dict(WorkersConfig, table["workers"], "workers").threads
-        recipe, command = tomli_w.dumps(table), ("--join", "[]")
+        # Workers on this machine read what this command line says, not what comes over the connection.
+        data = table.get("data")
+        own = data_setting(data.get("paths", ())) if isinstance(data, dict) else ()
+        recipe, command = tomli_w.dumps(table), ("--join", json.dumps(own))
     folder = Path(out) if out else Path("runs") / name
     if out is None and not resume:
         folder = _free_folder(folder)

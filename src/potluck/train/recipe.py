@@ -22,10 +22,11 @@ from potluck.fleet.client import Client
 from potluck.fleet.invite import read_invite
 from potluck.shard.strategy import NoShard, ShardingStrategy, bytes_per_parameter
 from potluck.stages.protocol import Stages
-from potluck.train.data import BatchConfig, DataConfig, read_windows
+from potluck.train.data import BatchConfig, DataConfig, free_memory_bytes, read_windows
 from potluck.train.elastic import as_one_worker, connect, engine_for, ranks_of
 from potluck.train.engine import Engine, init
-from potluck.train.launch import machine_bytes
+from potluck.train.join import ask_for_files
+from potluck.train.launch import machine_bytes, usable_cores
 from potluck.train.link import Alone, Link, choose_device
 from potluck.train.model import GPT, ModelConfig, next_token_loss
 from potluck.train.node_client import NodeClient
@@ -95,6 +96,13 @@ def cook(config: RunConfig, order: Order, engine: Engine) -> tuple[Summary, GPT]
     engine.samples_per_row = float(config.model.context)
     torch.manual_seed(config.fit.seed)
     model = GPT(config.model)
+    optimizer = _optimizer(model, config.optimizer)
+    engine.introduce(
+        model, optimizer, training, batch_size=config.batch.size, seed=config.fit.seed, name=config.name, out=order.out
+    )
+    folder = Path("runs") / config.name  # where a host leads, it keeps its own
+    if not engine.is_led:
+        folder = Path(engine.link.gather_bytes(str(_run_folder(config, order, engine)).encode())[0].decode())
     loss = next_token_loss
     if order.slowdown is not None:
         brake = Brake(order.slowdown, engine.rank, has_gpu=engine.device.type == "cuda")
@@ -102,7 +110,7 @@ def cook(config: RunConfig, order: Order, engine: Engine) -> tuple[Summary, GPT]
         loss = brake.slow(loss)
     trainer = Trainer(
         model,
-        _optimizer(model, config.optimizer),
+        optimizer,
         training,
         loss=loss,
         batch_size=config.batch,
@@ -143,7 +151,7 @@ def main(arguments: list[str]) -> None:
 
 def join(arguments: list[str]) -> None:
     """One worker of the run that the invite names: the recipe comes from the host, as TOML and never as code."""
-    settings = tuple(json.loads(arguments[0]))
+    settings = tuple(json.loads(arguments[0]))  # what was given by --data, and nothing else
     device, is_first = choose_device(), not is_later_rank()
     joined: tuple[Client | NodeClient, torch.device, Link]
     if is_first:
@@ -161,6 +169,9 @@ def join(arguments: list[str]) -> None:
             config = from_toml(RunConfig, text, source="the host's recipe", overrides=settings)
         except ConfigError as error:  # it may quote the recipe, which the host wrote
             raise ConfigError(clean(str(error))) from None
+        if config.data.paths and not settings:
+            raise ask_for_files(config.data.paths)
+        _insist_on_little(config)
         if config.stages is not None:
             raise ConfigError(
                 "This host's recipe cuts the model into stages, which a host cannot lead. Train it with potluck train;"
@@ -176,6 +187,16 @@ def join(arguments: list[str]) -> None:
         cook(config, Order(recipe="the host's"), engine)
 
 
+def _insist_on_little(config: RunConfig) -> None:
+    """What a host's recipe may make this machine do."""
+    ranks, most = ranks_of(config.strategy), max(4, usable_cores(), torch.cuda.device_count())
+    if ranks > most:
+        raise ConfigError(
+            f"The host's recipe wants {ranks} processes on this machine for one worker (strategy.intra_node_size), and"
+            f" at most {most} are started here. Ask for a recipe with fewer, or join from a machine with more cores."
+        )
+
+
 def _insist_on_memory(config: RunConfig, engine: Engine, rows: int) -> None:
     """A model or a batch that cannot fit is refused, with figures, before the system ends somebody for it."""
     # Weights, gradients and AdamW's two means, in fp32; each rank's share of what the strategy splits.
@@ -187,10 +208,11 @@ def _insist_on_memory(config: RunConfig, engine: Engine, rows: int) -> None:
     kept = config.model.activations(at_once, checkpointed=step.checkpoint_activations, compiled=step.compile)
     for_rows = kept * (2 if step.precision == "bf16" else 4) // stages
     if engine.device.type == "cuda":
-        here, has, where = 1, torch.cuda.mem_get_info(engine.device)[1], "this GPU"
+        here, has, where = 1, torch.cuda.mem_get_info(engine.device)[not engine.is_led], "this GPU"
     else:
         here = engine.link.world if engine.is_led else config.workers.count
-        has, where = machine_bytes(), "this machine"
+        # Who trains for somebody else gives what is free, not what others use.
+        has, where = free_memory_bytes() if engine.is_led else machine_bytes(), "this machine"
     if for_model * here > has:
         raise ConfigError(
             f"A model of {count(config.model.parameters)} parameters needs {size(for_model * here)} of memory to be"

@@ -7,6 +7,7 @@ peers, under Cadence and Async each averages its own part with them.
 """
 
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -35,6 +36,7 @@ from potluck.train.data import BatchConfig, Loader, MicroBatch, SliceLoader, as_
 from potluck.train.depot import Depot
 from potluck.train.drafts import Draft
 from potluck.train.engine import Engine, LossFunction, loss_and_samples
+from potluck.train.fingerprint import training_settings
 from potluck.train.held import Held, HeldPart, empty, hold, narrow
 from potluck.train.link import GroupLink, Link, connect, placed
 from potluck.train.nodes import Nodes
@@ -42,7 +44,9 @@ from potluck.train.places import as_nodes, make_places
 from potluck.train.pulse import Pulse, worker_steps
 from potluck.train.replica import Replica, StepConfig
 from potluck.train.saves import Standing
+from potluck.train.slices import describe_model
 from potluck.train.store_saves import StoreSaves
+from potluck.train.tenancy import Tenant
 from potluck.train.ties import Ties
 from potluck.train.windows import NodePulse, WindowEngine
 from potluck.words import plural
@@ -121,7 +125,7 @@ class Staged(Engine):
         super().__init__(link, device, policy=policy, strategy=strategy, step=step)
         if depot is not None:
             self._saves = StoreSaves(link, self.events, depot)
-        self.is_restored = depot is not None and depot.kept is not None
+        self._has_met = False
         self.plan: Plan | None = None
         self._options: dict[str, Any] = {}
         self._parameters = 0
@@ -167,10 +171,30 @@ class Staged(Engine):
                 " out the latter: stages.protocol.micro_batch_size says how a batch is cut."
             )
         self._options = options | {"dataset": as_dataset(dataset), "loss": loss}
+        self.introduce(model, optimizer, as_dataset(dataset), **{"batch_size": 0, "seed": 0} | options)
         ready = super().prepare(model, optimizer, dataset, loss=loss, micro_batch_size=wanted, **options)
         if self._depot is not None:
             self._settle_in(self._depot)
         return ready
+
+    def introduce(
+        self, model: nn.Module, optimizer: Optimizer, dataset: Any, *, batch_size: int, seed: int, **about: Any
+    ) -> None:
+        if self._depot is None or self._has_met:
+            return
+        settings = training_settings(optimizer, self.config.clip) | {
+            "model": describe_model(model) if isinstance(model, nn.Module) else "",
+            "rows": len(dataset),
+            "batch": batch_size,
+            "seed": seed,
+            "policy": type(self.policy).kind,
+            "step.precision": self.config.precision,
+            "workers": self.world,
+        }
+        name = about.get("name") or Path(sys.argv[0]).name or "a script"
+        self._depot.meet(Tenant(name=name, settings=settings, data=self._look_at_data(dataset), out=about.get("out")))
+        self._has_met = True
+        self.is_restored = self._depot.kept is not None
 
     def _make_replica(self, model: nn.Module, optimizer: Optimizer) -> Replica:
         options = self._options

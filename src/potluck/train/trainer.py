@@ -143,6 +143,8 @@ class Trainer:
         self.steps_total, self.rows_total = self._length()
         if (schedule := config.schedule) is not None:
             self.engine.lr_factor = lambda rows_seen: schedule.factor(rows_seen, self.rows_total)
+            told = asdict(schedule) | {"rows": self.rows_total}
+            self.engine.training |= {f"schedule.{name}": value for name, value in told.items()}
         self.engine.rows_limit = self.rows_total
         self.summary = Summary(self.folder)
         self._validated_at = self.engine.memo.get("validated_at", -1)

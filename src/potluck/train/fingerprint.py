@@ -1,0 +1,247 @@
+"""A fingerprint of data: what two workers compare to see that they hold the same rows, and a checkpoint keeps.
+
+Of text it is a hash of all of it. Of any other dataset it is made of a few rows, spread over it by a fixed rule, the
+first and the last among them: whole numbers, strings and bytes count exactly, floats to about one part in a thousand,
+since two machines may decode or scale a sample differently in the last bits. It does not depend on a tensor's device or
+width. Data that say themselves what they are, by a method potluck_fingerprint() that gives a string, are believed.
+
+What it cannot see: a change in rows that were not looked at; and data whose rows cannot be repeated, which have none.
+"""
+
+import hashlib
+import math
+import random
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from potluck.fleet.description import ALL, Fingerprint, Mark, differs
+from potluck.train.data import TensorRows, mix, seed_everything
+
+ROWS = 32
+"""Looked at, each twice."""
+BUDGET_S = 2.0
+"""No further row is looked at after this; the rows that two workers have both looked at are compared."""
+WHOLE_BYTES = 1 << 24
+"""Tensors in memory of no more than this are looked at as a whole."""
+MOST_NUMBERS = 1 << 18
+"""Of one array of a row; of a larger one every second, or third, and so on."""
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+def fingerprint(dataset: Any, *, elsewhere: bool = False) -> Fingerprint:
+    """`elsewhere`: rows are fetched in a process of its own, as they will be: what a dataset opens must stay there.
+
+    The process's random numbers are as they were. Empty if rows cannot be repeated, or have no content we know.
+    """
+    told = getattr(dataset, "potluck_fingerprint", None)
+    if callable(told):
+        origin = str(getattr(dataset, "origin", ""))
+        return {"origin": origin, "marks": {ALL: [_sha256(str(told()).encode()), []]}}
+    with _random_numbers_kept():
+        marks = _marks_of(dataset, elsewhere=elsewhere)
+    return {"origin": "", "marks": marks} if marks else {}
+
+
+@contextmanager
+def _random_numbers_kept() -> Iterator[None]:
+    """As state.random_state(), but without waking a GPU that nobody uses."""
+    python, numpy = random.getstate(), np.random.get_state()
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+def training_settings(optimizer: Any, clip: float | None) -> dict[str, Any]:
+    """What an optimizer does to a gradient, and before it: by name, and a list where its groups differ."""
+    found: dict[str, Any] = {"optimizer": type(optimizer).__name__, "step.clip": clip}
+    groups = getattr(optimizer, "param_groups", [])
+    for name in sorted({name for group in groups for name in group} - _OWN_AFFAIRS):
+        values = [_plain(group.get(name)) for group in groups]
+        if None not in values:
+            found[f"optimizer.{name}"] = values[0] if all(value == values[0] for value in values) else values
+    return found
+
+
+_OWN_AFFAIRS = {"params", "initial_lr", "foreach", "fused", "capturable", "differentiable"}
+"""Of an optimizer's group: how this machine computes it, not what."""
+
+
+def _plain(value: Any) -> Any:
+    """As JSON has it; none for what it has no word for."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    if isinstance(value, list | tuple):
+        items = [_plain(item) for item in value]
+        return None if None in items else items
+    return value if isinstance(value, bool | int | str | float) else None
+
+
+def positions(rows: int) -> list[int]:
+    """Spread evenly, however many of them are used: the first row, the last, and a golden section of the rest."""
+    spread = (((index * _GOLDEN) % (1 << 64)) * rows >> 64 for index in range(1, ROWS - 1))
+    return list(dict.fromkeys([0, rows - 1, *spread]))
+
+
+def _marks_of(dataset: Any, *, elsewhere: bool) -> dict[str, Mark]:
+    marks: dict[str, Mark] = {}
+    if isinstance(dataset, TensorRows) and sum(tensor.nbytes for tensor in dataset.tensors) <= WHOLE_BYTES:
+        whole = _mark_of(dataset.tensors, most=WHOLE_BYTES)
+        return {ALL: whole} if whole is not None else {}
+    wanted, ends = positions(len(dataset)), time.monotonic() + BUDGET_S
+    for position, pair in zip(wanted, _looks(_Looks(dataset), wanted, elsewhere=elsewhere), strict=False):
+        if pair is not None:
+            if differs(*pair):
+                return {}  # rows that cannot be repeated would differ between any two workers
+            marks[str(position)] = pair[0]
+        if time.monotonic() > ends:
+            break
+    return marks
+
+
+def _looks(looks: "_Looks", wanted: list[int], *, elsewhere: bool) -> Iterator[tuple[Mark, Mark] | None]:
+    if not elsewhere:
+        return (looks[position] for position in wanted)
+    options = {"num_workers": 1, "generator": torch.Generator()}
+    return iter(DataLoader(looks, batch_size=None, sampler=wanted, **options))  # type: ignore[arg-type]
+
+
+class _Looks(Dataset[Any]):
+    """A row as it looks twice, drawn from the same random numbers; none if it raises, or is nothing that we know."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __getitem__(self, position: int) -> tuple[Mark, Mark] | None:
+        found = []
+        for _ in range(2):
+            seed_everything(mix(ROWS, position))
+            try:
+                row = self._row(position)
+            except Exception:  # whoever trains on it hears of it
+                return None
+            mark = _mark_of(row)
+            if mark is None:
+                return None
+            found.append(mark)
+        return found[0], found[1]
+
+    def _row(self, position: int) -> Any:
+        if isinstance(self._dataset, TensorRows):
+            return self._dataset[[position]]
+        if hasattr(self._dataset, "__getitems__"):
+            return list(self._dataset.__getitems__([position]))
+        return self._dataset[position]
+
+
+def _mark_of(value: Any, most: int = MOST_NUMBERS) -> Mark | None:
+    content = _Content(most)
+    try:
+        content.take(value)
+    except Exception:  # what has no content, or has none on this machine
+        return None
+    return content.mark()
+
+
+class _Unknown(Exception):
+    """No content that would be the same on another machine."""
+
+
+class _Content:
+    """What is in nested containers: exactly, but for floats."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._exact = hashlib.sha256()
+        self._floats: list[np.ndarray[Any, np.dtype[np.float64]]] = []
+
+    def take(self, value: Any) -> None:
+        match value:
+            case Tensor():
+                self._take_array(self._as_array(value))
+            case np.ndarray() | np.generic():
+                self._take_array(np.asarray(value))
+            case None | bool() | int() | str():
+                self._note("value", str(int(value) if isinstance(value, bool) else value).encode())
+            case float() | complex():
+                self._take_array(np.asarray(value))
+            case bytes() | bytearray() | memoryview():
+                self._note("bytes", bytes(value))
+            case Mapping():
+                self._note("table", str(len(value)).encode())
+                for key in sorted(value, key=str):
+                    self._note("key", str(key).encode())
+                    self.take(value[key])
+            case list() | tuple():
+                self._note("list", str(len(value)).encode())
+                for item in value:
+                    self.take(item)
+            case _ if hasattr(value, "__array_interface__") or hasattr(value, "__array__"):
+                self._take_array(np.asarray(value))
+            case _:
+                raise _Unknown(type(value).__name__)
+
+    def mark(self) -> Mark:
+        numbers = np.concatenate(self._floats) if self._floats else np.zeros(0)
+        finite = np.isfinite(numbers)
+        if not finite.all():
+            self._note("not finite", str(int((~finite).sum())).encode())
+            numbers = np.where(finite, numbers, 0.0)
+        return [self._exact.hexdigest()[:32], _sketch(numbers) if self._floats else []]
+
+    def _note(self, kind: str, data: bytes) -> None:
+        self._exact.update(f"{kind} {len(data)}:".encode())
+        self._exact.update(data)
+
+    def _as_array(self, tensor: Tensor) -> np.ndarray[Any, Any]:
+        """Of a large one, what is looked at; its shape counts by itself."""
+        self._note("tensor", str(list(tensor.shape)).encode())
+        flat = tensor.detach().to_dense().reshape(-1)
+        flat = flat[:: self._every(len(flat))].to("cpu")
+        if flat.is_complex():
+            flat = torch.view_as_real(flat.resolve_conj())
+        return np.asarray(flat.to(torch.float64 if flat.is_floating_point() else torch.int64).numpy())
+
+    def _every(self, size: int) -> int:
+        return max(1, -(-size // self._most))
+
+    def _take_array(self, array: np.ndarray[Any, Any]) -> None:
+        kind = array.dtype.kind
+        if kind not in "biufcmM":
+            self.take(array.tolist())
+            return
+        self._note("array", str(list(array.shape)).encode())
+        flat = array.reshape(-1)[:: self._every(array.size)]
+        if kind == "c":
+            flat, kind = np.stack([flat.real, flat.imag]).reshape(-1), "f"
+        if kind == "f":
+            self._floats.append(flat.astype(np.float64))
+        else:
+            self._note("whole", (flat.view("<i8") if kind in "mM" else flat.astype("<i8")).tobytes())
+
+
+def _sketch(numbers: np.ndarray[Any, np.dtype[np.float64]]) -> list[float]:
+    """Their mean, their size, and a sum in which each has a weight of its own: alike only for like numbers.
+
+    On a scale on which a large number does not hide the small ones beside it.
+    """
+    if not len(numbers):
+        return [0.0, 0.0, 0.0]
+    scaled = np.arcsinh(numbers)
+    weights = np.cos(np.arange(len(numbers)) * (math.pi * (math.sqrt(5) - 1)))
+    size = math.sqrt(float(np.mean(scaled**2)))
+    return [float(np.mean(scaled)), size, float(scaled @ weights) / math.sqrt(len(numbers))]
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
