@@ -229,7 +229,10 @@ class Server:
                 self._describe(effect.description)
             case effects.BeginStep():
                 for seat in self._seats.values():
-                    seat.expected.clear()
+                    # Of a step that is begun anew, what was asked for before may still come, and comes first.
+                    seat.expected = deque(asked for asked in seat.expected if asked.step == effect.step)
+                    for asked in seat.expected:
+                        asked.useless.update(asked.nodes)
                 self._formed = effect.step, []
                 assert self.mean is not None
                 self.mean.begin(effect.step, effect.slices, nodes=effect.nodes, several=effect.several)
@@ -253,6 +256,8 @@ class Server:
                 self._subscribe(effect)
             case effects.Record() if self.journal is not None:
                 self.journal.record(effect.step)
+            case effects.Agreed() if self.journal is not None:
+                self.journal.agree(effect.step, effect.kind, effect.digest)
             case effects.Emit():
                 self.on_event(effect.event)
             case effects.StepApplied():

@@ -150,6 +150,7 @@ class _Host:
             description=journal.description,
             next_id=int(journal.fact("next worker") or 0),
             expected=int(journal.fact("workers") or 0),
+            agreed=journal.agreed(since=steps - 1),
         )
         port = order.port or int(journal.fact("port") or 0)
         server = Server(
