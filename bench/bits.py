@@ -73,8 +73,9 @@ def _models() -> dict[str, Callable[[], tuple[Any, Any]]]:
         "embedding": lambda: (nn.Embedding(500, 64), torch.randint(0, 500, (8, 512))),
         "attention": attention,
         "the recipe's GPT": lambda: (
-            GPT(ModelConfig(context=64, dim=64, layers=2, heads=4)), torch.randint(0, 256, (8, 64))
-        ),  # fmt: skip
+            GPT(ModelConfig(context=64, dim=64, layers=2, heads=4)),
+            torch.randint(0, 256, (8, 64)),
+        ),
     }
 
 

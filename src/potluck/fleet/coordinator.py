@@ -1138,25 +1138,26 @@ class Coordinator:
         is_one_in_two = sum(map(len, sets)) > len(set().union(*sets))
         return set() if is_one_in_two else set().union(*sets) - self._alike
 
-    def _condemn(self, step: int, found: dict[int, Told], right: str) -> list[Effect]:
+    def _condemn(
+        self, step: int, found: dict[int, Told], right: str, what: str = "are not the others'"
+    ) -> list[Effect]:
         effects: list[Effect] = []
         wrong = {who for who, told in found.items() if told.digest != right}
         for other in [m for m in self.membership.members.values() if m.worker_id in wrong]:
             if other.applied <= step and not self._awaits_weights(other):
-                effects += self._on_drift(other, step, "are not the others'")
+                effects += self._on_drift(other, step, what)
         return effects
 
     def _on_draw(self, step: int, kind: str, found: dict[int, Told]) -> list[Effect]:
         """Both had the same weights before, so only computing the steps since the checkpoint again can tell."""
+        right = found[min(found)].digest  # of whoever has been in for longest, where nothing better is known
         if not self._can_go_back:
-            return self._condemn(step, found, self._agreed[step][kind])
-        told: list[Effect] = [
-            self._tell_drift(m, step, "are as many workers' as others are; all go back to the last checkpoint")
-            for m in self.membership.holders
-            if m.worker_id in found and found[m.worker_id].digest != self._agreed[step][kind]
-        ]
+            what = "are not the others' (no checkpoint can tell whose are right)"
+            return self._agree(step, kind, right) + self._condemn(step, found, right, what)
+        what = "are not the others', and nobody can tell whose are right: all go back to the last checkpoint"
+        wrong = [m for m in self.membership.holders if m.worker_id in found and found[m.worker_id].digest != right]
         self._drifted = True
-        return told + self._go_back()
+        return [*(self._tell_drift(member, step, what) for member in wrong), *self._go_back()]
 
     def _on_change(self, member: Member, applied: Applied) -> list[Effect]:
         """Its weights are not what it told of them after the same step."""
@@ -1174,9 +1175,9 @@ class Coordinator:
         for kind in sorted({self._compared_as(told.kind) for told in self._digests.get(step, {}).values()}):
             effects += self._judge(step, kind, at_once=True)
         changed, self._changed = self._changed, {}
-        working = [m for m in self.membership.holders if m.reported]
-        for kind in sorted({self._compared_as(m.kind) for m in working if m.worker_id in changed}):
-            alike = [m for m in working if self._compared_as(m.kind) == kind]
+        holders = [m for m in self.membership.holders if m.applied >= step]
+        for kind in sorted({self._compared_as(m.kind) for m in holders if m.worker_id in changed}):
+            alike = [m for m in holders if self._compared_as(m.kind) == kind]
             counts = Counter(changed.get(m.worker_id) for m in alike)
             right = None if None in counts else counts.most_common(1)[0][0]
             if right is not None:  # by the loop itself, on every worker
@@ -1205,14 +1206,12 @@ class Coordinator:
         self._changed.pop(member.worker_id, None)
         others = [m for m in self.membership.holders if m is not member and m.applied >= step - 1]
         if not others and not self._can_go_back:
-            return [self._tell_drift(member, step, f"{what}, and there is neither a worker nor a checkpoint to mend it")]
+            return [self._tell_drift(member, step, f"{what}; there is neither a worker nor a checkpoint to mend it")]
         if not others:
             return [self._tell_drift(member, step, f"{what}; the run goes back to its checkpoint"), *self._go_back()]
         effects: list[Effect] = [self._tell_drift(member, step, f"{what}, and are sent to it anew")]
         nodes = list(member.nodes)
-        has_sent = bool(member.reported) or (
-            self.now is not None and member.worker_id in self.now.computed_by.values()
-        )
+        has_sent = bool(member.reported) or (self.now is not None and member.worker_id in self.now.computed_by.values())
         member.nodes = []
         self.membership.set_back(member, Phase.CATCHING_UP)
         if has_sent:

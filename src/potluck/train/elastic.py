@@ -125,8 +125,8 @@ class ElasticEngine(Engine):
         """Of this worker from the last agreement, where workers step by themselves."""
         self._later: deque[Message] = deque()
         self._asked: list[StateRequest] = []
-        self._told = ""
-        """What a glance at the weights gave when the host was told their hash."""
+        self._told = torch.zeros(0)
+        """What a glance at the weights gave when the host was told their digest."""
         self._committed: Committed | None = None
         self._save_due = 0
         self._saved = Saved(0, "", "")
@@ -505,11 +505,11 @@ class ElasticEngine(Engine):
         folder = tempfile.mkdtemp(prefix="potluck-state-") if self.link.rank == 0 else ""
         return Path(self.link.gather_bytes(folder.encode())[0].decode())
 
-    def _hash_weights(self) -> tuple[str, str]:
+    def _hash_weights(self) -> tuple[str, Tensor]:
         """The digest of what all workers agreed on last, as it is in this worker's memory, and a glance at it."""
         return digest_and_glance(self._agreed_tensors())
 
-    def _glance(self) -> str:
+    def _glance(self) -> Tensor:
         return glance(self._agreed_tensors())
 
     def _agreed_tensors(self) -> list[Tensor]:
@@ -517,7 +517,7 @@ class ElasticEngine(Engine):
 
     def _check_weights(self) -> None:
         """Tells the host if they are no longer what it was told: a bit that flipped must not reach the others."""
-        if self._glance() != self._told:
+        if not torch.equal(self._glance(), self._told):
             self._tell_applied(0.0, "")
 
     def _start_anew(self) -> None:

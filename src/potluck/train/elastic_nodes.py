@@ -109,7 +109,7 @@ class NodeEngine(ElasticWindowEngine):
     def _on_stop(self) -> None:
         self._wants_stop = True
 
-    def _hash_weights(self) -> tuple[str, str]:
+    def _hash_weights(self) -> tuple[str, Tensor]:
         """Of the whole replica, as of one that is not split: each rank adds what its numbers come to."""
         sharded = self._sharded()
         held, sums = held_numbers(sharded), []
@@ -119,12 +119,12 @@ class NodeEngine(ElasticWindowEngine):
             sums.append(torch.stack(pieces).sum(dim=0))
         told = torch.cat(sums)
         self.link.start_sum(told).wait()
-        found = hash_sums([told, *(sums_of(buffer).cpu() for buffer in self._changes.agreed_buffers)])
-        return found, found
+        told = torch.cat([told, *(sums_of(buffer).cpu() for buffer in self._changes.agreed_buffers)])
+        return hash_sums([told]), told
 
-    def _glance(self) -> str:
+    def _glance(self) -> Tensor:
         # In the middle of a window what all began with is not laid out as the parameters are.
-        return self._told if self._changes.is_open else self._hash_weights()[0]
+        return self._told if self._changes.is_open else self._hash_weights()[1]
 
     def _start_snapshot(self, folder: Path) -> Callable[[], Path | None]:
         """Each rank its own part, into a folder that all of them see."""

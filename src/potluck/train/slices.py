@@ -287,15 +287,15 @@ def digest(tensors: Iterable[Tensor]) -> str:
     return digest_and_glance(tensors)[0]
 
 
-def digest_and_glance(tensors: Iterable[Tensor]) -> tuple[str, str]:
+def digest_and_glance(tensors: Iterable[Tensor]) -> tuple[str, Tensor]:
     sums = [sums_of(tensor) for tensor in tensors]
-    return hash_sums(sums), hash_sums([found[:-ROW_WORDS] for found in sums])
+    return hash_sums(sums), torch.cat([found[:-ROW_WORDS] for found in sums])
 
 
 @torch.no_grad()
-def glance(tensors: Iterable[Tensor]) -> str:
-    """As digest(), in less than half the time: it may miss flips that make up for each other within one row."""
-    return hash_sums([_rows(_bytes(tensor)).sum(dim=1) for tensor in tensors])
+def glance(tensors: Iterable[Tensor]) -> Tensor:
+    """The sums of rows alone, which stay where the tensors are: quicker than digest(), and sees any single flip."""
+    return torch.cat([_row_sums(tensor) for tensor in tensors])
 
 
 def hash_sums(sums: Sequence[Tensor]) -> str:
@@ -309,27 +309,38 @@ def sums_of(tensor: Tensor) -> Tensor:
     Sums of integers, so that it runs at the speed of memory, where the tensor is, and is the same in any order. Words
     that changed so that their row's sum stayed lie in several columns, whose sums then did not.
     """
-    rows = _rows(_bytes(tensor))
-    return torch.cat([rows.sum(dim=1), rows.sum(dim=0)])
+    return torch.cat([_row_sums(tensor), _column_sums(tensor)])
 
 
 @torch.no_grad()
 def sums_of_piece(numbers: Tensor, start: int, size: int) -> Tensor:
     """What some numbers of a tensor of that size, laid flat, add to its sums."""
-    at, length = start * numbers.itemsize, numbers.numel() * numbers.itemsize
-    count = -(-size * numbers.itemsize // ROW_BYTES)
+    at = start * numbers.itemsize
+    first, count = at // ROW_BYTES, -(-size * numbers.itemsize // ROW_BYTES)
     found = torch.zeros(count + ROW_WORDS, dtype=torch.int64, device=numbers.device)
-    if length:
-        first = at // ROW_BYTES
-        rows = _rows(F.pad(_bytes(numbers), (at - first * ROW_BYTES, 0)))
-        found[first : first + len(rows)] = rows.sum(dim=1)
-        found[count:] = rows.sum(dim=0)
+    padded = F.pad(_bytes(numbers), (at - first * ROW_BYTES, 0)) if numbers.numel() else _bytes(numbers)
+    rows = _row_sums(padded)
+    found[first : first + len(rows)] = rows
+    found[count:] = _column_sums(padded)
     return found
 
 
-def _rows(raw: Tensor) -> Tensor:
-    """[rows, words]; the last is filled up with zeros."""
-    return F.pad(raw, (0, -raw.numel() % ROW_BYTES)).view(torch.int64).view(-1, ROW_WORDS)
+def _row_sums(tensor: Tensor) -> Tensor:
+    rows, rest = _rows(tensor)
+    return torch.cat([rows.sum(dim=1), rest.sum(dim=1)]) if len(rest) else rows.sum(dim=1)
+
+
+def _column_sums(tensor: Tensor) -> Tensor:
+    rows, rest = _rows(tensor)
+    return rows.sum(dim=0) + rest[0] if len(rest) else rows.sum(dim=0)
+
+
+def _rows(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """[rows, words], without a copy; and what is left, filled up with zeros to one more row, if anything is."""
+    raw = _bytes(tensor)
+    whole = raw.numel() // ROW_BYTES * ROW_BYTES
+    rest = F.pad(raw[whole:], (0, -raw.numel() % ROW_BYTES))
+    return raw[:whole].view(torch.int64).view(-1, ROW_WORDS), rest.view(torch.int64).view(-1, ROW_WORDS)
 
 
 def _bytes(tensor: Tensor) -> Tensor:
