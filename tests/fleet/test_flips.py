@@ -50,13 +50,13 @@ def test_a_flip_at_any_time_is_found_in_the_one_who_has_it_and_poisons_nothing(
 
 def test_a_flip_in_the_only_one_who_works_is_seen_by_those_who_wait() -> None:
     """Nobody else computes anything of the step, so slow are they."""
-    run = Fleet(faults=FaultScript().flip("w0", at_step=3, phase="applied"), at_least=2)
+    run = Fleet(faults=FaultScript().flip("w0", at_step=3, phase="applied"), at_least=2, patience_s=1000)
     run.add("w0", slice_s=0.001)
     run.add("w1", slice_s=10.0)
-    run.run_until(lambda: "w0" in named(run), 300)
-    assert not any(step == 4 for step, _ in run.workers["w1"].slices_computed)
-    run.finish(limit_s=300)
+    run.run_until(lambda: bool(named(run)), 3000)
     assert run.faults.fired == ["flip w0"] and named(run) == ["w0"]
+    assert not any(step == 4 for step, _ in run.workers["w1"].slices_computed)
+    run.finish(limit_s=3000)
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward", "sent", "committed"])

@@ -338,6 +338,7 @@ def _column_sums(tensor: Tensor) -> Tensor:
 def _rows(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """[rows, words], without a copy; and what is left, filled up with zeros to one more row, if anything is."""
     raw = _bytes(tensor)
+    raw = raw if raw.storage_offset() % 8 == 0 else raw.clone()  # a word must lie where words do
     whole = raw.numel() // ROW_BYTES * ROW_BYTES
     rest = F.pad(raw[whole:], (0, -raw.numel() % ROW_BYTES))
     return raw[:whole].view(torch.int64).view(-1, ROW_WORDS), rest.view(torch.int64).view(-1, ROW_WORDS)
