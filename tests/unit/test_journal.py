@@ -236,6 +236,13 @@ def test_a_journal_that_cannot_be_opened_leaves_no_file_open(path: Path) -> None
     assert open_files() == before
 
 
+def meddle(path: Path, command: str) -> None:
+    base = sqlite3.connect(path)
+    base.execute(command)
+    base.commit()
+    base.close()
+
+
 def test_the_digest_of_each_step_is_kept_by_kind(journal: Journal, path: Path) -> None:
     for step in (1, 2, 3):
         journal.agree(step, "cpu", f"{step}a")
@@ -253,10 +260,7 @@ def test_a_damaged_digest_condemns_nobody(journal: Journal, path: Path) -> None:
     journal.agree(1, "cpu", "right")
     journal.agree(2, "cpu", "right")
     journal.close()
-    base = sqlite3.connect(path)
-    base.execute("UPDATE digests SET digest = 'righs' WHERE step = 2")
-    base.commit()
-    base.close()
+    meddle(path, "UPDATE digests SET digest = 'righs' WHERE step = 2")
     again = Journal(path)
     assert again.agreed() == {1: {"cpu": "right"}}
     again.close()
@@ -265,10 +269,7 @@ def test_a_damaged_digest_condemns_nobody(journal: Journal, path: Path) -> None:
 def test_a_journal_from_before_digests_were_kept_opens(journal: Journal, path: Path) -> None:
     journal.record(record(1))
     journal.close()
-    base = sqlite3.connect(path)
-    base.execute("DROP TABLE digests")
-    base.commit()
-    base.close()
+    meddle(path, "DROP TABLE digests")
     again = Journal(path)
     assert again.steps() == [1] and again.agreed() == {}
     again.agree(1, "cpu", "a")

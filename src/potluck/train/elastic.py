@@ -909,7 +909,8 @@ def kind_of(device: torch.device) -> str:
         processor = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), processor)
     fused = "" if torch.backends.cpu.get_cpu_capability() != "DEFAULT" else " without AVX2"
     update = f"{platform.machine()}{fused}, torch {torch.__version__}"
-    return f"{processor}, {torch.get_num_threads()} threads; {update}"
+    threads = torch.get_num_threads()
+    return f"{processor}, {threads} thread{'s' if threads > 1 else ''}; {update}"
 
 
 def _say(sentence: str) -> None:
