@@ -1,6 +1,7 @@
 """A bit that flips in a worker's memory: whoever has it is named and mended, and no bit of the run changes."""
 
 import platform
+import random
 import signal
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,31 @@ def test_nobody_who_comes_back_is_right_and_the_run_goes_back_to_its_checkpoint(
     run.crash_host()
     run.finish(limit_s=300)
     assert faults.fired == ["flip w0"] and run.restores == 1 and named(run) == ["w0"]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_flip_somewhere_a_restart_of_the_host_and_a_lost_connection_change_no_bit(seed: int) -> None:
+    draw = random.Random(seed)
+    workers, phases = draw.choice([2, 3, 4]), ["applied", "forward", "backward", "sent", "committed", "save due"]
+    victim = f"w{draw.randrange(workers)}"
+    faults = FaultScript().flip(victim, at_step=draw.randint(2, 4), phase=draw.choice(phases))
+    if draw.random() < 0.5:
+        faults.cut(f"w{draw.randrange(workers)}", at_step=draw.randint(2, 6), phase=draw.choice(phases[:5]))
+    run = Fleet(faults=faults, at_least=workers)
+    for number in range(workers):
+        run.add(
+            f"w{number}",
+            latency_s=draw.choice([0.001, 0.01, 0.05]),
+            slice_s=draw.choice([0.05, 0.1, 0.3]),
+            save_every=draw.choice([0, 2]),
+        )
+    if draw.random() < 0.5:
+        step = draw.randint(1, 5)
+        run.run_until(lambda: run.standing().step >= step)
+        run.crash_host()
+    run.finish()
+    for saved, data in run.disk.states.items():
+        assert State.from_bytes(data).weights.tobytes() == undisturbed(saved)
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])

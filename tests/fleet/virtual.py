@@ -597,7 +597,8 @@ class Host:
         item.slot = self.mean.open(line.peer, step, item.part, node, PARTS[item.part])
 
     def _payload_done(self, line: Line, item: Payload) -> None:
-        if item.node is not None and item.part == len(PARTS) - 1 and item.node not in item.useless:
+        is_wanted = item.slot is not None and item.slot.is_current and item.node not in item.useless
+        if item.node is not None and item.part == len(PARTS) - 1 and is_wanted:
             self.act(self.core.on_payload(self.fleet.clock.now, line.peer, item.step, item.node))
 
     def _on_saved(self, step: int, folder: str, error: str, size: int) -> None:
@@ -696,6 +697,7 @@ class Worker:
         self._later: deque[Message] = deque()
         self._asked: list[StateRequest] = []
         self._told = ""
+        self._changed_at, self._changes_itself, self._is_damaged = -1, False, False
         self._work: Work | None = None
         self._leader = -1
         self._worker_id = -1
@@ -893,8 +895,10 @@ class Worker:
         yield from self._at("joined", self.state.step + 1)
         step = self.state.step
         self._pass_over_until(step)
-        self._told = digest_of(self.state.weights)
-        self._send(Ready(self.description.to_json(), step, self._told, int(step > 0)))
+        before, self._told = self._told, digest_of(self.state.weights)
+        is_changed = before != self._told or self._is_damaged or (self._changed_at == step and not self._changes_itself)
+        digest = "" if step and is_changed else self._told
+        self._send(Ready(self.description.to_json(), step, digest, int(step > 0)))
         while True:
             message = yield Receive()
             match message:
@@ -959,6 +963,7 @@ class Worker:
                     self._later.append(message)
         self.state = State.from_bytes(data)
         self._save_due = 0  # of a future that may never be
+        self._changed_at, self._is_damaged = -1, False
         self._pass_over_until(self.state.step)
         self._later = deque(m for m in self._later if getattr(m, "step", 0) > self.state.step)
         self.replaying = True
@@ -1036,7 +1041,7 @@ class Worker:
             batches,
         )
         self._send(told)
-        self._check_weights()
+        self._check_weights(in_step=True)
         edges = np.cumsum([0, *PARTS])
         for part in range(len(PARTS)):
             values = change[edges[part] : edges[part + 1]]
@@ -1074,7 +1079,7 @@ class Worker:
         for part in range(len(PARTS)):
             yield Sleep(self.slice_s / len(PARTS))
             if part == len(PARTS) - 1:
-                self._check_weights()
+                self._check_weights(in_step=True)
                 self._report(work.step, [], np.zeros(0), np.zeros(0), self.clock.now - started, b"\x07")
             for index, total in enumerate(sums):
                 values = total[edges[part] : edges[part + 1]]
@@ -1118,7 +1123,7 @@ class Worker:
         parts = self._means.pop(committed.step)
         self._leader = committed.leader
         mean = np.concatenate([parts[part] for part in range(len(PARTS))])
-        self._check_weights()
+        self._check_weights(in_step=True)
         (self.state.agree if self.is_windowed else self.state.apply)(mean, committed.rows)
         assert self.state.step == committed.step, f"{self.name} missed a step before {committed.step}"
         self.state.weights = self.update(self.state.weights)
@@ -1142,8 +1147,11 @@ class Worker:
         self._told = digest_of(self.state.weights)
         self._send(Applied(self.state.step, self._told, 0.1, 1.0, "", drift))
 
-    def _check_weights(self) -> None:
+    def _check_weights(self, *, in_step: bool = False) -> None:
         if digest_of(self.state.weights) != self._told:
+            self._is_damaged |= in_step
+            self._changes_itself |= self._changed_at == self.state.step - 1
+            self._changed_at = self.state.step
             self._tell_applied()
 
     def _evaluate(self) -> Life:

@@ -635,7 +635,8 @@ class Coordinator:
     def _is_believed(self, member: Member, ready: Ready) -> bool:
         """Whether the weights that it comes with are those that were agreed on, as far as anybody knows."""
         agreed = self._agreed.get(ready.step, {})
-        return self._compared_as(member.kind) not in agreed or ready.digest in agreed.values()
+        is_unknown = self._compared_as(member.kind) not in agreed
+        return bool(ready.digest) and (is_unknown or ready.digest in agreed.values())
 
     def _admit(self, now: float, member: Member, ready: Ready, since: int) -> list[Effect]:
         member.applied, member.since = ready.step, since

@@ -504,7 +504,7 @@ class Server:
             expected.at == len(self._tails) if seat.plain else part == len(self._tails) - 1
         )
         if expected is not None and is_last and not slot.revoked:
-            self._payload_done(seat, expected)
+            self._payload_done(seat, expected, slot)
 
     def _look_in(self, seat: Seat) -> None:
         """A worker of this machine shows where its gradients will lie."""
@@ -530,7 +530,7 @@ class Server:
             self._shut(seat, slot)
         seat.receipts.give()
         if expected is not None and at.part == len(self._tails) - 1 and not slot.revoked:
-            self._payload_done(seat, expected)
+            self._payload_done(seat, expected, slot)
 
     def _read_whole(self, seat: Seat, bulk: Bulk, over: memoryview, length: int) -> None:
         """A plain peer's whole gradient, in the order of the model's parameters."""
@@ -612,10 +612,14 @@ class Server:
         self._fill(seat, tail[len(over) :])
         return tail
 
-    def _payload_done(self, seat: Seat, expected: _Expected) -> None:
+    def _payload_done(self, seat: Seat, expected: _Expected, slot: Slot) -> None:
         node = expected.nodes[0]
+
+        def tell(now: float) -> list[Effect]:  # of a step that was begun anew it would be taken for the next attempt's
+            return self.core.on_payload(now, seat.peer, expected.step, node) if slot.is_current else []
+
         if node not in expected.useless:
-            self._act(lambda now: self.core.on_payload(now, seat.peer, expected.step, node))
+            self._act(tell)
 
     # Writing
 

@@ -127,6 +127,11 @@ class ElasticEngine(Engine):
         self._asked: list[StateRequest] = []
         self._told = torch.zeros(0)
         """What a glance at the weights gave when the host was told their digest."""
+        self._changed_at = -1
+        """The version whose weights were last found changed. At two in a row, the loop itself changes them."""
+        self._changes_itself = False
+        self._is_damaged = False
+        """They changed while no code of the loop ran."""
         self._committed: Committed | None = None
         self._save_due = 0
         self._saved = Saved(0, "", "")
@@ -302,7 +307,7 @@ class ElasticEngine(Engine):
         if self.device.type == "cuda":
             torch.cuda.current_stream().synchronize()  # else busy would be the time to launch kernels
         busy_s = time.perf_counter() - self._work_started
-        self._check_weights()  # before the last part, without which nothing is committed
+        self._check_weights(in_step=True)  # before the last part, without which nothing is committed
         empty = np.zeros(0)
         self.client.send(
             SliceReport(self.version + 1, empty.astype("<u4"), empty, empty, busy_s, self._sums.used_bits())
@@ -422,7 +427,12 @@ class ElasticEngine(Engine):
         self.client.description = described
         holds = int(self.version > 0)
         self.client.pass_over_until(self.version)
+        before = self._told
         digest, self._told = self._hash_weights()
+        is_changed = self._is_damaged or (self._changed_at == self.version and not self._changes_itself)
+        if holds and (is_changed or not torch.equal(before, self._told)):
+            digest = ""  # this host may not have heard the one that was told before
+            self.client.say("The weights changed in this worker's memory since their last step; it gets them anew.")
         self.client.send(Ready(described.to_json(), self.version, digest, holds))
         while True:
             message = self.client.receive()
@@ -494,6 +504,7 @@ class ElasticEngine(Engine):
             if self.link.rank == 0:
                 shutil.rmtree(folder, ignore_errors=True)
         self._save_due = self._saved.step  # what was due before is of a state that this worker no longer has
+        self._changed_at, self._is_damaged = -1, False
         self.client.pass_over_until(self.version)
         self._later = deque(m for m in self._later if getattr(m, "step", 0) > self.version)
         self.replaying = True
@@ -515,9 +526,15 @@ class ElasticEngine(Engine):
     def _agreed_tensors(self) -> list[Tensor]:
         return [*self._prepared().model.parameters(), *self._sums.agreed_buffers]
 
-    def _check_weights(self) -> None:
-        """Tells the host if they are no longer what it was told: a bit that flipped must not reach the others."""
+    def _check_weights(self, *, in_step: bool = False) -> None:
+        """Tells the host if they are no longer what it was told: a bit that flipped must not reach the others.
+
+        `in_step`: nothing has run since the last look that may change them.
+        """
         if not torch.equal(self._glance(), self._told):
+            self._is_damaged |= in_step
+            self._changes_itself |= self._changed_at == self.version - 1
+            self._changed_at = self.version
             self._tell_applied(0.0, "")
 
     def _start_anew(self) -> None:
@@ -533,7 +550,7 @@ class ElasticEngine(Engine):
         self._world = max(1, len(told["workers"]))
         tensors = [torch.from_numpy(part) for part in means.parts]
         self.client.flush()
-        self._check_weights()  # after this step nobody could say whose weights went wrong before it
+        self._check_weights(in_step=True)  # after this step nobody could say whose weights went wrong before it
         self.version = committed.step
         self.rows_seen += committed.rows
         self._count_rows(committed.rows)

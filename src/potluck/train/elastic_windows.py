@@ -312,7 +312,7 @@ class ElasticWindowEngine(ElasticEngine):
                 self._batches,
             )
         )
-        self._check_weights()  # what the window began with, which its change is counted from
+        self._check_weights(in_step=True)  # what the window began with, which its change is counted from
         for part, changed in self._changes.finish(self._samples * self._unit):
             self._send_part(part, changed)
 
