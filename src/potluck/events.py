@@ -102,7 +102,11 @@ class EpochDone:
     used: int
     total: int
     same_weights: bool
+    """Of those workers that were compared."""
     sentence: str
+    not_compared: tuple[str, ...] = ()
+    """Names of workers of which nobody knows whether they hold the same: there was no other of their kind, or they are
+    plain peers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -339,3 +339,72 @@ def drifts(place: Path) -> None:
         tell(self, norm, fault)
 
     ElasticEngine._tell_applied = drifted  # type: ignore[method-assign]
+
+
+def _flip(engine: Any, place: Path) -> None:
+    """A bit of its weights, in memory, and once."""
+    import torch
+
+    if not _fired(place, "flipped"):
+        (place / "fired-flipped").write_text("x")
+        engine.replica.trained[0].data.view(-1).view(torch.int32)[5] ^= 1 << 20
+
+
+def flips_after_applied(place: Path) -> None:
+    from potluck.train.elastic import ElasticEngine
+
+    tell = ElasticEngine._tell_applied
+
+    def flipped(self: Any, norm: float, fault: str) -> None:
+        tell(self, norm, fault)
+        if self.version == AT_STEP:
+            _flip(self, place)
+
+    ElasticEngine._tell_applied = flipped  # type: ignore[method-assign]
+
+
+def flips_while_computing(place: Path) -> None:
+    from potluck.train.elastic import ElasticEngine
+
+    begin = ElasticEngine._begin_work
+
+    def flipped(self: Any, work: Any) -> None:
+        begin(self, work)
+        if work.step == AT_STEP:
+            _flip(self, place)
+
+    ElasticEngine._begin_work = flipped  # type: ignore[method-assign]
+
+
+def flips_while_waiting(place: Path) -> None:
+    """Its gradient has left."""
+    from potluck.train.elastic import ElasticEngine
+
+    wait = ElasticEngine._await_step
+
+    def flipped(self: Any) -> Any:
+        if self.version + 1 == AT_STEP and self._reports and self._slice_done:
+            _flip(self, place)
+        return wait(self)
+
+    ElasticEngine._await_step = flipped  # type: ignore[method-assign]
+
+
+def flips_before_joining_again(place: Path) -> None:
+    """The host is gone, and this worker's weights are no longer what it told that one."""
+    from potluck.train.elastic import ElasticEngine
+
+    mend = ElasticEngine._mend
+
+    def flipped(self: Any, why: str) -> None:
+        _flip(self, place)
+        mend(self, why)
+
+    ElasticEngine._mend = flipped  # type: ignore[method-assign]
+
+
+FLIPS: dict[str, Fault] = {
+    "applied": flips_after_applied,
+    "computing": flips_while_computing,
+    "waiting": flips_while_waiting,
+}

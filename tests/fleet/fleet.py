@@ -332,6 +332,7 @@ def serve(
         description=journal.description,
         next_id=int(journal.fact("next worker") or 0),
         expected=int(journal.fact("workers") or 0),
+        agreed=journal.agreed(since=step - 1),
         **options,
     )
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from potluck.events import Stalled, WorkerWent
+from potluck.events import EpochDone, Stalled, WorkerWent
 from potluck.fleet.client import Client, Lost
 from potluck.train.data import mix
 from potluck.wire import (
@@ -167,6 +167,9 @@ def test_a_plain_peer_takes_part_in_sync(codec: str, tmp_path: Path) -> None:
     assert len(peer.losses) == STEPS and peer.heard.count(ShardAssignment) >= STEPS - 1
     assert {row["name"] for r in fleet.records for row in r.workers if row["rows"]} == {"ours", "plain"}
     assert_same(peer.model.state_dict(), weights)
+    for epoch in (event for event in fleet.events if isinstance(event, EpochDone)):
+        assert "same weights" not in epoch.sentence and epoch.not_compared == ("ours", "plain")
+        assert epoch.sentence.endswith("plain is a plain peer and was not compared.")
     judge = whole_batches()
     for name, value in weights.items():
         torch.testing.assert_close(value, judge[name], rtol=2e-4, atol=2e-5)

@@ -81,10 +81,10 @@ def digest_of(parameters: list[Array]) -> str:
     sums: list[int] = []
     for parameter in parameters:
         data = parameter.tobytes()
-        whole = len(data) // 4096 * 4096
-        for start in range(0, whole, 4096):
-            sums.append(sum(struct.unpack("<512q", data[start : start + 4096])) % 2**64)
-        sums.append(sum(byte * place for place, byte in enumerate(data[whole:], 1)))
+        data += bytes(-len(data) % 4096)
+        rows = [struct.unpack("<512Q", data[start : start + 4096]) for start in range(0, len(data), 4096)]
+        sums += [sum(row) % 2**64 for row in rows]
+        sums += [sum(column) % 2**64 for column in zip(*rows, strict=True)]
     return hashlib.blake2b(struct.pack(f"<{len(sums)}Q", *sums), digest_size=16).hexdigest()
 
 

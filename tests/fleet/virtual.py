@@ -229,6 +229,8 @@ class FaultScript:
     def __init__(self) -> None:
         self.pending: list[Fault] = []
         self.fired: list[str] = []
+        self.flips = False
+        """Whether averages may have been formed from wrong weights, and be sent again."""
 
     def _add(self, *given: Any, **named: Any) -> "FaultScript":
         self.pending.append(Fault(*given, **named))
@@ -261,6 +263,11 @@ class FaultScript:
     def drift(self, name: str, *, at_step: int) -> "FaultScript":
         """A bit of its weights flips while it applies a step."""
         return self._add("drift", name, at_step, "applying")
+
+    def flip(self, name: str, *, at_step: int, phase: str, slice: int = 0) -> "FaultScript":
+        """A bit of its weights flips in its memory."""
+        self.flips = True
+        return self._add("flip", name, at_step, phase, slice=slice)
 
     def poison(self, name: str, *, at_step: int, slice: int) -> "FaultScript":
         """One number of its gradient of a slice is none."""
@@ -526,8 +533,10 @@ class Host:
             case core.BeginStep():
                 assert self.mean is not None
                 self.step, self.formed = effect.step, []
-                for other in self.lines.values():
-                    other.expected.clear()
+                for other in self.lines.values():  # of a step that is begun anew, what was asked for before comes first
+                    other.expected = deque(asked for asked in other.expected if asked.step == effect.step)
+                    for asked in other.expected:
+                        asked.useless.update(asked.nodes)
                 self.mean.begin(effect.step, effect.slices, nodes=effect.nodes, several=effect.several)
             case core.Widen():
                 assert self.mean is not None
@@ -548,6 +557,8 @@ class Host:
                     self._send_average(line, self.step, part)
             case core.Record():
                 self.journal.record(effect.step)
+            case core.Agreed():
+                self.journal.agree(effect.step, effect.kind, effect.digest)
             case core.Emit():
                 self.fleet.hear(effect.event)
             case core.StepApplied():
@@ -635,7 +646,8 @@ class Host:
         return node in entry.useless or self.core.has_reported(line.peer, node)
 
     def _payload_done(self, line: Line, item: Payload) -> None:
-        if item.node is not None and item.part == len(PARTS) - 1 and item.node not in item.useless:
+        is_wanted = item.slot is not None and item.slot.is_current and item.node not in item.useless
+        if item.node is not None and item.part == len(PARTS) - 1 and is_wanted:
             self.act(self.core.on_payload(self.fleet.clock.now, line.peer, item.step, item.node))
 
     def _on_saved(self, step: int, folder: str, error: str, size: int, *, theirs: bool = False) -> None:
@@ -714,6 +726,10 @@ class Worker:
         """step -> what it tells of how far it was from the others"""
         self.batch_s: float = options.pop("batch_s", 0.1)
         """Of a step of its own."""
+        self.own_code: Callable[[Floats], Floats] = options.pop("own_code", lambda weights: weights)
+        """What its loop does to the weights between two steps."""
+        self.update: Callable[[Floats], Floats] = options.pop("update", lambda weights: weights)
+        """What its device does to them in each."""
         assert not options, f"unknown options {options}"
         self.line: Line | None = None
         self.error: str | None = None
@@ -731,6 +747,8 @@ class Worker:
         self._since = 0
         self._later: deque[Message] = deque()
         self._asked: list[StateRequest] = []
+        self._told = ""
+        self._changed_at, self._changes_itself, self._is_damaged = -1, False, False
         self._work: Work | None = None
         self._leader = -1
         self._worker_id = -1
@@ -828,7 +846,7 @@ class Worker:
                     parts = self._means.setdefault(item.step, {})
                     # Once more if the step was begun anew, and then with the same bits.
                     before = parts.setdefault(item.part, item.values)
-                    if self.is_windowed:
+                    if self.is_windowed or self.fleet.faults.flips:
                         before = parts[item.part] = item.values
                     assert before.tobytes() == item.values.tobytes(), f"{self.name} got two means of step {item.step}"
             case StateMore():
@@ -912,6 +930,7 @@ class Worker:
         while self.state.epoch < self.fleet.epochs and not self.stopping:
             while not self.stopping and self.state.row < ROWS:
                 if self._work is None:
+                    self._check_weights()
                     yield from self._await_step()
                 else:
                     work, self._work = self._work, None
@@ -930,7 +949,10 @@ class Worker:
         yield from self._at("joined", self.state.step + 1)
         step = self.state.step
         self._pass_over_until(step)
-        self._send(Ready(self.description.to_json(), step, digest_of(self.state.weights), int(step > 0)))
+        before, self._told = self._told, digest_of(self.state.weights)
+        is_changed = before != self._told or self._is_damaged or (self._changed_at == step and not self._changes_itself)
+        digest = "" if step and is_changed else self._told
+        self._send(Ready(self.description.to_json(), step, digest, int(step > 0)))
         while True:
             message = yield Receive()
             match message:
@@ -995,6 +1017,7 @@ class Worker:
                     self._later.append(message)
         self.state = State.from_bytes(data)
         self._save_due = 0  # of a future that may never be
+        self._changed_at, self._is_damaged = -1, False
         self._pass_over_until(self.state.step)
         self._later = deque(m for m in self._later if getattr(m, "step", 0) > self.state.step)
         self.replaying = True
@@ -1075,6 +1098,7 @@ class Worker:
             batches,
         )
         self._send(told)
+        self._check_weights(in_step=True)
         edges = np.cumsum([0, *PARTS])
         for part in range(len(PARTS)):
             values = change[edges[part] : edges[part + 1]]
@@ -1112,6 +1136,7 @@ class Worker:
         for part in range(len(PARTS)):
             yield Sleep(self.slice_s / len(PARTS))
             if part == len(PARTS) - 1:
+                self._check_weights(in_step=True)
                 self._report(work.step, [], np.zeros(0), np.zeros(0), self.clock.now - started, b"\x07")
             for index, total in enumerate(sums):
                 values = total[edges[part] : edges[part + 1]]
@@ -1155,13 +1180,16 @@ class Worker:
         parts = self._means.pop(committed.step)
         self._leader = committed.leader
         mean = np.concatenate([parts[part] for part in range(len(PARTS))])
+        self._check_weights(in_step=True)
         (self.state.agree if self.is_windowed else self.state.apply)(mean, committed.rows)
         assert self.state.step == committed.step, f"{self.name} missed a step before {committed.step}"
+        self.state.weights = self.update(self.state.weights)
         if self.fleet.faults.take(self.name, "applying", committed.step):
             self.state.weights[0] += 1
         self._tell_applied()
         if committed.stop:
             self.stopping = True
+        self.state.weights = self.own_code(self.state.weights)
         yield from self._at("applied", self.state.step)
         if not self.replaying:
             if self.evaluate_every and self.state.step % self.evaluate_every == 0 and not self.stopping:
@@ -1173,7 +1201,15 @@ class Worker:
 
     def _tell_applied(self) -> None:
         drift = self.drifts.get(self.state.step, 0.0)
-        self._send(Applied(self.state.step, digest_of(self.state.weights), 0.1, 1.0, "", drift))
+        self._told = digest_of(self.state.weights)
+        self._send(Applied(self.state.step, self._told, 0.1, 1.0, "", drift))
+
+    def _check_weights(self, *, in_step: bool = False) -> None:
+        if digest_of(self.state.weights) != self._told:
+            self._is_damaged |= in_step
+            self._changes_itself |= self._changed_at == self.state.step - 1
+            self._changed_at = self.state.step
+            self._tell_applied()
 
     def _evaluate(self) -> Life:
         step = self.state.step
@@ -1240,6 +1276,7 @@ class Worker:
 
     def _send_state(self, request: StateRequest) -> None:
         data, step, line = self.state.to_bytes(), self.state.step, self.line
+        self._check_weights()
         assert line is not None
 
         def begin() -> None:
@@ -1290,6 +1327,9 @@ class Worker:
                 self.lose_connection()
             case "quit":
                 self.stopping = True
+            case "flip":
+                self.state.weights = self.state.weights.copy()
+                self.state.weights.view(np.uint32)[3] ^= 1 << 22
         return fault
 
 
@@ -1344,6 +1384,7 @@ class Fleet:
             description=self.journal.description,
             next_id=self._next_id,
             expected=self._expected,
+            agreed=self.journal.agreed(since=step - 1),
         )
         return Host(self, coordinator, self.journal, self.disk)
 

@@ -1,14 +1,18 @@
-"""The digest of a model: the same whether it is whole, or in pieces whose sums are added."""
+"""The digest of a model: the same whether it is whole, or in pieces whose sums are added; and no flip escapes it."""
 
 import itertools
 
+import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from potluck.train.slices import digest, hash_sums, sums_of_piece
+from potluck.train.slices import digest, digest_and_glance, glance, hash_sums, sums_of_piece
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 3000), min_size=1, max_size=3), st.lists(st.integers(0, 3000), max_size=4))
 def test_pieces_add_up_to_the_whole(sizes: list[int], cuts: list[int]) -> None:
     torch.manual_seed(sum(sizes))
@@ -22,11 +26,68 @@ def test_pieces_add_up_to_the_whole(sizes: list[int], cuts: list[int]) -> None:
     assert hash_sums(sums) == digest(parameters)
 
 
+def test_where_a_tensor_lies_does_not_matter() -> None:
+    whole = torch.randn(3001)
+    for start in range(4):
+        assert digest([whole[start:]]) == digest([whole[start:].clone()])
+
+
+def flip(words: torch.Tensor, place: int, bit: int) -> None:
+    words[place] ^= 1 << bit if bit < 31 else -(1 << 31)
+
+
 def test_a_flipped_bit_shows() -> None:
     parameter = torch.randn(2500)
+    before, seen = digest_and_glance([parameter])
+    words = parameter.view(torch.int32)
+    for place, bit in itertools.product((0, 1, 1023, 1024, 2047, 2048, 2499), range(32)):
+        flip(words, place, bit)
+        assert digest([parameter]) != before and not torch.equal(glance([parameter]), seen), (place, bit)
+        flip(words, place, bit)
+    assert digest([parameter]) == before and torch.equal(glance([parameter]), seen)
+
+
+@settings(deadline=None)
+@given(st.integers(0, 2499), st.integers(0, 2499), st.integers(0, 31), st.booleans())
+def test_two_flips_that_would_make_up_for_each_other_show(a: int, b: int, bit: int, up: bool) -> None:
+    """The same bit of two words, one set and one cleared, or two signs: the sum of a row cannot tell."""
+    parameter = torch.zeros(2500)
+    words = parameter.view(torch.int32)
+    if not up and a != b:
+        flip(words, b, bit)
     before = digest([parameter])
-    for place in (0, 1023, 1024, 2499):
-        parameter.view(torch.int32)[place] ^= 1
-        assert digest([parameter]) != before
-        parameter.view(torch.int32)[place] ^= 1
-    assert digest([parameter]) == before
+    flip(words, a, bit)
+    flip(words, b, bit)
+    assert (digest([parameter]) != before) == (a != b)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_few_random_flips_show(seed: int) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    parameter = torch.randn(5000, generator=draw)
+    before, words = digest([parameter]), parameter.view(torch.int32)
+    for count in (2, 3, 5):
+        places = torch.randperm(5000, generator=draw)[:count].tolist()
+        bits = torch.randint(0, 32, (count,), generator=draw).tolist()
+        for _ in range(2):  # there, and back
+            for place, bit in zip(places, bits, strict=True):
+                flip(words, place, bit)
+            assert (digest([parameter]) == before) == (_ == 1)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_digest_is_that_of_plain_arithmetic_on_every_device(device: str) -> None:
+    """As docs/protocol.md has it, in Python's own integers."""
+    import hashlib
+
+    tensors = [torch.randn(1500), torch.arange(7), torch.tensor([True, False]), torch.tensor(3.5, dtype=torch.bfloat16)]
+    raw = b""
+    for tensor in tensors:
+        data = bytes(tensor.reshape(-1).view(torch.uint8).tolist())
+        data += bytes(-len(data) % 4096)
+        words = [int.from_bytes(data[at : at + 8], "little") for at in range(0, len(data), 8)]
+        rows = [sum(words[at : at + 512]) for at in range(0, len(words), 512)]
+        columns = [sum(words[at::512]) for at in range(512)]
+        raw += b"".join((number % 2**64).to_bytes(8, "little") for number in rows + columns)
+    expected = hashlib.blake2b(raw, digest_size=16).hexdigest()
+    assert digest([tensor.to(device) for tensor in tensors]) == expected

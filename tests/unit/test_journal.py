@@ -380,3 +380,44 @@ def test_a_full_disk_is_a_sentence_and_what_was_there_stays(journal: Journal, pa
     again = Journal(path)
     assert again.steps() == [1]
     again.close()
+
+
+def meddle(path: Path, command: str) -> None:
+    base = sqlite3.connect(path)
+    base.execute(command)
+    base.commit()
+    base.close()
+
+
+def test_the_digest_of_each_step_is_kept_by_kind(journal: Journal, path: Path) -> None:
+    for step in (1, 2, 3):
+        journal.agree(step, "cpu", f"{step}a")
+    journal.agree(3, "gpu", "3b")
+    journal.agree(3, "cpu", "3c")  # most told another than the first
+    journal.close()
+    again = Journal(path)
+    assert again.agreed(since=2) == {2: {"cpu": "2a"}, 3: {"cpu": "3c", "gpu": "3b"}}
+    again.rewind(2)  # what is trained again from there may be something else
+    assert again.agreed() == {1: {"cpu": "1a"}}
+    again.close()
+
+
+def test_a_damaged_digest_condemns_nobody(journal: Journal, path: Path) -> None:
+    journal.agree(1, "cpu", "right")
+    journal.agree(2, "cpu", "right")
+    journal.close()
+    meddle(path, "UPDATE digests SET digest = 'righs' WHERE step = 2")
+    again = Journal(path)
+    assert again.agreed() == {1: {"cpu": "right"}}
+    again.close()
+
+
+def test_a_journal_from_before_digests_were_kept_opens(journal: Journal, path: Path) -> None:
+    journal.record(record(1))
+    journal.close()
+    meddle(path, "DROP TABLE digests")
+    again = Journal(path)
+    assert again.steps() == [1] and again.agreed() == {}
+    again.agree(1, "cpu", "a")
+    assert again.agreed() == {1: {"cpu": "a"}}
+    again.close()

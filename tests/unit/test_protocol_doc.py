@@ -149,7 +149,7 @@ def test_the_examples_are_what_the_code_makes_of_them() -> None:
 @pytest.mark.parametrize(
     ("heading", "number"),
     [
-        ("### The digest", slices.BLOCK_BYTES),
+        ("### The digest", slices.ROW_BYTES),
         ("### The description", slices.SMALL_BYTES),
         ("**A parcel**", parcel.CHUNK_BYTES),
         ("**A parcel**", coordinator.CHUNKS_AHEAD),

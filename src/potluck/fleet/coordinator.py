@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -30,6 +30,7 @@ from potluck.fleet import bounds
 from potluck.fleet.description import BUFFERS, MAX_TOTAL, UNCOMPARED, Description
 from potluck.fleet.effects import (
     AbandonStep,
+    Agreed,
     BeginStep,
     Close,
     Describe,
@@ -137,6 +138,15 @@ class Standing:
         return json.dumps({"step": self.step, "epoch": self.epoch, "row": self.row, "rows_seen": self.rows_seen})
 
 
+class Told(NamedTuple):
+    """What a worker said of its weights after a step."""
+
+    kind: str
+    digest: str
+    computed: bool
+    """It took the step itself, and was not given the weights."""
+
+
 @dataclass
 class Slice:
     samples: float
@@ -236,8 +246,10 @@ class Coordinator:
         description: Description | None = None,
         next_id: int = 0,
         expected: int = 0,
+        agreed: dict[int, dict[str, str]] | None = None,
     ) -> None:
-        """`expected`: how many workers were in when the coordinator before this one ended."""
+        """`expected`: how many workers were in when the coordinator before this one ended. `agreed`: of the last steps,
+        by kind, the right weights' digest."""
         self.patience_s = patience_s
         self.recipe = recipe
         self.at_least = at_least
@@ -258,8 +270,16 @@ class Coordinator:
         self._restoring = False
         self._ahead: Standing | None = None
         """After the step that is being computed again: it is on record, and somebody may have applied it."""
-        self._digests: dict[int, dict[int, tuple[str, str]]] = {}
-        """step -> worker id -> (kind, hash of its parameters)"""
+        self._digests: dict[int, dict[int, Told]] = {}
+        """step -> worker id -> what it told first"""
+        self._agreed: dict[int, dict[str, str]] = agreed or {}
+        """step -> kind -> the digest that is right: whoever tells another has wrong weights."""
+        self._changed: dict[int, str] = {}
+        """worker id -> another digest of the last step than it told first, before it told anything of the next."""
+        self._alike: set[str] = set()
+        """Kinds that have come to the same bits as another."""
+        self._apart: set[str] = set()
+        """Kinds that have not, and are compared among themselves."""
         self._transfers: dict[int, Transfer] = {}
         self._next_transfer = 1
         self._waiting: list[tuple[int, Ready]] = []
@@ -518,12 +538,11 @@ class Coordinator:
 
     def on_mean(self, now: float, step: int) -> list[Effect]:
         """Every part's average is formed, and on its way."""
-        if self.now is None or self.now.step != step:
+        under = self.now
+        if under is None or under.step != step or len(under.reports) < under.slices:
             return []
-        if len(self.now.reports) < self.now.slices:
-            told = f"{len(self.now.reports)} of {self.now.slices} slices"
-            raise AssertionError(f"Step {step} has a mean, and reports of {told}.")
-        return self._commit(now)
+        effects = self._judge_changes()
+        return effects if self.now is not under else effects + self._commit(now)
 
     def on_saved(
         self, now: float, step: int, folder: str, error: str, size: int = 0, *, theirs: bool = False
@@ -570,6 +589,7 @@ class Coordinator:
         self.standing = standing or Standing()
         self.previous = self._ahead = self._save_due = self._save_again_at = None
         self._digests.clear()
+        self._agreed.clear()
         self._records.clear()
         self._evaluations.clear()
         if self._saved.step > self.standing.step:  # it turned out to be damaged
@@ -704,14 +724,19 @@ class Coordinator:
         """Whether a worker that has built its model may go on with its own weights, or where it gets the run's."""
         step = self.standing.step
         known = self._digests.get(ready.step, {})
+        is_window = self._described.windowed is not None  # one that is computed again has other bits
+        holds = bool(ready.holds) and self._is_believed(member, ready)
         if not self.membership.holders:
-            if ready.holds and self.previous is not None and ready.step == self.previous.step:
+            if holds and self.previous is not None and ready.step == self.previous.step:
                 # The step after it is on record, but nobody came back who had applied it: it is computed again.
+                if is_window:
+                    self._digests.pop(step, None)
+                    self._agreed.pop(step, None)
                 self._ahead = self.standing
                 self.standing, self.previous = self.previous, None
                 step = self.standing.step
             is_origin = not ready.holds and step == 0
-            if is_origin or (ready.holds and ready.step == step):
+            if is_origin or (holds and ready.step == step):
                 return self._admit(now, member, ready, since=step + 1)
             if ready.holds and not step:
                 return self._refuse(
@@ -723,19 +748,29 @@ class Coordinator:
             self._waiting.append((member.peer, ready))
             if self._alone_since is None:
                 self._alone_since = now
-            return self.on_tick(now) if not self._expected else []
-        is_window = self._described.windowed is not None  # one that is computed again has other bits
-        if ready.holds and self._ahead is not None and ready.step == self._ahead.step and not is_window:
+            effects: list[Effect] = []
+            if ready.holds and not holds:
+                effects.append(self._tell_drift(member, ready.step, "are not those that were agreed on"))
+            return effects + (self.on_tick(now) if not self._expected else [])
+        if holds and self._ahead is not None and ready.step == self._ahead.step and not is_window:
             return self._admit(now, member, ready, since=ready.step + 1)
-        same = any(ready.digest == told for _, told in known.values())
-        if ready.step == step and (same or (ready.holds and not known and not is_window)):
+        same = any(ready.digest == told.digest for told in known.values())
+        if ready.step == step and (same or (holds and not known and not is_window)):
             return self._admit(now, member, ready, since=step + 1)
         return self._catch_up(member)
 
+    def _is_believed(self, member: Member, ready: Ready) -> bool:
+        """Whether the weights that it comes with are those that were agreed on, as far as anybody knows."""
+        agreed = self._agreed.get(ready.step, {})
+        is_unknown = self._compared_as(member.kind) not in agreed
+        return bool(ready.digest) and (is_unknown or ready.digest in agreed.values())
+
     def _admit(self, now: float, member: Member, ready: Ready, since: int) -> list[Effect]:
         member.applied, member.since = ready.step, since
-        self._digests.setdefault(ready.step, {})[member.worker_id] = (member.kind, ready.digest)
+        self._digests.setdefault(ready.step, {})[member.worker_id] = Told(member.kind, ready.digest, computed=False)
+        kind = self._compared_as(member.kind)
         return [
+            *(self._agree(ready.step, kind, ready.digest) if kind not in self._agreed.get(ready.step, {}) else []),
             Send(member.peer, Admitted(ready.step, 0, self.standing.position())),
             Subscribe(member.peer, since),
             *self._take_in(now, member),
@@ -772,9 +807,7 @@ class Coordinator:
         """The weights of a worker that has them, as of the end of the step under way, and the averages since."""
         busy = Counter(transfer.sponsor for transfer in self._transfers.values())
         # Of its own kind if it can be: another's weights differ in their last bits, and would be taken for drift.
-        sponsor = min(
-            self.membership.holders, key=lambda m: (m.peer == avoid, m.leaving, m.kind != member.kind, busy[m.peer])
-        )
+        sponsor = min(self._trusted, key=lambda m: (m.peer == avoid, m.leaving, m.kind != member.kind, busy[m.peer]))
         after = self.now.step if self.now is not None else self.standing.step
         self.membership.set_back(member, Phase.CATCHING_UP)
         member.since = after + 1
@@ -1141,17 +1174,39 @@ class Coordinator:
         standing = self.standing
         proof = prove(standing.ranges, self._described.rows)
         unseen = "" if self._described.data else UNCOMPARED
-        weights = "all workers hold the same weights" if not self._drifted else "WORKERS' WEIGHTS HAD DRIFTED APART"
+        compared, left_out = self._tell_compared()
         done = EpochDone(
             epoch=standing.epoch,
             used=proof.used if proof.holds else -1,
             total=proof.total,
             same_weights=not self._drifted,
-            sentence=f"Epoch {standing.epoch + 1}: {proof}{unseen}; {weights}.",
+            not_compared=left_out,
+            sentence="; ".join([f"Epoch {standing.epoch + 1}: {proof}{unseen}", *compared]) + ".",
         )
         standing.epoch, standing.row, standing.ranges = standing.epoch + 1, 0, []
         self._drifted = False
         return done
+
+    def _tell_compared(self) -> tuple[list[str], tuple[str, ...]]:
+        """Whose weights were compared, as parts of a sentence; and the names of those whose were not."""
+        ready = self.membership.ready
+        names = dict(zip((m.worker_id for m in ready), _labels(ready), strict=True))
+        kinds: dict[str, list[Member]] = {}
+        for member in self.membership.holders:
+            kinds.setdefault(self._compared_as(member.kind), []).append(member)
+        plain = [names[m.worker_id] for m in ready if m.plain]
+        groups = [[names[m.worker_id] for m in group] for group in kinds.values() if len(group) > 1]
+        single = [group[0] for group in kinds.values() if len(group) == 1]
+        told = [f"the {len(group)} workers of one kind ({_list(group)}) hold the same weights" for group in groups]
+        if len(groups) == 1 and not single and not plain:
+            told = ["all workers hold the same weights"]
+        if self._drifted:
+            told = ["WORKERS' WEIGHTS HAD DRIFTED APART"]
+        if len(ready) == 1:
+            return told, ()
+        told += [f"{names[m.worker_id]} is alone of its kind ({m.kind}) and was not compared" for m in single]
+        told += [f"{name} is a plain peer and was not compared" for name in plain]
+        return told, tuple(sorted([*plain, *(names[m.worker_id] for m in single)]))
 
     def _on_applied(self, now: float, member: Member, applied: Applied) -> list[Effect]:
         if applied.step > self._latest:
@@ -1159,67 +1214,195 @@ class Coordinator:
             return []
         if self._awaits_weights(member):
             return []  # said before it read that it will be given other weights
+        told = self._digests.setdefault(applied.step, {})
+        first = told.get(member.worker_id)
+        if first is not None and first.digest != applied.digest:
+            return self._on_change(member, applied)
         member.applied = max(member.applied, applied.step)
-        if member.worker_id in self._worked and applied.step == self.standing.step:
+        if first is None and member.worker_id in self._worked and applied.step == self.standing.step:
             self._applying_s = max(self._applying_s, now - self._committed_at)
             self._divergence[member.worker_id] = applied.divergence if applied.divergence >= 0 else math.inf
         effects: list[Effect] = []
         if (record := self._records.pop(applied.step, None)) is not None:
             effects.append(StepApplied(record, applied.lr, applied.norm, applied.fault))
-        self._digests.setdefault(applied.step, {})[member.worker_id] = (member.kind, applied.digest)
-        wrong = self._drifted_at(applied.step, member.kind)
-        for other in [m for m in self.membership.members.values() if m.worker_id in wrong]:
-            if other.applied <= applied.step and not self._awaits_weights(other):
-                effects += self._on_drift(other, applied.step)
-        if member.worker_id in wrong:
-            return effects
-        if member.phase is Phase.CATCHING_UP and applied.step >= self.standing.step:
-            for number in [t.number for t in self._transfers.values() if t.to == member.peer]:
-                del self._transfers[number]
-            member.since = min(member.since, applied.step + 1)
-            effects += self._take_in(now, member)
-        return effects + self._start_step(now)  # where all who are left had been relieved
+        told[member.worker_id] = Told(member.kind, applied.digest, applied.step >= member.since)
+        effects += self._judge(applied.step, self._compared_as(member.kind))
+        if member.phase is not Phase.CATCHING_UP or applied.step < self.standing.step:
+            return effects + self._start_step(now)  # where all who are left had been relieved
+        if self._restoring or member.worker_id not in self._digests.get(applied.step, {}):
+            return effects  # it has been found wrong
+        for number in [t.number for t in self._transfers.values() if t.to == member.peer]:
+            del self._transfers[number]
+        member.since = min(member.since, applied.step + 1)
+        return effects + self._take_in(now, member)
+
+    # Whose weights are right
 
     def _forget_digests(self) -> None:
         """Of steps so old that nobody is compared by them; whoever replays them tells them one by one."""
         for old in [step for step in self._digests if step < self.standing.step - 2]:
             del self._digests[old]
+            self._agreed.pop(old, None)
+
+    def _compared_as(self, kind: str) -> str:
+        """Workers of which this is the same come to the same bits from the same average: theirs are compared."""
+        if self._described.windowed is not None:
+            return ""  # a window's average is only subtracted, which is the same on every device
+        return kind if kind in self._apart else kind.rpartition("; ")[2]
+
+    @property
+    def _trusted(self) -> list[Member]:
+        """Holders whose weights have not changed since they told their digest; if there is none, all holders."""
+        holders = self.membership.holders
+        return [m for m in holders if m.worker_id not in self._changed] or holders
+
+    def _agree(self, step: int, kind: str, digest: str) -> list[Effect]:
+        agreed = self._agreed.setdefault(step, {})
+        if agreed.get(kind) == digest:
+            return []
+        agreed[kind] = digest
+        return [Agreed(step, kind, digest)]
+
+    def _judge(self, step: int, kind: str, *, at_once: bool = False) -> list[Effect]:
+        """What most of those who came to the same bits so far tell of a step is right. Where it is a draw, those who
+        have yet to tell decide it; if they are not to be waited for, or none are left, nobody can."""
+        found = {who: told for who, told in self._digests[step].items() if self._compared_as(told.kind) == kind}
+        voices = {who: told for who, told in found.items() if told.computed} or found
+        counts = Counter(told.digest for told in voices.values()).most_common()
+        if len(counts) > 1:
+            if apart := self._find_unlike(voices.values()):
+                self._apart |= apart
+                kinds = {self._compared_as(told.kind) for told in found.values()}
+                return [effect for each in sorted(kinds) for effect in self._judge(step, each, at_once=at_once)]
+            if counts[0][1] == counts[1][1]:
+                missing = [m for m in self.membership.holders if m.applied < step and m.since <= step]
+                if not at_once and any(self._compared_as(m.kind) == kind for m in missing):
+                    return []
+                return self._on_draw(step, kind, found)
+        elif step and len({told.kind for told in voices.values() if told.computed}) > 1:
+            self._alike |= {told.kind for told in voices.values()}
+        return self._agree(step, kind, counts[0][0]) + self._condemn(step, found, counts[0][0])
+
+    def _find_unlike(self, voices: Iterable[Told]) -> set[str]:
+        """Kinds that have never come to the bits of the others: that is no fault, but how they compute."""
+        kinds: dict[str, set[str]] = {}
+        for told in voices:
+            kinds.setdefault(told.digest, set()).add(told.kind)
+        sets = list(kinds.values())
+        is_one_in_two = sum(map(len, sets)) > len(set().union(*sets))
+        return set() if is_one_in_two else set().union(*sets) - self._alike
+
+    def _condemn(
+        self, step: int, found: dict[int, Told], right: str, what: str = "are not the others'"
+    ) -> list[Effect]:
+        effects: list[Effect] = []
+        wrong = {who for who, told in found.items() if told.digest != right}
+        for other in [m for m in self.membership.members.values() if m.worker_id in wrong]:
+            if other.applied <= step and not self._awaits_weights(other):
+                effects += self._on_drift(other, step, what)
+        return effects
+
+    def _on_draw(self, step: int, kind: str, found: dict[int, Told]) -> list[Effect]:
+        """Both had the same weights before, so only computing the steps since the checkpoint again can tell."""
+        right = found[min(found)].digest  # of whoever has been in for longest, where nothing better is known
+        if not self._can_go_back:
+            what = "are not the others' (no checkpoint can tell whose are right)"
+            return self._agree(step, kind, right) + self._condemn(step, found, right, what)
+        what = "are not the others', and nobody can tell whose are right: all go back to the last checkpoint"
+        wrong = [m for m in self.membership.holders if m.worker_id in found and found[m.worker_id].digest != right]
+        self._drifted = True
+        return [*(self._tell_drift(member, step, what) for member in wrong), *self._go_back()]
+
+    def _on_change(self, member: Member, applied: Applied) -> list[Effect]:
+        """Its weights are not what it told of them after the same step."""
+        if applied.step != self.standing.step or member.reported:
+            return self._on_drift(member, applied.step, "changed in its memory")
+        # Between two steps its own loop may have changed them: then every worker's does. See _judge_changes().
+        self._changed[member.worker_id] = applied.digest
+        is_alone = len(self.membership.holders) == len(self._changed)
+        return [] if is_alone else self._rely_no_more_on(member)
+
+    def _judge_changes(self) -> list[Effect]:
+        """Before a step is committed: it must not be computed from weights that are known to be wrong."""
+        step = self.standing.step
+        effects: list[Effect] = []
+        for kind in sorted({self._compared_as(told.kind) for told in self._digests.get(step, {}).values()}):
+            effects += self._judge(step, kind, at_once=True)
+        changed, self._changed = self._changed, {}
+        holders = [m for m in self.membership.holders if m.applied >= step]
+        for kind in sorted({self._compared_as(m.kind) for m in holders if m.worker_id in changed}):
+            alike = [m for m in holders if self._compared_as(m.kind) == kind]
+            counts = Counter(changed.get(m.worker_id) for m in alike)
+            right = None if None in counts else counts.most_common(1)[0][0]
+            if right is not None:  # by the loop itself, on every worker
+                effects += self._agree(step, kind, right)
+            for member in alike:
+                if changed.get(member.worker_id) != right:
+                    effects += self._on_drift(member, step, "changed in its memory")
+                elif right is not None:
+                    self._digests[step][member.worker_id] = Told(member.kind, right, computed=False)
+        return effects
 
     def _awaits_weights(self, member: Member) -> bool:
         """It will be given others, whatever it says of those it has."""
         return any(t.to == member.peer and not t.is_whole for t in self._transfers.values())
 
-    def _drifted_at(self, step: int, kind: str) -> list[int]:
-        """Workers of a kind whose hash is not that of most of them, or, where it is a draw, not the first of them's."""
-        told = {who: found for who, (theirs, found) in self._digests[step].items() if theirs == kind}
-        counts = Counter(told.values())
-        right = min(told, key=lambda who: (-counts[told[who]], who))
-        return [who for who, found in told.items() if found != told[right]]
+    def _tell_drift(self, member: Member, step: int, what: str) -> Emit:
+        doing = f"its weights after step {step} {what}"
+        return Emit(Stalled(worker=member.worker_id, name=member.name, doing=doing, seconds=0.0))
 
-    def _on_drift(self, member: Member, step: int) -> list[Effect]:
-        """Its parameters are not the others': it gets theirs."""
+    def _on_drift(self, member: Member, step: int, what: str) -> list[Effect]:
+        """Its weights are wrong: it gets those of the others, or all get those of the checkpoint."""
         self.refused["drifted"] += 1
         self._drifted = True
+        for told in self._digests.values():
+            told.pop(member.worker_id, None)
+        self._changed.pop(member.worker_id, None)
         others = [m for m in self.membership.holders if m is not member and m.applied >= step - 1]
-        effects: list[Effect] = [
-            Emit(
-                Stalled(
-                    worker=member.worker_id,
-                    name=member.name,
-                    doing=f"its weights after step {step} are not the others', and are sent to it anew",
-                    seconds=0.0,
-                )
-            )
-        ]
+        if not others and not self._can_go_back:
+            return [self._tell_drift(member, step, f"{what}; there is neither a worker nor a checkpoint to mend it")]
         if not others:
-            return effects
+            return [self._tell_drift(member, step, f"{what}; the run goes back to its checkpoint"), *self._go_back()]
+        effects: list[Effect] = [self._tell_drift(member, step, f"{what}, and are sent to it anew")]
         nodes = list(member.nodes)
+        has_sent = bool(member.reported) or (self.now is not None and member.worker_id in self.now.computed_by.values())
         member.nodes = []
         self.membership.set_back(member, Phase.CATCHING_UP)
-        if nodes and self.now is not None:
+        if has_sent:
+            effects += self._begin_anew()
+        elif nodes and self.now is not None:
             effects += [Discard(member.peer, node) for node in nodes]
             effects += self._hand_out(self._clock, nodes)
         return effects + self._rely_no_more_on(member) + self._catch_up(member)
+
+    def _begin_anew(self) -> list[Effect]:
+        """The step under way has gradients of wrong weights in its sums. They cannot be taken out again."""
+        if self.now is None:
+            return []
+        self.now = None
+        return [AbandonStep(), *self._start_step(self._clock)]
+
+    @property
+    def _can_go_back(self) -> bool:
+        return bool(self._saved.folder) and not any(m.plain for m in self.membership.members.values())
+
+    def _go_back(self) -> list[Effect]:
+        """Nobody is known to have the right weights: all get those of the newest checkpoint."""
+        effects: list[Effect] = []
+        for transfer in self._transfers.values():
+            if transfer.sponsor in self.membership.members:
+                effects.append(Send(transfer.sponsor, StateMore(transfer.number, 0)))
+        self._transfers.clear()
+        if self._saving is not None:
+            effects += [SaveAbort(), Send(self._saving, StateMore(SAVE, 0))]
+            self._saving = None
+        for member in self.membership.holders:
+            member.nodes = []
+            self.membership.set_back(member, Phase.CATCHING_UP)
+        self._changed.clear()
+        effects += self._nobody_holds(self._clock, may_come_back=False)
+        self._restoring = True
+        return [*effects, Restore()]
 
     def _rely_no_more_on(self, member: Member) -> list[Effect]:
         """What it was to compute or to send with its weights comes from the others."""
@@ -1355,7 +1538,7 @@ class Coordinator:
 
     def _ask_for_save(self) -> list[Effect]:
         """A checkpoint is due, and whoever was to send it is gone."""
-        holders = self.membership.holders
+        holders = self._trusted
         if self._save_due is None or self._saving is not None or self._save_again_at is not None or not holders:
             return []
         if any(member.worker_id == self._saver for member in holders):
@@ -1400,7 +1583,7 @@ class Coordinator:
         is_old = bool(self._saved.folder) and begin.step <= self._saved.step  # the leader has changed meanwhile
         if self._saving is not None and self._saver == member.worker_id and self._saving != member.peer:
             self._saver = -1  # it is turned away now: should the one under way fail, somebody is asked anew
-        return self._save_due is not None and self._saving is None and member.is_ready and not is_old
+        return self._save_due is not None and self._saving is None and member in self._trusted and not is_old
 
     def _on_state_chunk(self, member: Member, chunk: StateChunk) -> list[Effect]:
         transfer = self._transfers.get(chunk.transfer)
@@ -1644,6 +1827,11 @@ def _labels(members: list[Member]) -> list[str]:
     return [m.name if counts[m.name] == 1 else f"{m.name} ({m.worker_id})" for m in members]
 
 
+def _list(names: list[str]) -> str:
+    """All of a few, the first of many."""
+    return ", ".join(names if len(names) <= 8 else [*names[:7], f"{len(names) - 7} more"])
+
+
 def _total(values: Iterable[float]) -> float:
     try:
         return math.fsum(values)
@@ -1659,7 +1847,7 @@ def _either(bits: bytearray, others: bytes) -> None:
 
 
 def _as_table(epoch: EpochDone) -> dict[str, Any]:
-    return {name: getattr(epoch, name) for name in ("epoch", "used", "total", "same_weights", "sentence")}
+    return {name: getattr(epoch, name) for name in EpochDone.__slots__}
 
 
 def _tell(node: Node) -> str:

@@ -111,6 +111,15 @@ class Record:
 
 
 @dataclass(frozen=True, slots=True)
+class Agreed:
+    """The digest of the right weights after a step, of workers of a kind."""
+
+    step: int
+    kind: str
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
 class Emit:
     event: Event
 
@@ -177,6 +186,7 @@ Effect = (
     | AbandonStep
     | Subscribe
     | Record
+    | Agreed
     | Emit
     | StepApplied
     | SaveBegin

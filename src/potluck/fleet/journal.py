@@ -35,6 +35,10 @@ CREATE TABLE IF NOT EXISTS ranges (
     step INTEGER NOT NULL, first_row INTEGER NOT NULL, end_row INTEGER NOT NULL, worker INTEGER NOT NULL
 );
 CREATE INDEX IF NOT EXISTS ranges_by_step ON ranges (step);
+CREATE TABLE IF NOT EXISTS digests (
+    step INTEGER NOT NULL, kind TEXT NOT NULL, digest TEXT NOT NULL, checksum INTEGER NOT NULL,
+    PRIMARY KEY (step, kind)
+);
 """
 _COLUMNS = {"facts": {"checksum": "TEXT"}, "steps": {"checksum": "TEXT"}}
 """That came later: an older journal gets them when it is opened."""
@@ -224,12 +228,31 @@ class Journal:
             )
             self._steps += 1 - there
 
+    def agree(self, step: int, kind: str, digest: str) -> None:
+        """The right weights' digest. It need not outlive the machine, only this process: so nothing waits for it."""
+        self._base.execute("PRAGMA synchronous=NORMAL")
+        with self._base:
+            self._base.execute("BEGIN IMMEDIATE")
+            values = (step, kind, digest, _checksum(step, kind, digest))
+            self._base.execute("INSERT OR REPLACE INTO digests VALUES (?, ?, ?, ?)", values)
+        self._base.execute("PRAGMA synchronous=FULL")
+
+    def agreed(self, since: int = 0) -> dict[int, dict[str, str]]:
+        """step -> kind -> the right weights' digest. One that is damaged is left out: it would condemn the innocent."""
+        found: dict[int, dict[str, str]] = {}
+        rows = self._base.execute("SELECT step, kind, digest, checksum FROM digests WHERE step >= ?", (since,))
+        for step, kind, digest, checksum in rows:
+            if checksum == _checksum(step, kind, digest):
+                found.setdefault(step, {})[kind] = digest
+        return found
+
     def rewind(self, step: int) -> None:
         """The run has gone back to this step: what came after it never was."""
         with self._writing():
             self._base.execute("DELETE FROM steps WHERE step > ?", (step,))
             self._base.execute("DELETE FROM ranges WHERE step > ?", (step,))
             (self._steps,) = self._base.execute("SELECT count(*) FROM steps").fetchone()
+            self._base.execute("DELETE FROM digests WHERE step >= ?", (step,))
 
     def keep(self, name: str, value: str) -> None:
         if self._kept.get(name) != value:
@@ -296,3 +319,7 @@ def _row_checksum(row: dict[str, Any], ranges: Any = ()) -> str:
     """Of all columns that have a value: one that is added later changes nothing for the rows before it."""
     told = sorted((name, value) for name, value in row.items() if value is not None and name != "checksum")
     return hashlib.sha256(repr((told, sorted(map(tuple, ranges)))).encode()).hexdigest()[:32]
+
+
+def _checksum(step: int, kind: str, digest: str) -> int:
+    return zlib.crc32(f"{step} {kind} {digest}".encode())

@@ -245,6 +245,11 @@ class Slot:
         self._buffer = mean._take_buffer()
 
     @property
+    def is_current(self) -> bool:
+        """Whether its step is still under way, and was not begun anew since."""
+        return self._mean._is_current(self)
+
+    @property
     def is_full(self) -> bool:
         return self._left == 0
 

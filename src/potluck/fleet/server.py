@@ -252,7 +252,10 @@ class Server:
                     self.on_completed(effect.description)
             case effects.BeginStep():
                 for seat in self._seats.values():
-                    seat.expected.clear()
+                    # Of a step that is begun anew, what was asked for before may still come, and comes first.
+                    seat.expected = deque(asked for asked in seat.expected if asked.step == effect.step)
+                    for asked in seat.expected:
+                        asked.useless.update(asked.nodes)
                 self._formed = effect.step, []
                 assert self.mean is not None
                 self.mean.begin(effect.step, effect.slices, nodes=effect.nodes, several=effect.several)
@@ -276,6 +279,8 @@ class Server:
                 self._subscribe(effect)
             case effects.Record() if self.journal is not None:
                 self.journal.record(effect.step)
+            case effects.Agreed() if self.journal is not None:
+                self.journal.agree(effect.step, effect.kind, effect.digest)
             case effects.Emit():
                 _tell(lambda: self.on_event(effect.event))
             case effects.StepApplied():
@@ -535,7 +540,7 @@ class Server:
             expected.at == len(self._tails) if seat.plain else part == len(self._tails) - 1
         )
         if expected is not None and is_last and not slot.revoked:
-            self._payload_done(seat, expected)
+            self._payload_done(seat, expected, slot)
 
     def _look_in(self, seat: Seat) -> None:
         """A worker of this machine shows where its gradients will lie."""
@@ -560,7 +565,7 @@ class Server:
             self._shut(seat, slot)
         seat.receipts.give()
         if expected is not None and at.part == len(self._tails) - 1 and not slot.revoked:
-            self._payload_done(seat, expected)
+            self._payload_done(seat, expected, slot)
 
     def _read_whole(self, seat: Seat, bulk: Bulk, over: memoryview, length: int) -> None:
         """A plain peer's whole gradient, in the order of the model's parameters."""
@@ -590,7 +595,7 @@ class Server:
             if slot.revoked and expected is not None:
                 expected.useless.add(expected.nodes[0])
         if expected is not None:
-            self._payload_done(seat, expected)
+            self._payload_done(seat, expected, slot)
 
     def _open_next(self, seat: Seat, step: int, part: int, count: int) -> tuple[_Expected | None, Slot]:
         """Both in one: a seat that is closed in between would have nothing to be revoked."""
@@ -661,10 +666,14 @@ class Server:
         self._fill(seat, tail[len(over) :])
         return tail
 
-    def _payload_done(self, seat: Seat, expected: _Expected) -> None:
+    def _payload_done(self, seat: Seat, expected: _Expected, slot: Slot) -> None:
         node = expected.nodes[0]
+
+        def tell(now: float) -> list[Effect]:  # of a step that was begun anew it would be taken for the next attempt's
+            return self.core.on_payload(now, seat.peer, expected.step, node) if slot.is_current else []
+
         if node not in expected.useless:
-            self._act(lambda now: self.core.on_payload(now, seat.peer, expected.step, node))
+            self._act(tell)
 
     # Writing
 

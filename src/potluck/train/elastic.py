@@ -52,7 +52,7 @@ from potluck.train.pulse import Verdict, decide_mean
 from potluck.train.ranks import is_later_rank, meet
 from potluck.train.replica import Replica, StepConfig
 from potluck.train.saves import take_snapshot
-from potluck.train.slices import SliceSums, describe_model, digest
+from potluck.train.slices import SliceSums, describe_model, digest_and_glance, glance
 from potluck.wire.messages import (
     Admitted,
     Applied,
@@ -123,6 +123,13 @@ class ElasticEngine(Engine):
         """Of this worker from the last agreement, where workers step by themselves."""
         self._later: deque[Message] = deque()
         self._asked: list[StateRequest] = []
+        self._told = torch.zeros(0)
+        """What a glance at the weights gave when the host was told their digest."""
+        self._changed_at = -1
+        """The version whose weights were last found changed. At two in a row, the loop itself changes them."""
+        self._changes_itself = False
+        self._is_damaged = False
+        """They changed while no code of the loop ran."""
         self._committed: Committed | None = None
         self._save_due = 0
         self._saved = Saved(0, "", "")
@@ -223,6 +230,7 @@ class ElasticEngine(Engine):
         loader = self._loader()
         while not self.stopping and loader.position.row < loader.rows:
             if self._work is None:
+                self._check_weights()
                 self._await_step()
                 continue
             work, self._work = self._work, None
@@ -303,6 +311,7 @@ class ElasticEngine(Engine):
         if self.device.type == "cuda":
             torch.cuda.current_stream().synchronize()  # else busy would be the time to launch kernels
         busy_s = time.perf_counter() - self._work_started
+        self._check_weights(in_step=True)  # before the last part, without which nothing is committed
         empty = np.zeros(0)
         self.client.send(
             SliceReport(self.version + 1, empty.astype("<u4"), empty, empty, busy_s, self._sums.used_bits())
@@ -424,7 +433,13 @@ class ElasticEngine(Engine):
         self.client.description = described
         holds = int(self.version > 0)
         self.client.pass_over_until(self.version)
-        self.client.send(Ready(described.to_json(), self.version, self._digest(), holds))
+        before = self._told
+        digest, self._told = self._hash_weights()
+        is_changed = self._is_damaged or (self._changed_at == self.version and not self._changes_itself)
+        if holds and (is_changed or not torch.equal(before, self._told)):
+            digest = ""  # this host may not have heard the one that was told before
+            self.client.say("The weights changed in this worker's memory since their last step; it gets them anew.")
+        self.client.send(Ready(described.to_json(), self.version, digest, holds))
         while True:
             message = self.client.receive()
             match message:
@@ -495,6 +510,7 @@ class ElasticEngine(Engine):
             if self.link.rank == 0:
                 shutil.rmtree(folder, ignore_errors=True)
         self._save_due = self._saved.step  # what was due before is of a state that this worker no longer has
+        self._changed_at, self._is_damaged = -1, False
         self.client.pass_over_until(self.version)
         self._later = deque(m for m in self._later if getattr(m, "step", 0) > self.version)
         self.replaying = True
@@ -506,9 +522,26 @@ class ElasticEngine(Engine):
         folder = tempfile.mkdtemp(prefix="potluck-state-") if self.link.rank == 0 else ""
         return Path(self.link.gather_bytes(folder.encode())[0].decode())
 
-    def _digest(self) -> str:
-        """Of this worker's weights."""
-        return digest(self._prepared().model.parameters())
+    def _hash_weights(self) -> tuple[str, Tensor]:
+        """The digest of what all workers agreed on last, as it is in this worker's memory, and a glance at it."""
+        return digest_and_glance(self._agreed_tensors())
+
+    def _glance(self) -> Tensor:
+        return glance(self._agreed_tensors())
+
+    def _agreed_tensors(self) -> list[Tensor]:
+        return [*self._prepared().model.parameters(), *self._sums.agreed_buffers]
+
+    def _check_weights(self, *, in_step: bool = False) -> None:
+        """Tells the host if they are no longer what it was told: a bit that flipped must not reach the others.
+
+        `in_step`: nothing has run since the last look that may change them.
+        """
+        if not torch.equal(self._glance(), self._told):
+            self._is_damaged |= in_step
+            self._changes_itself |= self._changed_at == self.version - 1
+            self._changed_at = self.version
+            self._tell_applied(0.0, "")
 
     def _start_anew(self) -> None:
         """The model's state has been replaced: what was computed from the old one is of no use."""
@@ -523,6 +556,7 @@ class ElasticEngine(Engine):
         self._world = max(1, len(told["workers"]))
         tensors = [torch.from_numpy(part) for part in means.parts]
         self.client.flush()
+        self._check_weights(in_step=True)  # after this step nobody could say whose weights went wrong before it
         self.version = committed.step
         self.rows_seen += committed.rows
         self._count_rows(committed.rows)
@@ -591,7 +625,8 @@ class ElasticEngine(Engine):
     def _tell_applied(self, norm: float, fault: str) -> None:
         replica = self._prepared()
         lr = float(replica.optimizer.param_groups[0]["lr"])
-        self.client.send(Applied(self.version, self._digest(), lr, norm, fault, self._divergence))
+        digest, self._told = self._hash_weights()
+        self.client.send(Applied(self.version, digest, lr, norm, fault, self._divergence))
 
     def _end_of_epoch(self) -> None:
         """The host has proved it, and told so with the epoch's last step."""
@@ -747,6 +782,7 @@ class ElasticEngine(Engine):
     def _start_snapshot(self, folder: Path) -> Callable[[], Path | None]:
         """A copy in host memory now. What is returned writes it below the folder, and says where, if that is ours."""
         snapshot = take_snapshot(self._prepared(), self._standing(), [])
+        self._check_weights()
         return lambda: checkpoint.write(folder, snapshot)
 
     def _leave_politely(self) -> None:
@@ -906,14 +942,21 @@ def ranks_of(strategy: ShardingStrategy) -> int:
 
 
 def kind_of(device: torch.device) -> str:
-    """Workers of one kind compute the same bits from the same bits."""
+    """Workers of one kind compute the same bits from the same bits.
+
+    Those of which only what follows the semicolon is the same do so in an update: threads and the make of a processor
+    change the bits of gradients, and nothing that an optimizer computes number by number (decision 0111).
+    """
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
     processor = platform.machine()
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         processor = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), processor)
-    return f"{processor}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+    fused = "" if torch.backends.cpu.get_cpu_capability() != "DEFAULT" else " without AVX2"
+    update = f"{platform.machine()}{fused}, torch {torch.__version__}"
+    threads = torch.get_num_threads()
+    return f"{processor}, {threads} thread{'s' if threads > 1 else ''}; {update}"
 
 
 def _bytes_of(model: nn.Module) -> int:

@@ -23,7 +23,7 @@ from potluck.train.link import GroupLink, Link
 from potluck.train.node_client import NodeClient
 from potluck.train.node_parts import NodeParts, Stretch
 from potluck.train.replica import Replica
-from potluck.train.slices import hash_sums, sums_of_piece
+from potluck.train.slices import hash_sums, sums_of, sums_of_piece
 from potluck.train.split_saves import agree_on_aside, take_part
 from potluck.train.together import Share, write_share, write_together
 
@@ -109,7 +109,7 @@ class NodeEngine(ElasticWindowEngine):
     def _on_stop(self) -> None:
         self._wants_stop = True
 
-    def _digest(self) -> str:
+    def _hash_weights(self) -> tuple[str, Tensor]:
         """Of the whole replica, as of one that is not split: each rank adds what its numbers come to."""
         sharded = self._sharded()
         held, sums = held_numbers(sharded), []
@@ -119,7 +119,12 @@ class NodeEngine(ElasticWindowEngine):
             sums.append(torch.stack(pieces).sum(dim=0))
         told = torch.cat(sums)
         self.link.start_sum(told).wait()
-        return hash_sums([told])
+        told = torch.cat([told, *(sums_of(buffer).cpu() for buffer in self._changes.agreed_buffers)])
+        return hash_sums([told]), told
+
+    def _glance(self) -> Tensor:
+        # In the middle of a window what all began with is not laid out as the parameters are.
+        return self._told if self._changes.is_open else self._hash_weights()[1]
 
     def _start_snapshot(self, folder: Path) -> Callable[[], Path | None]:
         """Each rank its own part, into a folder that all of them see."""
@@ -127,6 +132,7 @@ class NodeEngine(ElasticWindowEngine):
             aside, _ = agree_on_aside(self.link, folder, self.step_number)
             share = Share(self.link.rank, self.link.world, aside)
             snapshot = take_part(self._sharded(), self._standing(), [], share)
+            self._check_weights()
         if share.rank:
             return lambda: write_share(share, snapshot)
         return lambda: write_together(folder, share, snapshot, lambda: self._over)

@@ -83,6 +83,19 @@ class Changes:
         self._before = [buffer.clone() for buffer in self._buffers]
         self.is_open = True
 
+    def starts(self) -> dict[int, Tensor]:
+        """While a window is open: by a parameter's id, what all began with."""
+        parts = zip(self._parts(), self.planned, strict=True) if self.is_open else ()
+        return {
+            id(parameter): start
+            for (flat, pieces), parameters in parts
+            for parameter, start in zip(parameters, split_like(flat, pieces), strict=True)
+        }
+
+    @property
+    def agreed_buffers(self) -> list[Tensor]:
+        return self._before if self.is_open else self._buffers
+
     @torch.no_grad()
     def finish(self, weight: float) -> Iterator[tuple[int, Tensor]]:
         """What to send, part by part. The model is again as it was at the beginning."""
@@ -299,6 +312,7 @@ class ElasticWindowEngine(ElasticEngine):
                 self._batches,
             )
         )
+        self._check_weights(in_step=True)  # what the window began with, which its change is counted from
         for part, changed in self._changes.finish(self._samples * self._unit):
             self._send_part(part, changed)
 
@@ -312,6 +326,11 @@ class ElasticWindowEngine(ElasticEngine):
         self._divergence = self._changes.apply(means)
         verdict = Verdict(committed.samples, committed.loss, self._norm, 1.0, None)
         return self._tell_step(verdict, told, started), verdict
+
+    def _agreed_tensors(self) -> list[Tensor]:
+        starts = self._changes.starts()
+        weights = [starts.get(id(parameter), parameter) for parameter in self._prepared().model.parameters()]
+        return [*weights, *self._changes.agreed_buffers]
 
     def _forget_work(self) -> None:
         self._prepared().drop()

@@ -148,6 +148,7 @@ class _Host:
             description=replace(described, training={}) if described is not None else None,
             next_id=int(journal.fact("next worker") or 0),
             expected=int(journal.fact("workers") or 0),
+            agreed=journal.agreed(since=steps - 1),
         )
         port = order.port or int(journal.fact("port") or 0) or self._port_before()
         server = Server(

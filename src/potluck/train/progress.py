@@ -75,7 +75,8 @@ class Progress:
                 else:
                     self.say(f"step {event.step}: validation loss {event.loss:.4f}")
             case EpochDone():
-                self.say(event.sentence, style="green" if event.same_weights and event.used == event.total else "red")
+                is_right = event.same_weights and event.used == event.total
+                self.say(event.sentence, style="red" if not is_right else "yellow" if event.not_compared else "green")
             case CheckpointPassedOver():
                 self.say(f"Passed over a checkpoint: {event.reason}", style="yellow")
             case CheckpointFailed():
