@@ -125,8 +125,9 @@ class Description:
                 raise ValueError("model and policy are words")
             _check_settings(described.policy, described.settings)
             check_fingerprint(described.data)
-            if not isinstance(described.training, dict):
-                raise ValueError("training is a table")
+            told = described.training.items()
+            if not all(str(word).isprintable() for pair in told for word in pair):  # it is shown to people
+                raise ValueError("training is a table of words and numbers")
             _whole(described.rows_limit)
             if not (0 < described.unit <= 1 and 0 < described.samples_per_row < 1e12):
                 raise ValueError("unit lies in (0, 1], and samples_per_row above 0")
