@@ -188,6 +188,7 @@ MALFORMED = {
     "an origin that moves the cursor": changed(data={"origin": "\x1b[2J", "marks": {}}),
     "an origin without end": changed(data={"origin": "a" * 201, "marks": {}}),
     "training a list": changed(training=[]),
+    "training that moves the cursor": changed(training={"optimizer": "\x1b[2J"}),
     "told a list": changed(told=[]),
     "told null": changed(told=None),
 }

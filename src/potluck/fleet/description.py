@@ -160,8 +160,9 @@ class Description:
                 raise ValueError("model and policy are words")
             _check_settings(described.policy, described.settings)
             check_fingerprint(described.data)
-            if not isinstance(described.training, dict):
-                raise ValueError("training is a table")
+            told = described.training.items()
+            if not all(str(word).isprintable() for pair in told for word in pair):  # it is shown to people
+                raise ValueError("training is a table of words and numbers")
             _whole(described.rows_limit)
             _whole(described.state_bytes)
             if not (LEAST_UNIT <= described.unit <= 1 and LEAST_SAMPLES <= described.samples_per_row < 1e12):
