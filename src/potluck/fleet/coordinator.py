@@ -17,7 +17,7 @@ import numpy as np
 from potluck.agree.windows import Decision, Report, Windows
 from potluck.errors import TheirProtocolError
 from potluck.events import CheckpointSaved, Decided, EpochDone, Stalled, Validated, WorkerCame, WorkerWent
-from potluck.fleet.description import BUFFERS, Description
+from potluck.fleet.description import BAD_BUFFERS, BUFFERS, Description
 from potluck.fleet.effects import (
     AbandonStep,
     BeginStep,
@@ -157,6 +157,8 @@ class StepUnderWay:
     bad: dict[int, str] = field(default_factory=dict)
     """slice -> who computed it badly."""
     used: bytearray = field(default_factory=bytearray)
+    buffers: bytes = b""
+    """What the first slice changed in buffers that have no mean, as the first who computed it told."""
     busy: dict[int, float] = field(default_factory=dict)
     """worker id -> seconds"""
     batches: dict[int, int] = field(default_factory=dict)
@@ -869,6 +871,8 @@ class Coordinator:
             else:
                 under.reports.setdefault(number, Slice(float(samples), float(loss_sum), member.worker_id))
         _either(under.used, bytes(report.used))
+        if 0 in mine and not under.buffers:
+            under.buffers = bytes(report.buffers)
         if told:
             under.first_report = under.first_report if under.first_report is not None else now
             under.last_report = now
@@ -956,6 +960,7 @@ class Coordinator:
             self._leader,
             int(self.stopping),
             told,
+            under.buffers,
         )
         for member in self.membership.inside:
             if not member.plain and member.since <= under.step:
@@ -1092,10 +1097,12 @@ class Coordinator:
         start, end = under.bounds[number]
         first = under.bad[number]
         who = f"on {first} and again on {member.name}" if first != member.name else f"twice on {member.name}"
+        advice = "Look at those samples, or try a lower learning rate or step.clip"
+        if why == BAD_BUFFERS:
+            advice = "Look at what the model's forward writes into its buffers, or register them with persistent=False"
         self.finished = (
             f"The gradient of slice {number} of step {under.step} {why}, {who}. It is positions {start} to {end - 1}"
-            f" of epoch {self.standing.epoch + 1}'s order. Look at those samples, or try a lower learning rate or"
-            " step.clip; the weights are those of the step before"
+            f" of epoch {self.standing.epoch + 1}'s order. {advice}; the weights are those of the step before"
         )
         refusal = Refusal(4, self.finished + ".")
         effects: list[Effect] = [Send(m.peer, refusal) for m in self.membership.members.values() if not m.plain]

@@ -199,6 +199,7 @@ class ElasticEngine(Engine):
         room = self._make_room(replica)
         self._sums = SliceSums(replica.model, find_blocks(replica.model), self._send_part, room)
         self._sums.before_last_part = self._send_used
+        self._sums.send_exact = self._send_exact
         return self._sums.described
 
     def _make_room(self, replica: Replica) -> Allocate | None:
@@ -303,6 +304,10 @@ class ElasticEngine(Engine):
         self.client.send(
             SliceReport(self.version + 1, empty.astype("<u4"), empty, empty, busy_s, self._sums.used_bits())
         )
+
+    def _send_exact(self, exact: bytes) -> None:
+        none = np.zeros(0)
+        self.client.send(SliceReport(self.version + 1, none.astype("<u4"), none, none, 0.0, b"", buffers=exact))
 
     def _send_part(self, part: int, gradients: Tensor) -> None:
         if gradients.device.type == "cpu":
@@ -548,10 +553,12 @@ class ElasticEngine(Engine):
         self._sums.load(means, bytes(committed.used))
         norm = replica.norm().item()
         verdict = decide_mean(committed.samples, committed.loss, norm, 1.0, self.config.clip)
-        return self._apply_mean(replica, verdict, means, told, started), verdict
+        if verdict.fault is None:
+            self._sums.apply_buffers(means, bytes(committed.buffers))
+        return self._apply_mean(replica, verdict, told, started), verdict
 
     def _apply_mean(
-        self, replica: Replica, verdict: Verdict, means: list[Tensor], told: dict[str, Any], started: float
+        self, replica: Replica, verdict: Verdict, told: dict[str, Any], started: float
     ) -> StepDone | StepSkipped:
         if verdict.fault is not None:
             replica.drop()
@@ -564,7 +571,6 @@ class ElasticEngine(Engine):
         self._skipped_in_a_row = 0
         self._set_lr(replica)
         replica.apply(verdict.scale)
-        self._sums.apply_buffers(means)
         self._sums.reset()
         return self._tell_step(verdict, told, started)
 

@@ -21,8 +21,8 @@ from potluck.errors import ConfigError
 from potluck.shard.blocks import find_blocks
 from potluck.shard.runs import can_skip, held_bytes, in_host_memory, scaling, step_unless
 from potluck.train.buckets import Buckets
+from potluck.train.buffers import SavedBuffers
 from potluck.train.link import Link
-from potluck.train.state import saved_buffers
 
 if TYPE_CHECKING:
     from potluck.shard.sharded import Sharded
@@ -92,6 +92,7 @@ class Replica:
         self.names = {id(parameter): name for name, parameter in model.named_parameters()}
         self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._check()
+        self._buffers = SavedBuffers(model)
         self._place()
         self._same_start()
         self._switch_on()
@@ -101,7 +102,6 @@ class Replica:
         self._on_host: OnHost | None = None
         self._prepare_sums()
         self._trained_ids = {id(parameter) for parameter in self.trained}
-        self._buffers = saved_buffers(model)
         self.remember_buffers()
         self._is_armed_for_last = False
 
@@ -215,32 +215,27 @@ class Replica:
 
     def remember_buffers(self) -> None:
         """At the start of a step."""
-        self._buffers_before: list[Tensor] = [buffer.clone() for buffer in self._buffers]
+        self._buffers_before = self._buffers.copy()
 
     def restore_buffers(self) -> None:
         """A step that is skipped leaves no trace in them either."""
-        for buffer, before in zip(self._buffers, self._buffers_before, strict=True):
-            buffer.copy_(before)
+        self._buffers.put(self._buffers_before)
 
     @contextmanager
     def buffers_kept(self) -> Iterator[None]:
         """A forward of rows that do not count leaves no trace in them."""
-        before = [buffer.clone() for buffer in self._buffers]
+        before = self._buffers.copy()
         yield
-        for buffer, value in zip(self._buffers, before, strict=True):
-            buffer.copy_(value)
+        self._buffers.put(before)
 
     def average_buffers(self, weight: float) -> None:
-        """What the step changed in floating-point ones becomes the ranks' mean, by weight; others are the first's."""
-        if self.within.world == 1:
-            return
-        for buffer, before in zip(self._buffers, self._buffers_before, strict=True):
-            if buffer.is_floating_point():
-                change = (buffer - before).mul_(weight)
-                self.within.start_sum(change).wait()
-                buffer.copy_(before.add_(change))
-            else:
-                self.within.broadcast(buffer)
+        """What the step changed becomes the mean of the ranks that took it together, by weight, where it has one."""
+        self._buffers.average(self._stepping, weight, self._buffers_before)
+
+    @property
+    def _stepping(self) -> Link:
+        """Those who take each step together."""
+        return self.within
 
     def align(self) -> None:
         """Every rank takes rank 0's values."""

@@ -114,6 +114,10 @@ class ShardedReplica(Replica):
         self.sharded.drop()
         self._is_armed_for_last = False
 
+    @property
+    def _stepping(self) -> Link:
+        return self.link if self._nodes is not None else self.within
+
     def memory_bytes(self) -> dict[str, int]:
         return self.sharded.memory_bytes()
 
@@ -121,7 +125,7 @@ class ShardedReplica(Replica):
         if not hasattr(self, "sharded"):
             super().align()
         elif self._across.world > 1:
-            for tensor in [*self._parts, *self._buffers]:
+            for tensor in [*self._parts, *self._buffers.now()]:
                 self._across.broadcast(tensor)
             self.on_parts_written()
 

@@ -36,12 +36,6 @@ def model_state(model: nn.Module) -> dict[str, Tensor]:
     return {name: to_host(tensor) for name, tensor in model.state_dict().items()}
 
 
-def saved_buffers(model: nn.Module) -> list[Tensor]:
-    """Buffers that are saved with the model: running statistics and the like."""
-    kept = set(model.state_dict())
-    return [buffer for name, buffer in model.named_buffers() if name in kept]
-
-
 def check_model(mine: Mapping[str, Described], saved: Mapping[str, Described], source: str) -> None:
     """The first parameter that differs is named; nothing has been changed by then. `mine`: as in a state_dict."""
     for name, tensor in mine.items():
