@@ -42,7 +42,7 @@ from potluck.shard.strategy import FullShard, HybridShard, NoShard, ShardingStra
 from potluck.train import checkpoint
 from potluck.train.buckets import Allocate
 from potluck.train.data import BatchConfig, Loader, MicroBatch, Position, SliceLoader, as_dataset, mix, plan_step
-from potluck.train.engine import Engine, _insist_on_mean, loss_and_samples
+from potluck.train.engine import STEP_TOO_EARLY, Engine, _insist_on_mean, loss_and_samples
 from potluck.train.launch import QUIET
 from potluck.train.link import Alone, Link, choose_device
 from potluck.train.link import connect as join_group
@@ -284,7 +284,7 @@ class ElasticEngine(Engine):
     def step(self) -> StepDone | StepSkipped | None:
         micro = self._loader().current
         if micro is None or micro is not self._trained:
-            raise ConfigError("step() was called before backward(). Call backward(loss, samples=...) first.")
+            raise ConfigError(STEP_TOO_EARLY)
         self._slice_done = True
         if not micro.last:
             return None

@@ -29,7 +29,7 @@ from potluck.train.buckets import Allocate, split_like
 from potluck.train.buffers import SavedBuffers
 from potluck.train.data import MicroBatch, mix, plan_step
 from potluck.train.elastic import ElasticEngine
-from potluck.train.engine import _insist_on_mean
+from potluck.train.engine import STEP_TOO_EARLY, _insist_on_mean
 from potluck.train.pulse import Verdict, decide_alone
 from potluck.train.replica import Replica
 from potluck.train.slices import insist_on_float32, plan_parts
@@ -247,7 +247,7 @@ class ElasticWindowEngine(ElasticEngine):
         """Steps this worker's optimizer once its batch is done. After the last of the window, waits for the others."""
         micro = self._loader().current
         if micro is None or micro is not self._trained:
-            raise ConfigError("step() was called before backward(). Call backward(loss, samples=...) first.")
+            raise ConfigError(STEP_TOO_EARLY)
         if not self._is_last:
             return None
         self._done_rows = self._batch_end - self._own[0]

@@ -16,6 +16,7 @@ from potluck.train.replica import Replica, as_bytes, switch_on
 
 class ShardedReplica(Replica):
     sharded: Sharded
+    takes_groups = False
 
     def __init__(
         self,
@@ -106,7 +107,8 @@ class ShardedReplica(Replica):
         return self.sharded.gradients()
 
     def apply(self, scale: float) -> None:
-        self.sharded.step(scale)
+        with self._own_step():
+            self.sharded.step(scale)
         self.sharded.share()
         self._is_armed_for_last = False
 

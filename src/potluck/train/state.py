@@ -68,7 +68,13 @@ def optimizer_state(optimizer: Optimizer, names: dict[int, str]) -> tuple[dict[s
     """Any optimizer's state as (tensors on the host, JSON). Keyed by the parameters' names."""
     state = optimizer.state_dict()
     tensors: dict[str, Tensor] = {}
-    order = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    if any(id(p) not in names for p in held):
+        raise CheckpointError(
+            "The optimizer holds a parameter that the model did not have at prepare(), so it cannot be saved. Give the"
+            " model and the optimizer all their parameters before prepare()."
+        )
+    order = [names[id(p)] for p in held]
     groups = [{**group, "params": [order[i] for i in group["params"]]} for group in state["param_groups"]]
     skeleton = {
         "class": type(optimizer).__name__,

@@ -26,7 +26,7 @@ from potluck.shard.strategy import FullShard, NoShard, ShardingStrategy
 from potluck.train.averages import Averages
 from potluck.train.buffers import SavedBuffers
 from potluck.train.data import BatchConfig, Loader, MicroBatch, SliceLoader, mix, plan_step
-from potluck.train.engine import Engine
+from potluck.train.engine import STEP_TOO_EARLY, Engine
 from potluck.train.link import Alone, Link, Rows
 from potluck.train.nodes import Nodes, make_nodes, node_size
 from potluck.train.pulse import decide_alone
@@ -203,7 +203,7 @@ class WindowEngine(Engine):
         if not self._is_last:
             micro = self._loader().current
             if micro is not None and micro.last and micro is not self._trained:
-                raise ConfigError("step() was called before backward(). Call backward(loss, samples=...) first.")
+                raise ConfigError(STEP_TOO_EARLY)
             return None
         done, norm = self._finish_batch(replica)
         verdict = decide_alone(done.samples, done.loss_sum, norm, self._unit, self.config.clip)
