@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import potluck
 from potluck import Cadence, FullShard, NoShard, ShardGradOp, Stages, Sync
-from potluck.errors import ConfigError, PotluckError
+from potluck.errors import ConfigError, Diverged, PotluckError
 from potluck.fleet.invite import INVITE
 from potluck.train.data import BatchConfig
 from tests.fleet.fleet import Fleet
@@ -126,8 +126,6 @@ def test_one_worker_is_told(mistake: str) -> None:
 )
 def test_a_group_is_told(policy: Any, strategy: Any) -> None:
     mistakes = [mistake for mistake in SENTENCES if mistake not in ("row", "together")]
-    if not isinstance(strategy, NoShard):
-        mistakes.remove("loss.backward")  # there it is the layers that wait for each other
     for told in run_ranks(2, in_a_group, policy, strategy, mistakes):
         for mistake, said in zip(mistakes, told, strict=True):
             check(mistake, said)
@@ -199,6 +197,35 @@ def staged(mistake: str) -> str:
 def test_stages_are_told(mistake: str) -> None:
     for said in run_ranks(2, staged, mistake):
         check(mistake, said)
+
+
+class Poisoned(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+        self.register_buffer("shift", torch.tensor([0.0, torch.nan, 0.0]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x + self.shift)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("hosted", [False, True])
+def test_a_buffer_of_nan_is_named_where_a_run_ends_for_it(
+    hosted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet = Fleet(tmp_path)
+    if hosted:
+        monkeypatch.setenv(INVITE, fleet.invite.line())
+    engine = potluck.init() if hosted else potluck.Engine(step=potluck.StepConfig(nonfinite_limit=1))
+    model = Poisoned()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    _, _, loader = engine.prepare(model, optimizer, make()[2], batch_size=6)
+    with pytest.raises(Diverged, match=r"the model's buffer shift holds NaN; if forward.. uses it, that is why"):
+        for batch in loader:
+            engine.backward(model(batch).square().mean(), samples=len(batch))
+            engine.step()
+    engine.__exit__(Diverged, Diverged(), None)
+    fleet.close()
 
 
 # What may be done after prepare()

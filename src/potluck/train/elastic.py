@@ -359,7 +359,9 @@ class ElasticEngine(Engine):
                     self._mend(message.why)
                     return None
                 case Refusal():
-                    raise (Diverged if message.code == 4 else PotluckError)(message.sentence)
+                    if message.code == 4:
+                        raise Diverged(message.sentence + self._prepared().suspicion())
+                    raise PotluckError(message.sentence)
                 case StateRequest():
                     self._asked.append(message)
                     self._serve_requests()

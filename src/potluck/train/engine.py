@@ -631,7 +631,7 @@ class Engine:
             raise Diverged(
                 f"Stopped after {event.in_a_row} skipped steps in a row, at step {event.step}: {event.reason}."
                 " The weights are those of the last good step. Try a lower learning rate, a longer warm-up, step.clip,"
-                " or fp32, and look at the data around there."
+                f" or fp32, and look at the data around there.{self._prepared().suspicion()}"
             )
 
     def _step_without_rows(self) -> None:

@@ -267,6 +267,11 @@ class Replica:
         yield
         self._buffers.put(before)
 
+    def suspicion(self) -> str:
+        """A sentence to add, where something is not finite: a buffer may be to blame, and not samples or settings."""
+        name = self._buffers.with_nan()
+        return f" First of all: the model's buffer {name} holds NaN; if forward() uses it, that is why." if name else ""
+
     def average_buffers(self, weight: float) -> None:
         """What the step changed becomes the mean of the ranks that took it together, by weight, where it has one."""
         self._buffers.average(self._stepping, weight, self._buffers_before)
