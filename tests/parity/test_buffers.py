@@ -104,11 +104,7 @@ def test_steps_of_all_together_leave_what_one_process_leaves(
     if stages == "store":
         stages = DataStore(url=(tmp_path / "store").as_uri())
     found = run_ranks(world, train, STILL, strategy, stages, None)
-    plain, all_found = one_process(), {}
-    for told in found:
-        assert told["skipped"] == 0
-        for name, tensor in told["buffers"].items():
-            assert_same(all_found.setdefault(name, tensor), tensor)
+    plain, all_found = one_process(), agreed(found)
     for number in range(4):
         prefix = f"blocks.{number}.2."
         assert_constant(all_found, prefix)
@@ -119,6 +115,16 @@ def test_steps_of_all_together_leave_what_one_process_leaves(
                 torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
             else:
                 assert_same(got, want)
+
+
+def agreed(found: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """Every buffer, of which all who hold it have the same."""
+    together: dict[str, Tensor] = {}
+    for told in found:
+        assert told["skipped"] == 0
+        for name, tensor in told["buffers"].items():
+            assert_same(together.setdefault(name, tensor), tensor)
+    return together
 
 
 def assert_same(a: Tensor, b: Tensor) -> None:
@@ -139,11 +145,7 @@ def test_replicas_that_step_by_themselves_agree_on_every_buffer(
     policy: Any, strategy: Any, stages: Any, world: int
 ) -> None:
     found = run_ranks(world, train, policy, strategy, stages, None)
-    together: dict[str, Tensor] = {}
-    for told in found:
-        assert told["skipped"] == 0
-        for name, tensor in told["buffers"].items():
-            assert_same(together.setdefault(name, tensor), tensor)
+    together = agreed(found)
     for number in range(4):
         prefix = f"blocks.{number}.2."
         assert_constant(together, prefix)
