@@ -93,6 +93,7 @@ def train(policy: Any, strategy: Any, stages: Any, folder: str | None) -> dict[s
         (HybridShard(intra_node_size=2), None, 4),
         (NoShard(), Direct(), 2),
         (NoShard(), Stages(protocol=Pipeline(micro_batch_size=BATCH), count=2), 4),
+        (NoShard(), Pipeline(micro_batch_size=BATCH, schedule="interleaved"), 2),
         (NoShard(), "store", 2),
         (HybridShard(intra_node_size=2), Stages(protocol=Direct(), count=1), 4),
     ],
