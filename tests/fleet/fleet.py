@@ -30,6 +30,7 @@ from potluck.shard.strategy import HybridShard
 from potluck.train.keeper import Keeper
 from potluck.train.link import loss_of_peer
 from tests.gathered import gathered
+from tests.odd import Odd
 from tests.ranks import _main_module_unnamed, _server
 
 ROWS, BATCH, EPOCHS, SLICES = 212, 32, 2, 8
@@ -42,13 +43,14 @@ Fault = Callable[[Path], None]
 
 
 class Net(nn.Module):
-    """Everything that could depend on who computes it: dropout, running statistics, a parameter nobody uses."""
+    """Everything that could depend on who computes it: dropout, buffers of every kind, a parameter nobody uses."""
 
     def __init__(self, *, bare: bool = False) -> None:
         super().__init__()
         self.enter = nn.Linear(6, 24)
         self.layers = nn.ModuleList(nn.Sequential(nn.Linear(24, 24), nn.ReLU()) for _ in range(3))
         self.norm: nn.Module = nn.BatchNorm1d(24) if not bare else nn.Identity()
+        self.odd: nn.Module = Odd(24) if not bare else nn.Identity()
         self.drop = nn.Dropout(0.2 if not bare else 0.0)
         self.unused: nn.Module = nn.Linear(3, 3) if not bare else nn.Identity()
         self.leave = nn.Linear(24, 3)
@@ -57,7 +59,7 @@ class Net(nn.Module):
         x = self.enter(x)
         for layer in self.layers:
             x = x + layer(x)
-        return self.leave(self.drop(self.norm(x)))
+        return self.leave(self.drop(self.odd(self.norm(x))))
 
 
 def build(
@@ -409,4 +411,5 @@ def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
     """To the bit."""
     assert a.keys() == b.keys()
     for name in a:
-        assert torch.equal(a[name], b[name]), f"{name} differs by {(a[name] - b[name]).abs().max()}"
+        bits = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in (a[name], b[name])]
+        assert a[name].dtype == b[name].dtype and torch.equal(*bits), f"{name} differs: {a[name]} and {b[name]}"

@@ -4,6 +4,7 @@ import json
 import math
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from potluck.agree.policy import Async
 from potluck.events import CheckpointFailed, CheckpointSaved, EpochDone, Stalled, Validated, WorkerCame, WorkerWent
 from potluck.fleet.coordinator import LEGAL, PROTOCOL, Coordinator, Standing
-from potluck.fleet.description import BUFFERS, Part, settings_of
+from potluck.fleet.description import BAD_BUFFERS, BUFFERS, Part, settings_of
 from potluck.fleet.effects import (
     Close,
     Describe,
@@ -1197,6 +1198,33 @@ def test_reports_too_large_to_be_added_are_bad(bad: SliceReport) -> None:
         core.membership.members[peer].nodes = [(0, 8)] if peer == 1 else []
     effects_of(core, (1, bad), (1, report(1, list(range(8)))))
     assert core.refused["bad payload"] == 1
+
+
+def test_what_the_first_slice_made_of_buffers_is_told_to_all() -> None:
+    """Only whoever has slice 0 is asked, and the first of them is believed: a slice may be computed again."""
+    core, _ = in_phase(Phase.READY)
+    members = core.membership.members
+    members[1].nodes, members[2].nodes = [(0, 4)], [(4, 8)]
+
+    def told(slices: list[int], buffers: bytes) -> SliceReport:
+        return replace(report(1, slices), buffers=buffers)
+
+    effects_of(core, (2, told([4, 5, 6, 7], b"not asked")), (1, told([0, 1, 2, 3], b"first")), (1, told([], b"later")))
+    committed = [e.message for e in core.on_mean(100.0, 1) if isinstance(e, Send) and isinstance(e.message, Committed)]
+    assert [bytes(message.buffers) for message in committed] == [b"first", b"first"]
+
+
+def test_buffers_that_are_not_finite_are_no_fault_of_samples_or_learning_rate() -> None:
+    core, _ = in_phase(Phase.READY)
+    core.membership.members[1].nodes = [(0, 4)]
+    core.on_bad(100.0, 1, 1, (0, 4), BAD_BUFFERS)
+    (again,) = (node for node in core.membership.members[2].nodes if node[0] == 0)
+    (finish,) = (e for e in core.on_bad(100.0, 2, 1, again, BAD_BUFFERS) if isinstance(e, Finish))
+    assert finish.reason == (
+        "The gradient of slice 0 of step 1 comes with a change of the model's buffers that is not finite, on first and"
+        " again on second. It is positions 0 to 1 of epoch 1's order. Look at what the model's forward writes into its"
+        " buffers, or register them with persistent=False; the weights are those of the step before."
+    )
 
 
 def test_an_evaluation_of_any_numbers_is_only_a_number() -> None:

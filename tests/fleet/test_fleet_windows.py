@@ -19,6 +19,7 @@ from potluck.train.data import mix
 from potluck.train.elastic import engine_for
 from potluck.train.schedule import ScheduleConfig
 from tests.fleet.fleet import BATCH, EPOCHS, ROWS, STEPS, Fleet, build, die, start_coordinator, wait_until
+from tests.odd import BIG, SEEN, assert_constant
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -104,6 +105,10 @@ def test_buffers_dropout_and_unused_parameters_agree_too(tmp_path: Path) -> None
         fleet.add(f"w{number}", policy=Cadence(**SHORT))
     weights = fleet.finish()
     assert weights["norm.num_batches_tracked"] > 0
+    assert_constant(weights, "odd.")
+    steps = int(weights["norm.num_batches_tracked"])  # of whoever had the first slice of each window
+    assert weights["odd.seen"] == SEEN + 10 * steps and weights["odd.big"] == BIG + 2 * steps
+    assert weights["odd.flags"].tolist() == [steps % 2 == 0, steps % 2 == 1]
     assert not torch.equal(weights["norm.running_mean"], torch.zeros(24))
 
 
@@ -137,7 +142,9 @@ def test_steps_that_are_not_finite_are_skipped_where_they_occur(tmp_path: Path) 
     for number in range(2):
         fleet.add(f"w{number}", policy=Async(**SHORT), spoiled=17)
     weights = fleet.finish()
-    assert all(torch.isfinite(value).all() for value in weights.values())
+    assert_constant(weights, "odd.")
+    never = ("odd.mask", "odd.gap")
+    assert all(torch.isfinite(value).all() for name, value in weights.items() if name not in never)
     assert all(record.loss > 0 for record in fleet.records)
     assert fleet.server.core.refused.total() == 0
 

@@ -12,6 +12,14 @@ from potluck.train.data import mix, seed_everything
 from tests.fleet.fleet import BATCH, EPOCHS, ROWS, SLICES, STEPS, Fleet, assert_same, build
 
 
+def floating(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [(name, buffer) for name, buffer in model.named_buffers() if buffer.is_floating_point()]
+
+
+def moved_by(now: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    return torch.where(now.isfinite() & before.isfinite(), (now - before).float(), 0.0)
+
+
 def plain_run(epochs: int = EPOCHS) -> dict[str, torch.Tensor]:
     """One process and no Potluck: a step's slices one after the other, their gradients added in the tree."""
     torch.set_num_threads(1)
@@ -27,14 +35,16 @@ def plain_run(epochs: int = EPOCHS) -> dict[str, torch.Tensor]:
             found, changes = [], []
             for number, (start, end) in enumerate(slice_rows(row, rows, slices)):
                 for name, buffer in model.named_buffers():
-                    buffer.copy_(before[name])
+                    buffer.set_(before[name].clone())
                 seed_everything(mix(1, step, number))
                 batch = order[start:end]
                 model.zero_grad()
                 (F.cross_entropy(model(x[batch]), y[batch]) * ((end - start) * unit)).backward()
                 found.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
                 weight = (end - start) * unit
-                changes.append({n: (b - before[n]).float() * weight for n, b in model.named_buffers()})
+                changes.append({n: moved_by(b, before[n]) * weight for n, b in floating(model)})
+                if number == 0:  # what has no mean is the first slice's
+                    first = {name: buffer.clone() for name, buffer in model.named_buffers()}
 
             def add(parts: list[dict[str, torch.Tensor]], node: tuple[int, int]) -> dict[str, torch.Tensor]:
                 if node[1] - node[0] == 1:
@@ -49,8 +59,10 @@ def plain_run(epochs: int = EPOCHS) -> dict[str, torch.Tensor]:
                 parameter.grad = mean.get(name)
             optimizer.step()
             for name, buffer in model.named_buffers():
-                change = moved[name] if buffer.is_floating_point() else moved[name].round()
-                buffer.copy_(before[name] + change.to(buffer.dtype))
+                value = first[name]
+                if buffer.is_floating_point() and before[name].isfinite().all():
+                    value = torch.where(moved[name] == 0, before[name], before[name] + moved[name])
+                buffer.set_(value)
     return model.state_dict()
 
 

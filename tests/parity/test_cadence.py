@@ -122,7 +122,11 @@ def whole(model: nn.Module) -> Tensor:
 
 def state(model: nn.Module) -> list[Tensor]:
     trained = [parameter.data for parameter in model.parameters() if parameter.requires_grad]
-    return trained + [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+    return trained + running(model)
+
+
+def running(model: nn.Module) -> list[Tensor]:
+    return [buffer for buffer in model.buffers() if buffer.is_floating_point()]
 
 
 def through(replica: nn.Module, batch: list[list[int]], x: Tensor, y: Tensor) -> int:
@@ -171,6 +175,9 @@ def judge(
             return mean, own
 
         if policy.overlap:
+            for each in zip(*map(running, replicas), strict=True):  # these agree at once
+                value = sum(w * t for w, t in zip(weights, each, strict=True))
+                torch._foreach_copy_(list(each), [value] * world)
             if pending is not None:
                 correct(replicas, *pending)
             pending = average()

@@ -12,6 +12,7 @@ import pytest
 
 from potluck.errors import TheirProtocolError
 from potluck.fleet import mean as mean_module
+from potluck.fleet.description import BAD_BUFFERS
 from potluck.fleet.mean import Mean, Slot
 from potluck.fleet.tree import Node, children, cover, decide_quotas, share_nodes
 
@@ -314,6 +315,21 @@ def test_a_gradient_far_larger_than_any_before_is_told() -> None:
     step.values = right
     step.pour([(0, 1)], peer=6)
     step.assert_right()
+
+
+def test_buffers_may_change_by_any_amount_but_stay_finite() -> None:
+    """A gradient's size says nothing of theirs, nor theirs of a gradient's."""
+    step = Step(1)
+    step.mean.buffers = 3
+    for size in (1e-9, 1e30, 1.0):
+        step.values[0, -8:] = size
+        step.begin(1, several=False)
+        step.pour([(0, 1)])
+        step.assert_right()
+    step.values[0, -1] = np.nan
+    step.begin(1, several=False)
+    step.pour([(0, 1)], peer=5)
+    assert [what[3] for what in step.bad] == [BAD_BUFFERS]
 
 
 def test_the_first_step_has_nothing_to_be_compared_with() -> None:

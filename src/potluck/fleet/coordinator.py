@@ -27,7 +27,7 @@ from potluck.events import (
     WorkerWent,
 )
 from potluck.fleet import bounds
-from potluck.fleet.description import BUFFERS, MAX_TOTAL, UNCOMPARED, Description
+from potluck.fleet.description import BAD_BUFFERS, BUFFERS, MAX_TOTAL, UNCOMPARED, Description
 from potluck.fleet.effects import (
     AbandonStep,
     Agreed,
@@ -191,6 +191,8 @@ class StepUnderWay:
     """Slices of a plain peer that is gone: the report of whoever computes them next takes the place of what was taken
     for granted. Until then that stays, so that a step never lacks a report."""
     used: bytearray = field(default_factory=bytearray)
+    buffers: bytes = b""
+    """What the first slice changed in buffers that have no mean, as the first who computed it told."""
     busy: dict[int, float] = field(default_factory=dict)
     """worker id -> seconds"""
     batches: dict[int, int] = field(default_factory=dict)
@@ -1056,6 +1058,8 @@ class Coordinator:
                 under.granted.discard(number)
                 under.reports[number] = Slice(float(samples), float(loss_sum), member.worker_id)
         _either(under.used, bytes(report.used))
+        if 0 in mine and not under.buffers:
+            under.buffers = bytes(report.buffers)
         if told:
             under.first_report = under.first_report if under.first_report is not None else now
             under.last_report = now
@@ -1141,6 +1145,7 @@ class Coordinator:
             self._leader,
             int(self.stopping),
             told,
+            under.buffers,
         )
         for member in self.membership.inside:
             if not member.plain and member.since <= under.step:
@@ -1433,10 +1438,12 @@ class Coordinator:
         start, end = under.bounds[number]
         first = under.bad[number]
         who = f"on {first} and again on {member.name}" if first != member.name else f"twice on {member.name}"
+        advice = "Look at those samples, or try a lower learning rate or step.clip"
+        if why == BAD_BUFFERS:
+            advice = "Look at what the model's forward writes into its buffers, or register them with persistent=False"
         self.finished = (
             f"The gradient of slice {number} of step {under.step} {why}, {who}. It is positions {start} to {end - 1}"
-            f" of epoch {self.standing.epoch + 1}'s order. Look at those samples, or try a lower learning rate or"
-            " step.clip; the weights are those of the step before"
+            f" of epoch {self.standing.epoch + 1}'s order. {advice}; the weights are those of the step before"
         )
         refusal = Refusal(4, self.finished + ".")
         effects: list[Effect] = [Send(m.peer, refusal) for m in self.membership.members.values() if not m.plain]

@@ -15,6 +15,8 @@ from potluck.wire.words import clean_all
 
 BUFFERS = 255
 """The component that carries what a step changed in the model's buffers, such as running statistics."""
+BAD_BUFFERS = "comes with a change of the model's buffers that is not finite"
+"""Why a payload of buffers is refused: a gradient is not to blame for it, and may be fine."""
 MAX_FLOATS = (1 << 30) - 1024
 """Of one part: with its head it must fit one frame, whose length is a u32."""
 MAX_PARTS = 100_000

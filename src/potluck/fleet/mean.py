@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from potluck.errors import TheirProtocolError
+from potluck.fleet.description import BAD_BUFFERS
 from potluck.fleet.tree import Node, children, path
 
 Floats = npt.NDArray[np.float32]
@@ -38,6 +39,8 @@ class _Step:
     """For each chunk of all parts: whether its mean is there."""
     window: int
     """How many chunks beyond the first unfinished one may be on their way."""
+    untold: int
+    """Parts that on_part has not told of yet."""
     scale: float = math.nan
     low: int = 0
     """The first chunk that is not done."""
@@ -51,13 +54,17 @@ class _Step:
 class Mean:
     """Of one step at a time. `on_part`, `on_done` and `on_bad` are called from whichever thread brought it about."""
 
-    def __init__(self, parts: Sequence[int], *, chunk: int = CHUNK, flat: Floats | None = None) -> None:
+    def __init__(
+        self, parts: Sequence[int], *, chunk: int = CHUNK, flat: Floats | None = None, buffers: int | None = None
+    ) -> None:
+        """`buffers`: the part that holds what changed in buffers, which may be of any size, if there is one."""
         self.chunk = chunk
         self.sizes = list(parts)
         self.flat: Floats = np.zeros(sum(parts), np.float32) if flat is None else flat
         ends = np.cumsum(self.sizes)
         self.results: list[Floats] = [self.flat[end - size : end] for size, end in zip(self.sizes, ends, strict=True)]
         """The mean of each part, once on_part has told of it, until begin() of the next step."""
+        self.buffers = buffers
         self._chunks = [-(-size // chunk) for size in self.sizes]
         self._base = [sum(self._chunks[:part]) for part in range(len(parts))]
         self._change = threading.Condition()
@@ -76,7 +83,7 @@ class Mean:
         window = max(least, total // max(1, math.ceil(nodes / 2)))
         with self._change:
             self._forget()
-            self._now = _Step(step, slices, list(self._chunks), bytearray(total), window)
+            self._now = _Step(step, slices, list(self._chunks), bytearray(total), window, sum(map(bool, self._chunks)))
             self._change.notify_all()
 
     def abort(self) -> None:
@@ -221,11 +228,14 @@ class Mean:
                 while now.low < len(now.done) and now.done[now.low]:
                     now.low += 1
                 self._change.notify_all()
-            is_part_done, is_done = now.left[part] == 0, now.low == len(now.done)
-        if is_part_done:
-            self.on_part(now.step, part)
-        if is_done:
-            self.on_done(now.step)
+            if now.left[part]:
+                return
+        self.on_part(now.step, part)
+        with self._change:  # the step is done once every part has been told, whichever thread tells the last
+            now.untold -= 1
+            if now.untold or self._now is not now:
+                return
+        self.on_done(now.step)
 
 
 class Slot:
@@ -297,13 +307,19 @@ class Slot:
 
     def _is_sane(self, chunk: Floats) -> bool:
         assert self.step is not None
+        if self.part == self._mean.buffers:
+            return self._is_fine(bool(np.isfinite(chunk).all()), BAD_BUFFERS)
         energy = float(np.dot(chunk, chunk))
         size = math.sqrt(energy) if math.isfinite(energy) else math.inf
         limit = WILD * self._mean._largest
         if size == math.inf or (limit and size > limit):
-            self.revoked = True
-            why = "is not finite" if not np.isfinite(chunk).all() else "is wildly large"
-            self._mean.on_bad(self.peer, self.step.step, self.node, why)
-            return False
+            return self._is_fine(False, "is not finite" if not np.isfinite(chunk).all() else "is wildly large")
         self.step.largest = max(self.step.largest, size)
         return True
+
+    def _is_fine(self, fine: bool, why: str) -> bool:
+        if not fine:
+            assert self.step is not None
+            self.revoked = True
+            self._mean.on_bad(self.peer, self.step.step, self.node, why)
+        return fine

@@ -307,6 +307,7 @@ class Server:
         self.mean = Mean(
             [part.floats for part in description.parts],
             flat=self._memory.floats[:total] if self._memory is not None else None,
+            buffers=next((i for i, part in enumerate(description.parts) if part.component == BUFFERS), None),
         )
         self.mean.on_part = self._on_part
         self.mean.on_done = self._on_mean

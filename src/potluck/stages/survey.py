@@ -278,16 +278,19 @@ def leaves_behind(tensors: Iterable[Tensor]) -> list[Tensor]:
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
     """Buffers, such as running statistics, and generators stand afterwards as before."""
-    buffers = [(module, name) for module in model.modules() for name in module._buffers]
-    before = {key: None if (one := key[0]._buffers[key[1]]) is None else (one, one.clone()) for key in buffers}
+    kept = [(module, dict(module._buffers)) for module in model.modules()]
+    # Their memory, since numbers of an expanded one cannot be written by themselves.
+    memory = [one.untyped_storage() for _, buffers in kept for one in buffers.values() if one is not None]
+    before = [each.clone() for each in memory]  # type: ignore[no-untyped-call]
     generators = generators_of(next((p.device for p in model.parameters()), torch.device("cpu")))
     states = [generator.get_state() for generator in generators]
     try:
         yield
     finally:
-        with torch.no_grad():
-            for (module, name), saved in before.items():
-                module._buffers[name] = None if saved is None else saved[0].copy_(saved[1])
+        for each, saved in zip(memory, before, strict=True):
+            each.copy_(saved)
+        for module, buffers in kept:
+            module._buffers.update(buffers)
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
 

@@ -50,9 +50,9 @@ class Drift:
     def __init__(self) -> None:
         self._off = self._size = torch.zeros((), dtype=torch.float64)
 
-    def add(self, off: Tensor, mean: Tensor) -> None:
-        self._off = self._off + off.double().cpu() ** 2
-        self._size = self._size + mean.norm().double().cpu() ** 2
+    def add(self, off: Sequence[Tensor], mean: Tensor) -> None:
+        self._off = self._off + finite_norm(off).double().cpu() ** 2
+        self._size = self._size + finite_norm([mean]).double().cpu() ** 2
 
     def share(self, within: Link) -> float:
         """Of the whole replica, whose parts all ranks of `within` hold."""
@@ -67,7 +67,6 @@ class Averages:
     def __init__(
         self,
         trained: Sequence[Tensor],
-        buffers: Sequence[Tensor],
         link: Link,
         outer: Outer | None = None,
         *,
@@ -80,11 +79,8 @@ class Averages:
         self._link = link
         self._within = within or Alone()
         self._trained = _flats(trained)
-        self._buffers = _flats([buffer for buffer in buffers if buffer.is_floating_point()])
-        self._whole = [buffer for buffer in buffers if not buffer.is_floating_point()]
-        self._flats = self._trained + self._buffers
         self._pending: list[Pending] = []
-        device = next((tensor.device for tensor in [*trained, *buffers]), torch.device("cpu"))
+        device = next((tensor.device for tensor in trained), torch.device("cpu"))
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._outer = outer
         self._start = [flat.snapshot().clone() for flat in self._trained] if outer is not None else []
@@ -103,13 +99,14 @@ class Averages:
         """`keeps`: a snapshot, since the replica goes on meanwhile."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
-        for flat in self._flats:
+        for flat in self._trained:
             with self._beside():
                 if keeps:
-                    torch.mul(flat.snapshot(), weight, out=flat.sum)
+                    flat.sum.copy_(flat.snapshot())
                 else:
                     torch._foreach_copy_(flat.views, flat.tensors)
-                    flat.sum.mul_(weight)
+                # 0 times what is -inf for good would be NaN.
+                flat.sum.mul_(weight) if weight else flat.sum.zero_()
             if self._stream is not None:  # what is copied there must not change under it
                 torch.cuda.current_stream().wait_stream(self._stream)
             with self._beside():
@@ -121,9 +118,8 @@ class Averages:
         drift = Drift()
         for flat in self._arriving():
             assert flat.before is not None
-            flat.before.sub_(flat.sum)  # own - mean
-            if flat in self._trained:
-                drift.add(flat.before.norm(), flat.sum)
+            difference_(flat.before, flat.sum)  # own - mean
+            drift.add([flat.before], flat.sum)
             moved = split_like(flat.before, flat.tensors)
             if flat.sum.dtype == flat.tensors[0].dtype:
                 torch._foreach_sub_(flat.tensors, moved)
@@ -137,9 +133,8 @@ class Averages:
         self._begin(weight, keeps=False)
         drift = Drift()
         for flat in self._arriving():
-            if flat in self._trained:
-                torch._foreach_sub_(flat.tensors, flat.views)  # own - mean; the mean itself takes its place below
-                drift.add(torch.nn.utils.get_total_norm(flat.tensors), flat.sum)
+            torch._foreach_sub_(flat.tensors, flat.views)  # own - mean; the mean itself takes its place below
+            drift.add(flat.tensors, flat.sum)
             torch._foreach_copy_(flat.tensors, flat.views)
         if self._outer is not None:
             self._step_outer(self._outer)
@@ -147,15 +142,13 @@ class Averages:
 
     def _arriving(self) -> Iterator[Flat]:
         """Each as soon as it holds the mean."""
-        for flat, pending in zip(self._flats, self._pending, strict=True):
+        for flat, pending in zip(self._trained, self._pending, strict=True):
             with self._beside():
                 pending.wait()
             if self._stream is not None:
                 torch.cuda.current_stream().wait_stream(self._stream)
             yield flat
         self._pending = []
-        for buffer in self._whole:
-            self._link.broadcast(buffer)
 
     def _step_outer(self, outer: Outer) -> None:
         """SGD with Nesterov momentum along the window's mean change."""
@@ -167,6 +160,20 @@ class Averages:
 
     def _beside(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
+
+
+def difference_(a: Tensor, b: Tensor) -> Tensor:
+    """a - b, in a's memory. Of what is equal it is 0, also of two -inf, which a parameter may be for good."""
+    is_same = a == b
+    return a.sub_(b).masked_fill_(is_same, 0.0)
+
+
+def finite_norm(tensors: Sequence[Tensor]) -> Tensor:
+    """Over the finite numbers: a parameter that is -inf on every replica does not make them drift apart."""
+    norm = torch.nn.utils.get_total_norm(tensors)
+    if norm.isfinite():
+        return norm
+    return torch.nn.utils.get_total_norm([tensor.nan_to_num(0.0, 0.0, 0.0) for tensor in tensors])
 
 
 def _flats(tensors: Sequence[Tensor]) -> list[Flat]:

@@ -12,6 +12,7 @@ import platform
 import random
 import stat
 import sysconfig
+import traceback
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from potluck.errors import ConfigError
+from potluck.errors import ConfigError, PotluckError
 from potluck.shares import share_out
 from potluck.words import insist_at_most
 
@@ -315,7 +316,7 @@ class Loader:
                     if not micro.counts:
                         self.on_stand_in()
                     batch, self._ahead = self._ahead, None
-                    yield to_device(next(fetched), self._device) if batch is None else batch
+                    yield self._arrived(next(fetched)) if batch is None else batch
         finally:
             if fetched is self._fetched:  # else the processes that fetch would live for as long as we do
                 self._fetched, self._ahead = iter(()), None
@@ -323,14 +324,19 @@ class Loader:
     def fetch_ahead(self) -> None:
         """Sends the next batch to a GPU that still computes; if rows are mere tensors, which draw no random numbers."""
         if self._ahead is None and self._is_plain:
-            self._ahead = to_device(next(self._fetched, None), self._device)
+            self._ahead = self._arrived(next(self._fetched, None))
+
+    def _arrived(self, batch: Any) -> Any:
+        if isinstance(batch, Unreadable):
+            raise ConfigError(batch.sentence)
+        return to_device(batch, self._device)
 
     def once(self) -> Iterator[Any]:
         """This worker's rows of the dataset in their own order, for looking and not for training."""
         parts = (micro for micro in self._micro_batches(0) if micro.start < micro.end)
         for micro, batch in zip(parts, self._fetch(torch.arange(self.rows), 0), strict=True):
             self.current = micro
-            yield to_device(batch, self._device)
+            yield self._arrived(batch)
 
     def __len__(self) -> int:
         """How many micro-batches the rest of this epoch has for this worker."""
@@ -380,9 +386,8 @@ class Loader:
     def _fetch(self, order: Tensor, row: int) -> DataLoader[Any]:
         parts = (m for m in self._micro_batches(row) if m.start < m.end)
         indices: Iterator[list[int]] = (order[m.start : m.end].tolist() for m in parts)
-        dataset = self.dataset
         if self.batch.fetchers:
-            dataset, epoch = SeededRows(dataset), self.position.epoch
+            epoch = self.position.epoch
             indices = ([mix(self.seed, epoch, m.start), *order[m.start : m.end].tolist()] for m in parts)
         # A generator of its own: a DataLoader draws its seed from the default one, and a resumed run would draw
         # once more often than a run that was never stopped.
@@ -392,13 +397,12 @@ class Loader:
             "pin_memory": self._device.type == "cuda" and self.batch.fetchers > 0,
             "num_workers": self.batch.fetchers,
         }
-        if self._is_plain:
-            return DataLoader(dataset, batch_size=None, sampler=indices, **options)
-        return DataLoader(dataset, batch_sampler=indices, collate_fn=self.collate, **options)
+        batches = Batches(self.dataset, self.collate, seeded=self.batch.fetchers > 0)
+        return DataLoader(batches, batch_size=None, sampler=indices, collate_fn=_as_it_is, **options)
 
     @property
     def _is_plain(self) -> bool:
-        return isinstance(self.dataset, TensorRows) and self.collate is None
+        return is_plain(self.dataset, self.collate)
 
     def _insist_on_step(self) -> None:
         """A forgotten step() would leave the other workers waiting for this one's gradients."""
@@ -425,7 +429,7 @@ class SliceLoader(Loader):
             seed_everything(self.seed_of(micro))
             if not micro.counts:
                 self.on_stand_in()
-            yield to_device(self._rows_of(micro), self._device)
+            yield self._arrived(self._rows_of(micro))
         if self.position.row < self.rows:
             return
         self.current = None
@@ -438,39 +442,81 @@ class SliceLoader(Loader):
 
     def take(self, start: int, end: int) -> Any:
         """Rows by themselves, for looking and not for training."""
-        return to_device(self._rows_of(MicroBatch(start, end, True, end)), self._device)
+        return self._arrived(self._rows_of(MicroBatch(start, end, True, end)))
 
     def _rows_of(self, micro: MicroBatch) -> Any:
         key = (self.seed, self.position.epoch, self.position.left)
         if self._ordered is None or self._ordered[0] != key:
             self._ordered = key, self._order()
-        rows = self._ordered[1][micro.start : micro.end].tolist()
-        if self._is_plain:
-            return self.dataset[rows]
-        if hasattr(self.dataset, "__getitems__"):
-            found = list(self.dataset.__getitems__(rows))
-        else:
-            found = [self.dataset[row] for row in rows]
-        return (self.collate or default_collate)(found)
+        return read_batch(self.dataset, self._ordered[1][micro.start : micro.end].tolist(), self.collate)
 
 
-class SeededRows(Dataset[Any]):
-    """A dataset in a fetching process, whose random numbers depend on the rows asked for and on nothing before them.
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """In place of a batch that could not be read: a DataLoader would wrap an error into its own stack of frames."""
 
-    The first of the rows asked for is the seed.
+    sentence: str
+
+
+class Batches(Dataset[Any]):
+    """A batch for each list of rows. `seeded`: the first of a list is the seed of what reading the others draws.
+
+    So in a fetching process random numbers depend on the rows asked for, and on nothing before them.
     """
 
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
+    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any] | None, *, seeded: bool) -> None:
+        self.dataset, self.collate, self.seeded = dataset, collate, seeded
 
-    def __getitem__(self, rows: list[int]) -> Any:  # of TensorRows, which draw nothing
-        return self.dataset[rows[1:]]
+    def __getitem__(self, rows: list[int]) -> Any:
+        if self.seeded:
+            seed_everything(rows[0])
+        return read_batch(self.dataset, rows[1:] if self.seeded else rows, self.collate)
 
-    def __getitems__(self, rows: list[int]) -> list[Any]:
-        seed_everything(rows[0])
-        if hasattr(self.dataset, "__getitems__"):
-            return list(self.dataset.__getitems__(rows[1:]))
-        return [self.dataset[row] for row in rows[1:]]
+
+def is_plain(dataset: Any, collate: object) -> bool:
+    """Whether its batches are mere rows of tensors."""
+    return isinstance(dataset, TensorRows) and collate is None
+
+
+def read_batch(dataset: Any, rows: list[int], collate: Callable[[list[Any]], Any] | None) -> Any:
+    """These rows as one batch; or what the person who wrote the dataset needs to know."""
+    if is_plain(dataset, collate):
+        return dataset[rows]
+    found: list[Any] = []
+    try:
+        if hasattr(dataset, "__getitems__"):
+            found = list(dataset.__getitems__(rows))
+        else:
+            for row in rows:
+                found.append(dataset[row])
+    except PotluckError:
+        raise
+    except Exception as error:
+        which = f"Rows {rows}" if hasattr(dataset, "__getitems__") else f"Row {rows[len(found)]}"
+        return Unreadable(f"{which} of the dataset could not be read: {_words(error)}.\n{_own_frames(error)}")
+    try:
+        return (collate or default_collate)(found)
+    except PotluckError:
+        raise
+    except Exception as error:
+        advice = "Mend collate" if collate else "Rows of different sizes or kinds need a collate= of yours"
+        told = f"Rows {rows} of the dataset could not be put into one batch: {_words(error)}. {advice}."
+        return Unreadable(f"{told}\n{_own_frames(error)}" if collate else told)
+
+
+def _words(error: Exception) -> str:
+    first = (str(error).strip().splitlines() or [""])[0].rstrip(".")
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__
+
+
+def _own_frames(error: Exception, most: int = 6) -> str:
+    """Of the error's stack, the last few frames, and none of ours."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+    return "".join(traceback.format_list(frames[-most:])).rstrip()
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
 
 
 def mix(*numbers: int) -> int:

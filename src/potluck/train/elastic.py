@@ -42,7 +42,7 @@ from potluck.shard.strategy import FullShard, HybridShard, NoShard, ShardingStra
 from potluck.train import checkpoint
 from potluck.train.buckets import Allocate
 from potluck.train.data import BatchConfig, Loader, MicroBatch, Position, SliceLoader, as_dataset, mix, plan_step
-from potluck.train.engine import Engine, _insist_on_mean, loss_and_samples
+from potluck.train.engine import STEP_TOO_EARLY, Engine, _insist_on_mean, loss_and_samples
 from potluck.train.launch import QUIET
 from potluck.train.link import Alone, Link, choose_device
 from potluck.train.link import connect as join_group
@@ -210,6 +210,7 @@ class ElasticEngine(Engine):
         room = self._make_room(replica)
         self._sums = SliceSums(replica.model, find_blocks(replica.model), self._send_part, room)
         self._sums.before_last_part = self._send_used
+        self._sums.send_exact = self._send_exact
         return self._sums.described
 
     def _make_room(self, replica: Replica) -> Allocate | None:
@@ -295,7 +296,7 @@ class ElasticEngine(Engine):
     def step(self) -> StepDone | StepSkipped | None:
         micro = self._loader().current
         if micro is None or micro is not self._trained:
-            raise ConfigError("step() was called before backward(). Call backward(loss, samples=...) first.")
+            raise ConfigError(STEP_TOO_EARLY)
         self._slice_done = True
         if not micro.last:
             return None
@@ -316,6 +317,10 @@ class ElasticEngine(Engine):
         self.client.send(
             SliceReport(self.version + 1, empty.astype("<u4"), empty, empty, busy_s, self._sums.used_bits())
         )
+
+    def _send_exact(self, exact: bytes) -> None:
+        none = np.zeros(0)
+        self.client.send(SliceReport(self.version + 1, none.astype("<u4"), none, none, 0.0, b"", buffers=exact))
 
     def _send_part(self, part: int, gradients: Tensor) -> None:
         if gradients.device.type == "cpu":
@@ -367,7 +372,9 @@ class ElasticEngine(Engine):
                     self._mend(message.why)
                     return None
                 case Refusal():
-                    raise (Diverged if message.code == 4 else PotluckError)(message.sentence)
+                    if message.code == 4:
+                        raise Diverged(message.sentence + self._prepared().suspicion())
+                    raise PotluckError(message.sentence)
                 case StateRequest():
                     self._asked.append(message)
                     self._serve_requests()
@@ -588,10 +595,12 @@ class ElasticEngine(Engine):
         self._sums.load(means, bytes(committed.used))
         norm = replica.norm().item()
         verdict = decide_mean(committed.samples, committed.loss, norm, 1.0, self.config.clip)
-        return self._apply_mean(replica, verdict, means, told, started), verdict
+        if verdict.fault is None:
+            self._sums.apply_buffers(means, bytes(committed.buffers))
+        return self._apply_mean(replica, verdict, told, started), verdict
 
     def _apply_mean(
-        self, replica: Replica, verdict: Verdict, means: list[Tensor], told: dict[str, Any], started: float
+        self, replica: Replica, verdict: Verdict, told: dict[str, Any], started: float
     ) -> StepDone | StepSkipped:
         if verdict.fault is not None:
             replica.drop()
@@ -604,7 +613,6 @@ class ElasticEngine(Engine):
         self._skipped_in_a_row = 0
         self._set_lr(replica)
         replica.apply(verdict.scale)
-        self._sums.apply_buffers(means)
         self._sums.reset()
         return self._tell_step(verdict, told, started)
 

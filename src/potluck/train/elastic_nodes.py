@@ -51,8 +51,7 @@ class NodeChanges(Changes):
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         super().__init__(model, blocks, own=lambda each: [numbers for _, numbers in held[names[id(each)]]])
         own = [_stretches([held[names[id(each)]] for each in part], part) for part in self.planned]
-        if self._buffers:
-            own.append([(0, sum(buffer.numel() for buffer in self._buffers))])
+        own += [[(0, part.floats)] for part in self._buffers.parts]
         most = max(part.floats for part in self.described if part.component != BUFFERS)
         client.make_room(most)
         assert isinstance(link, GroupLink)

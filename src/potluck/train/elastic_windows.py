@@ -21,17 +21,18 @@ from torch import Tensor, nn
 from potluck.agree.policy import ApplyPolicy, Sync
 from potluck.errors import ConfigError
 from potluck.events import StepDone, StepSkipped
-from potluck.fleet.description import BUFFERS, Part
+from potluck.fleet.description import Part
 from potluck.fleet.tree import Node, slice_rows
 from potluck.shard.blocks import find_blocks
+from potluck.train.averages import difference_, finite_norm
 from potluck.train.buckets import Allocate, split_like
+from potluck.train.buffers import SavedBuffers
 from potluck.train.data import MicroBatch, mix, plan_step
 from potluck.train.elastic import ElasticEngine
-from potluck.train.engine import _insist_on_mean
+from potluck.train.engine import STEP_TOO_EARLY, _insist_on_mean
 from potluck.train.pulse import Verdict, decide_alone
 from potluck.train.replica import Replica
 from potluck.train.slices import insist_on_float32, plan_parts
-from potluck.train.state import saved_buffers
 from potluck.wire.messages import Committed, SliceReport, Work
 
 
@@ -59,13 +60,11 @@ class Changes:
         """`own`: the memory of what is here of a parameter; of one that is split it may be a part, or nothing."""
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         insist_on_float32(trained)
-        self._buffers = saved_buffers(model)
+        self._buffers = SavedBuffers(model)
         planned = plan_parts(model, blocks)
-        self.described = tuple(part for part, _ in planned)
+        self.described = tuple(part for part, _ in planned) + self._buffers.parts
         self.planned = [parameters for _, parameters in planned]
         """The parameters of each part."""
-        if self._buffers:
-            self.described += (Part(None, BUFFERS, tuple(buffer.numel() for buffer in self._buffers)),)
         self._parameters = [[piece for each in parameters for piece in own(each)] for _, parameters in planned]
         self._flats = [(allocate or _zeros)(sum(map(Tensor.numel, of)), of[0]) for of in self._parameters]
         """While a window is open, the parameters that it began with; then what it changed, weighted."""
@@ -80,7 +79,7 @@ class Changes:
         """From the parameters as they are: those that all agreed on."""
         for flat, parameters in self._parts():
             torch._foreach_copy_(split_like(flat, parameters), parameters)
-        self._before = [buffer.clone() for buffer in self._buffers]
+        self._before = self._buffers.copy()
         self.is_open = True
 
     def starts(self) -> dict[int, Tensor]:
@@ -94,7 +93,11 @@ class Changes:
 
     @property
     def agreed_buffers(self) -> list[Tensor]:
-        return self._before if self.is_open else self._buffers
+        return self._before if self.is_open else self._buffers.now()
+
+    def exact(self) -> bytes:
+        """What the window changed in buffers that have no mean. Before finish()."""
+        return self._buffers.for_host(self._before, 0.0)[1]
 
     @torch.no_grad()
     def finish(self, weight: float) -> Iterator[tuple[int, Tensor]]:
@@ -103,15 +106,14 @@ class Changes:
         for index, (flat, parameters) in enumerate(self._parts()):
             ended = torch.cat([parameter.reshape(-1) for parameter in parameters])
             torch._foreach_copy_(parameters, split_like(flat, parameters))
-            changed = self._whole(index, flat.sub_(ended).mul_(weight))
+            changed = self._whole(index, difference_(flat, ended).mul_(weight))
             if changed is not None:
                 yield index, changed
         self._on_written()
-        if self._buffers:
-            pairs = zip(self._buffers, self._before, strict=True)
-            moved = torch.cat([(now - before).reshape(-1).float() for now, before in pairs])
-            torch._foreach_copy_(self._buffers, self._before)
-            yield len(self._flats), moved.mul_(weight)
+        if len(self._buffers):
+            moved, _ = self._buffers.for_host(self._before, weight)
+            self._buffers.put(self._before)
+            yield len(self._flats), moved
 
     def _whole(self, index: int, changed: Tensor) -> Tensor | None:
         """What is sent of a part, from what is here of it; none if another sends it."""
@@ -125,19 +127,17 @@ class Changes:
         """The parameters' memory was written."""
 
     @torch.no_grad()
-    def apply(self, means: Sequence[Tensor]) -> float:
+    def apply(self, means: Sequence[Tensor], exact: bytes = b"") -> float:
         """What all agreed on, from where all began. How far this worker's own end was from it, as a part of it."""
         off = size = 0.0
         for (flat, parameters), mean in zip(self._parts(), means, strict=False):
             mean = mean.to(flat.device)
             torch._foreach_sub_(parameters, split_like(mean, parameters))
-            size += float(torch.stack(list(torch._foreach_norm(parameters))).double().square().sum())
+            size += float(finite_norm(parameters)) ** 2
             if self._weight:
                 off += float((flat / self._weight - mean).norm()) ** 2
-        if self._buffers:
-            for buffer, moved in zip(self._buffers, split_like(means[-1], self._buffers), strict=True):
-                moved = moved.to(buffer.device)
-                buffer.add_((moved if buffer.is_floating_point() else moved.round()).to(buffer.dtype))
+        if len(self._buffers):
+            self._buffers.apply_from_host(self._buffers.copy(), means[-1], exact)
         self._weight = 0.0
         self._on_written()
         off, size = self._of_replica([off, size])
@@ -158,8 +158,7 @@ class Changes:
     def _go_back(self) -> None:
         for flat, parameters in self._parts():
             torch._foreach_copy_(parameters, split_like(flat, parameters))
-        if self._buffers:
-            torch._foreach_copy_(self._buffers, self._before)
+        self._buffers.put(self._before)
         self._on_written()
 
     @contextmanager
@@ -168,7 +167,7 @@ class Changes:
         if not self.is_open:
             yield
             return
-        tensors = [*self._buffers, *(parameter for parameters in self._parameters for parameter in parameters)]
+        tensors = [*self._buffers.now(), *(parameter for parameters in self._parameters for parameter in parameters)]
         own, forgotten = [tensor.clone() for tensor in tensors], self._forgotten
         with torch.no_grad():
             self._go_back()
@@ -261,7 +260,7 @@ class ElasticWindowEngine(ElasticEngine):
         """Steps this worker's optimizer once its batch is done. After the last of the window, waits for the others."""
         micro = self._loader().current
         if micro is None or micro is not self._trained:
-            raise ConfigError("step() was called before backward(). Call backward(loss, samples=...) first.")
+            raise ConfigError(STEP_TOO_EARLY)
         if not self._is_last:
             return None
         self._done_rows = self._batch_end - self._own[0]
@@ -310,6 +309,7 @@ class ElasticWindowEngine(ElasticEngine):
                 busy_s,
                 b"",
                 self._batches,
+                self._changes.exact() if self._slices == [0] else b"",
             )
         )
         self._check_weights(in_step=True)  # what the window began with, which its change is counted from
@@ -323,7 +323,7 @@ class ElasticWindowEngine(ElasticEngine):
         self, committed: Committed, means: list[Tensor], told: dict[str, Any], started: float
     ) -> tuple[StepDone | StepSkipped, Verdict]:
         """The mean of what all changed, from where all began."""
-        self._divergence = self._changes.apply(means)
+        self._divergence = self._changes.apply(means, bytes(committed.buffers))
         verdict = Verdict(committed.samples, committed.loss, self._norm, 1.0, None)
         return self._tell_step(verdict, told, started), verdict
 

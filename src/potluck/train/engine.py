@@ -64,7 +64,7 @@ from potluck.train.link import Alone, Link, Rows, choose_device, connect, loss_o
 from potluck.train.memory import Recovery, my_recovery
 from potluck.train.order import PATIENCE_S, checked, insist_on_patience
 from potluck.train.pulse import Pulse, Verdict, decide_step, worker_steps
-from potluck.train.replica import Replica, StepConfig
+from potluck.train.replica import Replica, StepConfig, insist_on_memory
 from potluck.train.saves import Saves, Standing, sharded_of
 from potluck.words import plural
 
@@ -73,6 +73,10 @@ if TYPE_CHECKING:
     from potluck.train.buddies import Buddies
 
 
+STEP_TOO_EARLY = (
+    "step() was called before backward(). Call fleet.backward(loss, samples=...) first, in place of loss.backward(),"
+    " which tells the other workers nothing."
+)
 LossFunction = Callable[[nn.Module, Any], Any]
 """Gives the mean loss over a batch's rows, or (mean loss, number of samples) where rows are not what is counted."""
 
@@ -284,6 +288,8 @@ class Engine:
                 "prepare() was called already, and a run trains one model with one optimizer. Put several models into"
                 " one nn.Module, and their parameters into groups of one optimizer."
             )
+        if isinstance(model, nn.Module):
+            insist_on_memory(model)
         self.training = training_settings(optimizer, self.config.clip) | self.training
         self.replica = self._make_replica(model, optimizer)
         if dataset is None:
@@ -340,7 +346,7 @@ class Engine:
         if samples:  # a mean over nothing is not a number, and weighs nothing
             self._loss_sum += loss.detach().reshape(()) * samples
             self._samples += samples
-        self._is_last = last
+        self._is_last, self._is_untouched = last, False
         if micro is None:
             self._rows += int(samples)
         elif micro is not self._trained and micro.counts:  # several backwards of one batch still use its rows once
@@ -356,8 +362,8 @@ class Engine:
         replica = self._prepared()
         if not self._is_last:
             micro = self.loader.current if self.loader is not None else None
-            if micro is not None and micro.last and micro is not self._trained:
-                raise ConfigError("step() was called before backward(). Call backward(loss, samples=...) first.")
+            if (micro.last and micro is not self._trained) if micro is not None else self._is_untouched:
+                raise ConfigError(STEP_TOO_EARLY)
             return None
         if self.device.type == "cuda" and self.world > 1 and not replica.gathers:
             torch.cuda.current_stream().synchronize()  # else busy would be the time to launch kernels
@@ -534,6 +540,8 @@ class Engine:
         self._samples = 0.0
         self._rows = 0
         self._is_last = False
+        self._is_untouched = self.loader is None
+        """Batches are the caller's own, and there was no backward yet."""
         if self.replica is not None:
             self.replica.remember_buffers()
 
@@ -647,7 +655,7 @@ class Engine:
             raise Diverged(
                 f"Stopped after {event.in_a_row} skipped steps in a row, at step {event.step}: {event.reason}."
                 " The weights are those of the last good step. Try a lower learning rate, a longer warm-up, step.clip,"
-                " or fp32, and look at the data around there."
+                f" or fp32, and look at the data around there.{self._prepared().suspicion()}"
             )
 
     def _step_without_rows(self) -> None:
@@ -839,6 +847,16 @@ def _insist_on_mean(loss: Any, samples: float) -> None:
         raise ConfigError(f"backward() takes the mean loss, a tensor of one number, not {_tell(loss)}.")
     if not (math.isfinite(samples) and samples >= 0):
         raise ConfigError(f"backward() takes how many samples the loss is a mean over, not {samples}.")
+    if samples:
+        insist_on_grad(loss)
+
+
+def insist_on_grad(loss: Tensor) -> None:
+    if not loss.requires_grad:
+        raise ConfigError(
+            "The loss has no gradient: no parameter that is trained had a part in it. It was detached (.detach(),"
+            " .item(), .data, torch.tensor(loss)), or computed under torch.no_grad() or with frozen parameters alone."
+        )
 
 
 def loss_and_samples(result: Any, batch: Any) -> tuple[Tensor, float]:

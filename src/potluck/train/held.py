@@ -76,15 +76,15 @@ class Held(nn.Module):
         super().__init__()
         object.__setattr__(self, "stages", tuple(stages))
         for stage in stages:
-            saved = set(stage.state_dict())
             for name, parameter in stage.named_parameters():
                 place, last = self._place(name)
                 if last not in place._parameters:
                     place.register_parameter(last, parameter)
-            for name, buffer in stage.named_buffers():
-                place, last = self._place(name)
-                if name in saved and last not in place._buffers:
-                    place.register_buffer(last, buffer)
+            for name, module in stage.named_modules():
+                place, _ = self._place(f"{name}." if name else "")
+                if module._buffers and not place._buffers:  # the same table: a forward may replace what is in it
+                    place._buffers = module._buffers
+                    place._non_persistent_buffers_set = module._non_persistent_buffers_set
 
     def _place(self, name: str) -> tuple[nn.Module, str]:
         *steps, last = name.split(".")
@@ -110,13 +110,8 @@ class Held(nn.Module):
         return self
 
     def _apply(self, *arguments: Any, **options: Any) -> "Held":
-        """Parameters are moved in place; buffers are not, so each stage moves its own and they are taken anew."""
         for stage in self.__dict__["stages"]:
             stage._apply(*arguments, **options)
-            for name, buffer in stage.named_buffers():
-                place, last = self._place(name)
-                if last in place._buffers:
-                    place._buffers[last] = buffer
         return self
 
 

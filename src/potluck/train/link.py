@@ -197,8 +197,12 @@ class GroupLink:
         return [found[:size].numpy().tobytes() for found, size in zip(self._gather(padded), sizes, strict=True)]
 
     def broadcast(self, tensor: Tensor) -> None:
+        # As bytes: backends know only some types. Of numbers that do not lie end to end, a copy travels.
+        raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         with _peers_may_vanish():
-            dist.broadcast(tensor, group=self.group, group_src=0)
+            dist.broadcast(raw, group=self.group, group_src=0)
+        if raw.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(raw.view(tensor.dtype).view(tensor.shape))
 
     def start_send(self, tensor: Tensor, to: int) -> Pending:
         """Begins to send a tensor in host memory to one rank, which begins to receive it: in the same order there."""

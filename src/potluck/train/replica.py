@@ -15,14 +15,15 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from potluck.errors import ConfigError
 from potluck.shard.blocks import find_blocks
 from potluck.shard.runs import can_skip, held_bytes, in_host_memory, scaling, step_unless
 from potluck.train.buckets import Buckets
+from potluck.train.buffers import SavedBuffers, is_expanded
 from potluck.train.link import Link
-from potluck.train.state import saved_buffers
 
 if TYPE_CHECKING:
     from potluck.shard.sharded import Sharded
@@ -63,6 +64,8 @@ class Replica:
     """Whether every rank has to run as many backwards as the others."""
     gathers = False
     """Whether they wait for each other in every layer."""
+    takes_groups = True
+    """Whether the optimizer may be given a group later on."""
 
     part: "Sharded | None" = None
     """What this worker holds, if that is a stage of a model; a replica that is split otherwise says so itself."""
@@ -92,21 +95,56 @@ class Replica:
         self.names = {id(parameter): name for name, parameter in model.named_parameters()}
         self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._check()
+        self._buffers = SavedBuffers(model)
         self._place()
         self._same_start()
         self._switch_on()
-        # Each step forgets its gradients by itself: a zero_grad() out of habit would drop those of earlier parts of it.
-        optimizer.zero_grad = lambda set_to_none=True: None  # type: ignore[method-assign]
+        self._take_over(optimizer)
         self._buckets: Buckets | None = None
         self._on_host: OnHost | None = None
         self._prepare_sums()
         self._trained_ids = {id(parameter) for parameter in self.trained}
-        self._buffers = saved_buffers(model)
         self.remember_buffers()
         self._is_armed_for_last = False
 
     def _place(self) -> None:
         self.model.to(self.device)
+
+    def _take_over(self, optimizer: Optimizer) -> None:
+        """What a loop of plain PyTorch calls out of habit does no harm, or is refused with what to call instead."""
+        # Each step forgets its gradients by itself: a zero_grad() out of habit would drop those of earlier parts of it.
+        optimizer.zero_grad = lambda set_to_none=True: None  # type: ignore[method-assign]
+        self._is_stepping = False
+        optimizer.register_step_pre_hook(lambda *told: self._insist_on_own_step())
+        self._add_group = optimizer.add_param_group
+        optimizer.add_param_group = self._add_param_group  # type: ignore[method-assign]
+
+    def _insist_on_own_step(self) -> None:
+        if not self._is_stepping:
+            raise ConfigError(
+                "optimizer.step() was called. Call fleet.step() in its place, after fleet.backward(): it steps the"
+                " optimizer once the gradients of all workers are in."
+            )
+
+    @contextmanager
+    def _own_step(self) -> Iterator[None]:
+        self._is_stepping = True
+        try:
+            yield
+        finally:
+            self._is_stepping = False
+
+    def _add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Later than prepare(): of parameters whose gradients we know."""
+        self._add_group(param_group)
+        added = self.optimizer.param_groups[-1]["params"]
+        if not self.takes_groups or any(id(parameter) not in self._trained_ids for parameter in added):
+            self.optimizer.param_groups.pop()
+            raise ConfigError(
+                "add_param_group() was called after prepare() with a parameter that was not trained then, or under a"
+                " strategy that has split the optimizer. Give the model and the optimizer all their parameters before"
+                " prepare(), with requires_grad on; a learning rate of 0 keeps a group as it is until its time."
+            )
 
     def _switch_on(self) -> None:
         switch_on(self.model, self.device, self.config)
@@ -175,7 +213,7 @@ class Replica:
 
     def apply(self, scale: float) -> None:
         """Scales the gradient and steps the optimizer."""
-        with scaling(self.optimizer, self._gradients(), scale):
+        with self._own_step(), scaling(self.optimizer, self._gradients(), scale):
             (self._on_host or self.optimizer).step()
         self.drop()
 
@@ -195,7 +233,8 @@ class Replica:
         factor = mean_norm.new_full((), scale)
         if clip is not None:
             factor = factor * (clip / (mean_norm + 1e-6)).clamp(max=1.0)
-        step_unless(self.optimizer, is_bad, factor)
+        with self._own_step():
+            step_unless(self.optimizer, is_bad, factor)
         self.drop()
         return norm
 
@@ -215,32 +254,32 @@ class Replica:
 
     def remember_buffers(self) -> None:
         """At the start of a step."""
-        self._buffers_before: list[Tensor] = [buffer.clone() for buffer in self._buffers]
+        self._buffers_before = self._buffers.copy()
 
     def restore_buffers(self) -> None:
         """A step that is skipped leaves no trace in them either."""
-        for buffer, before in zip(self._buffers, self._buffers_before, strict=True):
-            buffer.copy_(before)
+        self._buffers.put(self._buffers_before)
 
     @contextmanager
     def buffers_kept(self) -> Iterator[None]:
         """A forward of rows that do not count leaves no trace in them."""
-        before = [buffer.clone() for buffer in self._buffers]
+        before = self._buffers.copy()
         yield
-        for buffer, value in zip(self._buffers, before, strict=True):
-            buffer.copy_(value)
+        self._buffers.put(before)
+
+    def suspicion(self) -> str:
+        """A sentence to add, where something is not finite: a buffer may be to blame, and not samples or settings."""
+        name = self._buffers.with_nan()
+        return f" First of all: the model's buffer {name} holds NaN; if forward() uses it, that is why." if name else ""
 
     def average_buffers(self, weight: float) -> None:
-        """What the step changed in floating-point ones becomes the ranks' mean, by weight; others are the first's."""
-        if self.within.world == 1:
-            return
-        for buffer, before in zip(self._buffers, self._buffers_before, strict=True):
-            if buffer.is_floating_point():
-                change = (buffer - before).mul_(weight)
-                self.within.start_sum(change).wait()
-                buffer.copy_(before.add_(change))
-            else:
-                self.within.broadcast(buffer)
+        """What the step changed becomes the mean of the ranks that took it together, by weight, where it has one."""
+        self._buffers.average(self._stepping, weight, self._buffers_before)
+
+    @property
+    def _stepping(self) -> Link:
+        """Those who take each step together."""
+        return self.within
 
     def align(self) -> None:
         """Every rank takes rank 0's values."""
@@ -269,6 +308,7 @@ class Replica:
                     "The optimizer holds a parameter that is not one of the model's. Make the optimizer from"
                     " model.parameters() of the model that you pass here."
                 )
+        insist_on_memory(self.model)
         if isinstance(self.optimizer, torch.optim.LBFGS):
             raise ConfigError("LBFGS evaluates the loss many times within one step, which step() cannot do.")
 
@@ -288,6 +328,28 @@ class Replica:
                     f" where worker {rank} has {_tell(first[1])}. Build the same model on every worker."
                 )
         self.align()
+
+
+def insist_on_memory(model: nn.Module) -> None:
+    """Each number of each parameter has a place of its own."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise ConfigError(
+                f"{name} has no shape yet: its layer is a lazy one, such as nn.LazyLinear, which takes its shape from"
+                " the first batch. Run a batch through the model before prepare()."
+            )
+        if tensor.is_meta:
+            raise ConfigError(
+                f"{name} has a shape and no numbers: it is on the device meta. Make it real before prepare(), with"
+                " model.to_empty(device=...), and initialise it or load its weights."
+            )
+    for name, parameter in model.named_parameters():
+        if is_expanded(parameter):
+            raise ConfigError(
+                f"The parameter {name} is expanded: several of its numbers share one place in memory, and no optimizer"
+                " can step them. Give it memory of its own with nn.Parameter(tensor.expand(...).clone()), or keep the"
+                " small tensor as the parameter and expand it in forward()."
+            )
 
 
 class OnHost:

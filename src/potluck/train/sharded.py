@@ -16,6 +16,7 @@ from potluck.train.replica import Replica, as_bytes, switch_on
 
 class ShardedReplica(Replica):
     sharded: Sharded
+    takes_groups = False
 
     def __init__(
         self,
@@ -106,13 +107,18 @@ class ShardedReplica(Replica):
         return self.sharded.gradients()
 
     def apply(self, scale: float) -> None:
-        self.sharded.step(scale)
+        with self._own_step():
+            self.sharded.step(scale)
         self.sharded.share()
         self._is_armed_for_last = False
 
     def drop(self) -> None:
         self.sharded.drop()
         self._is_armed_for_last = False
+
+    @property
+    def _stepping(self) -> Link:
+        return self.link if self._nodes is not None else self.within
 
     def memory_bytes(self) -> dict[str, int]:
         return self.sharded.memory_bytes()
@@ -121,7 +127,7 @@ class ShardedReplica(Replica):
         if not hasattr(self, "sharded"):
             super().align()
         elif self._across.world > 1:
-            for tensor in [*self._parts, *self._buffers]:
+            for tensor in [*self._parts, *self._buffers.now()]:
                 self._across.broadcast(tensor)
             self.on_parts_written()
 

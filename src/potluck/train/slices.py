@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from potluck.errors import ConfigError
-from potluck.fleet.description import BUFFERS, MAX_FLOATS, Part
+from potluck.fleet.description import MAX_FLOATS, Part
 from potluck.fleet.tree import Node, merges
 from potluck.train.buckets import Allocate, Bucket, find_units
-from potluck.train.state import saved_buffers
+from potluck.train.buffers import SavedBuffers
 
 SMALL_BYTES = 1 << 20
 """Neighbouring layers outside the blocks travel together up to this size: each part costs a message."""
@@ -85,7 +85,7 @@ class SliceSums:
         self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         insist_on_float32(self.trained)
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self._buffers = saved_buffers(model)
+        self._buffers = SavedBuffers(model)
         self.parts = [PartBuffer(part, parameters, allocate) for part, parameters in plan_parts(model, blocks)]
         """In the order in which the backward completes them."""
         self.used = [False] * len(self.trained)
@@ -98,16 +98,15 @@ class SliceSums:
         self._changes: list[Tensor] = []
         self._changes_done: list[Tensor] = []
         self.before_last_part: Callable[[], None] = lambda: None
+        self.send_exact: Callable[[bytes], None] = lambda exact: None
+        """What the first slice changed in buffers that have no mean; before the last of its payloads."""
         for buffer in self.parts:
             for index, parameter in enumerate(buffer.parameters):
                 parameter.register_post_accumulate_grad_hook(self._hook(buffer, index))  # type: ignore[no-untyped-call]
 
     @property
     def described(self) -> tuple[Part, ...]:
-        parts = [buffer.part for buffer in self.parts]
-        if self._buffers:
-            parts.append(Part(None, BUFFERS, tuple(buffer.numel() for buffer in self._buffers)))
-        return tuple(parts)
+        return tuple(buffer.part for buffer in self.parts) + self._buffers.parts
 
     @property
     def is_last_slice(self) -> bool:
@@ -132,10 +131,9 @@ class SliceSums:
         for part in self.parts:
             part.start_slice()
         if not self._before:
-            self._before = [buffer.clone() for buffer in self._buffers]
+            self._before = self._buffers.copy()
         else:  # each slice of a step starts from the same buffers, whoever computes it
-            for buffer, before in zip(self._buffers, self._before, strict=True):
-                buffer.copy_(before)
+            self._buffers.put(self._before)
 
     def arm(self, *, communicate: bool) -> None:
         """Before each backward: only a slice's last one moves its gradient on."""
@@ -149,8 +147,7 @@ class SliceSums:
         if self.is_last_slice:
             for change in self._changes_done:
                 self._send(len(self.parts), change)
-            for buffer, before in zip(self._buffers, self._before, strict=True):  # as the weights: not yet of this step
-                buffer.copy_(before)
+            self._buffers.put(self._before)  # as the weights: not yet of this step
 
     def load(self, means: Sequence[Tensor], used: bytes) -> None:
         """The averages become the parameters' gradients; what nobody used has none."""
@@ -161,25 +158,20 @@ class SliceSums:
                 was_used = used[index // 8] >> (index % 8) & 1 if index // 8 < len(used) else 1
                 parameter.grad = piece.view_as(parameter) if was_used else None
 
-    def apply_buffers(self, means: Sequence[Tensor]) -> None:
-        """What the whole step changed in the buffers: the mean over its samples."""
-        if not self._buffers:
-            return
-        pieces = torch.split(means[-1], [buffer.numel() for buffer in self._buffers])
-        before = self._before or [buffer.clone() for buffer in self._buffers]
-        for buffer, start, change in zip(self._buffers, before, pieces, strict=True):
-            change = change.view_as(buffer).to(buffer.device)
-            buffer.copy_(start + (change if buffer.is_floating_point() else change.round()).to(buffer.dtype))
+    def apply_buffers(self, means: Sequence[Tensor], exact: bytes) -> None:
+        """What the whole step changed in the buffers: the mean over its samples, where it has one."""
+        if len(self._buffers):
+            self._buffers.apply_from_host(self._before or self._buffers.copy(), means[-1], exact)
         self._before = []
 
     @property
     def agreed_buffers(self) -> list[Tensor]:
         """As of the last step, also while slices move those of the model."""
-        return self._before or self._buffers
+        return self._before or self._buffers.now()
 
     def restore_buffers(self) -> None:
-        for buffer, before in zip(self._buffers, self._before, strict=False):
-            buffer.copy_(before)
+        if self._before:
+            self._buffers.put(self._before)
         self._before = []
 
     def start_anew(self) -> None:
@@ -198,14 +190,12 @@ class SliceSums:
         self._changes, self._changes_done = [], []
 
     def _keep_buffers(self, weight: float) -> None:
-        if not self._buffers:
+        if not len(self._buffers):
             return
-        _, count, ends_node = self._schedule[self._at]
-        changes = [
-            (buffer - before).reshape(-1).to(torch.float32)
-            for buffer, before in zip(self._buffers, self._before, strict=True)
-        ]
-        value = torch.cat(changes).mul_(weight)
+        number, count, ends_node = self._schedule[self._at]
+        value, exact = self._buffers.for_host(self._before, weight)
+        if number == 0 and exact:
+            self.send_exact(exact)
         for _ in range(count):
             value = self._changes.pop().add_(value)
         (self._changes_done if ends_node else self._changes).append(value)

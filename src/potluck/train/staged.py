@@ -35,7 +35,7 @@ from potluck.stages.schedule import forward_only, plan_orders
 from potluck.train.data import BatchConfig, Loader, MicroBatch, SliceLoader, as_dataset, mix, plan_step
 from potluck.train.depot import Depot
 from potluck.train.drafts import Draft
-from potluck.train.engine import Engine, LossFunction, loss_and_samples
+from potluck.train.engine import Engine, LossFunction, insist_on_grad, loss_and_samples
 from potluck.train.fingerprint import training_settings
 from potluck.train.held import Held, HeldPart, empty, hold, narrow
 from potluck.train.link import GroupLink, Link, connect, placed
@@ -90,6 +90,8 @@ class _Work:
             return tuple(found)
         loss, samples = loss_and_samples(found, one.batch)
         samples *= one.weight
+        if torch.is_grad_enabled():
+            insist_on_grad(loss)
         if samples:  # a mean over nothing is not a number, and weighs nothing
             self.samples += samples
             told = loss.detach().reshape(()) * samples

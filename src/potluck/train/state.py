@@ -36,12 +36,6 @@ def model_state(model: nn.Module) -> dict[str, Tensor]:
     return {name: to_host(tensor) for name, tensor in model.state_dict().items()}
 
 
-def saved_buffers(model: nn.Module) -> list[Tensor]:
-    """Buffers that are saved with the model: running statistics and the like."""
-    kept = set(model.state_dict())
-    return [buffer for name, buffer in model.named_buffers() if name in kept]
-
-
 def check_model(mine: Mapping[str, Described], saved: Mapping[str, Described], source: str) -> None:
     """The first parameter that differs is named; nothing has been changed by then. `mine`: as in a state_dict."""
     for name, tensor in mine.items():
@@ -74,7 +68,13 @@ def optimizer_state(optimizer: Optimizer, names: dict[int, str]) -> tuple[dict[s
     """Any optimizer's state as (tensors on the host, JSON). Keyed by the parameters' names."""
     state = optimizer.state_dict()
     tensors: dict[str, Tensor] = {}
-    order = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    if any(id(p) not in names for p in held):
+        raise CheckpointError(
+            "The optimizer holds a parameter that the model did not have at prepare(), so it cannot be saved. Give the"
+            " model and the optimizer all their parameters before prepare()."
+        )
+    order = [names[id(p)] for p in held]
     groups = [{**group, "params": [order[i] for i in group["params"]]} for group in state["param_groups"]]
     skeleton = {
         "class": type(optimizer).__name__,

@@ -24,14 +24,14 @@ from potluck.events import Decided, StepDone, StepSkipped, WorkerStep
 from potluck.fleet.tree import slice_rows
 from potluck.shard.strategy import FullShard, NoShard, ShardingStrategy
 from potluck.train.averages import Averages
+from potluck.train.buffers import SavedBuffers
 from potluck.train.data import BatchConfig, Loader, MicroBatch, SliceLoader, mix, plan_step
-from potluck.train.engine import Engine
+from potluck.train.engine import STEP_TOO_EARLY, Engine
 from potluck.train.link import Alone, Link, Rows
 from potluck.train.nodes import Nodes, make_nodes, node_size
 from potluck.train.pulse import decide_alone
 from potluck.train.replica import Replica, StepConfig
 from potluck.train.saves import Standing
-from potluck.train.state import saved_buffers
 
 NEARLY = 0.9
 """Of its part: whoever may go on beyond it says here already that nobody need wait for it."""
@@ -115,9 +115,8 @@ class WindowEngine(Engine):
 
     def _average_with(self, replica: Replica) -> None:
         nodes = self._nodes
-        self._averages = Averages(
-            replica.parts(), saved_buffers(replica.model), nodes.across, self.policy.outer, within=nodes.within
-        )
+        self._averages = Averages(replica.parts(), nodes.across, self.policy.outer, within=nodes.within)
+        self._buffers = SavedBuffers(replica.model)
 
     def prepare(self, model: nn.Module, optimizer: Optimizer, dataset: Any = None, **options: Any) -> Any:
         if dataset is None:
@@ -156,6 +155,7 @@ class WindowEngine(Engine):
         self._emit_decision(decision)
         self._window, self._window_started = WindowPulse(), time.perf_counter()
         self._all_done = None
+        self._buffers_before = self._buffers.copy()
         self._start_of_step()
         for start, end in _cut(self._taken[nodes.number], own_rows):
             if self._is_over(decision):
@@ -203,7 +203,7 @@ class WindowEngine(Engine):
         if not self._is_last:
             micro = self._loader().current
             if micro is not None and micro.last and micro is not self._trained:
-                raise ConfigError("step() was called before backward(). Call backward(loss, samples=...) first.")
+                raise ConfigError(STEP_TOO_EARLY)
             return None
         done, norm = self._finish_batch(replica)
         verdict = decide_alone(done.samples, done.loss_sum, norm, self._unit, self.config.clip)
@@ -283,7 +283,11 @@ class WindowEngine(Engine):
             call()
 
     def _merge(self) -> None:
-        """The mean of all replicas; or, with overlap, the one that was begun at the end of the window before."""
+        """The mean of all replicas; or, with overlap, the one that was begun at the end of the window before.
+
+        Buffers do not overlap: they are small, and not all of them have a mean.
+        """
+        self._buffers.average(self._nodes.across, self._weight, self._buffers_before)
         if not self.policy.overlap:
             self._drift = self._averages.agree(self._weight)
         else:

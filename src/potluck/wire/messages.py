@@ -239,6 +239,8 @@ class SliceReport(Message):
     """One bit per parameter: whether it got a gradient."""
     batches: U32 = 0
     """Steps that the worker took by itself."""
+    buffers: Bytes = b""
+    """Of the first slice: what it changed in buffers that have no mean."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -254,6 +256,8 @@ class Committed(Message):
     stop: U8
     workers: String
     """Who computed what, and the epoch's proof if it ends here, as JSON."""
+    buffers: Bytes = b""
+    """What the first slice changed in buffers that have no mean: everybody has it after this step."""
 
 
 @dataclass(frozen=True, eq=False)
