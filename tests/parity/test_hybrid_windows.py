@@ -138,7 +138,7 @@ def look_and_stop() -> dict[str, Any]:
             if fleet.rank == 3 and fleet.version == 3:
                 fleet.request_stop()
 
-        fleet.after_step.append(look)
+        fleet.after_agreement.append(look)
         for x, y, numbers in loader:
             if loader.current.counts:
                 used.extend(numbers.tolist())

@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 
 from potluck.agree.policy import ApplyPolicy, Sync
 from potluck.errors import CheckpointError, ConfigError, Diverged, Interrupted, PotluckError
-from potluck.events import EpochDone, StepDone, StepSkipped, WorkerStep
+from potluck.events import EpochDone, RunStarted, StepDone, StepSkipped, WorkerStep
 from potluck.fleet.client import Client, Lost, Means, position_of
 from potluck.fleet.coordinator import SAVE
 from potluck.fleet.description import Description, Part, settings_of
@@ -43,6 +43,7 @@ from potluck.train import checkpoint
 from potluck.train.buckets import Allocate
 from potluck.train.data import BatchConfig, Loader, MicroBatch, Position, SliceLoader, as_dataset, mix, plan_step
 from potluck.train.engine import Engine, _insist_on_mean, loss_and_samples
+from potluck.train.interrupts import on_interrupt
 from potluck.train.launch import QUIET
 from potluck.train.link import Alone, Link, choose_device
 from potluck.train.link import connect as join_group
@@ -74,6 +75,13 @@ from potluck.wire.messages import (
     Work,
 )
 
+if TYPE_CHECKING:
+    from potluck.train.progress import Progress
+
+KEEP_EVERY_S = 60.0
+"""A loop of one's own has its run saved on the host about this often."""
+KEEP_SHARE = 20
+"""And not before this many times as long as the last save took."""
 STATE_BYTES = 64
 """The most that a parameter's state may take in a parcel, for each of its bytes; a host is not trusted with more."""
 
@@ -112,6 +120,13 @@ class ElasticEngine(Engine):
         """This worker has left the run, which goes on."""
         self._joined = False
         self._over = False
+        self._passes = 0
+        """That a loop which counts epochs by itself has begun."""
+        self._was_moved = False
+        """Into another epoch than that in which it was, or from which it began to count."""
+        self._kept_at = self._keeping_s = 0.0
+        """When the host last had a checkpoint, and how long it took to get there."""
+        self._progress: Progress | None = None
         self._description: Description | None = None
         self._work: Work | None = None
         self._slices: list[int] = []
@@ -127,6 +142,7 @@ class ElasticEngine(Engine):
         self._asked: list[StateRequest] = []
         self._committed: Committed | None = None
         self._save_due = 0
+        self._due_at = 0.0
         self._saved = Saved(0, "", "")
         self._world = 1
         self._stream: torch.cuda.Stream | None = None
@@ -216,6 +232,22 @@ class ElasticEngine(Engine):
     def _plan(self) -> Iterator[MicroBatch]:
         """Slices as they are handed out, until the epoch ends or the run stops."""
         self._join()
+        if self._is_counted or self.has_trainer:
+            yield from self._rest_of_epoch()
+            return
+        if self._was_moved and self._passes:
+            raise ConfigError(
+                f"This worker was put into epoch {self._loader().position.epoch + 1} of the run, and its loop counts"
+                " epochs by itself: it would train more of them than the run has. Write `for epoch in fleet.epochs(n):`"
+                " around `for batch in loader:`, in the script of every worker."
+            )
+        self._passes += 1
+        with on_interrupt(self.request_stop):
+            yield from self._rest_of_epoch()
+            if self.stopping and self._loader().position.row < self._loader().rows:
+                self._end_early(None)
+
+    def _rest_of_epoch(self) -> Iterator[MicroBatch]:
         loader = self._loader()
         while not self.stopping and loader.position.row < loader.rows:
             if self._work is None:
@@ -360,6 +392,9 @@ class ElasticEngine(Engine):
                     self._serve_requests()
                 case Saved():
                     self._saved = message
+                    self._kept_at = time.monotonic()
+                    self._keeping_s = self._kept_at - self._due_at if self._due_at else 0.0
+                    self._due_at = 0.0
                     if message.error:
                         raise CheckpointError(message.error)
                     return message
@@ -401,6 +436,34 @@ class ElasticEngine(Engine):
         if not self._joined:
             self._joined = True
             self._present()
+            self._kept_at = time.monotonic()
+            if not self.has_trainer and self.speaks and not self._over:
+                self._show()
+
+    def _show(self) -> None:
+        """The run, to whoever has joined it with a script."""
+        from potluck.train.progress import Progress
+
+        self._progress = Progress()
+        self.events.listeners.append(self._progress)
+        loader = self._loader()
+        self.events.emit(
+            RunStarted(
+                name=Path(sys.argv[0]).stem,
+                folder="the host's run folder",
+                workers=self.world,
+                device=str(self.device),
+                parameters=self.parameters,
+                unit="rows",
+                batch_size=loader.batch.size,
+                steps_total=self.told.get("steps_total", 0),
+                from_step=self.step_number,
+            )
+        )
+
+    def _begin_run(self) -> None:
+        """Where the run stands is the host's to say."""
+        self._join()
 
     def _present(self) -> None:
         """Says what this worker has built and holds, and gets what it lacks."""
@@ -518,6 +581,7 @@ class ElasticEngine(Engine):
         tensors = [torch.from_numpy(part) for part in means.parts]
         self.client.flush()
         self.version = committed.step
+        steps_before = self.step_number
         self.rows_seen += committed.rows
         self._count_rows(committed.rows)
         event, verdict = self._agree(committed, tensors, told, started)
@@ -529,8 +593,8 @@ class ElasticEngine(Engine):
         self._insist_on_progress(event)
         if committed.stop:
             self.stopping = True
-        for call in self.after_step:
-            call()
+        self._tell_agreed(steps_before)
+        self._keep()
         self._trained = None
         if self._wants_stop and not self.stopping:
             self._leave_politely()
@@ -662,10 +726,35 @@ class ElasticEngine(Engine):
             return
         if self._leads:
             self.wait_for_saves()  # one at a time
-        self._save_due = self.version
+        self._save_due, self._due_at = self.version, time.monotonic()
         self.client.send(SaveDue(self.version, keep_last))
         if self._leads:
             self._send_state(StateRequest(SAVE, self.version))
+
+    def _keep(self) -> None:
+        """A loop of one's own need not think of it: the host gets a checkpoint as often as that costs little.
+
+        The worker that speaks for all decides; should it be lost, the host asks another.
+        """
+        if self.has_trainer or self.replaying or self.left or self._over or self.stopping:
+            return
+        since_s = time.monotonic() - self._kept_at
+        is_due = self._saved.step >= self._save_due and since_s > max(KEEP_EVERY_S, KEEP_SHARE * self._keeping_s)
+        if self.link.gather_rows([float(self._leads and is_due)])[0][0]:
+            self.save("")
+
+    def _end_early(self, folder: Path | None) -> NoReturn:
+        """What is done is saved where it must be, the host knows that this worker goes, and a sentence says so."""
+        if not self.left:
+            self.save("")
+            self.wait_for_saves()
+        words = self.last_words()
+        self.close()
+        raise self.interrupted(words)
+
+    def _end_well(self, folder: Path | None) -> None:
+        self.save("")
+        self.wait_for_saves()
 
     def last_words(self) -> str:
         if self.left:
@@ -728,7 +817,8 @@ class ElasticEngine(Engine):
 
     def _start_snapshot(self, folder: Path) -> Callable[[], Path | None]:
         """A copy in host memory now. What is returned writes it below the folder, and says where, if that is ours."""
-        snapshot = take_snapshot(self._prepared(), self._standing(), [])
+        standing, kept = self._take_standing()
+        snapshot = take_snapshot(self._prepared(), standing, [], kept)
         return lambda: checkpoint.write(folder, snapshot)
 
     def _leave_politely(self) -> None:
@@ -762,6 +852,8 @@ class ElasticEngine(Engine):
             self.client.send(Leave(1, "finished"))
             self._await_goodbye(self.client.patience_s)
         self._over = True
+        if self._progress is not None:
+            self._progress.close()
         for thread in self._threads:
             thread.join(timeout=1.0)
         self.client.close()
@@ -790,6 +882,7 @@ class ElasticEngine(Engine):
         return super()._standing() | {"version": self.version}
 
     def _stand_at(self, standing: dict[str, Any]) -> None:
+        self._was_moved |= standing["epoch"] != self._loader().position.epoch
         super()._stand_at(standing)
         self.version = standing.get("version", standing["step"])
 
