@@ -722,7 +722,9 @@ class ElasticEngine(Engine):
     def save(self, folder: str | Path, *, keep_last: int = 2) -> None:
         """The host keeps checkpoints, in its own run folder: one worker sends its state, and training goes on."""
         self._join()
-        if self.replaying or self.left or self._over:
+        # Whoever has just caught up with the end would else be gone before it is saved, and end the run for all.
+        is_past = self.replaying and self.rows_seen < (self.rows_limit or 1 << 62)
+        if is_past or self.left or self._over:
             return
         if self._leads:
             self.wait_for_saves()  # one at a time
