@@ -16,7 +16,16 @@ import numpy as np
 
 from potluck.agree.windows import Decision, Report, Windows
 from potluck.errors import TheirProtocolError
-from potluck.events import CheckpointSaved, Decided, EpochDone, Stalled, Validated, WorkerCame, WorkerWent
+from potluck.events import (
+    CheckpointSaved,
+    Decided,
+    EpochDone,
+    Stalled,
+    Validated,
+    WentBack,
+    WorkerCame,
+    WorkerWent,
+)
 from potluck.fleet.description import BUFFERS, Description
 from potluck.fleet.effects import (
     AbandonStep,
@@ -300,6 +309,12 @@ class Coordinator:
             return standing.step
         return self.description.steps_at(standing.epoch, standing.row)
 
+    @property
+    def steps_total(self) -> int:
+        """Batches of the whole run; 0: nobody has said how long it is."""
+        described = self.description
+        return described.steps_at(*divmod(self._rows_limit, described.rows)) if described is not None else 0
+
     # What comes in
 
     def on_message(self, now: float, peer: int, message: Message) -> list[Effect]:
@@ -476,7 +491,7 @@ class Coordinator:
         """The run goes on from the newest checkpoint, or from its beginning where there is none."""
         self._restoring = False
         self._expected = 0
-        had = standing is not None
+        had, before = standing is not None, self.steps_done
         self.standing = standing or Standing()
         self.previous = self._ahead = self._save_due = None
         self._digests.clear()
@@ -485,6 +500,8 @@ class Coordinator:
         if self._saved.step > self.standing.step:  # it turned out to be damaged
             self._saved = Saved(0, "", "")
         effects: list[Effect] = []
+        if self.steps_done < before:
+            effects.append(Emit(WentBack(from_step=before, step=self.steps_done)))
         for member in self._stranded:
             if had:
                 effects += self._send_checkpoint(member)
@@ -593,7 +610,7 @@ class Coordinator:
             self._waiting.append((member.peer, ready))
             if self._alone_since is None:
                 self._alone_since = now
-            return self.on_tick(now) if not self._expected else []
+            return self.on_tick(now) if not self._expected else [self._tell_nobody_holds(member)]
         is_window = self._described.windowed is not None  # one that is computed again has other bits
         if ready.holds and self._ahead is not None and ready.step == self._ahead.step and not is_window:
             return self._admit(now, member, ready, since=ready.step + 1)
@@ -601,6 +618,15 @@ class Coordinator:
         if ready.step == step and (same or (ready.holds and not known and not is_window)):
             return self._admit(now, member, ready, since=step + 1)
         return self._catch_up(member)
+
+    def _tell_nobody_holds(self, member: Member) -> Emit:
+        """Else a newcomer would see a host that stands still and says nothing."""
+        doing = (
+            f"{member.name} has joined and needs them; if nobody comes back within {self.patience_s:.0f} s, the run"
+            " continues from its newest checkpoint"
+        )
+        name = f"a worker that has the weights of step {self.steps_done}"
+        return Emit(Stalled(worker=member.worker_id, name=name, doing=doing, seconds=0.0))
 
     def _admit(self, now: float, member: Member, ready: Ready, since: int) -> list[Effect]:
         member.applied, member.since = ready.step, since

@@ -140,7 +140,6 @@ class Server:
         self.saver = saver
         self.on_event = on_event
         self.on_step = on_step
-        self.on_described: Callable[[Description], None] = lambda description: None
         self.finished: effects.Finish | None = None
         self.mean: Mean | None = None
         self._loss = 0.0
@@ -292,7 +291,6 @@ class Server:
         largest = max(description.parts, key=lambda part: part.floats)
         self._limit = max(CONTROL_BYTES, 4 * largest.floats + 4 * len(largest.sizes) + 256)
         self._plain_limit = max(self._limit, 4 * description.floats + 256)
-        self.on_described(description)
 
     def _restore(self) -> None:
         """Back to the newest checkpoint, which the ledger then ends with."""
