@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from potluck.agree.policy import Async
-from potluck.events import CheckpointSaved, EpochDone, Stalled, Validated, WorkerCame, WorkerWent
+from potluck.events import CheckpointSaved, EpochDone, Stalled, Validated, WentBack, WorkerCame, WorkerWent
 from potluck.fleet.coordinator import LEGAL, PROTOCOL, Coordinator, Standing
 from potluck.fleet.description import settings_of
 from potluck.fleet.effects import Close, Effect, Emit, Expect, Finish, Restore, Send, SendCheckpoint
@@ -1022,6 +1022,18 @@ def test_a_newcomer_that_says_twice_that_it_is_ready_is_let_in_once() -> None:
     assert core.on_tick(110.5) == [Restore()]
     sent = [effect for effect in core.restored(110.5, Standing(4, 1, 16, 53)) if isinstance(effect, SendCheckpoint)]
     assert len(sent) == 1
+
+
+def test_a_run_that_goes_back_says_from_where_and_that_it_waits_first() -> None:
+    core = Coordinator(patience_s=10, secret=SECRET, standing=Standing(4, 1, 16, 53), expected=1)
+    core.description = described()
+    told = [e.event for e in effects_of(core, (1, hello()), (1, ready())) if isinstance(e, Emit)]
+    assert "the weights of step 4" in told[0].name and "if nobody comes back within 10 s" in told[0].doing
+    back = [e.event for e in core.restored(111.0, None) if isinstance(e, Emit)]
+    assert back[0] == WentBack(from_step=4, step=0)
+    core = Coordinator(patience_s=10, secret=SECRET, standing=Standing(4, 1, 16, 53), expected=1)
+    core.description = described()
+    assert not [e for e in core.restored(111.0, Standing(4, 1, 16, 53)) if isinstance(e, Emit)]
 
 
 # Plain peers

@@ -61,6 +61,33 @@ def test_a_loop_that_counts_by_itself_is_refused_where_it_would_train_too_much(t
     assert fleet.server.core.standing.epoch == 3, "the others were not disturbed"
 
 
+def test_a_scheduler_that_a_late_joiner_starts_anew_is_not_fed_weights_for_ever(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path)
+    fleet.add("first", by_hand, slow_s=0.05, epochs=6, steps=6 * STEPS // EPOCHS)
+    fleet.wait_for_step(4)
+    late = fleet.add("late", by_hand, slow_s=0.05, epochs=6)
+    wait_until((tmp_path / "late.error").exists, 60)
+    said = (tmp_path / "late.error").read_text()
+    assert "ConfigError" in said and "prepare(..., scheduler=scheduler)" in said
+    late.process.join(10)
+    (tmp_path / "late.error").unlink()
+    fleet.finish(epochs=6)
+
+
+def by_hand(place: Path) -> None:
+    """A loop that steps its scheduler after each step, as one did before prepare() took it."""
+    from potluck.train.elastic import ElasticEngine
+
+    prepare = ElasticEngine.prepare
+
+    def prepared(engine: Any, model: Any, optimizer: Any, *rest: Any, **options: Any) -> Any:
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        engine.after_step.append(scheduler.step)
+        return prepare(engine, model, optimizer, *rest, **options)
+
+    ElasticEngine.prepare = prepared  # type: ignore[method-assign]
+
+
 @pytest.mark.parametrize("policy", [potluck.Cadence(anchor=1, max_anchor=2), potluck.Async(anchor=1, max_anchor=2)])
 def test_windows_under_a_host_end_with_the_last_rate(tmp_path: Path, policy: Any) -> None:
     fleet = Fleet(tmp_path, at_least=2)

@@ -1,6 +1,7 @@
 """A loop of one's own: epochs, schedulers and kept state, against plain PyTorch with the same scheduler."""
 
 import itertools
+import json
 import os
 import signal
 from pathlib import Path
@@ -122,6 +123,50 @@ def test_a_scheduler_on_two_workers_is_that_of_one(strategy: Any) -> None:
 
 def train_by(strategy: Any) -> dict[str, Any]:
     return train("one cycle", strategy=strategy)
+
+
+def test_stages_are_scheduled_alike() -> None:
+    expected, _ = plain("one cycle")
+    for found in run_ranks(2, staged):
+        assert found["told"] == expected and found["epochs"] == [0, 1, 2]
+
+
+def staged() -> dict[str, Any]:
+    with potluck.init(STILL, stages=potluck.Pipeline(micro_batch_size=BATCH), patience_s=30) as fleet:
+        model, optimizer, data = make()
+        scheduler = SCHEDULERS["one cycle"](optimizer)
+        model, _, loader = fleet.prepare(model, optimizer, data, batch_size=BATCH, loss=loss_of, scheduler=scheduler)
+        told, epochs = [], []
+        for epoch in fleet.epochs(EPOCHS):
+            epochs.append(epoch)
+            for batch in loader:
+                told.append(settings(optimizer))
+                fleet.train(loss_of, batch)
+                fleet.step()
+        return {"told": [*told, settings(optimizer)], "epochs": epochs}
+
+
+def loss_of(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return F.mse_loss(model(batch[0]), batch[1])
+
+
+def test_what_is_kept_also_travels_where_there_are_no_files() -> None:
+    """As copies in memory and in a store have it: as JSON."""
+    fleet = potluck.init()
+    model, optimizer, data = make()
+    scheduler = SCHEDULERS["milestones"](optimizer)
+    model, _, loader = fleet.prepare(model, optimizer, data, batch_size=BATCH, scheduler=scheduler)
+    for x, y in loader:
+        fleet.backward(F.mse_loss(model(x), y), samples=len(x))
+        fleet.step()
+    fleet.state["ema"] = torch.eye(2)
+    told = json.loads(json.dumps(fleet._standing_as_json()))
+    expected = settings(optimizer), scheduler.last_epoch, dict(scheduler.milestones)
+    fleet.state["ema"] = torch.zeros(2, 2)
+    scheduler.step()
+    fleet._stand_at(told)
+    assert (settings(optimizer), scheduler.last_epoch, dict(scheduler.milestones)) == expected
+    assert torch.equal(fleet.state["ema"], torch.eye(2))
 
 
 def test_a_stopped_loop_is_saved_and_trains_the_rest_and_no_more(tmp_path: Path) -> None:

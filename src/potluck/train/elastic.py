@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 
 from potluck.agree.policy import ApplyPolicy, Sync
 from potluck.errors import CheckpointError, ConfigError, Diverged, Interrupted, PotluckError
-from potluck.events import EpochDone, RunStarted, StepDone, StepSkipped, WorkerStep
+from potluck.events import EpochDone, RunEnded, RunStarted, StepDone, StepSkipped, WorkerStep
 from potluck.fleet.client import Client, Lost, Means, position_of
 from potluck.fleet.coordinator import SAVE
 from potluck.fleet.description import Description, Part, settings_of
@@ -78,6 +78,8 @@ from potluck.wire.messages import (
 if TYPE_CHECKING:
     from potluck.train.progress import Progress
 
+DRIFTS, DRIFT_STEPS = 4, 40
+"""A worker whose weights had to be replaced more often than that within so many steps ends."""
 KEEP_EVERY_S = 60.0
 """A loop of one's own has its run saved on the host about this often."""
 KEEP_SHARE = 20
@@ -122,11 +124,14 @@ class ElasticEngine(Engine):
         self._over = False
         self._passes = 0
         """That a loop which counts epochs by itself has begun."""
+        self._drifts: list[int] = []
+        """The steps at which this worker's weights were not the others'."""
         self._was_moved = False
         """Into another epoch than that in which it was, or from which it began to count."""
         self._kept_at = self._keeping_s = 0.0
         """When the host last had a checkpoint, and how long it took to get there."""
         self._progress: Progress | None = None
+        self._shown_at = 0.0
         self._description: Description | None = None
         self._work: Work | None = None
         self._slices: list[int] = []
@@ -399,12 +404,24 @@ class ElasticEngine(Engine):
                         raise CheckpointError(message.error)
                     return message
                 case Admitted() if message.wait:
+                    self._insist_on_same_loop()
                     self._fetch_state(message)
                     return None
                 case Admitted():
                     pass
                 case _:
                     return message
+
+    def _insist_on_same_loop(self) -> None:
+        """Weights that have drifted are sent anew; where they do so again and again, that mends nothing."""
+        self._drifts = [step for step in self._drifts if step > self.version - DRIFT_STEPS] + [self.version]
+        if len(self._drifts) > DRIFTS:
+            raise ConfigError(
+                f"This worker's weights have differed from the others' {len(self._drifts)} times in"
+                f" {self.version - self._drifts[0] + 1} steps, so its loop does something else than theirs. Often it is"
+                " a learning-rate scheduler that starts anew here: give it to prepare(..., scheduler=scheduler), which"
+                " sends it to whoever joins."
+            )
 
     @property
     def _is_idle(self) -> bool:
@@ -444,7 +461,7 @@ class ElasticEngine(Engine):
         """The run, to whoever has joined it with a script."""
         from potluck.train.progress import Progress
 
-        self._progress = Progress()
+        self._progress, self._shown_at = Progress(), time.monotonic()
         self.events.listeners.append(self._progress)
         loader = self._loader()
         self.events.emit(
@@ -459,6 +476,18 @@ class ElasticEngine(Engine):
                 steps_total=self.told.get("steps_total", 0),
                 from_step=self.step_number,
             )
+        )
+
+    def _run_ended(self) -> RunEnded:
+        last = self.events.last_step
+        return RunEnded(
+            reason="interrupted" if self.stopping else "finished",
+            step=self.step_number,
+            rows_seen=self.rows_seen,
+            seconds=time.monotonic() - self._shown_at,
+            loss=last.loss if last is not None else None,
+            validation_loss=None,
+            skipped=self.skipped,
         )
 
     def _begin_run(self) -> None:
@@ -855,7 +884,8 @@ class ElasticEngine(Engine):
             self._await_goodbye(self.client.patience_s)
         self._over = True
         if self._progress is not None:
-            self._progress.close()
+            self._progress(self._run_ended())
+            self._progress = None
         for thread in self._threads:
             thread.join(timeout=1.0)
         self.client.close()
