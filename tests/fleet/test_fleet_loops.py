@@ -131,10 +131,11 @@ def keep_often(place: Path) -> None:
     elastic.KEEP_EVERY_S = elastic.KEEP_SHARE = 0
 
 
-def test_a_loop_that_is_asked_to_leave_does_so_politely(tmp_path: Path) -> None:
+@pytest.mark.parametrize("counts_itself", [False, True])
+def test_a_loop_that_is_asked_to_leave_does_so_politely(tmp_path: Path, counts_itself: bool) -> None:
     fleet = Fleet(tmp_path, at_least=2)
-    leaver = fleet.add("leaver", slow_s=0.1)
-    fleet.add("other", slow_s=0.1)
+    leaver = fleet.add("leaver", slow_s=0.1, counts_itself=counts_itself)
+    fleet.add("other", slow_s=0.1, counts_itself=counts_itself)
     fleet.wait_for_step(3)
     leaver.send(signal.SIGINT)
     wait_until((tmp_path / "leaver.interrupted").exists)

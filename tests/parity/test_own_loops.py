@@ -309,6 +309,36 @@ def test_schedulers_that_cannot_be_kept_or_stepped_are_refused() -> None:
             potluck.init().prepare(model, optimizer, data, batch_size=BATCH, scheduler=scheduler)
 
 
+def test_a_scheduler_that_is_too_short_says_so() -> None:
+    fleet = potluck.init()
+    model, optimizer, data = make()
+    scheduler = lr.OneCycleLR(optimizer, max_lr=0.1, total_steps=2)
+    model, _, loader = fleet.prepare(model, optimizer, data, batch_size=BATCH, scheduler=scheduler)
+    with pytest.raises(ConfigError, match="OneCycleLR does not go beyond step 2 of the run: Tried to step 3 times"):
+        for x, y in loader:
+            fleet.backward(F.mse_loss(model(x), y), samples=len(x))
+            fleet.step()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"kept": []},
+        {"kept": {"dict": {"x": {"tensor": "absent"}}}},
+        {"kept": {"pickle": "x"}},
+        {"scheduler": {"class": "CosineAnnealingLR", "steps": 1 << 60, "state": {"dict": {}}, "groups": {"list": []}}},
+        {"scheduler": {"class": "CosineAnnealingLR", "steps": 0, "state": {"list": []}, "groups": {"list": []}}},
+        {"scheduler": {"class": "CosineAnnealingLR"}},
+    ],
+)
+def test_whatever_a_peer_sends_as_kept_is_a_sentence_at_most(damage: dict[str, Any]) -> None:
+    fleet = potluck.init()
+    model, optimizer, data = make()
+    fleet.prepare(model, optimizer, data, batch_size=BATCH, scheduler=SCHEDULERS["cosine"](optimizer))
+    with pytest.raises(CheckpointError):
+        fleet._stand_at(fleet._standing_as_json() | damage)
+
+
 def test_a_checkpoint_without_a_scheduler_puts_it_where_the_run_is(tmp_path: Path) -> None:
     """As checkpoints of earlier versions are."""
     model, optimizer, data = make()

@@ -498,7 +498,7 @@ class Engine:
 
     def _whole_steps(self) -> int:
         """Steps of the run that are done: one of which some rows are still to do counts for step_number alone."""
-        if self.loader is None:
+        if self.loader is None or isinstance(self.policy, Sync):
             return self.step_number
         row, size = self.loader.position.row, self.loader.batch.size
         return self.step_number - (row % size > 0 and row < self.loader.rows)
@@ -886,7 +886,7 @@ class Engine:
                 self._scheduled.load(standing.get("scheduler"), tensors, self._whole_steps())
             if standing.get("kept") is not None:
                 self.state.load(standing["kept"], tensors)
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"What the checkpoint keeps beside the model is damaged: {error!r}.") from None
 
     def _check_standing(self, path: Path, standing: Standing) -> None:

@@ -56,4 +56,7 @@ class Kept(MutableMapping[str, Any]):
 
     def load(self, saved: Any, tensors: Tensors) -> None:
         """What was kept takes the place of what is here; what is here alone stays."""
-        self._values |= unflatten(saved, tensors)
+        found = unflatten(saved, tensors)
+        if not isinstance(found, dict):
+            raise TypeError(f"{NAME} is a table, not a {type(found).__name__}")
+        self._values |= found

@@ -75,6 +75,8 @@ class Scheduled:
         if saved is None:
             self._put(self._first)
             self.go_to(steps)
+        elif abs(saved["steps"] - steps) > 1:  # it may come over the network, and be stepped to where the run stands
+            raise ValueError(f"its scheduler is at step {saved['steps']}, and the run at {steps}")
         else:
             self._put(_Look(saved["steps"], unflatten(saved["state"], tensors), unflatten(saved["groups"], tensors)))
 
@@ -104,13 +106,15 @@ class Scheduled:
         return _Look(self.steps, copy.deepcopy(self.scheduler.state_dict()), copy.deepcopy(settings))
 
     def _put(self, look: _Look) -> None:
-        state = copy.deepcopy(look.state)
+        known = self.scheduler.state_dict().keys()  # of another version of torch there may be others
+        state = {name: value for name, value in copy.deepcopy(look.state).items() if name in known}
         for name, mine in vars(self.scheduler).items():
             if isinstance(mine, Counter) and name in state:  # JSON has dictionaries alone
                 state[name] = Counter(state[name])
         self.scheduler.load_state_dict(state)
         for group, settings in zip(self.scheduler.optimizer.param_groups, look.groups, strict=True):
-            for name, value in copy.deepcopy(settings).items():
+            for name in settings.keys() & group.keys() - {"params"}:
+                value = copy.deepcopy(settings[name])
                 if isinstance(group.get(name), Tensor):  # others may hold it
                     group[name].copy_(value)
                 else:
