@@ -1036,6 +1036,19 @@ def test_a_run_that_goes_back_says_from_where_and_that_it_waits_first() -> None:
     assert not [e for e in core.restored(111.0, Standing(4, 1, 16, 53)) if isinstance(e, Emit)]
 
 
+def test_a_joiner_whose_run_would_be_shorter_or_longer_is_refused() -> None:
+    core = Coordinator(patience_s=10, secret=SECRET)
+    rows = described().rows
+    effects_of(core, (1, hello()), (1, ready(rows_limit=6 * rows)))
+    assert core.steps_total == described().steps_at(6, 0)
+    for peer, epochs in ((2, 3), (3, 8)):
+        refused = effects_of(core, (peer, hello()), (peer, ready(rows_limit=epochs * rows)))
+        (said,) = [e.message for e in refused if isinstance(e, Send) and isinstance(e.message, Refusal)]
+        assert said.sentence == f"This run ends after 6 epochs, and yours would after {epochs}. Ask for as many."
+    effects_of(core, (4, hello()), (4, ready()))
+    assert core.membership.members[4].is_ready and core.steps_total, "one that does not know takes nothing from it"
+
+
 # Plain peers
 
 

@@ -583,8 +583,18 @@ class Coordinator:
                     effects += self._turn_away_plain(plain.peer)
         elif (difference := self.description.difference(described)) is not None:
             return self._refuse(member.peer, "wrong model", difference)
-        self._rows_limit = described.rows_limit  # a run that goes on may be longer than it was
+        if self.membership.holders and (difference := self._differing_length(described)) is not None:
+            return self._refuse(member.peer, "other length", difference)
+        if described.rows_limit or not self.membership.holders:
+            self._rows_limit = described.rows_limit  # a run that goes on may be longer than it was
         return effects + self._place(now, member, ready)
+
+    def _differing_length(self, described: Description) -> str | None:
+        """Whoever ended sooner would end the run for all, and whoever ended later would wait for work for ever."""
+        mine, theirs, rows = self._rows_limit, described.rows_limit, described.rows
+        if not mine or not theirs or abs(mine - theirs) < rows:
+            return None
+        return f"This run ends after {mine / rows:g} epochs, and yours would after {theirs / rows:g}. Ask for as many."
 
     def _place(self, now: float, member: Member, ready: Ready) -> list[Effect]:
         """Whether a worker that has built its model may go on with its own weights, or where it gets the run's."""
