@@ -128,7 +128,7 @@ def test_a_host_keeps_a_checkpoint_of_its_own_accord_and_its_last_worker_may_be_
 def keep_often(place: Path) -> None:
     from potluck.train import elastic
 
-    elastic.KEEP_EVERY_S = elastic.KEEP_SHARE = 0
+    elastic.KEEP_FIRST_S = elastic.KEEP_EVERY_S = elastic.KEEP_SHARE = 0
 
 
 @pytest.mark.parametrize("counts_itself", [False, True])

@@ -80,8 +80,8 @@ if TYPE_CHECKING:
 
 DRIFTS, DRIFT_STEPS = 4, 40
 """A worker whose weights had to be replaced more often than that within so many steps ends."""
-KEEP_EVERY_S = 60.0
-"""A loop of one's own has its run saved on the host about this often."""
+KEEP_FIRST_S, KEEP_EVERY_S = 10.0, 60.0
+"""A loop of one's own has its run saved on the host after this long, and then about this often."""
 KEEP_SHARE = 20
 """And not before this many times as long as the last save took."""
 STATE_BYTES = 64
@@ -770,7 +770,8 @@ class ElasticEngine(Engine):
         if self.has_trainer or self.replaying or self.left or self._over or self.stopping:
             return
         since_s = time.monotonic() - self._kept_at
-        is_due = self._saved.step >= self._save_due and since_s > max(KEEP_EVERY_S, KEEP_SHARE * self._keeping_s)
+        every_s = KEEP_EVERY_S if self._saved.step else KEEP_FIRST_S
+        is_due = self._saved.step >= self._save_due and since_s > max(every_s, KEEP_SHARE * self._keeping_s)
         if self.link.gather_rows([float(self._leads and is_due)])[0][0]:
             self.save("")
 
