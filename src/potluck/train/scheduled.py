@@ -112,8 +112,9 @@ class Scheduled:
             if isinstance(mine, Counter) and name in state:  # JSON has dictionaries alone
                 state[name] = Counter(state[name])
         self.scheduler.load_state_dict(state)
-        for group, settings in zip(self.scheduler.optimizer.param_groups, look.groups, strict=True):
-            for name in settings.keys() & group.keys() - {"params"}:
+        groups = self.scheduler.optimizer.param_groups
+        for group, settings, first in zip(groups, look.groups, self._first.groups, strict=True):
+            for name in settings.keys() & first.keys():
                 value = copy.deepcopy(settings[name])
                 if isinstance(group.get(name), Tensor):  # others may hold it
                     group[name].copy_(value)
