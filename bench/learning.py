@@ -140,7 +140,7 @@ def _learn_ours(seat: Seat, lesson: Lesson, contender: str, every_rows: int) -> 
         if fleet.rows_seen >= lesson.rows:
             fleet.stopping = True
 
-    fleet.after_step.append(after_step)
+    fleet.after_agreement.append(after_step)
     dist.barrier()
     curve = Curve(model, every_rows)
     train(fleet, model, loader, seat)

@@ -226,7 +226,7 @@ def _compete_ours(meter: Meter, data: Tensor, policy: Any) -> dict[str, Any]:
             fleet.stopping = True  # on every rank alike
 
     fleet.events.listeners.append(heard)
-    fleet.after_step.append(agreed)
+    fleet.after_agreement.append(agreed)
     warm = clock.warm_steps if isinstance(policy, Sync) else clock.warm_windows
     meter.begin(warm)
     train(fleet, model, loader, seat)

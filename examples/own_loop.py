@@ -13,7 +13,9 @@ from torch import nn
 
 import potluck
 
+ROWS, BATCH = 2000, 32
 EPOCHS = 3
+STEPS = EPOCHS * -(-ROWS // BATCH)
 
 
 def spirals(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -30,11 +32,12 @@ def main() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=STEPS)
 
     fleet = potluck.init()
-    model, optimizer, loader = fleet.prepare(model, optimizer, spirals(2000), batch_size=32)
+    model, optimizer, loader = fleet.prepare(model, optimizer, spirals(ROWS), batch_size=BATCH, scheduler=scheduler)
 
-    for epoch in range(EPOCHS):
+    for epoch in fleet.epochs(EPOCHS):  # from where the run stands: after a resume, or where it was joined
         for points, arm in loader:
             loss = F.cross_entropy(model(points), arm)
             fleet.backward(loss, samples=len(points))

@@ -46,7 +46,7 @@ def main() -> None:
     if fleet.rank == 0:
         print(fleet.layout)
 
-    for epoch in range(EPOCHS):
+    for epoch in fleet.epochs(EPOCHS):
         for batch in loader:
             fleet.train(loss_of, batch)
             fleet.step()

@@ -27,6 +27,7 @@ class RunStarted:
     """What a sample is counted in: rows or tokens."""
     batch_size: int
     steps_total: int
+    """0 where nobody has said how long the run is."""
     from_step: int
     """Where a resumed run goes on; 0 for a new one."""
     layout: str = ""
@@ -174,6 +175,16 @@ class Recovered:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class WentBack:
+    """Nobody has the newest weights any more: the run goes on from its newest checkpoint, or begins anew."""
+
+    from_step: int
+    """The last that was done."""
+    step: int
+    """Of the checkpoint; 0: there is none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Stalled:
     """The others wait for a worker, or cannot use what it sent."""
 
@@ -211,6 +222,7 @@ Event = (
     | WorkerCame
     | WorkerWent
     | Recovered
+    | WentBack
     | Stalled
     | RunEnded
 )

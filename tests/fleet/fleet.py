@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from potluck.errors import WorkerLost
+from potluck.errors import Interrupted, WorkerLost
 from potluck.events import Event
 from potluck.fleet.coordinator import Coordinator
 from potluck.fleet.effects import StepRecord
@@ -75,14 +75,20 @@ def build(
 
 
 def train(
-    engine: Any, *, epochs: int = EPOCHS, on_step: Callable[[Any], None] = lambda engine: None, **what: Any
+    engine: Any,
+    *,
+    epochs: int = EPOCHS,
+    on_step: Callable[[Any], None] = lambda engine: None,
+    schedule: Callable[[torch.optim.Optimizer], Any] | None = None,
+    counts_itself: bool = False,
+    **what: Any,
 ) -> Net:
-    """The loop that every worker runs."""
+    """The loop that every worker runs. `counts_itself`: as one that does not know of fleet.epochs()."""
     model, optimizer, data = build(**what)
-    model, optimizer, loader = engine.prepare(model, optimizer, data, batch_size=BATCH, seed=1)
-    engine.after_step.append(lambda: on_step(engine))
-    engine.rows_limit = epochs * ROWS
-    while loader.position.epoch < epochs and not engine.stopping:
+    scheduler = schedule(optimizer) if schedule is not None else None
+    model, optimizer, loader = engine.prepare(model, optimizer, data, batch_size=BATCH, seed=1, scheduler=scheduler)
+    engine.after_agreement.append(lambda: on_step(engine))
+    for _ in range(epochs) if counts_itself else engine.epochs(epochs):
         for x, y in loader:
             loss = F.cross_entropy(model(x), y)
             engine.backward(loss, samples=len(x))
@@ -140,7 +146,8 @@ def _work(invite: str, folder: str, name: str, fault: Fault | None, options: dic
             if options.get("slow_s"):
                 time.sleep(options["slow_s"])
 
-        what = {name: options[name] for name in ("bare", "spoiled", "data_seed", "lr") if name in options}
+        names = ("bare", "spoiled", "data_seed", "lr", "schedule", "counts_itself")
+        what = {name: options[name] for name in names if name in options}
         if "fit" in options:
             model = fit(engine, place / name, options["fit"])
         else:
@@ -151,6 +158,9 @@ def _work(invite: str, folder: str, name: str, fault: Fault | None, options: dic
             if engine.link.rank == 0:
                 torch.save(weights, place / f"{name}.pt")
         engine.close()
+    except Interrupted as error:
+        (place / f"{name}.interrupted").write_text(str(error))
+        os._exit(0)
     except BaseException as error:
         is_loss = isinstance(error, WorkerLost) or loss_of_peer(error) is not None
         kind = "lost" if is_loss and options.get("may_lose") else "error"

@@ -15,7 +15,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from potluck.agree.policy import Async
-from potluck.events import CheckpointFailed, CheckpointSaved, EpochDone, Stalled, Validated, WorkerCame, WorkerWent
+from potluck.events import (
+    CheckpointFailed,
+    CheckpointSaved,
+    EpochDone,
+    Stalled,
+    Validated,
+    WentBack,
+    WorkerCame,
+    WorkerWent,
+)
 from potluck.fleet.coordinator import LEGAL, PROTOCOL, Coordinator, Standing
 from potluck.fleet.description import BAD_BUFFERS, BUFFERS, Part, settings_of
 from potluck.fleet.effects import (
@@ -1246,6 +1255,31 @@ def test_a_newcomer_that_says_twice_that_it_is_ready_is_let_in_once() -> None:
     assert core.on_tick(110.5) == [Restore()]
     sent = [effect for effect in core.restored(110.5, Standing(4, 1, 16, 53)) if isinstance(effect, SendCheckpoint)]
     assert len(sent) == 1
+
+
+def test_a_run_that_goes_back_says_from_where_and_that_it_waits_first() -> None:
+    core = Coordinator(patience_s=10, secret=SECRET, standing=Standing(4, 1, 16, 53), expected=1)
+    core.description = described()
+    told = [e.event for e in effects_of(core, (1, hello()), (1, ready())) if isinstance(e, Emit)]
+    assert "the weights of step 4" in told[0].name and "if nobody comes back within 10 s" in told[0].doing
+    back = [e.event for e in core.restored(111.0, None) if isinstance(e, Emit)]
+    assert back[0] == WentBack(from_step=4, step=0)
+    core = Coordinator(patience_s=10, secret=SECRET, standing=Standing(4, 1, 16, 53), expected=1)
+    core.description = described()
+    assert not [e for e in core.restored(111.0, Standing(4, 1, 16, 53)) if isinstance(e, Emit)]
+
+
+def test_a_joiner_whose_run_would_be_shorter_or_longer_is_refused() -> None:
+    core = Coordinator(patience_s=10, secret=SECRET)
+    rows = described().rows
+    effects_of(core, (1, hello()), (1, ready(rows_limit=6 * rows)))
+    assert core.steps_total == described().steps_at(6, 0)
+    for peer, epochs in ((2, 3), (3, 8)):
+        refused = effects_of(core, (peer, hello()), (peer, ready(rows_limit=epochs * rows)))
+        (said,) = [e.message for e in refused if isinstance(e, Send) and isinstance(e.message, Refusal)]
+        assert said.sentence == f"This run ends after 6 epochs, and yours would after {epochs}. Ask for as many."
+    effects_of(core, (4, hello()), (4, ready()))
+    assert core.membership.members[4].is_ready and core.steps_total, "one that does not know takes nothing from it"
 
 
 # Plain peers

@@ -1,6 +1,8 @@
 """Nobody comes, nobody goes: fleets of 1, 2 and 4 against each other and against plain PyTorch."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,10 +22,13 @@ def moved_by(now: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
     return torch.where(now.isfinite() & before.isfinite(), (now - before).float(), 0.0)
 
 
-def plain_run(epochs: int = EPOCHS) -> dict[str, torch.Tensor]:
+def plain_run(
+    epochs: int = EPOCHS, schedule: Callable[[torch.optim.Optimizer], Any] | None = None
+) -> dict[str, torch.Tensor]:
     """One process and no Potluck: a step's slices one after the other, their gradients added in the tree."""
     torch.set_num_threads(1)
     model, optimizer, (x, y) = build()
+    scheduler = schedule(optimizer) if schedule is not None else None
     step = 0
     for epoch in range(epochs):
         order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(mix(1, epoch)))
@@ -58,6 +63,8 @@ def plain_run(epochs: int = EPOCHS) -> dict[str, torch.Tensor]:
             for name, parameter in model.named_parameters():
                 parameter.grad = mean.get(name)
             optimizer.step()
+            if scheduler is not None:
+                scheduler.step()
             for name, buffer in model.named_buffers():
                 value = first[name]
                 if buffer.is_floating_point() and before[name].isfinite().all():

@@ -88,7 +88,7 @@ def ours(
         windows: list[list[list[list[int]]]] = [[]]
         events: list[Any] = []
         fleet.events.listeners.append(events.append)
-        fleet.after_step.append(lambda: windows.append([]))
+        fleet.after_agreement.append(lambda: windows.append([]))
         rows: list[list[int]] = []
         for _ in range(epochs):
             order = torch.randperm(

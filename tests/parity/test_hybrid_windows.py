@@ -138,7 +138,7 @@ def look_and_stop() -> dict[str, Any]:
             if fleet.rank == 3 and fleet.version == 3:
                 fleet.request_stop()
 
-        fleet.after_step.append(look)
+        fleet.after_agreement.append(look)
         for x, y, numbers in loader:
             if loader.current.counts:
                 used.extend(numbers.tolist())
@@ -244,7 +244,7 @@ def test_one_node_is_refused_on_every_rank_when_the_run_begins() -> None:
         (Cadence(), FullShard(), r"FullShard splits one replica over all workers.*Use HybridShard.*potluck run"),
         (Async(), ShardGradOp(), r"ShardGradOp splits one replica over all workers.*Use HybridShard"),
         (Sync(), PAIRS, r"HybridShard works with a host under Cadence and Async.*no_shard"),
-        (Cadence(), HybridShard(intra_node_size=32), r"intra_node_size of 32, and a host takes .* at most 31 ranks"),
+        (Cadence(), HybridShard(intra_node_size=32), r"intra_node_size of 32, and a host takes .* at most 30 ranks"),
     ],
 )
 def test_what_a_host_cannot_lead_is_refused_with_a_way_out(policy: Any, strategy: Any, sentence: str) -> None:

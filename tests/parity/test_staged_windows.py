@@ -61,7 +61,7 @@ def ours(policy: Any, optimizer_name: str, batch_size: int, stages: Any, strateg
         rows: list[list[int]] = []
         events: list[Any] = []
         fleet.events.listeners.append(events.append)
-        fleet.after_step.append(lambda: windows.append([]))
+        fleet.after_agreement.append(lambda: windows.append([]))
         for epoch in range(2):
             order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(epoch)).tolist()
             for batch in loader:

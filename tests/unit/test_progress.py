@@ -19,6 +19,7 @@ from potluck.events import (
     StepDone,
     StepSkipped,
     Validated,
+    WentBack,
     WorkerStep,
     WorkerWent,
     read_events,
@@ -75,6 +76,34 @@ def test_a_live_view_with_a_line_per_worker_on_a_terminal() -> None:
     last_view = out.getvalue().rsplit("worker", 1)[1]
     assert re.search(r"^0 +12 +50 % +900 ms +0 % +1,333", last_view, re.MULTILINE), "in the end, of the whole run"
     assert re.search(r"^1 +12 +50 % +900 ms +25 % +1,000", last_view, re.MULTILINE)
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_of_a_run_whose_length_nobody_told_no_total_is_shown(is_terminal: bool) -> None:
+    out = io.StringIO()
+    progress = Progress(Console(file=out, width=200, force_terminal=is_terminal, color_system=None))
+    started, *rest = story()
+    assert isinstance(started, RunStarted)
+    progress(replace(started, steps_total=0, from_step=3))
+    for event in rest:
+        progress(event)
+    said = out.getvalue()
+    assert "2 workers (cpu): steps of 8 rows" in said and re.search(r"step \d, loss \d\.\d+", said)
+    assert not re.search(r"step \d+/", said) and " left" not in said
+
+
+@pytest.mark.parametrize(
+    ("event", "sentence"),
+    [
+        (WentBack(from_step=39, step=30), "continues from the checkpoint of step 30; 9 steps are trained again."),
+        (WentBack(from_step=39, step=0), "continues from the start: none was saved; 39 steps are trained again."),
+        (WentBack(from_step=39, step=38), "continues from the checkpoint of step 38; 1 step is trained again."),
+    ],
+)
+def test_what_is_lost_is_said(event: WentBack, sentence: str) -> None:
+    out = io.StringIO()
+    Progress(Console(file=out, width=300))(event)
+    assert out.getvalue() == f"Nobody has the weights of step 39 any more. The run {sentence}\n"
 
 
 def decided(reason: str) -> Decided:

@@ -97,7 +97,6 @@ def first_run(code: str) -> str:
     return said.getvalue()
 
 
-@pytest.mark.skipif(not hasattr(Engine, "epochs"), reason="fleet.epochs() is being written elsewhere")
 def test_the_first_run_gives_the_same_losses_on_one_worker_and_on_two() -> None:
     code = blocks(README, "python")[0]
     alone, first, second = run_ranks(1, first_run, code)[0], *run_ranks(2, first_run, code)
@@ -118,11 +117,10 @@ def test_the_api_page_names_every_public_thing_of_a_loop() -> None:
 
 
 def test_the_api_page_names_nothing_that_is_not_there() -> None:
-    lands_elsewhere = {"epochs", "state", "after_agreement"}  # of own loops
     there = {*dir(Engine), *vars(Engine())}
     code = code_in_sentences(API)
     named = {found[1] for each in code if (found := re.match(r"fleet\.(\w+)", each))}
-    assert sorted(named - there - lands_elsewhere) == []
+    assert sorted(named - there) == []
     options = {each.removesuffix("=") for each in code if each.endswith("=")}
     assert sorted(options - {*inspect.signature(Engine.prepare).parameters, "scheduler"}) == []
 

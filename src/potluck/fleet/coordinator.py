@@ -23,6 +23,7 @@ from potluck.events import (
     EpochDone,
     Stalled,
     Validated,
+    WentBack,
     WorkerCame,
     WorkerWent,
 )
@@ -344,6 +345,12 @@ class Coordinator:
             return standing.step
         return self.description.steps_at(standing.epoch, standing.row)
 
+    @property
+    def steps_total(self) -> int:
+        """Batches of the whole run; 0: nobody has said how long it is."""
+        described = self.description
+        return described.steps_at(*divmod(self._rows_limit, described.rows)) if described is not None else 0
+
     # What comes in
 
     def on_message(self, now: float, peer: int, message: Message, address: str = "") -> list[Effect]:
@@ -587,7 +594,7 @@ class Coordinator:
         """The run goes on from the newest checkpoint, or from its beginning where there is none."""
         self._restoring = False
         self._expected = 0
-        had = standing is not None
+        had, before = standing is not None, self.steps_done
         self.standing = standing or Standing()
         self.previous = self._ahead = self._save_due = self._save_again_at = None
         self._digests.clear()
@@ -597,6 +604,8 @@ class Coordinator:
         if self._saved.step > self.standing.step:  # it turned out to be damaged
             self._saved = Saved(0, "", "")
         effects = self._turn_away_all_plain("the run goes back to a checkpoint, and a plain peer cannot go with it")
+        if self.steps_done < before:
+            effects.append(Emit(WentBack(from_step=before, step=self.steps_done)))
         for member in self._stranded:
             if had:
                 effects += self._send_checkpoint(member)
@@ -716,11 +725,20 @@ class Coordinator:
         elif (completed := self.description.completed(described)) != self.description:
             self.description = completed
             effects.append(Describe(completed, is_new=False))
+        if self.membership.holders and (difference := self._differing_length(described)) is not None:
+            return self._refuse(member.peer, "other length", difference)
         # Whoever says it twice is placed once: as the first who is in it would else be sent its own weights.
         self._waiting = [(peer, theirs) for peer, theirs in self._waiting if peer != member.peer]
         if not self.membership.holders:  # a run that is resumed may be longer than it was; a newcomer changes nothing
             self._rows_limit = described.rows_limit
         return effects + self._place(now, member, replace(ready, description=""))  # it may wait, and be long
+
+    def _differing_length(self, described: Description) -> str | None:
+        """Whoever ended sooner would end the run for all, and whoever ended later would wait for work for ever."""
+        mine, theirs, rows = self._rows_limit, described.rows_limit, described.rows
+        if not mine or not theirs or abs(mine - theirs) < rows:
+            return None
+        return f"This run ends after {mine / rows:g} epochs, and yours would after {theirs / rows:g}. Ask for as many."
 
     def _place(self, now: float, member: Member, ready: Ready) -> list[Effect]:
         """Whether a worker that has built its model may go on with its own weights, or where it gets the run's."""
@@ -753,7 +771,7 @@ class Coordinator:
             effects: list[Effect] = []
             if ready.holds and not holds:
                 effects.append(self._tell_drift(member, ready.step, "are not those that were agreed on"))
-            return effects + (self.on_tick(now) if not self._expected else [])
+            return effects + (self.on_tick(now) if not self._expected else [self._tell_nobody_holds(member)])
         if holds and self._ahead is not None and ready.step == self._ahead.step and not is_window:
             return self._admit(now, member, ready, since=ready.step + 1)
         same = any(ready.digest == told.digest for told in known.values())
@@ -766,6 +784,15 @@ class Coordinator:
         agreed = self._agreed.get(ready.step, {})
         is_unknown = self._compared_as(member.kind) not in agreed
         return bool(ready.digest) and (is_unknown or ready.digest in agreed.values())
+
+    def _tell_nobody_holds(self, member: Member) -> Emit:
+        """Else a newcomer would see a host that stands still and says nothing."""
+        doing = (
+            f"{member.name} has joined and needs them; if nobody comes back within {self.patience_s:.0f} s, the run"
+            " continues from its newest checkpoint"
+        )
+        name = f"a worker that has the weights of step {self.steps_done}"
+        return Emit(Stalled(worker=member.worker_id, name=name, doing=doing, seconds=0.0))
 
     def _admit(self, now: float, member: Member, ready: Ready, since: int) -> list[Effect]:
         member.applied, member.since = ready.step, since

@@ -40,7 +40,7 @@ from potluck.train.shelf import (
 )
 
 __all__ = ["CheckpointConfig", "Snapshot", "Writer", "check", "holds_any", "newest", "prune", "read", "write"]
-MODEL, OPTIMIZER, RANDOM = "model", "optimizer", "random"
+MODEL, OPTIMIZER, RANDOM, KEPT = "model", "optimizer", "random", "kept"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -290,10 +290,16 @@ class Loader:
             raise ConfigError("The dataset is empty.")
 
     def __iter__(self) -> Iterator[Any]:
+        if self.position.row >= self.rows:  # whoever took exactly len() batches has not asked for the end
+            self.end_epoch()
         yield from self._rest_of_epoch()
         self._insist_on_step()
         if self.is_stopped() and self.position.row < self.rows:
             return
+        self.end_epoch()
+
+    def end_epoch(self) -> None:
+        """All of its rows are done."""
         self.current = None
         self.on_epoch_end()
         self.position = Position(self.position.epoch + 1)
@@ -340,7 +346,12 @@ class Loader:
 
     def __len__(self) -> int:
         """How many micro-batches the rest of this epoch has for this worker."""
-        return sum(micro.start < micro.end for micro in self._micro_batches(self.position.row))
+        return sum(micro.start < micro.end for micro in self._micro_batches(self._next_row))
+
+    @property
+    def _next_row(self) -> int:
+        """Where the next pass begins: after the last row of an epoch, with the first of the next."""
+        return self.position.row if self.position.row < self.rows else 0
 
     def _micro_batches(self, row: int) -> Iterator[MicroBatch]:
         shares = self.shares
@@ -424,21 +435,20 @@ class SliceLoader(Loader):
         self._ordered: tuple[tuple[int, int, tuple[tuple[int, int], ...]], Tensor] | None = None
 
     def __iter__(self) -> Iterator[Any]:
+        if self.position.row >= self.rows:
+            self.end_epoch()
         for micro in self.plan():
             self.current = micro
             seed_everything(self.seed_of(micro))
             if not micro.counts:
                 self.on_stand_in()
             yield self._arrived(self._rows_of(micro))
-        if self.position.row < self.rows:
-            return
-        self.current = None
-        self.on_epoch_end()
-        self.position = Position(self.position.epoch + 1)
+        if self.position.row >= self.rows:
+            self.end_epoch()
 
     def __len__(self) -> int:
         """How many steps the rest of this epoch has; which slices of them are this worker's is not known before."""
-        return -(-(self.rows - self.position.row) // self.batch.size)
+        return -(-(self.rows - self._next_row) // self.batch.size)
 
     def take(self, start: int, end: int) -> Any:
         """Rows by themselves, for looking and not for training."""

@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 
 from potluck.agree.policy import ApplyPolicy, Sync
 from potluck.errors import ConfigError, Diverged, Interrupted, PotluckError
-from potluck.events import EpochDone, StepDone, StepSkipped, WorkerStep
+from potluck.events import EpochDone, RunEnded, RunStarted, StepDone, StepSkipped, WorkerStep
 from potluck.fleet.client import Client, Lost, Means, position_of
 from potluck.fleet.coordinator import SAVE
 from potluck.fleet.description import Description, Part, settings_of
@@ -43,6 +43,7 @@ from potluck.train import checkpoint
 from potluck.train.buckets import Allocate
 from potluck.train.data import BatchConfig, Loader, MicroBatch, Position, SliceLoader, as_dataset, mix, plan_step
 from potluck.train.engine import STEP_TOO_EARLY, Engine, _insist_on_mean, loss_and_samples
+from potluck.train.interrupts import on_interrupt
 from potluck.train.launch import QUIET
 from potluck.train.link import Alone, Link, choose_device
 from potluck.train.link import connect as join_group
@@ -74,6 +75,16 @@ from potluck.wire.messages import (
     Work,
 )
 from potluck.wire.words import clean_all
+
+if TYPE_CHECKING:
+    from potluck.train.progress import Progress
+
+DRIFTS, DRIFT_STEPS = 4, 40
+"""A worker whose weights had to be replaced more often than that within so many steps ends."""
+KEEP_FIRST_S, KEEP_EVERY_S = 10.0, 60.0
+"""A loop of one's own has its run saved on the host after this long, and then about this often."""
+KEEP_SHARE = 20
+"""And not before this many times as long as the last save took."""
 
 
 class ElasticEngine(Engine):
@@ -110,6 +121,16 @@ class ElasticEngine(Engine):
         """This worker has left the run, which goes on."""
         self._joined = False
         self._over = False
+        self._passes = 0
+        """That a loop which counts epochs by itself has begun."""
+        self._drifts: list[int] = []
+        """The steps at which this worker's weights were not the others'."""
+        self._was_moved = False
+        """Into another epoch than that in which it was, or from which it began to count."""
+        self._kept_at = self._keeping_s = 0.0
+        """When the host last had a checkpoint, and how long it took to get there."""
+        self._progress: Progress | None = None
+        self._shown_at = 0.0
         self._description: Description | None = None
         self._work: Work | None = None
         self._slices: list[int] = []
@@ -132,6 +153,7 @@ class ElasticEngine(Engine):
         """They changed while no code of the loop ran."""
         self._committed: Committed | None = None
         self._save_due = 0
+        self._due_at = 0.0
         self._saved = Saved(0, "", "")
         """The last checkpoint that is on the host's disk."""
         self._unsaved = Saved(0, "", "")
@@ -228,6 +250,22 @@ class ElasticEngine(Engine):
     def _plan(self) -> Iterator[MicroBatch]:
         """Slices as they are handed out, until the epoch ends or the run stops."""
         self._join()
+        if self._is_counted or self.has_trainer:
+            yield from self._rest_of_epoch()
+            return
+        if self._was_moved and self._passes:
+            raise ConfigError(
+                f"This worker was put into epoch {self._loader().position.epoch + 1} of the run, and its loop counts"
+                " epochs by itself: it would train more of them than the run has. Write `for epoch in fleet.epochs(n):`"
+                " around `for batch in loader:`, in the script of every worker."
+            )
+        self._passes += 1
+        with on_interrupt(self.request_stop):
+            yield from self._rest_of_epoch()
+            if self.stopping and self._loader().position.row < self._loader().rows:
+                self._end_early(None)
+
+    def _rest_of_epoch(self) -> Iterator[MicroBatch]:
         loader = self._loader()
         while not self.stopping and loader.position.row < loader.rows:
             if self._work is None:
@@ -383,14 +421,29 @@ class ElasticEngine(Engine):
                     return message
                 case Saved():
                     self._saved = message
+                    self._kept_at = time.monotonic()
+                    self._keeping_s = self._kept_at - self._due_at if self._due_at else 0.0
+                    self._due_at = 0.0
                     return message
                 case Admitted() if message.wait:
+                    self._insist_on_same_loop()
                     self._fetch_state(message)
                     return None
                 case Admitted():
                     pass
                 case _:
                     return message
+
+    def _insist_on_same_loop(self) -> None:
+        """Weights that have drifted are sent anew; where they do so again and again, that mends nothing."""
+        self._drifts = [step for step in self._drifts if step > self.version - DRIFT_STEPS] + [self.version]
+        if len(self._drifts) > DRIFTS:
+            raise ConfigError(
+                f"This worker's weights have differed from the others' {len(self._drifts)} times in"
+                f" {self.version - self._drifts[0] + 1} steps, so its loop does something else than theirs. Often it is"
+                " a learning-rate scheduler that starts anew here: give it to prepare(..., scheduler=scheduler), which"
+                " sends it to whoever joins."
+            )
 
     @property
     def _is_idle(self) -> bool:
@@ -422,6 +475,46 @@ class ElasticEngine(Engine):
         if not self._joined:
             self._joined = True
             self._present()
+            self._kept_at = time.monotonic()
+            if not self.has_trainer and self.speaks and not self._over:
+                self._show()
+
+    def _show(self) -> None:
+        """The run, to whoever has joined it with a script."""
+        from potluck.train.progress import Progress
+
+        self._progress, self._shown_at = Progress(), time.monotonic()
+        self.events.listeners.append(self._progress)
+        loader = self._loader()
+        self.events.emit(
+            RunStarted(
+                name=Path(sys.argv[0]).stem,
+                folder="the host's run folder",
+                workers=self.world,
+                device=str(self.device),
+                parameters=self.parameters,
+                unit="rows",
+                batch_size=loader.batch.size,
+                steps_total=self.told.get("steps_total", 0),
+                from_step=self.step_number,
+            )
+        )
+
+    def _run_ended(self) -> RunEnded:
+        last = self.events.last_step
+        return RunEnded(
+            reason="interrupted" if self.stopping else "finished",
+            step=self.step_number,
+            rows_seen=self.rows_seen,
+            seconds=time.monotonic() - self._shown_at,
+            loss=last.loss if last is not None else None,
+            validation_loss=None,
+            skipped=self.skipped,
+        )
+
+    def _begin_run(self) -> None:
+        """Where the run stands is the host's to say."""
+        self._join()
 
     def _present(self) -> None:
         """Says what this worker has built and holds, and gets what it lacks."""
@@ -565,6 +658,7 @@ class ElasticEngine(Engine):
         self.client.flush()
         self._check_weights(in_step=True)  # after this step nobody could say whose weights went wrong before it
         self.version = committed.step
+        steps_before = self.step_number
         self.rows_seen += committed.rows
         self._count_rows(committed.rows)
         event, verdict = self._agree(committed, tensors, told, started)
@@ -576,8 +670,8 @@ class ElasticEngine(Engine):
         self._insist_on_progress(event)
         if committed.stop:
             self.stopping = True
-        for call in self.after_step:
-            call()
+        self._tell_agreed(steps_before)
+        self._keep()
         self._trained = None
         if self._wants_stop and not self.stopping:
             self._leave_politely()
@@ -707,14 +801,42 @@ class ElasticEngine(Engine):
     def save(self, folder: str | Path, *, keep_last: int = 2) -> None:
         """The host keeps checkpoints, in its own run folder: one worker sends its state, and training goes on."""
         self._join()
-        if self.replaying or self.left or self._over:
+        # Whoever has just caught up with the end would else be gone before it is saved, and end the run for all.
+        is_past = self.replaying and self.rows_seen < (self.rows_limit or 1 << 62)
+        if is_past or self.left or self._over:
             return
         if self._leads:
             self._await_saves(until_kept=False)  # one at a time
-        self._save_due = self.version
+        self._save_due, self._due_at = self.version, time.monotonic()
         self.client.send(SaveDue(self.version, keep_last))
         if self._leads:
             self._send_state(StateRequest(SAVE, self.version))
+
+    def _keep(self) -> None:
+        """A loop of one's own need not think of it: the host gets a checkpoint as often as that costs little.
+
+        The worker that speaks for all decides; should it be lost, the host asks another.
+        """
+        if self.has_trainer or self.replaying or self.left or self._over or self.stopping:
+            return
+        since_s = time.monotonic() - self._kept_at
+        every_s = KEEP_EVERY_S if self._saved.step else KEEP_FIRST_S
+        is_due = self._saved.step >= self._save_due and since_s > max(every_s, KEEP_SHARE * self._keeping_s)
+        if self.link.gather_rows([float(self._leads and is_due)])[0][0]:
+            self.save("")
+
+    def _end_early(self, folder: Path | None) -> NoReturn:
+        """What is done is saved where it must be, the host knows that this worker goes, and a sentence says so."""
+        if not self.left:
+            self.save("")
+            self.wait_for_saves()
+        words = self.last_words()
+        self.close()
+        raise self.interrupted(words)
+
+    def _end_well(self, folder: Path | None) -> None:
+        self.save("")
+        self.wait_for_saves()
 
     def last_words(self) -> str:
         fault = self._unsaved.error if self._unsaved.step > self._saved.step else ""
@@ -789,7 +911,8 @@ class ElasticEngine(Engine):
 
     def _start_snapshot(self, folder: Path) -> Callable[[], Path | None]:
         """A copy in host memory now. What is returned writes it below the folder, and says where, if that is ours."""
-        snapshot = take_snapshot(self._prepared(), self._standing(), [])
+        standing, kept = self._take_standing()
+        snapshot = take_snapshot(self._prepared(), standing, [], kept)
         self._check_weights()
         return lambda: checkpoint.write(folder, snapshot)
 
@@ -832,6 +955,9 @@ class ElasticEngine(Engine):
             self.client.send(Leave(1, "finished"))
             self._await_goodbye(self.client.patience_s)
         self._over = True
+        if self._progress is not None:
+            self._progress(self._run_ended())
+            self._progress = None
         for thread in self._threads:
             thread.join(timeout=1.0)
         self.client.close()
@@ -863,6 +989,7 @@ class ElasticEngine(Engine):
         return super()._standing() | {"version": self.version}
 
     def _stand_at(self, standing: dict[str, Any]) -> None:
+        self._was_moved |= standing["epoch"] != self._loader().position.epoch
         super()._stand_at(standing)
         self.version = standing.get("version", standing["step"])
 

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 
 def insist_on_few_files(ranks: int) -> None:
-    """Each rank writes two files of a state that travels, and the first two more."""
-    most = (MAX_FILES - 2) // 2
+    """Each rank writes two files of a state that travels, and the first three more."""
+    most = (MAX_FILES - 3) // 2
     if ranks > most:
         raise ConfigError(
             f"HybridShard has an intra_node_size of {ranks}, and a host takes nodes of at most {most} ranks. Choose a"
@@ -130,7 +130,8 @@ class NodeEngine(ElasticWindowEngine):
         with self._changes.as_agreed():
             aside, _ = agree_on_aside(self.link, folder, self.step_number)
             share = Share(self.link.rank, self.link.world, aside)
-            snapshot = take_part(self._sharded(), self._standing(), [], share)
+            standing, kept = self._take_standing()
+            snapshot = take_part(self._sharded(), standing, [], share, kept)
             self._check_weights()
         if share.rank:
             return lambda: write_share(share, snapshot)

@@ -213,6 +213,8 @@ class ElasticWindowEngine(ElasticEngine):
         self._samples = self._good_samples = self._good_loss = 0.0
         self._done_rows = 0
         self._changes.begin()
+        if self._scheduled is not None:
+            self._scheduled.begin_window()
         self._begin_batch()
 
     def _begin_batch(self) -> None:

@@ -2,14 +2,15 @@
 
     fleet = potluck.init()
     model, optimizer, loader = fleet.prepare(model, optimizer, dataset, batch_size=32)
-    for batch in loader:
-        loss = loss_of(model, batch)
-        fleet.backward(loss, samples=len(batch))
-        fleet.step()
+    for epoch in fleet.epochs(3):
+        for batch in loader:
+            loss = loss_of(model, batch)
+            fleet.backward(loss, samples=len(batch))
+            fleet.step()
 
 In the last step of an epoch there may be fewer rows than workers; one that has none takes part from within the loader,
-and its loop body does not run. What must happen at every step on every worker, such as a scheduler's step, belongs in
-`fleet.after_step`. An optimizer.zero_grad() is not needed, and does nothing.
+and its loop body does not run. What must happen at every step on every worker belongs in `fleet.after_step`; a
+learning-rate scheduler is prepare()'s. An optimizer.zero_grad() is not needed, and does nothing.
 
 It knows where the run stands (step, rows, position in the epoch) and makes every decision that all workers must
 make alike: to apply a gradient or to skip it, to stop, to have ended an epoch.
@@ -20,20 +21,21 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, NoReturn, overload
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from potluck.agree.balance import Balance
 from potluck.agree.policy import ApplyPolicy, Sync
-from potluck.errors import CheckpointError, ConfigError, Diverged, WorkerLost
+from potluck.errors import CheckpointError, ConfigError, Diverged, Interrupted, WorkerLost
 from potluck.events import Decided, EpochDone, EventLog, Noticed, Recovered, StepDone, StepSkipped, WorkerStep
 from potluck.fleet.description import (
     SAME_DATA,
@@ -59,13 +61,17 @@ from potluck.train.data import (
     seed_everything,
 )
 from potluck.train.fingerprint import fingerprint, training_settings
-from potluck.train.launch import ONLY
+from potluck.train.interrupts import on_interrupt
+from potluck.train.kept import Kept
+from potluck.train.launch import LAST_WORDS, ONLY
 from potluck.train.link import Alone, Link, Rows, choose_device, connect, loss_of_peer
 from potluck.train.memory import Recovery, my_recovery
 from potluck.train.order import PATIENCE_S, checked, insist_on_patience
 from potluck.train.pulse import Pulse, Verdict, decide_step, worker_steps
 from potluck.train.replica import Replica, StepConfig, insist_on_memory
-from potluck.train.saves import Saves, Standing, sharded_of
+from potluck.train.saves import TENSORS, KeptTensors, Saves, Standing, sharded_of
+from potluck.train.scheduled import Scheduled
+from potluck.train.state import tensors_json, tensors_of_json
 from potluck.words import plural
 
 if TYPE_CHECKING:
@@ -151,12 +157,19 @@ class Engine:
         self.config = step
         self.events = EventLog()
         self.after_step: list[Callable[[], None]] = []
-        """Called on every worker after each step, also after one in which this worker had no rows."""
+        """Called on every worker once per step of the run, also for one in which this worker had no rows. Where workers
+        step by themselves, all steps of a window are told when it has ended and the weights are those agreed on."""
+        self.after_agreement: list[Callable[[], None]] = []
+        """Called on every worker when all hold the same weights again: after each step, or after each window."""
+        self.state = Kept()
+        """What you want kept beside the model: saved, sent to whoever joins, and put back by load()."""
         self.rows_limit: int | None = None
         """The run is over at so many rows; only policies that plan several steps ahead need to know."""
         self.lr_factor: Callable[[int], float] | None = None
         """The share of its peak that the learning rate has for the step which ends at so many rows; none: yours."""
         self.step_number = 0
+        self._steps_done = 0
+        """The same, but for while after_step is told of each step of a window."""
         self.rows_seen = 0
         self.skipped = 0
         self.stopping = False
@@ -175,6 +188,8 @@ class Engine:
         """What a host shows of the run: its name, the unit of samples, how many steps there are."""
         self.memo: dict[str, int] = {}
         """What a caller wants to find again, should this worker be killed and started again in a run that goes on."""
+        self.has_trainer = False
+        """Trainer counts epochs, hears Ctrl-C, saves and shows the run; else a loop of your own does, with our help."""
         self.is_restored = False
         """This worker was killed, and goes on where it had been, in a run that went on meanwhile."""
         self.loaded_from: Path | None = None
@@ -186,6 +201,12 @@ class Engine:
         """What was proved of the epoch that ended last."""
         self.replica: Replica | None = None
         self.loader: Loader | None = None
+        self._scheduled: Scheduled | None = None
+        self._is_counted = False
+        """epochs() counts the passes over the loader, and so knows how many of them the run has."""
+        self._folder: Path | None = None
+        """That load() was given."""
+        self._saved_last: tuple[Path, int] | None = None
         self._skipped_in_a_row = 0
         self._skipped_rows = 0
         """Of the epoch that is under way."""
@@ -247,7 +268,9 @@ class Engine:
         return self.rank == 0 or ONLY in os.environ
 
     @overload
-    def prepare(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]: ...
+    def prepare(
+        self, model: nn.Module, optimizer: Optimizer, *, scheduler: LRScheduler | None = None
+    ) -> tuple[nn.Module, Optimizer]: ...
 
     @overload
     def prepare(
@@ -262,6 +285,7 @@ class Engine:
         collate: Callable[[list[Any]], Any] | None = None,
         seed: int = 0,
         loss: LossFunction | None = None,
+        scheduler: LRScheduler | None = None,
     ) -> tuple[nn.Module, Optimizer, Loader]: ...
 
     def prepare(
@@ -276,12 +300,14 @@ class Engine:
         collate: Callable[[list[Any]], Any] | None = None,
         seed: int = 0,
         loss: LossFunction | None = None,
+        scheduler: LRScheduler | None = None,
     ) -> Any:
         """Readies model and optimizer, and gives a loader of this worker's share.
 
         `batch_size` is the rows of one step over all workers together, so that the numbers do not depend on how many
         there are. Without a dataset you bring your own batches; their sizes may differ between workers.
         `loss` is needed only where the model is cut into stages: see train().
+        `scheduler` is stepped here, once per step of the run under every policy; you do not step it.
         """
         if self.replica is not None:
             raise ConfigError(
@@ -291,6 +317,7 @@ class Engine:
         if isinstance(model, nn.Module):
             insist_on_memory(model)
         self.training = training_settings(optimizer, self.config.clip) | self.training
+        self._scheduled = Scheduled(scheduler, optimizer) if scheduler is not None else None
         self.replica = self._make_replica(model, optimizer)
         if dataset is None:
             self._meet_buddies()
@@ -314,6 +341,79 @@ class Engine:
     ) -> None:
         """What this worker brings, before it says anything to the others; where they meet in a store, that may be
         another run's. prepare() does so too. `about`: the run's name, and its folder if one was given (`out`)."""
+
+    def epochs(self, count: int, folder: str | Path | None = None) -> Iterator[int]:
+        """The epochs of a run that has `count` of them, from where it stands: `for epoch in fleet.epochs(3)`.
+
+        A run that load() has put in the middle, or that this worker has joined there, trains what is left and no more.
+        Ctrl-C stops all workers after the step that is under way, saves in `folder` (if there is none, in the one that
+        load() was given), and raises Interrupted; the end is saved there too. Under a host it is the host that saves.
+        """
+        if self.loader is None:
+            raise ConfigError("epochs() counts passes over the dataset: give prepare() one, and a batch_size.")
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            raise ConfigError(f"epochs() takes how many the run has, a whole number of at least 1, not {count!r}.")
+        self.rows_limit = count * self.loader.rows
+        self.told = self.told | {"steps_total": count * -(-self.loader.rows // self.loader.batch.size)}
+        return self._care_for(count, Path(folder) if folder is not None else None)
+
+    def _care_for(self, count: int, folder: Path | None) -> Iterator[int]:
+        with on_interrupt(self.request_stop):
+            yield from self.passes(count)
+            if self._position().epoch < count:
+                self._end_early(folder or self._folder)
+            self._end_well(folder or self._folder)
+
+    def passes(self, count: int) -> Iterator[int]:
+        """As epochs(), for a caller that hears Ctrl-C, saves and shows the run itself."""
+        self._is_counted = True
+        self._begin_run()
+        loader = self.loader
+        assert loader is not None
+        while True:
+            if loader.position.row >= loader.rows:
+                loader.end_epoch()
+            if self.stopping or loader.position.epoch >= count:
+                return
+            before = self.step_number, loader.position.epoch
+            yield loader.position.epoch
+            if before == (self.step_number, self._position().epoch) and not self.stopping:
+                raise ConfigError(
+                    "An epoch of fleet.epochs() has passed without a step. Iterate over the loader in each of them, and"
+                    " call backward() and step() for every batch."
+                )
+
+    def _position(self) -> Position:
+        """Where the run stands; a place at an epoch's end is the beginning of the next."""
+        assert self.loader is not None
+        position = self.loader.position
+        return Position(position.epoch + 1) if position.row >= self.loader.rows else position
+
+    def _begin_run(self) -> None:
+        """Before the first epoch."""
+
+    def _end_early(self, folder: Path | None) -> NoReturn:
+        """The run was stopped: what is done is saved, and a sentence says where."""
+        where = " Nothing was saved: name a folder for that, as in fleet.epochs(3, 'runs/mine')."
+        if folder is not None:
+            self._save_once(folder)
+            where = f" Saved in {folder}, from where fleet.load() goes on."
+        raise self.interrupted(f"Stopped after step {self.step_number}.{where}")
+
+    def _end_well(self, folder: Path | None) -> None:
+        if folder is not None:
+            self._save_once(folder)
+
+    def _save_once(self, folder: Path) -> None:
+        if self._saved_last != (folder, self.step_number):
+            self.save(folder)
+        self.wait_for_saves()
+
+    def interrupted(self, sentence: str) -> Interrupted:
+        """An error to raise. Our launcher says its sentence; where there is none, it is said here."""
+        if self.speaks and LAST_WORDS not in os.environ:
+            print(f"potluck: {sentence}", file=sys.stderr, flush=True)
+        return Interrupted(sentence)
 
     def start(self) -> None:
         """What was done since init(), such as loading data and weights, is no part of the first step."""
@@ -406,12 +506,31 @@ class Engine:
         self.events.emit(event)
         self._insist_on_progress(event)
         self._share_anew(pulses)
-        for call in self.after_step:
-            call()
+        self._tell_agreed(self.step_number - 1)
         if self._buddies is not None and self._buddies.is_due(self.step_number):
             self._refresh()
         self._start_of_step()
         return event
+
+    def _tell_agreed(self, steps_before: int) -> None:
+        """All workers hold the same weights; so many steps of the run were done when they last did."""
+        if self._scheduled is not None:
+            self._scheduled.agree(self._whole_steps())
+        end = self._steps_done = self.step_number
+        for number in range(steps_before + 1, end + 1):
+            self.step_number = number
+            for call in self.after_step:
+                call()
+        self.step_number = end
+        for call in self.after_agreement:
+            call()
+
+    def _whole_steps(self) -> int:
+        """Steps of the run that are done: one of which some rows are still to do counts for step_number alone."""
+        if self.loader is None or isinstance(self.policy, Sync):
+            return self.step_number
+        row, size = self.loader.position.row, self.loader.batch.size
+        return self.step_number - (row % size > 0 and row < self.loader.rows)
 
     def request_stop(self) -> None:
         """Asks all workers to stop together after the step in which they hear of it."""
@@ -455,13 +574,16 @@ class Engine:
 
         Returns once it is in host memory; the disk is written meanwhile.
         """
-        self._saves.save(Path(folder), self._prepared(), self._standing(), keep_last)
+        standing, kept = self._take_standing()
+        self._saves.save(Path(folder), self._prepared(), standing, keep_last, kept)
+        self._saved_last = Path(folder), standing["step"]
 
     def load(self, folder: str | Path) -> bool:
         """Goes on from the newest whole checkpoint below `folder`, on any number of workers. False if there is none.
 
         A run that has just outlived a loss stays where it is.
         """
+        self._folder = Path(folder)
         if self._recovered is not None:
             return True
         standing = self._saves.load(Path(folder), self._prepared(), self._check_standing)
@@ -469,6 +591,9 @@ class Engine:
             return False
         self._stand_at(standing)
         self.loaded_from = Path(standing["path"])
+        self._saved_last = self._folder, self.step_number
+        if self.loader is not None and self.loader.position.row >= self.loader.rows:
+            self.loader.end_epoch()
         if standing["workers"] != self.world:
             self.seed_random(standing["seed"])
         self._refresh()
@@ -642,6 +767,8 @@ class Engine:
             self.events.emit(Decided(step=self.step_number, rows=tuple(parts), reason=reason))
 
     def _set_lr(self, replica: Replica) -> None:
+        if self._scheduled is not None:
+            self._scheduled.go_to(self._step_of_schedule())
         if self.lr_factor is not None:
             for group in replica.optimizer.param_groups:
                 group["lr"] = group.setdefault("initial_lr", group["lr"]) * self.lr_factor(self._rows_of_schedule())
@@ -649,6 +776,14 @@ class Engine:
     def _rows_of_schedule(self) -> int:
         """Rows of all workers, at the end of the step that is being applied."""
         return self.rows_seen
+
+    def _step_of_schedule(self) -> int:
+        """Which step of the run is being applied, counted from 0: the one in which its rows end."""
+        if self.loader is None:
+            return self.step_number - 1
+        row, size = self.loader.position.row, self.loader.batch.size
+        end = row + self._rows_of_schedule() - self.rows_seen
+        return self.step_number + -(-end // size) - -(-row // size) - 1
 
     def _insist_on_progress(self, event: StepDone | StepSkipped) -> None:
         if isinstance(event, StepSkipped) and event.in_a_row >= self.config.nonfinite_limit:
@@ -760,7 +895,7 @@ class Engine:
     def _refresh(self) -> None:
         if self._buddies is not None:
             folder = str(self.run_folder) if self.run_folder is not None else None
-            self._buddies.refresh(self._sharded(), self._standing() | {"folder": folder})
+            self._buddies.refresh(self._sharded(), self._standing_as_json() | {"folder": folder})
 
     def _sharded(self) -> "Sharded":
         sharded = sharded_of(self._prepared())
@@ -772,7 +907,7 @@ class Engine:
     def _standing(self) -> Standing:
         position = self.loader.position if self.loader is not None else Position()
         return {
-            "step": self.step_number,
+            "step": max(self._steps_done, self.step_number),
             "rows_seen": self.rows_seen,
             "skipped": self.skipped,
             "skipped_rows": self._skipped_rows,
@@ -785,7 +920,31 @@ class Engine:
             "data": self.data or {},
         }
 
+    def _take_standing(self) -> tuple[Standing, KeptTensors]:
+        """Where the run stands and what is kept beside the model, and the tensors among that."""
+        tensors: KeptTensors = {}
+        scheduler = self._scheduled.save(tensors) if self._scheduled is not None else None
+        return self._standing() | {"scheduler": scheduler, "kept": self.state.save(tensors)}, tensors
+
+    def _standing_as_json(self) -> Standing:
+        standing, tensors = self._take_standing()
+        return standing | {TENSORS: tensors_json(tensors)}
+
+    def _take_back(self, standing: Standing) -> None:
+        """What was kept beside the model; checkpoints of earlier versions have none of it."""
+        tensors = standing.get(TENSORS, {})
+        tensors = tensors_of_json(tensors) if isinstance(tensors, str) else tensors
+        try:
+            if self._scheduled is not None:
+                self._scheduled.load(standing.get("scheduler"), tensors, self._whole_steps())
+            if standing.get("kept") is not None:
+                self.state.load(standing["kept"], tensors)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"What the checkpoint keeps beside the model is damaged: {error!r}.") from None
+
     def _check_standing(self, path: Path, standing: Standing) -> None:
+        if self._scheduled is not None:
+            self._scheduled.check(standing.get("scheduler"), str(path))
         if self.loader is not None and standing["rows_in_epoch"] not in (0, self.loader.rows):
             raise CheckpointError(
                 f"{path} stands in an epoch of {plural(standing['rows_in_epoch'], 'row')}, and the data now has"
@@ -829,6 +988,8 @@ class Engine:
             self.loader.position = Position(standing["epoch"], standing["row"], left)
             self.loader.seed = standing["seed"]
             self.loader.current = None
+        self._steps_done = self.step_number
+        self._take_back(standing)
         # What was trained before the checkpoint is rank 0's to tell, since those workers may be gone.
         self._ledger = Ledger([(0, standing["row"])] if self.rank == 0 else [])
 

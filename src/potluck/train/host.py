@@ -29,7 +29,7 @@ from potluck.events import (
     WorkerWent,
 )
 from potluck.fleet.coordinator import Coordinator
-from potluck.fleet.description import MAX_WHOLE, Description, differing_settings
+from potluck.fleet.description import Description, differing_settings
 from potluck.fleet.effects import Finish, StepRecord
 from potluck.fleet.invite import INVITE, Identity, Invite, is_loopback
 from potluck.fleet.journal import Journal, set_aside
@@ -72,7 +72,7 @@ class _Host:
         self.interrupts = 0
         self.started = time.monotonic()
         self._step_at = time.monotonic()
-        self._told: RunStarted | None = None
+        self._has_started = False
         self._stack = stack
         self.server = self._serve()
         stack.callback(self.server.stop)
@@ -165,7 +165,7 @@ class _Host:
         if described is not None:
             before = described.training
             server.on_completed = lambda completed: self._tell_of_changes(before, completed.training)
-            self._on_described(described, from_step=coordinator.steps_done)
+            self._on_described(described)
         journal.keep("port", str(server.port))
         return server
 
@@ -217,20 +217,30 @@ class _Host:
 
     # What happens
 
-    def _on_described(self, description: Description, from_step: int = 0) -> None:
-        told = description.told
+    def _on_described(self, description: Description) -> None:
+        """Before the run: a plain peer that cannot take an average would end in the first step."""
         if self.order.insecure and (sentence := description.too_large_for_entrenar()) is not None:
-            say(sentence)  # before the run: a plain peer that cannot take an average would end in the first step
-        self._told = RunStarted(
-            name=str(told.get("name") or self.folder.name),
-            folder=str(self.folder),
-            workers=max(1, self.order.local),
-            device="whatever comes",
-            parameters=description.floats,
-            unit=str(told.get("unit") or "rows"),
-            batch_size=description.batch,
-            steps_total=_whole(told.get("steps_total")) or -(-description.rows // description.batch),
-            from_step=from_step,
+            say(sentence)
+
+    def _start(self, from_step: int) -> None:
+        """With the first step: only then is it known where the run continues, and how long it is."""
+        core = self.server.core
+        if self._has_started or core.description is None:
+            return
+        self._has_started = True
+        description, told = core.description, core.description.told
+        self.events.emit(
+            RunStarted(
+                name=str(told.get("name") or self.folder.name),
+                folder=str(self.folder),
+                workers=max(1, len(core.membership.ready)),
+                device="whatever comes",
+                parameters=description.floats,
+                unit=str(told.get("unit") or "rows"),
+                batch_size=description.batch,
+                steps_total=core.steps_total,
+                from_step=from_step,
+            )
         )
 
     def _tell_of_changes(self, before: dict[str, Any], now: dict[str, Any]) -> None:
@@ -256,14 +266,15 @@ class _Host:
 
     def _on_step(self, record: StepRecord, lr: float, norm: float, fault: str) -> None:
         """The first worker has applied a committed step."""
-        self._start()
         now = time.monotonic()
         seconds, self._step_at = now - self._step_at, now
         self.loss = record.loss
-        step = record.step
+        before, step = record.step - 1, record.step
         described = self.server.core.description
         if described is not None and described.windowed is not None:  # then the record's counts agreements
+            before = described.steps_at(record.epoch, record.row)
             step = described.steps_at(record.epoch, record.row + record.rows)
+        self._start(before)
         if fault:
             self.skipped += 1
             self.events.emit(StepSkipped(step=step, loss=record.loss, in_a_row=0, reason=fault))
@@ -282,11 +293,6 @@ class _Host:
                 workers=workers,
             )
         )
-
-    def _start(self) -> None:
-        if self._told is not None:
-            told, self._told = self._told, None
-            self.events.emit(told)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.interrupts += 1
@@ -318,15 +324,14 @@ class _Host:
         if finish.failed:
             say(finish.reason)
             return 1
-        newest = self.keeper.newest()
-        saved = f" Saved in {newest[0]}." if newest is not None else ""
+        saved = self._saved()
         fault = self.server.core.save_fault
         if fault:  # what is saved is older than what was trained
-            saved = f" The newest checkpoint is {newest[0]}." if newest is not None else ""
             say(f"{fault.removesuffix('.')}. What was trained after the newest checkpoint is lost.")
         if finish.reason == "interrupted":
-            again = f" Go on with: potluck host {self.folder}/run.toml --out {self.folder} --resume" if saved else ""
-            say(f"Stopped after step {step}.{saved}{again}")
+            what = f"{self.folder}/run.toml" if self.order.recipe else self.order.command[0]
+            again = f" Go on with: potluck host {what} --out {self.folder} --resume" if saved else ""
+            say(f"Stopped after step {step}.{saved or ' Nothing was saved.'}{again}")
             return Interrupted.exit_code
         loss = f", loss {self.loss:.4f}" if self.loss is not None else ""
         validation = f", validation loss {self.validation:.4f}" if self.validation is not None else ""
@@ -340,6 +345,16 @@ class _Host:
                 print(f"  loss curve   {curve}", flush=True)
         return 0
 
+    def _saved(self) -> str:
+        """Where the run is, if it is; whether all of it is there."""
+        newest = self.keeper.newest()
+        if newest is None:
+            return ""
+        path, standing = newest
+        if standing.step < self.server.core.standing.step:
+            return f" The newest checkpoint is older: {path}."
+        return f" Saved in {path}."
+
 
 def _reachable(host: str) -> str:
     """The address that others can use: of every address, the one that leads out of this machine."""
@@ -351,7 +366,3 @@ def _reachable(host: str) -> str:
             return str(probe.getsockname()[0])
         except OSError:
             return socket.gethostname()
-
-
-def _whole(value: Any) -> int:
-    return value if isinstance(value, int) and 0 < value <= MAX_WHOLE else 0

@@ -94,7 +94,7 @@ def _add_state(pieces: Pieces, said: dict[str, Any], run: Run, known: dict[str, 
     for span in run.spans:
         if span.start == 0:  # once for each parameter
             of_all: dict[str, Tensor] = {}
-            rest = {key: value for key, value in known.items() if key not in flat}
+            rest = {str(key): value for key, value in known.items() if key not in flat}
             told = state.flatten(rest, span.name, of_all)["dict"]
             for name, tensor in of_all.items():
                 pieces.add_whole(name, tensor)

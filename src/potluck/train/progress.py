@@ -25,6 +25,7 @@ from potluck.events import (
     StepDone,
     StepSkipped,
     Validated,
+    WentBack,
     WorkerCame,
     WorkerStep,
     WorkerWent,
@@ -89,6 +90,17 @@ class Progress:
             case WorkerWent():
                 how = "left" if event.polite else f"is lost ({event.reason}); the others compute its part again"
                 self.say(f"{event.name} {how}; {plural(event.workers, 'worker')} now.", style="yellow")
+            case WentBack():
+                lost = event.from_step - event.step
+                again = f"{plural(lost, 'step')} {'is' if lost == 1 else 'are'}"
+                source = (
+                    f"from the checkpoint of step {event.step:,}" if event.step else "from the start: none was saved"
+                )
+                self.say(
+                    f"Nobody has the weights of step {event.from_step:,} any more. The run continues {source}; {again}"
+                    " trained again.",
+                    style="red",
+                )
             case Stalled():
                 for_s = f" for {event.seconds:.0f} s" if event.seconds else ""
                 then = f"; {event.then}" if event.then else ""
@@ -108,9 +120,10 @@ class Progress:
 
     def _start(self, run: RunStarted) -> None:
         self._run = run
+        steps = plural(run.steps_total, "step") if run.steps_total else "steps"
         self.say(
-            f"Training {count(run.parameters)} parameters on {plural(run.workers, 'worker')} ({run.device}):"
-            f" {plural(run.steps_total, 'step')} of {plural(run.batch_size, 'row')}, in {run.folder}"
+            f"Training {count(run.parameters)} parameters on {plural(run.workers, 'worker')} ({run.device}): {steps} of"
+            f" {plural(run.batch_size, 'row')}, in {run.folder}"
         )
         if run.layout:
             self.say(run.layout, style="dim")
@@ -149,13 +162,15 @@ class Progress:
     def _headline(self) -> str:
         run, last = self._run, self._last
         assert run is not None
+        of_all = f"/{run.steps_total:,}" if run.steps_total else ""
         if last is None:
-            return f"step 0/{run.steps_total:,}, computing the first one"
+            return f"step {run.from_step:,}{of_all}, computing the {'next' if run.from_step else 'first'} one"
         validation = f", validation {self._validation:.4f}" if self._validation is not None else ""
         skipped = f", {self._skipped} skipped" if self._skipped else ""
+        left = f", {duration(self._left_s())} left" if run.steps_total else ""
         return (
-            f"step {last.step:,}/{run.steps_total:,}, loss {last.loss:.4f}{validation}, "
-            f"{self._rate():,.0f} {run.unit}/s, {duration(self._left_s())} left{skipped}"
+            f"step {last.step:,}{of_all}, loss {last.loss:.4f}{validation}, "
+            f"{self._rate():,.0f} {run.unit}/s{left}{skipped}"
         )
 
     def _add_up(self, workers: tuple[WorkerStep, ...]) -> None:
@@ -175,7 +190,8 @@ class Progress:
         assert self._run is not None
         done = self._last.step if self._last is not None else self._run.from_step
         bar = Table.grid()  # a bar by itself would not end its line
-        bar.add_row(ProgressBar(total=self._run.steps_total, completed=done, width=60))
+        if self._run.steps_total:
+            bar.add_row(ProgressBar(total=self._run.steps_total, completed=done, width=60))
         workers = self._last.workers if self._last is not None else ()
         if of_run:
             return Group(Text(self._headline(), style="bold"), bar, self._table(tuple(self._sums.values())))

@@ -20,12 +20,12 @@ from potluck.shard.ranges import Ranges, Spec
 from potluck.train import checkpoint, shelf, split_saves, state
 from potluck.train.link import Link
 from potluck.train.replica import Replica
-from potluck.train.split_saves import ALL_DAMAGED, Standing, together
+from potluck.train.split_saves import ALL_DAMAGED, TENSORS, KeptTensors, Standing, together
 
 if TYPE_CHECKING:
     from potluck.shard.sharded import Sharded
 
-__all__ = ["Saves", "Standing", "take_snapshot"]
+__all__ = ["TENSORS", "KeptTensors", "Saves", "Standing", "take_snapshot"]
 
 
 class Saves:
@@ -35,7 +35,7 @@ class Saves:
         self._writers: dict[Path, checkpoint.Writer] = {}
         self._gone = threading.Event()
 
-    def save(self, folder: Path, replica: Replica, standing: Standing, keep_last: int) -> None:
+    def save(self, folder: Path, replica: Replica, standing: Standing, keep_last: int, kept: KeptTensors) -> None:
         """Returns once the checkpoint is in host memory; the disk is written meanwhile.
 
         One at a time: it waits for the write before it, if that has not ended yet.
@@ -45,11 +45,11 @@ class Saves:
         writer.wait()
         started = time.perf_counter()
         if (sharded := sharded_of(replica)) is not None:
-            split_saves.save(self._link, writer, sharded, standing, self._saved, self._gone.is_set)
+            split_saves.save(self._link, writer, sharded, standing, kept, self._saved, self._gone.is_set)
             return
         randoms = self._link.gather_bytes(state.random_state())
         if self._link.rank == 0:
-            snapshot = take_snapshot(replica, standing, randoms)
+            snapshot = take_snapshot(replica, standing, randoms, kept)
             writer.start(snapshot, self._saved(snapshot.step, time.perf_counter() - started))
 
     def load(self, folder: Path, replica: Replica, check: Callable[[Path, Standing], None]) -> Standing | None:
@@ -57,8 +57,8 @@ class Saves:
 
         `check` may refuse it. The random state is put back if there are as many workers as there were.
         """
+        self.wait_together()  # else it would miss one that is being written, or some would see what others do not
         if (sharded := sharded_of(replica)) is not None:
-            self.wait_together()  # else some would see a checkpoint that others do not see yet
             standing = split_saves.load(self._link, folder, sharded, check, self._pass_over)
         else:
             standing = self._load_whole(folder, replica, check)
@@ -107,7 +107,9 @@ class Saves:
                 told = _Told(self._link, source, replica)
                 randoms = [told[str(rank)] for rank in range(self._link.world)]
             state.set_random_state(randoms[self._link.rank].numpy().tobytes())
-        return standing
+        with Ranges(shelf.files_of(path, standing, checkpoint.KEPT) if path else ()) as source:
+            told = _Told(self._link, source, replica)
+            return standing | {TENSORS: {name: told[name] for name in told.names}}
 
     def _find(
         self, folder: Path, replica: Replica, check: Callable[[Path, Standing], None]
@@ -159,6 +161,10 @@ class _Told:
         told = json.loads(link.gather_bytes(json.dumps(mine).encode())[0])
         self._specs = {name: Spec(tuple(shape), getattr(torch, dtype)) for name, (shape, dtype) in told.items()}
 
+    @property
+    def names(self) -> list[str]:
+        return list(self._specs)
+
     def __getitem__(self, name: str, /) -> Tensor:
         spec = self._specs[name]
         tensor = self._source.tensor(name) if self._link.rank == 0 else torch.empty(spec.shape, dtype=spec.dtype)
@@ -173,7 +179,7 @@ def sharded_of(replica: Replica) -> "Sharded | None":
     return replica.part or getattr(replica, "sharded", None)
 
 
-def take_snapshot(replica: Replica, standing: Standing, randoms: list[bytes]) -> checkpoint.Snapshot:
+def take_snapshot(replica: Replica, standing: Standing, randoms: list[bytes], kept: KeptTensors) -> checkpoint.Snapshot:
     """A copy in host memory. `randoms`: each worker's random state, or none where it does not matter."""
     tensors, skeleton = state.optimizer_state(replica.optimizer, replica.names)
     return checkpoint.Snapshot(
@@ -182,5 +188,6 @@ def take_snapshot(replica: Replica, standing: Standing, randoms: list[bytes]) ->
             checkpoint.MODEL: state.model_state(replica.model),
             checkpoint.OPTIMIZER: tensors,
             checkpoint.RANDOM: {str(rank): state.bytes_tensor(data) for rank, data in enumerate(randoms)},
+            **({checkpoint.KEPT: kept} if kept else {}),
         },
     )

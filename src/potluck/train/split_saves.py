@@ -10,6 +10,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from potluck.errors import CheckpointError
 from potluck.train import checkpoint, parts, shelf, state
 from potluck.train.link import Link
@@ -19,7 +21,11 @@ if TYPE_CHECKING:
     from potluck.shard.sharded import Sharded
 
 Standing = dict[str, Any]
-"""Where a run stands, as JSON: step, rows, epoch, position."""
+"""Where a run stands, as JSON: step, rows, epoch, position; what is kept beside the model."""
+KeptTensors = dict[str, Tensor]
+"""In host memory: tensors of the scheduler and of fleet.state, which the standing names."""
+TENSORS = "kept tensors"
+"""Under which a standing that was loaded has them."""
 ALL_DAMAGED = "Every checkpoint in {} is damaged. Start anew in another folder."
 
 
@@ -42,6 +48,7 @@ def save(
     writer: checkpoint.Writer,
     sharded: "Sharded",
     standing: Standing,
+    kept: KeptTensors,
     saved: Callable[[int, float], Callable[[Path], None]],
     is_one_gone: Callable[[], bool],
 ) -> None:
@@ -51,7 +58,7 @@ def save(
     share = Share(link.rank, sharded.collectives.world, aside)
     if share.rank >= share.world:
         return  # a node of others holds the same parts, and writes them
-    snapshot = take_part(sharded, standing, randoms, share)
+    snapshot = take_part(sharded, standing, randoms, share, kept)
     tell = saved(snapshot.step, time.perf_counter() - started)
     if share.rank:
         writer.begin(lambda: write_share(share, snapshot), tell)
@@ -59,13 +66,16 @@ def save(
         writer.begin(lambda: write_together(writer.folder, share, snapshot, is_one_gone), tell)
 
 
-def take_part(sharded: "Sharded", standing: Standing, randoms: list[bytes], share: Share) -> checkpoint.Snapshot:
+def take_part(
+    sharded: "Sharded", standing: Standing, randoms: list[bytes], share: Share, kept: KeptTensors
+) -> checkpoint.Snapshot:
     """A copy in host memory of what this worker writes."""
     model, optimizer = parts.model_part(sharded), parts.optimizer_part(sharded)
     names = share.stem(checkpoint.MODEL), share.stem(checkpoint.OPTIMIZER)
     files = {names[0]: model.tensors, names[1]: optimizer.tensors}
     if share.rank == 0:
         files[checkpoint.RANDOM] = {str(rank): state.bytes_tensor(data) for rank, data in enumerate(randoms)}
+        files |= {checkpoint.KEPT: kept} if kept else {}
     notes = {names[0]: model.notes, names[1]: optimizer.notes}
     return checkpoint.Snapshot(standing | {"workers": len(randoms)}, files, notes)
 
@@ -134,7 +144,8 @@ def load(
     if standing["workers"] == link.world:
         with checkpoint.ranges(path, standing, checkpoint.RANDOM) as source:
             state.set_random_state(source.tensor(str(link.rank)).numpy().tobytes())
-    return standing
+    with checkpoint.ranges(path, standing, checkpoint.KEPT) as source:
+        return standing | {TENSORS: {name: source.tensor(name) for name in source.specs}}
 
 
 def _find(link: Link, folder: Path, pass_over: Callable[[Path, str], None]) -> tuple[Path, Standing] | None:

@@ -367,7 +367,7 @@ class Staged(Engine):
     def _keep(self) -> None:
         assert self._depot is not None
         notes = {
-            "standing": self._standing(),
+            "standing": self._standing_as_json(),
             "ledger": self._ledger.ranges,
             "memo": self.memo,
             "passes": self._pass,

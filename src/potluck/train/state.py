@@ -1,5 +1,6 @@
 """A model's, an optimizer's and the generators' state, as tensors in host memory and JSON. Nothing is pickled."""
 
+import base64
 import json
 import random
 from collections.abc import Mapping
@@ -144,21 +145,27 @@ def to_host(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
-def flatten(value: Any, key: str, tensors: dict[str, Tensor]) -> Any:
-    """JSON in which each tensor is replaced by its key in `tensors`."""
+def flatten(value: Any, key: str, tensors: dict[str, Tensor] | None, whose: str = "The optimizer's ") -> Any:
+    """JSON in which each tensor is replaced by its key in `tensors`; none: only to see whether it can be."""
     match value:
-        case Tensor():
-            tensors[key] = to_host(value)
+        case Tensor() if value.layout == torch.strided:
+            while tensors is not None and key in tensors:  # {"a/b": x, "a": {"b": y}}
+                key += "'"
+            if tensors is not None:
+                tensors[key] = to_host(value)
             return {"tensor": key}
         case None | bool() | int() | float() | str():
             return value
         case list() | tuple():
             kind = "list" if isinstance(value, list) else "tuple"
-            return {kind: [flatten(item, f"{key}/{i}", tensors) for i, item in enumerate(value)]}
-        case dict():
-            return {"dict": {str(k): flatten(item, f"{key}/{k}", tensors) for k, item in value.items()}}
+            return {kind: [flatten(item, f"{key}/{i}", tensors, whose) for i, item in enumerate(value)]}
+        case dict() if all(isinstance(name, str) for name in value):
+            return {"dict": {name: flatten(item, f"{key}/{name}", tensors, whose) for name, item in value.items()}}
+        case dict():  # JSON has names alone for keys
+            pairs = enumerate(value.items())
+            return {"items": [[flatten(part, f"{key}/{i}", tensors, whose) for part in pair] for i, pair in pairs]}
     raise CheckpointError(
-        f"The optimizer's {key} is a {type(value).__name__}, which has no place in a checkpoint that is never pickled."
+        f"{whose}{key} is a {type(value).__name__}, which has no place in a checkpoint that is never pickled."
         " Tensors, numbers, strings, lists and dictionaries have."
     )
 
@@ -172,11 +179,22 @@ def unflatten(value: Any, tensors: Tensors) -> Any:
             return tensors[content]
         case "dict":
             return {key: unflatten(item, tensors) for key, item in content.items()}
+        case "items":
+            return {unflatten(name, tensors): unflatten(item, tensors) for name, item in content}
         case "list":
             return [unflatten(item, tensors) for item in content]
         case "tuple":
             return tuple(unflatten(item, tensors) for item in content)
-    raise CheckpointError(f"The checkpoint's optimizer state holds an unknown kind {kind!r}.")
+    raise CheckpointError(f"The checkpoint's state holds an unknown kind {kind!r}.")
+
+
+def tensors_json(tensors: dict[str, Tensor]) -> str:
+    """For few and small ones, where there is no file to put them into."""
+    return base64.b64encode(save(tensors)).decode() if tensors else ""
+
+
+def tensors_of_json(text: str) -> dict[str, Tensor]:
+    return load(base64.b64decode(text)) if text else {}
 
 
 def bytes_tensor(data: bytes) -> Tensor:

@@ -16,7 +16,7 @@ from potluck.train.depot import Depot
 from potluck.train.link import Link
 from potluck.train.replica import Replica
 from potluck.train.saves import Saves
-from potluck.train.split_saves import ALL_DAMAGED, Standing, take_part, together
+from potluck.train.split_saves import ALL_DAMAGED, KeptTensors, Standing, take_part, together
 from potluck.train.together import Share, new_aside, write_share, write_together
 
 RESUME = "worker-0/resume"
@@ -32,18 +32,26 @@ class StoreSaves(Saves):
         super().__init__(link, events)
         self._depot = depot
 
-    def save(self, folder: Path, replica: Replica, standing: Standing, keep_last: int) -> None:
+    def save(self, folder: Path, replica: Replica, standing: Standing, keep_last: int, kept: KeptTensors) -> None:
         """Returns once it is on the first worker's disk. What one of them cannot do is raised on all."""
         randoms = self._link.gather_bytes(state.random_state())
-        together(self._link, lambda: self._save(folder, replica, standing, randoms, keep_last))
+        together(self._link, lambda: self._save(folder, replica, standing, randoms, keep_last, kept))
 
-    def _save(self, folder: Path, replica: Replica, standing: Standing, randoms: list[bytes], keep_last: int) -> None:
+    def _save(
+        self,
+        folder: Path,
+        replica: Replica,
+        standing: Standing,
+        randoms: list[bytes],
+        keep_last: int,
+        kept: KeptTensors,
+    ) -> None:
         assert replica.part is not None
         rank, world, step = self._link.rank, replica.part.collectives.world, standing["step"]
         started = time.perf_counter()
         if rank == 0:
             share = Share(0, world, new_aside(folder, step))
-            snapshot = take_part(replica.part, standing, randoms, share)
+            snapshot = take_part(replica.part, standing, randoms, share, kept)
             for other in range(1, world):
                 self._depot.take_files(_part(other, step), share.aside, f"worker {other}'s part of the checkpoint")
             place = write_together(folder, share, snapshot, lambda: True)
@@ -53,7 +61,7 @@ class StoreSaves(Saves):
         elif rank < world:  # another replica holds the same parts, and its ranks write them
             with tempfile.TemporaryDirectory(prefix="potluck-") as aside:
                 share = Share(rank, world, Path(aside))
-                write_share(share, take_part(replica.part, standing, randoms, share))
+                write_share(share, take_part(replica.part, standing, randoms, share, kept))
                 self._depot.give_files(_part(rank, step), share.aside)
 
     def load(self, folder: Path, replica: Replica, check: Callable[[Path, Standing], None]) -> Standing | None:

@@ -5,24 +5,19 @@
 `loss(model, batch)` gives the mean over the batch's rows, or (mean, samples) to count in something else.
 """
 
-import os
 import shutil
-import signal
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any, NoReturn
 
 from torch import nn
 from torch.optim import Optimizer
 
 from potluck.agree.policy import Sync
-from potluck.errors import ConfigError, Interrupted, PotluckError
+from potluck.errors import ConfigError, PotluckError
 from potluck.events import (
     CheckpointSaved,
     EpochDone,
@@ -37,7 +32,7 @@ from potluck.events import (
 from potluck.train.checkpoint import CheckpointConfig, holds_any
 from potluck.train.data import BatchConfig, as_dataset
 from potluck.train.engine import Engine, LossFunction, init
-from potluck.train.launch import LAST_WORDS
+from potluck.train.interrupts import on_interrupt
 from potluck.train.progress import Progress
 from potluck.train.run_folder import hold, make_run_folder
 from potluck.train.schedule import ScheduleConfig
@@ -123,6 +118,7 @@ class Trainer:
         config: FitConfig = FitConfig(),
     ) -> None:
         self.engine = engine or init()
+        self.engine.has_trainer = True
         self.loss = loss
         self.folder = Path(folder)
         self.config = config
@@ -162,7 +158,7 @@ class Trainer:
         engine.told = asdict(self._run_started())
         outlived = engine.recovery is not None or engine.is_restored  # then it stands where it goes on already
         resume = resume or outlived
-        with self._listening(resume=resume), _on_interrupt(engine.request_stop):
+        with self._listening(resume=resume), on_interrupt(engine.request_stop):
             if not (outlived or ((resume or engine.is_led) and self._load())):
                 engine.seed_random(self.config.seed)
             self._emit_start()
@@ -182,24 +178,24 @@ class Trainer:
     def _leave(self) -> NoReturn:
         """Says where the run is saved; our launcher does so itself."""
         where = f" Saved in {self.summary.checkpoint}." if self.engine.keeps_folder else ""
-        error = Interrupted(f"Stopped after step {self.engine.step_number}.{where}")
-        if self.engine.is_led:
-            error = Interrupted(self.engine.last_words())
-        if self.engine.speaks and LAST_WORDS not in os.environ:
-            print(f"potluck: {error}", file=sys.stderr)
-        raise error
+        said = (
+            self.engine.last_words() if self.engine.is_led else f"Stopped after step {self.engine.step_number}.{where}"
+        )
+        raise self.engine.interrupted(said)
 
     def _run(self) -> None:
         self.model.train()
-        self.engine.after_step.append(self._after_step)
+        self.engine.after_agreement.append(self._after_agreement)
         self.engine.start()
         try:
-            while not self._is_over and not self.engine.stopping:
+            for _ in self.engine.passes(self.config.epochs):
+                if self._is_over:  # it has as many steps as it may
+                    break
                 for batch in self._loader:
                     self.engine.train(self.loss, batch)
                     self.engine.step()
         finally:
-            self.engine.after_step.remove(self._after_step)
+            self.engine.after_agreement.remove(self._after_agreement)
         if self._is_over:
             self._validate()
         self._save()
@@ -240,7 +236,7 @@ class Trainer:
         self.summary.checkpoint = self.engine.loaded_from
         return True
 
-    def _after_step(self) -> None:
+    def _after_agreement(self) -> None:
         """On every worker alike, so that what follows may talk to the others."""
         if self.engine.replaying:
             return
@@ -371,27 +367,3 @@ def _tensorboard(folder: Path) -> Callable[[Event], None]:
                 writer.close()
 
     return on_event
-
-
-@contextmanager
-def _on_interrupt(request_stop: Callable[[], None]) -> Iterator[None]:
-    """The first Ctrl-C, or the system's SIGTERM, asks for a stop; the next one has its usual effect."""
-    usual: dict[int, Any] = {}
-
-    def on_signal(number: int, frame: FrameType | None) -> None:
-        request_stop()
-        restore()
-
-    def restore() -> None:
-        for number, handler in usual.items():
-            signal.signal(number, handler)
-
-    if threading.current_thread() is not threading.main_thread():  # whoever owns that one decides
-        yield
-        return
-    for number in (signal.SIGINT, signal.SIGTERM):
-        usual[number] = signal.signal(number, on_signal)
-    try:
-        yield
-    finally:
-        restore()

@@ -156,6 +156,8 @@ class WindowEngine(Engine):
         self._window, self._window_started = WindowPulse(), time.perf_counter()
         self._all_done = None
         self._buffers_before = self._buffers.copy()
+        if self._scheduled is not None:
+            self._scheduled.begin_window()
         self._start_of_step()
         for start, end in _cut(self._taken[nodes.number], own_rows):
             if self._is_over(decision):
@@ -275,12 +277,12 @@ class WindowEngine(Engine):
             max(pulse.sync_s for pulse in pulses),
         )
         self.version += 1
+        steps_before = self.step_number
         self.skipped += sum(int(pulse.skipped) for pulse in pulses)
         self._count_rows(loader, sum(int(pulse.rows) for pulse in pulses))
         self.stopping = any(pulse.wants_stop for pulse in pulses)
         self.events.emit(self._tell_window(loader, pulses, samples))
-        for call in self.after_step:
-            call()
+        self._tell_agreed(steps_before)
 
     def _merge(self) -> None:
         """The mean of all replicas; or, with overlap, the one that was begun at the end of the window before.

@@ -1,0 +1,150 @@
+"""A loop of one's own, led by a host: Ctrl-C, --resume and joiners as a person meets them."""
+
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from potluck.events import read_events
+from tests.cli.test_cli import children, is_alive, run, start, steps, wait_until
+from tests.cli.test_host import assert_same, events, invite_of, join, weights
+
+pytestmark = pytest.mark.timeout(150)
+
+SCRIPT = """
+import sys, time
+import torch
+import torch.nn.functional as F
+import potluck
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 1))
+x = torch.randn(200, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=60)
+fleet = potluck.init()
+model, optimizer, loader = fleet.prepare(model, optimizer, (x, x[:, :1]), batch_size=20, scheduler=scheduler)
+fleet.after_step.append(lambda: fleet.state.update(seen=fleet.step_number))
+if "--folder" in sys.argv:
+    fleet.load("mine")
+for epoch in EPOCHS:
+    for a, b in loader:
+        fleet.backward(F.mse_loss(model(a), b), samples=len(a))
+        fleet.step()
+        time.sleep(PAUSE)
+        if fleet.step_number > 3:
+            open("going", "w").close()
+print("trained", fleet.step_number, fleet.state["seen"], scheduler.last_epoch, flush=True)
+"""
+
+
+def script(place: Path, *, pause: float = 0.05, epochs: str = "fleet.epochs(6)") -> Path:
+    path = place / "own.py"
+    path.write_text(SCRIPT.replace("PAUSE", str(pause)).replace("EPOCHS", epochs))
+    return path
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    """The weights of a run that nobody disturbed."""
+    place = tmp_path_factory.mktemp("alone")
+    script(place, pause=0.0)
+    done = run(place, "host", "own.py", "--threads", "1")
+    assert done.returncode == 0 and "Finished 60 steps" in done.stdout and "Saved in" in done.stdout, done
+    return weights(place / "runs" / "own")
+
+
+def started(folder: Path) -> list[dict[str, Any]]:
+    return [r for r in read_events(folder / "events.jsonl") if r["event"] == "run_started"]
+
+
+def test_ctrl_c_on_the_host_saves_and_resume_continues_at_the_step_it_names(
+    tmp_path: Path, expected: dict[str, torch.Tensor]
+) -> None:
+    script(tmp_path)
+    folder = tmp_path / "runs" / "own"
+    host = start(tmp_path, "host", "own.py", "--threads", "1")
+    wait_until(lambda: len(steps(folder)) >= 4)
+    host.send_signal(signal.SIGINT)
+    out, error = host.communicate(timeout=60)
+    assert host.returncode == 130 and "Traceback" not in error, error
+    told = re.search(r"Stopped after step (\d+)\. Saved in \S+step-0*(\d+)\. Go on with: potluck (.+)", error)
+    assert told and told[1] == told[2], error
+    assert re.search(r"step \d+/60, loss", out), "the length of the whole run is known"
+    script(tmp_path, pause=0.0)
+    again = run(tmp_path, *told[3].split())
+    assert again.returncode == 0 and "Finished 60 steps" in again.stdout, (again.stdout, again.stderr)
+    assert f"from step {told[1]}." in again.stdout and "trained 60 60 60" in again.stdout
+    assert [r["from_step"] for r in started(folder)] == [0, int(told[1])]
+    assert steps(folder) == list(range(1, 61)), "no step is lost and none is repeated"
+    assert_same(weights(folder), expected)
+
+
+def test_a_joiner_with_a_script_sees_the_run_and_leaves_politely(
+    tmp_path: Path, expected: dict[str, torch.Tensor]
+) -> None:
+    script(tmp_path)
+    folder = tmp_path / "run"
+    host = start(tmp_path, "host", "own.py", "-n", "0", "--out", "run")
+    first = join(tmp_path, invite_of(folder), "own.py")
+    wait_until(lambda: len(steps(folder)) >= 12)  # in the second epoch
+    second = join(tmp_path, invite_of(folder), "own.py")
+    wait_until(lambda: sum(r["event"] == "worker_came" for r in events(folder)) == 2)
+    first.send_signal(signal.SIGINT)
+    out, said = first.communicate(timeout=60)
+    assert first.returncode == 130 and "Left the run after step" in said and "Traceback" not in said, said
+    assert "Training" in out and "/60, loss" in out, out
+    others, _ = second.communicate(timeout=60)
+    _, error = host.communicate(timeout=60)
+    assert second.returncode == 0 and host.returncode == 0, (others, error)
+    assert "trained 60 60 60" in others and steps(folder)[-1] == 60
+    went = [r for r in events(folder) if r["event"] == "worker_went"]
+    assert went[0]["polite"] is True
+    assert_same(weights(folder), expected)
+
+
+@pytest.mark.slow
+def test_what_a_resume_has_lost_is_said(tmp_path: Path) -> None:
+    """The host and all of its workers were killed before there was a checkpoint."""
+    script(tmp_path)
+    folder = tmp_path / "run"
+    host = start(tmp_path, "host", "own.py", "--out", "run", "--threads", "1")
+    wait_until(lambda: len(steps(folder)) >= 3)
+    workers = children(host.pid)
+    host.kill()
+    host.communicate()
+    wait_until(lambda: not any(map(is_alive, workers)))
+    done = steps(folder)[-1]
+    script(tmp_path, pause=0.0)
+    again = run(tmp_path, "host", "own.py", "--out", "run", "--threads", "1", "--resume", "--patience", "1")
+    assert again.returncode == 0, again.stderr
+    lost = re.search(r"Nobody has the weights of step (\d+) any more\. The run continues from the start", again.stdout)
+    assert lost and int(lost[1]) >= done, again.stdout
+    assert [r["from_step"] for r in started(folder)] == [0, 0] and "trained 60 60 60" in again.stdout
+
+
+@pytest.mark.slow
+def test_a_loop_that_counts_itself_shows_no_total(tmp_path: Path) -> None:
+    script(tmp_path, pause=0.0, epochs="range(2)")
+    done = run(tmp_path, "host", "own.py", "--threads", "1")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"step \d+, loss", done.stdout) and not re.search(r"step \d+/", done.stdout)
+    assert started(tmp_path / "runs" / "own")[0]["steps_total"] == 0
+
+
+@pytest.mark.slow
+def test_ctrl_c_under_run_saves_where_load_looked_and_the_rest_is_trained(tmp_path: Path) -> None:
+    script(tmp_path)
+    process = start(tmp_path, "run", "-n", "2", "own.py", "--folder")
+    wait_until((tmp_path / "going").exists)
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 130 and "Traceback" not in error, error
+    told = re.search(r"Stopped after step (\d+)\. Saved in mine", error)
+    assert told and int(told[1]) < 60, error
+    script(tmp_path, pause=0.0)
+    again = run(tmp_path, "run", "-n", "2", "own.py", "--folder")
+    assert again.returncode == 0 and again.stdout.count("trained 60 60 60") == 1, (again.stdout, again.stderr)
