@@ -91,7 +91,8 @@ class Rogues:
         if not member.plain and not all(number in under.reports for number in range(*node)):
             return []  # the server hears of the report first
         if member.plain and self.draw.random() < 0.5:
-            effects = self.core.on_plain_payload(self.now, member.peer, under.step, node, self.draw.choice(ODD))
+            effects = self.core.on_plain_loss(self.now, member.peer, under.step, node, self.draw.choice(ODD))
+            effects += self.core.on_payload(self.now, member.peer, under.step, node)
         else:
             effects = self.core.on_payload(self.now, member.peer, under.step, node)
         self.sums |= {*range(*node)}

@@ -58,7 +58,8 @@ def pause_at_random(tmp_path: Path, draw: random.Random, *, epochs: int, seconds
     """Workers, the host and both are stopped, now and then for longer than patience. What was done."""
     steps = epochs * STEPS // EPOCHS
     coordinator, invite = start_coordinator(tmp_path, patience_s=PATIENCE_S, at_least=3)
-    options = {"slow_s": 0.02, "epochs": epochs, "steps": steps, "save_every": 7}
+    # Whoever sleeps while the run ends finds nobody there when it wakes.
+    options = {"slow_s": 0.02, "epochs": epochs, "steps": steps, "save_every": 7, "may_lose": True}
     workers = [Worker(invite, tmp_path, name, None, options) for name in ("a", "b", "c")]
     wait_until(lambda: step_of(tmp_path) >= 1)
     done: list[str] = []

@@ -1302,7 +1302,8 @@ class Coordinator:
         voices = {who: told for who, told in found.items() if told.computed} or found
         counts = Counter(told.digest for told in voices.values()).most_common()
         if len(counts) > 1:
-            if apart := self._find_unlike(voices.values()):
+            # After a window there is nothing to set apart: all subtract alike.
+            if self._described.windowed is None and (apart := self._find_unlike(voices.values())):
                 self._apart |= apart
                 kinds = {self._compared_as(told.kind) for told in found.values()}
                 return [effect for each in sorted(kinds) for effect in self._judge(step, each, at_once=at_once)]

@@ -321,6 +321,7 @@ class Server:
         largest = max(description.parts, key=lambda part: part.floats)
         self._limit = max(CONTROL_BYTES, 4 * largest.floats + 4 * len(largest.sizes) + 256)
         self._plain_limit = max(self._limit, 4 * description.floats + 256)
+        self.on_described(description)
 
     def _restore(self) -> None:
         """Back to the newest checkpoint, which the ledger then ends with."""

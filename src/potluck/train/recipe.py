@@ -89,9 +89,6 @@ class RunConfig:
 def cook(config: RunConfig, order: Order, engine: Engine) -> tuple[Summary, GPT]:
     """Trains the recipe in its run folder. Called on every worker."""
     training, validation = read_windows(config.data, config.model.context)
-    folder = Path("runs") / config.name  # where a host leads, it keeps its own
-    if not engine.is_led:
-        folder = Path(engine.link.gather_bytes(str(_run_folder(config, order, engine)).encode())[0].decode())
     _insist_on_memory(config, engine, len(training))
     engine.samples_per_row = float(config.model.context)
     torch.manual_seed(config.fit.seed)
