@@ -254,7 +254,7 @@ def test_a_group_of_parameters_that_had_gradients_all_along_may_come_later() -> 
     expected = train(add_head, 1)
     assert not torch.equal(expected, train(None, 1))
     for found in run_ranks(2, train, add_head, 2):
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(found.cpu(), expected.cpu(), rtol=1e-5, atol=1e-6)
 
 
 def test_a_parameter_smuggled_into_the_optimizer_is_a_sentence_at_the_save(tmp_path: Path) -> None:
