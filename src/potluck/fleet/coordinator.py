@@ -88,7 +88,7 @@ from potluck.wire.messages import (
     Work,
 )
 
-PROTOCOL = 1
+PROTOCOL = 2
 TOO_SOON = 5
 """The code of a refusal after which a worker waits, and comes again."""
 CHUNKS_AHEAD = 4
