@@ -117,6 +117,7 @@ def assert_as_undisturbed(place: Path, from_step: int) -> None:
         torch.testing.assert_close(tensor, whole[name], rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_two_of_three_go_on_with_a_model_that_was_split_over_all(place: Path) -> None:
     process = start(place, "run", "-n", "3", "--threads", "1", "script.py", "FullShard", "step", "1")
     ((victim, memory),) = marked(place, 1)
@@ -163,6 +164,7 @@ def test_two_neighbours_lost_at_once_end_the_run(place: Path) -> None:
     assert not victims[0][1].exists()
 
 
+@pytest.mark.slow
 def test_a_recipe_goes_on_in_its_folder_and_ctrl_c_still_saves_it(place: Path) -> None:
     (place / "tiny.toml").write_text(
         RECIPE.replace("every = 5", "") + "[strategy]\nkind = 'full_shard'\nbuddy = true\n"

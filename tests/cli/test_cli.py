@@ -121,6 +121,7 @@ def test_a_recipe_trains_and_tells_all_that_a_person_wants_to_know(place: Path) 
     model.load_state_dict(load_file(folder / "model.safetensors"))
 
 
+@pytest.mark.slow
 def test_two_runs_at_once_in_one_folder_are_refused(place: Path) -> None:
     first = start(place, "train", "tiny.toml", "-n", "1", "--out", "both", "--set", "fit.epochs=1000")
     wait_until(lambda: len(steps(place / "both")) >= 12)  # it has saved at step 5 by now
@@ -131,6 +132,7 @@ def test_two_runs_at_once_in_one_folder_are_refused(place: Path) -> None:
     assert second.returncode == 2 and "Another run is using both right now." in second.stderr
 
 
+@pytest.mark.slow
 def test_a_second_run_takes_a_folder_of_its_own_and_never_the_firsts(place: Path) -> None:
     short = ("train", "tiny.toml", "-n", "1", "--set", "fit.max_steps=2")
     assert run(place, *short).returncode == 0
@@ -178,6 +180,7 @@ def test_an_unknown_option_is_refused(place: Path) -> None:
     assert done.returncode == 2 and "--epochs" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_model_is_refused_by_name(place: Path) -> None:
     assert run(place, "train", "tiny.toml", "--set", "fit.max_steps=2").returncode == 0
     done = run(place, "train", "tiny.toml", "--resume", "--set", "model.dim=32")
@@ -201,6 +204,7 @@ def finished_weights(place: Path, out: str) -> dict[str, torch.Tensor]:
     return load_file(place / out / "model.safetensors")
 
 
+@pytest.mark.slow
 def test_a_run_killed_at_several_points_ends_with_bit_identical_weights(place: Path) -> None:
     assert run(place, "train", "tiny.toml", "--out", "whole").returncode == 0
     kills = 0
@@ -265,6 +269,7 @@ def test_no_space_for_a_checkpoint_is_said_before_anything_is_computed(place: Pa
         subprocess.run(["umount", small], check=True)
 
 
+@pytest.mark.slow
 def test_nobody_leaves_before_the_checkpoint_is_on_the_disk(place: Path) -> None:
     """The disk takes longer than the launcher's patience with stragglers."""
     text = (
@@ -306,6 +311,7 @@ def test_every_line_of_every_worker_is_heard(place: Path) -> None:
     assert done.stdout.count("line") == 2000 and done.stderr.count("line") == 4000
 
 
+@pytest.mark.slow
 def test_a_refused_resume_changes_nothing_and_a_new_setting_takes_effect(place: Path) -> None:
     assert run(place, "train", "tiny.toml", "-n", "1", "--set", "fit.max_steps=2").returncode == 0
     kept = (place / "runs" / "tiny" / "run.toml").read_text()
@@ -332,6 +338,7 @@ def control_groups() -> list[Path]:
     return list(Path("/sys/fs/cgroup").glob("**/potluck-demo-*"))
 
 
+@pytest.mark.slow
 def test_the_demo_compares_sync_and_cadence(place: Path) -> None:
     done = run(place, "demo", "--data", "text", *TINY_DEMO)
     assert done.returncode == 0, done.stderr
@@ -444,6 +451,7 @@ def losses(text: str) -> list[str]:
     return re.findall(r"loss (\d+\.\d+)", text)
 
 
+@pytest.mark.slow
 def test_the_own_loop_example_gives_the_same_losses_however_it_is_started(place: Path) -> None:
     example = str(ROOT / "examples" / "own_loop.py")
     alone = subprocess.run([sys.executable, example], capture_output=True, text=True, cwd=place, timeout=60)
@@ -460,6 +468,7 @@ def test_the_own_loop_example_gives_the_same_losses_however_it_is_started(place:
     assert ours.stdout.count("each of its 2,000 samples was used exactly once; all workers hold the same weights") == 3
 
 
+@pytest.mark.slow
 def test_the_trainer_example_trains_and_resumes(place: Path) -> None:
     example = str(ROOT / "examples" / "trainer.py")
     done = run(place, "run", "-n", "2", example)
@@ -475,6 +484,7 @@ def test_examples_are_short(example: Path) -> None:
     assert len(example.read_text().splitlines()) < 60
 
 
+@pytest.mark.slow
 def test_the_doctor_tells_what_the_machine_brings(place: Path) -> None:
     done = run(place, "doctor")
     assert done.returncode == 0, done.stdout
@@ -484,6 +494,7 @@ def test_the_doctor_tells_what_the_machine_brings(place: Path) -> None:
     assert "Nothing is wrong." in done.stdout
 
 
+@pytest.mark.slow
 def test_the_doctor_names_what_is_wrong_and_the_fix(place: Path) -> None:
     done = subprocess.run(
         [*POTLUCK, "doctor"], cwd=place, capture_output=True, text=True, timeout=90,
@@ -493,6 +504,7 @@ def test_the_doctor_names_what_is_wrong_and_the_fix(place: Path) -> None:
     assert "cannot talk over gloo" in done.stdout and "GLOO_SOCKET_IFNAME" in done.stdout
 
 
+@pytest.mark.slow
 def test_the_run_folder_holds_the_whole_recipe(place: Path) -> None:
     assert run(place, "train", "tiny.toml", "--set", "fit.max_steps=1", "-n", "1").returncode == 0
     text = (place / "runs" / "tiny" / "run.toml").read_text()

@@ -103,6 +103,7 @@ def test_workers_on_other_machines_join_encrypted_leave_and_change_no_bit(
     assert went[0]["polite"]
 
 
+@pytest.mark.slow
 def test_a_host_killed_and_started_again_goes_on_with_whoever_is_there(
     place: Path, expected: dict[str, torch.Tensor]
 ) -> None:
@@ -159,6 +160,7 @@ def test_ctrl_c_on_the_host_saves_for_all_and_a_wrong_invite_gets_nothing(
     assert_same(weights(run), expected)
 
 
+@pytest.mark.slow
 def test_a_script_of_ones_own_is_joined_with_a_copy_of_it(place: Path) -> None:
     script = place / "own_loop.py"
     script.write_text((ROOT / "examples" / "own_loop.py").read_text().replace("EPOCHS = 3", "EPOCHS = 2"))

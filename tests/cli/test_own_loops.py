@@ -83,6 +83,7 @@ def test_ctrl_c_on_the_host_saves_and_resume_continues_at_the_step_it_names(
     assert_same(weights(folder), expected)
 
 
+@pytest.mark.slow
 def test_a_joiner_with_a_script_sees_the_run_and_leaves_politely(
     tmp_path: Path, expected: dict[str, torch.Tensor]
 ) -> None:

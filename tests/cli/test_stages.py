@@ -70,6 +70,7 @@ def wait_for(path: Path) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_workers_elsewhere_meet_in_a_store_and_one_that_is_killed_goes_on(tmp_path: Path) -> None:
     (tmp_path / "tiny.toml").write_text(RECIPE.format(url=f"file://{tmp_path}/store"))
@@ -109,6 +110,7 @@ def test_one_worker_alone_needs_a_store_to_meet_the_others_in(tmp_path: Path) ->
     assert "--only takes one of the workers 0 to 2, not 3." in done.stderr
 
 
+@pytest.mark.slow
 def test_the_example_prints_the_same_losses_on_three_workers_as_on_one(tmp_path: Path) -> None:
     example = str(Path(__file__).parents[2] / "examples" / "pipeline.py")
     said = [

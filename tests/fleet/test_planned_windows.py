@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from potluck.agree.policy import Async, Cadence, Windowed
 from potluck.events import Decided, Stalled, Validated, WorkerCame, WorkerWent
-from potluck.fleet.coordinator import Coordinator
+from potluck.fleet.coordinator import PROTOCOL, Coordinator
 from potluck.fleet.description import Description, settings_of
 from potluck.fleet.effects import Close, Send
 from potluck.wire.messages import Admitted, Hello, JoinAccepted, JoinRequest, Ready, Shutdown, Work
@@ -184,7 +184,7 @@ def test_plain_peers_are_turned_away() -> None:
     core = Coordinator(patience_s=10, secret="", plain_peers=True)
     (accepted, *_) = core.on_message(0.0, 1, JoinRequest("early", 0, "cpu"))
     assert isinstance(accepted.message, JoinAccepted)  # type: ignore[union-attr]
-    core.on_message(0.0, 2, Hello(1, "", "ours", "cpu"))
+    core.on_message(0.0, 2, Hello(PROTOCOL, "", "ours", "cpu"))
     effects = core.on_message(0.0, 2, Ready(windowed(Cadence()).to_json(), 0, "hash", 0))
     effects += core.on_message(0.0, 3, JoinRequest("late", 0, "cpu"))
     for peer in (1, 3):

@@ -1080,7 +1080,7 @@ def kind_of(device: torch.device) -> str:
     """Workers of one kind compute the same bits from the same bits.
 
     Those of which only what follows the semicolon is the same do so in an update: threads and the make of a processor
-    change the bits of gradients, and nothing that an optimizer computes number by number (decision 0111).
+    change the bits of gradients, and nothing that an optimizer computes number by number (decision 0033).
     """
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
