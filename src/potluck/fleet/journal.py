@@ -64,7 +64,10 @@ class Journal:
             self._base.execute("BEGIN EXCLUSIVE")
             self._base.execute("COMMIT")
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-            self._outside = os.open(path.with_name(f"{path.name}-writes"), flags, 0o600)
+            if path.name == ":memory:":  # of SQLite: such a journal leaves no file, and so its counter leaves none
+                self._outside = os.memfd_create("journal-writes")
+            else:
+                self._outside = os.open(path.with_name(f"{path.name}-writes"), flags, 0o600)
             self._open(is_new)
         except OSError as error:
             self.close()
