@@ -4,9 +4,11 @@ Each rank is a process of its own; they meet over a file, on the loopback interf
 long, fails the test with its traceback, and none is ever left behind.
 """
 
+import faulthandler
 import io
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -39,6 +41,12 @@ class RankFailed(AssertionError):
     pass
 
 
+class _TooLate(Exception):
+    def __init__(self, ranks: list[int], timeout_s: float) -> None:
+        super().__init__(f"ranks {ranks} took longer than {timeout_s} s")
+        self.ranks = ranks
+
+
 def run_ranks(world: int, function: Callable[..., Any], *arguments: Any, timeout_s: float = 60) -> list[Any]:
     """Calls function(*arguments) on each of `world` ranks and returns what they returned, in order of rank.
 
@@ -56,6 +64,8 @@ def run_ranks(world: int, function: Callable[..., Any], *arguments: Any, timeout
                 ranks.append((process, ours))
         try:
             return _collect([connection for _, connection in ranks], timeout_s)
+        except _TooLate as late:
+            raise RankFailed(f"{late}\n{_stacks(rendezvous, [ranks[rank][0] for rank in late.ranks])}") from None
         finally:
             for process, connection in ranks:
                 connection.close()
@@ -71,7 +81,7 @@ def _collect(connections: list[Connection], timeout_s: float) -> list[Any]:
         ready = wait(missing, max(0.0, deadline - time.monotonic()))
         if not ready:
             late = [rank for rank in range(len(connections)) if rank not in results]
-            raise RankFailed(f"ranks {late} took longer than {timeout_s} s")
+            raise _TooLate(late, timeout_s)
         for connection in ready:
             rank = connections.index(connection)  # type: ignore[arg-type]
             try:
@@ -82,6 +92,18 @@ def _collect(connections: list[Connection], timeout_s: float) -> list[Any]:
                 raise RankFailed(_cause(connections, rank, data))
             results[rank] = torch.load(io.BytesIO(data), "cpu", weights_only=True)
     return [results[rank] for rank in range(len(connections))]
+
+
+def _stacks(rendezvous: str, processes: list[Any]) -> str:
+    """Where each of them is, in all its threads."""
+    for process in processes:
+        os.kill(process.pid, signal.SIGUSR1)
+    time.sleep(0.5)  # faulthandler says nothing when it is done
+    return "\n".join(_stack_file(rendezvous, process.pid).read_text() for process in processes)
+
+
+def _stack_file(rendezvous: str, pid: int) -> Path:
+    return Path(f"{rendezvous}.stack-{pid}")
 
 
 def _cause(connections: list[Connection], rank: int, said: str) -> str:
@@ -110,6 +132,7 @@ def _be(
         "GLOO_SOCKET_IFNAME": "lo",
     }
     torch.set_num_threads(1)
+    faulthandler.register(signal.SIGUSR1, _stack_file(rendezvous, os.getpid()).open("w"), all_threads=True)
     try:
         result = function(*arguments)
         buffer = io.BytesIO()

@@ -496,6 +496,20 @@ def test_a_reader_killed_after_it_consumed_goes_on_from_there(tmp_path: Path) ->
     assert files(tmp_path) == []
 
 
+def test_what_killed_workers_were_writing_goes_when_the_run_ends(tmp_path: Path) -> None:
+    """Also of marks and claims: a kill can come between the file that is written and its name."""
+    source, target = (channel_at(tmp_path, stage) for stage in range(2))
+    step_forward(source, 0)
+    run = tmp_path / "run" / "g000001"
+    for folder, name in (("marks", "stage-1"), ("claims", "stage-1"), ("claims", "stage-0"), ("to-1", "s0")):
+        (run / folder).mkdir(exist_ok=True)
+        (run / folder / f".{name}~0123abcd").write_bytes(b"half")
+    target.end()
+    assert ".stage-0~0123abcd" in {path.name for path in run.rglob("*")}, "another stage's is its own to clear"
+    source.end()
+    assert files(tmp_path) == []
+
+
 def write_for_ever(tell: Tell, url: str) -> None:
     channel = channel_at(url, 0)
     tensor = torch.arange(1 << 20)

@@ -111,7 +111,7 @@ class StoreChannel:
         self._station.claim.check()
         self._station.finish_clears()
         self._store.sweep(f"to-{self.stage}", lambda key: True)
-        self._store.delete([f"marks/stage-{self.stage}"])
+        self._store.forget([f"marks/stage-{self.stage}"])
         self._station.claim.release()
         self._store.tidy()
         self.close()

@@ -115,6 +115,11 @@ class Store:
         names = [name for name in self._names(under) if unwanted(_finished(name[start:]) or "")]
         self._patiently("deleting", lambda: self._place.delete(names))
 
+    def forget(self, keys: Sequence[str]) -> None:
+        """Deletes them, and what a worker that was killed while it wrote one of them left."""
+        for folder in {key.rpartition("/")[0] for key in keys}:
+            self.sweep(folder, lambda key: key in keys)
+
     def tidy(self) -> None:
         """Removes empty folders, once this worker leaves."""
         self._place.tidy(self.run)
@@ -233,7 +238,7 @@ class Claim:
             self._store.check_generation()
 
     def release(self) -> None:
-        self._store.delete([self._key])
+        self._store.forget([self._key])
 
 
 def _place_of(url: str, patience_s: float) -> Place:

@@ -242,7 +242,7 @@ class Circles:
     def _tell_and_forget(self) -> None:
         """A few times a second at most, however fast operations are."""
         pause_s = _PAUSE_S
-        while True:
+        while not self._closing.is_set():  # close() may have set both while we were telling, and we cleared the other
             self._changed.wait(pause_s if self._has_leftovers() else None)
             if self._closing.wait(_PAUSE_S):
                 return
@@ -263,8 +263,8 @@ class Circles:
 
     def _has_leftovers(self) -> bool:
         """Whether we are past something that others were not past when we looked."""
-        floors = self._floors()
-        return any(min(circle.given, default=floors[name]) < floors[name] for name, circle in self._circles.items())
+        circles, floors = self._circles, self._floors()  # in this order: there may be a new one between the two
+        return any(min(circle.given, default=floors[name]) < floors[name] for name, circle in circles.items())
 
     def _floors(self) -> Position:
         """Before which operations we need nothing."""
@@ -281,8 +281,8 @@ class Circles:
         if not any(circle.given for circle in self._circles.values()):
             return
         told = {rank: self._mark_of(rank)["floors"] for rank in self._ranks if rank != self.rank}
-        told[self.rank] = self._floors()
-        for name, circle in self._circles.items():
+        circles, told[self.rank] = self._circles, self._floors()
+        for name, circle in circles.items():
             circle.forget(min(told[rank].get(name, 0) for rank in circle.members))
 
     def _clear_if_last(self) -> None:
@@ -293,7 +293,8 @@ class Circles:
         store = self.station.store
         for name in {name for mark in marks for name in mark["next"]}:
             store.sweep(f"link-{name}", lambda key: True)
-        store.delete([f"{kind}/worker-{rank}" for rank in self._ranks for kind in ("marks", "claims")])
+        for kind in ("marks", "claims"):
+            store.forget([f"{kind}/worker-{rank}" for rank in self._ranks])
         store.sweep(ABOUT, lambda key: True)
         store.tidy()
 
