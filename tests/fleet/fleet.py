@@ -145,6 +145,8 @@ def _work(invite: str, folder: str, name: str, fault: Fault | None, options: dic
                 engine.save(place)
             if options.get("slow_s"):
                 time.sleep(options["slow_s"])
+            if "hold_at" in options and engine.step_number >= options["hold_at"]:
+                wait_until((place / "go").exists)
 
         names = ("bare", "spoiled", "data_seed", "lr", "schedule", "counts_itself")
         what = {name: options[name] for name in names if name in options}
@@ -276,6 +278,11 @@ class Fleet:
         started = start_node(self.invite, self.folder, name, ranks, faults or {}, options)
         self.workers += started
         return started
+
+    def let_in(self, name: str) -> None:
+        """Those with `hold_at` wait at that step until this one is here."""
+        wait_until(lambda: any(member.name == name for member in self.server.core.membership.members.values()))
+        (self.folder / "go").touch()
 
     def wait_for_step(self, step: int, timeout_s: float = 40) -> None:
         wait_until(lambda: self.server.core.standing.step >= step, timeout_s)

@@ -220,9 +220,10 @@ def test_a_rank_killed_ends_its_node_alone_which_joins_again(what: str, fault: A
 
 def test_a_node_that_joins_in_mid_run_gets_its_state_from_a_node_and_takes_part(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path)
-    fleet.add_node("first", policy=Async(**SHORT), slow_s=0.15)
+    fleet.add_node("first", policy=Async(**SHORT), slow_s=0.15, hold_at=3)
     fleet.wait_for_step(2)
     fleet.add_node("newcomer", policy=Async(**SHORT), slow_s=0.15)
+    fleet.let_in("newcomer")
     fleet.finish()
     (came,) = [e for e in fleet.events if isinstance(e, WorkerCame) and e.name == "newcomer"]
     assert came.step >= 2 and any(rows_of(fleet, "newcomer"))

@@ -225,9 +225,10 @@ def test_a_worker_killed_in_a_window_loses_nothing(what: str, fault: Any, count:
 
 def test_a_worker_that_joins_in_mid_run_takes_part_from_the_next_window(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path)
-    fleet.add("first", policy=Async(**SHORT), slow_s=0.15)
+    fleet.add("first", policy=Async(**SHORT), slow_s=0.15, hold_at=3)
     fleet.wait_for_step(2)
     fleet.add("newcomer", policy=Async(**SHORT), slow_s=0.15)
+    fleet.let_in("newcomer")
     fleet.finish()
     (came,) = [e for e in fleet.events if isinstance(e, WorkerCame) and e.name == "newcomer"]
     assert came.step >= 2 and any(rows_of(fleet, "newcomer"))
@@ -332,7 +333,7 @@ def test_a_slow_worker_soon_gets_fewer_rows_in_proportion(tmp_path: Path) -> Non
     fleet.finish()
     fast, slow = rows_of(fleet, "fast"), rows_of(fleet, "slow")
     assert fast[0] == slow[0]
-    assert 2.0 < fast[2] / slow[2] < 6.0, (fast, slow)
+    assert 1.5 * sum(slow[2:]) < sum(fast[2:]) < 8 * sum(slow[2:]), (fast, slow)  # 4, if quiet
     reasons = [e.reason for e in fleet.events if isinstance(e, Decided)]
     assert any(reason.startswith("slow is the slowest, at ") for reason in reasons), reasons
 
