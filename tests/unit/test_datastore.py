@@ -446,8 +446,10 @@ def step_forward(channel: StoreChannel, step: int) -> None:
     channel.flush()
 
 
-def read_steps(tell: Tell, url: str, first: int, steps: int, consume: bool, end: bool) -> None:
-    """The second stage: receives, answers, and says what it received."""
+def read_steps(
+    tell: Tell, url: str, first: int, steps: int, consume: bool, end: bool, last: tuple[int, int] | None = None
+) -> None:
+    """The second stage: receives, answers, and says what it received. After `last` it waits to be killed."""
     channel = channel_at(url, 1)
     for step in range(first, steps):
         expected = [Label(step, "activation", 0, 1, micro) for micro in range(4)]
@@ -456,6 +458,8 @@ def read_steps(tell: Tell, url: str, first: int, steps: int, consume: bool, end:
             assert torch.equal(channel.receive(label), tensor_of(label))
             channel.send(Label(step, "gradient", 1, 0, label.micro), tensor_of(label))
             tell((step, label.micro))
+            if (step, label.micro) == last:
+                threading.Event().wait()
         channel.flush()
         if consume:
             channel.consumed(step)
@@ -485,7 +489,7 @@ def test_a_reader_killed_after_it_consumed_goes_on_from_there(tmp_path: Path) ->
     source = channel_at(url, 0)
     for step in range(3):
         step_forward(source, step)
-    with Worker(read_steps, url, 0, 3, True, False) as reader:
+    with Worker(read_steps, url, 0, 3, True, False, (1, 0)) as reader:
         while reader.hear() != (1, 0):
             pass
         reader.kill()
