@@ -1,4 +1,4 @@
-"""python -m tests.differential --minutes 60: random runs against the judge. Prints what is wrong, and how to repeat it."""
+"""python -m tests.differential --minutes 60: random runs, judged. Prints what is wrong, and how to repeat it."""
 
 import argparse
 import sys

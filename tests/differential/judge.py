@@ -124,6 +124,10 @@ def judge(case: Case, told: list[list[dict[str, Any]]]) -> Expected:
         else:
             replica, steps = _judge_windows(replica, list(lanes.values()), ranks[0]["ends"], leg)
             expected.steps.append(steps)
+    if not case.faults and case.samples in ("rows", "tokens"):
+        assert not any(math.isnan(loss) for steps in expected.steps for loss, _, samples in steps), (
+            "skipped for nothing"
+        )
     expected.tensors = _state(replica.model)
     return expected
 

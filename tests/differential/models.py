@@ -19,21 +19,20 @@ BLOCKS = {
     "tokens": ("mlp", "attention", "norm", "experts", "branch", "sometimes", "gain", "empty", "large"),
     "images": ("conv", "bare"),
 }
-TRAITS = ("residual", "position", "frozen", "tied", "twins", "never", "center", "counter", "scalar", "groups")
-BATCH_NORM = "conv"
+TRAITS = ("residual", "position", "frozen", "tied", "twins", "never", "center", "counter", "scalar", "groups", "mixed")
 
 
 class Poison(torch.autograd.Function):
     """Gives what it was given; its gradient is NaN where it was told so."""
 
     @staticmethod
-    def forward(context: Any, tensor: Tensor, is_poisoned: bool) -> Tensor:
-        context.is_poisoned = is_poisoned
+    def forward(context: Any, tensor: Tensor, is_poisoned: Tensor) -> Tensor:
+        context.save_for_backward(is_poisoned)
         return tensor.clone()
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return (gradient * math.nan if context.is_poisoned else gradient), None
+        return torch.where(context.saved_tensors[0], math.nan, gradient), None
 
 
 class Enter(nn.Module):
@@ -47,8 +46,8 @@ class Enter(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.inputs == "tokens":
-            return F.embedding(x, Poison.apply(self.weight, bool((x == POISONED).any())))
-        weight = Poison.apply(self.weight, bool((x == 60.0).any()))
+            return F.embedding(x, Poison.apply(self.weight, (x == POISONED).any()))
+        weight = Poison.apply(self.weight, (x == 60.0).any())
         x = torch.where(x == 60.0, 0.5, x)
         return F.linear(x, weight) if self.inputs == "vectors" else F.conv2d(x, weight, padding=1)
 
@@ -250,6 +249,17 @@ KINDS: dict[str, type[Block]] = {
 }
 
 
+class Layer(nn.Module):
+    """A block of whatever kind: so that all layers of a model are of one class, as in most models."""
+
+    def __init__(self, kind: str, width: int, *, adds: bool) -> None:
+        super().__init__()
+        self.inside = KINDS[kind](width, adds=adds)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inside(x)  # type: ignore[no-any-return]
+
+
 class Head(nn.Module):
     def __init__(self, inputs: str, width: int) -> None:
         super().__init__()
@@ -270,7 +280,8 @@ class Net(nn.Module):
         wide, self.traits = int(width), set(filter(None, traits.split(",")))
         self.enter = Enter(inputs, wide)
         adds = "residual" not in self.traits
-        self.blocks = nn.ModuleList(KINDS[kind](wide, adds=adds) for kind in blocks.split(","))
+        layers = [Layer(kind, wide, adds=adds) for kind in blocks.split(",")]
+        self.blocks = nn.ModuleList(layer.inside if "mixed" in self.traits else layer for layer in layers)
         self.head = Head(inputs, wide)
         if "position" in self.traits:
             shape = {"vectors": (wide,), "tokens": (TOKENS, wide), "images": (wide, PIXELS, PIXELS)}[inputs]
@@ -379,10 +390,10 @@ def loss_of(model: nn.Module, batch: Any, scale: float = 1.0) -> tuple[Tensor, T
     """The mean over the batch's samples, as people write it by hand (of no samples, 0/0), and how many there are."""
     x, y, weights, flags, _ = batch
     out = model(x)
-    out = Poison.apply(out, bool((flags == 1.0).any()))
+    out = Poison.apply(out, (flags == 1.0).any())
     if y.dtype == torch.int64:
         rows = F.cross_entropy(out.flatten(0, 1), y.flatten(), reduction="none").view(y.shape).mean(1)
     else:
         rows = (out - y).square().mean(1)
-    rows = torch.where(flags == 2.0, rows * math.nan, rows)
+    rows = rows + torch.where(flags == 2.0, math.nan, 0.0)
     return (rows * weights).sum() / weights.sum() * scale, weights.sum()
