@@ -5,6 +5,7 @@ weights are read from the files that it saved, as `potluck export` gives them.
 """
 
 import math
+import multiprocessing
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from tests.differential.models import build, loss_of, make_data, make_optimizer
 from tests.ranks import Outcome, try_ranks
 
 Told = dict[str, Any]
-TIMEOUT_S = 60.0
+TIMEOUT_S = 90.0
 GRACE_S = 4.0
 """After one rank has failed: others may have the better reason."""
 CONSEQUENCES = ("WorkerLost", "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Aborted")
@@ -86,6 +87,7 @@ def _results(outcomes: list[Outcome], leg: int) -> list[Told]:
 def train(case: Case, number: int, folder: str) -> Told:
     """One rank of one leg."""
     drafts.MEASURE_S = 0.0  # what a cut is balanced by does not matter here
+    multiprocessing.set_start_method("fork", force=True)  # as it is where no fork server started us: for fetchers
     phase = ["start"]
     try:
         return _train(case, case.legs[number], number, folder, phase)
