@@ -4,8 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 FUZZ_SECONDS ?= 60
+MINUTES ?= 60
 
-.PHONY: demo test test-slow chaos check fuzz bench clean
+.PHONY: demo test test-slow chaos differential check fuzz bench clean
 
 demo: $(READY)  ## three workers, one of them three times slower: Sync against Cadence, in under three minutes
 	$(BIN)/potluck demo
@@ -18,6 +19,9 @@ test-slow: $(READY)-to-test  ## everything that takes minutes
 
 chaos: $(READY)-to-test  ## workers and coordinators killed, stopped, joined and left for minutes; the weights must not change
 	$(BIN)/pytest -m slow tests/fleet
+
+differential: $(READY)-to-test  ## random runs against a judge in plain PyTorch: an hour, or MINUTES; new ones each time
+	$(BIN)/python -m tests.differential --minutes $(MINUTES) --seed $$(date +%s)
 
 check: $(READY)-to-test  ## style and types
 	$(BIN)/ruff check .

@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -47,25 +48,74 @@ class _TooLate(Exception):
         self.ranks = ranks
 
 
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one rank."""
+
+    kind: str
+    """fine, failed, died or late."""
+    data: Any
+    """What it returned, its traceback, or where it stood."""
+
+
 def run_ranks(world: int, function: Callable[..., Any], *arguments: Any, timeout_s: float = 60) -> list[Any]:
     """Calls function(*arguments) on each of `world` ranks and returns what they returned, in order of rank.
 
     Results may be tensors, numbers, strings, and lists or dictionaries of them.
     """
-    with tempfile.TemporaryDirectory(prefix="potluck-test-") as folder:
-        rendezvous = str(Path(folder) / "rendezvous")
-        ranks = []
-        with _main_module_unnamed():
-            for rank in range(world):
-                ours, theirs = _server.Pipe(duplex=False)
-                process = _server.Process(target=_be, args=(rank, world, rendezvous, theirs, function, arguments))
-                process.start()
-                theirs.close()
-                ranks.append((process, ours))
+    with _started(world, function, arguments) as (rendezvous, ranks):
         try:
             return _collect([connection for _, connection in ranks], timeout_s)
         except _TooLate as late:
             raise RankFailed(f"{late}\n{_stacks(rendezvous, [ranks[rank][0] for rank in late.ranks])}") from None
+
+
+def try_ranks(
+    world: int, function: Callable[..., Any], *arguments: Any, timeout_s: float, grace_s: float
+) -> list[Outcome]:
+    """The same, of each rank what became of it. Once one has failed, the others have `grace_s` left."""
+    with _started(world, function, arguments) as (rendezvous, ranks):
+        found: dict[int, Outcome] = {}
+        deadline = time.monotonic() + timeout_s
+        while len(found) < world:
+            missing = {connection: rank for rank, (_, connection) in enumerate(ranks) if rank not in found}
+            ready = wait(list(missing), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                for rank in missing.values():
+                    found[rank] = Outcome("late", _stacks(rendezvous, [ranks[rank][0]]))
+            for connection in ready:
+                outcome = _outcome(connection)  # type: ignore[arg-type]
+                found[missing[connection]] = outcome  # type: ignore[index]
+                if outcome.kind != "fine":
+                    deadline = min(deadline, time.monotonic() + grace_s)
+        return [found[rank] for rank in range(world)]
+
+
+def _outcome(connection: Connection) -> Outcome:
+    try:
+        is_fine, data = connection.recv()
+    except EOFError:
+        return Outcome("died", "died without a word")
+    return (
+        Outcome("fine", torch.load(io.BytesIO(data), "cpu", weights_only=True)) if is_fine else Outcome("failed", data)
+    )
+
+
+@contextmanager
+def _started(world: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Iterator[tuple[str, list[Any]]]:
+    """Where they meet, and of each its process and connection. None is left when this ends."""
+    with tempfile.TemporaryDirectory(prefix="potluck-test-") as folder:
+        rendezvous = str(Path(folder) / "rendezvous")
+        ranks: list[Any] = []
+        try:
+            with _main_module_unnamed():
+                for rank in range(world):
+                    ours, theirs = _server.Pipe(duplex=False)
+                    process = _server.Process(target=_be, args=(rank, world, rendezvous, theirs, function, arguments))
+                    process.start()
+                    theirs.close()
+                    ranks.append((process, ours))
+            yield rendezvous, ranks
         finally:
             for process, connection in ranks:
                 connection.close()

@@ -1,0 +1,107 @@
+"""python -m tests.differential --minutes 60: random runs, judged. Prints what is wrong, and how to repeat it."""
+
+import argparse
+import itertools
+import multiprocessing
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+
+import torch
+
+from tests.differential.cases import Case, draw_case, read_case
+from tests.differential.matrix import PAGE, UNTRIED, cells, mark, page
+from tests.differential.verdict import Verdict, verdict_of
+
+
+def main() -> int:
+    options = _options()
+    if options.matrix:
+        return print_matrix(options.jobs)
+    if options.case or options.cell or options.seeds:
+        return _report(list(judged(_named(options), 1)), quiet=False)
+    deadline, found = time.monotonic() + options.minutes * 60, []
+    seeds = itertools.takewhile(lambda seed: time.monotonic() < deadline, itertools.count(options.seed))
+    for verdict in judged((draw_case(seed, options.only) for seed in seeds), options.jobs):
+        found.append(verdict)
+        if verdict.is_fault:
+            _show(verdict)
+        elif options.verbose:
+            print(verdict.case.seed, verdict.kind, verdict.detail[:100], f"{verdict.seconds:.1f} s", flush=True)
+    return _report(found, quiet=True)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.differential", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=1.0)
+    parser.add_argument("--seed", type=int, default=0, help="the first of the seeds")
+    parser.add_argument("--seeds", type=int, nargs="*", help="these and no others")
+    parser.add_argument("--only", choices=["", "sync", "stages", "windows", "legs"], default="")
+    parser.add_argument("--case", help="a line that was printed: Case(...)")
+    parser.add_argument("--cell", help="a cell of the matrix: 'experts x FullShard'")
+    parser.add_argument("--matrix", action="store_true", help="runs every cell, and writes docs/matrix.md")
+    parser.add_argument("--jobs", type=int, default=2, help="cases at a time: most of one is waiting")
+    parser.add_argument("--verbose", action="store_true")
+    return parser.parse_args()
+
+
+def _named(options: argparse.Namespace) -> list[Case]:
+    if options.case:
+        return [read_case(options.case)]
+    if options.cell:
+        return [cell.case for cell in cells() if cell.name == options.cell and cell.case is not None]
+    return [draw_case(seed, options.only) for seed in options.seeds]
+
+
+def judged(cases: Iterable[Case], jobs: int) -> Iterator[Verdict]:
+    """Each case's verdict, as soon as it is there. A case is drawn when there is room for it."""
+    torch.set_num_threads(1)
+    if jobs == 1:
+        yield from map(verdict_of, cases)
+        return
+    context, waiting = multiprocessing.get_context("spawn"), iter(cases)
+    with ProcessPoolExecutor(jobs, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        running: set[Future[Verdict]] = set()
+        while True:
+            running |= {pool.submit(verdict_of, case) for case in itertools.islice(waiting, jobs - len(running))}
+            if not running:
+                return
+            done, running = wait(running, return_when=FIRST_COMPLETED)
+            yield from (future.result() for future in done)
+
+
+def print_matrix(jobs: int) -> int:
+    table = list(cells())
+    marks = {cell: UNTRIED if cell.case is None else "" for cell in table}
+    by_case = {cell.case: [each for each in table if each.case == cell.case] for cell in table if cell.case}
+    found = []
+    for verdict in judged(by_case, jobs):
+        found.append(verdict)
+        for cell in by_case[verdict.case]:
+            marks[cell] = mark(verdict)
+            print(f"{len(found)} of {len(by_case)}: {cell.name}: {verdict.kind}", flush=True)
+        if verdict.is_fault:
+            _show(verdict)
+    PAGE.write_text(page(marks), encoding="utf-8")
+    return _report(found, quiet=True)
+
+
+def _show(verdict: Verdict) -> None:
+    told = verdict.detail.strip()
+    print(f'\n{verdict.kind} {verdict.case.seed} {told}\n  --case "{verdict.case.line()}"', flush=True)
+
+
+def _report(found: list[Verdict], *, quiet: bool) -> int:
+    for verdict in [] if quiet else found:
+        _show(verdict)
+    kinds = Counter(verdict.kind for verdict in found)
+    print(f"\n{len(found)} cases in {sum(v.seconds for v in found):.0f} s: {dict(kinds)}")
+    for sentence, times in Counter(v.detail for v in found if v.kind == "refused").most_common():
+        print(f"  {times:4} refused: {sentence}")
+    return int(any(verdict.is_fault for verdict in found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

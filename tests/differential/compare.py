@@ -1,0 +1,91 @@
+"""Whether a run gave what its judge says: within rounding, which differs by the type of its numbers."""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tests.differential.cases import Case
+from tests.differential.judge import Expected
+
+
+class Tolerance(NamedTuple):
+    weights: float
+    """Of each number, beside 1."""
+    change: float
+    """Of the change of a tensor since the start."""
+    loss: float
+    """What is told of a step is rounded to float32, whatever the model's type."""
+    norm: float
+
+
+TOLERANCES = {
+    "float64": Tolerance(1e-9, 1e-7, 1e-6, 1e-6),
+    "float32": Tolerance(1e-5, 0.02, 1e-4, 1e-3),
+    "bf16": Tolerance(2e-3, 0.3, 0.03, 0.3),
+}
+
+
+def compare(case: Case, expected: Expected, told: list[list[dict[str, Any]]], found: dict[str, Tensor]) -> list[str]:
+    """What is wrong, in sentences; nothing if all is right."""
+    if expected.complaints:
+        return expected.complaints
+    limit = TOLERANCES["bf16" if any("bf16" in leg.switches for leg in case.legs) else case.dtype]
+    complaints = []
+    for number, (leg, ranks) in enumerate(zip(case.legs, told, strict=True)):
+        is_sync = leg.policy.startswith("Sync")
+        events = [event for event in ranks[0]["events"] if is_sync or event[2]]
+        steps = [step for step in expected.steps[number] if is_sync or step[2]]
+        complaints += [f"leg {number}: {told}" for told in _compare_steps(steps, events, limit, is_sync=is_sync)]
+        drifted = [proof for rank in ranks for proof in rank["proofs"] if not proof[2]]
+        complaints += [f"leg {number}: the weights had drifted apart at the end of an epoch"] if drifted else []
+    return complaints + _compare_tensors(expected, found, limit)
+
+
+def _compare_steps(
+    steps: list[list[float]], events: list[list[float]], limit: Tolerance, *, is_sync: bool
+) -> list[str]:
+    if len(steps) != len(events):
+        return [f"{len(events)} steps were told, and there were {len(steps)}"]
+    for number, (step, event) in enumerate(zip(steps, events, strict=True), start=1):
+        for name, want, got, near in zip(
+            ("loss", "norm", "samples"), step, event, (limit.loss, limit.norm, 1e-9), strict=True
+        ):
+            if name == "norm" and not is_sync:
+                continue
+            if math.isnan(want) != math.isnan(got):
+                return [f"step {number} has the {name} {got}, and the judge {want}: only one of them was skipped"]
+            if not math.isnan(want) and abs(want - got) > near * abs(want) + 1e-12:
+                return [f"step {number} has the {name} {got!r}, and the judge {want!r}"]
+    return []
+
+
+def _compare_tensors(expected: Expected, found: dict[str, Tensor], limit: Tolerance) -> list[str]:
+    complaints = []
+    for name, want in expected.tensors.items():
+        got = found.get(name)
+        if got is None:
+            complaints.append(f"{name} is not in the checkpoint")
+        elif got.shape != want.shape:
+            complaints.append(f"{name} has the shape {tuple(got.shape)}, not {tuple(want.shape)}")
+        elif not want.is_floating_point():
+            if not torch.equal(got, want.to(got.dtype)) or got.dtype != want.dtype:
+                complaints.append(f"{name} is {got.tolist()}, not {want.tolist()}")
+        elif told := _compare_numbers(got.double(), want.double(), expected.start[name].double(), limit):
+            complaints.append(f"{name} {told}")
+    return complaints
+
+
+def _compare_numbers(got: Tensor, want: Tensor, start: Tensor, limit: Tolerance) -> str:
+    odd, wanted = int((~got.isfinite()).sum()), int((~want.isfinite()).sum())
+    if not torch.equal(got.isfinite(), want.isfinite()):
+        return f"has {odd} numbers that are not finite, and the judge {wanted}"
+    is_finite = want.isfinite()
+    if not torch.equal(got[~is_finite].nan_to_num(), want[~is_finite].nan_to_num()):
+        return "is not finite in another way"
+    off, change = (got - want)[is_finite].abs(), (want - start)[is_finite].norm()
+    near = limit.weights * (1 + want[is_finite].abs()) + limit.change * change / math.sqrt(max(1, off.numel()))
+    if not (off > near).any():
+        return ""
+    return f"is off by {float(off.max()):.3g}, where it changed by {float(change):.3g} (norm)"

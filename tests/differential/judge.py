@@ -1,0 +1,269 @@
+"""The judge: the same run in one process, in plain PyTorch and float64. It imports nothing of potluck.
+
+From the ranks it takes only their decisions: which rows each did in which micro-batch, and when all agreed. That each
+row is used once in an epoch, and each step has as many rows as it should, is checked before anything is computed.
+"""
+
+import copy
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.differential.cases import Case, Leg
+from tests.differential.models import build, loss_of, make_data, make_optimizer
+
+Micros = list[list[int]]
+"""The rows of each micro-batch that one worker did in one step."""
+
+
+@dataclass
+class Expected:
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    start: dict[str, Tensor] = field(default_factory=dict)
+    steps: list[list[list[float]]] = field(default_factory=list)
+    """Of each leg, of each of its steps or windows: the mean loss, the gradient's norm, the samples; NaN if skipped."""
+    complaints: list[str] = field(default_factory=list)
+
+
+class Replica:
+    """A model and its optimizer, that take one step at a time."""
+
+    def __init__(self, case: Case, dtype: torch.dtype) -> None:
+        self.model = build(case.model, dtype, case.seed)
+        self.optimizer = make_optimizer(self.model, case.optimizer)
+        self.data = make_data(case.model, case.rows, case.seed, dtype, case.samples, case.faults)
+        self.scale = case.scale
+
+    def step(self, lanes: list[Micros], switches: SimpleNamespace) -> list[float]:
+        """What all lanes did, as one step: (mean loss, norm, samples); skipped if something is not finite."""
+        before, ends, weights, total = buffers(self.model), [], [], 0.0
+        for micros in lanes:
+            put_buffers(self.model, before)
+            found = [self._micro(rows, switches) for rows in micros if rows]
+            weights.append(sum(samples for _, samples in found))
+            total += sum(loss for loss, _ in found)
+            ends.append(buffers(self.model))
+        samples = sum(weights)
+        trained = [p for p in self.model.parameters() if p.grad is not None]
+        for parameter in trained:
+            parameter.grad /= samples  # type: ignore[operator]
+        norm = math.sqrt(sum(float(p.grad.double().square().sum()) for p in trained))  # type: ignore[union-attr]
+        is_good = samples > 0 and math.isfinite(total) and math.isfinite(norm)
+        if is_good:
+            if switches.clip is not None:
+                for parameter in trained:
+                    parameter.grad *= min(1.0, switches.clip / (norm + 1e-6))  # type: ignore[operator]
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        shares = [weight / samples for weight in weights] if is_good else []
+        put_buffers(self.model, mean_buffers(before, ends, shares) if is_good else before)
+        return [total / samples, norm, samples] if is_good else [math.nan, math.nan, 0.0]
+
+    def _micro(self, rows: list[int], switches: SimpleNamespace) -> tuple[float, float]:
+        """(the sum of the losses, the samples): what has no samples has no gradient."""
+        autocast: AbstractContextManager[Any] = nullcontext()
+        if switches.precision == "bf16":
+            autocast = torch.autocast("cpu", torch.bfloat16)
+        with autocast:
+            loss, samples = loss_of(self.model, tuple(tensor[rows] for tensor in self.data), self.scale)
+        if not samples:
+            return 0.0, 0.0
+        (loss * samples).backward()
+        return float(loss.detach()) * float(samples), float(samples)
+
+
+def buffers(model: nn.Module) -> dict[str, Tensor]:
+    return {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+
+@torch.no_grad()
+def put_buffers(model: nn.Module, values: dict[str, Tensor]) -> None:
+    for name, buffer in model.named_buffers():
+        buffer.copy_(values[name])
+
+
+def mean_buffers(
+    before: dict[str, Tensor], ends: Sequence[dict[str, Tensor]], shares: Sequence[float]
+) -> dict[str, Tensor]:
+    """Changes by samples where numbers have a mean; of integers, truth values and the infinite, the first one's."""
+    first = next(end for end, share in zip(ends, shares, strict=True) if share)
+    found = {}
+    for name, was in before.items():
+        if not was.is_floating_point():
+            found[name] = first[name]
+            continue
+        changes = [end[name] - was for end in ends]
+        mean = was + sum(share * change.nan_to_num(0, 0, 0) for share, change in zip(shares, changes, strict=True))
+        has_mean = (first[name] - was).isfinite() | (first[name] == was)
+        found[name] = torch.where(has_mean, mean, first[name])
+    return found
+
+
+def judge(case: Case, told: list[list[dict[str, Any]]]) -> Expected:
+    """Of what the ranks of each leg told."""
+    expected = Expected()
+    expected.complaints += _rows_used_wrongly(case, told)
+    dtype = torch.float32 if any("bf16" in leg.switches for leg in case.legs) else torch.float64
+    replica = Replica(case, dtype)
+    expected.start = _state(replica.model)
+    for leg, ranks in zip(case.legs, told, strict=True):
+        lanes, complaints = _lanes(ranks)
+        expected.complaints += complaints
+        if expected.complaints:
+            return expected
+        if leg.policy.startswith("Sync"):
+            expected.complaints += _steps_of_wrong_size(case, lanes[0])
+            expected.steps.append(_judge_steps(replica, lanes[0], _switches(leg)))
+        else:
+            replica, steps = _judge_windows(replica, list(lanes.values()), ranks[0]["ends"], leg)
+            expected.steps.append(steps)
+    if not case.faults and case.samples in ("rows", "tokens"):
+        assert not any(math.isnan(loss) for steps in expected.steps for loss, _, samples in steps), (
+            "skipped for nothing"
+        )
+    expected.tensors = _state(replica.model)
+    return expected
+
+
+def _state(model: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def _switches(leg: Leg) -> SimpleNamespace:
+    defaults = {"clip": None, "precision": "fp32"}
+    return SimpleNamespace(**(defaults | eval(f"dict({leg.switches})")))
+
+
+def _lanes(ranks: list[dict[str, Any]]) -> tuple[dict[int, list[list[Any]]], list[str]]:
+    """Of each replica its lanes, of each lane its windows; all workers of a lane have done the same."""
+    found: dict[int, dict[int, list[Any]]] = defaultdict(dict)
+    complaints = []
+    for number, rank in enumerate(ranks):
+        windows = found[rank["replica"]].setdefault(rank["lane"], rank["windows"])
+        if windows != rank["windows"]:
+            complaints.append(f"rank {number} did other rows than the others of its lane")
+    if len({len(rank["windows"]) for rank in ranks}) > 1:
+        complaints.append(f"ranks agreed {[len(rank['windows']) for rank in ranks]} times")
+    return {replica: [lanes[lane] for lane in sorted(lanes)] for replica, lanes in sorted(found.items())}, complaints
+
+
+def _rows_used_wrongly(case: Case, told: list[list[dict[str, Any]]]) -> list[str]:
+    used: Counter[tuple[int, int]] = Counter()
+    for ranks in told:
+        lanes = {(rank["replica"], rank["lane"]): rank["epochs"] for rank in ranks}
+        used.update((epoch, row) for rows in lanes.values() for epoch, row in rows)
+    wanted = {(epoch, row) for epoch in range(case.epochs) for row in range(case.rows)}
+    wrong = sorted(key for key in wanted | set(used) if used[key] != (key in wanted))
+    return [f"(epoch, row) {key} was used {used[key]} times" for key in wrong[:3]]
+
+
+def _steps_of_wrong_size(case: Case, lanes: list[list[Any]]) -> list[str]:
+    sizes = [
+        sum(len(rows) for step in steps for micros in step for rows in micros) for steps in zip(*lanes, strict=True)
+    ]
+    rest = case.rows % case.batch or case.batch
+    return [f"a step had {size} rows of {case.batch}" for size in sizes if size not in (case.batch, rest)]
+
+
+def _judge_steps(replica: Replica, lanes: list[list[Any]], switches: SimpleNamespace) -> list[list[float]]:
+    """All workers step together: a window of each lane is its part of one step."""
+    return [
+        replica.step([window[0] if window else [] for window in step], switches) for step in zip(*lanes, strict=True)
+    ]
+
+
+def _judge_windows(
+    first: Replica, replicas: list[list[list[Any]]], ends: list[int], leg: Leg
+) -> tuple[Replica, list[list[float]]]:
+    """Replicas step by themselves, and become one at the end of each window."""
+    names: dict[str, Callable[..., SimpleNamespace]] = dict.fromkeys(("Cadence", "Async", "Outer"), _settings)
+    policy = eval(leg.policy, names)  # type: ignore[arg-type]
+    group = Group([copy.deepcopy(first) for _ in replicas], policy)
+    switches, found = _switches(leg), []
+    for number in range(len(replicas[0][0])):
+        group.begin()
+        counts, losses = [], []
+        for replica, lanes in zip(group.replicas, replicas, strict=True):
+            steps = [replica.step(list(step), switches) for step in zip(*(lane[number] for lane in lanes), strict=True)]
+            counts.append(sum(samples for _, _, samples in steps))
+            losses.append(sum(loss * samples for loss, _, samples in steps if samples))
+        group.agree(counts)
+        if number + 1 in ends:
+            group.settle()
+        samples = sum(counts)
+        found.append([sum(losses) / samples if samples else math.nan, math.nan, samples])
+    return group.replicas[0], found
+
+
+def _settings(**options: Any) -> SimpleNamespace:
+    return SimpleNamespace(**({"overlap": False, "outer": None} | options))
+
+
+class Group:
+    """Replicas that average; with overlap, what was begun at the end of one window is merged at the end of the next."""
+
+    def __init__(self, replicas: list[Replica], policy: SimpleNamespace) -> None:
+        self.replicas, self.policy = replicas, policy
+        self.shares = [1 / len(replicas)] * len(replicas)
+        self.pending: tuple[list[Tensor], list[list[Tensor]]] | None = None
+        self.start = [p.detach().clone() for p in trained(replicas[0])]
+        self.momentum = [torch.zeros_like(tensor) for tensor in self.start]
+        self.before = buffers(replicas[0].model)
+
+    def begin(self) -> None:
+        self.before = buffers(self.replicas[0].model)
+
+    @torch.no_grad()
+    def agree(self, counts: list[float]) -> None:
+        count = len(counts)
+        self.shares = [each / sum(counts) if sum(counts) else 1 / count for each in counts]
+        merged = mean_buffers(self.before, [buffers(replica.model) for replica in self.replicas], self.shares)
+        for replica in self.replicas:
+            put_buffers(replica.model, merged)
+        if self.policy.overlap:
+            if self.pending is not None:
+                self._correct(*self.pending)
+            self.pending = self._mean()
+            return
+        mean, _ = self._mean()
+        if self.policy.outer is not None:
+            mean = [self._step_outer(index, value) for index, value in enumerate(mean)]
+        for replica in self.replicas:
+            for parameter, value in zip(trained(replica), mean, strict=True):
+                parameter.copy_(value)
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """The end of an epoch, or of the run: all are equal."""
+        if self.pending is not None:
+            self._correct(*self.pending)
+            self._correct(*self._mean())
+            self.pending = None
+
+    def _mean(self) -> tuple[list[Tensor], list[list[Tensor]]]:
+        own = [[parameter.detach().clone() for parameter in trained(replica)] for replica in self.replicas]
+        weighted = [[share * value for value in values] for share, values in zip(self.shares, own, strict=True)]
+        return [torch.stack(each).sum(0) for each in zip(*weighted, strict=True)], own
+
+    def _correct(self, mean: list[Tensor], own: list[list[Tensor]]) -> None:
+        for replica, before in zip(self.replicas, own, strict=True):
+            for parameter, value, was in zip(trained(replica), mean, before, strict=True):
+                parameter.add_(value - was)
+
+    def _step_outer(self, index: int, value: Tensor) -> Tensor:
+        outer = self.policy.outer
+        change = self.start[index] - value
+        self.momentum[index] = outer.momentum * self.momentum[index] + change
+        self.start[index] = self.start[index] - outer.lr * (change + outer.momentum * self.momentum[index])
+        return self.start[index]
+
+
+def trained(replica: Replica) -> list[Tensor]:
+    return [parameter for parameter in replica.model.parameters() if parameter.requires_grad]

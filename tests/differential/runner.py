@@ -1,0 +1,193 @@
+"""A case on real ranks: what each of them did with which rows, and what the checkpoint at the end holds.
+
+What a rank reports are the run's own decisions (who did which rows, when all agreed) and what it told of each step; the
+weights are read from the files that it saved, as `potluck export` gives them.
+"""
+
+import math
+import multiprocessing
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+import potluck
+from potluck.errors import PotluckError
+from potluck.events import EpochDone, StepDone, StepSkipped
+from potluck.train import drafts, shelf
+from potluck.train.export import write_plain
+from tests.differential.cases import Case, Leg
+from tests.differential.models import build, loss_of, make_data, make_optimizer
+from tests.ranks import Outcome, try_ranks
+
+Told = dict[str, Any]
+TIMEOUT_S = 90.0
+GRACE_S = 4.0
+"""After one rank has failed: others may have the better reason."""
+CONSEQUENCES = ("WorkerLost", "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Aborted")
+
+
+class Refused(Exception):
+    """A rank ended with a sentence of potluck's. Before the first step it is a refusal; later it is a fault."""
+
+
+class Failed(Exception):
+    """Something that is neither right nor refused: kind is CRASH, HANG or LATE (refused after the first step)."""
+
+    def __init__(self, kind: str, detail: str) -> None:
+        super().__init__(detail)
+        self.kind = kind
+
+
+def run_case(case: Case, timeout_s: float = TIMEOUT_S) -> tuple[list[list[Told]], dict[str, Tensor]]:
+    """What the ranks of each leg told, and the last checkpoint's tensors. Raises Refused or Failed."""
+    with tempfile.TemporaryDirectory(prefix="potluck-differential-") as folder:
+        told = []
+        for number, leg in enumerate(case.legs):
+            outcomes = try_ranks(
+                leg.world, train, case, number, folder, timeout_s=_patience(leg, timeout_s), grace_s=GRACE_S
+            )
+            told.append(_results(outcomes, number))
+        plain = Path(folder) / "plain.safetensors"
+        write_plain(shelf.found(Path(folder) / "saved")[0], plain)
+        return told, load_file(plain)
+
+
+def _patience(leg: Leg, timeout_s: float) -> float:
+    return timeout_s * (5 if "compile" in leg.switches else 1)
+
+
+def _results(outcomes: list[Outcome], leg: int) -> list[Told]:
+    if all(outcome.kind == "fine" for outcome in outcomes):
+        return [outcome.data for outcome in outcomes]
+    where = f"leg {leg}, " if leg else ""
+    refusals = [o.data.rsplit("Refused: ", 1)[1] for o in outcomes if o.kind == "failed" and "Refused: " in o.data]
+    failures = [
+        (f"{where}rank {rank}", outcome)
+        for rank, outcome in enumerate(outcomes)
+        if outcome.kind in ("failed", "died") and "Refused: " not in outcome.data
+    ]
+    causes = [(who, o) for who, o in failures if not any(word in o.data for word in CONSEQUENCES)]
+    spoken = [sentence.split("|", 2) for sentence in refusals if "|WorkerLost|" not in sentence]
+    if spoken and not causes:
+        phase, kind, sentence = spoken[0]
+        if phase == "start" and kind != "Diverged":
+            raise Refused(sentence.strip())
+        raise Failed("LATE", f"{where}{kind} while it {phase}: {sentence.strip()}")
+    if causes or failures:
+        who, outcome = (causes or failures)[0]
+        raise Failed("CRASH", f"{who}: {outcome.data}")
+    late = "\n".join(f"{where}rank {rank}: {o.data}" for rank, o in enumerate(outcomes) if o.kind != "fine")
+    raise Failed("HANG", late)
+
+
+def train(case: Case, number: int, folder: str) -> Told:
+    """One rank of one leg."""
+    drafts.MEASURE_S = 0.0  # what a cut is balanced by does not matter here
+    multiprocessing.set_start_method("fork", force=True)  # as it is where no fork server started us: for fetchers
+    phase = ["start"]
+    try:
+        return _train(case, case.legs[number], number, folder, phase)
+    except PotluckError as error:
+        raise Refused(f"{phase[0]}|{type(error).__name__}|{error}") from error
+    except ValueError as error:  # what a dataclass of settings says, which a recipe would show as a sentence
+        if phase[0] != "settings":
+            raise
+        raise Refused(f"start|ValueError|{error}") from error
+
+
+def _train(case: Case, leg: Leg, number: int, folder: str, phase: list[str]) -> Told:
+    dtype = getattr(torch, case.dtype)
+    phase[0] = "settings"
+    policy, strategy = _read(leg.policy), _read(leg.strategy)
+    stages = _read(leg.stages, STORE=f"file://{folder}/store-{number}") if leg.stages else None
+    step = _read(f"StepConfig({leg.switches + ', ' if leg.switches else ''}nonfinite_limit=1000)")
+    phase[0] = "start"
+    with potluck.init(policy, strategy, stages=stages, step=step, patience_s=30) as fleet:
+        model = build(case.model, dtype, case.seed)
+        optimizer = make_optimizer(model, case.optimizer)
+        data = make_data(case.model, case.rows, case.seed, dtype, case.samples, case.faults)
+
+        def loss(model: Any, batch: Any) -> Any:
+            mean, samples = loss_of(model, batch, case.scale)
+            return mean if case.samples == "rows" else (mean, samples)
+
+        options: dict[str, Any] = {"loss": loss} if stages is not None else {"micro_batch_size": leg.micro}
+        model, optimizer, loader = fleet.prepare(
+            model, optimizer, data, batch_size=case.batch, seed=case.seed, fetchers=leg.fetchers, **options
+        )
+        log = Log(fleet, loader)
+        if number:
+            assert fleet.load(Path(folder) / "saved"), "there is nothing to load"
+        phase[0] = "trained"
+        while loader.position.epoch < case.epochs and not log.is_over(leg):
+            for batch in loader:
+                log.note(batch)
+                fleet.train(loss, batch)
+                fleet.step()
+                if log.is_over(leg):
+                    if isinstance(policy, potluck.Sync):
+                        break
+                    fleet.request_stop()
+            log.ends.append(len(log.windows) - 1)
+        phase[0] = "saved"
+        fleet.save(Path(folder) / "saved")
+        fleet.wait_for_saves()
+        return log.told()
+
+
+def _read(word: str, **names: Any) -> Any:
+    return eval(word, {name: getattr(potluck, name) for name in potluck.__all__} | names)
+
+
+class Log:
+    """What this rank did, window by window; where all step together, a window is a step."""
+
+    def __init__(self, fleet: Any, loader: Any) -> None:
+        self.fleet, self.loader = fleet, loader
+        self.windows: list[list[list[list[int]]]] = [[]]
+        """Windows of steps of micro-batches of rows."""
+        self.epochs: list[list[int]] = []
+        """Each row that counted, with its epoch."""
+        self.ends: list[int] = []
+        """Windows that were done when a pass over the loader ended."""
+        self.events: list[list[Any]] = []
+        self.proofs: list[list[Any]] = []
+        self._step: list[list[int]] = []
+        fleet.after_agreement.append(lambda: self.windows.append([]))
+        fleet.events.listeners.append(self._hear)
+
+    def note(self, batch: Any) -> None:
+        micro = self.loader.current
+        rows = batch[-1].tolist() if micro.counts else []
+        self.epochs += [[self.loader.position.epoch, row] for row in rows]
+        self._step.append(rows)
+        if micro.last:
+            self.windows[-1].append(self._step)
+            self._step = []
+
+    def is_over(self, leg: Leg) -> bool:
+        return leg.until is not None and self.fleet.step_number >= leg.until
+
+    def _hear(self, event: Any) -> None:
+        if isinstance(event, StepDone):
+            self.events.append([event.loss, event.grad_norm, event.samples])
+        elif isinstance(event, StepSkipped):
+            self.events.append([math.nan, math.nan, 0.0])
+        elif isinstance(event, EpochDone):
+            self.proofs.append([event.used, event.total, event.same_weights])
+
+    def told(self) -> Told:
+        nodes = getattr(self.fleet, "_nodes", None)
+        return {
+            "replica": nodes.number if nodes is not None else 0,
+            "lane": self.fleet.lane,
+            "windows": self.windows[:-1],
+            "epochs": self.epochs,
+            "ends": self.ends,
+            "events": self.events,
+            "proofs": self.proofs,
+        }

@@ -1,0 +1,114 @@
+"""About a minute of the differential tester: new seeds each day, and some cells of docs/matrix.md."""
+
+import ast
+import datetime
+import os
+import random
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.differential import cases, judge, models
+from tests.differential.cases import OPTIMIZERS, Case, Leg, draw_case, read_case
+from tests.differential.compare import compare
+from tests.differential.matrix import PAGE, UNTRIED, Cell, cells, mark, page, read_page
+from tests.differential.verdict import Verdict, verdict_of
+
+SECONDS = {"sync": 14, "stages": 14, "windows": 10, "legs": 12}
+"""For each kind of run. Each has a test of its own, so that several of them run at a time."""
+SHORT = 3.0
+"""A case is not begun if less is left."""
+
+
+def first_seed() -> int:
+    """Of today, or POTLUCK_SEED: some hundred follow each other, as far as time allows."""
+    return int(os.environ.get("POTLUCK_SEED") or datetime.date.today().strftime("%y%m%d000"))
+
+
+def repeat(verdict: Verdict, kind: str = "") -> str:
+    seed = verdict.case.seed
+    again = f"POTLUCK_SEED={seed} pytest tests/differential -k {kind}\nor: " if kind else ""
+    line = verdict.case.line()
+    return f"{verdict.kind} {verdict.detail}\nRepeat: {again}python -m tests.differential --case {line!r}"
+
+
+@pytest.mark.parametrize("kind", SECONDS)
+def test_whatever_is_drawn_gives_the_numbers_of_one_process_or_is_refused(kind: str) -> None:
+    deadline, seed, kinds = time.monotonic() + SECONDS[kind], first_seed(), []
+    while not kinds or time.monotonic() < deadline - SHORT:
+        verdict = verdict_of(draw_case(seed, kind))
+        assert not verdict.is_fault, repeat(verdict, kind)
+        kinds.append(verdict.kind)
+        seed += 1
+    print(f"{len(kinds)} runs, of which {kinds.count('right')} were right, and the others refused")
+
+
+def test_some_cells_of_the_page_are_as_it_says() -> None:
+    told = read_page(PAGE.read_text(encoding="utf-8"))
+    table = {(cell.table, cell.row, cell.column): cell for cell in cells()}
+    assert {key for key, shown in told.items() if shown != UNTRIED} == {key for key, cell in table.items() if cell.case}
+    assert not [key for key, shown in told.items() if shown.startswith("**")], "the page shows faults"
+    by_outcome = [[key for key in table if is_right == (told[key] == "✓") and table[key].case] for is_right in (1, 0)]
+    draw = random.Random(first_seed())
+    for key in [draw.choice(keys) for keys in by_outcome if keys]:
+        cell = table[key]
+        assert cell.case is not None
+        verdict = verdict_of(cell.case)
+        assert " ".join(mark(verdict).split()) == told[key], f"{cell.name}: {repeat(verdict)}"
+
+
+def test_the_judge_shares_no_code_with_potluck() -> None:
+    for module in (judge, models, cases):
+        tree = ast.parse(Path(module.__file__).read_text(encoding="utf-8"))
+        names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+        names |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+        assert not [name for name in names if name.split(".")[0] == "potluck"], module
+
+
+def test_a_case_is_repeated_by_its_line() -> None:
+    drawn = [draw_case(seed) for seed in range(200)]
+    assert [read_case(case.line()) for case in drawn] == drawn
+    assert {case.optimizer for case in drawn} >= set(OPTIMIZERS)
+    words = " ".join(case.line() for case in drawn)
+    for word in ("FullShard(weights", "HybridShard", "Async", "overlap", "outer", "DataStore", "interleaved", "enter@"):
+        assert word in words, word
+
+
+def told(losses: list[list[float]], windows: list[list[list[list[int]]]]) -> dict[str, object]:
+    rows = [row for window in windows for step in window for micro in step for row in micro]
+    return {
+        "replica": 0,
+        "lane": 0,
+        "windows": windows,
+        "epochs": [[0, row] for row in rows],
+        "ends": [len(windows)],
+        "events": losses,
+        "proofs": [],
+    }
+
+
+def test_the_judge_bites() -> None:
+    """A run that is right, and the same with one number, one row or one step off."""
+    case = Case(rows=4, batch=2, legs=(Leg(),))
+    windows = [[[[0, 3]]], [[[1, 2]]]]
+    expected = judge.judge(case, [[told([], windows)]])
+    right = [[told(expected.steps[0], windows)]]
+    assert not compare(case, expected, right, expected.tensors)
+    off = {name: tensor.clone() for name, tensor in expected.tensors.items()}
+    off["enter.weight"][0, 0] += 1e-6
+    assert "enter.weight is off by 1e-06" in compare(case, expected, right, off)[0]
+    late = [[told([expected.steps[0][0], [float("nan"), float("nan"), 0.0]], windows)]]
+    assert "only one of them was skipped" in compare(case, expected, late, expected.tensors)[0]
+    twice = judge.judge(case, [[told([], [[[[0, 3]]], [[[1, 1]]]])]])
+    assert twice.complaints == ["(epoch, row) (0, 1) was used 2 times", "(epoch, row) (0, 2) was used 0 times"]
+
+
+def test_a_page_is_read_as_it_was_printed() -> None:
+    sentence = "It cannot. Do that."
+    marks = {
+        Cell("T", "a", "b", Case()): "✓",
+        Cell("T", "c", "b", Case()): sentence,
+        Cell("T", "d", "b", None, "R"): "·",
+    }
+    assert read_page(page(marks)) == {("T", "a", "b"): "✓", ("T", "c", "b"): sentence, ("T", "d", "b"): "·"}

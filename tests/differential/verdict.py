@@ -1,0 +1,45 @@
+"""What became of a case: right, refused with a sentence, or wrong in one of several ways."""
+
+import time
+import traceback
+from dataclasses import dataclass
+
+from tests.differential.cases import Case
+from tests.differential.compare import compare
+from tests.differential.judge import judge
+from tests.differential.runner import Failed, Refused, run_case
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    case: Case
+    kind: str
+    """right, refused, WRONG, CRASH, HANG, LATE (refused after the first step) or JUDGE (a fault of the judge's)."""
+    detail: str = ""
+    seconds: float = 0.0
+
+    @property
+    def is_fault(self) -> bool:
+        return self.kind not in ("right", "refused")
+
+
+def verdict_of(case: Case) -> Verdict:
+    started = time.monotonic()
+    kind, detail = _decide(case)
+    return Verdict(case, kind, detail, time.monotonic() - started)
+
+
+def _decide(case: Case) -> tuple[str, str]:
+    try:
+        told, found = run_case(case)
+    except Refused as refusal:
+        return "refused", str(refusal)
+    except Failed as failure:
+        return failure.kind, str(failure)
+    except Exception:
+        return "CRASH", f"when its checkpoint was read: {traceback.format_exc()}"
+    try:
+        complaints = compare(case, judge(case, told), told, found)
+    except Exception:
+        return "JUDGE", traceback.format_exc()
+    return ("WRONG", "; ".join(complaints[:4])) if complaints else ("right", "")
