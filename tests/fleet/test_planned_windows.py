@@ -132,8 +132,8 @@ def test_a_coordinator_that_is_started_again_measures_anew_and_loses_nothing(whe
     assert done and any(d.reason.startswith(anew) for d in decided(run)[done:])
 
 
-def test_a_window_that_is_computed_again_has_other_bits_so_whoever_had_the_first_catches_up() -> None:
-    """The host dies when one of two has applied the window; the other comes back first."""
+def behind_a_host_that_died(first_is_back_s: float) -> tuple[Fleet, bytes]:
+    """The host dies when one of two has applied the window; the other comes back first. What the one had."""
     run = Fleet(workers=2, description=windowed(Cadence(anchor=1, max_anchor=1)))
     first, second = run.workers["w0"], run.workers["w1"]
     run.run_until(lambda: second.state.step == 1)
@@ -143,13 +143,29 @@ def test_a_window_that_is_computed_again_has_other_bits_so_whoever_had_the_first
     was = first.weights
     run.crash_host(back_after_s=0.2)
     second.lose_connection()
-    first._silent_until = run.clock.now + 0.6
-    run.run_until(lambda: second.state.step == 2)
-    assert second.weights != was  # it was alone this time
+    first._silent_until = run.clock.now + first_is_back_s
+    run.run_until(lambda: second.state.step >= 2)
+    return run, was
+
+
+def waits_of(run: Fleet) -> list[int]:
+    """Of the first worker, since it came back: whether it was given other weights."""
+    line = run.workers["w0"].line
+    return [item.wait for item in line.received if isinstance(item, Admitted)] if line is not None else []
+
+
+def test_whoever_has_applied_the_last_window_is_waited_for() -> None:
+    """Else it would be computed again, with other bits."""
+    run, _ = behind_a_host_that_died(0.6 * PATIENCE_S)
     run.finish()
-    assert first.line is not None and first.weights == second.weights
-    admitted = [item for item in first.line.received if isinstance(item, Admitted)]
-    assert admitted and admitted[0].wait == 1
+    assert waits_of(run) == [0]
+
+
+def test_a_window_that_is_computed_again_has_other_bits_so_whoever_had_the_first_catches_up() -> None:
+    run, was = behind_a_host_that_died(PATIENCE_S + 0.6)
+    assert run.workers["w1"].weights != was  # it was alone this time
+    run.finish()
+    assert run.workers["w0"].weights == run.workers["w1"].weights and waits_of(run)[0] == 1
 
 
 def test_no_window_goes_beyond_the_rows_of_the_run() -> None:
