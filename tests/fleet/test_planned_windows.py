@@ -1,11 +1,8 @@
 """The coordinator plans windows, on a virtual clock: who does how much, and why; and whoever is lost, nothing is."""
 
-import random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from potluck.agree.policy import Async, Cadence, Windowed
 from potluck.events import Decided, Stalled, Validated, WorkerCame, WorkerWent
@@ -13,7 +10,6 @@ from potluck.fleet.coordinator import PROTOCOL, Coordinator
 from potluck.fleet.description import Description, settings_of
 from potluck.fleet.effects import Close, Send
 from potluck.wire.messages import Admitted, Hello, JoinAccepted, JoinRequest, Ready, Shutdown, Work
-from tests.fleet.test_coordinator import SOME, any_machine, live_through, script_any_faults
 from tests.fleet.virtual import PATIENCE_S, ROWS, FaultScript, Fleet, described
 
 pytestmark = pytest.mark.timeout(30)
@@ -209,19 +205,3 @@ def test_plain_peers_are_turned_away() -> None:
             "a plain peer trains under sync alone, and this run's policy is cadence"
         ]
     assert core.refused == {"plain peer": 2} and {m.name for m in core.membership.ready} == {"ours"}
-
-
-@settings(SOME, max_examples=12)
-@given(st.randoms(use_true_random=True))
-def test_whoever_joins_leaves_and_dies_whenever_all_agree_and_the_ledger_is_right(draw: random.Random) -> None:
-    policy = draw.choice([Cadence, Async])(anchor=draw.choice([1, 2]), max_anchor=draw.choice([2, 4]))
-    habits = {
-        "save_every": draw.choice([0, 0, 1, 2, 3]),
-        "evaluate_every": draw.choice([0, 1, 2]),
-        "description": windowed(policy),
-    }
-    run = Fleet(at_least=1, epochs=3, patience_s=draw.choice([2.0, PATIENCE_S]))
-    for number in range(draw.randint(1, 4)):
-        run.add(f"w{number}", batch_s=draw.choice([0.02, 0.1, 0.3]), **any_machine(draw), **habits)
-        script_any_faults(run.faults, f"w{number}", draw)
-    live_through(run, draw, habits)

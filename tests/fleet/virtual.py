@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from potluck.events import Event
+from potluck.events import Event, WorkerCame, WorkerWent
 from potluck.fleet import coordinator as core
 from potluck.fleet.coordinator import PROTOCOL, SAVE, Coordinator, Standing
 from potluck.fleet.description import Description, Part
@@ -737,7 +737,7 @@ class Worker:
         self.error: str | None = None
         self.validated: dict[int, float] = {}
         self.dead = self.done = self.left = self.stopping = self.over = self.replaying = False
-        self.wants_stop = self.finished = False
+        self.wants_stop = self.finished = self.is_in = False
         self.held_off: list[float] = []
         """When the host told it to come later."""
         self.slices_computed: list[tuple[int, int]] = []
@@ -951,7 +951,7 @@ class Worker:
                 yield from self._save()
                 yield from self._wait_for_saves()
             if self.stopping or self.state.epoch >= self.fleet.epochs:
-                self.finished = self.state.epoch >= self.fleet.epochs and not self.left
+                self.finished = self.state.epoch >= self.fleet.epochs and self.is_in and not self.left
                 return
 
     def _rest_of_epoch(self) -> Life:
@@ -967,7 +967,7 @@ class Worker:
 
     def _present(self) -> Life:
         yield from self._at("joined", self.state.step + 1)
-        step = self.state.step
+        step, self.is_in = self.state.step, False
         self._pass_over_until(step)
         before, self._told = self._told, digest_of(self.state.weights)
         is_changed = before != self._told or self._is_damaged or (self._changed_at == step and not self._changes_itself)
@@ -988,6 +988,7 @@ class Worker:
                     where = json.loads(message.position)
                     if not step and message.step == where["step"]:
                         self.state.epoch, self.state.row = where["epoch"], where["row"]
+                    self.is_in = True
                     return
                 case Shutdown():
                     self.stopping = self.over = True
@@ -1011,7 +1012,7 @@ class Worker:
             self._send(SaveDue(self._save_due, 2))
 
     def _fetch_state(self) -> Life:
-        self._work = None
+        self._work, self.is_in = None, False
         self._later.clear()
         transfer, size, data = -1, -1, b""
         while size < 0 or len(data) < size:
@@ -1040,7 +1041,7 @@ class Worker:
         self._changed_at, self._is_damaged = -1, False
         self._pass_over_until(self.state.step)
         self._later = deque(m for m in self._later if getattr(m, "step", 0) > self.state.step)
-        self.replaying = True
+        self.replaying = self.is_in = True
         self._tell_applied()
 
     def _pass_over_until(self, step: int) -> None:
@@ -1411,7 +1412,7 @@ class Fleet:
 
     def crash_host(self, back_after_s: float = 1.0) -> None:
         """The coordinator dies; another goes on from its journal."""
-        self._expected, self._next_id = len(self.core.membership.ready), self.core.membership.next_id
+        self._next_id = self.core.membership.next_id
         self.host.crash()
 
         def come_back() -> None:
@@ -1436,6 +1437,8 @@ class Fleet:
 
     def hear(self, event: Event) -> None:
         self.events.append(event)
+        if isinstance(event, WorkerCame | WorkerWent):  # as the host's journal has it
+            self._expected = len(self.core.membership.ready)
 
     def told(self, kind: type[Event]) -> list[Any]:
         return [event for event in self.events if isinstance(event, kind)]

@@ -56,7 +56,7 @@ GIVE_UP = 20
 NOBODY_S = 30.0
 """How long one that has never been in waits where nobody listens: a host that is started again takes a while."""
 SILENT_CLOSES = 3
-"""In a row, by a host that has shown who it is: then the invite's secret is wrong. One may be a host that was killed."""
+"""In a row, by a host that has shown who it is: the invite's secret is wrong. A host that is killed does it once."""
 
 
 class HeldOff(OSError):

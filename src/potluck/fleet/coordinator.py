@@ -1756,7 +1756,8 @@ class Coordinator:
     def _end_without_them(self, now: float) -> None:
         """All is done and kept, and those who were in when this host, or their connection, was lost have not come back
         to say so: they may have ended, and nobody else need come."""
-        if self.finished or self.membership.members or not (self._expected and self._is_complete and self._is_last_kept):
+        is_done = self._is_complete and self._is_last_kept
+        if self.finished or self.membership.members or not self._expected or not is_done:
             return
         if self._alone_since is None:
             self._alone_since = now

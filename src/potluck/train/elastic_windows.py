@@ -225,12 +225,14 @@ class ElasticWindowEngine(ElasticEngine):
         """The last agreement is on the host's disk before any loop is over with it: nobody can be made to compute that
         window again then, which would have other bits. Until it is kept, the run may go back, and this worker with it.
         """
-        if not self._is_at_the_end or self._over:
+        if not self._is_at_the_end:
             return
         self.save("", keep_last=1)
         self.wait_for_saves()
-        if self.left:  # the run may yet end elsewhere
-            words = self.last_words()
+        if self.left or not self._is_in:  # the run may yet end elsewhere, or has
+            words = (
+                self.last_words() if self.left else "The run has ended without this worker; the host has its weights."
+            )
             self.close()
             raise self.interrupted(words)
         if not self._is_at_the_end and not self._over:
