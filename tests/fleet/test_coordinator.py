@@ -2,7 +2,6 @@
 
 import json
 import math
-import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -1488,34 +1487,6 @@ def test_whatever_a_worker_sends_in_whatever_phase_the_run_ends_with_the_right_w
     assert run.restores == 0
 
 
-@SOME
-@given(st.randoms(use_true_random=True))
-def test_whoever_joins_leaves_and_dies_whenever_the_weights_and_the_ledger_are_right(draw: random.Random) -> None:
-    """Fast and slow workers on near and far machines; some saves and evaluations are always under way."""
-    habits = {"save_every": draw.choice([0, 0, 1, 2, 3]), "evaluate_every": draw.choice([0, 1, 2])}
-    run = Fleet(at_least=1, epochs=4, patience_s=draw.choice([2.0, PATIENCE_S]))
-    for number in range(draw.randint(1, 4)):
-        run.add(f"w{number}", **any_machine(draw), **habits)
-        script_any_faults(run.faults, f"w{number}", draw)
-    live_through(run, draw, habits)
-
-
-def live_through(run: Fleet, draw: random.Random, habits: dict[str, Any]) -> None:
-    """Others come, and some are disturbed, until the run has ended well."""
-    for number in range(draw.randint(0, 14)):
-        run.run_for(draw.random() * 1.5)
-        if run.host.finish is not None:
-            break
-        if draw.random() < 0.4:
-            run.add(f"new{number}", **any_machine(draw), **habits)
-        else:
-            disturb(run, draw)
-    run.add("last", at_s=25.0, **habits)
-    run.finish(limit_s=500)
-    errors = {worker.error for worker in run.workers.values() if worker.error is not None}
-    assert all("has ended" in error or "begins anew" in error for error in errors), errors
-
-
 def test_a_checkpoint_that_is_older_than_the_one_on_the_disk_is_not_taken() -> None:
     """It was on its way when another began to lead; those who wait for the newer one would wait for ever."""
     run = Fleet(workers=2, save_every=2)
@@ -1525,45 +1496,3 @@ def test_a_checkpoint_that_is_older_than_the_one_on_the_disk_is_not_taken() -> N
     assert StateMore(0, 0) in run.workers["w1"].line.received
     assert run.core._saved.step >= 2
     run.finish()
-
-
-def any_machine(draw: random.Random) -> dict[str, Any]:
-    return {
-        "slice_s": draw.choice([0.02, 0.1, 0.3]),
-        "latency_s": draw.choice([0.001, 0.01, 0.1, 0.3]),
-        "pack_s": draw.choice([0.001, 0.05, 0.5]),
-    }
-
-
-def script_any_faults(faults: FaultScript, name: str, draw: random.Random) -> None:
-    while_working = ["forward", "backward", "sent", "committed", "applied", "evaluating", "save due"]
-    if draw.random() < 0.3 and not any(fault.kind == "poison" for fault in faults.pending):
-        faults.poison(name, at_step=draw.randint(1, 6), slice=draw.randint(0, 4))
-    if draw.random() < 0.3:
-        faults.stall(
-            name, at_step=draw.randint(1, 6), seconds=draw.choice([1, 5, 60]), phase=draw.choice(while_working)
-        )
-    if draw.random() < 0.4:
-        faults.kill(name, at_step=draw.randint(1, 6), phase=draw.choice([*while_working, "half", "parcel"]))
-
-
-def disturb(run: Fleet, draw: random.Random) -> None:
-    """Somebody, right now: whatever it is doing."""
-    alive = [worker for worker in run.workers.values() if worker.line is not None and not worker.dead]
-    what = draw.choice(["kill", "cut", "leave", "silence", "crash", "pause"])
-    if what == "crash" and run.host.is_up:
-        run.crash_host(back_after_s=draw.random())
-    if what == "pause" and run.host.is_up:
-        run.host.pause(draw.choice([0.5, 3.0, 15.0, 40.0]))
-    worker = draw.choice(alive) if alive else None
-    if worker is None or worker.done:
-        return
-    match what:
-        case "kill":
-            worker.kill()
-        case "cut":
-            worker.lose_connection()
-        case "leave":
-            worker.wants_stop = True
-        case "silence":
-            worker._silent_until = run.clock.now + draw.choice([0.5, 3.0, 15.0])

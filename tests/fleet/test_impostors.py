@@ -104,6 +104,44 @@ def test_a_worker_tells_nothing_to_whoever_took_the_port_and_finds_the_host_agai
     client.close()
 
 
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_a_worker_that_joins_while_the_host_is_started_again_waits_for_it(encrypted: bool, tmp_path: Path) -> None:
+    """The host is killed once it has the worker's first words; for a while nobody listens; then it is back."""
+    process, invite = start_coordinator(tmp_path, encrypted=encrypted)
+    process.kill()
+    process.join()
+    identity = Identity.load_or_make(tmp_path / "identity")
+    listener = socket.create_server(("127.0.0.1", invite.port))
+    said: list[str] = []
+    client = helper(invite, said)
+    joining = threading.Thread(target=client.connect, daemon=True)
+    joining.start()
+    connection, _ = listener.accept()
+    listener.close()
+    if encrypted:
+        connection = identity.server_context().wrap_socket(connection, server_side=True)
+    assert connection.recv(10)
+    connection.close()
+    wait_until(lambda: bool(said), tell=lambda: f"joining: {joining.is_alive()}")
+    assert said == [f"The host at 127.0.0.1:{invite.port} is not there yet; trying again."]
+    start_coordinator(tmp_path, port=invite.port, encrypted=encrypted)
+    joining.join(20)
+    assert not joining.is_alive() and client.welcome is not None
+    if encrypted:
+        with pytest.raises(ConfigError, match=r"secret is not \(or no longer\) the right one"):
+            helper(replace(invite, secret="another"), said).connect()
+        assert len(said) == 1  # at once: there is nothing to wait for
+    client.close()
+
+
+def test_a_worker_where_nobody_listens_hears_so_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "NOBODY_S", -1)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    with pytest.raises(ConfigError, match="Nobody listens at"):
+        helper(Invite("127.0.0.1", port, "", None), []).connect()
+
+
 def test_a_worker_gives_up_in_the_end_where_an_impostor_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_module, "GIVE_UP", 0.05)  # times a patience of 10 s
     with impostor(0, Identity.load_or_make(tmp_path / "stranger").server_context()) as thief:

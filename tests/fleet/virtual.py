@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from potluck.events import Event
+from potluck.events import Event, WorkerCame, WorkerWent
 from potluck.fleet import coordinator as core
 from potluck.fleet.coordinator import PROTOCOL, SAVE, Coordinator, Standing
 from potluck.fleet.description import Description, Part
@@ -439,6 +439,8 @@ class Host:
         self.finish: core.Finish | None = None
         if coordinator.description is not None:
             self._describe(coordinator.description)
+        if disk.states:
+            coordinator.found(max(disk.states), "a folder")
         self._tick()
 
     def accept(self, line: Line) -> None:
@@ -735,7 +737,7 @@ class Worker:
         self.error: str | None = None
         self.validated: dict[int, float] = {}
         self.dead = self.done = self.left = self.stopping = self.over = self.replaying = False
-        self.wants_stop = False
+        self.wants_stop = self.finished = self.is_in = False
         self.held_off: list[float] = []
         """When the host told it to come later."""
         self.slices_computed: list[tuple[int, int]] = []
@@ -758,6 +760,10 @@ class Worker:
         self._waits: Sleep | Receive | None = None
         self._turn = 0
         self._life: Life = self._live()
+
+    def __repr__(self) -> str:
+        place = f"step {self.state.step}, epoch {self.state.epoch}, row {self.state.row}"
+        return f"{self.name}: {place}, {digest_of(self.state.weights)}"
 
     @property
     def is_windowed(self) -> bool:
@@ -927,17 +933,7 @@ class Worker:
     def _live(self) -> Life:
         yield from self._connect()
         yield from self._present()
-        while self.state.epoch < self.fleet.epochs and not self.stopping:
-            while not self.stopping and self.state.row < ROWS:
-                if self._work is None:
-                    self._check_weights()
-                    yield from self._await_step()
-                else:
-                    work, self._work = self._work, None
-                    yield from self._compute(work)
-                    yield from self._await_step()
-            if self.state.row >= ROWS:
-                self.state.epoch, self.state.row = self.state.epoch + 1, 0
+        yield from self._train()
         if self.save_every:
             yield from self._save()
             yield from self._wait_for_saves()
@@ -945,9 +941,33 @@ class Worker:
             self._send(Leave(1, "finished"))
             yield from self._await_goodbye()
 
+    def _train(self) -> Life:
+        """Until the end, which is on the host's disk before the loop is over where it is known: till then this worker
+        may be put back, and train on."""
+        while True:
+            while not self.stopping and self.state.epoch < self.fleet.epochs:
+                yield from self._rest_of_epoch()
+            if not self.stopping and self.description.rows_limit:
+                yield from self._save()
+                yield from self._wait_for_saves()
+            if self.stopping or self.state.epoch >= self.fleet.epochs:
+                self.finished = self.state.epoch >= self.fleet.epochs and self.is_in and not self.left
+                return
+
+    def _rest_of_epoch(self) -> Life:
+        while not self.stopping and self.state.row < ROWS:
+            if self._work is None:
+                self._check_weights()
+            else:
+                work, self._work = self._work, None
+                yield from self._compute(work)
+            yield from self._await_step()
+        if self.state.row >= ROWS:
+            self.state.epoch, self.state.row = self.state.epoch + 1, 0
+
     def _present(self) -> Life:
         yield from self._at("joined", self.state.step + 1)
-        step = self.state.step
+        step, self.is_in = self.state.step, False
         self._pass_over_until(step)
         before, self._told = self._told, digest_of(self.state.weights)
         is_changed = before != self._told or self._is_damaged or (self._changed_at == step and not self._changes_itself)
@@ -968,6 +988,7 @@ class Worker:
                     where = json.loads(message.position)
                     if not step and message.step == where["step"]:
                         self.state.epoch, self.state.row = where["epoch"], where["row"]
+                    self.is_in = True
                     return
                 case Shutdown():
                     self.stopping = self.over = True
@@ -991,7 +1012,7 @@ class Worker:
             self._send(SaveDue(self._save_due, 2))
 
     def _fetch_state(self) -> Life:
-        self._work = None
+        self._work, self.is_in = None, False
         self._later.clear()
         transfer, size, data = -1, -1, b""
         while size < 0 or len(data) < size:
@@ -1020,7 +1041,7 @@ class Worker:
         self._changed_at, self._is_damaged = -1, False
         self._pass_over_until(self.state.step)
         self._later = deque(m for m in self._later if getattr(m, "step", 0) > self.state.step)
-        self.replaying = True
+        self.replaying = self.is_in = True
         self._tell_applied()
 
     def _pass_over_until(self, step: int) -> None:
@@ -1246,7 +1267,8 @@ class Worker:
                     self._later.append(message)
 
     def _save(self) -> Life:
-        if self.replaying or self.left or self.over or self._save_due == self.state.step:
+        is_past = self.replaying and self.state.epoch < self.fleet.epochs
+        if is_past or self.left or self.over or self._save_due == self.state.step:
             return
         if self._leader == self._worker_id:
             yield from self._wait_for_saves(until_kept=False)
@@ -1390,7 +1412,7 @@ class Fleet:
 
     def crash_host(self, back_after_s: float = 1.0) -> None:
         """The coordinator dies; another goes on from its journal."""
-        self._expected, self._next_id = len(self.core.membership.ready), self.core.membership.next_id
+        self._next_id = self.core.membership.next_id
         self.host.crash()
 
         def come_back() -> None:
@@ -1415,6 +1437,8 @@ class Fleet:
 
     def hear(self, event: Event) -> None:
         self.events.append(event)
+        if isinstance(event, WorkerCame | WorkerWent):  # as the host's journal has it
+            self._expected = len(self.core.membership.ready)
 
     def told(self, kind: type[Event]) -> list[Any]:
         return [event for event in self.events if isinstance(event, kind)]
@@ -1443,6 +1467,9 @@ class Fleet:
         if described is not None and described.windowed is not None:
             end = self.standing().step  # a run that began anew has another, and other weights
             last = [w for w in self.workers.values() if (w.state.epoch, w.state.step) == (self.epochs, end)]
+            if described.rows_limit:  # then whoever has finished has what is kept; one that was killed may have less
+                last = [worker for worker in self.workers.values() if worker.finished]
+                assert {w.weights for w in last} == {State.from_bytes(self.disk.states[end]).weights.tobytes()}, last
             assert last and len({worker.weights for worker in last}) == 1, [w.state for w in self.workers.values()]
             return
         steps = self.epochs * -(-ROWS // BATCH)

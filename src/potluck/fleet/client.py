@@ -53,6 +53,10 @@ ANSWER_S = 10.0
 """How long a host may take to answer, at least; then the next attempt begins."""
 GIVE_UP = 20
 """Times `patience` without a host: then the worker ends."""
+NOBODY_S = 30.0
+"""How long one that has never been in waits where nobody listens: a host that is started again takes a while."""
+SILENT_CLOSES = 3
+"""In a row, by a host that has shown who it is: the invite's secret is wrong. A host that is killed does it once."""
 
 
 class HeldOff(OSError):
@@ -121,6 +125,10 @@ class _Session:
             self.receipts.close()
 
 
+class _ClosedInSilence(ConnectionResetError):
+    """After this worker's first words. The host does so where the secret is wrong, and where it ends."""
+
+
 class _NotTheHost(ConnectionError):
     """Who answers is not whom the invite names, or does not speak as a host does."""
 
@@ -174,8 +182,7 @@ class Client:
 
     def connect(self, *, again: bool = False) -> Welcome:
         """Joins, or joins again after a loss: with waits that grow, and differ from worker to worker."""
-        started = time.monotonic()
-        told = ""
+        started, told, closes = time.monotonic(), "", 0
         if self.invite.is_open and not again:
             self.say(
                 f"INSECURE: the way to {self.invite.host} is not encrypted. Anybody on it can read and change what is"
@@ -186,11 +193,9 @@ class Client:
                 return self._connect_once(again=again)
             except (OSError, ssl.SSLError) as error:
                 waited = time.monotonic() - started
-                if not again and isinstance(error, ConnectionRefusedError) and waited > 3:
-                    raise ConfigError(
-                        f"Nobody listens at {self.invite.host} port {self.invite.port}. Is the host running, and is"
-                        " the invite its newest?"
-                    ) from None
+                closes = closes + 1 if isinstance(error, _ClosedInSilence) else 0
+                if not again:
+                    self._insist_on_right_invite(error, closes, waited)
                 if waited > GIVE_UP * self.patience_s:
                     raise WorkerLost(f"The host has not been back for {waited:.0f} s: {error}.") from None
                 is_held_off = isinstance(error, HeldOff)
@@ -200,10 +205,25 @@ class Client:
                 time.sleep(self._backoff_s * self._draw.uniform(0.5, 1.0))
                 self._backoff_s = min(LONGEST_HELD_OFF_S if is_held_off else LONGEST_WAIT_S, self._backoff_s * 2)
 
+    def _insist_on_right_invite(self, error: OSError, closes: int, waited: float) -> None:
+        """Of a worker that has never been in: what is wrong may be what it was given."""
+        if closes >= SILENT_CLOSES and self.invite.secret:
+            raise ConfigError(
+                "The host closed the connection without a word, again and again: the invite's secret is not (or no"
+                " longer) the right one. Ask for a new invite."
+            ) from None
+        if isinstance(error, ConnectionRefusedError | _ClosedInSilence) and waited > NOBODY_S:
+            raise ConfigError(
+                f"Nobody listens at {self.invite.host} port {self.invite.port}. Is the host running, and is the invite"
+                " its newest?"
+            ) from None
+
     def _trouble(self, error: OSError) -> str:
         if isinstance(error, HeldOff):
             return str(error)
         where = f"{self.invite.host}:{self.invite.port}"
+        if isinstance(error, ConnectionRefusedError | _ClosedInSilence):
+            return f"The host at {where} is not there yet; trying again."
         if isinstance(error, ssl.SSLError | _NotTheHost) and not isinstance(error, ssl.SSLEOFError):
             return f"At {where} is not the host that invited this worker, so it is told nothing; trying again."
         return f"The host at {where} does not answer; trying again."
@@ -216,7 +236,7 @@ class Client:
             pipe = Pipe(connection)
             pipe.give_up_link(self.patience_s)
             pipe.send(encode_parts(Hello(PROTOCOL, self.invite.secret, self.name, self.kind)))
-            answer = self._first_answer(pipe, again=again)
+            answer = self._first_answer(pipe)
             if not isinstance(answer, Welcome):
                 raise TheirProtocolError(f"The host answered with a {type(answer).__name__}.")
         except TheirProtocolError as error:
@@ -250,6 +270,10 @@ class Client:
         if self.invite.secret and self.invite.pin is None:
             raise ConnectionRefusedError("an invite without a pin is for processes of the host's machine and user")
         connection = socket.create_connection((self.invite.host, self.invite.port), timeout=ANSWER_S)
+        if connection.getsockname() == connection.getpeername():
+            # Where nobody listens on a port of this machine, the system may choose that very port for this end.
+            connection.close()
+            raise ConnectionRefusedError("it reached itself")
         if self.invite.pin is None:
             return connection
         try:
@@ -258,7 +282,7 @@ class Client:
             connection.close()
             raise
 
-    def _first_answer(self, pipe: Pipe, *, again: bool) -> Message:
+    def _first_answer(self, pipe: Pipe) -> Message:
         # Somebody who takes the connection and says nothing must not keep us for ever.
         timer = threading.Timer(max(ANSWER_S, self.patience_s), pipe.close)
         timer.daemon = True
@@ -271,13 +295,8 @@ class Client:
             timer.cancel()
         if pipe.is_closed:
             raise TimeoutError("it takes connections, and does not answer")
-        if answer is None and again:
-            raise ConnectionResetError("the host closed the connection")  # it may be in the middle of its own end
         if answer is None:
-            raise ConfigError(
-                "The host closed the connection without a word: the invite's secret is not (or no longer) the right"
-                " one. Ask for a new invite."
-            )
+            raise _ClosedInSilence("the host closed the connection")
         if isinstance(answer, Refusal):
             raise HeldOff(answer.sentence) if answer.code == TOO_SOON else ConfigError(answer.sentence)
         return answer

@@ -471,12 +471,23 @@ class Coordinator:
         is_anybody_waiting = bool(self._waiting or self._stranded) and not self.finished
         if is_anybody_waiting and not self.membership.holders and not self._restoring:
             waited_s = now - (self._alone_since if self._alone_since is not None else now)
-            if not self._expected or waited_s >= self.patience_s:
-                self._restoring = True
-                effects.append(Restore())
+            if not self._expected or waited_s >= self.patience_s or self._is_last_kept:
+                effects += self._go_on_without_them(now)
         if self.finished and self._is_everybody_gone():
             effects.append(Finish(self.finished))
         return effects
+
+    def _go_on_without_them(self, now: float) -> list[Effect]:
+        """Nobody came who has the last step: from a checkpoint, or from the step before if somebody has that."""
+        self._expected = 0
+        step = self.previous.step if self.previous is not None and not self._is_last_kept else -1
+        for peer, ready in self._waiting:
+            member = self.membership.members[peer]
+            if ready.holds and ready.step == step and self._is_believed(member, ready):
+                self._waiting.remove((peer, ready))
+                return self._place(now, member, ready)
+        self._restoring = True
+        return [Restore()]
 
     def _forgive_pause(self, now: float) -> None:
         """This host itself may not have run: a stopped process, a sleeping laptop, a hung disk. Whoever could not be
@@ -589,6 +600,11 @@ class Coordinator:
         if sender in self.membership.members:  # else the rest of this one would be in the way of the next
             effects.append(Send(sender, StateMore(SAVE, 0)))
         return effects + [Send(m.peer, told) for m in self.membership.members.values() if not m.plain]
+
+    def found(self, step: int, folder: str) -> None:
+        """The newest checkpoint on the disk, from before this coordinator was there."""
+        if step <= self.standing.step:
+            self._saved = Saved(step, folder, "")
 
     def restored(self, now: float, standing: Standing | None) -> list[Effect]:
         """The run goes on from the newest checkpoint, or from its beginning where there is none."""
@@ -747,8 +763,10 @@ class Coordinator:
         is_window = self._described.windowed is not None  # one that is computed again has other bits
         holds = bool(ready.holds) and self._is_believed(member, ready)
         if not self.membership.holders:
-            if holds and self.previous is not None and ready.step == self.previous.step:
+            is_before = holds and self.previous is not None and ready.step == self.previous.step
+            if is_before and not self._may_have_the_last(now):
                 # The step after it is on record, but nobody came back who had applied it: it is computed again.
+                assert self.previous is not None
                 if is_window:
                     self._digests.pop(step, None)
                     self._agreed.pop(step, None)
@@ -778,6 +796,21 @@ class Coordinator:
         if ready.step == step and (same or (holds and not known and not is_window)):
             return self._admit(now, member, ready, since=step + 1)
         return self._catch_up(member)
+
+    def _may_have_the_last(self, now: float) -> bool:
+        """Whether the last step may come from a checkpoint, or from somebody who has yet to come back: a window that
+        is computed again has other bits, and whoever has ended with it would have other weights than the rest."""
+        if self._described.windowed is None:
+            return False
+        if self._is_last_kept:
+            return True
+        came = 1 + sum(bool(theirs.holds) for _, theirs in self._waiting)
+        waited_s = now - (self._alone_since if self._alone_since is not None else now)
+        return came < self._expected and waited_s < self.patience_s
+
+    @property
+    def _is_last_kept(self) -> bool:
+        return bool(self._saved.folder) and self._saved.step == self.standing.step
 
     def _is_believed(self, member: Member, ready: Ready) -> bool:
         """Whether the weights that it comes with are those that were agreed on, as far as anybody knows."""
@@ -1711,6 +1744,7 @@ class Coordinator:
             if now - (member.shut_at or 0.0) > self.patience_s:
                 why = f"the run is over for it, and it has not gone for {self.patience_s:g} s"
                 effects += [Close(member.peer, why), *self.on_closed(now, member.peer, why)]
+        self._end_without_them(now)
         if self.finished or not self._is_said_to_be_over or not (self.stopping or self._rows_limit):
             return effects
         if self._saving is not None or self._save_due is not None or self._evaluations:
@@ -1718,6 +1752,17 @@ class Coordinator:
         elif now - self._over_since > self.patience_s:
             effects += self._end()
         return effects
+
+    def _end_without_them(self, now: float) -> None:
+        """All is done and kept, and those who were in when this host, or their connection, was lost have not come back
+        to say so: they may have ended, and nobody else need come."""
+        is_done = self._is_complete and self._is_last_kept
+        if self.finished or self.membership.members or not self._expected or not is_done:
+            return
+        if self._alone_since is None:
+            self._alone_since = now
+        elif now - self._alone_since > self.patience_s:
+            self.finished = "finished"
 
     def _let_go(self, member: Member) -> list[Effect]:
         """The last who has the weights leaves them behind: those it has, for it will apply no other step."""

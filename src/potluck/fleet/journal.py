@@ -225,6 +225,7 @@ class Journal:
         with self._writing():
             there = self._base.execute("SELECT count(*) FROM steps WHERE step = ?", (record.step,)).fetchone()[0]
             self._base.execute("DELETE FROM ranges WHERE step = ?", (record.step,))
+            self._base.execute("DELETE FROM digests WHERE step >= ?", (record.step,))  # of the one before
             self._put("steps", row | {"checksum": _row_checksum(row, record.ranges)})
             self._base.executemany(
                 "INSERT INTO ranges VALUES (?, ?, ?, ?)", [(record.step, *found) for found in record.ranges]

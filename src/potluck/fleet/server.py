@@ -188,6 +188,8 @@ class Server:
             on_closed=lambda guest, why: self._act(lambda now: self.core.on_closed(now, guest.peer, why)),
             new_peer=self._new_peer,
         )
+        if saver is not None and coordinator.standing.step and (newest := saver.newest()) is not None:
+            coordinator.found(newest[1].step, str(newest[0]))
         coordinator.most_floats = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
         if coordinator.description is not None:
             self._describe(coordinator.description)

@@ -121,6 +121,8 @@ class ElasticEngine(Engine):
         """This worker has left the run, which goes on."""
         self._joined = False
         self._over = False
+        self._is_in = False
+        """Since it joined, or joined again: the host has said that its weights are the run's, or has sent it those."""
         self._passes = 0
         """That a loop which counts epochs by itself has begun."""
         self._drifts: list[int] = []
@@ -531,7 +533,7 @@ class ElasticEngine(Engine):
             told=self.told,
         )
         self.client.description = described
-        holds = int(self.version > 0)
+        holds, self._is_in = int(self.version > 0), False
         self.client.pass_over_until(self.version)
         before = self._told
         digest, self._told = self._hash_weights()
@@ -555,6 +557,7 @@ class ElasticEngine(Engine):
                     where = position_of(message.position)
                     if not holds and message.step == where["step"]:
                         loader.position = Position(where["epoch"], where["row"])
+                    self._is_in = True
                     return
                 case Shutdown():
                     self.stopping = self._over = True
@@ -567,7 +570,7 @@ class ElasticEngine(Engine):
     def _fetch_state(self, admitted: Admitted) -> None:
         """The run's weights from a worker that has them, or from the host's disk; the averages since then wait."""
         replica = self._prepared()
-        self._work = None
+        self._work, self._is_in = None, False
         self._later.clear()
         limit = most_bytes(_bytes_of(replica.model))
         folder = self._new_folder()
@@ -613,7 +616,7 @@ class ElasticEngine(Engine):
         self._changed_at, self._is_damaged = -1, False
         self.client.pass_over_until(self.version)
         self._later = deque(m for m in self._later if getattr(m, "step", 0) > self.version)
-        self.replaying = True
+        self.replaying = self._is_in = True
         self.client.say(f"Got the weights of step {self.step_number}.")
         self._tell_applied(0.0, "")
 

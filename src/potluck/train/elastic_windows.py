@@ -202,6 +202,42 @@ class ElasticWindowEngine(ElasticEngine):
         """Of the rows, so that whoever takes over a part draws the same."""
         return mix(self._loader().seed, self.version + 1, micro.start)
 
+    # The end
+
+    def _begin_run(self) -> None:
+        super()._begin_run()
+        self._keep_the_end()
+
+    def _rest_of_epoch(self) -> Iterator[MicroBatch]:
+        while True:
+            yield from super()._rest_of_epoch()
+            if not self._is_at_the_end:
+                return
+            self._keep_the_end()
+            if self.stopping or self._is_at_the_end:
+                return
+
+    @property
+    def _is_at_the_end(self) -> bool:
+        return self.rows_limit is not None and self.rows_seen >= self.rows_limit
+
+    def _keep_the_end(self) -> None:
+        """The last agreement is on the host's disk before any loop is over with it: nobody can be made to compute that
+        window again then, which would have other bits. Until it is kept, the run may go back, and this worker with it.
+        """
+        if not self._is_at_the_end:
+            return
+        self.save("", keep_last=1)
+        self.wait_for_saves()
+        if self.left or not self._is_in:  # the run may yet end elsewhere, or has
+            words = (
+                self.last_words() if self.left else "The run has ended without this worker; the host has its weights."
+            )
+            self.close()
+            raise self.interrupted(words)
+        if not self._is_at_the_end and not self._over:
+            self.stopping = False  # whoever stopped it had seen the end
+
     # A window
 
     def _begin_nodes(self, nodes: list[Node]) -> None:
