@@ -312,7 +312,7 @@ class ElasticEngine(Engine):
 
     def backward(self, loss: Tensor, *, samples: float, last: bool | None = None) -> None:
         replica, micro = self._prepared(), self._loader().current
-        _insist_on_mean(loss, samples)
+        loss = _insist_on_mean(loss, samples)
         if micro is None or not self._joined:
             raise ConfigError("Under a host, batches come from the loader that prepare() gave. Iterate over that.")
         last = True if last is None else last
@@ -779,7 +779,7 @@ class ElasticEngine(Engine):
         for micro in plan_step(asked.start, asked.end, rows.batch, shares, self.link.rank, in_step=replica.in_step):
             batch = rows.take(micro.start, micro.end)
             with torch.no_grad():
-                loss, samples = loss_and_samples(loss_of(replica.model, batch), batch)
+                loss, samples = loss_and_samples(replica.loss(loss_of, batch), batch)
             if samples and micro.counts:
                 total, count = total + loss.item() * samples, count + samples
         return [sum(column) for column in zip(*self.link.gather_rows([total, count]), strict=True)]

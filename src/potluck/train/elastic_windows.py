@@ -243,7 +243,7 @@ class ElasticWindowEngine(ElasticEngine):
 
     def backward(self, loss: Tensor, *, samples: float, last: bool | None = None) -> None:
         replica, micro = self._prepared(), self._loader().current
-        _insist_on_mean(loss, samples)
+        loss = _insist_on_mean(loss, samples)
         if micro is None or not self._joined:
             raise ConfigError("Under a host, batches come from the loader that prepare() gave. Iterate over that.")
         last = micro.last if last is None else last and micro.last

@@ -68,7 +68,7 @@ from potluck.train.link import Alone, Link, Rows, choose_device, connect, loss_o
 from potluck.train.memory import Recovery, my_recovery
 from potluck.train.order import PATIENCE_S, checked, insist_on_patience
 from potluck.train.pulse import Pulse, Verdict, decide_step, worker_steps
-from potluck.train.replica import Replica, StepConfig, insist_on_memory
+from potluck.train.replica import Replica, StepConfig, in_float32, insist_on_memory
 from potluck.train.saves import TENSORS, KeptTensors, Saves, Standing, sharded_of
 from potluck.train.scheduled import Scheduled
 from potluck.train.state import tensors_json, tensors_of_json
@@ -424,7 +424,7 @@ class Engine:
 
         Then step(). `loss_of(model, batch)` gives the mean loss over the batch's rows, or (mean, samples).
         """
-        loss, samples = loss_and_samples(loss_of(self._prepared().model, batch), batch)
+        loss, samples = loss_and_samples(self._prepared().loss(loss_of, batch), batch)
         self.backward(loss, samples=samples)
 
     def backward(self, loss: Tensor, *, samples: float, last: bool | None = None) -> None:
@@ -433,7 +433,7 @@ class Engine:
         `last` says whether the next call is step(); the loader knows it, and without one it is taken to be so.
         """
         replica = self._prepared()
-        _insist_on_mean(loss, samples)
+        loss = _insist_on_mean(loss, samples)
         micro = self.loader.current if self.loader is not None else None
         if last is None:
             last = micro is None or micro.last
@@ -563,7 +563,7 @@ class Engine:
         """The sum of the losses of this worker's rows, and over how many samples it is."""
         total = count = 0.0
         for batch in loader.once():
-            loss, samples = loss_and_samples(loss_of(self._prepared().model, batch), batch)
+            loss, samples = loss_and_samples(self._prepared().loss(loss_of, batch), batch)
             if samples and loader.current is not None and loader.current.counts:
                 total += loss.item() * samples
                 count += samples
@@ -1003,13 +1003,14 @@ def _terms(told: bytes) -> tuple[str, Fingerprint, dict[str, Any]]:
     return rows, data, training
 
 
-def _insist_on_mean(loss: Any, samples: float) -> None:
+def _insist_on_mean(loss: Any, samples: float) -> Tensor:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise ConfigError(f"backward() takes the mean loss, a tensor of one number, not {_tell(loss)}.")
     if not (math.isfinite(samples) and samples >= 0):
         raise ConfigError(f"backward() takes how many samples the loss is a mean over, not {samples}.")
     if samples:
         insist_on_grad(loss)
+    return in_float32(loss)
 
 
 def insist_on_grad(loss: Tensor) -> None:
