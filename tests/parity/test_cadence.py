@@ -98,10 +98,10 @@ def ours(
                 rows.append(order[loader.current.start : loader.current.end] if loader.current.counts else [])
                 time.sleep(slow * len(x) if fleet.rank == 0 else 0.0)
                 fleet.backward(F.mse_loss(model(x), y), samples=len(x))
-                fleet.step()
                 if loader.current.last:
                     windows[-1].append(rows)
                     rows = []
+                fleet.step()
         return {
             "weights": torch.cat([whole(model), model.norm.running_mean.cpu(), model.norm.running_var.cpu()]),
             "windows": windows,

@@ -272,6 +272,8 @@ class Loader:
         self.position = Position()
         self.seed = seed
         self.current: MicroBatch | None = None
+        self.given = 0
+        """Batches so far."""
         self.on_empty: Callable[[], None] = lambda: None
         """Called for a step in which this worker has no rows."""
         self.on_stand_in: Callable[[], None] = lambda: None
@@ -322,6 +324,7 @@ class Loader:
                     if not micro.counts:
                         self.on_stand_in()
                     batch, self._ahead = self._ahead, None
+                    self.given += 1
                     yield self._arrived(next(fetched)) if batch is None else batch
         finally:
             if fetched is self._fetched:  # else the processes that fetch would live for as long as we do
@@ -345,8 +348,11 @@ class Loader:
             yield self._arrived(batch)
 
     def __len__(self) -> int:
-        """How many micro-batches the rest of this epoch has for this worker."""
-        return sum(micro.start < micro.end for micro in self._micro_batches(self._next_row))
+        """How many micro-batches the rest of this epoch has for this worker.
+
+        A step in which it has no rows counts as one: whoever takes just as many has taken part in it, too.
+        """
+        return sum(1 for _ in self._micro_batches(self._next_row))
 
     @property
     def _next_row(self) -> int:
@@ -433,18 +439,31 @@ class SliceLoader(Loader):
         self.plan: Callable[[], Iterator[MicroBatch]] = lambda: iter(())
         self.seed_of: Callable[[MicroBatch], int] = lambda micro: 0
         self._ordered: tuple[tuple[int, int, tuple[tuple[int, int], ...]], Tensor] | None = None
+        self._planned: Iterator[MicroBatch] | None = None
+        """What is left of a pass: rows that were handed out belong to this worker, also if its loop took a break."""
 
     def __iter__(self) -> Iterator[Any]:
         if self.position.row >= self.rows:
             self.end_epoch()
-        for micro in self.plan():
+        planned = self._planned = self._planned or self.plan()
+        for micro in planned:
+            self.given += 1
             self.current = micro
             seed_everything(self.seed_of(micro))
             if not micro.counts:
                 self.on_stand_in()
             yield self._arrived(self._rows_of(micro))
+        self.forget()
         if self.position.row >= self.rows:
             self.end_epoch()
+
+    def forget(self) -> None:
+        """The next pass begins where the run stands then."""
+        self._planned = None
+
+    def end_epoch(self) -> None:
+        self.forget()
+        super().end_epoch()
 
     def __len__(self) -> int:
         """How many steps the rest of this epoch has; which slices of them are this worker's is not known before."""

@@ -375,9 +375,9 @@ class Engine:
                 loader.end_epoch()
             if self.stopping or loader.position.epoch >= count:
                 return
-            before = self.step_number, loader.position.epoch
+            before = self.step_number, loader.position.epoch, loader.given
             yield loader.position.epoch
-            if before == (self.step_number, self._position().epoch) and not self.stopping:
+            if before == (self.step_number, self._position().epoch, loader.given) and not self.stopping:
                 raise ConfigError(
                     "An epoch of fleet.epochs() has passed without a step. Iterate over the loader in each of them, and"
                     " call backward() and step() for every batch."
