@@ -5,6 +5,7 @@ that a worker calls before it starts: it changes something so that the worker me
 leaves a file to prove that it did.
 """
 
+import itertools
 import os
 import signal
 import time
@@ -81,15 +82,17 @@ def train(
     on_step: Callable[[Any], None] = lambda engine: None,
     schedule: Callable[[torch.optim.Optimizer], Any] | None = None,
     counts_itself: bool = False,
+    by_len: bool = False,
     **what: Any,
 ) -> Net:
-    """The loop that every worker runs. `counts_itself`: as one that does not know of fleet.epochs()."""
+    """The loop that every worker runs. `counts_itself`: as one that does not know of fleet.epochs(). `by_len`: each
+    pass takes len(loader) batches, and does not ask for more."""
     model, optimizer, data = build(**what)
     scheduler = schedule(optimizer) if schedule is not None else None
     model, optimizer, loader = engine.prepare(model, optimizer, data, batch_size=BATCH, seed=1, scheduler=scheduler)
     engine.after_agreement.append(lambda: on_step(engine))
     for _ in range(epochs) if counts_itself else engine.epochs(epochs):
-        for x, y in loader:
+        for x, y in itertools.islice(loader, len(loader)) if by_len else loader:
             loss = F.cross_entropy(model(x), y)
             engine.backward(loss, samples=len(x))
             engine.step()
@@ -146,7 +149,7 @@ def _work(invite: str, folder: str, name: str, fault: Fault | None, options: dic
             if options.get("slow_s"):
                 time.sleep(options["slow_s"])
 
-        names = ("bare", "spoiled", "data_seed", "lr", "schedule", "counts_itself")
+        names = ("bare", "spoiled", "data_seed", "lr", "schedule", "counts_itself", "by_len")
         what = {name: options[name] for name in names if name in options}
         if "fit" in options:
             model = fit(engine, place / name, options["fit"])
