@@ -28,6 +28,7 @@ from potluck.fleet.journal import Journal
 from potluck.fleet.ledger import prove
 from potluck.fleet.server import Server
 from potluck.shard.strategy import HybridShard
+from potluck.train.data import BatchConfig
 from potluck.train.keeper import Keeper
 from potluck.train.link import loss_of_peer
 from tests.gathered import gathered
@@ -105,12 +106,14 @@ def fit(engine: Any, folder: Path, settings: dict[str, Any]) -> Net:
 
     model, optimizer, data = build()
     validation = tuple(part[:20] for part in data)
+    settings = dict(settings)
+    batch = BatchConfig(size=BATCH, slices=settings.pop("slices", None))
     trainer = Trainer(
         model,
         optimizer,
         data,
         loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
-        batch_size=BATCH,
+        batch_size=batch,
         folder=folder,
         validation=validation,
         engine=engine,

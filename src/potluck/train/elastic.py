@@ -19,6 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -194,6 +195,9 @@ class ElasticEngine(Engine):
 
     # Preparing
 
+    def _insist_on_slices(self, slices: int) -> None:
+        """Each step's batch is handed out in them."""
+
     def _make_replica(self, model: nn.Module, optimizer: Optimizer) -> Replica:
         arguments = (model, optimizer, self.link, self.device, self.config)
         if self.link.world == 1:
@@ -205,6 +209,12 @@ class ElasticEngine(Engine):
     def _make_loader(
         self, dataset: Any, batch: BatchConfig, seed: int, collate: Callable[[list[Any]], Any] | None
     ) -> Loader:
+        if batch.fetchers:
+            self._notice(
+                "batch.fetchers has no effect under a host: which rows are a worker's is known only when it gets them,"
+                " and it reads them then."
+            )
+            batch = replace(batch, fetchers=0)
         loader = SliceLoader(dataset, batch, shares=(1.0,), rank=0, device=self.device, seed=seed, collate=collate)
         self._insist_on_same_data(loader)  # the ranks of a node among themselves
         replica = self._prepared()

@@ -190,6 +190,12 @@ def _zeros(total: int, like: Tensor) -> Tensor:
 
 
 class ElasticWindowEngine(ElasticEngine):
+    def _insist_on_slices(self, slices: int) -> None:
+        raise ConfigError(
+            f"batch.slices cuts a batch on which all workers step together, as under the Sync policy. Under"
+            f" {type(self.policy).__name__} each gets rows by its speed: leave batch.slices out."
+        )
+
     def _make_parts(self, replica: Replica) -> tuple[Part, ...]:
         self._changes = self._make_changes(replica)
         self._norm = 0.0

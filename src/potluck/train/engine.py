@@ -54,7 +54,6 @@ from potluck.train.data import (
     Loader,
     MicroBatch,
     Position,
-    SliceLoader,
     as_dataset,
     mix,
     rows_of,
@@ -282,6 +281,7 @@ class Engine:
         batch_size: int,
         micro_batch_size: int | None = None,
         fetchers: int = 0,
+        slices: int | None = None,
         collate: Callable[[list[Any]], Any] | None = None,
         seed: int = 0,
         loss: LossFunction | None = None,
@@ -297,6 +297,7 @@ class Engine:
         batch_size: int = 0,
         micro_batch_size: int | None = None,
         fetchers: int = 0,
+        slices: int | None = None,
         collate: Callable[[list[Any]], Any] | None = None,
         seed: int = 0,
         loss: LossFunction | None = None,
@@ -323,9 +324,11 @@ class Engine:
             self._meet_buddies()
             return self.replica.model, optimizer
         try:
-            batch = BatchConfig(size=batch_size, micro_size=micro_batch_size, fetchers=fetchers)
+            batch = BatchConfig(size=batch_size, micro_size=micro_batch_size, fetchers=fetchers, slices=slices)
         except ValueError as error:
             raise ConfigError(f"batch {error}.") from None
+        if slices is not None:
+            self._insist_on_slices(slices)
         # A power of two, so that it changes no digit of any gradient; it only keeps sums in the range of means.
         self._unit = 2.0 ** -round(math.log2(batch.size))
         self.loader = self._make_loader(dataset, batch, seed, collate)
@@ -335,6 +338,9 @@ class Engine:
         self._meet_buddies()
         self.start()
         return self.replica.model, optimizer, self.loader
+
+    def _insist_on_slices(self, slices: int) -> None:
+        self._notice("batch.slices has no effect here: it cuts the batches that a host hands out.")
 
     def introduce(
         self, model: nn.Module, optimizer: Optimizer, dataset: Any, *, batch_size: int, seed: int, **about: Any
@@ -831,8 +837,7 @@ class Engine:
 
     def _insist_on_same_data(self, loader: Loader) -> None:
         """Workers that planned different steps would wait for each other for ever; and none may train on other rows."""
-        elsewhere = loader.batch.fetchers > 0 and not isinstance(loader, SliceLoader)
-        data = self._look_at_data(loader.dataset, elsewhere=elsewhere)
+        data = self._look_at_data(loader.dataset, elsewhere=loader.batch.fetchers > 0)
         mine = f"{plural(loader.rows, 'row')} in batches of {loader.batch.size:,}, shuffled by seed {loader.seed}"
         told = self.link.gather_bytes(json.dumps([mine, data, self.training]).encode())
         for rank, (theirs, other_data, training) in enumerate(map(_terms, told)):
@@ -970,8 +975,12 @@ class Engine:
                 f"Batches had {standing['batch']:,} rows up to step {step}, and from here on {loader.batch.size:,}."
             )
         for sentence in changes:
-            self.events.emit(Noticed(sentence=sentence))
-            self._say(sentence)
+            self._notice(sentence)
+
+    def _notice(self, sentence: str) -> None:
+        """Something is not as a person may think, and goes on."""
+        self.events.emit(Noticed(sentence=sentence))
+        self._say(sentence)
 
     def _say(self, sentence: str) -> None:
         if self.speaks:

@@ -7,6 +7,7 @@ A replica is one rank, or under HybridShard a node of several: they take each st
 `step_number` counts whole batches of the run, as it does when all step together; there are several to a window.
 """
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -165,11 +166,13 @@ class WindowEngine(Engine):
             self._scheduled.begin_window()
         self._start_of_step()
         batches = list(_cut(self._taken[nodes.number], own_rows))
+        planned = [self._plan_batch(start, end, loader.batch) for start, end in batches]
+        loader.expect(itertools.chain.from_iterable(planned))
         self._is_open = True
-        for number, (start, end) in enumerate(batches, start=1):
+        for number, ((start, end), micros) in enumerate(zip(batches, planned, strict=True), start=1):
             self._has_more = number < len(batches)
             done, self._batch_rows = self._window.rows, end - start
-            yield from self._plan_batch(start, end, loader.batch)
+            yield from micros
             if self._window.rows == done:
                 raise ConfigError(
                     f"The batch of rows {start} to {end} was given out, but step() was not called after it."
