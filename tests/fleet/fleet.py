@@ -5,6 +5,7 @@ that a worker calls before it starts: it changes something so that the worker me
 leaves a file to prove that it did.
 """
 
+import itertools
 import os
 import signal
 import time
@@ -27,6 +28,7 @@ from potluck.fleet.journal import Journal
 from potluck.fleet.ledger import prove
 from potluck.fleet.server import Server
 from potluck.shard.strategy import HybridShard
+from potluck.train.data import BatchConfig
 from potluck.train.keeper import Keeper
 from potluck.train.link import loss_of_peer
 from tests.gathered import gathered
@@ -81,15 +83,17 @@ def train(
     on_step: Callable[[Any], None] = lambda engine: None,
     schedule: Callable[[torch.optim.Optimizer], Any] | None = None,
     counts_itself: bool = False,
+    by_len: bool = False,
     **what: Any,
 ) -> Net:
-    """The loop that every worker runs. `counts_itself`: as one that does not know of fleet.epochs()."""
+    """The loop that every worker runs. `counts_itself`: as one that does not know of fleet.epochs(). `by_len`: each
+    pass takes len(loader) batches, and does not ask for more."""
     model, optimizer, data = build(**what)
     scheduler = schedule(optimizer) if schedule is not None else None
     model, optimizer, loader = engine.prepare(model, optimizer, data, batch_size=BATCH, seed=1, scheduler=scheduler)
     engine.after_agreement.append(lambda: on_step(engine))
     for _ in range(epochs) if counts_itself else engine.epochs(epochs):
-        for x, y in loader:
+        for x, y in itertools.islice(loader, len(loader)) if by_len else loader:
             loss = F.cross_entropy(model(x), y)
             engine.backward(loss, samples=len(x))
             engine.step()
@@ -102,12 +106,14 @@ def fit(engine: Any, folder: Path, settings: dict[str, Any]) -> Net:
 
     model, optimizer, data = build()
     validation = tuple(part[:20] for part in data)
+    settings = dict(settings)
+    batch = BatchConfig(size=BATCH, slices=settings.pop("slices", None))
     trainer = Trainer(
         model,
         optimizer,
         data,
         loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
-        batch_size=BATCH,
+        batch_size=batch,
         folder=folder,
         validation=validation,
         engine=engine,
@@ -148,7 +154,7 @@ def _work(invite: str, folder: str, name: str, fault: Fault | None, options: dic
             if "hold_at" in options and engine.step_number >= options["hold_at"]:
                 wait_until((place / "go").exists)
 
-        names = ("bare", "spoiled", "data_seed", "lr", "schedule", "counts_itself")
+        names = ("bare", "spoiled", "data_seed", "lr", "schedule", "counts_itself", "by_len")
         what = {name: options[name] for name in names if name in options}
         if "fit" in options:
             model = fit(engine, place / name, options["fit"])

@@ -47,6 +47,18 @@ def test_a_late_joiners_scheduler_is_sent_with_the_weights(tmp_path: Path) -> No
     assert_same(weights, plain_run(schedule=COSINE))
 
 
+@pytest.mark.parametrize("policy", [potluck.Sync(), potluck.Cadence(anchor=1, max_anchor=2)], ids=["sync", "cadence"])
+def test_passes_of_exactly_len_batches_use_each_row_once(tmp_path: Path, policy: Any) -> None:
+    """A worker has more slices than the run has steps, so such a pass ends in the middle of one."""
+    fleet = Fleet(tmp_path, at_least=2)
+    for name in ("one", "other"):
+        fleet.add(name, by_len=True, policy=policy)
+    weights = fleet.finish()
+    assert fleet.server.core.standing.rows_seen == EPOCHS * ROWS
+    if policy == potluck.Sync():
+        assert_same(weights, plain_run())
+
+
 def test_a_loop_that_counts_by_itself_is_refused_where_it_would_train_too_much(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path)
     fleet.add("first", slow_s=0.3, epochs=3, steps=3 * STEPS // EPOCHS, counts_itself=True)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import potluck
 from potluck.fleet.server import Server
 from potluck.fleet.tree import children, slice_rows
 from potluck.train.data import mix, seed_everything
@@ -23,7 +24,7 @@ def moved_by(now: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
 
 
 def plain_run(
-    epochs: int = EPOCHS, schedule: Callable[[torch.optim.Optimizer], Any] | None = None
+    epochs: int = EPOCHS, schedule: Callable[[torch.optim.Optimizer], Any] | None = None, slices_of_step: int = SLICES
 ) -> dict[str, torch.Tensor]:
     """One process and no Potluck: a step's slices one after the other, their gradients added in the tree."""
     torch.set_num_threads(1)
@@ -34,7 +35,7 @@ def plain_run(
         order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(mix(1, epoch)))
         for row in range(0, ROWS, BATCH):
             rows, step = min(BATCH, ROWS - row), step + 1
-            slices = min(SLICES, rows)
+            slices = min(slices_of_step, rows)
             unit = 2.0**-5
             before = {name: buffer.clone() for name, buffer in model.named_buffers()}
             found, changes = [], []
@@ -90,6 +91,19 @@ def test_a_fleet_of_any_size_computes_what_one_process_does(
     assert {row["name"] for record in fleet.records for row in record.workers if row["rows"]} == {
         f"w{number}" for number in range(count)
     }
+
+
+def test_a_steps_batch_is_handed_out_in_as_many_slices_as_were_asked_for(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path)
+    fleet.add("w0", fit={"epochs": EPOCHS, "slices": 3})
+    assert_same(fleet.finish(), plain_run(slices_of_step=3))
+
+
+def test_slices_are_refused_where_workers_step_by_themselves(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path)
+    worker = fleet.add("w0", fit={"epochs": 1, "slices": 3}, policy=potluck.Cadence())
+    worker.process.join(30)
+    assert "Under Cadence each gets rows by its speed: leave batch.slices out." in (tmp_path / "w0.error").read_text()
 
 
 @pytest.mark.parametrize("shared", [(True,), (True, True), (True, False, True)], ids=len)

@@ -1,5 +1,6 @@
 """Cadence and Async over real ranks, against replicas that one process steps in turn, in plain PyTorch."""
 
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -98,10 +99,10 @@ def ours(
                 rows.append(order[loader.current.start : loader.current.end] if loader.current.counts else [])
                 time.sleep(slow * len(x) if fleet.rank == 0 else 0.0)
                 fleet.backward(F.mse_loss(model(x), y), samples=len(x))
-                fleet.step()
                 if loader.current.last:
                     windows[-1].append(rows)
                     rows = []
+                fleet.step()
         return {
             "weights": torch.cat([whole(model), model.norm.running_mean.cpu(), model.norm.running_var.cpu()]),
             "windows": windows,
@@ -313,3 +314,29 @@ def test_a_run_goes_on_under_another_policy_and_each_row_is_used_once(policies: 
     assert [rank[0][1] for rank in told] == [[ROWS, 1]] * 2
     assert 0 < told[0][0][0][0] < ROWS
     assert sorted(told[0][1] + told[1][1]) == list(range(ROWS))
+
+
+def with_reader(rows: list[Tensor]) -> tuple[Tensor, int]:
+    return torch.stack(rows), os.getpid()
+
+
+def fetched() -> dict[str, Any]:
+    with potluck.init(SHORT) as fleet:
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+        data = torch.arange(ROWS).view(-1, 1).float()
+        model, _, loader = fleet.prepare(model, optimizer, list(data), batch_size=20, fetchers=1, collate=with_reader)
+        rows: list[int] = []
+        readers: set[int] = set()
+        for x, reader in loader:
+            rows += x.flatten().int().tolist()
+            readers.add(reader)
+            fleet.backward(model(x).mean(), samples=len(x))
+            fleet.step()
+        return {"rows": rows, "elsewhere": os.getpid() not in readers}
+
+
+def test_rows_of_windows_are_fetched_by_processes_that_are_asked_for() -> None:
+    found = run_ranks(2, fetched)
+    assert all(each["elsewhere"] for each in found)
+    assert sorted(row for each in found for row in each["rows"]) == list(range(ROWS))

@@ -15,7 +15,9 @@ from torch.optim import lr_scheduler as lr
 
 import potluck
 from potluck.errors import CheckpointError, ConfigError, Interrupted
-from tests.gathered import home
+from potluck.events import EpochDone
+from potluck.train import drafts
+from tests.gathered import gathered, home
 from tests.parity.test_sync import STILL
 from tests.ranks import run_ranks
 
@@ -370,6 +372,66 @@ def test_a_pass_of_exactly_len_batches_leaves_the_next_pass_whole() -> None:
             taken += 1
         found.append((taken, loader.position.epoch))
     assert found == [(4, 0), (4, 1), (4, 2), (4, 3)]
+
+
+def by_len(policy: Any, rows: int, how: str, stages: Any = None) -> dict[str, Any]:
+    """Passes of exactly len(loader) batches, or plain ones."""
+    drafts.MEASURE_S = 0.0
+    with potluck.init(policy, stages=stages, patience_s=20) as fleet:
+        model, optimizer, (x, y) = make()
+        x, y = (torch.cat([part] * 2)[:rows] for part in (x, y))
+        model, _, loader = fleet.prepare(model, optimizer, (x, y), batch_size=BATCH, loss=mse)
+        proofs: list[str] = []
+        fleet.events.listeners.append(lambda e: proofs.append(e.sentence) if isinstance(e, EpochDone) else None)
+        taken = []
+        # Where a worker may have fewer batches than the others, the run counts its epochs.
+        for _ in fleet.epochs(EPOCHS) if rows in (33, 60) else range(EPOCHS):
+            taken.append(0)
+            for batch in itertools.islice(loader, len(loader)) if how == "len" else loader:
+                fleet.train(mse, batch)
+                fleet.step()
+                taken[-1] += 1
+        weights = {name: gathered(p) for name, p in model.named_parameters()}
+        return {"taken": taken, "proofs": proofs, "weights": weights, "rows": fleet.rows_seen}
+
+
+def mse(model: nn.Module, batch: Any) -> torch.Tensor:
+    return F.mse_loss(model(batch[0]), batch[1])
+
+
+STAGES = potluck.Stages(protocol=potluck.Pipeline(micro_batch_size=4), count=2)
+
+
+@pytest.mark.parametrize(("rows", "stages"), [(30, None), (33, None), (30, STAGES)], ids=["all", "one idle", "stages"])
+def test_passes_of_exactly_len_batches_are_whole(rows: int, stages: Any) -> None:
+    plain, found = (run_ranks(2, by_len, STILL, rows, how, stages, timeout_s=20) for how in ("plain", "len"))
+    for ours, theirs in zip(found, plain, strict=True):
+        assert [count for count in ours["taken"] if count] == theirs["taken"]
+        assert ours["rows"] == theirs["rows"] == EPOCHS * rows
+        # The last epoch's proof comes with the pass that follows it, or with epochs().
+        assert ours["proofs"] == theirs["proofs"][: EPOCHS if rows == 33 else EPOCHS - 1]
+        assert all(torch.equal(ours["weights"][name], one) for name, one in theirs["weights"].items())
+
+
+@pytest.mark.parametrize(
+    ("world", "policy", "stages"),
+    [
+        (2, potluck.Cadence(anchor=1, max_anchor=1), None),
+        (2, potluck.Async(anchor=2, max_anchor=2), None),
+        (2, potluck.Cadence(anchor=1, max_anchor=1, overlap=True), None),
+        (4, potluck.Cadence(anchor=1, max_anchor=1), STAGES),
+    ],
+    ids=["cadence", "async", "overlap", "stages"],
+)
+def test_passes_of_exactly_len_batches_use_each_row_once_in_windows(world: int, policy: Any, stages: Any) -> None:
+    found = run_ranks(world, by_len, policy, 60, "len", stages, timeout_s=30)
+    proof = "Epoch {}: each of its 60 samples was used exactly once; all workers hold the same weights."
+    whole: dict[str, torch.Tensor] = {}
+    for each in found:
+        assert all(each["taken"]) and each["rows"] == EPOCHS * 60
+        assert each["proofs"] == [proof.format(epoch + 1) for epoch in range(EPOCHS)]
+        for name, weight in each["weights"].items():
+            assert torch.equal(weight, whole.setdefault(name, weight))
 
 
 def test_epochs_that_are_no_epochs_are_refused() -> None:

@@ -67,10 +67,10 @@ def ours(policy: Any, optimizer_name: str, batch_size: int, stages: Any, strateg
             for batch in loader:
                 rows.append(order[loader.current.start : loader.current.end] if loader.current.counts else [])
                 fleet.train(loss_of, batch)
-                fleet.step()
                 if loader.current.last:
                     windows[-1].append(rows)
                     rows = []
+                fleet.step()
         return {
             "weights": {name: gathered(tensor) for name, tensor in model.state_dict().items()},
             "windows": windows,

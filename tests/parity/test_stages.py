@@ -79,6 +79,7 @@ def one_process(
     lanes: int = 1,
     drop: bool = True,
     batch: int = BATCH,
+    bf16: bool = False,
 ) -> dict[str, Any]:
     """Plain PyTorch, with each layer's random numbers from the micro-batch and the layer's place."""
     model, optimizer = make(tied, drop)
@@ -101,7 +102,8 @@ def one_process(
         parts = torch.arange(at, end).tensor_split(lanes)
         for part in (one for lane in parts if len(lane) for one in lane.split(micro)):
             seed = mix(0, epoch, int(part[0]))
-            loss, samples = loss_of(model, rows[order[part]])
+            with torch.autocast(home().type, torch.bfloat16, enabled=bf16):
+                loss, samples = loss_of(model, rows[order[part]])
             (loss * samples).backward()
             total, count = total + loss.item() * samples, count + samples
         for parameter in model.parameters():
@@ -281,8 +283,10 @@ def test_recomputing_and_bf16_go_with_stages(schedule: Any) -> None:
     stages = Pipeline(micro_batch_size=MICRO, schedule=schedule)
     found = run_ranks(2, train, stages, {"step": potluck.StepConfig(checkpoint_activations=True)})
     assert_same(found, one_process())
+    # Against bf16 itself: on a GPU, dropout of bf16 numbers drops others than that of float32 numbers.
+    judge = one_process(bf16=True)
     for each in run_ranks(2, train, stages, {"step": potluck.StepConfig(precision="bf16")}):
-        assert each["losses"] == pytest.approx(one_process()["losses"], rel=0.05)  # bf16 has 8 bits
+        assert each["losses"] == pytest.approx(judge["losses"], rel=2e-3)  # sums over micro-batches in another order
 
 
 def of_hugging_face(kind: str, stages: Any) -> dict[str, Any]:

@@ -1,4 +1,6 @@
 import multiprocessing
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from potluck.errors import ConfigError
-from potluck.train.data import BatchConfig, DataConfig, Loader, Position, plan_step, read_text, read_windows
+from potluck.train.data import (
+    BatchConfig,
+    DataConfig,
+    Loader,
+    MicroBatch,
+    Position,
+    SliceLoader,
+    plan_step,
+    read_text,
+    read_windows,
+)
 
 CPU = torch.device("cpu")
 
@@ -104,6 +116,46 @@ def test_processes_that_fetch_rows_end_with_the_pass_that_needed_them() -> None:
     for _ in loader:
         assert len(multiprocessing.active_children()) == len(before) + 2
         break
+    assert set(multiprocessing.active_children()) == before
+
+
+class Noisy:
+    """Rows that draw random numbers, and tell who has read them."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, row: int) -> tuple[int, torch.Tensor, int]:
+        return row, torch.rand(()), os.getpid()
+
+
+def windows_of(fetchers: int) -> tuple[list[Any], set[int]]:
+    """What a loop sees and draws where a plan tells what to expect, ends a window early, and gives what nobody said."""
+    loader = SliceLoader(Noisy(), BatchConfig(size=4, fetchers=fetchers), shares=(1.0,), rank=0, device=CPU)
+    micros = [MicroBatch(row, row + 2, True, row + 2) for row in range(0, 12, 2)]
+
+    def plan() -> Iterator[MicroBatch]:
+        loader.expect(micros[:4])
+        yield from micros[:2]
+        loader.expect(micros[3:5])
+        yield from micros[3:5]
+        yield micros[5]
+
+    loader.plan, loader.seed_of = plan, lambda micro: micro.start
+    found, readers = [], set()
+    for rows, noise, reader in loader:
+        found.append([rows.tolist(), noise.tolist(), torch.rand(()).item()])
+        readers |= set(reader.tolist())
+    return found, readers
+
+
+def test_rows_of_windows_are_fetched_ahead_and_draw_what_they_would_draw_here() -> None:
+    before = set(multiprocessing.active_children())
+    (found, readers), (expected, (here,)) = windows_of(2), windows_of(0)
+    assert found == expected and len(found) == 5
+    assert (
+        here == os.getpid() and readers & {here} == {here} and len(readers) > 1
+    )  # the last one, which nobody expected
     assert set(multiprocessing.active_children()) == before
 
 

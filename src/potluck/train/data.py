@@ -14,7 +14,8 @@ import stat
 import sysconfig
 import traceback
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,9 +59,9 @@ class BatchConfig:
     fetchers: int = 0
     """Processes on each worker that fetch rows ahead of the model; 0: rows are fetched when they are needed. Workers
     of a host always do so."""
-    slices: int = 8
-    """Under a host: the fixed parts of a step's batch that are handed out, at least. More of them share out more
-    finely among workers of mixed speeds, and each is computed by itself."""
+    slices: int | None = None
+    """Under a host, with the Sync policy: the fixed parts of a step's batch that are handed out, at least; none: 8.
+    More of them share out more finely among workers of mixed speeds, and each is computed by itself."""
 
     def __post_init__(self) -> None:
         if self.size < 1:
@@ -71,13 +72,13 @@ class BatchConfig:
             raise ValueError(f"fetchers must be at least 0, not {self.fetchers}")
         insist_at_most("size", self.size, 1 << 31, "it is the rows of one step, such as 32")
         insist_at_most("fetchers", self.fetchers, 1 << 10, "each is a process, and a few keep a model busy")
-        if not 1 <= self.slices <= 1 << 16:
+        if self.slices is not None and not 1 <= self.slices <= 1 << 16:
             raise ValueError(f"slices must be between 1 and 65,536, not {self.slices}")
 
     @property
     def slice_count(self) -> int:
         """Enough that no slice has more rows than go through the model at once."""
-        return min(self.size, max(self.slices, -(-self.size // self.micro_size) if self.micro_size else 1))
+        return min(self.size, max(self.slices or 8, -(-self.size // self.micro_size) if self.micro_size else 1))
 
 
 class TextWindows(Dataset[Tensor]):
@@ -272,6 +273,8 @@ class Loader:
         self.position = Position()
         self.seed = seed
         self.current: MicroBatch | None = None
+        self.given = 0
+        """Batches so far."""
         self.on_empty: Callable[[], None] = lambda: None
         """Called for a step in which this worker has no rows."""
         self.on_stand_in: Callable[[], None] = lambda: None
@@ -322,6 +325,7 @@ class Loader:
                     if not micro.counts:
                         self.on_stand_in()
                     batch, self._ahead = self._ahead, None
+                    self.given += 1
                     yield self._arrived(next(fetched)) if batch is None else batch
         finally:
             if fetched is self._fetched:  # else the processes that fetch would live for as long as we do
@@ -345,8 +349,11 @@ class Loader:
             yield self._arrived(batch)
 
     def __len__(self) -> int:
-        """How many micro-batches the rest of this epoch has for this worker."""
-        return sum(micro.start < micro.end for micro in self._micro_batches(self._next_row))
+        """How many micro-batches the rest of this epoch has for this worker.
+
+        A step in which it has no rows counts as one: whoever takes just as many has taken part in it, too.
+        """
+        return sum(1 for _ in self._micro_batches(self._next_row))
 
     @property
     def _next_row(self) -> int:
@@ -400,6 +407,9 @@ class Loader:
         if self.batch.fetchers:
             epoch = self.position.epoch
             indices = ([mix(self.seed, epoch, m.start), *order[m.start : m.end].tolist()] for m in parts)
+        return self._reader(indices)
+
+    def _reader(self, indices: Iterable[list[int]], *, persistent: bool = False) -> DataLoader[Any]:
         # A generator of its own: a DataLoader draws its seed from the default one, and a resumed run would draw
         # once more often than a run that was never stopped.
         options: dict[str, Any] = {
@@ -407,6 +417,7 @@ class Loader:
             # Only rows that came from other processes: a tensor that is on the GPU already cannot be pinned.
             "pin_memory": self._device.type == "cuda" and self.batch.fetchers > 0,
             "num_workers": self.batch.fetchers,
+            "persistent_workers": persistent,
         }
         batches = Batches(self.dataset, self.collate, seeded=self.batch.fetchers > 0)
         return DataLoader(batches, batch_size=None, sampler=indices, collate_fn=_as_it_is, **options)
@@ -433,18 +444,48 @@ class SliceLoader(Loader):
         self.plan: Callable[[], Iterator[MicroBatch]] = lambda: iter(())
         self.seed_of: Callable[[MicroBatch], int] = lambda micro: 0
         self._ordered: tuple[tuple[int, int, tuple[tuple[int, int], ...]], Tensor] | None = None
+        self._planned: Iterator[MicroBatch] | None = None
+        """What is left of a pass: rows that were handed out belong to this worker, also if its loop took a break."""
+        self._expected: list[list[int]] = []
+        self._coming: deque[MicroBatch] = deque()
+        """What the processes that fetch have been asked for."""
+        self._fetchers: DataLoader[Any] | None = None
 
     def __iter__(self) -> Iterator[Any]:
         if self.position.row >= self.rows:
             self.end_epoch()
-        for micro in self.plan():
+        planned = self._planned = self._planned or self.plan()
+        for micro in planned:
+            self.given += 1
             self.current = micro
+            batch = self._rows_of(micro)
             seed_everything(self.seed_of(micro))
             if not micro.counts:
                 self.on_stand_in()
-            yield self._arrived(self._rows_of(micro))
+            yield self._arrived(batch)
+        self.forget()
         if self.position.row >= self.rows:
             self.end_epoch()
+
+    def forget(self) -> None:
+        """The next pass begins where the run stands then."""
+        self._planned = self._fetchers = None
+        self._fetched = iter(())
+        self._coming.clear()
+
+    def expect(self, micros: Iterable[MicroBatch]) -> None:
+        """What the plan gives from here on, though it may end early: it is fetched ahead, if there is anybody to."""
+        if not self.batch.fetchers:
+            return
+        self._coming = deque(micros)
+        self._expected[:] = [[self._seed_of_rows(micro), *self._rows_in(micro)] for micro in self._coming]
+        # One for all windows of a pass: its processes stay, and drop what is no longer wanted.
+        self._fetchers = self._fetchers or self._reader(self._expected, persistent=True)
+        self._fetched = iter(self._fetchers)
+
+    def end_epoch(self) -> None:
+        self.forget()
+        super().end_epoch()
 
     def __len__(self) -> int:
         """How many steps the rest of this epoch has; which slices of them are this worker's is not known before."""
@@ -452,13 +493,26 @@ class SliceLoader(Loader):
 
     def take(self, start: int, end: int) -> Any:
         """Rows by themselves, for looking and not for training."""
-        return self._arrived(self._rows_of(MicroBatch(start, end, True, end)))
+        rows = self._rows_in(MicroBatch(start, end, True, end))
+        return self._arrived(read_batch(self.dataset, rows, self.collate))
 
     def _rows_of(self, micro: MicroBatch) -> Any:
+        if self._coming and self._coming[0] == micro:
+            self._coming.popleft()
+            return next(self._fetched)
+        if not self._is_plain:
+            seed_everything(self._seed_of_rows(micro))
+        return read_batch(self.dataset, self._rows_in(micro), self.collate)
+
+    def _seed_of_rows(self, micro: MicroBatch) -> int:
+        """Not the model's, so that what it draws does not depend on which process reads its rows."""
+        return mix(self.seed_of(micro), 1)
+
+    def _rows_in(self, micro: MicroBatch) -> list[int]:
         key = (self.seed, self.position.epoch, self.position.left)
         if self._ordered is None or self._ordered[0] != key:
             self._ordered = key, self._order()
-        return read_batch(self.dataset, self._ordered[1][micro.start : micro.end].tolist(), self.collate)
+        return self._ordered[1][micro.start : micro.end].tolist()
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -196,6 +197,9 @@ class ElasticEngine(Engine):
 
     # Preparing
 
+    def _insist_on_slices(self, slices: int) -> None:
+        """Each step's batch is handed out in them."""
+
     def _make_replica(self, model: nn.Module, optimizer: Optimizer) -> Replica:
         arguments = (model, optimizer, self.link, self.device, self.config)
         if self.link.world == 1:
@@ -207,6 +211,12 @@ class ElasticEngine(Engine):
     def _make_loader(
         self, dataset: Any, batch: BatchConfig, seed: int, collate: Callable[[list[Any]], Any] | None
     ) -> Loader:
+        if batch.fetchers:
+            self._notice(
+                "batch.fetchers has no effect under a host: which rows are a worker's is known only when it gets them,"
+                " and it reads them then."
+            )
+            batch = replace(batch, fetchers=0)
         loader = SliceLoader(dataset, batch, shares=(1.0,), rank=0, device=self.device, seed=seed, collate=collate)
         self._insist_on_same_data(loader)  # the ranks of a node among themselves
         replica = self._prepared()
@@ -314,7 +324,7 @@ class ElasticEngine(Engine):
 
     def backward(self, loss: Tensor, *, samples: float, last: bool | None = None) -> None:
         replica, micro = self._prepared(), self._loader().current
-        _insist_on_mean(loss, samples)
+        loss = _insist_on_mean(loss, samples)
         if micro is None or not self._joined:
             raise ConfigError("Under a host, batches come from the loader that prepare() gave. Iterate over that.")
         last = True if last is None else last
@@ -782,7 +792,7 @@ class ElasticEngine(Engine):
         for micro in plan_step(asked.start, asked.end, rows.batch, shares, self.link.rank, in_step=replica.in_step):
             batch = rows.take(micro.start, micro.end)
             with torch.no_grad():
-                loss, samples = loss_and_samples(loss_of(replica.model, batch), batch)
+                loss, samples = loss_and_samples(replica.loss(loss_of, batch), batch)
             if samples and micro.counts:
                 total, count = total + loss.item() * samples, count + samples
         return [sum(column) for column in zip(*self.link.gather_rows([total, count]), strict=True)]

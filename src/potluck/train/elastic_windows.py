@@ -190,6 +190,12 @@ def _zeros(total: int, like: Tensor) -> Tensor:
 
 
 class ElasticWindowEngine(ElasticEngine):
+    def _insist_on_slices(self, slices: int) -> None:
+        raise ConfigError(
+            f"batch.slices cuts a batch on which all workers step together, as under the Sync policy. Under"
+            f" {type(self.policy).__name__} each gets rows by its speed: leave batch.slices out."
+        )
+
     def _make_parts(self, replica: Replica) -> tuple[Part, ...]:
         self._changes = self._make_changes(replica)
         self._norm = 0.0
@@ -279,7 +285,7 @@ class ElasticWindowEngine(ElasticEngine):
 
     def backward(self, loss: Tensor, *, samples: float, last: bool | None = None) -> None:
         replica, micro = self._prepared(), self._loader().current
-        _insist_on_mean(loss, samples)
+        loss = _insist_on_mean(loss, samples)
         if micro is None or not self._joined:
             raise ConfigError("Under a host, batches come from the loader that prepare() gave. Iterate over that.")
         last = micro.last if last is None else last and micro.last

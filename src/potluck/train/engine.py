@@ -54,7 +54,6 @@ from potluck.train.data import (
     Loader,
     MicroBatch,
     Position,
-    SliceLoader,
     as_dataset,
     mix,
     rows_of,
@@ -68,7 +67,7 @@ from potluck.train.link import Alone, Link, Rows, choose_device, connect, loss_o
 from potluck.train.memory import Recovery, my_recovery
 from potluck.train.order import PATIENCE_S, checked, insist_on_patience
 from potluck.train.pulse import Pulse, Verdict, decide_step, worker_steps
-from potluck.train.replica import Replica, StepConfig, insist_on_memory
+from potluck.train.replica import Replica, StepConfig, in_float32, insist_on_memory
 from potluck.train.saves import TENSORS, KeptTensors, Saves, Standing, sharded_of
 from potluck.train.scheduled import Scheduled
 from potluck.train.state import tensors_json, tensors_of_json
@@ -282,6 +281,7 @@ class Engine:
         batch_size: int,
         micro_batch_size: int | None = None,
         fetchers: int = 0,
+        slices: int | None = None,
         collate: Callable[[list[Any]], Any] | None = None,
         seed: int = 0,
         loss: LossFunction | None = None,
@@ -297,6 +297,7 @@ class Engine:
         batch_size: int = 0,
         micro_batch_size: int | None = None,
         fetchers: int = 0,
+        slices: int | None = None,
         collate: Callable[[list[Any]], Any] | None = None,
         seed: int = 0,
         loss: LossFunction | None = None,
@@ -323,9 +324,11 @@ class Engine:
             self._meet_buddies()
             return self.replica.model, optimizer
         try:
-            batch = BatchConfig(size=batch_size, micro_size=micro_batch_size, fetchers=fetchers)
+            batch = BatchConfig(size=batch_size, micro_size=micro_batch_size, fetchers=fetchers, slices=slices)
         except ValueError as error:
             raise ConfigError(f"batch {error}.") from None
+        if slices is not None:
+            self._insist_on_slices(slices)
         # A power of two, so that it changes no digit of any gradient; it only keeps sums in the range of means.
         self._unit = 2.0 ** -round(math.log2(batch.size))
         self.loader = self._make_loader(dataset, batch, seed, collate)
@@ -335,6 +338,9 @@ class Engine:
         self._meet_buddies()
         self.start()
         return self.replica.model, optimizer, self.loader
+
+    def _insist_on_slices(self, slices: int) -> None:
+        self._notice("batch.slices has no effect here: it cuts the batches that a host hands out.")
 
     def introduce(
         self, model: nn.Module, optimizer: Optimizer, dataset: Any, *, batch_size: int, seed: int, **about: Any
@@ -375,9 +381,9 @@ class Engine:
                 loader.end_epoch()
             if self.stopping or loader.position.epoch >= count:
                 return
-            before = self.step_number, loader.position.epoch
+            before = self.step_number, loader.position.epoch, loader.given
             yield loader.position.epoch
-            if before == (self.step_number, self._position().epoch) and not self.stopping:
+            if before == (self.step_number, self._position().epoch, loader.given) and not self.stopping:
                 raise ConfigError(
                     "An epoch of fleet.epochs() has passed without a step. Iterate over the loader in each of them, and"
                     " call backward() and step() for every batch."
@@ -424,7 +430,7 @@ class Engine:
 
         Then step(). `loss_of(model, batch)` gives the mean loss over the batch's rows, or (mean, samples).
         """
-        loss, samples = loss_and_samples(loss_of(self._prepared().model, batch), batch)
+        loss, samples = loss_and_samples(self._prepared().loss(loss_of, batch), batch)
         self.backward(loss, samples=samples)
 
     def backward(self, loss: Tensor, *, samples: float, last: bool | None = None) -> None:
@@ -433,7 +439,7 @@ class Engine:
         `last` says whether the next call is step(); the loader knows it, and without one it is taken to be so.
         """
         replica = self._prepared()
-        _insist_on_mean(loss, samples)
+        loss = _insist_on_mean(loss, samples)
         micro = self.loader.current if self.loader is not None else None
         if last is None:
             last = micro is None or micro.last
@@ -563,7 +569,7 @@ class Engine:
         """The sum of the losses of this worker's rows, and over how many samples it is."""
         total = count = 0.0
         for batch in loader.once():
-            loss, samples = loss_and_samples(loss_of(self._prepared().model, batch), batch)
+            loss, samples = loss_and_samples(self._prepared().loss(loss_of, batch), batch)
             if samples and loader.current is not None and loader.current.counts:
                 total += loss.item() * samples
                 count += samples
@@ -831,8 +837,7 @@ class Engine:
 
     def _insist_on_same_data(self, loader: Loader) -> None:
         """Workers that planned different steps would wait for each other for ever; and none may train on other rows."""
-        elsewhere = loader.batch.fetchers > 0 and not isinstance(loader, SliceLoader)
-        data = self._look_at_data(loader.dataset, elsewhere=elsewhere)
+        data = self._look_at_data(loader.dataset, elsewhere=loader.batch.fetchers > 0)
         mine = f"{plural(loader.rows, 'row')} in batches of {loader.batch.size:,}, shuffled by seed {loader.seed}"
         told = self.link.gather_bytes(json.dumps([mine, data, self.training]).encode())
         for rank, (theirs, other_data, training) in enumerate(map(_terms, told)):
@@ -970,8 +975,12 @@ class Engine:
                 f"Batches had {standing['batch']:,} rows up to step {step}, and from here on {loader.batch.size:,}."
             )
         for sentence in changes:
-            self.events.emit(Noticed(sentence=sentence))
-            self._say(sentence)
+            self._notice(sentence)
+
+    def _notice(self, sentence: str) -> None:
+        """Something is not as a person may think, and goes on."""
+        self.events.emit(Noticed(sentence=sentence))
+        self._say(sentence)
 
     def _say(self, sentence: str) -> None:
         if self.speaks:
@@ -1003,13 +1012,14 @@ def _terms(told: bytes) -> tuple[str, Fingerprint, dict[str, Any]]:
     return rows, data, training
 
 
-def _insist_on_mean(loss: Any, samples: float) -> None:
+def _insist_on_mean(loss: Any, samples: float) -> Tensor:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise ConfigError(f"backward() takes the mean loss, a tensor of one number, not {_tell(loss)}.")
     if not (math.isfinite(samples) and samples >= 0):
         raise ConfigError(f"backward() takes how many samples the loss is a mean over, not {samples}.")
     if samples:
         insist_on_grad(loss)
+    return in_float32(loss)
 
 
 def insist_on_grad(loss: Tensor) -> None:

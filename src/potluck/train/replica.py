@@ -8,7 +8,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -17,6 +17,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from potluck.errors import ConfigError
 from potluck.shard.blocks import find_blocks
@@ -38,7 +39,8 @@ class StepConfig:
     clip: float | None = None
     """The largest norm that the whole gradient may have; none: no limit."""
     precision: Precision = "fp32"
-    """bf16 runs the forward under autocast; parameters, gradients and optimizer stay as they are."""
+    """bf16 runs the model and the loss function under autocast; parameters, gradients and optimizer stay as they are.
+    A loop that computes its loss by itself gets the model's output in float32, unless it has autocast of its own."""
     compile: bool = False
     """torch.compile for the model's repeated blocks, or for the whole model if it has none."""
     checkpoint_activations: bool = False
@@ -148,6 +150,11 @@ class Replica:
 
     def _switch_on(self) -> None:
         switch_on(self.model, self.device, self.config)
+
+    def loss(self, loss_of: Callable[[nn.Module, Any], Any], batch: Any) -> Any:
+        """What the loss function gives; all of it is computed in the precision that was asked for."""
+        with autocast(self.device, self.config):
+            return loss_of(self.model, batch)
 
     def _prepare_sums(self) -> None:
         if self.within.world > 1:
@@ -388,7 +395,17 @@ def as_bytes(tensor: Tensor) -> memoryview:
     return tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def switch_on(model: nn.Module, device: torch.device, config: StepConfig, *, autocast: bool = True) -> None:
+def autocast(device: torch.device, config: StepConfig) -> AbstractContextManager[Any]:
+    """Goes around the whole loss: matrix products are computed in bf16, and losses, norms and the like in float32."""
+    return torch.autocast(device.type, torch.bfloat16) if config.precision == "bf16" else nullcontext()
+
+
+def in_float32(loss: Tensor) -> Tensor:
+    """A loss that was computed in less, such as by a model of bf16 parameters: its weight has more digits than that."""
+    return loss.float() if loss.dtype.itemsize < 4 else loss
+
+
+def switch_on(model: nn.Module, device: torch.device, config: StepConfig) -> None:
     """The switches change how forward runs, in place: the model keeps its class and its parameters' names."""
     blocks = find_blocks(model)
     if config.checkpoint_activations:
@@ -401,8 +418,8 @@ def switch_on(model: nn.Module, device: torch.device, config: StepConfig, *, aut
             _replace_forward(
                 block, functools.partial(torch.utils.checkpoint.checkpoint, block.forward, use_reentrant=False)
             )
-    if config.precision == "bf16" and autocast:
-        _replace_forward(model, torch.autocast(device.type, torch.bfloat16)(model.forward))
+    if config.precision == "bf16":
+        _replace_forward(model, _autocast_forward(model.forward, device, config))
     if config.compile:
         if device.type == "cpu" and not any(shutil.which(name) for name in ("g++", "clang++", "c++")):
             raise ConfigError(
@@ -410,6 +427,26 @@ def switch_on(model: nn.Module, device: torch.device, config: StepConfig, *, aut
             )
         for module in blocks or [model]:
             module.compile()
+
+
+def _autocast_forward(forward: Callable[..., Any], device: torch.device, config: StepConfig) -> Callable[..., Any]:
+    """For a loop that calls the model by itself: what it goes on with is float32, so that its loss is computed in that.
+
+    Where autocast is on already, around the whole loss, the output is as it would be without us.
+    """
+
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        is_around = torch.is_autocast_enabled(device.type)
+        with autocast(device, config):
+            output = forward(*args, **kwargs)
+        return output if is_around else tree_map_only(Tensor, _widen, output)
+
+    return run
+
+
+def _widen(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype == torch.bfloat16 else tensor
 
 
 def _replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:

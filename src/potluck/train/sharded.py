@@ -11,7 +11,7 @@ from potluck.shard.sharded import Sharded
 from potluck.shard.splitting import shard_over
 from potluck.shard.strategy import ShardGradOp, ShardingStrategy
 from potluck.train.link import Alone, GroupLink, Link
-from potluck.train.replica import Replica, as_bytes, switch_on
+from potluck.train.replica import Replica, as_bytes
 
 
 class ShardedReplica(Replica):
@@ -47,9 +47,6 @@ class ShardedReplica(Replica):
         """Where parameters are split too, they reach the device block by block, and never all at once."""
         if isinstance(self.strategy, ShardGradOp):
             super()._place()
-
-    def _switch_on(self) -> None:
-        switch_on(self.model, self.device, self.config, autocast=isinstance(self.strategy, ShardGradOp))
 
     def _prepare_sums(self) -> None:
         try:

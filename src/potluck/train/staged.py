@@ -42,7 +42,7 @@ from potluck.train.link import GroupLink, Link, connect, placed
 from potluck.train.nodes import Nodes
 from potluck.train.places import as_nodes, make_places
 from potluck.train.pulse import Pulse, worker_steps
-from potluck.train.replica import Replica, StepConfig
+from potluck.train.replica import Replica, StepConfig, autocast, in_float32
 from potluck.train.saves import Standing
 from potluck.train.slices import describe_model
 from potluck.train.store_saves import StoreSaves
@@ -84,12 +84,13 @@ class _Work:
     def forward(self, micro: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         assert self.loss_of is not None
         one = self.micros[micro]
-        with nullcontext() if one.weight else self._replica.buffers_kept():
+        replica = self._replica
+        with nullcontext() if one.weight else replica.buffers_kept(), autocast(replica.device, replica.config):
             found = self._stage.run(self.loss_of, one.batch, received or None, seed=one.seed)
         if not self._stage.is_last:
             return tuple(found)
         loss, samples = loss_and_samples(found, one.batch)
-        samples *= one.weight
+        loss, samples = in_float32(loss), samples * one.weight
         if torch.is_grad_enabled():
             insist_on_grad(loss)
         if samples:  # a mean over nothing is not a number, and weighs nothing

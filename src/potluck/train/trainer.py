@@ -132,6 +132,7 @@ class Trainer:
             batch_size=self.batch.size,
             micro_batch_size=self.batch.micro_size,
             fetchers=self.batch.fetchers,
+            slices=self.batch.slices,
             collate=collate,
             seed=config.seed,
             loss=loss,

@@ -1,12 +1,13 @@
 """The engine of replicas that step by themselves and agree once a window: Cadence and Async over a process group.
 
 The same two doors, Trainer and your own loop, run on it unchanged. The loader gives this replica's batches; each
-step() is one of its own optimizer. When its part of the window is done the loader agrees with the others: parameters
-are averaged by samples, and everybody decides alike what the next window is.
+step() is one of its own optimizer. The last step() of its part of the window agrees with the others: parameters are
+averaged by samples, and everybody decides alike what the next window is.
 A replica is one rank, or under HybridShard a node of several: they take each step as one, and each averages its part.
 `step_number` counts whole batches of the run, as it does when all step together; there are several to a window.
 """
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -87,6 +88,10 @@ class WindowEngine(Engine):
         self._window = WindowPulse()
         self._window_started = 0.0
         self._all_done: Rows | None = None
+        self._is_open = False
+        """Whether a window is under way: its last step closes it."""
+        self._has_more = False
+        """Whether the batch that is under way is not the last of this replica's part."""
         self._sync_s = self._drift = 0.0
         self._weight = 1 / self._nodes.count
         self._lr = self._norm = 0.0
@@ -143,7 +148,8 @@ class WindowEngine(Engine):
         self._pool = Pool([(loader.position.row, loader.rows)])
         while self._pool.rows and not self.stopping:
             yield from self._open_window(loader)
-            self._close_window(loader)
+            if self._is_open:  # this replica had no rows of it
+                self._end_window(loader)
         self._settle()
 
     def _open_window(self, loader: SliceLoader) -> Iterator[MicroBatch]:
@@ -159,16 +165,21 @@ class WindowEngine(Engine):
         if self._scheduled is not None:
             self._scheduled.begin_window()
         self._start_of_step()
-        for start, end in _cut(self._taken[nodes.number], own_rows):
-            if self._is_over(decision):
-                return
+        batches = list(_cut(self._taken[nodes.number], own_rows))
+        planned = [self._plan_batch(start, end, loader.batch) for start, end in batches]
+        loader.expect(itertools.chain.from_iterable(planned))
+        self._is_open = True
+        for number, ((start, end), micros) in enumerate(zip(batches, planned, strict=True), start=1):
+            self._has_more = number < len(batches)
             done, self._batch_rows = self._window.rows, end - start
-            yield from self._plan_batch(start, end, loader.batch)
+            yield from micros
             if self._window.rows == done:
                 raise ConfigError(
                     f"The batch of rows {start} to {end} was given out, but step() was not called after it."
                     " Call backward() and step() for every batch of the loader."
                 )
+            if not self._is_open:
+                return
 
     def _plan_batch(self, start: int, end: int, batch: BatchConfig) -> list[MicroBatch]:
         """This rank's part of one of its replica's batches."""
@@ -176,9 +187,7 @@ class WindowEngine(Engine):
         return plan_step(start, end, batch, (1.0,) * nodes.size, nodes.within.rank, in_step=nodes.size > 1)
 
     def _is_over(self, decision: Decision) -> bool:
-        """Before each batch. The ranks of a node have heard it with their last step."""
-        if not self._window.batches:
-            return False
+        """After each batch. The ranks of a node have heard it with their last step."""
         if self._nodes.size > 1:
             return self._node_is_over
         return self._sees_end(decision, self._window.batches, self._window.rows)
@@ -200,7 +209,10 @@ class WindowEngine(Engine):
         return self._all_done
 
     def step(self) -> StepDone | StepSkipped | None:
-        """Steps this replica's optimizer once its batch is done; agreeing with the others is the loader's."""
+        """Steps this replica's optimizer once its batch is done, and agrees with the others if it is a window's last.
+
+        So a loop that takes just as many batches as there are has agreed on all of them.
+        """
         replica = self._prepared()
         if not self._is_last:
             micro = self._loader().current
@@ -222,6 +234,9 @@ class WindowEngine(Engine):
             replica.average_buffers(self._own_samples / done.samples)
             self._lr, self._norm = float(replica.optimizer.param_groups[0]["lr"]), verdict.norm
         self._start_of_step()
+        assert self._decision is not None
+        if not self._has_more or self._is_over(self._decision):
+            self._end_window(self._loader())
         return event
 
     def _finish_batch(self, replica: Replica) -> tuple[NodePulse, float]:
@@ -253,6 +268,12 @@ class WindowEngine(Engine):
         mine, whole = self._decision.rows[self._nodes.number], sum(self._decision.rows)
         done = min(1.0, self._window.rows / mine) if mine else 1.0
         return self.rows_seen + round(done * whole)
+
+    def _end_window(self, loader: SliceLoader) -> None:
+        self._is_open = False
+        self._close_window(loader)
+        if not self._pool.rows or self.stopping:
+            self._settle()
 
     def _close_window(self, loader: SliceLoader) -> None:
         assert self._decision is not None
@@ -356,6 +377,10 @@ class WindowEngine(Engine):
 
     def _standing(self) -> Standing:
         return super()._standing() | {"left": [list(part) for part in self._loader().left_after(self._pool.ranges)]}
+
+    def _stand_at(self, standing: Standing) -> None:
+        super()._stand_at(standing)
+        self._loader().forget()
 
     def _loader(self) -> SliceLoader:
         assert isinstance(self.loader, SliceLoader)
