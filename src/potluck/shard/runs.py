@@ -1,6 +1,7 @@
 """What one rank owns of a model, laid flat; the same words for every way to split it.
 
-A Run is memory that the optimizer steps at once: the numbers of some parameters, or of parts of them, end to end.
+A Run is what the optimizer takes for a parameter: the numbers of one, or of a part of it. It has a state of its own,
+and its own count of steps, so one that a step has not used is left alone as in plain PyTorch.
 Saving, averaging and handing over need nothing else than a rank's runs and the optimizer's state of each.
 """
 
@@ -153,6 +154,14 @@ def group_names(optimizer: Optimizer, names: Mapping[int, str]) -> list[list[str
     return [[names.get(id(parameter), "") for parameter in group["params"]] for group in optimizer.param_groups]
 
 
+def run_of(flat: Tensor, gradient: Tensor | None, at: int, span: Span) -> Run:
+    """Of numbers that begin at `at` in memory which holds several; no `gradient`: it is not stepped."""
+    parameter = nn.Parameter(flat[at : at + span.size], requires_grad=gradient is not None)
+    if gradient is not None:
+        parameter.grad = gradient[at : at + span.size]
+    return Run(parameter, (span,))
+
+
 def repoint(optimizer: Optimizer, runs: Sequence[tuple[int, Run]], whole: Mapping[str, nn.Parameter]) -> None:
     """The optimizer's groups hold these runs instead of whole parameters. What it knows of those is kept, by spans."""
     before = dict(optimizer.state)
@@ -160,30 +169,21 @@ def repoint(optimizer: Optimizer, runs: Sequence[tuple[int, Run]], whole: Mappin
     groups: list[list[nn.Parameter]] = [[] for _ in optimizer.param_groups]
     for number, run in runs:
         groups[number].append(run.parameter)
-        if before:
-            optimizer.state[run.parameter] = _state_of(run, before, whole)
+        (span,) = run.spans
+        if whole[span.name] in before:
+            optimizer.state[run.parameter] = _state_of(run, whole[span.name], before[whole[span.name]])
     for group, parameters in zip(optimizer.param_groups, groups, strict=True):
         group["params"] = parameters
     optimizer.zero_grad = lambda set_to_none=True: None  # type: ignore[method-assign]  # gradients are not its own
 
 
-def _state_of(run: Run, before: Mapping[Any, Any], whole: Mapping[str, nn.Parameter]) -> dict[str, Any]:
-    """The part of whole parameters' state that a run holds; what is not of a parameter's shape is shared.
-
-    A parameter that the optimizer has not stepped yet has none, and counts as zeros.
-    """
-    first = next((whole[span.name] for span in run.spans if whole[span.name] in before), None)
+def _state_of(run: Run, whole: nn.Parameter, known: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a whole parameter's state that a run holds; what is not of the parameter's shape, all of it."""
+    (span,), home = run.spans, run.parameter.device
     found: dict[str, Any] = {}
-    if first is None:
-        return found
-    for key, value in before[first].items():
-        if isinstance(value, Tensor) and value.shape == first.shape and key not in COUNTERS:
-            known = [before.get(whole[span.name], {}).get(key) for span in run.spans]
-            parts = [
-                value.new_zeros(span.size) if one is None else one.reshape(-1)[span.start : span.end]
-                for span, one in zip(run.spans, known, strict=True)
-            ]
-            found[key] = torch.cat(parts).to(run.parameter.device)
+    for key, value in known.items():
+        if isinstance(value, Tensor) and value.shape == whole.shape and key not in COUNTERS:
+            found[key] = value.reshape(-1)[span.start : span.end].to(home, copy=True)
         else:
             found[key] = value.clone() if isinstance(value, Tensor) else value
     return found

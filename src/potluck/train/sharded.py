@@ -66,6 +66,7 @@ class ShardedReplica(Replica):
             )
         except ValueError as error:
             raise ConfigError(f"strategy: {error}.") from None
+        self.sharded.asks = False  # workers' pulses say whether any has left a parameter unused
         self.names = {id(run.parameter): f"run {index}" for index, run in enumerate(self.sharded.runs)}
         self.trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         names = {name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
