@@ -38,6 +38,8 @@ REASONS = {
 }
 COUNTERS = {"step", "eta", "mu", "mu_product"}
 """What optimizers keep once for a whole parameter. Of one that is a single number, it has the shape of all the rest."""
+SMALLEST = 1e-37
+"""Of scales that float32 holds with all of its digits, as it does their inverse."""
 _MARK = "_sharded_by"
 """On a parameter: whoever has split it."""
 
@@ -85,9 +87,14 @@ def insist_on_elementwise(optimizer: Optimizer) -> None:
 def can_skip(optimizer: Optimizer) -> bool:
     """Whether it can leave out a step by what stands in a tensor on the GPU, so that nobody has to look there first."""
     return getattr(optimizer, "_step_supports_amp_scaling", False) and all(
-        group.get("fused") and all(parameter.is_cuda for parameter in group["params"]) and _has_begun(optimizer, group)
+        group.get("fused") and all(_is_small_on_gpu(p) for p in group["params"]) and _has_begun(optimizer, group)
         for group in optimizer.param_groups
     )
+
+
+def _is_small_on_gpu(parameter: Tensor) -> bool:
+    """What it is scaled by has 32 bits."""
+    return parameter.is_cuda and parameter.dtype != torch.float64
 
 
 def _has_begun(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
@@ -112,7 +119,7 @@ def scaling(optimizer: Optimizer, gradients: Sequence[Tensor], scale: float) -> 
     """Within it, steps are on the gradients times `scale`; one that is fused does that in the same pass over them."""
     if scale == 1.0 or not gradients:
         yield
-    elif _scales_by_itself(optimizer, gradients):
+    elif _scales_by_itself(optimizer, gradients, scale):
         optimizer.grad_scale = torch.tensor(1 / scale, dtype=torch.float32)  # type: ignore[attr-defined]
         try:
             yield
@@ -123,12 +130,13 @@ def scaling(optimizer: Optimizer, gradients: Sequence[Tensor], scale: float) -> 
         yield
 
 
-def _scales_by_itself(optimizer: Optimizer, gradients: Sequence[Tensor]) -> bool:
+def _scales_by_itself(optimizer: Optimizer, gradients: Sequence[Tensor], scale: float) -> bool:
     """It takes the scale in 32 bits, which is too few for gradients of 64."""
     return (
         getattr(optimizer, "_step_supports_amp_scaling", False)
         and all(group.get("fused") for group in optimizer.param_groups)
         and not any(gradient.dtype == torch.float64 for gradient in gradients)
+        and SMALLEST < scale < 1 / SMALLEST
     )
 
 

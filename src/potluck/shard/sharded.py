@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from potluck.shard.collectives import Collectives
+from potluck.shard.norm import total_norm
 from potluck.shard.ranges import Spec
 from potluck.shard.runs import Run, held_bytes
 
@@ -61,7 +62,7 @@ class Sharded:
     @torch.no_grad()
     def norm(self) -> Tensor:
         """Of the whole gradient, on every rank alike."""
-        norm = torch.nn.utils.get_total_norm(self.gradients())
+        norm = total_norm(self.gradients())
         if self.collectives.world == 1:
             return norm
         square = norm.cpu().double().square()

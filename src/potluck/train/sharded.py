@@ -102,7 +102,7 @@ class ShardedReplica(Replica):
         return self.sharded.has_unused
 
     def norm(self) -> Tensor:
-        return self.sharded.norm().float()
+        return self.sharded.norm()
 
     def _gradients(self) -> list[Tensor]:
         return self.sharded.gradients()
