@@ -27,6 +27,8 @@ MOST_FREE = 16
 """Chunks that are kept for later."""
 WILD = 1e6
 """A gradient this many times larger than any before it is taken for a fault."""
+NO_ROOM = 1e36
+"""And one that is larger than this: in float32, the sum of some slices could overflow."""
 
 
 @dataclass
@@ -310,9 +312,12 @@ class Slot:
         if self.part == self._mean.buffers:
             return self._is_fine(bool(np.isfinite(chunk).all()), BAD_BUFFERS)
         energy = float(np.dot(chunk, chunk))
+        if not math.isfinite(energy):  # above 1.8e19, squares have no room in float32
+            wide = chunk.astype(np.float64)
+            energy = float(np.dot(wide, wide))
         size = math.sqrt(energy) if math.isfinite(energy) else math.inf
         limit = WILD * self._mean._largest
-        if size == math.inf or (limit and size > limit):
+        if size > NO_ROOM or (limit and size > limit):
             return self._is_fine(False, "is not finite" if not np.isfinite(chunk).all() else "is wildly large")
         self.step.largest = max(self.step.largest, size)
         return True

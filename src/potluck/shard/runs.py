@@ -1,6 +1,7 @@
 """What one rank owns of a model, laid flat; the same words for every way to split it.
 
-A Run is memory that the optimizer steps at once: the numbers of some parameters, or of parts of them, end to end.
+A Run is what the optimizer takes for a parameter: the numbers of one, or of a part of it. It has a state of its own,
+and its own count of steps, so one that a step has not used is left alone as in plain PyTorch.
 Saving, averaging and handing over need nothing else than a rank's runs and the optimizer's state of each.
 """
 
@@ -37,6 +38,8 @@ REASONS = {
 }
 COUNTERS = {"step", "eta", "mu", "mu_product"}
 """What optimizers keep once for a whole parameter. Of one that is a single number, it has the shape of all the rest."""
+SMALLEST = 1e-37
+"""Of scales that float32 holds with all of its digits, as it does their inverse."""
 _MARK = "_sharded_by"
 """On a parameter: whoever has split it."""
 
@@ -84,9 +87,14 @@ def insist_on_elementwise(optimizer: Optimizer) -> None:
 def can_skip(optimizer: Optimizer) -> bool:
     """Whether it can leave out a step by what stands in a tensor on the GPU, so that nobody has to look there first."""
     return getattr(optimizer, "_step_supports_amp_scaling", False) and all(
-        group.get("fused") and all(parameter.is_cuda for parameter in group["params"]) and _has_begun(optimizer, group)
+        group.get("fused") and all(_is_small_on_gpu(p) for p in group["params"]) and _has_begun(optimizer, group)
         for group in optimizer.param_groups
     )
+
+
+def _is_small_on_gpu(parameter: Tensor) -> bool:
+    """What it is scaled by has 32 bits."""
+    return parameter.is_cuda and parameter.dtype != torch.float64
 
 
 def _has_begun(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
@@ -111,7 +119,7 @@ def scaling(optimizer: Optimizer, gradients: Sequence[Tensor], scale: float) -> 
     """Within it, steps are on the gradients times `scale`; one that is fused does that in the same pass over them."""
     if scale == 1.0 or not gradients:
         yield
-    elif _scales_by_itself(optimizer, gradients):
+    elif _scales_by_itself(optimizer, gradients, scale):
         optimizer.grad_scale = torch.tensor(1 / scale, dtype=torch.float32)  # type: ignore[attr-defined]
         try:
             yield
@@ -122,12 +130,13 @@ def scaling(optimizer: Optimizer, gradients: Sequence[Tensor], scale: float) -> 
         yield
 
 
-def _scales_by_itself(optimizer: Optimizer, gradients: Sequence[Tensor]) -> bool:
+def _scales_by_itself(optimizer: Optimizer, gradients: Sequence[Tensor], scale: float) -> bool:
     """It takes the scale in 32 bits, which is too few for gradients of 64."""
     return (
         getattr(optimizer, "_step_supports_amp_scaling", False)
         and all(group.get("fused") for group in optimizer.param_groups)
         and not any(gradient.dtype == torch.float64 for gradient in gradients)
+        and SMALLEST < scale < 1 / SMALLEST
     )
 
 
@@ -153,6 +162,14 @@ def group_names(optimizer: Optimizer, names: Mapping[int, str]) -> list[list[str
     return [[names.get(id(parameter), "") for parameter in group["params"]] for group in optimizer.param_groups]
 
 
+def run_of(flat: Tensor, gradient: Tensor | None, at: int, span: Span) -> Run:
+    """Of numbers that begin at `at` in memory which holds several; no `gradient`: it is not stepped."""
+    parameter = nn.Parameter(flat[at : at + span.size], requires_grad=gradient is not None)
+    if gradient is not None:
+        parameter.grad = gradient[at : at + span.size]
+    return Run(parameter, (span,))
+
+
 def repoint(optimizer: Optimizer, runs: Sequence[tuple[int, Run]], whole: Mapping[str, nn.Parameter]) -> None:
     """The optimizer's groups hold these runs instead of whole parameters. What it knows of those is kept, by spans."""
     before = dict(optimizer.state)
@@ -160,30 +177,21 @@ def repoint(optimizer: Optimizer, runs: Sequence[tuple[int, Run]], whole: Mappin
     groups: list[list[nn.Parameter]] = [[] for _ in optimizer.param_groups]
     for number, run in runs:
         groups[number].append(run.parameter)
-        if before:
-            optimizer.state[run.parameter] = _state_of(run, before, whole)
+        (span,) = run.spans
+        if whole[span.name] in before:
+            optimizer.state[run.parameter] = _state_of(run, whole[span.name], before[whole[span.name]])
     for group, parameters in zip(optimizer.param_groups, groups, strict=True):
         group["params"] = parameters
     optimizer.zero_grad = lambda set_to_none=True: None  # type: ignore[method-assign]  # gradients are not its own
 
 
-def _state_of(run: Run, before: Mapping[Any, Any], whole: Mapping[str, nn.Parameter]) -> dict[str, Any]:
-    """The part of whole parameters' state that a run holds; what is not of a parameter's shape is shared.
-
-    A parameter that the optimizer has not stepped yet has none, and counts as zeros.
-    """
-    first = next((whole[span.name] for span in run.spans if whole[span.name] in before), None)
+def _state_of(run: Run, whole: nn.Parameter, known: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a whole parameter's state that a run holds; what is not of the parameter's shape, all of it."""
+    (span,), home = run.spans, run.parameter.device
     found: dict[str, Any] = {}
-    if first is None:
-        return found
-    for key, value in before[first].items():
-        if isinstance(value, Tensor) and value.shape == first.shape and key not in COUNTERS:
-            known = [before.get(whole[span.name], {}).get(key) for span in run.spans]
-            parts = [
-                value.new_zeros(span.size) if one is None else one.reshape(-1)[span.start : span.end]
-                for span, one in zip(run.spans, known, strict=True)
-            ]
-            found[key] = torch.cat(parts).to(run.parameter.device)
+    for key, value in known.items():
+        if isinstance(value, Tensor) and value.shape == whole.shape and key not in COUNTERS:
+            found[key] = value.reshape(-1)[span.start : span.end].to(home, copy=True)
         else:
             found[key] = value.clone() if isinstance(value, Tensor) else value
     return found

@@ -3,13 +3,14 @@
 For each step: arm and backward, once or many times; then finish, and step or drop.
 """
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Sequence, Set
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from potluck.shard.collectives import Collectives
+from potluck.shard.norm import total_norm
 from potluck.shard.ranges import Spec
 from potluck.shard.runs import Run, held_bytes
 
@@ -32,6 +33,10 @@ class Sharded:
     """The ranks over which the model is split."""
     in_step: bool = False
     """Whether every rank has to run as many backwards as the others, since they talk in each."""
+    asks: bool = True
+    """Whether step() asks the other ranks what they have used; an engine knows when nobody need ask."""
+    _idle: Set[str] = frozenset()
+    """Parameters that no rank has used in this step."""
     gathers: bool = False
     """Whether they also wait for each other in every layer, so that no rank's own speed can be seen."""
 
@@ -57,7 +62,7 @@ class Sharded:
     @torch.no_grad()
     def norm(self) -> Tensor:
         """Of the whole gradient, on every rank alike."""
-        norm = torch.nn.utils.get_total_norm(self.gradients())
+        norm = total_norm(self.gradients())
         if self.collectives.world == 1:
             return norm
         square = norm.cpu().double().square()
@@ -87,20 +92,27 @@ class Sharded:
         return False
 
     def drop_unused(self) -> None:
-        """Parameters that no rank used are left as they are, as in one process. A collective."""
+        """Parameters that no rank used get no gradient, as in one process. A collective."""
 
-    def _step_except(self, idle: Set[str]) -> None:
-        """The optimizer's step, which leaves these parameters and their state as they are: nobody has used them."""
-        kept = [(view, view.clone()) for view in self._views_of(idle)]
-        self.optimizer.step()
-        for view, before in kept:
-            view.copy_(before)
+    def _forget_unused(self, names: Sequence[str], used: Sequence[bool]) -> None:
+        """`used`: for each of these parameters, whether this rank has."""
+        counts = torch.tensor(used, dtype=torch.int32)
+        self.collectives.start_sum(counts).wait()
+        self._idle = {name for name, count in zip(names, counts.tolist(), strict=True) if not count}
 
-    def _views_of(self, names: Set[str]) -> Iterator[Tensor]:
-        for run in self.runs if names else ():
-            state = self.optimizer.state.get(run.parameter, {}).values()
-            for flat in (run.parameter.data, *(v for v in state if isinstance(v, Tensor) and v.dim())):
-                yield from (part for span, part in run.cut(flat) if span.name in names)
+    def _step_used(self) -> None:
+        """The optimizer's step, which sees no gradient of what no rank has used: no state of it, no count of steps."""
+        if self.asks:
+            self.drop_unused()
+        idle = [run.parameter for run in self.runs if run.spans[0].name in self._idle] if self._idle else []
+        kept = [parameter.grad for parameter in idle]
+        for parameter in idle:
+            parameter.grad = None
+        try:
+            self.optimizer.step()
+        finally:
+            for parameter, gradient in zip(idle, kept, strict=True):
+                parameter.grad = gradient
 
     def memory_bytes(self) -> dict[str, int]:
         """What this rank holds of the model between backward and step."""

@@ -31,7 +31,7 @@ from potluck.errors import ConfigError
 from potluck.shard.collectives import Collectives
 from potluck.shard.optimizer_shard import weights_for
 from potluck.shard.ranges import Spec
-from potluck.shard.runs import Run, claim, group_names, homes, insist_on_elementwise, repoint, scaling
+from potluck.shard.runs import Run, claim, group_names, homes, insist_on_elementwise, repoint, run_of, scaling
 from potluck.shard.sharded import Sharded
 from potluck.shard.units import Home, Member, Placement, Stretch, Sum, Unit
 
@@ -67,8 +67,6 @@ class UnevenShards(Sharded):
         self._sums: list[Sum] = []
         self._used: set[str] = set()
         """Parameters that got a gradient on this rank in this step."""
-        self._idle: set[str] = set()
-        """Those that no rank has used."""
         distinct = list(dict.fromkeys(blocks))
         members = self._members()
         claim({member.name: member.parameter for member in members.values() if member.is_trained}, self)
@@ -92,7 +90,7 @@ class UnevenShards(Sharded):
     def step(self, scale: float = 1.0) -> None:
         self.finish()
         with scaling(self.optimizer, self.gradients(), scale):
-            self._step_except(self._idle)
+            self._step_used()
         self._forget()
 
     @torch.no_grad()
@@ -112,7 +110,7 @@ class UnevenShards(Sharded):
         for gradient in self.gradients():
             gradient.zero_()
         self._used.clear()
-        self._idle.clear()
+        self._idle = frozenset()
         self._in_backward, self._current = False, None
 
     @property
@@ -120,9 +118,7 @@ class UnevenShards(Sharded):
         return len(self._used) < len(self._trained)
 
     def drop_unused(self) -> None:
-        used = torch.tensor([name in self._used for name in self._trained], dtype=torch.int32, device=self.device)
-        self.collectives.start_sum(used).wait()
-        self._idle = {name for name, count in zip(self._trained, used.tolist(), strict=True) if not count}
+        self._forget_unused(self._trained, [name in self._used for name in self._trained])
 
     def _parameters(self) -> list[Tensor]:
         gathered = [stretch.whole for unit in self._units for stretch in unit.stretches]
@@ -180,14 +176,14 @@ class UnevenShards(Sharded):
         for stretch in stretches:
             stretch.move_into(self._homes)
         self.model.to(self.device)  # its buffers
-        numbered, self.rest = [], []
+        numbered: list[tuple[int, Run]] = []
+        self.rest = []
         for (_, group), home in self._homes.items():
-            run = Run(nn.Parameter(home.flat, requires_grad=group is not None), tuple(home.spans))
+            runs = [run_of(home.flat, home.gradient, at, span) for at, span in home.spans.items()]
             if group is None:
-                self.rest.append(run)
+                self.rest += runs
             else:
-                run.parameter.grad = home.gradient
-                numbered.append((group, run))
+                numbered += [(group, run) for run in runs]
         self.runs = [run for _, run in numbered]
         repoint(self.optimizer, numbered, trained)
 

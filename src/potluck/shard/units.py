@@ -52,14 +52,15 @@ class Home:
     def __init__(self, size: int, dtype: torch.dtype, device: torch.device, *, is_trained: bool) -> None:
         self.flat = torch.empty(size, dtype=dtype, device=device)  # [size]
         self.gradient = torch.zeros_like(self.flat) if is_trained else None  # [size]
-        self.spans: list[Span] = []
+        self.spans: dict[int, Span] = {}
+        """What is in it, by where that begins."""
         self._filled = 0
 
     def take(self, member: Member, span: Span) -> slice:
         """Copies some of a parameter's numbers. Returns where they are."""
         place = slice(self._filled, self._filled + span.size)
         self.flat[place].copy_(member.parameter.detach().reshape(-1)[span.start : span.end])
-        self.spans.append(span)
+        self.spans[place.start] = span
         self._filled = place.stop
         return place
 

@@ -24,7 +24,6 @@ from potluck.shard.collectives import Collectives, Pending
 from potluck.shard.optimizer_shard import OptimizerShard, weights_for
 from potluck.shard.ranges import Spec
 from potluck.shard.runs import (
-    Run,
     Span,
     claim,
     group_names,
@@ -32,6 +31,7 @@ from potluck.shard.runs import (
     in_host_memory,
     insist_on_elementwise,
     repoint,
+    run_of,
     scaling,
 )
 from potluck.shard.sharded import Sharded
@@ -98,8 +98,6 @@ class ShardedOptimizer(Sharded):
         self._buckets = self._plan_buckets()
         self._arrived: set[int] = set()
         """Parameters that got a gradient on this rank in this step."""
-        self._idle: set[str] = set()
-        """Those that no rank has used."""
         self._is_summed = False
         """Whether this rank's range holds its whole gradient already."""
         self._memory: list[Tensor] = []
@@ -145,9 +143,8 @@ class ShardedOptimizer(Sharded):
         return len(self._arrived) < len(self.parameters)
 
     def drop_unused(self) -> None:
-        used = torch.tensor([index in self._arrived for index in range(len(self.parameters))], dtype=torch.int32)
-        self.collectives.start_sum(used).wait()
-        self._idle = {self._names[id(p)] for p, count in zip(self.parameters, used.tolist(), strict=True) if not count}
+        used = [index in self._arrived for index in range(len(self.parameters))]
+        self._forget_unused([self._names[id(p)] for p in self.parameters], used)
 
     def gradients(self) -> list[Tensor]:
         return [self.gradient]
@@ -161,7 +158,7 @@ class ShardedOptimizer(Sharded):
         with scaling(self.optimizer, self.gradients(), scale):
             if self._host is not None:
                 self._host_gradient.copy_(self.gradient)
-            self._step_except(self._idle)
+            self._step_used()
         self._forget()
         self._is_stale = self.collectives.world > 1 or self._host is not None
 
@@ -171,7 +168,7 @@ class ShardedOptimizer(Sharded):
         for bucket in self._buckets:
             bucket.is_taken = False
         self._arrived.clear()
-        self._idle.clear()
+        self._idle = frozenset()
         self._is_summed = False
 
     def share(self) -> None:
@@ -235,31 +232,21 @@ class ShardedOptimizer(Sharded):
         self.gradient = self._whole_gradient[a:b] if self._whole_gradient is not None else self.flat.new_zeros(b - a)
 
     def _point_optimizer(self) -> None:
-        """Its groups hold this rank's range instead of the parameters, in runs of neighbours of one group."""
-        home = homes(self.optimizer)
-        found: list[tuple[int, list[Span], int]] = []
-        for parameter, start in zip(self.parameters, self._starts, strict=True):
-            number = home[id(parameter)]
-            begin = max(start, self.shard.param_start)
-            end = min(start + parameter.numel(), self.shard.param_end)
-            if begin < end:
-                span = Span(self._names[id(parameter)], tuple(parameter.shape), begin - start, end - start)
-                if found and found[-1][0] == number:
-                    found[-1][1].append(span)
-                else:
-                    found.append((number, [span], begin))
-        self.runs = []
+        """Its groups hold what this rank's range has of each parameter, instead of the parameters."""
         own, gradient = self.flat[self.shard.param_start : self.shard.param_end], self.gradient
         self._host: Tensor | None = None
         if self._offloads:
             own = self._host = in_host_memory(own)
             gradient = self._host_gradient = torch.zeros_like(own)
-        for _, spans, begin in found:
-            first = begin - self.shard.param_start
-            parameter = nn.Parameter(own[first : first + sum(span.size for span in spans)])
-            parameter.grad = gradient[first : first + parameter.numel()]
-            self.runs.append(Run(parameter, tuple(spans)))
-        numbered = [(number, run) for (number, _, _), run in zip(found, self.runs, strict=True)]
+        home, numbered, at = homes(self.optimizer), [], 0
+        for whole, start in zip(self.parameters, self._starts, strict=True):
+            begin = max(start, self.shard.param_start)
+            end = min(start + whole.numel(), self.shard.param_end)
+            if begin < end:
+                span = Span(self._names[id(whole)], tuple(whole.shape), begin - start, end - start)
+                numbered.append((home[id(whole)], run_of(own, gradient, at, span)))
+                at += span.size
+        self.runs = [run for _, run in numbered]
         repoint(self.optimizer, numbered, {self._names[id(p)]: p for p in self.parameters})
 
     def _plan_buckets(self) -> list[_Bucket]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from potluck.agree.policy import Outer
+from potluck.shard.norm import total_norm
 from potluck.train.buckets import split_like
 from potluck.train.link import Alone, Link, Pending
 
@@ -170,10 +171,8 @@ def difference_(a: Tensor, b: Tensor) -> Tensor:
 
 def finite_norm(tensors: Sequence[Tensor]) -> Tensor:
     """Over the finite numbers: a parameter that is -inf on every replica does not make them drift apart."""
-    norm = torch.nn.utils.get_total_norm(tensors)
-    if norm.isfinite():
-        return norm
-    return torch.nn.utils.get_total_norm([tensor.nan_to_num(0.0, 0.0, 0.0) for tensor in tensors])
+    norm = total_norm(tensors)
+    return norm if norm.isfinite() else total_norm([tensor.nan_to_num(0.0, 0.0, 0.0) for tensor in tensors])
 
 
 def _flats(tensors: Sequence[Tensor]) -> list[Flat]:

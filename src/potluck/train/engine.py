@@ -140,6 +140,8 @@ def _for_those_left(
 
 
 class Engine:
+    _loss_sum: Tensor
+
     def __init__(
         self,
         link: Link | None = None,
@@ -450,7 +452,7 @@ class Engine:
         if samples or replica.in_step:
             (loss * (samples * self._unit)).backward()  # type: ignore[no-untyped-call]
         if samples:  # a mean over nothing is not a number, and weighs nothing
-            self._loss_sum += loss.detach().reshape(()) * samples
+            self._loss_sum = self._loss_sum + loss.detach().reshape(()) * samples  # in float64, if the loss is
             self._samples += samples
         self._is_last, self._is_untouched = last, False
         if micro is None:
@@ -496,14 +498,18 @@ class Engine:
         replica.finish()
         self._advance(self._rows)
         self._set_lr(replica)
-        norm_of_sum = replica.apply_unless_bad(self._loss_sum, 1 / (self._samples * self._unit), self.config.clip)
+        said = replica.apply_unless_bad(self._loss_sum, 1 / (self._samples * self._unit), self.config.clip)
         if self.loader is not None:
             self.loader.fetch_ahead()
-        norm, loss_sum = torch.stack([norm_of_sum, self._loss_sum]).tolist()
+        norm, was_bad, loss_sum = torch.stack([*said, self._loss_sum]).tolist()
+        if was_bad:  # perhaps only to float32
+            norm = replica.norm().item()
+        else:
+            replica.drop()
         pulses = [Pulse(*row) for row in self._tell(busy_s, loss_sum).wait()]
         self.stopping = bool(pulses[0].wants_stop)
-        event = self._apply(pulses, decide_step(pulses, norm, self._unit, self.config.clip), busy_s, is_done=True)
-        return self._end_of_step(event, pulses)
+        verdict = decide_step(pulses, norm, self._unit, self.config.clip)
+        return self._end_of_step(self._apply(pulses, verdict, busy_s, is_done=not was_bad), pulses)
 
     def _end_of_step(self, event: StepDone | StepSkipped, pulses: list[Pulse]) -> StepDone | StepSkipped:
         if self._recovered is not None:

@@ -155,16 +155,14 @@ class _Read:
 
 
 def _read_state(run: Run, source: Ranges, skeleton: dict[str, Any]) -> dict[str, Any]:
-    """A run has one state for all of its parameters: of what is one number for each, such as steps, the largest."""
-    saved = {span: skeleton[span.name]["dict"] for span in run.spans if span.name in skeleton}
+    """Of a parameter that no step has used, there is none."""
+    (span,) = run.spans
     found: dict[str, Any] = {}
-    for key in dict.fromkeys(key for entries in saved.values() for key in entries):
-        having = {span: entries[key] for span, entries in saved.items() if key in entries}
-        if all(_is_range(key, span, entry, source) for span, entry in having.items()):
-            found[key] = _read_flat(run, source, {span: entry["tensor"] for span, entry in having.items()})
+    for key, entry in skeleton.get(span.name, {"dict": {}})["dict"].items():
+        if _is_range(key, span, entry, source):
+            found[key] = _read_flat(run, source, entry["tensor"])
         else:
-            values = [state.unflatten(entry, _Read(source)) for entry in having.values()]
-            found[key] = max(values) if all(isinstance(value, Tensor | int | float) for value in values) else values[0]
+            found[key] = state.unflatten(entry, _Read(source))
     return found
 
 
@@ -176,10 +174,8 @@ def _is_range(key: str, span: Span, entry: Any, source: Ranges) -> bool:
 
 
 @torch.no_grad()
-def _read_flat(run: Run, source: Ranges, names: dict[Span, str]) -> Tensor:
-    dtype = source.spec(next(iter(names.values()))).dtype
-    flat = torch.zeros(run.parameter.numel(), dtype=dtype, device=run.parameter.device)
-    for span, numbers in run.cut(flat):
-        if span in names:
-            source.read_into(numbers, names[span], span.start)
+def _read_flat(run: Run, source: Ranges, name: str) -> Tensor:
+    (span,) = run.spans
+    flat = torch.empty(span.size, dtype=source.spec(name).dtype, device=run.parameter.device)
+    source.read_into(flat, name, span.start)
     return flat.view_as(run.parameter)

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map_only
 
 from potluck.errors import ConfigError
 from potluck.shard.blocks import find_blocks
+from potluck.shard.norm import total_norm
 from potluck.shard.runs import can_skip, held_bytes, in_host_memory, scaling, step_unless
 from potluck.train.buckets import Buckets
 from potluck.train.buffers import SavedBuffers, is_expanded
@@ -216,7 +217,7 @@ class Replica:
 
     def norm(self) -> Tensor:
         """The norm of the whole gradient, as it stands."""
-        return torch.nn.utils.get_total_norm(self._gradients())
+        return total_norm(self._gradients())
 
     def apply(self, scale: float) -> None:
         """Scales the gradient and steps the optimizer."""
@@ -232,9 +233,12 @@ class Replica:
         )
 
     @torch.no_grad()
-    def apply_unless_bad(self, loss_sum: Tensor, scale: float, clip: float | None) -> Tensor:
-        """As pulse.decide_mean and apply(), on the GPU: steps only if loss and norm are finite. Gives the norm."""
-        norm = self.norm()
+    def apply_unless_bad(self, loss_sum: Tensor, scale: float, clip: float | None) -> tuple[Tensor, Tensor]:
+        """As pulse.decide_mean and apply(), on the GPU: steps only if loss and norm are finite. (norm, was it bad).
+
+        The gradient stays until drop(): a norm that is not finite may only have had no room in float32.
+        """
+        norm = torch.nn.utils.get_total_norm(self._gradients())
         mean_norm = norm * scale
         is_bad = ~(torch.isfinite(mean_norm) & torch.isfinite(loss_sum))
         factor = mean_norm.new_full((), scale)
@@ -242,8 +246,7 @@ class Replica:
             factor = factor * (clip / (mean_norm + 1e-6)).clamp(max=1.0)
         with self._own_step():
             step_unless(self.optimizer, is_bad, factor)
-        self.drop()
-        return norm
+        return norm, is_bad
 
     def drop(self) -> None:
         """Forgets the gradient."""

@@ -63,6 +63,7 @@ class ShardedReplica(Replica):
             )
         except ValueError as error:
             raise ConfigError(f"strategy: {error}.") from None
+        self.sharded.asks = False  # workers' pulses say whether any has left a parameter unused
         self.names = {id(run.parameter): f"run {index}" for index, run in enumerate(self.sharded.runs)}
         self.trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         names = {name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
@@ -98,7 +99,7 @@ class ShardedReplica(Replica):
         return self.sharded.has_unused
 
     def norm(self) -> Tensor:
-        return self.sharded.norm().float()
+        return self.sharded.norm()
 
     def _gradients(self) -> list[Tensor]:
         return self.sharded.gradients()
