@@ -55,6 +55,11 @@ class Collectives:
             return Nothing()
         return _begun(dist.all_reduce(tensor, group=self.group, async_op=True))
 
+    def maximum(self, tensor: Tensor) -> None:
+        """Each number becomes the largest of all ranks'."""
+        if self.world > 1:
+            dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
+
 
 def _begun(work: dist.Work | None) -> Pending:
     return work if work is not None else Nothing()

@@ -4,7 +4,6 @@ The optimizer is pointed at this rank's own memory, as plain tensors: it need no
 DTensor's overhead. Between ranks of Gloo our own collectives are used (collectives.py), on all others torch's.
 """
 
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch.optim import Optimizer
 
 from potluck.errors import ConfigError
 from potluck.shard.collectives import Collectives, Lent, lend, local_part, sum_gradients
+from potluck.shard.fsdp_units import FullyShardedUnits
 from potluck.shard.ranges import Spec
 from potluck.shard.runs import Run, Span, claim, group_names, homes, insist_on_elementwise, repoint, scaling
 from potluck.shard.sharded import Sharded
@@ -45,7 +45,6 @@ class FullySharded(Sharded):
         self._lent = Lent() if _is_gloo(self.collectives.group, device) else None
         # What a reduction gives is read at once: summed over nodes, or copied to a GPU on a stream of its own.
         self._must_wait = device.type == "cuda" or (mesh.ndim == 2 and mesh.size(0) > 1)
-        self._has_added = False
         whole = dict(model.named_parameters())
         _insist_on_dimensions(whole)
         home = homes(optimizer)
@@ -64,6 +63,9 @@ class FullySharded(Sharded):
         if not mean and mesh.size() > 1:  # of one, the sum is the mean, and dividing it by 1 takes time
             for module in self._modules:
                 sum_gradients(module)
+        self._units = self._in_order(blocks, mesh) if mesh.size() > 1 else None
+        self._summed: set[object] = set()
+        """Units whose gradients of this step are under way already, or have arrived."""
         parts = {name: part for name, part in model.named_parameters() if isinstance(part, DTensor)}
         self.split = {name: Spec(shapes[name], part.dtype) for name, part in parts.items()}
         self._point_optimizer(parts, number, held)
@@ -75,14 +77,22 @@ class FullySharded(Sharded):
             for parameter in whole:  # the optimizer still has it: else all of the model would be on the device at once
                 parameter.data = parameter.data.new_empty(1).expand(parameter.shape)
         self._modules = [module for module in self.model.modules() if isinstance(module, FSDPModule)]
-        if self._lent is None:
-            return
-        for module in self._modules:
-            lend(module, self._lent)
+        if self._lent is not None:
+            for module in self._modules:
+                lend(module, self._lent)
+
+    def _in_order(self, blocks: Sequence[nn.Module], mesh: DeviceMesh) -> FullyShardedUnits:
+        over = [Collectives(mesh.get_group(dimension)) for dimension in range(mesh.ndim)]
         # Gloo's collectives run beside the CPU's work only if they begin early; on a GPU, streams see to that.
-        for one, other in itertools.pairwise(blocks):
-            one.set_modules_to_forward_prefetch([other])  # type: ignore[operator]
-            other.set_modules_to_backward_prefetch([one])  # type: ignore[operator]
+        ahead = self._lent is not None
+        return FullyShardedUnits(self.model, blocks, over, before_sum=self._before_sum, gathers_ahead=ahead)
+
+    def _before_sum(self, unit: object) -> None:
+        """What is added to must have arrived, and so must what is added."""
+        if unit in self._summed and self._lent is not None:
+            self._lent.finish()
+            self._lent.arm(waits=True)
+        self._summed.add(unit)
 
     def _point_optimizer(
         self, parts: Mapping[str, DTensor], number: Mapping[str, int], whole: Mapping[str, nn.Parameter]
@@ -112,16 +122,26 @@ class FullySharded(Sharded):
         return Span(name, shape, first * size, last * size)
 
     def arm(self, *, last: bool) -> None:
+        self.end_backward()
         if self._lent is not None:
             self._lent.finish()
-            self._lent.arm(waits=self._has_added or self._must_wait)
-        self._has_added = True
+            self._lent.arm(waits=self._must_wait or self._units is None)
+        if self._units is not None:
+            self._units.has_ended = False
+
+    @torch.no_grad()
+    def end_backward(self) -> None:
+        if self._units is not None and not self._units.has_ended:
+            self._units.take_part()
 
     @torch.no_grad()
     def finish(self) -> None:
+        self.end_backward()
         if self._lent is not None:
             self._lent.finish()
         for run, source in zip(self.runs, self._sources, strict=True):
+            if self._units is not None and run.spans[0].name not in self._units.used:
+                source.grad = None  # nobody has used it: the zeros that all have summed are no gradient
             run.parameter.grad = None if source.grad is None else _flat(source.grad)
 
     @torch.no_grad()
@@ -144,7 +164,9 @@ class FullySharded(Sharded):
     def _forget(self) -> None:
         for run, source in zip(self.runs, self._sources, strict=True):
             run.parameter.grad = source.grad = None
-        self._has_added = False
+        self._summed.clear()
+        if self._units is not None:
+            self._units.used.clear()
 
 
 def _insist_on_dimensions(parameters: Mapping[str, Tensor]) -> None:

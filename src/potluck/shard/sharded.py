@@ -52,6 +52,9 @@ class Sharded:
     def arm(self, *, last: bool) -> None:
         """Before each backward. `last`: the step comes after it."""
 
+    def end_backward(self) -> None:
+        """After each backward, and in place of one that has no samples: what the other ranks still wait for."""
+
     def start_sums(self) -> None:
         """After the step's last backward: begins what it has not begun."""
 

@@ -6,13 +6,14 @@
 
 The order of events, for blocks 1 to n and the root unit (units.py says what those are):
 
-    forward        gather root and start 1; at each block: start the next one, wait for its own, compute, release
+    forward        gather root; at each block: start the next one, wait for its own, compute, release
     backward       at each block, from n to 1: release the one after it and send its gradients, start the one before,
                    wait for its own; in the end the root's gradients leave, and everything is released
     step           what is on its way arrives, and the optimizer steps this rank's homes
 
-Each collective begins at a place in this order that the model's structure gives, and never because a gradient has
-arrived: a rank whose rows leave a parameter unused would else begin them in another order than the rest, and hang.
+Each collective begins at a place in this order, and never because a gradient has arrived: a rank whose rows leave a
+parameter unused would else begin them in another order than the rest, and hang. Where its rows leave out whole blocks,
+or run them in another order, passes.py keeps the ranks together.
 Why this is not torch's fully_shard: docs/decisions/0012-uneven-shards-have-their-own-engine.md.
 """
 
@@ -30,6 +31,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from potluck.errors import ConfigError
 from potluck.shard.collectives import Collectives
 from potluck.shard.optimizer_shard import weights_for
+from potluck.shard.passes import Passes
 from potluck.shard.ranges import Spec
 from potluck.shard.runs import Run, claim, group_names, homes, insist_on_elementwise, repoint, run_of, scaling
 from potluck.shard.sharded import Sharded
@@ -61,7 +63,10 @@ class UnevenShards(Sharded):
         self._weights = weights_for(weights, self.collectives.world)
         self._share = 1 / self.collectives.world if mean else 1.0
         self._computes_in = torch.bfloat16 if bf16 else None
-        self._in_backward = False
+        self._in_backward = self._is_owed = False
+        """Whether a backward runs; and whether one was announced that has not ended."""
+        self._depth = 0
+        """Of the model's forward: it may call itself."""
         self._current: Unit | None = None
         """The block whose backward runs."""
         self._sums: list[Sum] = []
@@ -74,12 +79,31 @@ class UnevenShards(Sharded):
         self.group_names = group_names(optimizer, {key: member.name for key, member in members.items()})
         self._plan(distinct, members)
         self._move()
+        self._passes = Passes(
+            len(self._blocks),
+            begin=self._begin,
+            skip=self._skip,
+            may_begin_early=lambda each: each < len(self._blocks) and self._blocks[each].placement is Placement.SPLIT,
+            used=list,
+            agree=self.collectives.maximum,
+        )
         self._hook(distinct)
 
     # A step
 
+    def arm(self, *, last: bool) -> None:
+        self.end_backward()
+        self._is_owed = True
+
+    @torch.no_grad()
+    def end_backward(self) -> None:
+        if self._is_owed:
+            self._start_backward()
+            self._end_backward()
+
     @torch.no_grad()
     def finish(self) -> None:
+        self.end_backward()
         while self._sums:
             self._sums.pop(0).take_in(self._share)
 
@@ -191,7 +215,9 @@ class UnevenShards(Sharded):
         quiet: Callable[..., Any] = torch.compiler.disable
         for unit, module in zip(self._units, [*blocks, self.model], strict=True):
             module.register_forward_pre_hook(quiet(partial(self._before_forward, unit)), prepend=True, with_kwargs=True)
-            module.register_forward_hook(quiet(partial(self._after_forward, unit)))
+            # The model's also where a stage leaves its forward in the middle, by an exception.
+            is_root = module is self.model
+            module.register_forward_hook(quiet(partial(self._after_forward, unit)), always_call=is_root)
         for module in self.model.modules():
             # Also where somebody calls a part of the model without the model.
             if module is not self.model and any(id(p) in self._root_ids for p in module.parameters(recurse=False)):
@@ -207,11 +233,32 @@ class UnevenShards(Sharded):
 
     def _before_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
         with torch.no_grad():
-            unit.start_gather(self.collectives)
-            if not self._in_backward:  # where a block is computed again, its backward has said what comes next
-                self._start_neighbour(unit, +1)
-            unit.gather(self.collectives)
+            self._gather(unit)
+            if unit is self._root and not self._in_backward:
+                if not self._depth:
+                    self._passes.start("forward")
+                self._depth += 1
         return None if self._computes_in is None else tree_map_only(Tensor, self._cast, (args, kwargs))
+
+    def _gather(self, unit: Unit) -> None:
+        unit.in_use = True
+        if unit is not self._root and unit.placement is not Placement.WHOLE and self._passes.kind is not None:
+            self._passes.want(self._passes.gather(self._blocks.index(unit)))
+        unit.gather(self.collectives)
+
+    def _begin(self, operation: int, wanted: bool) -> None:
+        """Of passes.py: what all ranks begin now."""
+        unit = self._blocks[operation % len(self._blocks)]
+        if operation >= len(self._blocks):
+            self._start_sums_of(unit)
+        elif unit.placement is Placement.SPLIT:
+            unit.start_gather(self.collectives)
+        else:
+            unit.gather_aside(self.collectives)
+
+    def _skip(self, operation: int) -> None:
+        if operation < len(self._blocks) and not self._blocks[operation].in_use:
+            self._blocks[operation].release()
 
     def _cast(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._computes_in) if tensor.is_floating_point() else tensor
@@ -220,24 +267,15 @@ class UnevenShards(Sharded):
     def _before_part_of_root(self, module: nn.Module, args: Any) -> None:
         self._root.gather(self.collectives)
 
-    def _start_neighbour(self, unit: Unit, way: int) -> None:
-        """The block that will be needed next, in a forward (+1) or in a backward (-1)."""
-        if unit is self._root:
-            following = 0 if way > 0 else len(self._blocks) - 1
-        else:
-            following = self._blocks.index(unit) + way
-        if 0 <= following < len(self._blocks):
-            self._blocks[following].start_gather(self.collectives)
-
     def _after_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
         if self._in_backward:
             return  # computed again: its backward comes at once
         tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         ends_here = not torch.is_grad_enabled() or (bool(tensors) and not any(t.requires_grad for t in tensors))
         if unit is self._root:
-            for block in self._blocks:  # begun for a block that was not used
-                if block.placement is Placement.ARRIVING:
-                    block.release()
+            self._depth -= 1
+            if not self._depth:
+                self._passes.end()
         if not ends_here:
             self._hook_outputs(unit, tensors)
         # Tensors that we cannot find we cannot hook: then nothing would gather the unit again before its backward.
@@ -262,37 +300,43 @@ class UnevenShards(Sharded):
     def _before_backward(self, unit: Unit) -> None:
         self._begin_backward()
         unit.owes_sums = True
-        self._root.gather(self.collectives)
         if unit is not self._root and unit is not self._current:
             # Autograd runs what was computed later first, so nothing of the other block is left to run.
             self._leave_current()
             self._current = unit
-        unit.start_gather(self.collectives)
-        self._start_neighbour(unit, -1)
-        unit.gather(self.collectives)
+        self._gather(unit)
 
     def _begin_backward(self) -> None:
         if not self._in_backward:
-            self._in_backward = True
+            self._start_backward()
             Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _start_backward(self) -> None:
+        self._in_backward = True
+        self._gather(self._root)
+        self._passes.start("backward")
+        self._passes.begin_early()
 
     def _leave_current(self) -> None:
         unit, self._current = self._current, None
         if unit is not None:
             unit.release()
             if unit.uses <= 0:  # else its gradients come with the first of its uses
-                self._start_sums_of(unit)
+                self._passes.want(self._passes.sum(self._blocks.index(unit)))
 
     @torch.no_grad()
     def _end_backward(self) -> None:
         self._leave_current()
-        self._root.owes_sums = True
-        for unit in (*reversed(self._blocks), self._root):
-            unit.uses = 0
-            unit.release()
+        for number in reversed(range(len(self._blocks))):
+            unit = self._blocks[number]
+            unit.uses, unit.in_use = 0, False
             if unit.owes_sums:
-                self._start_sums_of(unit)
-        self._in_backward = False
+                self._passes.want(self._passes.sum(number))
+        self._passes.end()
+        for unit in self._units:
+            unit.release()
+        self._start_sums_of(self._root)
+        self._in_backward = self._is_owed = False
 
     def _start_sums_of(self, unit: Unit) -> None:
         unit.owes_sums = False

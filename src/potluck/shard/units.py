@@ -134,6 +134,15 @@ class Stretch:
                 part = self.whole[shard.param_start : shard.param_end]
                 self._pending.append(over.start_broadcast(part, shard.rank))
 
+    def gather_aside(self, over: Collectives) -> None:
+        """Sends this rank's range to others that gather it now, while this rank has all of it already."""
+        whole = torch.empty_like(self.whole)
+        for piece in self.pieces:
+            whole[piece.start : piece.end].copy_(piece.numbers)
+        parts = [(whole[shard.param_start : shard.param_end], shard.rank) for shard in self.shards if shard.shard_size]
+        for work in [over.start_broadcast(part, rank) for part, rank in parts]:
+            work.wait()
+
     def wait(self) -> None:
         for pending in self._pending:
             pending.wait()
@@ -207,6 +216,8 @@ class Unit:
     def __init__(self, stretches: list[Stretch]) -> None:
         self.stretches = stretches
         self.placement = Placement.SPLIT
+        self.in_use = False
+        """Whether this rank computes with it, or has to keep it whole until it does."""
         self.uses = 0
         """Forwards whose backwards have not come yet."""
         self.owes_sums = False
@@ -218,6 +229,10 @@ class Unit:
                 stretch.start_gather(over)
             self.placement = Placement.ARRIVING
 
+    def gather_aside(self, over: Collectives) -> None:
+        for stretch in self.stretches:
+            stretch.gather_aside(over)
+
     def gather(self, over: Collectives) -> None:  # SPLIT or ARRIVING -> WHOLE
         self.start_gather(over)
         if self.placement is Placement.ARRIVING:
@@ -227,6 +242,7 @@ class Unit:
             self.placement = Placement.WHOLE
 
     def release(self) -> None:  # ARRIVING or WHOLE -> SPLIT
+        self.in_use = False
         if self.placement is not Placement.SPLIT:
             for stretch in self.stretches:
                 stretch.release()

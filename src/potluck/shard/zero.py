@@ -52,6 +52,8 @@ class _Bucket:
     missing: set[int] = field(default_factory=set)
     gradient: Tensor | None = None
     pending: list[Pending] = field(default_factory=list)
+    is_sent: bool = False
+    """Whether it has left since the last finish()."""
     is_taken: bool = False
     """Whether an earlier backward of this step is in this rank's range already."""
 
@@ -100,6 +102,10 @@ class ShardedOptimizer(Sharded):
         """Parameters that got a gradient on this rank in this step."""
         self._is_summed = False
         """Whether this rank's range holds its whole gradient already."""
+        self._is_armed = False
+        """Whether a backward was announced that has not ended."""
+        self._has_ended = False
+        """Whether all buckets of a backward have left, also those that it did not fill."""
         self._memory: list[Tensor] = []
         """Of buckets that have arrived, for the next ones: fresh memory would cost more than what is sent in it."""
         self._on_their_way: list[_Bucket] = []
@@ -116,14 +122,25 @@ class ShardedOptimizer(Sharded):
     # A step
 
     def arm(self, *, last: bool) -> None:
-        self._is_last = last
+        self._is_last, self._is_armed = last, True
+
+    @torch.no_grad()
+    def end_backward(self) -> None:
+        """Its buckets leave, filled or not: else ranks would differ in how many backwards a bucket holds."""
+        if self._keeps or not self._is_armed:
+            return
+        if self._has_ended:  # an earlier backward has left, and this one has brought nothing
+            self.finish()
+        self._is_summed = False
+        self.start_sums()
+        self._is_armed, self._has_ended = False, True
 
     @torch.no_grad()
     def start_sums(self) -> None:
         if self._is_summed:
             return
         for bucket in self._buckets:
-            if not bucket.pending and (bucket.missing or bucket.gradient is not None):
+            if not bucket.is_sent:
                 self._fill(bucket)
                 self._clear_missing(bucket)
                 self._send(bucket)
@@ -135,8 +152,8 @@ class ShardedOptimizer(Sharded):
         while self._on_their_way:
             self._take_in(self._on_their_way[0])
         for bucket in self._buckets:
-            bucket.missing = set(bucket.parameters)
-        self._is_summed = True
+            bucket.missing, bucket.is_sent = set(bucket.parameters), False
+        self._is_summed, self._has_ended = True, False
 
     @property
     def has_unused(self) -> bool:
@@ -274,7 +291,7 @@ class ShardedOptimizer(Sharded):
             assert parameter.grad is not None
             if self._is_stale:
                 raise ConfigError(_FORGOTTEN)
-            if index not in bucket.missing and not self._keeps:
+            if (index not in bucket.missing or self._has_ended) and not self._keeps:
                 self.finish()  # another backward before the step: the first one leaves now
             self._is_summed = False
             self._fill(bucket)
@@ -311,7 +328,7 @@ class ShardedOptimizer(Sharded):
     def _send_in_order(self) -> None:
         """Ranks that reduced in different orders would add up the wrong tensors."""
         for bucket in self._buckets:
-            if bucket.pending:
+            if bucket.is_sent:
                 continue
             if bucket.missing:
                 return
@@ -320,6 +337,7 @@ class ShardedOptimizer(Sharded):
 
     def _send(self, bucket: _Bucket) -> None:
         assert bucket.gradient is not None
+        bucket.is_sent = True
         while len(self._on_their_way) >= MOST_ON_THEIR_WAY:
             self._take_in(self._on_their_way[0])
         for shard in self.shards:

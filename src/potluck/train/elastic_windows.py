@@ -292,8 +292,9 @@ class ElasticWindowEngine(ElasticEngine):
         replica.arm(last=last)
         self._stand_in.close()
         samples = samples if micro.counts else 0.0
-        if samples or replica.in_step:
+        if samples:  # a mean over nothing is not a number, and has no gradient
             (loss * (samples * self._unit)).backward()  # type: ignore[no-untyped-call]
+        replica.end_backward()
         if samples:
             self._batch_loss += loss.detach().reshape(()) * samples
             self._batch_samples += samples

@@ -449,9 +449,10 @@ class Engine:
         self._stand_in.close()
         if micro is not None and not micro.counts:
             samples = 0.0
-        if samples or replica.in_step:
+        if samples:  # a mean over nothing is not a number, and has no gradient
             (loss * (samples * self._unit)).backward()  # type: ignore[no-untyped-call]
-        if samples:  # a mean over nothing is not a number, and weighs nothing
+        replica.end_backward()
+        if samples:
             self._loss_sum = self._loss_sum + loss.detach().reshape(()) * samples  # in float64, if the loss is
             self._samples += samples
         self._is_last, self._is_untouched = last, False

@@ -194,6 +194,9 @@ class Replica:
         """Another slice begins, whose backwards are its own."""
         self._is_armed_for_last = False
 
+    def end_backward(self) -> None:
+        """After each backward, and in place of one that has no samples: what the other ranks still wait for."""
+
     def start_sums(self) -> None:
         """After the step's last backward: begins what it has not begun of the sums over all ranks."""
         if self._buckets is not None:

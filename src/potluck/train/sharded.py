@@ -83,6 +83,9 @@ class ShardedReplica(Replica):
     def _insist_on_frozen(self) -> None:
         """The parameters that a model has while it computes are not those that it has between steps."""
 
+    def end_backward(self) -> None:
+        self.sharded.end_backward()
+
     def start_sums(self) -> None:
         self.sharded.start_sums()
 

@@ -1,0 +1,160 @@
+"""Passes: the order in which ranks begin their collectives, where each may run other blocks than the rest.
+
+    unit   parameters that are gathered together, and whose gradients are summed together
+    pass   a forward or a backward
+    plan   what a pass begins, in order, on every rank: gather(unit) and sum(unit)
+    want   a rank needs one of these now, because its rows led it there
+
+Experts, branches and layers that are left out make ranks want different things, and ranks that began different
+collectives would add up each other's numbers. So each begins what the plan says, also what it does not want itself:
+there it sends its part of the parameters, or zeros. A rank that wants what is not left in the plan ends the plan first,
+and then asks: all ranks that have ended theirs agree on one wish at a time, until nobody has any. The plan is a guess,
+and what it costs to be wrong is time. It is learnt from passes that did not fit it, on all ranks alike.
+
+Knows nothing of tensors of parameters, nor of how they are gathered.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Kind = Literal["forward", "backward"]
+
+
+class Passes:
+    def __init__(
+        self,
+        units: int,
+        *,
+        begin: Callable[[int, bool], None],
+        skip: Callable[[int], None],
+        may_begin_early: Callable[[int], bool],
+        used: Callable[[], Sequence[bool]],
+        agree: Callable[[Tensor], None],
+    ) -> None:
+        """An operation is a number: gather(unit) or sum(unit).
+
+        `begin`: takes part in one; and whether this rank wants it. `skip`: it was begun, and this rank does not want
+        it. `may_begin_early`: a gather, before anybody wants it. `used`: what to tell of a backward beside its order.
+        `agree`: a collective that makes each number the largest of all ranks'.
+        """
+        self.units = units
+        self.kind: Kind | None = None
+        """The pass that is under way."""
+        self.used_by_any: list[bool] = []
+        """What `used` gave in the last backward, by any rank."""
+        self._begin, self._skip, self._may_begin_early = begin, skip, may_begin_early
+        self._used, self._agree = used, agree
+        self._plans: dict[Kind, list[int]] = {"forward": list(range(units)), "backward": self._way_back()}
+        self._trace: list[int] = []
+        """What this pass has begun so far, on every rank alike: first its plan, and then what was agreed on."""
+        self._wanted: list[bool] = []
+        self._at = 0
+        """Of the trace: what comes before is passed; at most one gather was begun early and comes after."""
+        self._early: int | None = None
+        """Where in the trace a gather stands that was begun early, and that this rank may want yet."""
+
+    def gather(self, unit: int) -> int:
+        return unit
+
+    def sum(self, unit: int) -> int:
+        return self.units + unit
+
+    def start(self, kind: Kind) -> None:
+        assert self.kind is None, self.kind
+        self.kind = kind
+        self._trace, self._wanted, self._at, self._early = [], [], 0, None
+
+    def want(self, operation: int) -> None:
+        """Returns once it has begun."""
+        plan = self._plan
+        if self._early is not None and operation < self.units:
+            early, self._early = self._early, None
+            if self._trace[early] == operation:
+                self._wanted[early] = True
+                self._at = max(self._at, early + 1)
+                self.begin_early()
+                return
+            if early < self._at:  # it was passed, and kept
+                self._skip(self._trace[early])
+        if operation in plan[self._at :]:
+            self._go_to(plan.index(operation, self._at), wanted=True)
+        else:
+            self._go_to(len(plan) - 1)
+            while (agreed := self._ask(operation)) != operation:
+                self._do(agreed)
+            self._do(agreed, wanted=True)
+        self.begin_early()
+
+    def end(self) -> None:
+        """Takes part in what the others still want."""
+        assert self.kind is not None
+        if self._early is not None and self._early < self._at:
+            self._skip(self._trace[self._early])
+        self._early = None
+        self._go_to(len(self._plan) - 1)
+        nothing = 2 * self.units
+        while (agreed := self._ask(nothing)) != nothing:
+            self._do(agreed)
+        self._learn()
+        self.kind = None
+
+    @property
+    def _plan(self) -> list[int]:
+        assert self.kind is not None
+        return self._plans[self.kind]
+
+    def _way_back(self) -> list[int]:
+        """A unit is gathered before the one after it has its gradients, so that it arrives meanwhile."""
+        found: list[int] = []
+        for unit in reversed(range(self.units)):
+            found.append(self.gather(unit))
+            if unit + 1 < self.units:
+                found.append(self.sum(unit + 1))
+        return [*found, self.sum(0)] if self.units else []
+
+    def _go_to(self, place: int, *, wanted: bool = False) -> None:
+        """`wanted`: the operation at that place; what comes before it is skipped."""
+        for index in range(self._at, place + 1):
+            self._do(self._plan[index], wanted=wanted and index == place)
+
+    def _do(self, operation: int, *, wanted: bool = False) -> None:
+        place = self._at
+        if place == len(self._trace):
+            self._take_up(operation, wanted=wanted)
+        self._wanted[place] = wanted
+        self._at += 1
+        if not wanted and place != self._early:
+            self._skip(operation)
+
+    def begin_early(self) -> None:
+        """The next gather of the plan, so that it arrives while this rank computes."""
+        place = self._at
+        is_free = self._early is None and place == len(self._trace) < len(self._plan)
+        if is_free and self._may_begin_early(self._plan[place]):
+            self._early = place
+            self._take_up(self._plan[place])
+
+    def _take_up(self, operation: int, *, wanted: bool = False) -> None:
+        self._trace.append(operation)
+        self._wanted.append(False)
+        self._begin(operation, wanted)
+
+    def _ask(self, wish: int) -> int:
+        """Which wish all fulfil now: the first in number. They ask at the same place, so their traces are alike."""
+        told = torch.tensor([-wish, *self._wanted, *self._used()], dtype=torch.int32)
+        self._agree(told)
+        agreed, flags = -int(told[0]), told[1:].tolist()
+        self._wanted_by_any = [bool(flag) for flag in flags[: len(self._trace)]]
+        self.used_by_any = [bool(flag) for flag in flags[len(self._trace) :]]
+        return agreed
+
+    def _learn(self) -> None:
+        """A pass that did more than its plan is the plan of the next, without what was begun in vain before it."""
+        assert self.kind is not None
+        if len(self._trace) > len(self._plan):
+            told = list(zip(self._trace, self._wanted_by_any, strict=True))
+            wanted = {operation for operation, by_any in told if by_any}
+            self._plans[self.kind] = [each for each, by_any in told if by_any or each not in wanted]

@@ -1,0 +1,249 @@
+"""Ranks that use different parameters in a step, under every strategy that splits them, against one plain process.
+
+Rows say themselves which experts they go to, so that in most steps ranks run different ones, and some run nowhere.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from potluck import FullShard, HybridShard, StepConfig, Sync
+from potluck.train.data import mix
+from potluck.train.engine import Engine
+from potluck.train.link import connect
+from tests.ranks import run_ranks
+
+WIDTH, ROWS, BATCH = 6, 34, 8
+CPU = torch.device("cpu")
+
+
+class Expert(nn.Module):
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.wide, self.back = nn.Linear(WIDTH, hidden), nn.Linear(hidden, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.back(torch.tanh(self.wide(x)))
+
+
+class Mixture(nn.Module):
+    """Each row goes to the expert of its class. The last one is in nobody's way; one is frozen."""
+
+    def __init__(self, sizes: tuple[int, ...] = (3, 5, 4, 2, 3)) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(Expert(size) for size in sizes)
+        self.experts[1].back.requires_grad_(False)
+
+    def forward(self, x: Tensor, kinds: Tensor) -> Tensor:
+        parts = torch.zeros_like(x)
+        for number in self.order(kinds):
+            rows = kinds == number
+            parts[rows] = self.experts[number](x[rows])
+        return x + parts
+
+    def order(self, kinds: Tensor) -> list[int]:
+        return sorted(set(kinds.tolist()))
+
+
+class AsTheyCome(Mixture):
+    """Experts run in the order in which the rows name them."""
+
+    def order(self, kinds: Tensor) -> list[int]:
+        return list(dict.fromkeys(kinds.tolist()))
+
+
+class Experts(nn.Module):
+    """The experts are the model's only repeated layers."""
+
+    def __init__(self, mixture: type[Mixture] = Mixture) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.mixture = mixture()
+        self.bias = nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor, kinds: Tensor) -> Tensor:
+        x = self.mixture(self.first(x), kinds)
+        if 0 not in kinds:
+            return x
+        return x + self.bias * (kinds == 0).unsqueeze(1)  # a parameter of the root that not every rank uses
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mixture = nn.LayerNorm(WIDTH), Mixture((3, 2, 4, 5, 1))
+
+    def forward(self, x: Tensor, kinds: Tensor) -> Tensor:
+        return self.mixture(self.norm(x), kinds)
+
+
+class Nested(nn.Module):
+    """Experts within blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(6))
+
+    def forward(self, x: Tensor, kinds: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            x = layer(x, (kinds + number) % 4)
+        return x
+
+
+class Early(nn.Module):
+    """Layers are left out, used twice, and the forward returns early, as the first row says.
+
+    What a row does depends on the rows beside it, so that one process has to compute each rank's rows apart.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(Expert(4) for _ in range(5))
+
+    def forward(self, x: Tensor, kinds: Tensor) -> Tensor:
+        x, first = self.first(x), int(kinds[0])
+        for number, layer in enumerate(self.layers):
+            if number == first:
+                continue
+            x = x + layer(x)
+            if number == 1 and first == 3:
+                x = x + layer(x)
+            if number == 2 and first == 2:
+                return x
+        return x
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "experts": Experts,
+    "as they come": lambda: Experts(AsTheyCome),
+    "nested": Nested,
+    "early": Early,
+}
+
+
+def make(name: str, kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(1)
+    model = MODELS[name]().double()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if kind == "plain":
+        return model, torch.optim.SGD(trained, lr=0.05)
+    if kind == "sgd":
+        return model, torch.optim.SGD(trained, lr=0.05, momentum=0.9, weight_decay=0.1)
+    return model, torch.optim.AdamW(trained, lr=0.02, weight_decay=0.1)
+
+
+def data() -> Tensor:
+    draw = torch.Generator().manual_seed(2)
+    kinds = torch.randint(0, 4, (ROWS, 1), generator=draw).double()
+    return torch.cat([torch.randn(ROWS, WIDTH, generator=draw, dtype=torch.float64), kinds], 1)
+
+
+def loss_of(model: nn.Module, rows: Tensor) -> Tensor:
+    x, kinds = rows[:, :WIDTH], rows[:, WIDTH].long()
+    return (model(x, kinds) - torch.roll(x, 1, 1)).square().sum(1).mean()
+
+
+def judge(name: str, kind: str, parts: Callable[[int], list[int]], clip: float | None) -> dict[str, Any]:
+    """`parts`: how many rows of a step each backward of each rank has."""
+    model, optimizer = make(name, kind)
+    losses = []
+    for epoch in range(2):
+        order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(mix(0, epoch)))
+        for rows in data()[order].split(BATCH):
+            optimizer.zero_grad()
+            pieces = [piece for piece in rows.split(parts(len(rows))) if len(piece)]
+            loss = sum(loss_of(model, piece) * len(piece) for piece in pieces) / len(rows)
+            loss.backward()
+            if clip is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            losses.append(loss.item())
+    states = {name: optimizer.state.get(parameter, {}) for name, parameter in model.named_parameters()}
+    stepped = {name: float(state["step"]) for name, state in states.items() if "step" in state}
+    return {"losses": losses, "weights": model.state_dict(), "stepped": stepped}
+
+
+def train(link: Any, strategy: Any, name: str, kind: str, step: StepConfig, micro: int | None) -> dict[str, Any]:
+    engine = Engine(link, CPU, policy=Sync(balance=False), strategy=strategy, step=step)
+    model, optimizer = make(name, kind)
+    model, optimizer, loader = engine.prepare(model, optimizer, data(), batch_size=BATCH, micro_batch_size=micro)
+    losses = []
+    for _ in engine.epochs(2):
+        for batch in loader:
+            engine.backward(loss_of(model, batch), samples=len(batch))
+            event = engine.step()
+            if event is not None:
+                losses.append(event.loss)
+    sharded = engine._sharded()
+    stepped = {
+        span.name: float(state["step"])
+        for run in sharded.runs
+        for span in run.spans
+        if "step" in (state := optimizer.state.get(run.parameter, {}))
+    }
+    held = engine.evaluate(loss_of, data()[:9], 4)
+    return {"losses": losses, "weights": weights(engine), "stepped": stepped, "held": held}
+
+
+def weights(engine: Engine) -> dict[str, Tensor]:
+    """As one process has them, put together from all ranks' runs."""
+    found = {}
+    sharded = engine._sharded()
+    for name, spec in sharded.split.items():
+        whole = torch.zeros(spec.shape, dtype=torch.float64).view(-1)
+        for run in (*sharded.runs, *sharded.rest):
+            for span, part in run.cut(run.parameter.detach()):
+                if span.name == name:
+                    whole[span.start : span.end] = part
+        sharded.collectives.start_sum(whole).wait()
+        found[name] = whole.view(spec.shape)
+    return found
+
+
+def ranks_train(strategy: Any, cases: list[tuple[str, str, StepConfig, int | None]]) -> list[dict[str, Any]]:
+    link = connect(CPU, 30)
+    return [train(link, strategy, *case) for case in cases]
+
+
+CASES: list[tuple[str, str, StepConfig, int | None]] = [
+    ("experts", "sgd", StepConfig(clip=0.05), 2),
+    ("experts", "adamw", StepConfig(offload_optimizer=True), None),
+    ("as they come", "adamw", StepConfig(checkpoint_activations=True), None),
+    ("nested", "adamw", StepConfig(checkpoint_activations=True), 2),
+    ("early", "adamw", StepConfig(), None),
+]
+PLAIN = [(name, "plain", step, micro) for name, _, step, micro in CASES]
+
+
+@pytest.mark.parametrize(
+    ("world", "strategy", "cases"),
+    [(2, FullShard(), CASES), (4, HybridShard(intra_node_size=2), CASES), (2, FullShard(weights=(3.0, 1.0)), PLAIN)],
+    ids=["full", "hybrid", "uneven"],
+)
+def test_ranks_that_use_different_experts_train_as_one_process(world: int, strategy: Any, cases: Any) -> None:
+    told = run_ranks(world, ranks_train, strategy, cases)
+
+    def parts(name: str, rows: int) -> list[int]:
+        return (
+            [rows * (rank + 1) // world - rows * rank // world for rank in range(world)] if name == "early" else [rows]
+        )
+
+    for number, (name, kind, step, _) in enumerate(cases):
+        expected = judge(name, kind, partial(parts, name), step.clip)
+        for rank in range(world):
+            insist_on_same(told[rank][number], expected, f"case {number} on rank {rank}", step.clip)
+
+
+def insist_on_same(got: dict[str, Any], expected: dict[str, Any], where: str, clip: float | None = None) -> None:
+    torch.testing.assert_close(got["losses"], expected["losses"], rtol=1e-6, atol=0, msg=lambda m: f"{where}: {m}")
+    rtol, atol = (1e-9, 1e-12) if clip is None else (1e-6, 1e-7)  # the norm is rounded to 32 bits
+    for name, value in expected["weights"].items():
+        told = got["weights"][name]
+        assert torch.allclose(told, value, rtol, atol), f"{where}, {name}: {(told - value).abs().max()}"
+    for name, count in got["stepped"].items():
+        assert count == expected["stepped"].get(name), f"{where}, {name}"
