@@ -24,7 +24,7 @@ from potluck.shard.sharded import Sharded
 
 
 class FullySharded(Sharded):
-    in_step = gathers = True
+    in_step = gathers = cuts_alike = True
 
     def __init__(
         self,

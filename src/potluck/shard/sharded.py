@@ -40,6 +40,9 @@ class Sharded:
     gathers: bool = False
     """Whether they also wait for each other in every layer, so that no rank's own speed can be seen."""
 
+    cuts_alike: bool = False
+    """Whether a parameter is split the same way whatever else the model has, as two stages that have it need it."""
+
     def tied(self) -> dict[str, str]:
         """Further names of split parameters, and the first name of each."""
         first: dict[int, str] = {}

@@ -4,10 +4,12 @@ Saving and loading see it as one of those who hold a model that is split (parts.
 model's, and loads with another cut, or none.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -135,26 +137,77 @@ class HeldPart(Sharded):
         self.collectives = _Writer(rank, world)  # type: ignore[assignment]
         self.split, self.group_names = whole.specs, whole.group_names
         self._tied = whole.tied
+        self._device = replica.device
         self._inner: Sharded | None = getattr(replica, "sharded", None)
         self.runs, self.mirrors, self.rest = [], [], []
+        self._having: dict[str, list[Run]] = {}
+        """By name: the runs that hold numbers of it."""
         stepped = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
-        for run in self._found():
-            name = run.spans[0].name
-            if not is_first_of[name]:
+        for run, is_ours in self._found():
+            if not is_ours or not any(is_first_of[span.name] for span in run.spans):
                 self.mirrors.append(run)
             elif id(run.parameter) in stepped:
                 self.runs.append(run)
             else:
                 self.rest.append(run)
-        self.by_name = {run.spans[0].name: run.parameter for run in (*self.runs, *self.mirrors, *self.rest)}
+            for span in run.spans:
+                self._having.setdefault(span.name, []).append(run)
 
-    def _found(self) -> Iterator[Run]:
-        if self._inner is not None:
-            yield from (*self._inner.runs, *self._inner.rest)
-        split = self._inner.split if self._inner is not None else {}
+    def _found(self) -> Iterator[tuple[Run, bool]]:
+        """What is here, and whether it is this rank's to write: what is not split, each rank of the stage has."""
+        inner = self._inner
+        if inner is not None:
+            yield from ((run, True) for run in (*inner.runs, *inner.rest))
+        split = inner.split if inner is not None else {}
+        is_ours = inner is None or inner.collectives.rank == 0
         for name, tensor in held_in(self.model):
             if tensor.numel() and name not in split:
-                yield Run(tensor, (Span(name, tuple(tensor.shape), 0, tensor.numel()),))  # type: ignore[arg-type]
+                yield Run(tensor, (Span(name, tuple(tensor.shape), 0, tensor.numel()),)), is_ours  # type: ignore[arg-type]
+
+    # Of a weight that other stages have too
+
+    def gradient_of(self, name: str) -> Tensor:
+        """Flat, and of those numbers that the same rank of another stage has too: where each splits its parameters
+        elsewhere, of all of them, which is a collective. Zeros, where there is none."""
+        pieces = self._pieces_of(name)
+        if self._cuts_alike:
+            return pieces[0][1] if pieces else torch.empty(0, dtype=self.split[name].dtype, device=self._device)
+        assert self._inner is not None
+        spec = self.split[name]
+        whole = torch.zeros(math.prod(spec.shape), dtype=spec.dtype, device=self._device)
+        for span, numbers in pieces:
+            whole[span.start : span.end] = numbers
+        self._inner.collectives.start_sum(whole).wait()
+        return whole
+
+    def put_gradient(self, name: str, gradient: Tensor) -> None:
+        """As gradient_of() gave it."""
+        for span, numbers in self._pieces_of(name):
+            numbers.copy_(gradient if self._cuts_alike else gradient[span.start : span.end])
+
+    def norm_of(self, names: Sequence[str]) -> float:
+        """Of their gradients, whoever has them of this stage."""
+        if not names:
+            return 0.0
+        pieces = [numbers.double() for name in names for _, numbers in self._pieces_of(name)]
+        norm = torch.nn.utils.get_total_norm(pieces)
+        if self._inner is None:
+            return float(norm)
+        square = norm.double().square().to(self._device)
+        self._inner.collectives.start_sum(square).wait()
+        return math.sqrt(float(square))
+
+    @property
+    def _cuts_alike(self) -> bool:
+        return self._inner is None or self._inner.cuts_alike
+
+    def _pieces_of(self, name: str) -> list[tuple[Span, Tensor]]:
+        found = []
+        for run in self._having.get(name, ()):
+            if run.parameter.grad is None:
+                run.parameter.grad = torch.zeros_like(run.parameter)
+            found += [(span, numbers) for span, numbers in run.cut(run.parameter.grad) if span.name == name]
+        return found
 
     def tied(self) -> dict[str, str]:
         return self._tied

@@ -70,6 +70,17 @@ def decide_mean(
     return Verdict(samples, loss, norm, scale, fault)
 
 
+def norm_of_stages(norms: Sequence[float], elsewhere: Sequence[float]) -> float:
+    """Of the whole gradient: each stage's, without what it has too and another stage counts (`elsewhere`).
+
+    Not finite if any of them is not. Python's max(0.0, nan) is 0.0, which would pass for a good gradient.
+    """
+    whole, twice = math.hypot(*norms), math.hypot(*elsewhere)
+    if not whole or not math.isfinite(whole + twice):
+        return whole + twice
+    return whole * math.sqrt(max(0.0, 1 - (twice / whole) ** 2))
+
+
 def worker_steps(pulses: Sequence[Pulse], took_s: float) -> tuple[WorkerStep, ...]:
     """All have begun together, and had the sums together, after `took_s`."""
     return tuple(

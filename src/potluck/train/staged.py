@@ -6,7 +6,6 @@ stage's to tell. Several replicas, cut alike, stand side by side: under Sync eac
 peers, under Cadence and Async each averages its own part with them.
 """
 
-import math
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -24,7 +23,7 @@ from potluck.agree.policy import ApplyPolicy, Sync
 from potluck.errors import ConfigError, Interrupted
 from potluck.events import StepDone, StepSkipped, WorkerStep
 from potluck.fleet.ledger import Ledger
-from potluck.shard.strategy import FullShard, NoShard, ShardGradOp, ShardingStrategy
+from potluck.shard.strategy import FullShard, HybridShard, NoShard, ShardGradOp, ShardingStrategy
 from potluck.stages.channel import Channel
 from potluck.stages.cut import Stage, cut
 from potluck.stages.direct import GroupChannel
@@ -41,7 +40,7 @@ from potluck.train.held import Held, HeldPart, empty, hold, narrow
 from potluck.train.link import GroupLink, Link, connect, placed
 from potluck.train.nodes import Nodes
 from potluck.train.places import as_nodes, make_places
-from potluck.train.pulse import Pulse, worker_steps
+from potluck.train.pulse import Pulse, norm_of_stages, worker_steps
 from potluck.train.replica import Replica, StepConfig, autocast, in_float32
 from potluck.train.saves import Standing
 from potluck.train.slices import describe_model
@@ -210,10 +209,11 @@ class Staged(Engine):
         own = stages[0].model if len(stages) == 1 else Held([stage.model for stage in stages])
         narrow(optimizer, own)
         empty(model, own)
-        self._ties = Ties(own, places, self.strategy)
+        self._ties = Ties(own, places)
         replica = self._new_replica(own, optimizer)
         firsts = self._ties.is_first_of
-        replica.part = HeldPart(replica, held, firsts, rank=self.rank % places.size, world=places.size)
+        together = places.size if _is_whole(self.strategy) or places.each > 1 else self.world
+        self._part = replica.part = HeldPart(replica, held, firsts, rank=self.rank % together, world=together)
         self._own = HeldPart(replica, held, dict.fromkeys(firsts, True), rank=0, world=1)
         self._work = {stage.index: _Work(stage, replica, lambda: self._unit) for stage in stages}
         widths = [count_sent(plan.layers[cut - 1].output or {"value": None}) for cut in plan.cuts]
@@ -275,10 +275,11 @@ class Staged(Engine):
     def _reduce(self, replica: Replica) -> tuple[float, float, float]:
         wait_s = replica.finish()
         started = time.perf_counter()
-        self._ties.add_up(replica, self._line.channel, self._pass)
+        self._ties.add_up(self._part, self._line.channel, self._pass)
         own, loss_sum = torch.stack([replica.norm().to(self.device), self._loss_sum]).tolist()
-        squares = [row[0] for row in self.places.line.gather_rows([own**2 - self._ties.counted_elsewhere(replica)])]
-        return wait_s + time.perf_counter() - started, math.sqrt(max(0.0, sum(squares))), loss_sum
+        told = self.places.line.gather_rows([own, self._ties.counted_elsewhere(self._part)])
+        norm = norm_of_stages(*zip(*told, strict=True))
+        return wait_s + time.perf_counter() - started, norm, loss_sum
 
     def _tell(self, busy_s: float, loss_sum: float | None = None) -> Any:
         times = self._line.times
@@ -398,20 +399,45 @@ class StagedEngine(Staged):
 
     def _new_replica(self, model: nn.Module, optimizer: Optimizer) -> Replica:
         places, arguments = self.places, (model, optimizer, self.places.peers, self.device, self.config)
-        if isinstance(self.strategy, NoShard):
+        if _is_whole(self.strategy):
             return Replica(*arguments)
         from potluck.train.sharded import ShardedReplica
 
         if places.each == 1:
-            return ShardedReplica(*arguments, strategy=self.strategy)
+            return ShardedReplica(*arguments, strategy=self._strategy_of_place())
         nodes = as_nodes(places).across if places.lanes > places.each else None
         return ShardedReplica(*arguments, strategy=self.strategy, within=places.shards, nodes=nodes)
+
+    def _strategy_of_place(self) -> ShardingStrategy:
+        """With the weights of those workers alone over whom our stage is split."""
+        strategy, places = self.strategy, self.places
+        if not isinstance(strategy, FullShard | ShardGradOp) or strategy.weights in ((), "memory"):
+            return strategy
+        if len(strategy.weights) != self.world:
+            raise ConfigError(
+                f"strategy.weights has {plural(len(strategy.weights), 'number')}, and the run"
+                f" {plural(self.world, 'worker')}. Give each worker its own, also where they hold different stages."
+            )
+        own = tuple(
+            float(strategy.weights[rank]) for rank in range(self.world) if places.place_of(rank) == places.place
+        )
+        if not sum(own):
+            raise ConfigError(
+                f"strategy.weights is 0 for every worker that holds stage {places.place}. Give one of them a part."
+            )
+        return replace(strategy, weights=own)
 
 
 class StagedWindowEngine(Staged, WindowEngine):
     """Each replica steps by itself."""
 
     def _make_nodes(self) -> Nodes:
+        if isinstance(self.strategy, FullShard | ShardGradOp):
+            raise ConfigError(
+                f"{type(self.policy).__name__} averages replicas, and there is only one:"
+                f" {type(self.strategy).__name__} splits each stage over all workers that hold it. Use NoShard, or"
+                " HybridShard with an intra_node_size that is smaller than their number, or the policy Sync."
+            )
         return as_nodes(self.places)
 
     def _make_replica(self, model: nn.Module, optimizer: Optimizer) -> Replica:
@@ -422,7 +448,7 @@ class StagedWindowEngine(Staged, WindowEngine):
     def _new_replica(self, model: nn.Module, optimizer: Optimizer) -> Replica:
         shards = self.places.shards
         arguments = (model, optimizer, self._nodes.across, self.device, self.config)
-        if isinstance(self.strategy, NoShard):
+        if _is_whole(self.strategy):
             return Replica(*arguments, within=shards)
         from potluck.train.sharded import ShardedReplica
 
@@ -461,17 +487,22 @@ def staged_engine(
     return kind(link, device, policy=policy, strategy=strategy, step=step, stages=stages, depot=depot)
 
 
+def _is_whole(strategy: ShardingStrategy) -> bool:
+    """Whether each rank has its stages whole."""
+    return isinstance(strategy, NoShard) or (isinstance(strategy, HybridShard) and strategy.intra_node_size == 1)
+
+
 def _insist_on_fit(strategy: ShardingStrategy, stages: Stages, step: StepConfig) -> None:
     if step.offload_optimizer:
         raise ConfigError("step.offload_optimizer does not go with stages. Leave it out, or cut into more stages.")
     if isinstance(strategy, FullShard | ShardGradOp) and strategy.buddy:
         raise ConfigError("strategy.buddy does not go with stages. Leave it out, and save checkpoints.")
-    if stages.schedule == "zero-bubble" and not isinstance(strategy, NoShard):
+    if stages.schedule == "zero-bubble" and not _is_whole(strategy):
         raise ConfigError(
             "The schedule zero-bubble cuts backwards in two, of which a split stage would not hear. Use 1f1b, or"
             " NoShard."
         )
-    if isinstance(stages.protocol, DataStore) and not isinstance(strategy, NoShard):
+    if isinstance(stages.protocol, DataStore) and not _is_whole(strategy):
         raise ConfigError(
             "Stages that meet in a store have no process group, over which a stage could be split. Use NoShard, or the"
             " protocol Pipeline."

@@ -5,19 +5,15 @@ Each stage steps its own copy, on the sum of all stages' gradients; so all copie
 
 import json
 
-import torch
 from torch import Tensor, nn
 
-from potluck.errors import ConfigError
-from potluck.shard.strategy import ShardGradOp, ShardingStrategy
 from potluck.stages.channel import Channel, Label
 from potluck.train.held import HeldPart, held_in
 from potluck.train.places import Places
-from potluck.train.replica import Replica
 
 
 class Ties:
-    def __init__(self, own: nn.Module, places: Places, strategy: ShardingStrategy) -> None:
+    def __init__(self, own: nn.Module, places: Places) -> None:
         """`own`: this worker's part of the model. Called on every worker of a lane alike."""
         self._place = places.place
         self.is_first_of: dict[str, bool] = {}
@@ -32,13 +28,8 @@ class Ties:
             self.is_first_of[name] = holders[0] == self._place
             if len(holders) > 1 and name in trained:
                 self._holders[name] = holders
-        if self._holders and isinstance(strategy, ShardGradOp):
-            raise ConfigError(
-                f"{next(iter(self._holders))} belongs to two stages, and ShardGradOp splits each stage's parameters"
-                " elsewhere. Use NoShard or HybridShard, or untie the weights."
-            )
 
-    def add_up(self, replica: Replica, channel: Channel, step: int) -> None:
+    def add_up(self, part: HeldPart, channel: Channel, step: int) -> None:
         """The sum of all stages' gradients becomes each one's."""
         if not self._holders:
             return
@@ -50,19 +41,18 @@ class Ties:
             for target in self._holders[name]
         }
         channel.expect([label for (_, source, to), label in labels.items() if to == self._place != source])
-        own = {name: _gradient(replica, name) for name in order}
+        own = {name: part.gradient_of(name) for name in order}
         for (name, source, to), label in labels.items():
             if source == self._place != to:
                 channel.send(label, own[name])
         sums = {name: self._sum(name, own[name], channel, labels) for name in order}
         channel.flush()  # until then what is sent must stay as it is
         for name, total in sums.items():
-            own[name].copy_(total)
+            part.put_gradient(name, total)
 
-    def counted_elsewhere(self, replica: Replica) -> float:
-        """The square of the norm of what another stage has too, and counts."""
-        twice = [_gradient(replica, name) for name in self._holders if not self.is_first_of[name]]
-        return float(sum(gradient.double().square().sum() for gradient in twice))
+    def counted_elsewhere(self, part: HeldPart) -> float:
+        """The norm of what another stage has too, and counts."""
+        return part.norm_of([name for name in self._holders if not self.is_first_of[name]])
 
     def _sum(self, name: str, own: Tensor, channel: Channel, labels: dict[tuple[str, int, int], Label]) -> Tensor:
         """In the order of stages, on every one of them."""
@@ -72,12 +62,3 @@ class Ties:
             total = term.clone() if total is None else total.add_(term)
         assert total is not None
         return total
-
-
-def _gradient(replica: Replica, name: str) -> Tensor:
-    """Of a parameter by the whole model's name, as this rank holds it; zeros if there is none yet."""
-    assert isinstance(replica.part, HeldPart)
-    parameter = replica.part.by_name[name]
-    if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
-    return parameter.grad

@@ -1,0 +1,282 @@
+"""Stages, each held by one rank or split over several, against plain PyTorch in float64: where numbers are not finite,
+where micro-batches have no samples, where weights are tied, and in every checkpoint of it."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import potluck
+from potluck import Direct, Pipeline, Stages
+from potluck.errors import PotluckError
+from potluck.events import StepDone, StepSkipped
+from potluck.shard.strategy import FullShard, HybridShard, NoShard, ShardGradOp
+from potluck.train import drafts
+from potluck.train.data import mix
+from potluck.train.pulse import norm_of_stages
+from tests.ranks import run_ranks
+
+ROWS, WIDE, BATCH = 18, 6, 6
+"""Three steps an epoch, of three micro-batches of two rows each."""
+MICRO = Pipeline(micro_batch_size=2)
+TWO = Stages(protocol=MICRO, count=2, cuts=(3,))
+"""After the second of four blocks."""
+
+
+class Spoil(torch.autograd.Function):
+    """The same numbers, with a gradient that is multiplied."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return weight.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0] * ctx.factor, None
+
+
+class Block(nn.Module):
+    factor = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDE, WIDE) / 3)
+        self.bias = nn.Parameter(torch.zeros(WIDE))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(F.linear(x, Spoil.apply(self.weight, self.factor), self.bias))
+
+
+class Net(nn.Module):
+    """Odd sizes; a frozen parameter and a buffer on either side of the cut."""
+
+    def __init__(self, tied: str = "") -> None:
+        super().__init__()
+        self.enter = nn.Linear(WIDE, WIDE, bias=False)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.norm = nn.LayerNorm(WIDE)
+        self.norm.bias.requires_grad_(False)
+        self.leave = nn.Linear(WIDE, WIDE, bias=False)
+        self.register_buffer("shift", torch.full((WIDE,), 0.25))
+        if tied == "ends":
+            self.leave.weight = self.enter.weight
+        if tied == "blocks":
+            self.blocks[3].weight = self.blocks[1].weight
+        if tied == "outside":
+            self.leave.weight = self.blocks[1].weight
+        if tied == "modules":
+            self.blocks[2] = self.blocks[1]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.leave(self.norm(x)) + self.shift  # type: ignore[no-any-return]
+
+
+def make(tied: str = "") -> tuple[Net, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = Net(tied).double()
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def order(epoch: int) -> list[int]:
+    return torch.randperm(ROWS, generator=torch.Generator().manual_seed(mix(0, epoch))).tolist()  # type: ignore[no-any-return]
+
+
+def rows(spoiled: dict[int, tuple[int, float]], without: tuple[int, ...]) -> tuple[Tensor, ...]:
+    """By place in the first epoch: which rows spoil which block's gradient, and which have no samples."""
+    torch.manual_seed(1)
+    x, y = torch.randn(2, ROWS, WIDE, dtype=torch.float64)
+    mask, where, factor = torch.ones(ROWS).double(), torch.full((ROWS,), -1), torch.ones(ROWS).double()
+    for place, (block, value) in spoiled.items():
+        where[order(0)[place]], factor[order(0)[place]] = block, value
+    for place in without:
+        mask[order(0)[place]] = 0.0
+    return x, y, mask, where, factor
+
+
+def loss_of(model: nn.Module, batch: Any) -> tuple[Tensor, float]:
+    """A mean over the samples, written by hand: of none it is 0 / 0."""
+    x, y, mask, where, factor = batch
+    for index, block in enumerate(model.blocks):  # type: ignore[arg-type]
+        block.factor = float(factor[where == index].prod())
+    error = (model(x) - y).square().mean(1)
+    return (error * mask).sum() / mask.sum(), float(mask.sum())
+
+
+def plain(steps: int, case: dict[str, Any]) -> dict[str, Any]:
+    """One process. A step that is not finite, or has no samples, is left out."""
+    model, optimizer = make(case.get("tied", ""))
+    data = rows(case.get("spoiled", {}), case.get("without", ()))
+    told: list[Any] = []
+    for step in range(steps):
+        epoch, at = divmod(step * BATCH, ROWS)
+        batch = tuple(part[order(epoch)[at : at + BATCH]] for part in data)
+        loss, samples = loss_of(model, batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        trained = [p for p in model.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm([p.grad for p in trained if p.grad is not None])
+        if samples and norm.isfinite():
+            if case.get("clip") is not None:
+                torch.nn.utils.clip_grad_norm_(trained, case["clip"])
+            optimizer.step()
+            told.append(loss.item())
+        else:
+            told.append("skipped")
+        optimizer.zero_grad()
+    with torch.no_grad():
+        evaluated = loss_of(model, data)[0].item()
+    return {"told": told, "weights": dict(model.named_parameters()), "evaluated": evaluated}
+
+
+def train(case: dict[str, Any], upto: int, folder: str = "") -> dict[str, Any]:
+    drafts.MEASURE_S = 0.0  # what a cut is balanced by does not matter here
+    policy, strategy = case.get("policy", potluck.Sync(balance=False)), case.get("strategy", NoShard())
+    step = potluck.StepConfig(clip=case.get("clip"), nonfinite_limit=case.get("limit", 10))
+    with potluck.init(policy, strategy, stages=case.get("stages"), step=step, patience_s=20) as fleet:
+        model, optimizer = make(case.get("tied", ""))
+        data = rows(case.get("spoiled", {}), case.get("without", ()))
+        model, _, loader = fleet.prepare(model, optimizer, data, batch_size=BATCH, loss=loss_of)
+        told: list[Any] = []
+        fleet.events.listeners.append(lambda e: told.append(e.loss) if isinstance(e, StepDone) else None)
+        fleet.events.listeners.append(lambda e: told.append("skipped") if isinstance(e, StepSkipped) else None)
+        if folder:
+            fleet.load(folder)
+        said = ""
+        try:
+            while fleet.step_number < upto:
+                for batch in loader:
+                    fleet.train(loss_of, batch)
+                    fleet.step()
+                    if fleet.step_number == upto and loader.current.last:
+                        break
+        except PotluckError as error:
+            said = str(error)
+        if folder:
+            fleet.save(folder)
+            fleet.wait_for_saves()
+        return {
+            "told": told,
+            "said": said,
+            "parts": parts_of(fleet),
+            "evaluated": fleet.evaluate(loss_of, data, BATCH) if case.get("evaluates") else None,
+        }
+
+
+def parts_of(fleet: potluck.Engine) -> list[Any]:
+    """What this worker has of each parameter, whoever else has it: [name, first number, numbers]."""
+    replica = fleet.replica
+    assert replica is not None
+    part: Any = replica.part or getattr(replica, "sharded", None)
+    if part is None:
+        return [[name, 0, p.detach().clone().view(-1)] for name, p in replica.model.named_parameters()]
+    part.settle()
+    whole = [[name, 0, p.detach().clone().view(-1)] for name, p in replica.model.named_parameters()]
+    return [one for one in whole if replica.part is None and one[0] not in part.split] + [
+        [span.name, span.start, numbers.clone()]
+        for run in (*part.runs, *part.mirrors, *part.rest)
+        for span, numbers in run.cut(run.parameter.detach())
+    ]
+
+
+def assert_same(found: list[dict[str, Any]], judge: dict[str, Any], case: dict[str, Any]) -> None:
+    """Losses, and all numbers of all parameters; whoever has the same has it to the bit."""
+    for each in found:
+        assert not each["said"], each["said"]
+        known = judge["told"][len(judge["told"]) - len(each["told"]) :]
+        for ours, theirs in zip(each["told"], known, strict=True):
+            assert ours == theirs or ours == pytest.approx(theirs, rel=1e-6), (each["told"], judge["told"])
+        if case.get("evaluates"):
+            assert each["evaluated"] == pytest.approx(judge["evaluated"], rel=1e-6)
+    for name, parameter in judge["weights"].items():
+        whole = torch.full((parameter.numel(),), torch.nan, dtype=torch.float64)
+        for part_name, start, numbers in (part for each in found for part in each["parts"]):
+            if part_name == name:
+                known = whole[start : start + len(numbers)]
+                assert known.isnan().all() or torch.equal(known, numbers), name
+                known.copy_(numbers)
+        off = 1e-7 if case.get("clip") else 1e-12
+        torch.testing.assert_close(whole, parameter.detach().view(-1), rtol=off, atol=off, msg=lambda m: f"{name}: {m}")  # noqa: B023
+
+
+NAN, INF = float("nan"), float("inf")
+SPOILED = {2: (3, NAN), 7: (0, NAN), 17: (1, -INF)}
+"""Rows of the first epoch's first, second and last step; of the second epoch's, wherever they fall."""
+
+
+@pytest.mark.parametrize(
+    ("workers", "strategy", "stages"),
+    [
+        (2, NoShard(), TWO),
+        (4, HybridShard(intra_node_size=2), TWO),
+        (4, FullShard(), TWO),
+        (4, FullShard(weights=(3, 1, 1, 2)), Stages(protocol=Direct(), count=2, cuts=(2,))),
+    ],
+)
+def test_a_gradient_that_is_not_finite_is_skipped_though_the_loss_is(workers: int, strategy: Any, stages: Any) -> None:
+    """On one stage's parameters alone, in one micro-batch alone."""
+    case = {"stages": stages, "strategy": strategy, "spoiled": SPOILED, "evaluates": True}
+    judge = plain(6, case)
+    assert judge["told"][0] == judge["told"][2] == "skipped" and judge["told"].count("skipped") < 6
+    assert_same(run_ranks(workers, train, case, 6), judge, case)
+
+
+def test_replicas_of_stages_that_step_by_themselves_skip_it_too() -> None:
+    case = {"stages": TWO, "policy": potluck.Cadence(anchor=1), "spoiled": {2: (3, NAN), 9: (0, INF)}}
+    for each in run_ranks(4, train, case, 6):
+        assert "skipped" in each["told"]
+        assert all(numbers.isfinite().all() for _, _, numbers in each["parts"])
+
+
+def test_a_run_that_diverged_leaves_the_weights_of_the_last_good_step(tmp_path: Path) -> None:
+    case = {"stages": TWO, "spoiled": {7: (0, NAN)}, "limit": 1}
+    found = run_ranks(2, train, case, 6, str(tmp_path))
+    for each in found:
+        assert "The weights are those of the last good step." in each["said"]
+        each |= {"said": "", "told": []}
+    assert_same(found, plain(1, case), case)
+
+
+def test_norms_of_stages_are_one_norm() -> None:
+    assert norm_of_stages([3.0, 4.0], [0.0, 0.0]) == 5.0
+    assert norm_of_stages([3.0, 5.0], [0.0, 3.0]) == pytest.approx(5.0)
+    assert norm_of_stages([0.0, 0.0], [0.0, 0.0]) == 0.0
+    assert norm_of_stages([3e200, 4e200], [0.0, 0.0]) == pytest.approx(5e200)
+    for bad in ([NAN, 1.0], [INF, 1.0], [NAN, INF]):
+        assert not math.isfinite(norm_of_stages(bad, [0.0, 0.0]))
+        assert not math.isfinite(norm_of_stages(bad, bad))
+
+
+SETUPS: list[tuple[int, Any, Any]] = [
+    (4, TWO, FullShard()),
+    (4, TWO, FullShard(weights=(3, 1, 1, 2))),
+    (4, TWO, ShardGradOp()),
+    (1, None, NoShard()),
+    (4, TWO, HybridShard(intra_node_size=2)),
+]
+FURTHER: list[tuple[int, Any, Any]] = [
+    (4, TWO, HybridShard(intra_node_size=1)),
+    (2, None, FullShard()),
+    (4, Stages(protocol=Direct(), count=2, cuts=(4,)), ShardGradOp(weights=(1, 2, 3, 1))),
+    (6, TWO, FullShard()),
+    (2, TWO, FullShard(weights=(1, 1))),
+    (4, TWO, ShardGradOp(keep_gradients=True)),
+    (3, None, ShardGradOp()),
+    (4, Stages(protocol=MICRO, count=2, cuts=(2,)), FullShard()),
+]
+
+
+@pytest.mark.parametrize("setups", [SETUPS, pytest.param(FURTHER, marks=pytest.mark.slow)], ids=["some", "more"])
+def test_a_stage_that_is_split_over_replicas_is_saved_and_loaded_as_any(setups: Any, tmp_path: Path) -> None:
+    """One run that changes its workers, its cut and its strategy at every step; embedding and head are one weight."""
+    case = {"tied": "ends", "clip": 0.3}
+    for step, (workers, stages, strategy) in enumerate(setups, start=1):
+        now = case | {"stages": stages, "strategy": strategy}
+        found = run_ranks(workers, train, now, step, str(tmp_path))
+        assert_same(found, plain(step, case), now)
