@@ -118,8 +118,7 @@ def test_replicas_of_stages_end_where_replicas_stepped_in_turn_end(
 
 def test_stages_that_are_split_average_their_parts() -> None:
     """Two replicas of two stages of two ranks: eight workers."""
-    # Cut by hand: the measured cut may lie before the first block, where split stages are wrong today (issue 13).
-    stages = Stages(protocol=Pipeline(micro_batch_size=4), count=2, cuts=(2,))
+    stages = Stages(protocol=Pipeline(micro_batch_size=4), count=2)
     told = run_ranks(8, ours, Cadence(anchor=2), "adamw", 24, stages, HybridShard(intra_node_size=2))
     for rank in told:
         assert rank["epochs"] == [[ROWS, ROWS, True]] * 2

@@ -17,7 +17,18 @@ from torch import nn
 from potluck.errors import ConfigError
 from potluck.stages.chain import Chain, chain_of, parameters_of
 from potluck.stages.plan import Layer, Plan, count_sent
-from potluck.stages.seats import AbsentLayer, AbsentPart, Activation, Pass, Reached, Seat, StandIn, seated, shallow
+from potluck.stages.seats import (
+    AbsentLayer,
+    AbsentPart,
+    Activation,
+    Pass,
+    Reached,
+    Seat,
+    StandIn,
+    left,
+    seated,
+    shallow,
+)
 from potluck.words import plural
 
 LossOf = Callable[[nn.Module, Any], Any]
@@ -112,9 +123,14 @@ def cut(model: nn.Module, plan: Plan, index: int) -> Stage:
         copy._modules = {
             name: None if child is None else replaced.get(id(child), child) for name, child in copy._modules.items()
         }
+    own_model = replaced[id(model)]
+    if index < len(plan.stages) - 1:
+        own_model.__class__ = left(type(model))
+        own_model.__dict__["_now"] = now
+        own_model._forward_hooks.clear()  # the whole model's, which wait for what the whole forward gives
     first = plan.stages[index].start
     return Stage(
-        model=replaced[id(model)],
+        model=own_model,
         plan=plan,
         index=index,
         blocks=blocks,

@@ -41,6 +41,8 @@ class Pass:
 
     is_running = False
     has_entered = False
+    is_left = False
+    """Whether the model's forward has ended where the stage does."""
     on_enter: Callable[[], None] | None = None
     """Called as soon as the stage's own work begins."""
 
@@ -56,7 +58,7 @@ class Pass:
         self._given, self._seed, self.device = given, seed, device
         self._generators = generators_of(device) if seed is not None else []
         states = [generator.get_state() for generator in self._generators]
-        self.is_running, self.has_entered = True, False
+        self.is_running, self.has_entered, self.is_left = True, False, False
         if not given:
             self._enter()
         self.sow(0)
@@ -146,6 +148,37 @@ def seated(kind: type[nn.Module]) -> type[nn.Module]:
         names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
         _SEATED[kind] = type(kind.__name__, (kind,), {"__call__": __call__} | names)
     return _SEATED[kind]
+
+
+_LEFT: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def left(kind: type[nn.Module]) -> type[nn.Module]:
+    """The class of a model whose forward ends where its stage does: as one that returns what goes to the next stage.
+
+    The loss function is left only then, so that hooks on the model hear of the end of its forward. fully_shard's would
+    otherwise not know what the backward begins with, and never reduce the gradients of the model's own parameters.
+    """
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return kind.forward(self, *args, **kwargs)
+        except Reached as reached:
+            if reached.by is not self._now:
+                raise
+            self._now.is_left = True
+            return reached.activation
+
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
+        output = kind.__call__(self, *args, **kwargs)
+        if self._now.is_left:
+            raise Reached(self._now, tuple(output))
+        return output
+
+    if kind not in _LEFT:
+        names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+        _LEFT[kind] = type(kind.__name__, (kind,), {"forward": forward, "__call__": __call__} | names)
+    return _LEFT[kind]
 
 
 class StandIn(nn.Module):

@@ -68,7 +68,7 @@ def empty(model: nn.Module, own: nn.Module) -> None:
     kept = {id(parameter) for parameter in own.parameters()}
     for parameter in model.parameters():
         if id(parameter) not in kept:
-            parameter.data = parameter.data.new_empty(1).expand(parameter.shape)
+            parameter.data = parameter.data.new_empty(()).expand(parameter.shape)
 
 
 class Held(nn.Module):
