@@ -51,7 +51,7 @@ def test_whatever_is_drawn_gives_the_numbers_of_one_process_or_is_refused(kind: 
 
 def test_some_cells_of_the_page_are_as_it_says() -> None:
     told = read_page(PAGE.read_text(encoding="utf-8"))
-    table = {(cell.table, cell.row, cell.column): cell for cell in cells()}
+    table = {cell.key: cell for cell in cells()}
     assert {key for key, shown in told.items() if shown != UNTRIED} == {key for key, cell in table.items() if cell.case}
     assert not [key for key, shown in told.items() if shown.startswith("**")], "the page shows faults"
     by_outcome = [[key for key in table if is_right == (told[key] == "✓") and table[key].case] for is_right in (1, 0)]
