@@ -12,14 +12,14 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 import torch
 
 from tests.differential.cases import Case, draw_case, read_case
-from tests.differential.matrix import PAGE, UNTRIED, cells, mark, page
+from tests.differential.matrix import PAGE, UNTRIED, Cell, cells, mark, page, read_page
 from tests.differential.verdict import Verdict, verdict_of
 
 
 def main() -> int:
     options = _options()
     if options.matrix:
-        return print_matrix(options.jobs)
+        return print_matrix(options.jobs, options.matrix)
     if options.case or options.cell or options.seeds:
         return _report(list(judged(_named(options), 1)), quiet=False)
     deadline, found = time.monotonic() + options.minutes * 60, []
@@ -41,7 +41,13 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--only", choices=["", "sync", "stages", "windows", "legs"], default="")
     parser.add_argument("--case", help="a line that was printed: Case(...)")
     parser.add_argument("--cell", help="a cell of the matrix: 'experts x FullShard'")
-    parser.add_argument("--matrix", action="store_true", help="runs every cell, and writes docs/matrix.md")
+    parser.add_argument(
+        "--matrix",
+        nargs="?",
+        const="all",
+        choices=["all", "faults"],
+        help="runs every cell, or those that docs/matrix.md has as faults or not at all, and writes that page",
+    )
     parser.add_argument("--jobs", type=int, default=2, help="cases at a time: most of one is waiting")
     parser.add_argument("--verbose", action="store_true")
     return parser.parse_args()
@@ -72,10 +78,14 @@ def judged(cases: Iterable[Case], jobs: int) -> Iterator[Verdict]:
             yield from (future.result() for future in done)
 
 
-def print_matrix(jobs: int) -> int:
+def print_matrix(jobs: int, which: str) -> int:
     table = list(cells())
-    marks = {cell: UNTRIED if cell.case is None else "" for cell in table}
-    by_case = {cell.case: [each for each in table if each.case == cell.case] for cell in table if cell.case}
+    known = read_page(PAGE.read_text(encoding="utf-8")) if which == "faults" and PAGE.exists() else {}
+    marks = {cell: known.get(cell.key, "**not run**") if cell.case else UNTRIED for cell in table}
+    by_case: dict[Case, list[Cell]] = {}
+    for cell, told in marks.items():
+        if cell.case is not None and told.startswith("**"):
+            by_case.setdefault(cell.case, []).append(cell)
     found = []
     for verdict in judged(by_case, jobs):
         found.append(verdict)
@@ -84,7 +94,7 @@ def print_matrix(jobs: int) -> int:
             print(f"{len(found)} of {len(by_case)}: {cell.name}: {verdict.kind}", flush=True)
         if verdict.is_fault:
             _show(verdict)
-    PAGE.write_text(page(marks), encoding="utf-8")
+        PAGE.write_text(page(marks), encoding="utf-8")  # so that one that is stopped can go on
     return _report(found, quiet=True)
 
 

@@ -33,6 +33,7 @@ class Case:
     seed: int = 0
     model: str = "vectors/6/mlp,mlp/"
     optimizer: str = "SGD(lr=0.1)"
+    scheduler: str = ""
     dtype: str = "float64"
     rows: int = 21
     batch: int = 8
@@ -66,6 +67,8 @@ OPTIMIZERS = (
     "ASGD(lr=0.05)",
     "Adafactor(lr=0.01)",
 )
+SCHEDULERS = ("StepLR(step_size=2, gamma=0.5)", "CosineAnnealingLR(T_max=5)", "LinearLR(total_iters=4)")
+"""Stepped once per step. Where replicas step by themselves each follows it at its own pace, which is not judged."""
 STEADY = ("SGD(lr=0.1)", "SGD(lr=0.05, momentum=0.9, weight_decay=0.01)", "Adam(lr=0.01, eps=0.01)")
 """Of which the last digit of a gradient stays the last digit of a weight: for float32."""
 
@@ -93,10 +96,12 @@ def draw_case(seed: int, only: str = "") -> Case:
     scale, optimizer = 1.0, draw.choice(OPTIMIZERS if dtype == "float64" else STEADY)
     if draw.random() < 0.05:
         scale, optimizer = draw.choice(((1e20, "SGD(lr=1e-21)"), (1e-20, "SGD(lr=1e19)")))
+    is_sync = all(leg.policy.startswith("Sync") for leg in legs)
     return Case(
         seed=seed,
         model=model,
         optimizer=optimizer,
+        scheduler=draw.choice(SCHEDULERS) if is_sync and draw.random() < 0.15 else "",
         dtype=dtype,
         rows=rows,
         batch=batch,
@@ -224,4 +229,6 @@ def _draw_switches(draw: random.Random, *, stages: bool = False) -> str:
         words.append("offload_optimizer=True")
     if draw.random() < 0.04:
         words.append("precision='bf16'")
+    elif draw.random() < 0.003:
+        words.append("compile=True")
     return ", ".join(words)

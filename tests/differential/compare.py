@@ -40,7 +40,11 @@ def compare(case: Case, expected: Expected, told: list[list[dict[str, Any]]], fo
         complaints += [f"leg {number}: {told}" for told in _compare_steps(steps, events, limit, is_sync=is_sync)]
         drifted = [proof for rank in ranks for proof in rank["proofs"] if not proof[2]]
         complaints += [f"leg {number}: the weights had drifted apart at the end of an epoch"] if drifted else []
-    return complaints + _compare_tensors(expected, found, limit)
+    complaints += _compare_tensors(expected, found, limit)
+    got, want = told[-1][0]["evaluated"], expected.evaluated
+    if want is not None and not abs(got - want) <= limit.loss * abs(want):
+        complaints.append(f"evaluate() gave {got!r}, and the judge {want!r}")
+    return complaints
 
 
 def _compare_steps(

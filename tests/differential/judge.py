@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.differential.cases import Case, Leg
-from tests.differential.models import build, loss_of, make_data, make_optimizer
+from tests.differential.models import BY_BATCH, build, loss_of, make_data, make_optimizer, make_scheduler
 
 Micros = list[list[int]]
 """The rows of each micro-batch that one worker did in one step."""
@@ -29,6 +29,8 @@ class Expected:
     start: dict[str, Tensor] = field(default_factory=dict)
     steps: list[list[list[float]]] = field(default_factory=list)
     """Of each leg, of each of its steps or windows: the mean loss, the gradient's norm, the samples; NaN if skipped."""
+    evaluated: float | None = None
+    """The mean loss over all rows at the end; none where it depends on how they are cut into batches."""
     complaints: list[str] = field(default_factory=list)
 
 
@@ -38,6 +40,7 @@ class Replica:
     def __init__(self, case: Case, dtype: torch.dtype) -> None:
         self.model = build(case.model, dtype, case.seed)
         self.optimizer = make_optimizer(self.model, case.optimizer)
+        self.scheduler = make_scheduler(self.optimizer, case.scheduler)
         self.data = make_data(case.model, case.rows, case.seed, dtype, case.samples, case.faults)
         self.scale = case.scale
 
@@ -62,9 +65,16 @@ class Replica:
                     parameter.grad *= min(1.0, switches.clip / (norm + 1e-6))  # type: ignore[operator]
             self.optimizer.step()
         self.optimizer.zero_grad()
+        if self.scheduler is not None:
+            self.scheduler.step()
         shares = [weight / samples for weight in weights] if is_good else []
         put_buffers(self.model, mean_buffers(before, ends, shares) if is_good else before)
         return [total / samples, norm, samples] if is_good else [math.nan, math.nan, 0.0]
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        loss, _ = loss_of(self.model.eval(), self.data, self.scale)
+        return float(loss)
 
     def _micro(self, rows: list[int], switches: SimpleNamespace) -> tuple[float, float]:
         """(the sum of the losses, the samples): what has no samples has no gradient."""
@@ -129,6 +139,8 @@ def judge(case: Case, told: list[list[dict[str, Any]]]) -> Expected:
             "skipped for nothing"
         )
     expected.tensors = _state(replica.model)
+    if not case.faults and not any(kind in case.model for kind in BY_BATCH):
+        expected.evaluated = replica.evaluate()
     return expected
 
 

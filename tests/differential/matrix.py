@@ -25,6 +25,10 @@ class Cell:
     """Why it was not tried."""
 
     @property
+    def key(self) -> tuple[str, str, str]:
+        return self.table, self.row, self.column
+
+    @property
     def name(self) -> str:
         return f"{self.row} x {self.column}"
 

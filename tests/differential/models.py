@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
 VOCAB, TOKENS, FEATURES, CHANNELS, PIXELS, CLASSES = 11, 4, 6, 2, 4, 3
 POISONED = VOCAB - 1
@@ -19,6 +20,8 @@ BLOCKS = {
     "tokens": ("mlp", "attention", "norm", "experts", "branch", "sometimes", "gain", "empty", "large"),
     "images": ("conv", "bare"),
 }
+BY_BATCH = ("branch", "sometimes")
+"""Blocks that do with a row what the others of its micro-batch say."""
 TRAITS = ("residual", "position", "frozen", "tied", "twins", "never", "center", "counter", "scalar", "groups", "mixed")
 
 
@@ -347,9 +350,20 @@ def parameters_of(model: nn.Module, lr: float) -> list[Any]:
 
 def make_optimizer(model: nn.Module, word: str) -> torch.optim.Optimizer:
     """`word`: AdamW(lr=0.01, weight_decay=0.1)"""
-    name, _, options = word.removesuffix(")").partition("(")
-    settings = eval(f"dict({options})")
+    name, settings = _read(word)
     return getattr(torch.optim, name)(parameters_of(model, settings["lr"]), **settings)  # type: ignore[no-any-return]
+
+
+def make_scheduler(optimizer: torch.optim.Optimizer, word: str) -> LRScheduler | None:
+    if not word:
+        return None
+    name, settings = _read(word)
+    return getattr(torch.optim.lr_scheduler, name)(optimizer, **settings)  # type: ignore[no-any-return]
+
+
+def _read(word: str) -> tuple[str, dict[str, Any]]:
+    name, _, options = word.removesuffix(")").partition("(")
+    return name, eval(f"dict({options})")
 
 
 def make_data(

@@ -4,6 +4,7 @@ What a rank reports are the run's own decisions (who did which rows, when all ag
 weights are read from the files that it saved, as `potluck export` gives them.
 """
 
+import functools
 import math
 import multiprocessing
 import tempfile
@@ -20,8 +21,8 @@ from potluck.events import EpochDone, StepDone, StepSkipped
 from potluck.train import drafts, shelf
 from potluck.train.export import write_plain
 from tests.differential.cases import Case, Leg
-from tests.differential.models import build, loss_of, make_data, make_optimizer
-from tests.ranks import Outcome, try_ranks
+from tests.differential.models import build, loss_of, make_data, make_optimizer, make_scheduler
+from tests.ranks import Outcome, run_ranks, try_ranks
 
 Told = dict[str, Any]
 TIMEOUT_S = 90.0
@@ -44,6 +45,7 @@ class Failed(Exception):
 
 def run_case(case: Case, timeout_s: float = TIMEOUT_S) -> tuple[list[list[Told]], dict[str, Tensor]]:
     """What the ranks of each leg told, and the last checkpoint's tensors. Raises Refused or Failed."""
+    _start_server()
     with tempfile.TemporaryDirectory(prefix="potluck-differential-") as folder:
         told = []
         for number, leg in enumerate(case.legs):
@@ -54,6 +56,12 @@ def run_case(case: Case, timeout_s: float = TIMEOUT_S) -> tuple[list[list[Told]]
         plain = Path(folder) / "plain.safetensors"
         write_plain(shelf.found(Path(folder) / "saved")[0], plain)
         return told, load_file(plain)
+
+
+@functools.cache
+def _start_server() -> None:
+    """Once: on a busy machine it takes longer to load torch than a case may take."""
+    run_ranks(1, int, timeout_s=600)
 
 
 def _patience(leg: Leg, timeout_s: float) -> float:
@@ -116,8 +124,9 @@ def _train(case: Case, leg: Leg, number: int, folder: str, phase: list[str]) -> 
             return mean if case.samples == "rows" else (mean, samples)
 
         options: dict[str, Any] = {"loss": loss} if stages is not None else {"micro_batch_size": leg.micro}
+        options |= {"fetchers": leg.fetchers, "scheduler": make_scheduler(optimizer, case.scheduler)}
         model, optimizer, loader = fleet.prepare(
-            model, optimizer, data, batch_size=case.batch, seed=case.seed, fetchers=leg.fetchers, **options
+            model, optimizer, data, batch_size=case.batch, seed=case.seed, **options
         )
         log = Log(fleet, loader)
         if number:
@@ -136,7 +145,8 @@ def _train(case: Case, leg: Leg, number: int, folder: str, phase: list[str]) -> 
         phase[0] = "saved"
         fleet.save(Path(folder) / "saved")
         fleet.wait_for_saves()
-        return log.told()
+        phase[0] = "evaluated"
+        return log.told() | {"evaluated": fleet.evaluate(loss, data, case.batch)}
 
 
 def _read(word: str, **names: Any) -> Any:
