@@ -5,16 +5,19 @@ Rows say themselves which experts they go to, so that in most steps ranks run di
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from potluck import FullShard, HybridShard, StepConfig, Sync
+import potluck
+from potluck import FullShard, HybridShard, ShardGradOp, StepConfig, Sync
 from potluck.train.data import mix
 from potluck.train.engine import Engine
 from potluck.train.link import connect
+from tests.gathered import gathered
 from tests.ranks import run_ranks
 
 WIDTH, ROWS, BATCH = 6, 34, 8
@@ -179,15 +182,16 @@ def train(link: Any, strategy: Any, name: str, kind: str, step: StepConfig, micr
             event = engine.step()
             if event is not None:
                 losses.append(event.loss)
-    sharded = engine._sharded()
-    stepped = {
-        span.name: float(state["step"])
-        for run in sharded.runs
-        for span in run.spans
-        if "step" in (state := optimizer.state.get(run.parameter, {}))
-    }
-    held = engine.evaluate(loss_of, data()[:9], 4)
-    return {"losses": losses, "weights": weights(engine), "stepped": stepped, "held": held}
+    return {"losses": losses, "weights": weights(engine), "stepped": stepped(engine)}
+
+
+def stepped(engine: Engine) -> dict[str, float]:
+    """How often the optimizer has stepped what this rank owns of each parameter."""
+    found = {}
+    for run in engine._sharded().runs:
+        state = engine._sharded().optimizer.state.get(run.parameter, {})
+        found |= {span.name: float(state["step"]) for span in run.spans if "step" in state}
+    return found
 
 
 def weights(engine: Engine) -> dict[str, Tensor]:
@@ -247,3 +251,159 @@ def insist_on_same(got: dict[str, Any], expected: dict[str, Any], where: str, cl
         assert torch.allclose(told, value, rtol, atol), f"{where}, {name}: {(told - value).abs().max()}"
     for name, count in got["stepped"].items():
         assert count == expected["stepped"].get(name), f"{where}, {name}"
+
+
+def ranks_save_and_resume(folder: str) -> dict[str, Any]:
+    """One epoch, saved, and the second one by another engine."""
+    link = connect(CPU, 30)
+    losses = []
+    for epochs in (1, 2):
+        engine = Engine(link, CPU, policy=Sync(balance=False), strategy=FullShard())
+        model, _, loader = engine.prepare(*make("experts", "adamw"), data(), batch_size=BATCH)
+        assert engine.load(folder) == (epochs == 2)
+        for _ in engine.epochs(epochs):
+            for batch in loader:
+                engine.backward(loss_of(model, batch), samples=len(batch))
+                losses.append(engine.step().loss)
+        engine.save(folder)
+        engine.wait_for_saves()
+    return {"losses": losses, "weights": weights(engine), "stepped": stepped(engine)}
+
+
+def ranks_by_hand(rows: Tensor) -> dict[str, Any]:
+    """A loop of one's own, which announces no backward."""
+    link = connect(CPU, 30)
+    model, optimizer = make("as they come", "adamw")
+    sharded = potluck.shard(model, optimizer, FullShard())
+    for batch in rows.split(4):
+        loss_of(model, batch[2 * link.rank : 2 * link.rank + 2]).backward()
+        sharded.step()
+        sharded.share()
+    return {name: gathered(parameter) for name, parameter in model.named_parameters()}
+
+
+def test_a_run_of_experts_is_saved_and_resumed(tmp_path: Path) -> None:
+    for told in run_ranks(2, ranks_save_and_resume, str(tmp_path)):
+        insist_on_same(told, judge("experts", "adamw", lambda rows: [rows], None), "resumed")
+
+
+def test_a_loop_of_ones_own_may_lead_ranks_to_different_experts() -> None:
+    rows = data()[:32]
+    told = run_ranks(2, ranks_by_hand, rows)
+    model, optimizer = make("as they come", "adamw")
+    for batch in rows.split(4):
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        optimizer.step()
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(told[1][name], value, rtol=1e-9, atol=1e-12)
+
+
+# A worker without rows, and micro-batches without samples
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x).tanh()
+        return x
+
+
+def squares(model: nn.Module, x: Tensor) -> Tensor:
+    return (model(x) - torch.roll(x, 1, 1)).square().mean()
+
+
+def make_normed() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(1)
+    model = Normed().double()
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def normed_rows(world: int) -> Tensor:
+    """Two steps in which all but the last rank have two rows each, and one in which it alone has any."""
+    return torch.randn(2 * 10 * world + 2, WIDTH, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+
+
+def weighted_loss(model: nn.Module, rows: Tensor) -> tuple[Tensor, float]:
+    """A mean over the rows that count, as one writes it: over none of them it is 0 / 0."""
+    counts = rows[:, WIDTH] != 1  # those of one class do not
+    x, kinds = rows[:, :WIDTH], rows[:, WIDTH].long()
+    each = (model(x, kinds) - torch.roll(x, 1, 1)).square().sum(1)
+    return (each * counts).sum() / counts.sum(), float(counts.sum())
+
+
+def ranks_without(strategy: Any) -> dict[str, Any]:
+    link = connect(CPU, 30)
+    shares = (1.0,) * (link.world - 1) + (4.0 * link.world + 1,)
+    engine = Engine(link, CPU, policy=Sync(shares=shares), strategy=strategy)
+    rows = normed_rows(link.world)
+    model, _, loader = engine.prepare(*make_normed(), rows, batch_size=10 * link.world)
+    parts = []
+    for batch in loader:
+        assert loader.current is not None
+        parts.append(len(batch) if loader.current.counts else 0)
+        engine.backward(squares(model, batch), samples=len(batch))
+        engine.step()
+    normed = weights(engine) | {name: buffer.clone() for name, buffer in model.named_buffers()}
+    engine = Engine(link, CPU, policy=Sync(balance=False), strategy=strategy)
+    model, _, loader = engine.prepare(*make("experts", "plain"), data(), batch_size=BATCH, micro_batch_size=1)
+    empty = 0
+    for batch in loader:
+        loss, samples = weighted_loss(model, batch)
+        empty += bool(loss.isnan())
+        engine.backward(loss, samples=samples)
+        engine.step()
+    return {"parts": parts, "normed": normed, "weighted": weights(engine), "empty": empty, "skipped": engine.skipped}
+
+
+@pytest.mark.parametrize(
+    ("world", "strategy"),
+    [
+        (2, FullShard()),
+        (2, ShardGradOp()),
+        (2, ShardGradOp(keep_gradients=True)),
+        (2, FullShard(weights=(1.0, 3.0))),
+        (4, HybridShard(intra_node_size=2)),
+    ],
+    ids=["full", "zero2", "zero1", "uneven", "hybrid"],
+)
+def test_what_has_no_samples_has_no_gradient_and_leaves_no_trace_in_buffers(world: int, strategy: Any) -> None:
+    told = run_ranks(world, ranks_without, strategy)
+    assert all(sum(rank["parts"]) == 4 for rank in told[:-1])  # and none in the last step
+    assert all(rank["skipped"] == 0 for rank in told) and any(rank["empty"] for rank in told)
+    normed = judge_normed(world)
+    weighted, optimizer = make("experts", "plain")
+    order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(mix(0, 0)))
+    for rows in data()[order].split(BATCH):
+        optimizer.zero_grad()
+        weighted_loss(weighted, rows)[0].backward()
+        optimizer.step()
+    for rank in told:
+        for name, value in normed.items():
+            torch.testing.assert_close(rank["normed"][name], value, rtol=1e-9, atol=1e-12)
+        for name, value in rank["weighted"].items():
+            torch.testing.assert_close(value, weighted.state_dict()[name], rtol=1e-9, atol=1e-12)
+
+
+def judge_normed(world: int) -> dict[str, Tensor]:
+    """Each rank normalises its own rows, and what they changed in the running statistics is averaged by rows."""
+    model, optimizer = make_normed()
+    order = torch.randperm(20 * world + 2, generator=torch.Generator().manual_seed(mix(0, 0)))
+    running = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+    for rows in normed_rows(world)[order].split(10 * world):
+        sizes = [2] * (world - 1) + [len(rows) - 2 * (world - 1)] if len(rows) > 2 else [2]
+        before, change = [buffer.clone() for buffer in running], [torch.zeros_like(buffer) for buffer in running]
+        optimizer.zero_grad()
+        for part in rows.split(sizes):
+            (squares(model, part) * len(part) / len(rows)).backward()
+            for buffer, was, total in zip(running, before, change, strict=True):
+                total.add_(buffer - was, alpha=len(part) / len(rows))
+                buffer.copy_(was)
+        for buffer, total in zip(running, change, strict=True):
+            buffer.add_(total)
+        optimizer.step()
+    return {name: value for name, value in model.state_dict().items() if "num_batches" not in name}

@@ -24,7 +24,8 @@ PAIRS = HybridShard(intra_node_size=2)
 
 
 class Deep(Net):
-    """Repeated layers too, rows that two ranks cannot share evenly, and a parameter of which only one has anything."""
+    """Repeated layers too, of which each row takes one; rows that two ranks cannot share evenly; and a parameter of
+    which only one has anything."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,9 +33,11 @@ class Deep(Net):
         self.scale = nn.Parameter(torch.ones(1))
 
     def forward(self, x: Tensor) -> Tensor:
+        side = x[:, :1] > 0
         x = self.norm(self.enter(x))
-        for layer in self.layers:
-            x = x + torch.tanh(layer(x)) * self.scale
+        for number, layer in enumerate(self.layers):
+            if (rows := side == bool(number)).any():  # a rank, and a node, may have rows of one side alone
+                x = torch.where(rows, x + torch.tanh(layer(x)) * self.scale, x)
         return self.leave(torch.tanh(x)) * self.frozen
 
 

@@ -220,7 +220,7 @@ class MicroBatch:
     number: int = 0
     """Which of this worker's parts of the step it is."""
     counts: bool = True
-    """False: somebody else's row, with which this worker takes part in what all must do together."""
+    """False: somebody else's rows, with which this worker takes part in what all must do together."""
 
 
 def plan_step(
@@ -228,7 +228,8 @@ def plan_step(
 ) -> list[MicroBatch]:
     """This rank's micro-batches of the step that starts at `row`. A rank without rows gets one that is empty.
 
-    `in_step`: all ranks get equally many, and for each that has no rows there is one row that does not count.
+    `in_step`: all ranks get equally many, and for each that has no rows there are two that do not count: of one alone
+    BatchNorm has no variance.
     """
     step_end = min(row + batch.size, rows)
     parts = share_out(step_end - row, shares)
@@ -240,7 +241,7 @@ def plan_step(
         return [
             MicroBatch(a, b, b == end and number == many - 1, step_end)
             if a < b
-            else MicroBatch(row, row + 1, number == many - 1, step_end, counts=False)
+            else MicroBatch(max(0, step_end - 2), step_end, number == many - 1, step_end, counts=False)
             for number, (a, b) in enumerate(itertools.pairwise(cuts))
         ]
     size = batch.micro_size or max(1, end - start)
@@ -278,7 +279,7 @@ class Loader:
         self.on_empty: Callable[[], None] = lambda: None
         """Called for a step in which this worker has no rows."""
         self.on_stand_in: Callable[[], None] = lambda: None
-        """Called before a row that does not count."""
+        """Called before rows that do not count."""
         self.on_epoch_end: Callable[[], None] = lambda: None
         self.is_stopped: Callable[[], bool] = lambda: False
         self.shares = tuple(shares)
