@@ -28,12 +28,16 @@ def rows() -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
 class Part:
     def __init__(self, layers: list[nn.Module], inputs: tuple[Tensor, ...], targets: tuple[Tensor, ...] | None) -> None:
         self.layers, self.inputs, self.targets = layers, inputs, targets
+        self.passed_over: list[int] = []
 
     def forward(self, micro: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         x = received[0] if received else self.inputs[micro]
         for layer in self.layers:
             x = layer(x)
         return (x if self.targets is None else ((x - self.targets[micro]) ** 2).mean(1).sum(),)
+
+    def pass_over(self, micro: int, given: tuple[Tensor, ...]) -> None:
+        self.passed_over.append(micro)
 
     def weights(self) -> list[nn.Parameter]:
         return [parameter for layer in self.layers for parameter in layer.parameters()]

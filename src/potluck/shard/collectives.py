@@ -88,6 +88,15 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def gathered_leaves(module: FSDPModule) -> list[Tensor]:
+    """A unit's whole parameters, as autograd knows them: the same tensors from the first forward on."""
+    state: Any = module._get_fsdp_state()
+    one = getattr(state, "_fsdp_param_group", None)
+    groups = getattr(state, "_fsdp_param_groups", [one] if one is not None else [])
+    whole = [getattr(each, "_unsharded_param", None) for group in groups for each in group.fsdp_params]
+    return [leaf for leaf in whole if leaf is not None]
+
+
 def sum_gradients(module: FSDPModule) -> None:
     """Over the ranks, instead of their mean."""
     module.set_force_sum_reduction_for_comms(True)

@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from potluck.errors import ConfigError
-from potluck.shard.collectives import Collectives, Lent, lend, local_part, sum_gradients
+from potluck.shard.blocks import untied
+from potluck.shard.collectives import Collectives, Lent, gathered_leaves, lend, local_part, sum_gradients
 from potluck.shard.ranges import Spec
 from potluck.shard.runs import Run, Span, claim, group_names, homes, insist_on_elementwise, repoint, scaling
 from potluck.shard.sharded import Sharded
@@ -40,6 +41,7 @@ class FullySharded(Sharded):
     ) -> None:
         """`mesh`: of one dimension, or of two: nodes, and the ranks of each. `mean`: instead of a sum of gradients."""
         insist_on_elementwise(optimizer)
+        blocks = untied(model, blocks)
         self.model, self.optimizer = model, optimizer
         self.collectives = Collectives(mesh.get_group(mesh.ndim - 1))
         self._lent = Lent() if _is_gloo(self.collectives.group, device) else None
@@ -110,6 +112,9 @@ class FullySharded(Sharded):
         first, last = (min(shape[0], each * rank) for rank in (self.collectives.rank, self.collectives.rank + 1))
         size = torch.Size(shape[1:]).numel()
         return Span(name, shape, first * size, last * size)
+
+    def _leaves(self) -> list[Tensor]:
+        return [leaf for module in self._modules for leaf in gathered_leaves(module)]
 
     def arm(self, *, last: bool) -> None:
         if self._lent is not None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from potluck.errors import ConfigError
 from potluck.shard.collectives import Collectives
 from potluck.shard.ranges import Spec
 from potluck.shard.runs import Run, held_bytes
@@ -49,6 +50,29 @@ class Sharded:
 
     def arm(self, *, last: bool) -> None:
         """Before each backward. `last`: the step comes after it."""
+
+    def pass_over(self, outputs: Sequence[Tensor]) -> None:
+        """In place of a backward of a forward that gave these, none of whose samples count: this rank takes part in
+        what the ranks do together, with a gradient of zero, whatever would come of its numbers."""
+        if not self.in_step or self.collectives.world == 1:
+            return
+        outputs = [output for output in outputs if output.requires_grad]
+        if not outputs:
+            raise ConfigError(
+                "The loss of a batch without samples does not depend on the model, so it has no backward, in which the"
+                " other ranks wait for this one. Let it depend on the model, such as by a sum that is divided by"
+                " max(samples, 1)."
+            )
+        muted = [leaf.register_hook(torch.zeros_like) for leaf in self._leaves() if leaf.requires_grad]  # type: ignore[no-untyped-call]
+        try:
+            torch.autograd.backward(outputs, [torch.zeros_like(output) for output in outputs])
+        finally:
+            for hook in muted:
+                hook.remove()
+
+    def _leaves(self) -> list[Tensor]:
+        """What a backward gives gradients to."""
+        return list(self.model.parameters())
 
     def start_sums(self) -> None:
         """After the step's last backward: begins what it has not begun."""

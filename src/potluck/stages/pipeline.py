@@ -20,7 +20,12 @@ class Stage(Protocol):
     """What one stage computes."""
 
     def forward(self, micro: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """What goes to the next stage; of the last stage, what the backward starts from: one number, or nothing."""
+        """What goes to the next stage; of the last stage, what the backward starts from: one number, or nothing, where
+        the micro-batch has no samples."""
+        ...
+
+    def pass_over(self, micro: int, given: tuple[Tensor, ...]) -> None:
+        """In place of the backward of a micro-batch without samples. `given`: what forward() gave."""
         ...
 
     def weights(self) -> Sequence[nn.Parameter]: ...
@@ -130,13 +135,26 @@ class Line:
     def _backward(self, step: int, action: Action) -> tuple[Tensor, ...]:
         kept = self._kept.pop((action.stage, action.micro))
         pairs = self._with_gradients(step, action, kept)
+        if pairs is None:
+            return self._pass_over(action, kept)
         with self._timed("busy_s"):
             _backward(pairs)
         return _gradients_of(kept.received)
 
+    def _pass_over(self, action: Action, kept: _Kept) -> tuple[Tensor, ...]:
+        """What has no samples has no gradient, and its backward is left out on every stage: 0 times what is not finite
+        would not be 0. A tensor without numbers tells the stage before."""
+        with self._timed("busy_s"):
+            self._stages[action.stage].pass_over(action.micro, kept.given)
+        _gradients_of(kept.received)
+        return tuple(tensor.new_empty(0) for tensor in kept.received)
+
     def _backward_inputs(self, step: int, action: Action) -> tuple[Tensor, ...]:
         kept = self._kept[action.stage, action.micro]
         pairs = self._with_gradients(step, action, kept)
+        if pairs is None:
+            kept.groups = []
+            return self._pass_over(action, kept)
         if action.stage == 0:  # nobody waits for it: all of it comes with the weights
             kept.groups = pairs
             return ()
@@ -162,13 +180,16 @@ class Line:
             stage_backward_weight(weights, groups)
         return ()
 
-    def _with_gradients(self, step: int, action: Action, kept: _Kept) -> list[tuple[Tensor, Tensor]]:
-        """What the stage gave, each with its gradient."""
+    def _with_gradients(self, step: int, action: Action, kept: _Kept) -> list[tuple[Tensor, Tensor]] | None:
+        """What the stage gave, each with its gradient; none, where the micro-batch has no samples."""
         if action.stage == self._last:
-            return [(tensor, torch.ones_like(tensor)) for tensor in kept.given if tensor.requires_grad]
+            pairs = [(tensor, torch.ones_like(tensor)) for tensor in kept.given]
+            return [(a, b) for a, b in pairs if a.requires_grad] if pairs else None
         labels = self._labels(step, "gradient", action.stage + 1, action.stage, action.micro)
-        gradients = self._receive(labels)
-        return [(a, b) for a, b in zip(kept.given, gradients, strict=True) if a.requires_grad]
+        pairs = list(zip(kept.given, self._receive(labels), strict=True))
+        if pairs and all(a.shape != b.shape for a, b in pairs):
+            return None
+        return [(a, b) for a, b in pairs if a.requires_grad]
 
     def _receive(self, labels: Sequence[Label]) -> tuple[Tensor, ...]:
         with self._timed("wait_s"):

@@ -7,7 +7,7 @@ import functools
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -185,6 +185,9 @@ class Replica:
     def disarm(self) -> None:
         """Another slice begins, whose backwards are its own."""
         self._is_armed_for_last = False
+
+    def pass_over(self, outputs: Sequence[Tensor]) -> None:
+        """In place of a backward of a forward that gave these, none of whose samples count."""
 
     def start_sums(self) -> None:
         """After the step's last backward: begins what it has not begun of the sums over all ranks."""

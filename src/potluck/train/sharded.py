@@ -2,6 +2,7 @@
 
 import hashlib
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -84,6 +85,9 @@ class ShardedReplica(Replica):
 
     def _insist_on_frozen(self) -> None:
         """The parameters that a model has while it computes are not those that it has between steps."""
+
+    def pass_over(self, outputs: Sequence[Tensor]) -> None:
+        self.sharded.pass_over(outputs)
 
     def start_sums(self) -> None:
         self.sharded.start_sums()
