@@ -1,10 +1,14 @@
 """The blocks of a model: its repeated layers, which are compiled, recomputed and split one by one."""
 
+from collections.abc import Sequence
+
 from torch import nn
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """The model's repeated layers: the longest list of two or more modules of one class; in a stage, its own."""
+    """The model's repeated layers: the longest list of two or more modules of one class; in each stage, its own."""
+    if getattr(model, "holds_stages", False):
+        return [block for stage in model.children() for block in find_blocks(stage)]
     best: list[nn.Module] = []
     for module in model.modules():
         if isinstance(module, nn.ModuleList | nn.Sequential):
@@ -15,3 +19,21 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
             if alike and len(children) >= 2 and parameters and len(real) > len(best):
                 best = real
     return best
+
+
+def untied(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    """Those blocks that can be gathered by themselves. One that runs in several places, or has a weight that another
+    block or the rest of the model has too, is left to what is around it."""
+    units = [block for block in dict.fromkeys(blocks) if sum(block is other for other in blocks) == 1]
+    while True:
+        inside = {unit: set(unit.modules()) for unit in units}
+        homes: dict[int, set[nn.Module | None]] = {}
+        for module in model.modules():
+            around = [unit for unit in units if module in inside[unit]]
+            nearest = [unit for unit in around if not any(other in inside[unit] for other in around if other != unit)]
+            for parameter in module.parameters(recurse=False):
+                homes.setdefault(id(parameter), set()).update(nearest or [None])
+        tied = {unit for found in homes.values() if len(found) > 1 for unit in found}
+        if tied <= {None}:
+            return units
+        units = [unit for unit in units if unit not in tied]

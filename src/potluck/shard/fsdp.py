@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from potluck.errors import ConfigError
+from potluck.shard.blocks import untied
 from potluck.shard.collectives import Collectives, Lent, lend, local_part, sum_gradients
 from potluck.shard.fsdp_units import FullyShardedUnits
 from potluck.shard.ranges import Spec
@@ -40,6 +41,7 @@ class FullySharded(Sharded):
     ) -> None:
         """`mesh`: of one dimension, or of two: nodes, and the ranks of each. `mean`: instead of a sum of gradients."""
         insist_on_elementwise(optimizer)
+        blocks = untied(model, blocks)
         self.model, self.optimizer = model, optimizer
         self.collectives = Collectives(mesh.get_group(mesh.ndim - 1))
         self._lent = Lent() if _is_gloo(self.collectives.group, device) else None

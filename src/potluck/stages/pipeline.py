@@ -20,7 +20,8 @@ class Stage(Protocol):
     """What one stage computes."""
 
     def forward(self, micro: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """What goes to the next stage; of the last stage, what the backward starts from: one number, or nothing."""
+        """What goes to the next stage; of the last stage, what the backward starts from: one number, or nothing, where
+        the micro-batch has no samples."""
         ...
 
     def weights(self) -> Sequence[nn.Parameter]: ...
@@ -59,18 +60,29 @@ class Line:
         """Of the step that was run last."""
 
     def run(
-        self, step: int, orders: Sequence[Order], worker: int, *, before_backward: Callable[[bool], None] | None = None
+        self,
+        step: int,
+        orders: Sequence[Order],
+        worker: int,
+        *,
+        before_backward: Callable[[bool], None] = lambda last: None,
+        after_backward: Callable[[], None] = lambda: None,
     ) -> None:
-        """All that this worker does in a step. `before_backward` hears whether it is the last one of the step."""
+        """All that this worker does in a step. `before_backward` hears whether it is the last one of the step.
+
+        Both are also called where a micro-batch has no samples, and so no backward.
+        """
         self.times = Times()
         self.channel.expect(list(self._coming(step, orders, worker)))
         mine = orders[worker]
         ends = [number for number, action in enumerate(mine) if action.kind in "BW"]
         with torch.set_grad_enabled(bool(ends)):
             for number, action in enumerate(mine):
-                if action.kind in "BIW" and before_backward is not None:
+                if action.kind in "BIW":
                     before_backward(number == ends[-1])
                 self._do(step, action)
+                if action.kind in "BIW":
+                    after_backward()
         with self._timed("send_s"):
             self.channel.flush()
         assert not self._kept or not ends
@@ -130,6 +142,8 @@ class Line:
     def _backward(self, step: int, action: Action) -> tuple[Tensor, ...]:
         kept = self._kept.pop((action.stage, action.micro))
         pairs = self._with_gradients(step, action, kept)
+        if pairs is None:
+            return _pass_over(kept)
         with self._timed("busy_s"):
             _backward(pairs)
         return _gradients_of(kept.received)
@@ -137,6 +151,9 @@ class Line:
     def _backward_inputs(self, step: int, action: Action) -> tuple[Tensor, ...]:
         kept = self._kept[action.stage, action.micro]
         pairs = self._with_gradients(step, action, kept)
+        if pairs is None:
+            kept.groups = []
+            return _pass_over(kept)
         if action.stage == 0:  # nobody waits for it: all of it comes with the weights
             kept.groups = pairs
             return ()
@@ -162,13 +179,16 @@ class Line:
             stage_backward_weight(weights, groups)
         return ()
 
-    def _with_gradients(self, step: int, action: Action, kept: _Kept) -> list[tuple[Tensor, Tensor]]:
-        """What the stage gave, each with its gradient."""
+    def _with_gradients(self, step: int, action: Action, kept: _Kept) -> list[tuple[Tensor, Tensor]] | None:
+        """What the stage gave, each with its gradient; none, where the micro-batch has no samples."""
         if action.stage == self._last:
-            return [(tensor, torch.ones_like(tensor)) for tensor in kept.given if tensor.requires_grad]
+            pairs = [(tensor, torch.ones_like(tensor)) for tensor in kept.given]
+            return [(a, b) for a, b in pairs if a.requires_grad] if pairs else None
         labels = self._labels(step, "gradient", action.stage + 1, action.stage, action.micro)
-        gradients = self._receive(labels)
-        return [(a, b) for a, b in zip(kept.given, gradients, strict=True) if a.requires_grad]
+        pairs = list(zip(kept.given, self._receive(labels), strict=True))
+        if pairs and all(a.shape != b.shape for a, b in pairs):
+            return None
+        return [(a, b) for a, b in pairs if a.requires_grad]
 
     def _receive(self, labels: Sequence[Label]) -> tuple[Tensor, ...]:
         with self._timed("wait_s"):
@@ -179,6 +199,12 @@ class Line:
         started = time.perf_counter()
         yield
         setattr(self.times, name, getattr(self.times, name) + time.perf_counter() - started)
+
+
+def _pass_over(kept: _Kept) -> tuple[Tensor, ...]:
+    """What has no samples has no gradient, and its backward is left out on every stage: 0 times what is not finite
+    would not be 0. A tensor without numbers tells the stage before."""
+    return tuple(tensor.new_empty(0) for tensor in kept.received)
 
 
 def _backward(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:

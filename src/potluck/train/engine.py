@@ -1046,7 +1046,10 @@ def loss_and_samples(result: Any, batch: Any) -> tuple[Tensor, float]:
             "A loss function returns the mean loss over the batch's rows, or (mean loss, number of samples), not"
             f" {_tell(result)}."
         )
-    return result[0], float(result[1])
+    samples = float(result[1])
+    if not (math.isfinite(samples) and samples >= 0):
+        raise ConfigError(f"A loss function says over how many samples its mean is, and {samples} is no such number.")
+    return result[0], samples
 
 
 def _tell(value: object) -> str:

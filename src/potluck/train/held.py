@@ -5,7 +5,7 @@ model's, and loads with another cut, or none.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,49 +72,36 @@ def empty(model: nn.Module, own: nn.Module) -> None:
 
 
 class Held(nn.Module):
-    """Several stages of one worker as one model, whose parameters have the whole model's names."""
+    """Several stages of one worker as one model, whose parameters have the whole model's names.
+
+    It is what computes: run() calls it around the run of any of its stages, so that hooks on it hear of each forward.
+    """
+
+    holds_stages = True
 
     def __init__(self, stages: Sequence[nn.Module]) -> None:
         super().__init__()
-        object.__setattr__(self, "stages", tuple(stages))
-        for stage in stages:
-            for name, parameter in stage.named_parameters():
-                place, last = self._place(name)
-                if last not in place._parameters:
-                    place.register_parameter(last, parameter)
-            for name, module in stage.named_modules():
-                place, _ = self._place(f"{name}." if name else "")
-                if module._buffers and not place._buffers:  # the same table: a forward may replace what is in it
-                    place._buffers = module._buffers
-                    place._non_persistent_buffers_set = module._non_persistent_buffers_set
+        for number, stage in enumerate(stages):
+            self.add_module(str(number), stage)
 
-    def _place(self, name: str) -> tuple[nn.Module, str]:
-        *steps, last = name.split(".")
-        place: nn.Module = self
-        for step in steps:
-            if step not in place._modules:
-                place.add_module(step, nn.Module())
-            child = place._modules[step]
-            assert child is not None
-            place = child
-        return place, last
+    def forward(self, run: Callable[[], Any]) -> Any:
+        return run()
 
-    def modules(self, remove_duplicate: bool = True) -> Iterator[nn.Module]:
-        """Those that compute."""
-        yield self
-        for stage in self.__dict__["stages"]:
-            yield from stage.modules()
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Each stage's under the names that they have in the whole model."""
+        memo = set() if memo is None else memo
+        yield prefix, self
+        for stage in self.children():
+            yield from stage.named_modules(memo, prefix, remove_duplicate)
 
-    def train(self, mode: bool = True) -> "Held":
-        super().train(mode)
-        for stage in self.__dict__["stages"]:
-            stage.train(mode)
-        return self
-
-    def _apply(self, *arguments: Any, **options: Any) -> "Held":
-        for stage in self.__dict__["stages"]:
-            stage._apply(*arguments, **options)
-        return self
+    def state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:  # type: ignore[override]
+        """Likewise. What several stages have is the first one's."""
+        found: dict[str, Any] = {}
+        for name, tensor in super().state_dict(*args, **options).items():
+            found.setdefault(name.partition(".")[2], tensor)
+        return found
 
 
 @dataclass(frozen=True, slots=True)

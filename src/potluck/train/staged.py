@@ -71,6 +71,8 @@ class _Work:
         self._stage = stage
         self._replica = replica
         self._unit = unit
+        held = replica.model
+        self._run: Callable[[Callable[[], Any]], Any] = held if isinstance(held, Held) else lambda run: run()
         self.micros: list[_Micro] = []
         self.loss_of: LossFunction | None = None
         self.samples = 0.0
@@ -81,23 +83,22 @@ class _Work:
         self.samples, self.loss_sum = 0.0, None
 
     def forward(self, micro: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        assert self.loss_of is not None
-        one = self.micros[micro]
-        replica = self._replica
+        one, loss_of, replica = self.micros[micro], self.loss_of, self._replica
+        assert loss_of is not None
         with nullcontext() if one.weight else replica.buffers_kept(), autocast(replica.device, replica.config):
-            found = self._stage.run(self.loss_of, one.batch, received or None, seed=one.seed)
+            found = self._run(lambda: self._stage.run(loss_of, one.batch, received or None, seed=one.seed))
         if not self._stage.is_last:
             return tuple(found)
         loss, samples = loss_and_samples(found, one.batch)
         loss, samples = in_float32(loss), samples * one.weight
+        if not samples:  # a mean over nothing is not a number, and weighs nothing
+            return ()
         if torch.is_grad_enabled():
             insist_on_grad(loss)
-        if samples:  # a mean over nothing is not a number, and weighs nothing
-            self.samples += samples
-            told = loss.detach().reshape(()) * samples
-            self.loss_sum = told if self.loss_sum is None else self.loss_sum + told
-            return (loss * (samples * self._unit()),)
-        return (loss.nan_to_num(0.0) * 0.0,)
+        self.samples += samples
+        told = loss.detach().reshape(()) * samples
+        self.loss_sum = told if self.loss_sum is None else self.loss_sum + told
+        return (loss * (samples * self._unit()),)
 
     def weights(self) -> list[nn.Parameter]:
         return [parameter for parameter in self._stage.model.parameters() if parameter.requires_grad]
@@ -262,7 +263,13 @@ class Staged(Engine):
             work.begin(loss_of, micros)
         orders = plan_orders(self.stages.schedule, self.places.workers, len(micros))
         self._pass += 1
-        self._line.run(self._pass, orders, self.places.place, before_backward=lambda last: replica.arm(last=last))
+        self._line.run(
+            self._pass,
+            orders,
+            self.places.place,
+            before_backward=lambda last: replica.arm(last=last),
+            after_backward=replica.end_backward,
+        )
         for work in self._work.values():
             self._samples += work.samples
             if work.loss_sum is not None:
@@ -411,21 +418,21 @@ class StagedEngine(Staged):
     def _strategy_of_place(self) -> ShardingStrategy:
         """With the weights of those workers alone over whom our stage is split."""
         strategy, places = self.strategy, self.places
-        if not isinstance(strategy, FullShard | ShardGradOp) or strategy.weights in ((), "memory"):
+        if not isinstance(strategy, FullShard | ShardGradOp) or not strategy.weights or strategy.weights == "memory":
             return strategy
         if len(strategy.weights) != self.world:
             raise ConfigError(
                 f"strategy.weights has {plural(len(strategy.weights), 'number')}, and the run"
                 f" {plural(self.world, 'worker')}. Give each worker its own, also where they hold different stages."
             )
-        own = tuple(
-            float(strategy.weights[rank]) for rank in range(self.world) if places.place_of(rank) == places.place
-        )
-        if not sum(own):
+        given: list[list[float]] = [[] for _ in range(places.workers)]
+        for rank, weight in enumerate(strategy.weights):
+            given[places.place_of(rank)].append(float(weight))
+        if empty := [str(place) for place, weights in enumerate(given) if not sum(weights)]:
             raise ConfigError(
-                f"strategy.weights is 0 for every worker that holds stage {places.place}. Give one of them a part."
+                f"strategy.weights is 0 for every worker that holds stage {empty[0]}. Give one of them a part."
             )
-        return replace(strategy, weights=own)
+        return replace(strategy, weights=tuple(given[places.place]))
 
 
 class StagedWindowEngine(Staged, WindowEngine):
