@@ -252,6 +252,7 @@ class ElasticWindowEngine(ElasticEngine):
         samples = samples if micro.counts else 0.0
         if samples or replica.in_step:
             (loss * (samples * self._unit)).backward()  # type: ignore[no-untyped-call]
+        replica.seal()
         if samples:
             self._batch_loss += loss.detach().reshape(()) * samples
             self._batch_samples += samples
@@ -265,6 +266,7 @@ class ElasticWindowEngine(ElasticEngine):
             raise ConfigError(STEP_TOO_EARLY)
         if not self._is_last:
             return None
+        self._prepared().unseal()
         self._done_rows = self._batch_end - self._own[0]
         skipped = self._step_alone(self._prepared())
         if self._batch_end < self._own[1]:

@@ -262,6 +262,7 @@ class Staged(Engine):
         orders = plan_orders(self.stages.schedule, self.places.workers, len(micros))
         self._pass += 1
         self._line.run(self._pass, orders, self.places.place, before_backward=lambda last: replica.arm(last=last))
+        replica.seal()
         for work in self._work.values():
             self._samples += work.samples
             if work.loss_sum is not None:
