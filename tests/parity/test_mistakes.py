@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import potluck
-from potluck import Cadence, FullShard, NoShard, ShardGradOp, Stages, Sync
+from potluck import Cadence, FullShard, HybridShard, NoShard, ShardGradOp, Stages, Sync
 from potluck.errors import ConfigError, Diverged, PotluckError
 from potluck.fleet.invite import INVITE
 from potluck.train.data import BatchConfig
@@ -46,6 +46,16 @@ class Together(Rows):
         return [self[row] for row in rows]
 
 
+def tamper(model: nn.Module, mistake: str) -> None:
+    """As one does between backward and step in plain PyTorch."""
+    if mistake == "clip_grad_norm_":
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    if mistake == "clip_grad_value_":
+        nn.utils.clip_grad_value_(list(model.parameters())[-1:], 1.0)
+    if mistake == ".grad":
+        list(model.parameters())[-1].grad = None
+
+
 def loop(engine: Any, mistake: str) -> str:
     """One epoch of an own loop in which one thing is wrong. What was said, and where the script was by then."""
     model, optimizer, rows = make()
@@ -76,6 +86,7 @@ def loop(engine: Any, mistake: str) -> str:
                 engine.backward(loss, samples=len(batch))
             if mistake == "optimizer.step":
                 optimizer.step()
+            tamper(model, mistake)
             engine.step()
             done += 1
     except PotluckError as error:
@@ -93,6 +104,10 @@ SENTENCES = {
     "loss.backward": "0: step() was called before backward(). Call fleet.backward(loss, samples=...) first, in place of"
     " loss.backward()",
     "optimizer.step": "0: optimizer.step() was called. Call fleet.step() in its place, after fleet.backward()",
+    "clip_grad_norm_": "0: A parameter's .grad was used or changed between fleet.backward() and fleet.step(). It is no"
+    " gradient of the step there",
+    "clip_grad_value_": "leave out clip_grad_norm_, and ask for it with potluck.init(step=StepConfig(clip=1.0))",
+    ".grad": "0: A parameter's .grad was used or changed between fleet.backward() and fleet.step().",
     "row": "Row 7 of the dataset could not be read: ValueError: the image is cut short.\n  File ",
     "together": "could not be read: ValueError: the image is cut short.\n  File ",
     "ragged": "of the dataset could not be put into one batch: RuntimeError: stack expects each tensor to be equal"
@@ -127,6 +142,18 @@ def test_one_worker_is_told(mistake: str) -> None:
 def test_a_group_is_told(policy: Any, strategy: Any) -> None:
     mistakes = [mistake for mistake in SENTENCES if mistake not in ("row", "together")]
     for told in run_ranks(2, in_a_group, policy, strategy, mistakes):
+        for mistake, said in zip(mistakes, told, strict=True):
+            check(mistake, said)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [ShardGradOp(keep_gradients=True), FullShard(weights=(1.0, 2.0)), HybridShard(intra_node_size=1)],
+    ids=["zero1", "uneven", "hybrid"],
+)
+def test_gradients_are_nobodys_to_use_under_any_strategy(strategy: Any) -> None:
+    mistakes = ["clip_grad_norm_", "clip_grad_value_", ".grad"]
+    for told in run_ranks(2, in_a_group, Sync(), strategy, mistakes):
         for mistake, said in zip(mistakes, told, strict=True):
             check(mistake, said)
 
@@ -187,13 +214,14 @@ def staged(mistake: str) -> str:
                 fleet.train(loss_of, batch)
                 if mistake == "optimizer.step":
                     optimizer.step()
+                tamper(model, mistake)
                 fleet.step()
         except PotluckError as error:
             return f"0: {error}"
     return "nothing was said"
 
 
-@pytest.mark.parametrize("mistake", ["lazy", "optimizer.step"])
+@pytest.mark.parametrize("mistake", ["lazy", "optimizer.step", "clip_grad_norm_"])
 def test_stages_are_told(mistake: str) -> None:
     for said in run_ranks(2, staged, mistake):
         check(mistake, said)

@@ -524,6 +524,7 @@ def with_habits(habit: bool) -> Tensor:
         for x, y in loader:
             if habit:
                 optimizer.zero_grad()
+                model.zero_grad()
             fleet.backward(F.mse_loss(model(x), y), samples=len(x))
             fleet.step()
         return flat(model)

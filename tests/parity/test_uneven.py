@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import potluck
+from potluck import Direct, ShardGradOp, Stages, Sync
 from potluck.errors import ConfigError
+from potluck.shard import splitting
 from potluck.shard.optimizer_shard import OptimizerShard
 from potluck.shard.strategy import FullShard
 from potluck.shard.uneven import UnevenShards
@@ -456,3 +458,44 @@ def by_torch() -> str:
     connect(CPU, 60.0)
     model = Tower()
     return type(shard_over(model, torch.optim.AdamW(model.parameters()), FullShard(), CPU)).__name__
+
+
+def by_memory() -> dict[str, Any]:
+    """Two groups of two ranks, whose free memory is 1, 2, 3 and 4; then stages, each split over two of them."""
+    with potluck.init() as fleet:
+        rank = dist.get_rank()
+        splitting.free_bytes = lambda device: rank + 1
+        groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        shares = []
+        for strategy in (ShardGradOp(weights="memory"), FullShard(weights="memory")):
+            model = nn.Linear(9, 10, bias=False)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            split_one = splitting.shard_over(model, optimizer, strategy, CPU, group=groups[rank // 2])
+            shares.append(sum(run.parameter.numel() for run in split_one.runs))
+        staged = potluck.init(
+            Sync(balance=False), ShardGradOp(weights="memory"), stages=Stages(protocol=Direct(), count=2, cuts=(2,))
+        )
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for _ in range(4)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        rows = torch.ones(8, 3)
+        _, _, loader = staged.prepare(model, optimizer, rows, batch_size=8, loss=squares)
+        for batch in loader:
+            staged.train(squares, batch)
+            staged.step()
+        assert staged.replica is not None and staged.last_step is not None
+        own = staged.replica.sharded.runs  # type: ignore[attr-defined]
+        fleet.link.gather_rows([0.0])
+        return {"shares": shares, "stage": sum(run.parameter.numel() for run in own), "loss": staged.last_step.loss}
+
+
+def squares(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch).square().mean()  # type: ignore[no-any-return]
+
+
+def test_memory_is_weighed_within_the_ranks_that_split_a_replica() -> None:
+    told = run_ranks(4, by_memory)
+    assert [rank["shares"] for rank in told] == [[30] * 2, [60] * 2, [39] * 2, [51] * 2]
+    # Ranks 0 and 2 split the first stage's 12 numbers, 1 and 3 the second's 36.
+    assert [rank["stage"] for rank in told] == [3, 12, 9, 24]
+    assert all(rank["loss"] == told[0]["loss"] for rank in told)

@@ -179,22 +179,32 @@ def repoint(optimizer: Optimizer, runs: Sequence[tuple[int, Run]], whole: Mappin
         groups[number].append(run.parameter)
         (span,) = run.spans
         if whole[span.name] in before:
-            optimizer.state[run.parameter] = _state_of(run, whole[span.name], before[whole[span.name]])
+            known = _part_of(run, whole[span.name], before[whole[span.name]])
+            optimizer.state[run.parameter] = state_at(run.parameter.device, known, optimizer.param_groups[number])
     for group, parameters in zip(optimizer.param_groups, groups, strict=True):
         group["params"] = parameters
     optimizer.zero_grad = lambda set_to_none=True: None  # type: ignore[method-assign]  # gradients are not its own
 
 
-def _state_of(run: Run, whole: nn.Parameter, known: Mapping[str, Any]) -> dict[str, Any]:
+def _part_of(run: Run, whole: nn.Parameter, known: Mapping[str, Any]) -> dict[str, Any]:
     """The part of a whole parameter's state that a run holds; what is not of the parameter's shape, all of it."""
-    (span,), home = run.spans, run.parameter.device
+    (span,) = run.spans
     found: dict[str, Any] = {}
     for key, value in known.items():
         if isinstance(value, Tensor) and value.shape == whole.shape and key not in COUNTERS:
-            found[key] = value.reshape(-1)[span.start : span.end].to(home, copy=True)
+            found[key] = value.reshape(-1)[span.start : span.end].clone()
         else:
             found[key] = value.clone() if isinstance(value, Tensor) else value
     return found
+
+
+def state_at(device: torch.device, known: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
+    """What is known of a parameter, where that lies now; what it counts stays in host memory unless kernels count."""
+    counts_there = group.get("fused") or group.get("capturable")
+    return {
+        key: value.to(device) if isinstance(value, Tensor) and (counts_there or key not in COUNTERS) else value
+        for key, value in known.items()
+    }
 
 
 def held_bytes(parameters: Sequence[Tensor], gradients: Sequence[Tensor], optimizer: Optimizer) -> dict[str, int]:

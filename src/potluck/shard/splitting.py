@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from potluck.errors import ConfigError
 from potluck.shard.blocks import find_blocks
+from potluck.shard.collectives import Collectives
 from potluck.shard.fsdp import FullySharded
 from potluck.shard.sharded import Sharded
 from potluck.shard.strategy import FullShard, HybridShard, ShardGradOp, ShardingStrategy
@@ -74,7 +75,7 @@ def shard_over(
     match strategy:
         case ShardGradOp():
             model.to(device)
-            weights = _weights(strategy.weights, device, world)
+            weights = _weights(strategy.weights, device, group)
             return ShardedOptimizer(
                 model,
                 optimizer,
@@ -90,7 +91,7 @@ def shard_over(
                     "step.offload_optimizer does not go with FullShard's weights. Leave one of them out, or use"
                     " ShardGradOp(weights=...)."
                 )
-            weights = _weights(strategy.weights, device, world)
+            weights = _weights(strategy.weights, device, group)
             return UnevenShards(
                 model, optimizer, blocks=blocks, device=device, weights=weights, bf16=bf16, mean=mean, group=group
             )
@@ -124,14 +125,14 @@ def _mesh_of_groups(device: torch.device, node: dist.ProcessGroup, nodes: dist.P
     return DeviceMesh.from_group([nodes, node], device.type, torch.tensor(grid), mesh_dim_names=("nodes", "ranks"))
 
 
-def _weights(weights: Any, device: torch.device, world: int) -> list[float] | None:
+def _weights(weights: Any, device: torch.device, group: dist.ProcessGroup | None) -> list[float] | None:
     if not weights:
         return None
     if weights == "memory":
-        told = torch.zeros(world, dtype=torch.float64)
-        told[dist.get_rank() if world > 1 else 0] = free_bytes(device)
-        if world > 1:
-            dist.all_reduce(told)
+        over = Collectives(group)
+        told = torch.zeros(over.world, dtype=torch.float64)
+        told[over.rank] = free_bytes(device)
+        over.start_sum(told).wait()
         return told.tolist()
     return list(weights)
 

@@ -342,11 +342,13 @@ class ElasticEngine(Engine):
         if last:
             self._sums.finish_slice(self._slice_samples * self._unit)
             self._trained = micro
+        replica.seal()
 
     def step(self) -> StepDone | StepSkipped | None:
         micro = self._loader().current
         if micro is None or micro is not self._trained:
             raise ConfigError(STEP_TOO_EARLY)
+        self._prepared().unseal()
         self._slice_done = True
         if not micro.last:
             return None

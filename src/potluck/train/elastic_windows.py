@@ -295,6 +295,7 @@ class ElasticWindowEngine(ElasticEngine):
         if samples:  # a mean over nothing is not a number, and has no gradient
             (loss * (samples * self._unit)).backward()  # type: ignore[no-untyped-call]
         replica.end_backward()
+        replica.seal()
         if samples:
             self._batch_loss += loss.detach().reshape(()) * samples
             self._batch_samples += samples
@@ -308,6 +309,7 @@ class ElasticWindowEngine(ElasticEngine):
             raise ConfigError(STEP_TOO_EARLY)
         if not self._is_last:
             return None
+        self._prepared().unseal()
         self._done_rows = self._batch_end - self._own[0]
         skipped = self._step_alone(self._prepared())
         if self._batch_end < self._own[1]:

@@ -452,6 +452,7 @@ class Engine:
         if samples:  # a mean over nothing is not a number, and has no gradient
             (loss * (samples * self._unit)).backward()  # type: ignore[no-untyped-call]
         replica.end_backward()
+        replica.seal()
         if samples:
             self._loss_sum = self._loss_sum + loss.detach().reshape(()) * samples  # in float64, if the loss is
             self._samples += samples
@@ -474,6 +475,7 @@ class Engine:
             if (micro.last and micro is not self._trained) if micro is not None else self._is_untouched:
                 raise ConfigError(STEP_TOO_EARLY)
             return None
+        replica.unseal()
         if self.device.type == "cuda" and self.world > 1 and not replica.gathers:
             torch.cuda.current_stream().synchronize()  # else busy would be the time to launch kernels
         busy_s = time.perf_counter() - self._started + self._optimizer_s

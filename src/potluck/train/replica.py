@@ -22,10 +22,11 @@ from torch.utils._pytree import tree_map_only
 from potluck.errors import ConfigError
 from potluck.shard.blocks import find_blocks
 from potluck.shard.norm import total_norm
-from potluck.shard.runs import can_skip, held_bytes, in_host_memory, scaling, step_unless
+from potluck.shard.runs import can_skip, held_bytes, in_host_memory, scaling, state_at, step_unless
 from potluck.train.buckets import Buckets
 from potluck.train.buffers import SavedBuffers, is_expanded
 from potluck.train.link import Link
+from potluck.train.seal import Seal
 
 if TYPE_CHECKING:
     from potluck.shard.sharded import Sharded
@@ -107,15 +108,24 @@ class Replica:
         self._on_host: OnHost | None = None
         self._prepare_sums()
         self._trained_ids = {id(parameter) for parameter in self.trained}
+        self._seal = Seal(self.trained)
         self.remember_buffers()
         self._is_armed_for_last = False
 
     def _place(self) -> None:
+        """The model, and what its optimizer knows already: of its constructor, as Adagrad, or loaded."""
         self.model.to(self.device)
+        state = self.optimizer.state
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter in state:
+                    state[parameter] = state_at(parameter.device, state[parameter], group)
 
     def _take_over(self, optimizer: Optimizer) -> None:
         """What a loop of plain PyTorch calls out of habit does no harm, or is refused with what to call instead."""
         # Each step forgets its gradients by itself: a zero_grad() out of habit would drop those of earlier parts of it.
+        # The zero_grad() that would have dropped what a backward before prepare() has left is done here.
+        self.model.zero_grad()
         optimizer.zero_grad = lambda set_to_none=True: None  # type: ignore[method-assign]
         self._is_stepping = False
         optimizer.register_step_pre_hook(lambda *told: self._insist_on_own_step())
@@ -148,6 +158,8 @@ class Replica:
                 " strategy that has split the optimizer. Give the model and the optimizer all their parameters before"
                 " prepare(), with requires_grad on; a learning rate of 0 keeps a group as it is until its time."
             )
+        if self._on_host is not None:
+            self._on_host.take(self.optimizer.param_groups[-1])
 
     def _switch_on(self) -> None:
         switch_on(self.model, self.device, self.config)
@@ -161,8 +173,7 @@ class Replica:
         if self.within.world > 1:
             self._buckets = Buckets(self.model, find_blocks(self.model), self.within.start_sum)
         if self.config.offload_optimizer:
-            self._on_host = OnHost(self.optimizer)
-            self.names |= {id(twin): self.names[id(own)] for own, twin in self._on_host.twins}
+            self._on_host = OnHost(self.optimizer, self.names)
 
     def parts(self) -> list[Tensor]:
         """The memory of what this rank holds of the parameters that are trained: here all of them."""
@@ -179,6 +190,7 @@ class Replica:
                 " one step, pass last=False to all but the last of them."
             )
         self._is_armed_for_last = last
+        self._seal.open(for_step=False)
         self._insist_on_frozen()
         if self._buckets is not None:
             self._buckets.arm(communicate=last)
@@ -193,6 +205,15 @@ class Replica:
     def disarm(self) -> None:
         """Another slice begins, whose backwards are its own."""
         self._is_armed_for_last = False
+        self._seal.forget()
+
+    def seal(self) -> None:
+        """After each backward: until the next one or the step, gradients are nobody's to use."""
+        self._seal.close()
+
+    def unseal(self) -> None:
+        """The step begins."""
+        self._seal.open(for_step=True)
 
     def end_backward(self) -> None:
         """After each backward, and in place of one that has no samples: what the other ranks still wait for."""
@@ -253,6 +274,7 @@ class Replica:
 
     def drop(self) -> None:
         """Forgets the gradient."""
+        self._seal.forget()
         if self._buckets is not None:
             self._buckets.reset()
         for parameter in self.trained:
@@ -368,21 +390,32 @@ def insist_on_memory(model: nn.Module) -> None:
 class OnHost:
     """An optimizer that steps copies of the parameters in host memory, where its state is."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, names: dict[int, str]) -> None:
+        """`names`: by a parameter's id; copies are added."""
         self.optimizer = optimizer
-        self.twins: list[tuple[nn.Parameter, nn.Parameter]] = []
+        self._names = names
+        self._twins: list[tuple[nn.Parameter, nn.Parameter]] = []
         for group in optimizer.param_groups:
-            pairs = [(own, nn.Parameter(in_host_memory(own), own.requires_grad)) for own in group["params"]]
-            group["params"] = [twin for _, twin in pairs]
-            self.twins += pairs
+            self.take(group)
+
+    def take(self, group: dict[str, Any]) -> None:
+        """A group has copies instead of its parameters, and what is known of those."""
+        state = self.optimizer.state
+        pairs = [(own, nn.Parameter(in_host_memory(own), own.requires_grad)) for own in group["params"]]
+        for own, twin in pairs:
+            self._names[id(twin)] = self._names[id(own)]
+            if own in state:
+                state[twin] = state_at(twin.device, state.pop(own), group)
+        group["params"] = [twin for _, twin in pairs]
+        self._twins += pairs
 
     @torch.no_grad()
     def step(self) -> None:
-        for own, twin in self.twins:  # what changed the parameters meanwhile, such as an average, counts
+        for own, twin in self._twins:  # what changed the parameters meanwhile, such as an average, counts
             twin.copy_(own)
             twin.grad = own.grad.to("cpu") if own.grad is not None else None
         self.optimizer.step()
-        for own, twin in self.twins:
+        for own, twin in self._twins:
             own.copy_(twin)
             twin.grad = None
 

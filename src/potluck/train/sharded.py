@@ -114,6 +114,7 @@ class ShardedReplica(Replica):
         self._is_armed_for_last = False
 
     def drop(self) -> None:
+        self._seal.forget()
         self.sharded.drop()
         self._is_armed_for_last = False
 

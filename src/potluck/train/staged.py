@@ -270,6 +270,7 @@ class Staged(Engine):
             before_backward=lambda last: replica.arm(last=last),
             after_backward=replica.end_backward,
         )
+        replica.seal()
         for work in self._work.values():
             self._samples += work.samples
             if work.loss_sum is not None:

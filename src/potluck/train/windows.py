@@ -219,6 +219,7 @@ class WindowEngine(Engine):
             if micro is not None and micro.last and micro is not self._trained:
                 raise ConfigError(STEP_TOO_EARLY)
             return None
+        replica.unseal()
         done, norm = self._finish_batch(replica)
         verdict = decide_alone(done.samples, done.loss_sum, norm, self._unit, self.config.clip)
         is_good, before = verdict.fault is None, self._window
