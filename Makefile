@@ -6,7 +6,9 @@ READY := $(VENV)/.ready
 FUZZ_SECONDS ?= 60
 MINUTES ?= 60
 
-.PHONY: demo test test-slow chaos differential check fuzz bench clean
+SOAK ?= --policy cadence --seeds 100 --minutes 60
+
+.PHONY: demo test test-slow chaos soak differential check fuzz bench clean
 
 demo: $(READY)  ## three workers, one of them three times slower: Sync against Cadence, in under three minutes
 	$(BIN)/potluck demo
@@ -19,6 +21,9 @@ test-slow: $(READY)-to-test  ## everything that takes minutes
 
 chaos: $(READY)-to-test  ## workers and coordinators killed, stopped, joined and left for minutes; the weights must not change
 	$(BIN)/pytest -m slow tests/fleet
+
+soak: $(READY)-to-test  ## random schedules of real processes, by default under Cadence: 100, or an hour of them; SOAK="--policy sync"
+	$(BIN)/python -m tests.fleet.soak $(SOAK)
 
 differential: $(READY)-to-test  ## random runs against a judge in plain PyTorch: an hour, or MINUTES; new ones each time
 	$(BIN)/python -m tests.differential --minutes $(MINUTES) --seed $$(date +%s)

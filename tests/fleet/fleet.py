@@ -65,7 +65,7 @@ class Net(nn.Module):
 
 
 def build(
-    *, bare: bool = False, spoiled: int | None = None, data_seed: int = 5, lr: float = 0.01
+    *, bare: bool = False, spoiled: int | None = None, data_seed: int = 5, lr: float = 0.01, sgd: bool = False
 ) -> tuple[Net, torch.optim.Optimizer, tuple[torch.Tensor, torch.Tensor]]:
     torch.manual_seed(3)
     draw = torch.Generator().manual_seed(data_seed)
@@ -73,6 +73,8 @@ def build(
     if spoiled is not None:
         data[0][spoiled] = torch.nan
     model = Net(bare=bare)
+    if sgd:
+        return model, torch.optim.SGD(model.parameters(), lr=lr), data
     return model, torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.1), data
 
 
@@ -154,7 +156,7 @@ def _work(invite: str, folder: str, name: str, fault: Fault | None, options: dic
             if "hold_at" in options and engine.step_number >= options["hold_at"]:
                 wait_until((place / "go").exists)
 
-        names = ("bare", "spoiled", "data_seed", "lr", "schedule", "counts_itself", "by_len")
+        names = ("bare", "spoiled", "data_seed", "lr", "sgd", "schedule", "counts_itself", "by_len")
         what = {name: options[name] for name in names if name in options}
         if "fit" in options:
             model = fit(engine, place / name, options["fit"])

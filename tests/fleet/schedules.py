@@ -1,6 +1,6 @@
 """Random schedules on the virtual clock: whoever joins, leaves, dies, sleeps, and whenever the host does.
 
-A schedule is a function of its seed. `python -m tests.fleet.schedules --policy cadence --seeds 5000` lives many of them,
+A schedule is a function of its seed. `python -m tests.fleet.schedules --policy cadence --seeds 5000` lives many,
 and says which seeds end wrong; tests/fleet/soak.py does the same with real processes.
 """
 

@@ -10,8 +10,10 @@ import torch
 
 from potluck.fleet.journal import Journal
 from potluck.fleet.ledger import prove
+from tests.fleet import soak
 from tests.fleet.faults import PHASES, STOPS
 from tests.fleet.fleet import ROWS, STEPS, Fleet, Worker, assert_same, start_coordinator, wait_until
+from tests.fleet.schedules import seeds
 from tests.fleet.test_undisturbed import plain_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -61,6 +63,14 @@ def test_one_joins_while_another_dies_in_any_phase(
     fleet.wait_for_step(2)
     fleet.add("newcomer", slow_s=0.05, save_every=3)
     assert_same(fleet.finish(), expected)
+
+
+@pytest.mark.timeout(soak.LONGEST_S)
+@pytest.mark.parametrize("policy", ["sync", "cadence"])
+@pytest.mark.parametrize("number", range(4))
+def test_a_random_schedule_of_real_processes(policy: str, number: int) -> None:
+    """As many more as one likes: make soak."""
+    soak.live(seeds(4)[0] + number, policy)
 
 
 @pytest.mark.parametrize("seed", range(3))

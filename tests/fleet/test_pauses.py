@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from potluck.agree.policy import ApplyPolicy, Cadence, Sync
 from potluck.fleet.journal import Journal
 from potluck.fleet.ledger import prove
 from tests.fleet.fleet import EPOCHS, ROWS, STEPS, Worker, assert_same, start_coordinator, step_of, wait_until
@@ -52,6 +53,29 @@ def test_a_host_that_pauses_beyond_patience_changes_no_bit_and_loses_nobody(
     assert {worker.name for worker in ended} == {"a", "b"}
     for worker in ended:
         assert_same(worker.weights, expected)
+
+
+@pytest.mark.parametrize("policy", [Sync(), Cadence(anchor=1, max_anchor=2)], ids=["sync", "cadence"])
+def test_whoever_sleeps_through_the_end_and_a_restart_of_the_host_ends_with_the_others_weights(
+    policy: ApplyPolicy, tmp_path: Path
+) -> None:
+    """The end is given to it in the middle of an epoch, of which nothing is left to train."""
+    host, invite = start_coordinator(tmp_path, patience_s=PATIENCE_S, at_least=2)
+    options = {"policy": policy, "slow_s": 0.02, "steps": STEPS}
+    quick = Worker(invite, tmp_path, "quick", None, options)
+    sleeper = Worker(invite, tmp_path, "sleeper", None, options)
+    wait_until(lambda: step_of(tmp_path) >= 2)
+    sleeper.send(signal.SIGSTOP)
+    wait_until((tmp_path / "quick.pt").exists)
+    host.kill()
+    host.join(10)
+    host, _ = start_coordinator(tmp_path, port=invite.port, patience_s=PATIENCE_S)
+    sleeper.send(signal.SIGCONT)
+    for worker in (quick, sleeper):
+        worker.wait()
+    host.join(20)
+    assert not host.is_alive(), "the run has not ended"
+    assert_same(quick.weights, sleeper.weights)
 
 
 def pause_at_random(tmp_path: Path, draw: random.Random, *, epochs: int, seconds: float, longest_s: float) -> list[str]:

@@ -10,7 +10,7 @@ from potluck.fleet.coordinator import PROTOCOL, Coordinator
 from potluck.fleet.description import Description, settings_of
 from potluck.fleet.effects import Close, Send
 from potluck.wire.messages import Admitted, Hello, JoinAccepted, JoinRequest, Ready, Shutdown, Work
-from tests.fleet.virtual import PATIENCE_S, ROWS, FaultScript, Fleet, described
+from tests.fleet.virtual import EPOCHS, PATIENCE_S, ROWS, FaultScript, Fleet, described
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -162,6 +162,43 @@ def test_a_window_that_is_computed_again_has_other_bits_so_whoever_had_the_first
     assert run.workers["w1"].weights != was  # it was alone this time
     run.finish()
     assert run.workers["w0"].weights == run.workers["w1"].weights and waits_of(run)[0] == 1
+
+
+def ended_but_one() -> tuple[Fleet, bytes]:
+    """The host dies when one of two has ended, and the other has yet to hear of the last window."""
+    policy = Cadence(anchor=1, max_anchor=1)
+    run = Fleet(workers=2, description=windowed(policy, rows_limit=EPOCHS * ROWS), save_every=100)
+    first, second = run.workers["w0"], run.workers["w1"]
+    run.run_until(lambda: run.standing().rows_seen >= EPOCHS * ROWS - 8)
+    assert second.line is not None
+    run.run_until(lambda: second.state.step == run.standing().step)
+    second.line.latency_s = 5.0
+    run.run_until(lambda: first.done)
+    assert first.finished and second.state.step < run.standing().step
+    run.crash_host(back_after_s=0.2)
+    return run, first.weights
+
+
+def test_whoever_lacks_the_last_window_when_the_host_is_back_gets_the_one_that_others_ended_with() -> None:
+    run, ended = ended_but_one()
+    run.workers["w1"].lose_connection()
+    run.finish()
+    assert run.workers["w1"].finished and run.workers["w1"].weights == ended
+
+
+def test_a_newcomer_after_all_have_ended_gets_their_weights_and_does_nothing_again() -> None:
+    run, ended = ended_but_one()
+    run.workers["w1"].kill()
+    newcomer = run.add("newcomer", at_s=0.5, description=run.workers["w1"].description)
+    run.finish()
+    assert newcomer.finished and newcomer.weights == ended and not newcomer.slices_computed
+
+
+def test_a_host_that_is_back_when_all_have_ended_ends() -> None:
+    run, _ = ended_but_one()
+    run.workers["w1"].kill()
+    run.run_until(lambda: run.host.finish is not None, 3 * PATIENCE_S)
+    assert run.host.finish is not None and not run.host.finish.failed
 
 
 def test_no_window_goes_beyond_the_rows_of_the_run() -> None:

@@ -955,7 +955,7 @@ class Worker:
                 return
 
     def _rest_of_epoch(self) -> Life:
-        while not self.stopping and self.state.row < ROWS:
+        while not self.stopping and self.state.row < ROWS and self.state.epoch < self.fleet.epochs:
             if self._work is None:
                 self._check_weights()
             else:

@@ -279,7 +279,8 @@ class ElasticEngine(Engine):
 
     def _rest_of_epoch(self) -> Iterator[MicroBatch]:
         loader = self._loader()
-        while not self.stopping and loader.position.row < loader.rows:
+        # Whoever is given the last weights may be put at an epoch's beginning that nobody will train.
+        while not self.stopping and loader.position.row < loader.rows and not self._is_at_the_end:
             if self._work is None:
                 self._check_weights()
                 self._await_step()
@@ -287,6 +288,10 @@ class ElasticEngine(Engine):
             work, self._work = self._work, None
             self._begin_work(work)
             yield from self._parts_of(work)
+
+    @property
+    def _is_at_the_end(self) -> bool:
+        return self.rows_limit is not None and self.rows_seen >= self.rows_limit
 
     def _parts_of(self, work: Work) -> Iterator[MicroBatch]:
         """What goes through the model at once, until the work is done or of no use any more."""
@@ -817,7 +822,7 @@ class ElasticEngine(Engine):
         """The host keeps checkpoints, in its own run folder: one worker sends its state, and training goes on."""
         self._join()
         # Whoever has just caught up with the end would else be gone before it is saved, and end the run for all.
-        is_past = self.replaying and self.rows_seen < (self.rows_limit or 1 << 62)
+        is_past = self.replaying and not self._is_at_the_end
         if is_past or self.left or self._over:
             return
         if self._leads:

@@ -223,10 +223,6 @@ class ElasticWindowEngine(ElasticEngine):
             if self.stopping or self._is_at_the_end:
                 return
 
-    @property
-    def _is_at_the_end(self) -> bool:
-        return self.rows_limit is not None and self.rows_seen >= self.rows_limit
-
     def _keep_the_end(self) -> None:
         """The last agreement is on the host's disk before any loop is over with it: nobody can be made to compute that
         window again then, which would have other bits. Until it is kept, the run may go back, and this worker with it.
