@@ -67,7 +67,7 @@ from potluck.train.link import Alone, Link, Rows, choose_device, connect, loss_o
 from potluck.train.memory import Recovery, my_recovery
 from potluck.train.order import PATIENCE_S, checked, insist_on_patience
 from potluck.train.pulse import Pulse, Verdict, decide_step, worker_steps
-from potluck.train.replica import Replica, StepConfig, in_float32, insist_on_memory
+from potluck.train.replica import Replica, StepConfig, find_batch_norm, in_float32, insist_on_memory
 from potluck.train.saves import TENSORS, KeptTensors, Saves, Standing, sharded_of
 from potluck.train.scheduled import Scheduled
 from potluck.train.state import tensors_json, tensors_of_json
@@ -201,6 +201,8 @@ class Engine:
         self.replica: Replica | None = None
         self.loader: Loader | None = None
         self._scheduled: Scheduled | None = None
+        self._batch_norm: str | None = None
+        """A layer of the whole model that takes means over rows, and so needs two of them at once."""
         self._is_counted = False
         """epochs() counts the passes over the loader, and so knows how many of them the run has."""
         self._folder: Path | None = None
@@ -319,6 +321,7 @@ class Engine:
             insist_on_memory(model)
         self.training = training_settings(optimizer, self.config.clip) | self.training
         self._scheduled = Scheduled(scheduler, optimizer) if scheduler is not None else None
+        self._batch_norm = find_batch_norm(model) if isinstance(model, nn.Module) else None
         self.replica = self._make_replica(model, optimizer)
         if dataset is None:
             self._meet_buddies()
@@ -332,6 +335,8 @@ class Engine:
         # A power of two, so that it changes no digit of any gradient; it only keeps sums in the range of means.
         self._unit = 2.0 ** -round(math.log2(batch.size))
         self.loader = self._make_loader(dataset, batch, seed, collate)
+        if self._batch_norm is not None:
+            self._warn_of_single_rows(self._batch_norm, self.loader)
         self.loader.on_epoch_end = self._end_of_epoch
         self.loader.on_stand_in = lambda: self._stand_in.enter_context(self._prepared().buffers_kept())
         self.loader.is_stopped = lambda: self.stopping
@@ -341,6 +346,22 @@ class Engine:
 
     def _insist_on_slices(self, slices: int) -> None:
         self._notice("batch.slices has no effect here: it cuts the batches that a host hands out.")
+
+    def _warn_of_single_rows(self, layer: str, loader: Loader) -> None:
+        """Those that no plan can avoid, before the first step."""
+        size, micro = loader.batch.size, loader.batch.micro_size
+        if micro == 1:
+            where, advice = "micro-batches have 1 row", "make them larger"
+        elif size < 2 * self.lanes:
+            where, advice = f"some of {plural(self.lanes, 'worker')} have 1 row of a batch of {size}", "use more rows"
+        elif loader.rows % size == 1:
+            where, advice = f"the last of {loader.rows:,} rows is a batch by itself", "leave it out, or change the size"
+        else:
+            return
+        self._notice(
+            f"{layer} takes means over the values of a channel, and {where}. Unless rows have several values of each"
+            f" channel, as images have, the run stops there: {advice}."
+        )
 
     def introduce(
         self, model: nn.Module, optimizer: Optimizer, dataset: Any, *, batch_size: int, seed: int, **about: Any
@@ -656,6 +677,7 @@ class Engine:
             seed=seed,
             collate=collate,
             in_step=self._prepared().in_step,
+            in_pairs=self._batch_norm is not None,
         )
         self._insist_on_same_data(loader)
         loader.on_empty = self._step_without_rows

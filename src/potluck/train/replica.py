@@ -153,7 +153,7 @@ class Replica:
 
     def loss(self, loss_of: Callable[[nn.Module, Any], Any], batch: Any) -> Any:
         """What the loss function gives; all of it is computed in the precision that was asked for."""
-        with autocast(self.device, self.config):
+        with naming_single_rows(), autocast(self.device, self.config):
             return loss_of(self.model, batch)
 
     def _prepare_sums(self) -> None:
@@ -335,6 +335,27 @@ class Replica:
                     f" where worker {rank} has {_tell(first[1])}. Build the same model on every worker."
                 )
         self.align()
+
+
+def find_batch_norm(model: nn.Module) -> str | None:
+    """The name and kind of a layer that cannot be trained by a single value of each channel; none: there is no such."""
+    found = (each for each in model.named_modules() if isinstance(each[1], nn.modules.batchnorm._BatchNorm))
+    return next((f"{name} ({type(module).__name__})" for name, module in found), None)
+
+
+@contextmanager
+def naming_single_rows() -> Iterator[None]:
+    """What torch says of a batch of one row, as a sentence that says what to do."""
+    try:
+        yield
+    except ValueError as error:
+        if not str(error).startswith("Expected more than 1 value per channel"):
+            raise
+        raise ConfigError(
+            f"BatchNorm was to be trained by a single row, of which it can take no mean ({error}). Choose batches and"
+            " micro-batches of at least two rows for each worker, and one size that does not leave a single row at the"
+            " end of the data; or use LayerNorm or GroupNorm."
+        ) from None
 
 
 def insist_on_memory(model: nn.Module) -> None:

@@ -42,7 +42,7 @@ from potluck.train.link import GroupLink, Link, connect, placed
 from potluck.train.nodes import Nodes
 from potluck.train.places import as_nodes, make_places
 from potluck.train.pulse import Pulse, worker_steps
-from potluck.train.replica import Replica, StepConfig, autocast, in_float32
+from potluck.train.replica import Replica, StepConfig, autocast, in_float32, naming_single_rows
 from potluck.train.saves import Standing
 from potluck.train.slices import describe_model
 from potluck.train.store_saves import StoreSaves
@@ -85,7 +85,8 @@ class _Work:
         assert self.loss_of is not None
         one = self.micros[micro]
         replica = self._replica
-        with nullcontext() if one.weight else replica.buffers_kept(), autocast(replica.device, replica.config):
+        kept = nullcontext() if one.weight else replica.buffers_kept()
+        with kept, naming_single_rows(), autocast(replica.device, replica.config):
             found = self._stage.run(self.loss_of, one.batch, received or None, seed=one.seed)
         if not self._stage.is_last:
             return tuple(found)
@@ -439,7 +440,8 @@ class StagedWindowEngine(Staged, WindowEngine):
 
     def _plan_batch(self, start: int, end: int, batch: BatchConfig) -> list[MicroBatch]:
         each = self.places.each
-        return plan_step(start, end, batch, (1.0,) * each, self.rank % each, in_step=each > 1)
+        together = {"in_step": each > 1, "in_pairs": self._batch_norm is not None}
+        return plan_step(start, end, batch, (1.0,) * each, self.rank % each, **together)
 
 
 def staged_engine(
