@@ -210,7 +210,7 @@ class ElasticEngine(Engine):
         self, dataset: Any, batch: BatchConfig, seed: int, collate: Callable[[list[Any]], Any] | None
     ) -> Loader:
         if batch.fetchers:
-            self._notice(
+            self.notice(
                 "batch.fetchers has no effect under a host: which rows are a worker's is known only when it gets them,"
                 " and it reads them then."
             )

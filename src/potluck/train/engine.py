@@ -345,7 +345,7 @@ class Engine:
         return self.replica.model, optimizer, self.loader
 
     def _insist_on_slices(self, slices: int) -> None:
-        self._notice("batch.slices has no effect here: it cuts the batches that a host hands out.")
+        self.notice("batch.slices has no effect here: it cuts the batches that a host hands out.")
 
     def _warn_of_single_rows(self, layer: str, loader: Loader) -> None:
         """Those that no plan can avoid, before the first step."""
@@ -358,7 +358,7 @@ class Engine:
             where, advice = f"the last of {loader.rows:,} rows is a batch by itself", "leave it out, or change the size"
         else:
             return
-        self._notice(
+        self.notice(
             f"{layer} takes means over the values of a channel, and {where}. Unless rows have several values of each"
             f" channel, as images have, the run stops there: {advice}."
         )
@@ -397,6 +397,11 @@ class Engine:
         self._begin_run()
         loader = self.loader
         assert loader is not None
+        if (done := self._position().epoch) >= count and not self.is_led:
+            self.notice(
+                f"This run has done {done} of its epochs, and {count} {'was' if count == 1 else 'were'} asked for:"
+                " nothing is left to train. Ask for more epochs to continue it."
+            )
         while True:
             if loader.position.row >= loader.rows:
                 loader.end_epoch()
@@ -997,9 +1002,9 @@ class Engine:
                 f"Batches had {standing['batch']:,} rows up to step {step}, and from here on {loader.batch.size:,}."
             )
         for sentence in changes:
-            self._notice(sentence)
+            self.notice(sentence)
 
-    def _notice(self, sentence: str) -> None:
+    def notice(self, sentence: str) -> None:
         """Something is not as a person may think, and goes on."""
         self.events.emit(Noticed(sentence=sentence))
         self._say(sentence)
