@@ -394,6 +394,11 @@ class Loader:
         return sum(1 for _ in self._micro_batches(self._next_row))
 
     @property
+    def is_even(self) -> bool:
+        """Whether all of this worker's micro-batches have as many rows, as shares are now."""
+        return len({micro.end - micro.start for micro in self._micro_batches(0)} - {0}) == 1
+
+    @property
     def _next_row(self) -> int:
         """Where the next pass begins: after the last row of an epoch, with the first of the next."""
         return self.position.row if self.position.row < self.rows else 0
@@ -529,6 +534,10 @@ class SliceLoader(Loader):
     def __len__(self) -> int:
         """How many steps the rest of this epoch has; which slices of them are this worker's is not known before."""
         return -(-(self.rows - self._next_row) // self.batch.size)
+
+    @property
+    def is_even(self) -> bool:
+        return False
 
     def take(self, start: int, end: int) -> Any:
         """Rows by themselves, for looking and not for training."""

@@ -49,6 +49,7 @@ from potluck.fleet.ledger import Ledger, prove
 from potluck.shard.strategy import FullShard, NoShard, ShardGradOp, ShardingStrategy
 from potluck.shares import share_out
 from potluck.stages.protocol import CommunicationProtocol, Stages
+from potluck.train.compiling import Compiling, expect_any_rows
 from potluck.train.data import (
     BatchConfig,
     Loader,
@@ -201,6 +202,7 @@ class Engine:
         self.replica: Replica | None = None
         self.loader: Loader | None = None
         self._scheduled: Scheduled | None = None
+        self._compiling: Compiling | None = None
         self._batch_norm: str | None = None
         """A layer of the whole model that takes means over rows, and so needs two of them at once."""
         self._is_counted = False
@@ -323,6 +325,8 @@ class Engine:
         self._scheduled = Scheduled(scheduler, optimizer) if scheduler is not None else None
         self._batch_norm = find_batch_norm(model) if isinstance(model, nn.Module) else None
         self.replica = self._make_replica(model, optimizer)
+        if self.config.compile:
+            self._compiling = Compiling(self._say)
         if dataset is None:
             self._meet_buddies()
             return self.replica.model, optimizer
@@ -335,6 +339,8 @@ class Engine:
         # A power of two, so that it changes no digit of any gradient; it only keeps sums in the range of means.
         self._unit = 2.0 ** -round(math.log2(batch.size))
         self.loader = self._make_loader(dataset, batch, seed, collate)
+        if self.config.compile and (self._balance is not None or not self.loader.is_even):
+            expect_any_rows(self.replica.model)
         if self._batch_norm is not None:
             self._warn_of_single_rows(self._batch_norm, self.loader)
         self.loader.on_epoch_end = self._end_of_epoch
@@ -641,6 +647,9 @@ class Engine:
 
     def close(self) -> None:
         """Ends what is still being written, and leaves the group."""
+        if self._compiling is not None:
+            self._compiling.close()
+            self._compiling = None
         try:
             self._saves.wait()
         finally:

@@ -24,6 +24,7 @@ from potluck.shard.blocks import find_blocks
 from potluck.shard.runs import can_skip, held_bytes, in_host_memory, scaling, step_unless
 from potluck.train.buckets import Buckets
 from potluck.train.buffers import SavedBuffers, is_expanded
+from potluck.train.compiling import AnyRows
 from potluck.train.link import Link
 
 if TYPE_CHECKING:
@@ -448,6 +449,7 @@ def switch_on(model: nn.Module, device: torch.device, config: StepConfig) -> Non
             )
         for module in blocks or [model]:
             module.compile()
+            AnyRows(module)
 
 
 def _autocast_forward(forward: Callable[..., Any], device: torch.device, config: StepConfig) -> Callable[..., Any]:
