@@ -23,3 +23,18 @@ def share_out(total: int, weights: Sequence[float]) -> list[int]:
     for rank in by_rest[: total - sum(parts)]:
         parts[rank] += 1
     return parts
+
+
+def without_singles(parts: Sequence[int]) -> list[int]:
+    """The same total in parts none of which is 1, if the total is not: from the largest, or else by fewer parts."""
+    found = list(parts)
+    while sum(found) > 1 and 1 in found:
+        single, largest = found.index(1), found.index(max(found))
+        if found[largest] > 2:
+            found[largest] -= 1
+            found[single] += 1
+        else:  # all others are 1 or 2
+            partner = found.index(1, single + 1) if found.count(1) > 1 else largest
+            found[partner] += 1
+            found[single] -= 1
+    return found

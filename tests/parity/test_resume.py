@@ -385,3 +385,29 @@ def test_a_checkpoint_of_before_fingerprints_loads_without_a_word(tmp_path: Path
     del body["data"], body["batch"]
     manifest.write_text(json.dumps({"sha256": body_sha256(body), "body": body}))
     assert go_on(tmp_path, shift=1) == ""
+
+
+def fit_again(folder: Path, *, resume: bool = True, **settings: Any) -> str:
+    """What a run says that has two epochs of 5 steps, and is then asked for these."""
+    model, rows = nn.Linear(4, 2), torch.randn(30, 4, generator=torch.Generator().manual_seed(2))
+    told = io.StringIO()
+    with contextlib.redirect_stderr(told):
+        config, optimizer = FitConfig(progress=False, **settings), torch.optim.SGD(model.parameters(), lr=0.1)
+        trainer = potluck.Trainer(
+            model, optimizer, (rows, rows[:, :2]), loss=loss_of, batch_size=6, folder=folder, config=config
+        )
+        trainer.fit(resume=resume)
+    return told.getvalue()
+
+
+def test_a_run_that_is_asked_for_less_than_it_has_done_says_so(tmp_path: Path) -> None:
+    assert fit_again(tmp_path / "run", resume=False, epochs=2) == ""
+    assert fit_again(tmp_path / "run", epochs=1) == (
+        "potluck: This run has done 2 of its epochs, and 1 was asked for: nothing is left to train. Ask for more"
+        " epochs to continue it.\n"
+    )
+    assert fit_again(tmp_path / "run", epochs=3, max_steps=10) == (
+        "potluck: This run has done 10 steps, and fit.max_steps is 10: nothing is left to train. Raise it to continue"
+        " the run.\n"
+    )
+    assert fit_again(tmp_path / "run", epochs=3) == ""

@@ -45,6 +45,30 @@ def test_a_steps_parts_are_complete_disjoint_and_no_larger_than_asked(
         assert micro is None or all(part.end - part.start <= micro for part in plan)
 
 
+@given(
+    rows=st.integers(2, 40),
+    size=st.integers(2, 40),
+    micro=st.none() | st.integers(3, 9),
+    shares=st.lists(st.floats(0.1, 10), min_size=1, max_size=5),
+    in_step=st.booleans(),
+)
+def test_no_part_of_a_step_has_a_single_row_where_that_can_be_had(
+    rows: int, size: int, micro: int | None, shares: list[float], in_step: bool
+) -> None:
+    batch, row, together = BatchConfig(size=size, micro_size=micro), 0, {"in_step": in_step, "in_pairs": True}
+    while row < rows:
+        end = min(row + size, rows)
+        plans = [plan_step(row, rows, batch, shares, rank, **together) for rank in range(len(shares))]
+        parts = [part for plan in plans for part in plan if part.counts]
+        assert [at for part in parts for at in range(part.start, part.end)] == list(range(row, end))
+        assert micro is None or all(part.end - part.start <= micro for part in parts)
+        assert all([part.last for part in plan] == [False] * (len(plan) - 1) + [True] for plan in plans)
+        assert not in_step or len({len(plan) for plan in plans}) == 1
+        if end - row > 1 and (end - row < size or size >= 2 * len(shares)):
+            assert not [part for plan in plans for part in plan if part.end - part.start == 1]
+        row = end
+
+
 def drain(loader: Loader) -> list[Any]:
     """As the engine does: a step is done once its last micro-batch was given."""
 

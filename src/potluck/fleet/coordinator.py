@@ -60,6 +60,7 @@ from potluck.fleet.membership import Member, Membership, Phase
 from potluck.fleet.parcel import files_in, most_bytes
 from potluck.fleet.returns import Returns
 from potluck.fleet.tree import Node, cover, decide_quotas, share_nodes, sized_rows, slice_rows
+from potluck.shares import without_singles
 from potluck.wire.messages import (
     Admitted,
     Applied,
@@ -977,6 +978,8 @@ class Coordinator:
         described, standing = self._described, self.standing
         rows = min(described.batch, described.rows - standing.row)
         slices = min(described.slices, rows)
+        if described.in_pairs and described.batch > described.slices:  # also where an epoch's last batch is short
+            slices = min(slices, max(1, rows // 2))
         peers = [m.peer for m in working]
         before = self._last_quotas if self._last_peers == peers else None
         quotas = decide_quotas(slices, [m.speed for m in working], before)
@@ -1002,6 +1005,8 @@ class Coordinator:
         self._windows.change(names)
         batch = min(-(-described.batch // len(working)), MOST_WINDOW)
         decision = self._windows.decide(rows_left, batch, least=described.batch)
+        if described.in_pairs and batch > 1:
+            decision = replace(decision, rows=tuple(without_singles(decision.rows)))
         nodes: list[list[Node]] = []
         sizes: list[int] = []
         for rows in decision.rows:

@@ -90,6 +90,8 @@ class Description:
     """The run is over at so many rows of all its epochs; 0: when the workers say so. It may differ between workers."""
     state_bytes: int = 0
     """What the model's weights and buffers take, those included that are not trained; 0: not told."""
+    in_pairs: bool = False
+    """No slice has a single row, wherever that can be had: the model has BatchNorm, which can take no mean of one."""
     told: dict[str, Any]
     """What a person is shown: name, parameters, unit of samples, steps. It may differ between workers."""
 
@@ -167,6 +169,8 @@ class Description:
                 raise ValueError("training is a table of words and numbers")
             _whole(described.rows_limit)
             _whole(described.state_bytes)
+            if not isinstance(described.in_pairs, bool):
+                raise ValueError("in_pairs is true or false")
             if not (LEAST_UNIT <= described.unit <= 1 and LEAST_SAMPLES <= described.samples_per_row < 1e12):
                 raise ValueError("unit lies in (0, 1], and samples_per_row above 0")
             is_long = len(json.dumps(described.told)) > MAX_TOLD
@@ -186,7 +190,7 @@ class Description:
         }
         for name in (entry.name for entry in fields(self)):
             mine, theirs = getattr(self, name), getattr(other, name)
-            if name not in ("data", "training", "settings", "told", "rows_limit", "state_bytes") and mine != theirs:
+            if name not in _MAY_DIFFER and mine != theirs:
                 otherwise = f"This run has {name} = {mine}, and you have {theirs}"
                 return f"{words.get(name, otherwise)}. {BUILD}"
         changed = {f"policy.{name}": pair for name, pair in differing_settings(self.settings, other.settings).items()}
@@ -201,6 +205,8 @@ class Description:
         return replace(self, data=self.data or other.data, training=self.training or other.training)
 
 
+_MAY_DIFFER = ("data", "training", "settings", "told", "rows_limit", "state_bytes", "in_pairs")
+"""Or is compared in its own way; what an older version does not tell is among it."""
 BUILD = "Build the same model, data and settings on every worker."
 SAME_DATA = (
     "Give every worker the same data in the same order: with --data PATH, or the same script; and where the built-in"

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from potluck.errors import ConfigError, PotluckError
-from potluck.shares import share_out
+from potluck.shares import share_out, without_singles
 from potluck.words import insist_at_most
 
 COPIES = 4
@@ -78,7 +78,16 @@ class BatchConfig:
     @property
     def slice_count(self) -> int:
         """Enough that no slice has more rows than go through the model at once."""
-        return min(self.size, max(self.slices or 8, -(-self.size // self.micro_size) if self.micro_size else 1))
+        return min(self.size, max(self.slices or 8, self._fewest_slices))
+
+    @property
+    def slices_in_pairs(self) -> int:
+        """The same, but fewer where a slice would have but one row."""
+        return min(self.slice_count, max(1, self.size // 2, self._fewest_slices))
+
+    @property
+    def _fewest_slices(self) -> int:
+        return -(-self.size // self.micro_size) if self.micro_size else 1
 
 
 class TextWindows(Dataset[Tensor]):
@@ -224,29 +233,53 @@ class MicroBatch:
 
 
 def plan_step(
-    row: int, rows: int, batch: BatchConfig, shares: Sequence[float], rank: int, *, in_step: bool = False
+    row: int,
+    rows: int,
+    batch: BatchConfig,
+    shares: Sequence[float],
+    rank: int,
+    *,
+    in_step: bool = False,
+    in_pairs: bool = False,
 ) -> list[MicroBatch]:
     """This rank's micro-batches of the step that starts at `row`. A rank without rows gets one that is empty.
 
-    `in_step`: all ranks get equally many, and for each that has no rows there are two that do not count: of one alone
-    BatchNorm has no variance.
+    `in_step`: all ranks get equally many, and for each that has no rows there are some that do not count.
+    `in_pairs`: none of a single row, of which BatchNorm can take no mean, wherever that can be had.
     """
     step_end = min(row + batch.size, rows)
     parts = share_out(step_end - row, shares)
+    # A whole batch of so few rows was asked for: half of the workers would be idle in every step.
+    if in_pairs and (step_end - row >= 2 * len(parts) or step_end - row < batch.size):
+        parts = without_singles(parts)
     start = row + sum(parts[:rank])
-    end = start + parts[rank]
-    if in_step:
-        many = max(-(-part // (batch.micro_size or part or 1)) for part in parts)
-        cuts = [start + parts[rank] * number // many for number in range(many + 1)]
-        return [
-            MicroBatch(a, b, b == end and number == many - 1, step_end)
-            if a < b
-            else MicroBatch(max(0, step_end - 2), step_end, number == many - 1, step_end, counts=False)
-            for number, (a, b) in enumerate(itertools.pairwise(cuts))
-        ]
-    size = batch.micro_size or max(1, end - start)
-    cuts = [*range(start, end, size), end] if end > start else [start, end]
-    return [MicroBatch(a, b, b == end, step_end) for a, b in itertools.pairwise(cuts)]
+    size = batch.micro_size or max(1, parts[rank])
+    if not in_step:
+        cuts = _cut_part(start, parts[rank], size, in_pairs=in_pairs)
+        return [MicroBatch(a, b, b == cuts[-1], step_end) for a, b in itertools.pairwise(cuts)]
+    many = max(-(-part // (batch.micro_size or part or 1)) for part in parts)
+    own = max(1, min(many, parts[rank] // 2)) if in_pairs else many
+    if -(-parts[rank] // own) > size:
+        own = many
+    cuts = [start + parts[rank] * number // own for number in range(own + 1)]
+    bounds = [*itertools.pairwise(cuts), *[(start, start)] * (many - own)]
+    # Two, also where the step has one: of one alone BatchNorm has no variance.
+    stand_in = max(0, step_end - 2), step_end
+    return [
+        MicroBatch(a, b, number == many, step_end)
+        if a < b
+        else MicroBatch(*stand_in, number == many, step_end, counts=False)
+        for number, (a, b) in enumerate(bounds, start=1)
+    ]
+
+
+def _cut_part(start: int, rows: int, size: int, *, in_pairs: bool) -> list[int]:
+    """Where its micro-batches begin, and where the last one ends."""
+    end = start + rows
+    cuts = [*range(start, end, size), end] if rows else [start, end]
+    if in_pairs and rows > size > 2 and cuts[-1] - cuts[-2] == 1:
+        cuts[-2] -= 1
+    return cuts
 
 
 class Loader:
@@ -266,8 +299,12 @@ class Loader:
         seed: int = 0,
         collate: Callable[[list[Any]], Any] | None = None,
         in_step: bool = False,
+        in_pairs: bool = False,
     ) -> None:
-        """`in_step`: this worker does as many micro-batches as the others, if need be with rows that do not count."""
+        """`in_step`: this worker does as many micro-batches as the others, if need be with rows that do not count.
+
+        `in_pairs`: none of a single row, where that can be had.
+        """
         self.dataset = as_dataset(dataset)
         self.batch = batch
         self.rows = len(self.dataset)
@@ -286,7 +323,7 @@ class Loader:
         """May be changed between two steps."""
         self._rank = rank
         self._device = device
-        self.in_step = in_step
+        self.in_step, self.in_pairs = in_step, in_pairs
         self.collate = collate
         self._fetched: Iterator[Any] = iter(())
         self._ahead: Any = None
@@ -357,6 +394,11 @@ class Loader:
         return sum(1 for _ in self._micro_batches(self._next_row))
 
     @property
+    def is_even(self) -> bool:
+        """Whether all of this worker's micro-batches have as many rows, as shares are now."""
+        return len({micro.end - micro.start for micro in self._micro_batches(0)} - {0}) == 1
+
+    @property
     def _next_row(self) -> int:
         """Where the next pass begins: after the last row of an epoch, with the first of the next."""
         return self.position.row if self.position.row < self.rows else 0
@@ -369,7 +411,8 @@ class Loader:
             row = planned[-1].step_end
 
     def _step_at(self, row: int, shares: tuple[float, ...] | None = None) -> list[MicroBatch]:
-        return plan_step(row, self.rows, self.batch, shares or self.shares, self._rank, in_step=self.in_step)
+        together = {"in_step": self.in_step, "in_pairs": self.in_pairs}
+        return plan_step(row, self.rows, self.batch, shares or self.shares, self._rank, **together)
 
     def _order(self) -> Tensor:
         """The epoch's shuffled order: the same on every rank, and after a restart."""
@@ -491,6 +534,10 @@ class SliceLoader(Loader):
     def __len__(self) -> int:
         """How many steps the rest of this epoch has; which slices of them are this worker's is not known before."""
         return -(-(self.rows - self._next_row) // self.batch.size)
+
+    @property
+    def is_even(self) -> bool:
+        return False
 
     def take(self, start: int, end: int) -> Any:
         """Rows by themselves, for looking and not for training."""

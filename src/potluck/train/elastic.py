@@ -212,7 +212,7 @@ class ElasticEngine(Engine):
         self, dataset: Any, batch: BatchConfig, seed: int, collate: Callable[[list[Any]], Any] | None
     ) -> Loader:
         if batch.fetchers:
-            self._notice(
+            self.notice(
                 "batch.fetchers has no effect under a host: which rows are a worker's is known only when it gets them,"
                 " and it reads them then."
             )
@@ -225,13 +225,14 @@ class ElasticEngine(Engine):
             model=describe_model(replica.model),
             rows=loader.rows,
             batch=batch.size,
-            slices=batch.slice_count,
+            slices=batch.slice_count if self._batch_norm is None else batch.slices_in_pairs,
             seed=seed,
             unit=self._unit,
             samples_per_row=self.samples_per_row,
             policy=type(self.policy).kind,
             settings=settings_of(self.policy),
             state_bytes=_bytes_of(replica.model),
+            in_pairs=self._batch_norm is not None,
             data=self.data or {},
             told={},
         )

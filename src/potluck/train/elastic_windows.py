@@ -268,7 +268,8 @@ class ElasticWindowEngine(ElasticEngine):
         # As even as can be: a last one of a single row would be noise, and some layers cannot take it.
         for number, (first, end) in enumerate(slice_rows(self._own[0], rows, batches)):
             self._batch_end, together = end, self._prepared().in_step
-            for micro in plan_step(first, end, self._loader().batch, shares, self.link.rank, in_step=together):
+            options = {"in_step": together, "in_pairs": self._batch_norm is not None}
+            for micro in plan_step(first, end, self._loader().batch, shares, self.link.rank, **options):
                 yield replace(micro, number=number)
                 if session is not self.client.session or self.stopping or self.version >= work.step:
                     self._changes.forget()

@@ -49,6 +49,7 @@ from potluck.fleet.ledger import Ledger, prove
 from potluck.shard.strategy import FullShard, NoShard, ShardGradOp, ShardingStrategy
 from potluck.shares import share_out
 from potluck.stages.protocol import CommunicationProtocol, Stages
+from potluck.train.compiling import Compiling, expect_any_rows
 from potluck.train.data import (
     BatchConfig,
     Loader,
@@ -67,7 +68,7 @@ from potluck.train.link import Alone, Link, Rows, choose_device, connect, loss_o
 from potluck.train.memory import Recovery, my_recovery
 from potluck.train.order import PATIENCE_S, checked, insist_on_patience
 from potluck.train.pulse import Pulse, Verdict, decide_step, worker_steps
-from potluck.train.replica import Replica, StepConfig, in_float32, insist_on_memory
+from potluck.train.replica import Replica, StepConfig, find_batch_norm, in_float32, insist_on_memory
 from potluck.train.saves import TENSORS, KeptTensors, Saves, Standing, sharded_of
 from potluck.train.scheduled import Scheduled
 from potluck.train.state import tensors_json, tensors_of_json
@@ -203,6 +204,9 @@ class Engine:
         self.replica: Replica | None = None
         self.loader: Loader | None = None
         self._scheduled: Scheduled | None = None
+        self._compiling: Compiling | None = None
+        self._batch_norm: str | None = None
+        """A layer of the whole model that takes means over rows, and so needs two of them at once."""
         self._is_counted = False
         """epochs() counts the passes over the loader, and so knows how many of them the run has."""
         self._folder: Path | None = None
@@ -321,7 +325,10 @@ class Engine:
             insist_on_memory(model)
         self.training = training_settings(optimizer, self.config.clip) | self.training
         self._scheduled = Scheduled(scheduler, optimizer) if scheduler is not None else None
+        self._batch_norm = find_batch_norm(model) if isinstance(model, nn.Module) else None
         self.replica = self._make_replica(model, optimizer)
+        if self.config.compile:
+            self._compiling = Compiling(self._say)
         if dataset is None:
             self._meet_buddies()
             return self.replica.model, optimizer
@@ -334,6 +341,10 @@ class Engine:
         # A power of two, so that it changes no digit of any gradient; it only keeps sums in the range of means.
         self._unit = 2.0 ** -round(math.log2(batch.size))
         self.loader = self._make_loader(dataset, batch, seed, collate)
+        if self.config.compile and (self._balance is not None or not self.loader.is_even):
+            expect_any_rows(self.replica.model)
+        if self._batch_norm is not None:
+            self._warn_of_single_rows(self._batch_norm, self.loader)
         self.loader.on_epoch_end = self._end_of_epoch
         self.loader.on_stand_in = lambda: self._stand_in.enter_context(self._prepared().buffers_kept())
         self.loader.is_stopped = lambda: self.stopping
@@ -342,7 +353,23 @@ class Engine:
         return self.replica.model, optimizer, self.loader
 
     def _insist_on_slices(self, slices: int) -> None:
-        self._notice("batch.slices has no effect here: it cuts the batches that a host hands out.")
+        self.notice("batch.slices has no effect here: it cuts the batches that a host hands out.")
+
+    def _warn_of_single_rows(self, layer: str, loader: Loader) -> None:
+        """Those that no plan can avoid, before the first step."""
+        size, micro = loader.batch.size, loader.batch.micro_size
+        if micro == 1:
+            where, advice = "micro-batches have 1 row", "make them larger"
+        elif size < 2 * self.lanes:
+            where, advice = f"some of {plural(self.lanes, 'worker')} have 1 row of a batch of {size}", "use more rows"
+        elif loader.rows % size == 1:
+            where, advice = f"the last of {loader.rows:,} rows is a batch by itself", "leave it out, or change the size"
+        else:
+            return
+        self.notice(
+            f"{layer} takes means over the values of a channel, and {where}. Unless rows have several values of each"
+            f" channel, as images have, the run stops there: {advice}."
+        )
 
     def introduce(
         self, model: nn.Module, optimizer: Optimizer, dataset: Any, *, batch_size: int, seed: int, **about: Any
@@ -378,6 +405,11 @@ class Engine:
         self._begin_run()
         loader = self.loader
         assert loader is not None
+        if (done := self._position().epoch) >= count and not self.is_led:
+            self.notice(
+                f"This run has done {done} of its epochs, and {count} {'was' if count == 1 else 'were'} asked for:"
+                " nothing is left to train. Ask for more epochs to continue it."
+            )
         while True:
             if loader.position.row >= loader.rows:
                 loader.end_epoch()
@@ -624,6 +656,9 @@ class Engine:
 
     def close(self) -> None:
         """Ends what is still being written, and leaves the group."""
+        if self._compiling is not None:
+            self._compiling.close()
+            self._compiling = None
         try:
             self._saves.wait()
         finally:
@@ -665,6 +700,7 @@ class Engine:
             seed=seed,
             collate=collate,
             in_step=self._prepared().in_step,
+            in_pairs=self._batch_norm is not None,
         )
         self._insist_on_same_data(loader)
         loader.on_empty = self._step_without_rows
@@ -984,9 +1020,9 @@ class Engine:
                 f"Batches had {standing['batch']:,} rows up to step {step}, and from here on {loader.batch.size:,}."
             )
         for sentence in changes:
-            self._notice(sentence)
+            self.notice(sentence)
 
-    def _notice(self, sentence: str) -> None:
+    def notice(self, sentence: str) -> None:
         """Something is not as a person may think, and goes on."""
         self.events.emit(Noticed(sentence=sentence))
         self._say(sentence)

@@ -25,6 +25,7 @@ from potluck.shard.norm import total_norm
 from potluck.shard.runs import can_skip, held_bytes, in_host_memory, scaling, state_at, step_unless
 from potluck.train.buckets import Buckets
 from potluck.train.buffers import SavedBuffers, is_expanded
+from potluck.train.compiling import AnyRows
 from potluck.train.link import Link
 from potluck.train.seal import Seal
 
@@ -166,7 +167,7 @@ class Replica:
 
     def loss(self, loss_of: Callable[[nn.Module, Any], Any], batch: Any) -> Any:
         """What the loss function gives; all of it is computed in the precision that was asked for."""
-        with autocast(self.device, self.config):
+        with naming_single_rows(), autocast(self.device, self.config):
             return loss_of(self.model, batch)
 
     def _prepare_sums(self) -> None:
@@ -365,6 +366,27 @@ class Replica:
         self.align()
 
 
+def find_batch_norm(model: nn.Module) -> str | None:
+    """The name and kind of a layer that cannot be trained by a single value of each channel; none: there is no such."""
+    found = (each for each in model.named_modules() if isinstance(each[1], nn.modules.batchnorm._BatchNorm))
+    return next((f"{name} ({type(module).__name__})" for name, module in found), None)
+
+
+@contextmanager
+def naming_single_rows() -> Iterator[None]:
+    """What torch says of a batch of one row, as a sentence that says what to do."""
+    try:
+        yield
+    except ValueError as error:
+        if not str(error).startswith("Expected more than 1 value per channel"):
+            raise
+        raise ConfigError(
+            f"BatchNorm was to be trained by a single row, of which it can take no mean ({error}). Choose batches and"
+            " micro-batches of at least two rows for each worker, and one size that does not leave a single row at the"
+            " end of the data; or use LayerNorm or GroupNorm."
+        ) from None
+
+
 def insist_on_memory(model: nn.Module) -> None:
     """Each number of each parameter has a place of its own."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -466,6 +488,7 @@ def switch_on(model: nn.Module, device: torch.device, config: StepConfig) -> Non
             )
         for module in blocks or [model]:
             module.compile()
+            AnyRows(module)
 
 
 def _autocast_forward(forward: Callable[..., Any], device: torch.device, config: StepConfig) -> Callable[..., Any]:

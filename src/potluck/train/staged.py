@@ -41,7 +41,7 @@ from potluck.train.link import GroupLink, Link, connect, placed
 from potluck.train.nodes import Nodes
 from potluck.train.places import as_nodes, make_places
 from potluck.train.pulse import Pulse, norm_of_stages, worker_steps
-from potluck.train.replica import Replica, StepConfig, autocast, in_float32
+from potluck.train.replica import Replica, StepConfig, autocast, in_float32, naming_single_rows
 from potluck.train.saves import Standing
 from potluck.train.slices import describe_model
 from potluck.train.store_saves import StoreSaves
@@ -85,7 +85,8 @@ class _Work:
     def forward(self, micro: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         one, loss_of, replica = self.micros[micro], self.loss_of, self._replica
         assert loss_of is not None
-        with nullcontext() if one.weight else replica.buffers_kept(), autocast(replica.device, replica.config):
+        kept = nullcontext() if one.weight else replica.buffers_kept()
+        with kept, naming_single_rows(), autocast(replica.device, replica.config):
             found = self._run(lambda: self._stage.run(loss_of, one.batch, received or None, seed=one.seed))
         if not self._stage.is_last:
             return tuple(found)
@@ -473,7 +474,8 @@ class StagedWindowEngine(Staged, WindowEngine):
 
     def _plan_batch(self, start: int, end: int, batch: BatchConfig) -> list[MicroBatch]:
         each = self.places.each
-        return plan_step(start, end, batch, (1.0,) * each, self.rank % each, in_step=each > 1)
+        together = {"in_step": each > 1, "in_pairs": self._batch_norm is not None}
+        return plan_step(start, end, batch, (1.0,) * each, self.rank % each, **together)
 
 
 def staged_engine(

@@ -36,7 +36,7 @@ from potluck.train.interrupts import on_interrupt
 from potluck.train.progress import Progress
 from potluck.train.run_folder import hold, make_run_folder
 from potluck.train.schedule import ScheduleConfig
-from potluck.words import insist_at_most, size
+from potluck.words import insist_at_most, plural, size
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -188,6 +188,12 @@ class Trainer:
         self.model.train()
         self.engine.after_agreement.append(self._after_agreement)
         self.engine.start()
+        most, steps = self.config.max_steps, self.engine.step_number
+        if most is not None and steps >= most and not self.engine.is_led:
+            self.engine.notice(
+                f"This run has done {plural(steps, 'step')}, and fit.max_steps is {most:,}: nothing is left to train."
+                " Raise it to continue the run."
+            )
         try:
             for _ in self.engine.passes(self.config.epochs):
                 if self._is_over:  # it has as many steps as it may

@@ -11,6 +11,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from potluck.errors import ConfigError
 from potluck.events import Decided, StepDone, StepSkipped, WorkerStep
 from potluck.fleet.tree import slice_rows
 from potluck.shard.strategy import FullShard, NoShard, ShardingStrategy
+from potluck.shares import without_singles
 from potluck.train.averages import Averages
 from potluck.train.buffers import SavedBuffers
 from potluck.train.data import BatchConfig, Loader, MicroBatch, SliceLoader, mix, plan_step
@@ -156,7 +158,10 @@ class WindowEngine(Engine):
         rows_left = min(self._pool.rows, (self.rows_limit or 1 << 62) - self.rows_seen)
         nodes = self._nodes
         own_rows = -(-loader.batch.size // nodes.count)
-        decision = self._decision = self._windows.decide(rows_left, own_rows)
+        decision = self._windows.decide(rows_left, own_rows)
+        if self._batch_norm is not None and not any(decision.spare) and own_rows > 1:
+            decision = replace(decision, rows=tuple(without_singles(decision.rows)))
+        self._decision = decision
         self._taken = [self._pool.take(a + b) for a, b in zip(decision.rows, decision.spare, strict=True)]
         self._emit_decision(decision)
         self._window, self._window_started = WindowPulse(), time.perf_counter()
@@ -184,7 +189,8 @@ class WindowEngine(Engine):
     def _plan_batch(self, start: int, end: int, batch: BatchConfig) -> list[MicroBatch]:
         """This rank's part of one of its replica's batches."""
         nodes = self._nodes
-        return plan_step(start, end, batch, (1.0,) * nodes.size, nodes.within.rank, in_step=nodes.size > 1)
+        together = {"in_step": nodes.size > 1, "in_pairs": self._batch_norm is not None}
+        return plan_step(start, end, batch, (1.0,) * nodes.size, nodes.within.rank, **together)
 
     def _is_over(self, decision: Decision) -> bool:
         """After each batch. The ranks of a node have heard it with their last step."""
