@@ -252,12 +252,12 @@ class ElasticWindowEngine(ElasticEngine):
         samples = samples if micro.counts else 0.0
         if samples or replica.in_step:
             (loss * (samples * self._unit)).backward()  # type: ignore[no-untyped-call]
-        replica.seal()
         if samples:
             self._batch_loss += loss.detach().reshape(()) * samples
             self._batch_samples += samples
         self._is_last = last
         self._trained = micro
+        replica.seal()
 
     def step(self) -> StepDone | StepSkipped | None:
         """Steps this worker's optimizer once its batch is done. After the last of the window, waits for the others."""
