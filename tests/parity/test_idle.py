@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import potluck
-from potluck import FullShard, NoShard, ShardGradOp
+from potluck import Direct, FullShard, NoShard, ShardGradOp, Stages
 from potluck.shard.strategy import ShardingStrategy
 from tests.ranks import run_ranks
 
@@ -220,3 +220,63 @@ def test_what_a_skipped_step_did_not_use_is_stepped_by_the_next(strategy: Shardi
     own = dict(model.named_parameters()) if sharded is None else {r.spans[0].name: r.parameter for r in sharded.runs}
     for name, expected in judge.named_parameters():
         torch.testing.assert_close(own[name].detach().view_as(expected), expected.detach(), rtol=1e-12, atol=1e-12)
+
+
+clock = [0]
+"""Which step it is."""
+
+
+class Moody(nn.Module):
+    """A layer of which a part is used in some steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.late = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.always(x))
+        return x + self.late(x) if clock[0] in (1, 2, 4) else x
+
+
+def moody() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Moody() for _ in range(4))).double()
+    return model, torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.1)
+
+
+def square(model: nn.Module, rows: Tensor) -> Tensor:
+    return model(rows).square().mean()  # type: ignore[no-any-return]
+
+
+def in_stages(folder: str, strategies: list[ShardingStrategy]) -> None:
+    with potluck.init():
+        for number, strategy in enumerate(strategies):
+            clock[0] = 1  # the model is looked at with all that it has
+            fleet = potluck.init(strategy=strategy, stages=Stages(protocol=Direct(), cuts=(2,)))
+            model, optimizer = moody()
+            _, _, loader = fleet.prepare(model, optimizer, rows_of(0), batch_size=ROWS, loss=square)
+            for epoch in fleet.epochs(6):
+                clock[0] = epoch
+                for batch in loader:
+                    fleet.train(square, batch)
+                    fleet.step()
+            fleet.save(Path(folder, str(number)))
+            fleet.wait_for_saves()
+
+
+def test_stages_leave_alone_what_nobody_has_used(tmp_path: Path) -> None:
+    wanted: list[ShardingStrategy] = [NoShard(), ShardGradOp(), FullShard(weights=(1.0,))]
+    run_ranks(2, in_stages, str(tmp_path), wanted)
+    expected, judge = moody()
+    for step in range(6):
+        clock[0] = step
+        judge.zero_grad()
+        square(expected, rows_of(0)).backward()
+        judge.step()
+    for number in range(len(wanted)):
+        fleet, (model, optimizer) = potluck.Engine(), moody()
+        fleet.prepare(model, optimizer)
+        assert fleet.load(tmp_path / str(number))
+        for found, right in zip(model.parameters(), expected.parameters(), strict=True):
+            torch.testing.assert_close(found, right, rtol=1e-12, atol=1e-12)
+            assert optimizer.state[found]["step"] == judge.state[right]["step"]

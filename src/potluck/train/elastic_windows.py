@@ -292,12 +292,12 @@ class ElasticWindowEngine(ElasticEngine):
         if samples:  # a mean over nothing is not a number, and has no gradient
             (loss * (samples * self._unit)).backward()  # type: ignore[no-untyped-call]
         replica.end_backward()
-        replica.seal()
         if samples:
             self._batch_loss += loss.detach().reshape(()) * samples
             self._batch_samples += samples
         self._is_last = last
         self._trained = micro
+        replica.seal()
 
     def step(self) -> StepDone | StepSkipped | None:
         """Steps this worker's optimizer once its batch is done. After the last of the window, waits for the others."""

@@ -484,7 +484,6 @@ class Engine:
         if samples:  # a mean over nothing is not a number, and has no gradient
             (loss * (samples * self._unit)).backward()  # type: ignore[no-untyped-call]
         replica.end_backward()
-        replica.seal()
         if samples:
             self._loss_sum = self._loss_sum + loss.detach().reshape(()) * samples  # in float64, if the loss is
             self._samples += samples
@@ -495,6 +494,7 @@ class Engine:
             self._rows += micro.end - micro.start
             self._ledger.record(micro.start, micro.end)
             self._trained = micro
+        replica.seal()
 
     def step(self) -> StepDone | StepSkipped | None:
         """Steps the optimizer once the step's last micro-batch is done; before that it does nothing.
