@@ -126,7 +126,8 @@ def _protocols() -> Iterator[Cell]:
     for lanes in (1, 2):
         table = f"Strategies and stages, {'one replica' if lanes == 1 else 'two replicas'} of two stages"
         for strategy, (word, _) in STRATEGIES.items():
-            word = word.replace("(1.0, 2.0)", "(1.0,)").replace(PAIR, "intra_node_size=1") if lanes == 1 else word
+            word = word.replace("(1.0, 2.0)", str((1.0, 2.0) * lanes))
+            word = word.replace(PAIR, "intra_node_size=1") if lanes == 1 else word
             for name, protocol in PROTOCOLS.items():
                 stages = f"Stages(protocol={protocol}, count=2)"
                 model = replace(BASE, model="vectors/6/mlp,mlp,mlp,mlp/")

@@ -127,6 +127,13 @@ FOUND = {
     "an outer optimizer steps from the weights that were loaded": Case(
         rows=20, batch=6, legs=(Leg(world=1, until=2), Leg(world=2, policy=WINDOWS))
     ),
+    "a worker of several stages saves the model's own parameters": Case(
+        model="vectors/6/mlp,mlp,mlp/position",
+        legs=(Leg(stages="Stages(protocol=Pipeline(micro_batch_size=3, schedule='interleaved'))"),),
+    ),
+    "a stage saves buffers that its layers replace": Case(
+        model="vectors/6/mlp,odd,odd/", legs=(Leg(world=2, stages="Stages(protocol=Pipeline(micro_batch_size=3))"),)
+    ),
 }
 """Faults that random cases have found, and no other test had."""
 
