@@ -178,7 +178,7 @@ def _draw_staged(draw: random.Random) -> Leg:
     windows = lanes > 1 and draw.random() < 0.3
     strategy = "NoShard()"
     if draw.random() < 0.4 and "DataStore" not in protocol and "zero" not in protocol:
-        strategy = _draw_strategy(draw, lanes, windows=windows)
+        strategy = _draw_strategy(draw, lanes, windows=windows, weighed=world)
     return Leg(
         world=world,
         strategy=strategy,
@@ -188,12 +188,13 @@ def _draw_staged(draw: random.Random) -> Leg:
     )
 
 
-def _draw_strategy(draw: random.Random, world: int, *, windows: bool) -> str:
+def _draw_strategy(draw: random.Random, world: int, *, windows: bool, weighed: int | None = None) -> str:
+    """`world`: the ranks that may split a model, or a stage of it. `weighed`: all, each of which has its weight."""
     nodes = draw.choice([size for size in range(1, world + 1) if world % size == 0])
     if windows:
         return draw.choice(("NoShard()", f"HybridShard(intra_node_size={min(nodes, max(1, world // 2))})"))
-    weights = [float(draw.randint(0, 3)) for _ in range(world)]
-    weights = tuple(weights if sum(weights) else [1.0] * world)
+    weights = tuple(float(draw.randint(0, 3)) for _ in range(weighed or world))
+    weights = weights if sum(weights) else (1.0,) * len(weights)
     return draw.choice(
         (
             "NoShard()",

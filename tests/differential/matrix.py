@@ -60,9 +60,11 @@ PROTOCOLS = {
     "Direct": "Direct()",
     "DataStore": "DataStore(url=STORE, micro_batch_size=2)",
 }
+SPARED = ("ShardGradOp(weights)",)
+"""Seen in the first tables only: there, it differs from ShardGradOp in who has how much, and in nothing else."""
 CUT = f"Stages(protocol={PROTOCOLS['1f1b']}, count=2)"
 WAYS = {
-    **{name: Leg(world=world, strategy=strategy) for name, (strategy, world) in STRATEGIES.items()},
+    **{name: Leg(world=world, strategy=word) for name, (word, world) in STRATEGIES.items() if name not in SPARED},
     "Cadence": Leg(world=2, policy=POLICIES["Cadence"]),
     "HybridShard, Cadence": Leg(world=4, strategy=f"HybridShard({PAIR})", policy=POLICIES["Cadence"]),
     "stages": Leg(world=2, stages=CUT),
@@ -126,7 +128,8 @@ def _protocols() -> Iterator[Cell]:
     for lanes in (1, 2):
         table = f"Strategies and stages, {'one replica' if lanes == 1 else 'two replicas'} of two stages"
         for strategy, (word, _) in STRATEGIES.items():
-            word = word.replace("(1.0, 2.0)", "(1.0,)").replace(PAIR, "intra_node_size=1") if lanes == 1 else word
+            word = word.replace("(1.0, 2.0)", str((1.0, 2.0) * lanes))
+            word = word.replace(PAIR, "intra_node_size=1") if lanes == 1 else word
             for name, protocol in PROTOCOLS.items():
                 stages = f"Stages(protocol={protocol}, count=2)"
                 model = replace(BASE, model="vectors/6/mlp,mlp,mlp,mlp/")
@@ -151,13 +154,14 @@ def _features() -> Iterator[Cell]:
 
 def _optimizers() -> Iterator[Cell]:
     for optimizer in OPTIMIZERS:
-        for strategy in STRATEGIES:
-            yield Cell("Optimizers", optimizer, strategy, _of(WAYS[strategy], replace(BASE, optimizer=optimizer)))
+        for way in ("NoShard", "ShardGradOp", "FullShard", "FullShard(weights)", "stages"):
+            yield Cell("Optimizers", optimizer, way, _of(WAYS[way], replace(BASE, optimizer=optimizer)))
 
 
 def _handovers() -> Iterator[Cell]:
     """A checkpoint of each, loaded by each other, in the middle of an epoch."""
-    ways = {name: leg for name, leg in WAYS.items() if name not in ("ShardGradOp(keep_gradients)",)}
+    spared = ("ShardGradOp(keep_gradients)", "HybridShard, Cadence", "stages, Cadence")
+    ways = {name: leg for name, leg in WAYS.items() if name not in spared}
     for saved, first in ways.items():
         for loaded, second in ways.items():
             case = replace(BASE, legs=(replace(first, until=2), second), epochs=2)

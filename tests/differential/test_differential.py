@@ -120,3 +120,25 @@ def test_a_page_is_read_as_it_was_printed() -> None:
         Cell("T", "d", "b", None, "R"): "·",
     }
     assert read_page(page(marks)) == {("T", "a", "b"): "✓", ("T", "c", "b"): sentence, ("T", "d", "b"): "·"}
+
+
+WINDOWS = "Async(anchor=2, max_anchor=2, outer=Outer(lr=0.7, momentum=0.9))"
+FOUND = {
+    "an outer optimizer steps from the weights that were loaded": Case(
+        rows=20, batch=6, legs=(Leg(world=1, until=2), Leg(world=2, policy=WINDOWS))
+    ),
+    "a worker of several stages saves the model's own parameters": Case(
+        model="vectors/6/mlp,mlp,mlp/position",
+        legs=(Leg(stages="Stages(protocol=Pipeline(micro_batch_size=3, schedule='interleaved'))"),),
+    ),
+    "a stage saves buffers that its layers replace": Case(
+        model="vectors/6/mlp,odd,odd/", legs=(Leg(world=2, stages="Stages(protocol=Pipeline(micro_batch_size=3))"),)
+    ),
+}
+"""Faults that random cases have found, and no other test had."""
+
+
+@pytest.mark.parametrize("what", FOUND)
+def test_what_was_found_once_stays_right(what: str) -> None:
+    verdict = verdict_of(FOUND[what])
+    assert verdict.kind == "right", repeat(verdict)

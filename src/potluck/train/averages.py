@@ -84,7 +84,11 @@ class Averages:
         device = next((tensor.device for tensor in trained), torch.device("cpu"))
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._outer = outer
-        self._start = [flat.snapshot().clone() for flat in self._trained] if outer is not None else []
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """The outer optimizer steps from the parameters as they are now: they were loaded, and not trained."""
+        self._start = [flat.snapshot().clone() for flat in self._trained] if self._outer is not None else []
         self._momentum = [torch.zeros_like(start) for start in self._start]
 
     @property

@@ -49,7 +49,8 @@ def hold(model: nn.Module, optimizer: Optimizer) -> Whole:
 def held_in(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """What a part of the model holds of the whole one's state. A parameter has its first name in every part."""
     yield from model.named_parameters()
-    saved = set(model.state_dict())
+    # Where several stages are one model, one that does not use a parameter has zeros by its name.
+    saved = set(model.state_dict()) - {name for name, _ in model.named_parameters()}
     yield from ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
 
 

@@ -142,6 +142,11 @@ class WindowEngine(Engine):
         loader.seed_of = lambda micro: mix(loader.seed, loader.position.epoch, micro.start)
         return loader
 
+    def load(self, folder: str | Path) -> bool:
+        found = super().load(folder)
+        self._averages.begin_anew()
+        return found
+
     # A window
 
     def _plan(self) -> Iterator[MicroBatch]:
