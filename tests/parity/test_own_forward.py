@@ -106,7 +106,40 @@ class Flat(nn.Module):
         return self.leave(x) + sizes  # type: ignore[no-any-return]
 
 
+class Kept(Residual):
+    """Buffers that the model's own forward changes: before its layers, between them, after them; and of every kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("batches", torch.tensor(0))
+        self.register_buffer("start", torch.zeros(WIDTH))
+        self.register_buffer("middle", torch.zeros(WIDTH))
+        self.register_buffer("center", torch.zeros(WIDTH))
+        self.register_buffer("best", torch.tensor(-torch.inf))
+        self.register_buffer("odd", torch.tensor([True, False]))
+        self.register_buffer("ends", torch.tensor(1 << 53))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        x = self.embed(rows) + self.positions * (1 + 0.1 * self.batches)
+        if self.training:
+            self.batches += 1
+            self.start.lerp_(x.detach().mean((0, 1)), 0.1)
+        for number, block in enumerate(self.blocks):
+            x = x + block(x, self.hidden)
+            if number == 1 and self.training:
+                self.middle = 0.9 * self.middle + x.detach().mean((0, 1))
+        x = self.last(x - self.center)
+        if self.training:
+            with torch.no_grad():
+                self.center.lerp_(x.mean((0, 1)), 0.1)
+                self.best = torch.maximum(self.best, x.max())
+                self.odd.logical_not_()
+                self.ends += 1
+        return x @ self.embed.weight.T
+
+
 MODELS: dict[str, Any] = {
+    "kept": Kept,
     "table": lambda: Table(scalar=False),
     "scalar": lambda: Table(scalar=True),
     "residual": Residual,
@@ -234,3 +267,23 @@ def test_a_checkpoint_of_a_model_with_residuals_loads_anywhere(kind: str, tmp_pa
     for step, (world, stages, strategy) in enumerate(setups, start=STEPS - len(setups) + 1):
         found = run_ranks(world, train, kind, stages, strategy, str(tmp_path), step)
     assert_like_plain(found, kind, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("stages", "strategy", "world"),
+    [
+        (Stages(protocol=Direct(), cuts=(1, 3, 5)), NoShard(), 4),
+        (Pipeline(micro_batch_size=ROWS, schedule="interleaved"), NoShard(), 2),
+        ("store", NoShard(), 2),
+        (in_two(3, Direct()), FullShard(), 2),
+    ],
+    ids=lambda value: type(value).__name__ if not isinstance(value, int | str) else str(value),
+)
+def test_buffers_that_the_models_own_forward_changes_are_saved(
+    stages: Any, strategy: Any, world: int, tmp_path: Path
+) -> None:
+    if stages == "store":
+        stages = DataStore(url=(tmp_path / "store").as_uri())
+    run_ranks(world, train, "kept", stages, strategy, str(tmp_path), 2)
+    found = run_ranks(world, train, "kept", stages if stages != "store" else None, strategy, str(tmp_path))
+    assert_like_plain(found, "kept", tmp_path)

@@ -1,9 +1,10 @@
 """What a model's own forward does between its layers: heard while it runs, operation by operation.
 
 Most models do nothing there. Others add a residual, scale it, or drop some of it: `x = x + block(x)`. Then a cut lies
-behind an operation rather than behind a layer, and both stages find it by counting from the layer on.
+behind an operation rather than behind a layer, and both stages find it by its name and its place in the code.
 """
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from potluck.stages.plan import Form, Layer
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+Way = Literal["in", "through", "out"]
 
 
 class Ear(TorchFunctionMode):
@@ -26,7 +28,9 @@ class Ear(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
-        return self._hear(func.__name__, (args, kwargs or {}), output) if self._is_open else output
+        if not self._is_open:
+            return output
+        return self._hear(f"{func.__name__}@{_line()}", (args, kwargs or {}), output)
 
     @contextmanager
     def closed(self) -> Iterator[None]:
@@ -43,6 +47,17 @@ class Ear(TorchFunctionMode):
             self._is_open = before
 
 
+def _line() -> str:
+    """Where the operation stands in the code of the model: forward+3 is the third line of forward's body.
+
+    With its offset in the compiled code, since a line may have several of a name.
+    """
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == "torch":
+        frame = frame.f_back
+    return f"{frame.f_code.co_name}+{frame.f_lineno - frame.f_code.co_firstlineno}:{frame.f_lasti}"
+
+
 @dataclass(frozen=True, slots=True)
 class Crossing:
     """The end of a layer: what is handed on there, once the operations that belong to it are done."""
@@ -51,13 +66,15 @@ class Crossing:
     operations: tuple[str, ...]
     forms: tuple[Form, ...]
     """What is sent of the layer's own output, and of what each operation gives."""
-    way: Literal["in", "through", "out"]
+    way: Way
     """Whether what is sent was received, stays in the stage, or leaves it."""
     place: int
     """Of the random numbers after it."""
+    is_last: bool
+    """Whether no layer of the chain follows."""
 
     @staticmethod
-    def after(layer: Layer, way: Literal["in", "through", "out"], place: int) -> "Crossing":
+    def after(layer: Layer, way: Way, place: int, *, is_last: bool) -> "Crossing":
         output = layer.output or {"value": None}
         forms = tuple(output["list"]) if layer.operations else (output,)
-        return Crossing(layer.name, layer.operations, forms, way, place)
+        return Crossing(layer.name, layer.operations, forms, way, place, is_last)

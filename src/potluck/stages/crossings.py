@@ -90,17 +90,22 @@ class Crossings:
 
     def _end_behind(self, start: int, last: int) -> End:
         """`start`: the event of the link, or -1 before the first."""
-        live = self._live(last)
-        sent = [{number for event, number in live if event == each} for each in range(max(start, 0), last + 1)]
-        own = self._events[max(start, 0) : last + 1]
+        sent = {mark for mark in self._live(last) if mark[0] >= start}
+        # Whatever else the model does there, such as what it does in training alone, does not matter.
+        needed = {start} if start >= 0 else set()
+        waiting = {mark[0] for mark in sent}
+        while waiting := {number for number in waiting if number > start} - needed:
+            needed |= waiting
+            waiting = {mark[0] for number in waiting for mark in self._events[number].behind}
         forms: list[Form] = [] if start >= 0 else [{"value": None}]
         first = 0
-        for event, numbers in zip(own, sent, strict=True):
-            forms.append(narrow(event.form, numbers | event.counted, first))
-            first += len(numbers | event.counted)
-        marks = frozenset(mark for mark in live if mark[0] >= start)
-        names = tuple(event.name for event in own if not event.is_layer)
-        return End(last, {"list": forms} if names else forms[0], marks, names)
+        for number in sorted(needed):
+            event = self._events[number]
+            chosen = {index for each, index in sent if each == number} | event.counted
+            forms.append(narrow(event.form, chosen, first))
+            first += len(chosen)
+        names = tuple(self._events[number].name for number in sorted(needed) if number > start)
+        return End(max(needed), {"list": forms} if names else forms[0], frozenset(sent), names)
 
     def _is_anew(self, number: int) -> bool:
         """Whether it was made from parameters alone."""

@@ -7,7 +7,7 @@ layers (masks, tables, positions) is done on every stage, and nothing has to be 
 """
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 from potluck.errors import ConfigError
-from potluck.stages.between import Crossing
+from potluck.stages.between import Crossing, Way
 from potluck.stages.chain import Chain, chain_of, parameters_of
+from potluck.stages.changes import left_alone
 from potluck.stages.plan import Layer, Plan, count_sent
 from potluck.stages.seats import (
     AbsentLayer,
@@ -51,6 +52,8 @@ class Stage:
     """Its parameters that other stages use too, by name, and all stages that do: their gradients are to be added."""
     receives: int
     """How many tensors the stage before sends."""
+    foreign: set[str]
+    """Buffers that another stage has to itself: a run leaves them alone."""
     _now: "Pass" = field(repr=False)
 
     @property
@@ -75,7 +78,7 @@ class Stage:
                 f" {len(given)}."
             )
         try:
-            with self._now.begin(given, seed, self._device(given)):
+            with left_alone(self.model, self.foreign), self._now.begin(given, seed, self._device(given)):
                 result = loss_of(self.model, batch)
         except Reached as reached:
             if reached.by is not self._now:
@@ -140,8 +143,19 @@ def cut(model: nn.Module, plan: Plan, index: int) -> Stage:
         blocks=blocks,
         ties={name: stages for name, stages in owners(model, plan).items() if len(stages) > 1 and index in stages},
         receives=count_sent(plan.layers[first - 1].output or {"value": None}) if first else 0,
+        foreign={name for layer in plan.layers for name in layer.buffers}.difference(*(layer.buffers for layer in own)),
         _now=now,
     )
+
+
+def foreign_to_all(stages: Sequence[Stage]) -> set[str]:
+    """Buffers that no stage of a worker has. What several would change alike, the first has to itself."""
+    taken: set[str] = set()
+    for stage in stages:
+        changed = {name for layer in stage.plan.layers for name in layer.buffers}
+        stage.foreign.update(taken)
+        taken |= changed - stage.foreign
+    return set.intersection(*(stage.foreign for stage in stages))
 
 
 def owners(model: nn.Module, plan: Plan) -> dict[str, tuple[int, ...]]:
@@ -221,9 +235,9 @@ def _crossing(plan: Plan, index: int, number: int, place: int) -> Crossing:
     """The end of a layer, as it is for this stage."""
     own = plan.stages[index]
     is_exit = number == own.stop - 1 and index < len(plan.stages) - 1
-    return Crossing.after(
-        plan.layers[number], "in" if number == own.start - 1 else "out" if is_exit else "through", place
-    )
+    is_last = all(layer.module is None for layer in plan.layers[number + 1 :])
+    way: Way = "in" if number == own.start - 1 else "out" if is_exit else "through"
+    return Crossing.after(plan.layers[number], way, place, is_last=is_last)
 
 
 def _place_parts(chain: Chain, now: Pass, replaced: dict[int, nn.Module]) -> None:

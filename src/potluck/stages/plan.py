@@ -35,6 +35,8 @@ class Layer:
     operations: tuple[str, ...] = ()
     """Those of the model's own forward that follow it and belong to it, such as the sum of `x = x + block(x)`. With
     some, `output` is a list: what the module gives, and what each of them does."""
+    buffers: tuple[str, ...] = ()
+    """Those outside of the chain that a forward changes, and that it leaves as the whole model would."""
     seconds: float = 0.0
     """Forward and backward of the rows that were measured."""
     parameters: int = 0
@@ -187,7 +189,7 @@ def count_sent(form: Form) -> int:
     return len(numbers)
 
 
-_NAMES = ("parts", "operations")
+_NAMES = ("parts", "operations", "buffers")
 _COUNTS = ("parameters", "trained", "sent_bytes", "kept_bytes")
 
 

@@ -59,6 +59,7 @@ class Pass:
         """How many operations of it."""
         self._received: Activation = ()
         self._picked: list[Tensor] = []
+        self._leaving: Activation | None = None
         self._given: Activation = ()
         self._seed: int | None = None
         self._generators: list[torch.Generator] = []
@@ -71,7 +72,7 @@ class Pass:
         self._generators = generators_of(device) if seed is not None else []
         states = [generator.get_state() for generator in self._generators]
         self.is_running, self.has_entered, self.is_left = True, False, False
-        self._crossing = None
+        self._crossing = self._leaving = None
         if not given:
             self._enter()
         self.sow(0)
@@ -79,7 +80,8 @@ class Pass:
             with self.ear if self.hears else nullcontext():
                 yield
         finally:
-            self.is_running, self._given, self._received, self._picked = False, (), (), []
+            self.is_running, self._leaving = False, None
+            self._given, self._received, self._picked = (), (), []
             for generator, state in zip(self._generators, states, strict=True):
                 generator.set_state(state)
 
@@ -97,17 +99,28 @@ class Pass:
     def on_operation(self, name: str, inputs: Inputs, output: Any) -> Any:
         """Of the model's own forward, or a module outside of its layers."""
         crossing = self._crossing
-        if crossing is None or not has_form(output):
+        if crossing is None or name != crossing.operations[self._done] or not has_form(output):
             return output
-        if name != crossing.operations[self._done]:
-            raise self._out_of_step(crossing, f"{name} comes")
         self._done += 1
         return self._hand_on(crossing, output)
 
+    def _leave(self, crossing: Crossing) -> None:
+        """At once, or when the next layer begins: until then the model may change buffers, which both stages have."""
+        self._leaving = tuple(self._picked)
+        if crossing.is_last or not crossing.operations:
+            raise Reached(self, self._leaving)
+
     def insist_on_arrival(self) -> None:
         """The next layer begins."""
-        if self._crossing is not None:
-            raise self._out_of_step(self._crossing, "the next layer comes")
+        if self._leaving is not None:
+            raise Reached(self, self._leaving)
+        if (crossing := self._crossing) is not None:
+            raise ConfigError(
+                f"After layer {crossing.layer} the next layer runs, without {crossing.operations[self._done]} between"
+                " them, which was there when the model was surveyed. A model that is cut into stages makes what goes"
+                " from layer to layer alike in every batch, in training and in evaluation: put what differs into a"
+                " layer."
+            )
 
     def _hand_on(self, crossing: Crossing, output: Any) -> Any:
         form = crossing.forms[self._done]
@@ -118,16 +131,9 @@ class Pass:
         if self._done == len(crossing.operations):
             self._crossing = None
             if crossing.way == "out":
-                raise Reached(self, tuple(self._picked))
+                self._leave(crossing)
             self.sow(crossing.place)
         return output
-
-    def _out_of_step(self, crossing: Crossing, what: str) -> ConfigError:
-        return ConfigError(
-            f"After layer {crossing.layer} {what}, where {crossing.operations[self._done]} came when the model was"
-            " surveyed. A model that is cut into stages does the same between its layers in every batch, in training"
-            " and in evaluation: put what differs into a layer."
-        )
 
     def sow(self, place: int) -> None:
         if self._seed is not None:

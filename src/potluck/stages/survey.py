@@ -3,8 +3,9 @@
 Leaves the model, its buffers, its gradients and the random generators as they were.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from potluck.errors import ConfigError
 from potluck.stages.chain import Chain, find_chain, parameters_of
+from potluck.stages.changes import buffers_outside, copies, differing, insist_on_one
 from potluck.stages.crossings import Crossings
 from potluck.stages.cut import LossOf, cut
 from potluck.stages.forms import all_tensors
@@ -29,17 +31,40 @@ def survey(model: nn.Module, loss_of: LossOf, batch: Any) -> tuple[Layer, ...]:
     watch = Watch(model, chain)
     with unchanged(model):
         watch.run(loss_of, batch)
-    layers = tuple(_layers(model, chain, watch))
+    crossings = Crossings(watch)
+    layers = tuple(_layers(model, chain, watch, crossings))
+    seats = buffers_outside(model, chain)
+    before = copies(seats)
+    with unchanged(model), torch.no_grad():
+        loss = cut(model, Plan.at(layers), 0).run(loss_of, batch, seed=SEED)
+        after = copies(seats)
     plan = Plan.at(layers, range(1, len(layers)))
-    with torch.no_grad():
-        with unchanged(model):
-            loss = cut(model, Plan.at(layers), 0).run(loss_of, batch, seed=SEED)
-        result: Any = ()
-        with unchanged(model):
-            for number in range(len(layers)):
-                result = cut(model, plan, number).run(loss_of, batch, result, seed=SEED)
+    wrong: list[set[str]] = []
+    result: Any = ()
+    for number in range(len(layers)):
+        with unchanged(model), torch.no_grad():
+            result = cut(model, plan, number).run(loss_of, batch, result, seed=SEED)
+            wrong.append(differing(after, copies(seats), near=1e-4))
     _check_loss(loss, result)
-    return layers
+    first = 0 if layers[0].module is None else 1
+    touching = {
+        name: {min(max(crossings.place_of(event) - first, 0), len(layers) - 1) for event in events}
+        for name, events in watch.touches.at.items()
+    }
+    return tuple(_with_buffers(layers, differing(before, after), touching, wrong))
+
+
+def _with_buffers(
+    layers: Sequence[Layer], changed: set[str], touching: dict[str, set[int]], wrong: Sequence[set[str]]
+) -> Iterator[Layer]:
+    """`touching`: which layers touch a buffer. `wrong`: of each layer, the buffers that it does not leave right."""
+    for name in sorted(changed):
+        right = [layer.name for layer, each in zip(layers, wrong, strict=True) if name not in each]
+        if len(right) < len(layers):
+            insist_on_one(name, [layers[number].name for number in sorted(touching[name])], right)
+            wrong = [each if number in touching[name] else each | {name} for number, each in enumerate(wrong)]
+    for layer, each in zip(layers, wrong, strict=True):
+        yield replace(layer, buffers=tuple(sorted(changed - each)))
 
 
 def _check_loss(whole: Any, staged: Any) -> None:
@@ -56,8 +81,7 @@ def _told(tensor: Tensor) -> str:
     return f"{tensor.item():.6g}" if tensor.numel() == 1 else f"{tensor.numel()} numbers"
 
 
-def _layers(model: nn.Module, chain: Chain, watch: Watch) -> Iterator[Layer]:
-    crossings = Crossings(watch)
+def _layers(model: nn.Module, chain: Chain, watch: Watch, crossings: Crossings) -> Iterator[Layer]:
     used = _parts(model, chain, watch, crossings)
     listed = set().union(*used)
     idle = {name for name, part in chain.parts.items() if name not in listed and parameters_of(part)}

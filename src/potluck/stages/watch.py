@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map
 from potluck.errors import ConfigError
 from potluck.stages.between import Ear, Inputs
 from potluck.stages.chain import Chain
+from potluck.stages.changes import Touches, buffers_outside
 from potluck.stages.forms import all_tensors, arguments, describe, has_form, tensors_in
 from potluck.stages.plan import Form
 from potluck.stages.seats import generators_of, seed_of
@@ -61,6 +62,7 @@ class Watch:
         """Those arguments of the first link that were computed."""
         self.opened: tuple[set[Mark], set[int]] = (set(), set())
         """What they were made from."""
+        self.touches = Touches(buffers_outside(model, chain))
         self._is_inside = self._is_open = False
         self._ear = Ear(self._on_operation)
         self._leaves: dict[int, Mark] = {}
@@ -87,6 +89,7 @@ class Watch:
                 self.sow(0)
                 with self._ear:
                     result = loss_of(self._model, batch)
+                self._touch(())
                 self._end(result)
             finally:
                 for parameter in parameters:
@@ -119,6 +122,7 @@ class Watch:
                     f"Layer {name} runs out of turn: the layers of a model that is cut into stages run once each, in"
                     " the order in which the model has them."
                 )
+            self._touch((args, kwargs))
             self._is_inside = True
             if place == 1:
                 given = arguments(args, kwargs)
@@ -145,12 +149,14 @@ class Watch:
                     " layer has its parameters in itself."
                 )
             self.met.append((len(self.events), name))
+            self._touch((args, list(module.buffers())))
             self._is_inside = True
 
         return meet
 
     def _part(self, name: str) -> Callable[..., Any]:
         def finish(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+            self._touch(())
             if self._is_open and has_form(output):
                 output = self._record(name, output)
             self._is_inside = False  # not before: severing is no operation of the model's
@@ -159,9 +165,15 @@ class Watch:
         return finish
 
     def _on_operation(self, name: str, inputs: Inputs, output: Any) -> Any:
-        if self._is_inside or not self._is_open or not has_form(output):
+        if self._is_inside:
             return output
-        return self._record(name, output)
+        self._touch(inputs)
+        return self._record(name, output) if self._is_open and has_form(output) else output
+
+    def _touch(self, inputs: Any) -> None:
+        with self._ear.closed():
+            self.touches.hear(len(self.events), inputs)
+            self.touches.look(len(self.events))
 
     def _record(self, name: str, output: Any, *, is_layer: bool = False) -> Any:
         form = describe(output, f"What layer {name} gives")

@@ -124,6 +124,23 @@ class _Writer:
     group: None = None
 
 
+class BufferRun(Run):
+    """A buffer, looked up each time: `self.average = ...` in a forward puts another tensor in its place."""
+
+    def __init__(self, module: nn.Module, key: str, span: Span) -> None:
+        self._seat = (module, key)
+        self.spans = (span,)
+
+    @property
+    def parameter(self) -> Tensor:  # type: ignore[override]
+        module, key = self._seat
+        buffer = module._buffers[key]
+        assert buffer is not None
+        if not buffer.is_contiguous():
+            buffer = module._buffers[key] = buffer.contiguous()
+        return buffer
+
+
 class HeldPart(Sharded):
     """A worker's stages as its part of a model that is split."""
 
@@ -154,7 +171,12 @@ class HeldPart(Sharded):
         split = self._inner.split if self._inner is not None else {}
         for name, tensor in held_in(self.model):
             if tensor.numel() and name not in split:
-                yield Run(tensor, (Span(name, tuple(tensor.shape), 0, tensor.numel()),))  # type: ignore[arg-type]
+                span = Span(name, tuple(tensor.shape), 0, tensor.numel())
+                path, _, key = name.rpartition(".")
+                if isinstance(tensor, nn.Parameter):
+                    yield Run(tensor, (span,))
+                else:
+                    yield BufferRun(self.model.get_submodule(path), key, span)
 
     def tied(self) -> dict[str, str]:
         return self._tied
