@@ -9,14 +9,14 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import potluck
-from potluck import FullShard, HybridShard, NoShard, Pipeline, Stages
+from potluck import DataStore, Direct, FullShard, HybridShard, NoShard, Pipeline, ShardGradOp, Stages
 from potluck.events import StepDone
 from potluck.train import drafts, shelf
 from potluck.train.export import write_plain
 from tests.gathered import gathered
 from tests.ranks import run_ranks
 
-ROWS, LENGTH, WIDTH, STEPS = 8, 5, 6, 3  # each batch has all rows, so the judge need not know their order
+ROWS, LENGTH, WIDTH, STEPS = 8, 5, 6, 4  # each batch has all rows, so the judge need not know their order
 
 
 class Block(nn.Module):
@@ -47,7 +47,104 @@ class Table(nn.Module):
         return self.leave(x) * (self.gain if self.gain.dim() == 0 else 1.0)  # type: ignore[no-any-return]
 
 
-MODELS: dict[str, Any] = {"table": lambda: Table(scalar=False), "scalar": lambda: Table(scalar=True)}
+class Inner(nn.Module):
+    """Of a pre-norm transformer: the residual is the model's to add. A bias of keys would have a gradient of 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.one, self.other = nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        q, k, v = self.one(self.norm(x)).chunk(3, -1)
+        return self.other(torch.softmax(q @ k.transpose(1, 2) + mask, -1) @ v)  # type: ignore[no-any-return]
+
+
+class Residual(nn.Module):
+    """x = x + block(x), scaled; a mask and positions made once, a table of the model's own, tied embeddings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, WIDTH)
+        self.positions = nn.Parameter(torch.randn(LENGTH, WIDTH))
+        self.blocks = nn.ModuleList(Inner() for _ in range(4))
+        self.scales = nn.ParameterList(nn.Parameter(torch.rand(WIDTH)) for _ in range(4))
+        self.drop = nn.Dropout(0.0)
+        self.last = nn.LayerNorm(WIDTH)
+        self.register_buffer("hidden", torch.full((LENGTH, LENGTH), -torch.inf).triu(1))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        length = rows.shape[1]
+        x = self.drop(self.embed(rows) + self.positions[:length])
+        for block, scale in zip(self.blocks, self.scales, strict=True):
+            x = x + self.drop(block(x, self.hidden[:length, :length])) * scale
+        return self.last(x) @ self.embed.weight.T
+
+
+class Flat(nn.Module):
+    """x = x + attention(norm(x)); x = x + step(norm(x)), over lists of parts, and a sum that layers add to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, WIDTH)
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(6))
+        self.attentions = nn.ModuleList(Inner() for _ in range(3))
+        self.steps = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 40), nn.Tanh(), nn.Linear(40, WIDTH)) for _ in range(3)
+        )
+        self.leave = nn.Linear(WIDTH, 1)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        x = self.embed(rows)
+        mask = x.new_zeros(rows.shape[1], rows.shape[1])
+        sizes = 0.0
+        for number in range(3):
+            x = x + self.attentions[number](self.norms[2 * number](x), mask)
+            given = self.steps[number](self.norms[2 * number + 1](x))
+            sizes = sizes + given.square().mean(-1, keepdim=True)
+            x = x + given
+        return self.leave(x) + sizes  # type: ignore[no-any-return]
+
+
+class Kept(Residual):
+    """Buffers that the model's own forward changes: before its layers, between them, after them; and of every kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("batches", torch.tensor(0))
+        self.register_buffer("start", torch.zeros(WIDTH))
+        self.register_buffer("middle", torch.zeros(WIDTH))
+        self.register_buffer("center", torch.zeros(WIDTH))
+        self.register_buffer("best", torch.tensor(-torch.inf))
+        self.register_buffer("odd", torch.tensor([True, False]))
+        self.register_buffer("ends", torch.tensor(1 << 53))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        x = self.embed(rows) + self.positions * (1 + 0.1 * self.batches)
+        if self.training:
+            self.batches += 1
+            self.start.lerp_(x.detach().mean((0, 1)), 0.1)
+        for number, block in enumerate(self.blocks):
+            x = x + block(x, self.hidden)
+            if number == 1 and self.training:
+                self.middle = 0.9 * self.middle + x.detach().mean((0, 1))
+        x = self.last(x - self.center)
+        if self.training:
+            with torch.no_grad():
+                self.center.lerp_(x.mean((0, 1)), 0.1)
+                self.best = torch.maximum(self.best, x.max())
+                self.odd.logical_not_()
+                self.ends += 1
+        return x @ self.embed.weight.T
+
+
+MODELS: dict[str, Any] = {
+    "kept": Kept,
+    "table": lambda: Table(scalar=False),
+    "scalar": lambda: Table(scalar=True),
+    "residual": Residual,
+    "flat": Flat,
+}
 
 
 def make(kind: str) -> tuple[nn.Module, torch.optim.Optimizer, Tensor]:
@@ -133,3 +230,60 @@ def test_split_stages_train_the_models_own_parameters_wherever_it_is_cut(strateg
 def test_a_parameter_without_a_dimension_goes_with_stages(tmp_path: Path) -> None:
     found = run_ranks(2, train, "scalar", in_two(2), NoShard(), str(tmp_path))
     assert_like_plain(found, "scalar", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "protocol", "strategy", "world"),
+    [
+        ("residual", Pipeline(micro_batch_size=2), NoShard(), 2),
+        ("residual", Pipeline(micro_batch_size=2, schedule="zero-bubble"), NoShard(), 3),
+        ("residual", Pipeline(micro_batch_size=2, schedule="interleaved"), NoShard(), 2),
+        ("residual", Stages(protocol=Pipeline(micro_batch_size=2), cuts=(1, 3, 5)), NoShard(), 4),
+        ("residual", Stages(protocol=Pipeline(micro_batch_size=2), count=2), HybridShard(intra_node_size=2), 4),
+        ("residual", in_two(1), FullShard(), 4),
+        ("flat", Direct(), NoShard(), 3),
+        ("flat", "store", NoShard(), 2),
+        ("flat", in_two(2), FullShard(), 4),
+        ("flat", in_two(3), ShardGradOp(), 4),
+    ],
+    ids=lambda value: type(value).__name__ if not isinstance(value, int | str) else str(value),
+)
+def test_residuals_in_the_models_own_forward_are_cut_too(
+    kind: str, protocol: Any, strategy: Any, world: int, tmp_path: Path
+) -> None:
+    stages = DataStore(url=(tmp_path / "store").as_uri(), micro_batch_size=4) if protocol == "store" else protocol
+    assert_like_plain(run_ranks(world, train, kind, stages, strategy), kind)
+
+
+@pytest.mark.parametrize("kind", ["residual", "flat"])
+def test_a_checkpoint_of_a_model_with_residuals_loads_anywhere(kind: str, tmp_path: Path) -> None:
+    """One run that changes its workers, its cut and its strategy at every step."""
+    setups: list[tuple[int, Any, Any]] = [
+        (3, Pipeline(micro_batch_size=2), NoShard()),
+        (1, None, NoShard()),
+        (2, None, FullShard()),
+        (2, Pipeline(micro_batch_size=2, schedule="interleaved"), NoShard()),
+    ]
+    for step, (world, stages, strategy) in enumerate(setups, start=STEPS - len(setups) + 1):
+        found = run_ranks(world, train, kind, stages, strategy, str(tmp_path), step)
+    assert_like_plain(found, kind, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("stages", "strategy", "world"),
+    [
+        (Stages(protocol=Direct(), cuts=(1, 3, 5)), NoShard(), 4),
+        (Pipeline(micro_batch_size=ROWS, schedule="interleaved"), NoShard(), 2),
+        ("store", NoShard(), 2),
+        (in_two(3, Direct()), FullShard(), 2),
+    ],
+    ids=lambda value: type(value).__name__ if not isinstance(value, int | str) else str(value),
+)
+def test_buffers_that_the_models_own_forward_changes_are_saved(
+    stages: Any, strategy: Any, world: int, tmp_path: Path
+) -> None:
+    if stages == "store":
+        stages = DataStore(url=(tmp_path / "store").as_uri())
+    run_ranks(world, train, "kept", stages, strategy, str(tmp_path), 2)
+    found = run_ranks(world, train, "kept", stages if stages != "store" else None, strategy, str(tmp_path))
+    assert_like_plain(found, "kept", tmp_path)

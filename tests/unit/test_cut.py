@@ -162,6 +162,81 @@ def from_the_start() -> Case:
     return FromTheStart(), squares, tokens
 
 
+class Attention(nn.Module):
+    """Gives two things, of which the model takes one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor | None]:
+        return self.heads(x, x, x, attn_mask=mask)  # type: ignore[no-any-return]
+
+
+class Flat(nn.Module):
+    """As many write it: lists of parts, residuals in the model's own forward, a mask made once, learnt scales."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(32, 8), nn.Embedding(8, 8)
+        self.norms_1 = nn.ModuleList(nn.LayerNorm(8) for _ in range(3))
+        self.attentions = nn.ModuleList(Attention() for _ in range(3))
+        self.norms_2 = nn.ModuleList(nn.LayerNorm(8) for _ in range(3))
+        self.steps = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 40), nn.GELU(), nn.Dropout(0.2), nn.Linear(40, 8)) for _ in range(3)
+        )
+        self.scales = nn.ParameterList(nn.Parameter(torch.rand(8)) for _ in range(3))
+        self.last = nn.LayerNorm(8)
+        self.register_buffer("hidden", torch.full((7, 7), -torch.inf).triu(1))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        length = rows.shape[1]
+        mask = self.hidden[:length, :length]
+        x = self.tokens(rows) + self.places(torch.arange(length))
+        for norm_1, attention, norm_2, step, scale in zip(
+            self.norms_1, self.attentions, self.norms_2, self.steps, self.scales, strict=True
+        ):
+            x = x + attention(norm_1(x), mask)[0]
+            x = x + scale * step(norm_2(x))
+        return self.last(x) @ self.tokens.weight.T
+
+
+def flat() -> Case:
+    return Flat(), squares, tokens
+
+
+class Residual(nn.Module):
+    """Residuals of every kind: in place, scaled, of another width, through a module, and a loss that layers add to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(6, 6)
+        self.layers = nn.ModuleList([Pair(), Pair(), Pair(), Pair()])
+        self.wider = nn.Linear(6, 6)
+        self.norm = nn.LayerNorm(6)
+        self.leave = nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        x += 1
+        side, aside = torch.zeros_like(x), x.new_zeros(())
+        for number, layer in enumerate(self.layers):
+            given, side, loss, _ = layer(x, side=side, scale=0.5)
+            aside = aside + loss
+            if number == 0:
+                given += x
+                x = given
+            elif number == 1:
+                x = self.wider(x) + given.transpose(0, 1).contiguous().T
+            else:
+                x = self.norm(0.5 * x + given) if number == 2 else x.add(given, alpha=0.3)
+        return self.leave(x) + 0.01 * aside
+
+
+def residual() -> Case:
+    return Residual(), squares, numbers
+
+
 def encoder() -> Case:
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)
     model = nn.ModuleDict({"embed": nn.Embedding(32, 8), "body": nn.TransformerEncoder(layer, 3)})
@@ -172,7 +247,7 @@ def encoder() -> Case:
     return model, loss_of, tokens
 
 
-CASES = [gpt, sequential, hugging_face_llama, hugging_face_gpt2, pairs, tied, from_the_start, encoder]
+CASES = [gpt, sequential, hugging_face_llama, hugging_face_gpt2, pairs, tied, from_the_start, encoder, flat, residual]
 
 
 @contextmanager
@@ -314,6 +389,51 @@ def test_between_stages_goes_what_the_next_layer_uses() -> None:
     assert outputs[3] == {"tuple": [{"tensor": 0}, {"tensor": None}, {"tensor": None}, {"value": None}]}
     assert layers[0].parts == ("enter", "unused", "dropout", "scale")
     assert layers[4].parts == ("leave", "dropout", "scale")
+
+
+def test_the_sum_travels_where_the_model_itself_adds_a_residual() -> None:
+    model, loss_of, rows = flat()
+    layers = survey(model, loss_of, rows(2))
+    names = ["before", "steps.0", "steps.1", "steps.2", "after"]
+    assert [layer.name for layer in layers] == names
+    assert [[each.split("@")[0] for each in layer.operations] for layer in layers[1:4]] == [["mul", "add"]] * 3
+    assert layers[1].output == {"list": [{"tensor": None}, {"tensor": None}, {"tensor": 0}]}
+    assert layers[2].parts == ("norms_1.1", "attentions.1", "norms_2.1", "scales.1")
+    assert [layer.parts for layer in layers[4:]] == [("tokens", "last")]
+    assert Plan.from_json(Plan.at(layers, (2,)).to_json()) == Plan.at(layers, (2,))
+    stages = [cut(model, Plan.at(layers, range(1, 5)), index) for index in range(5)]
+    assert [stage.receives for stage in stages] == [0, 1, 1, 1, 1]
+    assert stages[2].ties == {}
+
+
+class WithDropout(Tied):
+    """Random numbers of the model's own, before, between and after its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.3)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        x = self.drop(self.embedding(rows))
+        for block in self.blocks:
+            x = x + F.dropout(block(self.drop(x)), 0.5, self.training)
+        return self.drop(x)
+
+
+def test_random_numbers_between_layers_do_not_depend_on_the_cut() -> None:
+    model = WithDropout()
+    layers = survey(model, squares, tokens(3))
+    for rows in (3, 5):
+        uncut = in_stages([cut(model, Plan.at(layers), 0)], squares, tokens(rows), seed=7)
+        for cuts in all_cuts(len(layers), range(2, 5)):
+            plan = Plan.at(layers, cuts)
+            stages = [cut(model, plan, index) for index in range(len(plan.stages))]
+            found = in_stages(stages, squares, tokens(rows), seed=7)
+            torch.testing.assert_close(found, uncut, rtol=0, atol=0)
+            for each in (model, *(stage.model for stage in stages)):
+                each.eval()
+            assert torch.equal(in_stages(stages, squares, tokens(rows), seed=1)[0], squares(model, tokens(rows))[0])
+            model.train()
 
 
 class WithMask(nn.Module):
@@ -488,12 +608,20 @@ class Whole(nn.Module):
         return self.inner(x)
 
 
-class WithResidualOutside(Tied):
+class WithSkip(Tied):
+    """As a U-Net does: what the first gave is used again by the last."""
+
     def forward(self, rows: Tensor) -> Tensor:
-        x = self.embedding(rows)
+        early = self.blocks[0](self.embedding(rows))
+        return self.blocks[2](self.blocks[1](early) + early) + early
+
+
+class WithAllAtTheEnd(Tied):
+    def forward(self, rows: Tensor) -> Tensor:
+        found = [self.embedding(rows)]
         for block in self.blocks:
-            x = x + block(x)
-        return x
+            found.append(block(found[-1]))
+        return torch.stack(found[1:]).sum(0)
 
 
 class WithFirstTwice(Tied):
@@ -512,6 +640,21 @@ class WithHiddenWay(Tied):
         return x
 
 
+class WithBufferFromTheEnd(Tied):
+    """What one batch leaves behind after the layers, the next one needs before them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("center", torch.zeros(8))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        x = self.embedding(rows) - self.center
+        for block in self.blocks:
+            x = x + block(x)
+        self.center = x.detach().mean((0, 1))
+        return x
+
+
 class WithForeignParameter(Tied):
     def forward(self, rows: Tensor) -> Tensor:
         x = self.embedding(rows)
@@ -525,9 +668,14 @@ class WithForeignParameter(Tied):
     [
         (nn.Linear(6, 6), "Linear cannot be cut into stages: it is no nn.Sequential"),
         (nn.Sequential(nn.Linear(6, 6)), "a single layer"),
-        (WithResidualOutside(), "add a residual within the layer"),
+        (WithSkip(), "What runs after the layers uses what layer blocks.0 gave, past the layers between them"),
+        (WithAllAtTheEnd(), "What runs after the layers uses what layer blocks.0 gave, past the layers between them"),
         (WithFirstTwice(), "runs out of turn"),
         (WithHiddenWay(), "Cut into stages the model gives another loss than whole"),
+        (
+            WithBufferFromTheEnd(),
+            "buffer center is changed and used by before and blocks.2: cut into",
+        ),
         (WithForeignParameter(), "uses blocks.1.0.bias, a parameter of layer blocks.1"),
     ],
 )
@@ -538,6 +686,30 @@ def test_a_model_that_cannot_be_cut_is_refused_with_the_reason(model: nn.Module,
         survey(model, squares, batch)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     assert frozen == [parameter.requires_grad for parameter in model.parameters()]
+
+
+class WithNoise(WithDropout):
+    """Does something else in training than in evaluation."""
+
+    def forward(self, rows: Tensor) -> Tensor:
+        x = self.embedding(rows)
+        for block in self.blocks:
+            given = block(x)
+            if self.training:
+                self.drop(x)  # what nobody uses does not matter
+                given = given * 2.0
+            x = x + given
+        return x
+
+
+def test_a_model_that_does_something_else_between_its_layers_is_refused_with_what_it_does() -> None:
+    model = WithNoise()
+    plan = Plan.at(survey(model, squares, tokens(3)), (2,))
+    stage = cut(model, plan, 0)
+    assert len(stage.run(squares, tokens(3))) == 1
+    stage.model.eval()
+    with pytest.raises(ConfigError, match=r"After layer blocks.0 the next layer runs, without mul@forward"):
+        stage.run(squares, tokens(3))
 
 
 def test_a_stage_says_what_is_wrong_with_how_it_is_used() -> None:

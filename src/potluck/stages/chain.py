@@ -14,7 +14,7 @@ class Chain:
     modules: dict[str, nn.Module]
     """The links of the chain by name, in order."""
     holders: dict[str, nn.Module]
-    """The modules that hold them, from the model itself (named "") down."""
+    """The modules that hold them, from the model itself (named "") down, and lists of parts."""
     parts: dict[str, nn.Module | nn.Parameter]
     """What else the holders hold: other modules, and parameters of their own."""
 
@@ -57,12 +57,19 @@ def chain_of(model: nn.Module, names: list[str]) -> Chain:
         raise ConfigError("A layer that is in the chain twice cannot be cut from itself. Give each place its own.")
     if both := modules.keys() & holders.keys():
         raise ConfigError(f"The plan has {min(both)} both as a layer and as what holds layers.")
-    inside = {id(module) for module in (*modules.values(), *holders.values())}
     parts: dict[str, nn.Module | nn.Parameter] = {}
-    for path, holder in holders.items():
+    links = {id(module) for module in modules.values()}
+    waiting = list(holders.items())
+    for path, holder in waiting:  # grows by those found on the way
         for name, one in (*holder._modules.items(), *holder._parameters.items()):
-            if one is not None and id(one) not in inside:
-                parts[f"{path}.{name}" if path else name] = one
+            where = f"{path}.{name}" if path else name
+            if one is None or id(one) in links or where in holders:
+                continue
+            if isinstance(one, nn.Module) and type(one).forward is nn.Module.forward:
+                holders[where] = one  # a list or a table of parts, each of which is used by itself
+                waiting.append((where, one))
+            else:
+                parts[where] = one
     return Chain(modules, holders, parts)
 
 

@@ -7,7 +7,7 @@ layers (masks, tables, positions) is done on every stage, and nothing has to be 
 """
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,16 +15,20 @@ import torch
 from torch import nn
 
 from potluck.errors import ConfigError
+from potluck.stages.between import Crossing, Way
 from potluck.stages.chain import Chain, chain_of, parameters_of
+from potluck.stages.changes import left_alone
 from potluck.stages.plan import Layer, Plan, count_sent
 from potluck.stages.seats import (
     AbsentLayer,
     AbsentPart,
     Activation,
+    Booth,
     Pass,
     Reached,
     Seat,
     StandIn,
+    hollow,
     left,
     seated,
     shallow,
@@ -48,6 +52,8 @@ class Stage:
     """Its parameters that other stages use too, by name, and all stages that do: their gradients are to be added."""
     receives: int
     """How many tensors the stage before sends."""
+    foreign: set[str]
+    """Buffers that another stage has to itself: a run leaves them alone."""
     _now: "Pass" = field(repr=False)
 
     @property
@@ -72,7 +78,7 @@ class Stage:
                 f" {len(given)}."
             )
         try:
-            with self._now.begin(given, seed, self._device(given)):
+            with left_alone(self.model, self.foreign), self._now.begin(given, seed, self._device(given)):
                 result = loss_of(self.model, batch)
         except Reached as reached:
             if reached.by is not self._now:
@@ -101,7 +107,7 @@ def cut(model: nn.Module, plan: Plan, index: int) -> Stage:
         raise ConfigError(f"The plan has stages 0 to {len(plan.stages) - 1}, and no stage {index}.")
     chain = chain_of(model, [layer.module for layer in plan.layers if layer.module is not None])
     _check(model, plan, chain)
-    now = Pass()
+    now = Pass(hears=any(layer.operations for layer in plan.layers))
     own = plan.layers[plan.stages[index].start : plan.stages[index].stop]
     used = {id(parameter) for layer in own for parameter in _used(chain, layer)}
     replaced: dict[int, nn.Module] = {}
@@ -111,22 +117,23 @@ def cut(model: nn.Module, plan: Plan, index: int) -> Stage:
         if name not in kept and isinstance(part, nn.Module):
             if isinstance(part, nn.modules.dropout._DropoutNd):
                 replaced[id(part)] = nn.Identity()
-            elif part.state_dict():
+            elif parameters_of(part):
                 replaced[id(part)] = AbsentPart(part, now, name)
     for original in (*chain.modules.values(), *(part for part in chain.parts.values() if isinstance(part, nn.Module))):
         if isinstance(stand_in := replaced.get(id(original)), StandIn):
             _hang(stand_in, original, used)
+    if now.hears:
+        _place_parts(chain, now, replaced)
     for path, holder in chain.holders.items():
-        replaced[id(holder)] = _hollow(holder, path, kept, used)
+        replaced[id(holder)] = _hollow(holder, path, now, kept, used)
     for holder in chain.holders.values():
         copy = replaced[id(holder)]
         copy._modules = {
             name: None if child is None else replaced.get(id(child), child) for name, child in copy._modules.items()
         }
     own_model = replaced[id(model)]
+    own_model.__class__ = left(type(own_model))
     if index < len(plan.stages) - 1:
-        own_model.__class__ = left(type(model))
-        own_model.__dict__["_now"] = now
         own_model._forward_hooks.clear()  # the whole model's, which wait for what the whole forward gives
     first = plan.stages[index].start
     return Stage(
@@ -136,8 +143,19 @@ def cut(model: nn.Module, plan: Plan, index: int) -> Stage:
         blocks=blocks,
         ties={name: stages for name, stages in owners(model, plan).items() if len(stages) > 1 and index in stages},
         receives=count_sent(plan.layers[first - 1].output or {"value": None}) if first else 0,
+        foreign={name for layer in plan.layers for name in layer.buffers}.difference(*(layer.buffers for layer in own)),
         _now=now,
     )
+
+
+def foreign_to_all(stages: Sequence[Stage]) -> set[str]:
+    """Buffers that no stage of a worker has. What several would change alike, the first has to itself."""
+    taken: set[str] = set()
+    for stage in stages:
+        changed = {name for layer in stage.plan.layers for name in layer.buffers}
+        stage.foreign.update(taken)
+        taken |= changed - stage.foreign
+    return set.intersection(*(stage.foreign for stage in stages))
 
 
 def owners(model: nn.Module, plan: Plan) -> dict[str, tuple[int, ...]]:
@@ -185,47 +203,62 @@ def _place_layers(plan: Plan, index: int, chain: Chain, now: Pass, replaced: dic
     """Gives every link of the chain its own seat or a stand-in, and returns those with a seat."""
     own = plan.stages[index]
     links = [number for number, layer in enumerate(plan.layers) if layer.module is not None]
-    opening = plan.layers[0].output if links[0] == 1 else None  # what "before" gives to the first link
+    before = plan.layers[0] if links[0] == 1 else None
+    opening = before.output if before is not None and not before.operations else None  # arguments of the first link
+    if before is not None and before.operations and own.start <= 1:
+        now.opening = _crossing(plan, index, 0, 2 * len(links) + 1)
     blocks = []
     for place, number in enumerate(links, start=1):
         layer = plan.layers[number]
         assert layer.module is not None
         module = chain.modules[layer.module]
-        is_end = number == links[-1]
+        # Place 0 is what runs before the chain, then come its links, what follows it, and what follows each link.
+        crossing = _crossing(plan, index, number, place + 1 if number == links[-1] else len(links) + 1 + place)
         if number in own:
+            takes = opening if number == own.start == 1 else None
             layer_here = shallow(module, seated(type(module)))
-            layer_here.__dict__["_seat"] = Seat(
-                now=now,
-                place=place,
-                takes=opening if number == own.start == 1 else None,
-                gives=layer.output if number == own.stop - 1 and index < len(plan.stages) - 1 else None,
-                is_end=is_end,
-            )
+            layer_here.__dict__["_seat"] = Seat(now=now, place=place, takes=takes, crossing=crossing)
             blocks.append(layer_here)
             replaced[id(module)] = layer_here
         else:
             replaced[id(module)] = AbsentLayer(
                 module,
                 now,
-                output=layer.output if number < own.start else None,
-                is_door=number == own.start - 1,
+                output=crossing.forms[0] if number < own.start else None,
+                crossing=crossing if number == own.start - 1 else None,
                 leaves=opening if number == own.stop == 1 else None,
-                ends_at=place + 1 if is_end else 0,
             )
     return blocks
 
 
-def _hollow(holder: nn.Module, path: str, kept: set[str], used: set[int]) -> nn.Module:
+def _crossing(plan: Plan, index: int, number: int, place: int) -> Crossing:
+    """The end of a layer, as it is for this stage."""
+    own = plan.stages[index]
+    is_exit = number == own.stop - 1 and index < len(plan.stages) - 1
+    is_last = all(layer.module is None for layer in plan.layers[number + 1 :])
+    way: Way = "in" if number == own.start - 1 else "out" if is_exit else "through"
+    return Crossing.after(plan.layers[number], way, place, is_last=is_last)
+
+
+def _place_parts(chain: Chain, now: Pass, replaced: dict[int, nn.Module]) -> None:
+    """What each module around the chain does counts as one operation, whoever stands in for it."""
+    for name, part in chain.parts.items():
+        if isinstance(part, nn.Module) and not isinstance(getattr(replaced.get(id(part)), "_seat", None), Booth):
+            here = replaced.get(id(part), part)
+            replaced[id(part)] = shallow(here, seated(type(here)))
+            replaced[id(part)].__dict__["_seat"] = Booth(now, name)
+
+
+def _hollow(holder: nn.Module, path: str, now: Pass, kept: set[str], used: set[int]) -> nn.Module:
     """A copy without those of its own parameters that the stage does not use; zeros are in their place."""
-    copy = shallow(holder, type(holder))
-    copy._buffers = dict(holder._buffers)
-    copy._parameters = dict(holder._parameters)
-    copy._non_persistent_buffers_set = set(holder._non_persistent_buffers_set)
-    for name, parameter in holder._parameters.items():
-        full = f"{path}.{name}" if path else name
-        if parameter is not None and full not in kept and id(parameter) not in used:
-            del copy._parameters[name]
-            copy.register_buffer(name, torch.zeros_like(parameter, requires_grad=False), persistent=False)
+    copy = shallow(holder, hollow(type(holder)))
+    absent = {
+        name: torch.empty_like(parameter, device="meta", requires_grad=False)
+        for name, parameter in holder._parameters.items()
+        if parameter is not None and (f"{path}.{name}" if path else name) not in kept and id(parameter) not in used
+    }
+    copy._parameters = {name: one for name, one in holder._parameters.items() if name not in absent}
+    copy.__dict__ |= {"_now": now, "_absent": absent}
     return copy
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from potluck.errors import ConfigError
 from potluck.stages.plan import Form
@@ -17,6 +18,8 @@ def describe(value: Any, what: str) -> Form:
 
     def visit(value: Any) -> Form:
         if isinstance(value, Tensor):
+            if value.is_complex():
+                raise ConfigError(f"{what} is complex. Between stages go real tensors: use torch.view_as_real().")
             return {"tensor": next(numbers)}
         if type(value) in (tuple, list):
             return {type(value).__name__: [visit(one) for one in value]}
@@ -31,9 +34,22 @@ def describe(value: Any, what: str) -> Form:
     return visit(value)
 
 
-def narrow(form: Form, sent: set[int]) -> Form:
-    """The same with only some tensors sent, which are numbered anew."""
-    places = {number: place for place, number in enumerate(sorted(sent))}
+def has_form(value: Any) -> bool:
+    """Whether it holds real numbers that can go from one stage to another."""
+    if isinstance(value, Tensor):
+        return value.is_floating_point()
+    if type(value) not in (tuple, list, dict) or not any(one.is_floating_point() for one in tensors_in(value)):
+        return False
+    try:
+        describe(value, "")
+    except ConfigError:
+        return False
+    return True
+
+
+def narrow(form: Form, sent: set[int], first: int = 0) -> Form:
+    """The same with only some tensors sent, which are numbered anew, from `first` on."""
+    places = {number: place for place, number in enumerate(sorted(sent), start=first)}
 
     def visit(form: Form) -> Form:
         [(kind, inner)] = form.items()
@@ -55,6 +71,13 @@ def tensors_in(value: Any) -> list[Tensor]:
     if isinstance(value, dict):
         return [tensor for one in value.values() for tensor in tensors_in(one)]
     return []
+
+
+def all_tensors(value: Any) -> list[Tensor]:
+    """Also in whatever else torch knows to take apart, such as what models of Hugging Face return."""
+    found: list[Tensor] = []
+    tree_map(lambda one: found.append(one) if isinstance(one, Tensor) else None, value)
+    return found
 
 
 def pick(form: Form, value: Any, what: str) -> list[Tensor]:
@@ -88,6 +111,21 @@ def fill(form: Form, tensors: Sequence[Tensor]) -> Any:
         case "dict":
             return {key: fill(one, tensors) for key, one in inner.items()}
     return inner
+
+
+def put(form: Form, value: Any, tensors: Sequence[Tensor]) -> Any:
+    """The value with those of its tensors that are sent in the place of its own."""
+    [(kind, inner)] = form.items()
+    match kind:
+        case "tensor":
+            return value if inner is None else tensors[inner]
+        case "tuple":
+            return tuple(put(one, part, tensors) for one, part in zip(inner, value, strict=True))
+        case "list":
+            return [put(one, part, tensors) for one, part in zip(inner, value, strict=True)]
+        case "dict":
+            return value | {key: put(one, value[key], tensors) for key, one in inner.items()}
+    return value
 
 
 def arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

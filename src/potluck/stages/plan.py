@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from potluck.errors import ConfigError
 from potluck.words import plural
 
-FORMAT = 1
+FORMAT = 2
 """Of a plan as JSON."""
 
 Form = dict[str, Any]
@@ -32,6 +32,11 @@ class Layer:
     """Modules and parameters outside of the chain that it uses, by name."""
     output: Form | None = None
     """What it hands to the next one. Of "before": those arguments of the first block that come from it, by name."""
+    operations: tuple[str, ...] = ()
+    """Those of the model's own forward that follow it and belong to it, such as the sum of `x = x + block(x)`. With
+    some, `output` is a list: what the module gives, and what each of them does."""
+    buffers: tuple[str, ...] = ()
+    """Those outside of the chain that a forward changes, and that it leaves as the whole model would."""
     seconds: float = 0.0
     """Forward and backward of the rows that were measured."""
     parameters: int = 0
@@ -148,7 +153,9 @@ def check_layers(layers: Sequence[Layer]) -> None:
             count_sent(layer.output)
         elif layer is not layers[-1]:
             raise ConfigError(f"The plan does not say what layer {layer.name} hands to the next one.")
-    if layers[0].module is None and "dict" not in (layers[0].output or {}):
+        if layer.operations and len((layer.output or {}).get("list", ())) != 1 + len(layer.operations):
+            raise ConfigError(f"The plan does not say what each operation of layer {layer.name} hands to the next one.")
+    if layers[0].module is None and not layers[0].operations and "dict" not in (layers[0].output or {}):
         raise ConfigError(f"What {names[0]} hands on has to be a dict of arguments.")
 
 
@@ -182,6 +189,7 @@ def count_sent(form: Form) -> int:
     return len(numbers)
 
 
+_NAMES = ("parts", "operations", "buffers")
 _COUNTS = ("parameters", "trained", "sent_bytes", "kept_bytes")
 
 
@@ -190,8 +198,9 @@ def _layer_from_json(data: Any) -> Layer:
     name, seconds = data["name"], data["seconds"]
     if not isinstance(name, str) or not name or not isinstance(data["module"], str | None):
         raise ConfigError(f"A layer and its module have names, not {name!r} and {data['module']!r}.")
-    if not isinstance(data["parts"], list) or not all(isinstance(part, str) for part in data["parts"]):
-        raise ConfigError(f"The parts of layer {name} are not a list of names.")
+    for key in _NAMES:
+        if not isinstance(data[key], list) or not all(isinstance(each, str) for each in data[key]):
+            raise ConfigError(f"The {key} of layer {name} are not a list of names.")
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds < float("inf"):
         raise ConfigError(f"Layer {name} cannot take {seconds!r} seconds.")
     for count in _COUNTS:
@@ -199,7 +208,7 @@ def _layer_from_json(data: Any) -> Layer:
             raise ConfigError(f"{count} of layer {name} is a whole number from 0 on, not {data[count]!r}.")
     if data["trained"] > data["parameters"]:
         raise ConfigError(f"Layer {name} trains {data['trained']} of {data['parameters']} parameters.")
-    return Layer(**data | {"parts": tuple(data["parts"])})
+    return Layer(**data | {key: tuple(data[key]) for key in _NAMES})
 
 
 def _expect_fields(data: object, known: set[str], what: str) -> None:

@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from potluck.stages.cut import LossOf, Stage, cut
+from potluck.stages.forms import all_tensors
 from potluck.stages.plan import Layer, Plan, table, tell_bytes
 from potluck.stages.seats import Activation
-from potluck.stages.survey import SEED, all_tensors, survey, unchanged
+from potluck.stages.survey import survey, unchanged
+from potluck.stages.watch import SEED
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ A layer in its seat is called as it always was, and knows where its stage begins
 import functools
 import hashlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from potluck.errors import ConfigError
-from potluck.stages.forms import arguments, fill, pick, tensors_in, with_arguments
+from potluck.stages.between import Crossing, Ear, Inputs
+from potluck.stages.forms import arguments, fill, has_form, pick, put, tensors_in, with_arguments
 from potluck.stages.plan import Form
 
 Activation = tuple[Tensor, ...]
@@ -46,7 +47,19 @@ class Pass:
     on_enter: Callable[[], None] | None = None
     """Called as soon as the stage's own work begins."""
 
-    def __init__(self) -> None:
+    opening: Crossing | None = None
+    """The end of what runs before the chain, if that is behind an operation."""
+
+    def __init__(self, *, hears: bool = False) -> None:
+        """`hears`: whether some layer ends behind an operation of the model's own."""
+        self.hears = hears
+        self.ear = Ear(self.on_operation)
+        self._crossing: Crossing | None = None
+        self._done = 0
+        """How many operations of it."""
+        self._received: Activation = ()
+        self._picked: list[Tensor] = []
+        self._leaving: Activation | None = None
         self._given: Activation = ()
         self._seed: int | None = None
         self._generators: list[torch.Generator] = []
@@ -59,13 +72,16 @@ class Pass:
         self._generators = generators_of(device) if seed is not None else []
         states = [generator.get_state() for generator in self._generators]
         self.is_running, self.has_entered, self.is_left = True, False, False
+        self._crossing = self._leaving = None
         if not given:
             self._enter()
         self.sow(0)
         try:
-            yield
+            with self.ear if self.hears else nullcontext():
+                yield
         finally:
-            self.is_running, self._given = False, ()
+            self.is_running, self._leaving = False, None
+            self._given, self._received, self._picked = (), (), []
             for generator, state in zip(self._generators, states, strict=True):
                 generator.set_state(state)
 
@@ -73,6 +89,51 @@ class Pass:
         """What was received, for the first of the stage's own layers."""
         self._enter()
         return tuple(_Enter.apply(tensor) if tensor.requires_grad else tensor for tensor in self._given)  # type: ignore[no-untyped-call]
+
+    def cross(self, crossing: Crossing, output: Any) -> Any:
+        """A layer has given its output, with which the model's forward continues, or the stage ends."""
+        self._received = self.take() if crossing.way == "in" else ()
+        self._crossing, self._done, self._picked = crossing, 0, []
+        return self._hand_on(crossing, output)
+
+    def on_operation(self, name: str, inputs: Inputs, output: Any) -> Any:
+        """Of the model's own forward, or a module outside of its layers."""
+        crossing = self._crossing
+        if crossing is None or name != crossing.operations[self._done] or not has_form(output):
+            return output
+        self._done += 1
+        return self._hand_on(crossing, output)
+
+    def _leave(self, crossing: Crossing) -> None:
+        """At once, or when the next layer begins: until then the model may change buffers, which both stages have."""
+        self._leaving = tuple(self._picked)
+        if crossing.is_last or not crossing.operations:
+            raise Reached(self, self._leaving)
+
+    def insist_on_arrival(self) -> None:
+        """The next layer begins."""
+        if self._leaving is not None:
+            raise Reached(self, self._leaving)
+        if (crossing := self._crossing) is not None:
+            raise ConfigError(
+                f"After layer {crossing.layer} the next layer runs, without {crossing.operations[self._done]} between"
+                " them, which was there when the model was surveyed. A model that is cut into stages makes what goes"
+                " from layer to layer alike in every batch, in training and in evaluation: put what differs into a"
+                " layer."
+            )
+
+    def _hand_on(self, crossing: Crossing, output: Any) -> Any:
+        form = crossing.forms[self._done]
+        if crossing.way == "in":
+            output = put(form, output, self._received)
+        elif crossing.way == "out":
+            self._picked += pick(form, output, f"What follows layer {crossing.layer}")
+        if self._done == len(crossing.operations):
+            self._crossing = None
+            if crossing.way == "out":
+                self._leave(crossing)
+            self.sow(crossing.place)
+        return output
 
     def sow(self, place: int) -> None:
         if self._seed is not None:
@@ -115,27 +176,31 @@ class Seat:
     place: int
     takes: Form | None
     """Its arguments that are received."""
-    gives: Form | None
-    """What it hands to the next stage, where it is the last of this one."""
-    is_end: bool
-    """Whether what follows it is not of the chain."""
+    crossing: Crossing
 
     def run(self, layer: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.now.is_running:
             return layer(*args, **kwargs)
+        self.now.insist_on_arrival()
         if self.takes is not None:
             args, kwargs = with_arguments(args, kwargs, fill(self.takes, self.now.take()))
         self.now.sow(self.place)
-        output = layer(*args, **kwargs)
-        if self.gives is not None:
-            raise Reached(self.now, tuple(pick(self.gives, output, "A layer's output")))
-        if self.is_end:
-            self.now.sow(self.place + 1)
-        return output
+        with self.now.ear.closed():
+            output = layer(*args, **kwargs)
+        return self.now.cross(self.crossing, output)
 
 
-_SEATED: dict[type[nn.Module], type[nn.Module]] = {}
-"""One class for all layers of a class, so that they stay alike."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Booth:
+    """The place of a module around the chain: to whoever hears what the model does, it is one operation."""
+
+    now: Pass
+    name: str
+
+    def run(self, part: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with self.now.ear.closed():
+            output = part(*args, **kwargs)
+        return self.now.on_operation(self.name, (args, kwargs), output) if self.now.is_running else output
 
 
 def seated(kind: type[nn.Module]) -> type[nn.Module]:
@@ -144,13 +209,23 @@ def seated(kind: type[nn.Module]) -> type[nn.Module]:
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
         return self._seat.run(functools.partial(kind.__call__, self), args, kwargs)
 
-    if kind not in _SEATED:
-        names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-        _SEATED[kind] = type(kind.__name__, (kind,), {"__call__": __call__} | names)
-    return _SEATED[kind]
+    return _variant("seated", kind, {"__call__": __call__})
 
 
-_LEFT: dict[type[nn.Module], type[nn.Module]] = {}
+def hollow(kind: type[nn.Module]) -> type[nn.Module]:
+    """The class of a module that holds layers: where a parameter of its own is absent, it has zeros without memory."""
+
+    def __getattr__(self: Any, name: str) -> Any:  # noqa: N807
+        try:
+            return kind.__getattr__(self, name)
+        except AttributeError:
+            absent = self.__dict__.get("_absent", {}).get(name)
+            if absent is None:
+                raise
+            with self._now.ear.closed():
+                return torch.zeros((), dtype=absent.dtype, device=self._now.device).expand(absent.shape)
+
+    return _variant("hollow", kind, {"__getattr__": __getattr__})
 
 
 def left(kind: type[nn.Module]) -> type[nn.Module]:
@@ -162,6 +237,8 @@ def left(kind: type[nn.Module]) -> type[nn.Module]:
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
+            if self._now.is_running and self._now.opening is not None:
+                self._now.cross(self._now.opening, None)
             return kind.forward(self, *args, **kwargs)
         except Reached as reached:
             if reached.by is not self._now:
@@ -175,10 +252,19 @@ def left(kind: type[nn.Module]) -> type[nn.Module]:
             raise Reached(self._now, tuple(output))
         return output
 
-    if kind not in _LEFT:
+    return _variant("left", kind, {"forward": forward, "__call__": __call__})
+
+
+_VARIANTS: dict[tuple[str, type[nn.Module]], type[nn.Module]] = {}
+"""One class for all layers of a class, so that they stay alike."""
+
+
+def _variant(what: str, kind: type[nn.Module], methods: dict[str, Any]) -> type[nn.Module]:
+    """Under the same name."""
+    if (what, kind) not in _VARIANTS:
         names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-        _LEFT[kind] = type(kind.__name__, (kind,), {"forward": forward, "__call__": __call__} | names)
-    return _LEFT[kind]
+        _VARIANTS[what, kind] = type(kind.__name__, (kind,), methods | names)
+    return _VARIANTS[what, kind]
 
 
 class StandIn(nn.Module):
@@ -203,41 +289,15 @@ class StandIn(nn.Module):
             raise ConfigError("A stage's model is a part of the model, and only stage.run() can run it.")
 
 
-class AbsentLayer(StandIn):
-    """In the place of a link of the chain."""
+class Outlined(StandIn):
+    """Gives zeros of the shapes that the module would give."""
 
-    def __init__(
-        self, original: nn.Module, now: Pass, *, output: Form | None, is_door: bool, leaves: Form | None, ends_at: int
-    ) -> None:
-        """`is_door`: what was received is this one's output. `leaves`: it is the first to be met after our own part."""
+    def __init__(self, original: nn.Module, now: Pass) -> None:
         super().__init__(original, now)
-        self._output, self._is_door, self._leaves, self._ends_at = output, is_door, leaves, ends_at
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self._insist_on_run()
-        if self._leaves is not None:
-            given = pick(self._leaves, arguments(args, kwargs), "What the first block gets")
-            raise Reached(self._now, tuple(given))
-        assert self._output is not None
-        if not self._is_door:  # whatever it gives is thrown away at the door, so only its form matters
-            return fill(self._output, tensors_in((args, kwargs)))
-        output = fill(self._output, self._now.take())
-        if self._ends_at:
-            self._now.sow(self._ends_at)
-        return output
-
-
-class AbsentPart(StandIn):
-    """In the place of a module around the chain: gives zeros without memory, which are thrown away at the door."""
-
-    def __init__(self, original: nn.Module, now: Pass, name: str) -> None:
-        super().__init__(original, now)
-        self._name = name
         self._known: dict[Any, Any] = {}
         """What it gives for inputs of some shapes, as tensors without memory."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self._insist_on_run()
+    def _zeros(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors = tensors_in((args, kwargs))
         device = tensors[0].device if tensors else self._now.device
         key = None
@@ -248,15 +308,56 @@ class AbsentPart(StandIn):
             if key is None or len(self._known) >= 64:
                 self._known.clear()
             self._known[key] = output
-        return _on_tensors(
-            lambda one: torch.zeros((), dtype=one.dtype, device=device).expand(one.shape), self._known[key]
-        )
+        return _on_tensors(lambda one: torch.zeros(one.shape, dtype=one.dtype, device=device), self._known[key])
 
     def _outline(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         bare_args, bare_kwargs = _on_tensors(lambda tensor: tensor.to("meta"), (args, kwargs))
+        with torch.no_grad():
+            return self.__dict__["_skeleton"](*bare_args, **bare_kwargs)
+
+
+class AbsentLayer(Outlined):
+    """In the place of a link of the chain."""
+
+    def __init__(
+        self, original: nn.Module, now: Pass, *, output: Form | None, crossing: Crossing | None, leaves: Form | None
+    ) -> None:
+        """`crossing`: where what was received comes in. `leaves`: it is the first to be met after our own part."""
+        super().__init__(original, now)
+        self._output, self._crossing, self._leaves = output, crossing, leaves
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._insist_on_run()
+        self._now.insist_on_arrival()
+        if self._leaves is not None:
+            given = pick(self._leaves, arguments(args, kwargs), "What the first block gets")
+            raise Reached(self._now, tuple(given))
+        assert self._output is not None
+        with self._now.ear.closed():
+            output = self._stand_in(args, kwargs)
+        return output if self._crossing is None else self._now.cross(self._crossing, output)
+
+    def _stand_in(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Whatever it gives is thrown away at the door. But where the model computes with it, its shape matters."""
+        if self._now.hears:
+            try:
+                return self._zeros(args, kwargs)
+            except (RuntimeError, NotImplementedError):  # it does not run without its numbers
+                pass
+        return fill(self._output or {"value": None}, tensors_in((args, kwargs)))
+
+
+class AbsentPart(Outlined):
+    """In the place of a module around the chain: gives zeros, which are thrown away at the door."""
+
+    def __init__(self, original: nn.Module, now: Pass, name: str) -> None:
+        super().__init__(original, now)
+        self._name = name
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._insist_on_run()
         try:
-            with torch.no_grad():
-                return self.__dict__["_skeleton"](*bare_args, **bare_kwargs)
+            return self._zeros(args, kwargs)
         except (RuntimeError, NotImplementedError) as error:
             raise ConfigError(
                 f"{self._name} cannot be left out of a stage, because it does not run without its numbers: {error}"

@@ -3,44 +3,68 @@
 Leaves the model, its buffers, its gradients and the random generators as they were.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from potluck.errors import ConfigError
 from potluck.stages.chain import Chain, find_chain, parameters_of
+from potluck.stages.changes import buffers_outside, copies, differing, insist_on_one
+from potluck.stages.crossings import Crossings
 from potluck.stages.cut import LossOf, cut
-from potluck.stages.forms import arguments, describe, narrow, tensors_in
+from potluck.stages.forms import all_tensors
 from potluck.stages.plan import Layer, Plan
-from potluck.stages.seats import generators_of, seed_of
-from potluck.words import plural
-
-SEED = 0
-"""Of the random numbers of a survey, which have to be the same whole and cut."""
+from potluck.stages.seats import generators_of
+from potluck.stages.watch import SEED, Watch
 
 
 def survey(model: nn.Module, loss_of: LossOf, batch: Any) -> tuple[Layer, ...]:
-    """The layers of the model, from two runs of it where it is: whole, and cut after every layer.
+    """The layers of the model, from three runs of it where it is: watched, whole, and cut after every layer.
 
     Nothing is timed. ConfigError if it cannot be cut, or if it gives another loss when it is.
     """
     chain = find_chain(model)
-    watch = _Watch(model, chain)
-    trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    watch = Watch(model, chain)
     with unchanged(model):
-        loss = watch.run(model, loss_of, batch)
-    layers = tuple(_layers(chain, watch, trained))
-    plan = Plan.at(layers, range(1, len(layers)))
-    result: Any = ()
+        watch.run(loss_of, batch)
+    crossings = Crossings(watch)
+    layers = tuple(_layers(model, chain, watch, crossings))
+    seats = buffers_outside(model, chain)
+    before = copies(seats)
     with unchanged(model), torch.no_grad():
-        for number in range(len(layers)):
+        loss = cut(model, Plan.at(layers), 0).run(loss_of, batch, seed=SEED)
+        after = copies(seats)
+    plan = Plan.at(layers, range(1, len(layers)))
+    wrong: list[set[str]] = []
+    result: Any = ()
+    for number in range(len(layers)):
+        with unchanged(model), torch.no_grad():
             result = cut(model, plan, number).run(loss_of, batch, result, seed=SEED)
+            wrong.append(differing(after, copies(seats), near=1e-4))
     _check_loss(loss, result)
-    return layers
+    first = 0 if layers[0].module is None else 1
+    touching = {
+        name: {min(max(crossings.place_of(event) - first, 0), len(layers) - 1) for event in events}
+        for name, events in watch.touches.at.items()
+    }
+    return tuple(_with_buffers(layers, differing(before, after), touching, wrong))
+
+
+def _with_buffers(
+    layers: Sequence[Layer], changed: set[str], touching: dict[str, set[int]], wrong: Sequence[set[str]]
+) -> Iterator[Layer]:
+    """`touching`: which layers touch a buffer. `wrong`: of each layer, the buffers that it does not leave right."""
+    for name in sorted(changed):
+        right = [layer.name for layer, each in zip(layers, wrong, strict=True) if name not in each]
+        if len(right) < len(layers):
+            insist_on_one(name, [layers[number].name for number in sorted(touching[name])], right)
+            wrong = [each if number in touching[name] else each | {name} for number, each in enumerate(wrong)]
+    for layer, each in zip(layers, wrong, strict=True):
+        yield replace(layer, buffers=tuple(sorted(changed - each)))
 
 
 def _check_loss(whole: Any, staged: Any) -> None:
@@ -57,13 +81,14 @@ def _told(tensor: Tensor) -> str:
     return f"{tensor.item():.6g}" if tensor.numel() == 1 else f"{tensor.numel()} numbers"
 
 
-def _layers(chain: Chain, watch: "_Watch", trained: set[int]) -> Iterator[Layer]:
-    listed = {part for parts in watch.parts for part in parts}
-    idle = [name for name, part in chain.parts.items() if name not in listed and parameters_of(part)]
-    before = {*watch.parts[0], *idle}
-    links = list(chain.modules)
+def _layers(model: nn.Module, chain: Chain, watch: Watch, crossings: Crossings) -> Iterator[Layer]:
+    used = _parts(model, chain, watch, crossings)
+    listed = set().union(*used)
+    idle = {name for name, part in chain.parts.items() if name not in listed and parameters_of(part)}
+    trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    links = watch.links
     for place in range(len(links) + 2):
-        parts = tuple(name for name in chain.parts if name in (before if place == 0 else watch.parts[place]))
+        parts = tuple(name for name in chain.parts if name in used[place] or (place == 0 and name in idle))
         module = links[place - 1] if 0 < place <= len(links) else None
         counted = [] if module is None else list(chain.modules[module].parameters())
         for name in parts:
@@ -72,206 +97,48 @@ def _layers(chain: Chain, watch: "_Watch", trained: set[int]) -> Iterator[Layer]
         if module is None and not counted:
             continue  # nothing to own: whoever has the chain's end runs what there is
         name = module or ("before" if place == 0 else "after")
+        end = crossings.ends[place] if place <= len(links) else None
         yield Layer(
             name=name if module or name not in chain.modules else f"({name})",
             module=module,
             parts=parts,
-            output=watch.forms[place] if place <= len(links) else None,
+            output=end.output if end else None,
+            operations=end.operations if end else (),
             parameters=sum(parameter.numel() for parameter in counted),
             trained=sum(parameter.numel() for parameter in counted if id(parameter) in trained),
         )
 
 
-class _Watch:
-    """Watches one run of the whole model.
-
-    What each link of the chain gives is severed from how it was computed: it goes on as a copy of a leaf of its own.
-    So the graph behind anything says which leaves and which parameters it was made from, and from no further back.
-    Places count as those of seeds do: 0 before the chain, its links from 1 on, the last what follows.
-    """
-
-    def __init__(self, model: nn.Module, chain: Chain) -> None:
-        self._chain = chain
-        self._links = list(chain.modules)
-        self._names = {id(p): name for name, p in model.named_parameters(remove_duplicate=False)}
-        self._homes: dict[int, set[str]] = {}
-        """The links that have a parameter: several, where they share it."""
-        for name, link in chain.modules.items():
-            for parameter in link.parameters():
-                self._homes.setdefault(id(parameter), set()).add(name)
-        self._done = 0
-        """The place that ran last."""
-        self._is_inside = False
-        self._leaves: dict[int, tuple[int, int]] = {}
-        """Severed leaves: the place each is from, and which of its tensors it is."""
-        self._consumed: dict[int, set[int]] = {}
-        self._kept: list[Tensor] = []
-        self._before: set[int] = set()
-        self.parts: list[set[str]] = [set() for _ in range(len(self._links) + 2)]
-        self.forms: list[Any] = [None] * (len(self._links) + 1)
-        self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
-
-    def sow(self, place: int) -> None:
-        for generator in generators_of(self._device):
-            generator.manual_seed(seed_of(SEED, place))
-
-    def run(self, model: nn.Module, loss_of: LossOf, batch: Any) -> Any:
-        """What the loss function returned."""
-        trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
-        with torch.enable_grad(), self.hooked():
-            try:
-                # Every parameter has to show in the graph; what was frozen is so again afterwards.
-                for parameter in model.parameters():
-                    parameter.requires_grad_(parameter.is_floating_point() or parameter.is_complex())
-                self.sow(0)
-                result = loss_of(model, batch)
-                self.on_end(result)
-            finally:
-                for parameter in model.parameters():
-                    parameter.requires_grad_(id(parameter) in trained)
-        return tree_map(lambda one: one.detach() if isinstance(one, Tensor) else one, result)
-
-    @contextmanager
-    def hooked(self) -> Iterator[None]:
-        handles = []
-        for place, link in enumerate(self._chain.modules.values(), start=1):
-            handles.append(link.register_forward_pre_hook(self._begin(place), with_kwargs=True, prepend=True))
-            handles.append(link.register_forward_hook(self._finish(place)))
-        for name, part in self._chain.parts.items():
-            if isinstance(part, nn.Module):
-                handles.append(part.register_forward_pre_hook(self._meet(name)))
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _begin(self, place: int) -> Callable[..., None]:
-        def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            name = self._links[place - 1]
-            if place != self._done + 1 or self._is_inside:
+def _parts(model: nn.Module, chain: Chain, watch: Watch, crossings: Crossings) -> list[set[str]]:
+    """The parts of the model around its layers that each place uses."""
+    names = {id(parameter): name for name, parameter in model.named_parameters(remove_duplicate=False)}
+    homes = _having({name: list(link.parameters()) for name, link in chain.modules.items()})
+    holders = _having({name: parameters_of(part) for name, part in chain.parts.items()})
+    found: list[set[str]] = [set() for _ in range(len(watch.links) + 2)]
+    for number, name in watch.met:
+        found[crossings.place_of(number)].add(name)
+    for place, parts in enumerate(found):
+        own = watch.links[place - 1] if 0 < place <= len(watch.links) else None
+        for key in crossings.parameters(place):
+            if key not in names or own in homes.get(key, ()):
+                continue
+            if key not in holders:
+                what = f"Layer {own}" if own else f"What runs {'after' if place else 'before'} the layers"
                 raise ConfigError(
-                    f"Layer {name} runs out of turn: the layers of a model that is cut into stages run once each, in"
-                    " the order in which the model has them."
+                    f"{what} uses {names[key]}, a parameter of layer {homes[key][0]}. Cut into stages, a layer has its"
+                    " parameters in itself."
                 )
-            self._is_inside = True
-            if place == 1:
-                given = arguments(args, kwargs)
-                coming = {key: one for key, one in given.items() if any(t.requires_grad for t in tensors_in(one))}
-                self._before = {id(leaf) for leaf in leaves_behind(tensors_in(coming))}
-                self.forms[0] = describe(coming, f"What {name} gets")
-                self._note(0, self._before)
-            self.sow(place)
-
-        return begin
-
-    def _finish(self, place: int) -> Callable[..., Any]:
-        def finish(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-            behind = {id(leaf) for leaf in leaves_behind(tensors_in(output))}
-            if place == 1:
-                behind -= self._before
-            self._note(place, behind)
-            self._done, self._is_inside = place, False
-            severed = self._sever(place, output)
-            if place == len(self._links):
-                self.sow(place + 1)
-            return severed
-
-        return finish
-
-    def _sever(self, place: int, output: Any) -> Any:
-        numbers = iter(range(len(tensors_in(output))))
-        self.forms[place] = describe(output, f"What layer {self._links[place - 1]} gives")
-
-        def sever(one: Any) -> Any:
-            if not isinstance(one, Tensor):
-                return one
-            number = next(numbers)
-            if not one.is_floating_point():
-                self._consumed.setdefault(place, set()).add(number)  # no graph tells, so it is sent
-                return one
-            leaf = one.detach().requires_grad_()
-            self._leaves[id(leaf)] = (place, number)
-            self._kept.append(leaf)  # its id has to stay its own
-            return leaf.clone()
-
-        return tree_map(sever, output)
-
-    def _meet(self, name: str) -> Callable[..., None]:
-        def meet(module: nn.Module, args: tuple[Any, ...]) -> None:
-            if self._is_inside:
-                raise ConfigError(
-                    f"{name} runs within layer {self._links[self._done]}, and is not a part of it. Cut into stages, a"
-                    " layer has its parameters in itself."
-                )
-            self.parts[0 if self._done == 0 else self._done + 1].add(name)
-
-        return meet
-
-    def on_end(self, result: Any) -> None:
-        """The loss function has returned."""
-        last = len(self._links)
-        if self._done != last:
-            raise ConfigError(
-                f"The loss function ran {self._done} of the model's {plural(last, 'layer')}, and each has to run once."
-                " It has to run the model that it gets as its argument, and no other."
-            )
-        self._note(last + 1, {id(leaf) for leaf in leaves_behind(all_tensors(result))})
-        for place in range(1, last + 1):
-            self.forms[place] = narrow(self.forms[place], self._consumed.get(place, set()))
-        self._kept.clear()
-
-    def _note(self, place: int, behind: Iterable[int]) -> None:
-        """What a place was made from: its own parameters, what the one before gave, and parts of the model."""
-        own = self._links[place - 1] if 0 < place <= len(self._links) else None
-        what = (
-            f"Layer {own}" if own else ("What runs before the layers" if place == 0 else "What runs after the layers")
-        )
-        for leaf in behind:
-            if leaf in self._leaves:
-                origin, number = self._leaves[leaf]
-                if origin != place - 1:
-                    raise ConfigError(
-                        f"{what} uses what layer {self._links[origin - 1]} gave, which is not the one before it."
-                        " Between stages goes only what a layer gives to the next: add a residual within the layer, and"
-                        " hand on what later layers need as one more output of each."
-                    )
-                self._consumed.setdefault(origin, set()).add(number)
-            elif leaf in self._names and own not in self._homes.get(leaf, ()):
-                self._explain(place, leaf, what)
-
-    def _explain(self, place: int, parameter: int, what: str) -> None:
-        """A parameter from outside the layer belongs to a part that runs here, or to one that has to be here too."""
-        holders = [
-            name for name, part in self._chain.parts.items() if any(id(p) == parameter for p in parameters_of(part))
-        ]
-        if not holders:
-            raise ConfigError(
-                f"{what} uses {self._names[parameter]}, a parameter of layer {min(self._homes[parameter])}. Cut into"
-                " stages, a layer has its parameters in itself."
-            )
-        if not any(name in self.parts[place] for name in holders):
-            self.parts[place].add(holders[0])
+            if not parts & set(holders[key]):
+                parts.add(holders[key][0])
+    return found
 
 
-def leaves_behind(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """The leaves of the graph from which these were computed."""
-    found: list[Tensor] = []
-    waiting: list[Any] = []
-    for tensor in tensors:
-        if tensor.grad_fn is not None:
-            waiting.append(tensor.grad_fn)
-        elif tensor.requires_grad:
-            found.append(tensor)
-    seen = set(waiting)
-    while waiting:
-        node = waiting.pop()
-        if hasattr(node, "variable"):
-            found.append(node.variable)
-        for behind, _ in node.next_functions:
-            if behind is not None and behind not in seen:
-                seen.add(behind)
-                waiting.append(behind)
+def _having(held: dict[str, list[nn.Parameter]]) -> dict[int, list[str]]:
+    """By a parameter's id, who has it."""
+    found: dict[int, list[str]] = {}
+    for name, parameters in held.items():
+        for parameter in parameters:
+            found.setdefault(id(parameter), []).append(name)
     return found
 
 
@@ -293,9 +160,3 @@ def unchanged(model: nn.Module) -> Iterator[None]:
             module._buffers.update(buffers)
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
-
-
-def all_tensors(value: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    tree_map(lambda one: found.append(one) if isinstance(one, Tensor) else None, value)
-    return found

@@ -52,8 +52,7 @@ class SavedBuffers:
                 seen.add(id(buffer))
                 self._places.append((module, key))
                 self.names.append(name)
-        self._homes = [module._buffers[key] for module, key in self._places]
-        found = [_real(buffer) for buffer in self._homes]
+        found = [_real(module._buffers[key]) for module, key in self._places]
         self._specs = [(buffer.shape, buffer.dtype) for buffer in found]
         self._floats = [index for index, buffer in enumerate(found) if buffer.is_floating_point()]
 
@@ -88,18 +87,6 @@ class SavedBuffers:
                 buffer = _put_in_place(module, key, buffer.to(dtype).clone(memory_format=torch.contiguous_format))
             found.append(buffer)
         return found
-
-    @torch.no_grad()
-    def bring_home(self) -> None:
-        """What a forward has replaced by another tensor is in its old place again: whoever saves a part of the model
-        holds on to that. Between steps only, since a backward may need the old numbers."""
-        self.now()  # of the shape and type that they had
-        for index, (module, key) in enumerate(self._places):
-            home, buffer = self._homes[index], module._buffers[key]
-            if home is None or buffer is None or home.device != buffer.device:
-                self._homes[index] = buffer
-            elif home is not buffer:
-                module._buffers[key] = home.copy_(buffer)
 
     def copy(self) -> list[Tensor]:
         return [buffer.detach().clone() for buffer in self.now()]

@@ -114,6 +114,32 @@ class _Writer:
     group: None = None
 
 
+class BufferRun(Run):
+    """A buffer, looked up each time: `self.average = ...` in a forward puts another tensor in its place."""
+
+    def __init__(self, module: nn.Module, key: str, span: Span) -> None:
+        self._seat = (module, key)
+        self.spans = (span,)
+
+    @property
+    def parameter(self) -> Tensor:  # type: ignore[override]
+        module, key = self._seat
+        buffer = module._buffers[key]
+        assert buffer is not None
+        if not buffer.is_contiguous():
+            buffer = module._buffers[key] = buffer.contiguous()
+        return buffer
+
+
+def _seats_of_buffers(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+    """By name: the module that has it, and what it calls it."""
+    found: dict[str, tuple[nn.Module, str]] = {}
+    for path, module in model.named_modules():
+        for key in module._buffers:
+            found.setdefault(f"{path}.{key}" if path else key, (module, key))
+    return found
+
+
 class HeldPart(Sharded):
     """A worker's stages as its part of a model that is split."""
 
@@ -148,9 +174,12 @@ class HeldPart(Sharded):
             yield from ((run, True) for run in (*inner.runs, *inner.rest))
         split = inner.split if inner is not None else {}
         is_ours = inner is None or inner.collectives.rank == 0
+        seats = _seats_of_buffers(self.model)
         for name, tensor in held_in(self.model):
             if tensor.numel() and name not in split:
-                yield Run(tensor, (Span(name, tuple(tensor.shape), 0, tensor.numel()),)), is_ours  # type: ignore[arg-type]
+                span = Span(name, tuple(tensor.shape), 0, tensor.numel())
+                found = Run(tensor, (span,)) if isinstance(tensor, nn.Parameter) else BufferRun(*seats[name], span)
+                yield found, is_ours
 
     # Of a weight that other stages have too
 

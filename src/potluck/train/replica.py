@@ -290,7 +290,6 @@ class Replica:
 
     def remember_buffers(self) -> None:
         """At the start of a step."""
-        self._buffers.bring_home()
         self._buffers_before = self._buffers.copy()
 
     def restore_buffers(self) -> None:

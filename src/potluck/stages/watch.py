@@ -1,0 +1,233 @@
+"""Watch: one run of the whole model, and of each layer and each operation around the layers what it was made from."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from potluck.errors import ConfigError
+from potluck.stages.between import Ear, Inputs
+from potluck.stages.chain import Chain
+from potluck.stages.changes import Touches, buffers_outside
+from potluck.stages.forms import all_tensors, arguments, describe, has_form, tensors_in
+from potluck.stages.plan import Form
+from potluck.stages.seats import generators_of, seed_of
+from potluck.words import plural
+
+SEED = 0
+"""Of the random numbers of a survey, which have to be the same whole and cut."""
+
+Mark = tuple[int, int]
+"""A tensor: the number of its event, and which of the event's tensors it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A layer, or an operation or a part of the model around its layers, has given something."""
+
+    name: str
+    place: int
+    """How many layers had ended by then: of a layer, its own number, from 1 on."""
+    is_layer: bool
+    form: Form
+    behind: set[Mark]
+    """What it was directly made from."""
+    parameters: set[int]
+    """The same of parameters, by id."""
+    counted: set[int] = field(default_factory=set)
+    """Which of its tensors are integers or truth values, of which no graph tells who uses them."""
+
+
+class Watch:
+    """What each event gives is severed from how it was computed: it continues as a copy of a leaf of its own.
+
+    So the graph behind anything says from which leaves and which parameters it was made, and from no further back.
+    Places count as those of seeds do: 0 before the chain, its links from 1 on, the last what follows.
+    """
+
+    def __init__(self, model: nn.Module, chain: Chain) -> None:
+        self._model, self._chain = model, chain
+        self.links = list(chain.modules)
+        self.events: list[Event] = []
+        """In order. The last is what the loss function returned."""
+        self.layers: list[int] = []
+        """Which events are those of the links."""
+        self.met: list[tuple[int, str]] = []
+        """The parts that ran, each with the number of events before it."""
+        self.opening: Form = {"dict": {}}
+        """Those arguments of the first link that were computed."""
+        self.opened: tuple[set[Mark], set[int]] = (set(), set())
+        """What they were made from."""
+        self.touches = Touches(buffers_outside(model, chain))
+        self._is_inside = self._is_open = False
+        self._ear = Ear(self._on_operation)
+        self._leaves: dict[int, Mark] = {}
+        self._kept: list[Tensor] = []
+        self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
+
+    @property
+    def done(self) -> int:
+        """The place that ran last."""
+        return len(self.layers)
+
+    def sow(self, place: int) -> None:
+        for generator in generators_of(self._device):
+            generator.manual_seed(seed_of(SEED, place))
+
+    def run(self, loss_of: Callable[[nn.Module, Any], Any], batch: Any) -> None:
+        parameters = list(self._model.parameters())
+        trained = {id(parameter) for parameter in parameters if parameter.requires_grad}
+        with torch.enable_grad(), self._hooked():
+            try:
+                # Every parameter has to show in the graph; what was frozen is so again afterwards.
+                for parameter in parameters:
+                    parameter.requires_grad_(parameter.is_floating_point() or parameter.is_complex())
+                self.sow(0)
+                with self._ear:
+                    result = loss_of(self._model, batch)
+                self._touch(())
+                self._end(result)
+            finally:
+                for parameter in parameters:
+                    parameter.requires_grad_(id(parameter) in trained)
+        self._kept.clear()
+
+    @contextmanager
+    def _hooked(self) -> Iterator[None]:
+        # The forward of the model itself is where counting begins: a loss function may do more before it, or less.
+        handles = [self._model.register_forward_pre_hook(lambda *_: setattr(self, "_is_open", True))]
+        for place, link in enumerate(self._chain.modules.values(), start=1):
+            handles.append(link.register_forward_pre_hook(self._begin(place), with_kwargs=True, prepend=True))
+            handles.append(link.register_forward_hook(self._finish))
+        parts = {id(part): (name, part) for name, part in reversed(self._chain.parts.items())}
+        for name, part in parts.values():
+            if isinstance(part, nn.Module):
+                handles.append(part.register_forward_pre_hook(self._meet(name), prepend=True))
+                handles.append(part.register_forward_hook(self._part(name)))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _begin(self, place: int) -> Callable[..., None]:
+        def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            name = self.links[place - 1]
+            if place != self.done + 1 or self._is_inside:
+                raise ConfigError(
+                    f"Layer {name} runs out of turn: the layers of a model that is cut into stages run once each, in"
+                    " the order in which the model has them."
+                )
+            self._touch((args, kwargs))
+            self._is_inside = True
+            if place == 1:
+                given = arguments(args, kwargs)
+                coming = {key: one for key, one in given.items() if any(t.requires_grad for t in tensors_in(one))}
+                self.opened = self._behind(tensors_in(coming))
+                self.opening = describe(coming, f"What {name} gets")
+            self.sow(place)
+
+        return begin
+
+    def _finish(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        self.layers.append(len(self.events))
+        output = self._record(self.links[self.done - 1], output, is_layer=True)
+        self._is_inside, self._is_open = False, True
+        is_last = self.done == len(self.links)
+        self.sow(self.done + 1 if is_last else len(self.links) + 1 + self.done)
+        return output
+
+    def _meet(self, name: str) -> Callable[..., None]:
+        def meet(module: nn.Module, args: tuple[Any, ...]) -> None:
+            if self._is_inside:
+                raise ConfigError(
+                    f"{name} runs within layer {self.links[self.done]}, and is not a part of it. Cut into stages, a"
+                    " layer has its parameters in itself."
+                )
+            self.met.append((len(self.events), name))
+            self._touch((args, list(module.buffers())))
+            self._is_inside = True
+
+        return meet
+
+    def _part(self, name: str) -> Callable[..., Any]:
+        def finish(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+            self._touch(())
+            if self._is_open and has_form(output):
+                output = self._record(name, output)
+            self._is_inside = False  # not before: severing is no operation of the model's
+            return output
+
+        return finish
+
+    def _on_operation(self, name: str, inputs: Inputs, output: Any) -> Any:
+        if self._is_inside:
+            return output
+        self._touch(inputs)
+        return self._record(name, output) if self._is_open and has_form(output) else output
+
+    def _touch(self, inputs: Any) -> None:
+        with self._ear.closed():
+            self.touches.hear(len(self.events), inputs)
+            self.touches.look(len(self.events))
+
+    def _record(self, name: str, output: Any, *, is_layer: bool = False) -> Any:
+        form = describe(output, f"What layer {name} gives")
+        behind, parameters = self._behind(tensors_in(output))
+        number = len(self.events)
+        tensors = tensors_in(output)
+        counted = {index for index, one in enumerate(tensors) if not one.is_floating_point()} if is_layer else set()
+        self.events.append(Event(name, self.done, is_layer, form, behind, parameters, counted))
+        numbers = iter(range(len(tensors)))
+
+        def sever(one: Any) -> Any:
+            if not isinstance(one, Tensor):
+                return one
+            index = next(numbers)
+            # A view must stay one, and one without a graph has none to sever; but a layer's is used by what follows.
+            if not one.is_floating_point() or not (is_layer or (one.requires_grad and not one._is_view())):
+                return one
+            leaf = one.detach().requires_grad_()
+            self._leaves[id(leaf)] = (number, index)
+            self._kept.append(leaf)  # its id has to stay its own
+            return leaf.clone()
+
+        return tree_map(sever, output)
+
+    def _end(self, result: Any) -> None:
+        """The loss function has returned."""
+        if self.done != len(self.links):
+            raise ConfigError(
+                f"The loss function ran {self.done} of the model's {plural(len(self.links), 'layer')}, and each has to"
+                " run once. It has to run the model that it gets as its argument, and no other."
+            )
+        self.events.append(Event("", self.done, False, {"value": None}, *self._behind(all_tensors(result))))
+
+    def _behind(self, tensors: Iterable[Tensor]) -> tuple[set[Mark], set[int]]:
+        leaves = [id(leaf) for leaf in leaves_behind(tensors)]
+        return {self._leaves[leaf] for leaf in leaves if leaf in self._leaves}, set(leaves) - self._leaves.keys()
+
+
+def leaves_behind(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """The leaves of the graph from which these were computed."""
+    found: list[Tensor] = []
+    waiting: list[Any] = []
+    for tensor in tensors:
+        if tensor.grad_fn is not None:
+            waiting.append(tensor.grad_fn)
+        elif tensor.requires_grad:
+            found.append(tensor)
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        if hasattr(node, "variable"):
+            found.append(node.variable)
+        for behind, _ in node.next_functions:
+            if behind is not None and behind not in seen:
+                seen.add(behind)
+                waiting.append(behind)
+    return found
