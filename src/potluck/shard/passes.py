@@ -119,8 +119,11 @@ class Passes:
 
     def _go_to(self, place: int, *, wanted: bool = False) -> None:
         """`wanted`: the operation at that place; what comes before it is skipped."""
+        plan = self._plan
         for index in range(self._at, place + 1):
-            self._do(self._plan[index], wanted=wanted and index == place)
+            if wanted and plan[place] >= self.units and index < place:
+                self.begin_early()  # this rank has yet to say what it gathers next
+            self._do(plan[index], wanted=wanted and index == place)
 
     def _do(self, operation: int, *, wanted: bool = False) -> None:
         place = self._at
