@@ -50,7 +50,6 @@ class FullyShardedUnits:
         self.used: set[str] = set()
         """The parameters that got a gradient on any rank, in the backwards since somebody emptied it."""
         self.has_ended = True
-        self._depth = 0
         self._is_ending = False
         self._passes = Passes(
             len(self._groups),
@@ -80,23 +79,19 @@ class FullyShardedUnits:
         if self._groups:
             quiet: Callable[..., Any] = torch.compiler.disable
             model.register_forward_pre_hook(quiet(self._before_forward), prepend=True)
-            # Also where a stage leaves the model's forward in the middle, by an exception.
-            model.register_forward_hook(quiet(self._after_forward), always_call=True)
+            model.register_forward_hook(quiet(self._after_forward))
 
     # What torch calls
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
-        if self._passes.kind is None:
+        if self._passes.kind != "backward":  # in which a forward is computed again
             self._passes.start("forward")
-        self._depth += 1
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._depth -= 1
-        if self._passes.kind == "forward" and not self._depth:
-            self._passes.end()
+        self._passes.end("forward")
 
     def _before_backward(self) -> None:
-        if self._passes.kind is None:
+        if self._passes.kind != "backward":
             self._passes.start("backward")
             self._passes.begin_early()
 
@@ -124,7 +119,7 @@ class FullyShardedUnits:
         self._end()
 
     def _end_backward(self) -> None:
-        if self._passes.kind is None:
+        if self._passes.kind != "backward":
             self._passes.start("backward")
         self._is_ending = True
         for number in reversed(range(len(self._groups))):
@@ -133,7 +128,7 @@ class FullyShardedUnits:
                 self._want_sum(number)
         for root in self._roots:
             self._fill(root)
-        self._passes.end()
+        self._passes.end("backward")
         self._is_ending = False
         for root in self._roots:
             self._sum(root)

@@ -63,7 +63,8 @@ class Passes:
         return self.units + unit
 
     def start(self, kind: Kind) -> None:
-        assert self.kind is None, self.kind
+        if self.kind is not None:  # a stage has left the model's forward in the middle
+            self.end(self.kind)
         self.kind = kind
         self._trace, self._wanted, self._at, self._early = [], [], 0, None
 
@@ -88,9 +89,10 @@ class Passes:
             self._do(agreed, wanted=True)
         self.begin_early()
 
-    def end(self) -> None:
-        """Takes part in what the others still want."""
-        assert self.kind is not None
+    def end(self, kind: Kind) -> None:
+        """Takes part in what the others still want; if such a pass is under way."""
+        if self.kind != kind:
+            return
         if self._early is not None and self._early < self._at:
             self._skip(self._trace[self._early])
         self._early = None
@@ -117,8 +119,11 @@ class Passes:
 
     def _go_to(self, place: int, *, wanted: bool = False) -> None:
         """`wanted`: the operation at that place; what comes before it is skipped."""
+        plan = self._plan
         for index in range(self._at, place + 1):
-            self._do(self._plan[index], wanted=wanted and index == place)
+            if wanted and plan[place] >= self.units and index < place:
+                self.begin_early()  # this rank has yet to say what it gathers next
+            self._do(plan[index], wanted=wanted and index == place)
 
     def _do(self, operation: int, *, wanted: bool = False) -> None:
         place = self._at

@@ -65,8 +65,6 @@ class UnevenShards(Sharded):
         self._computes_in = torch.bfloat16 if bf16 else None
         self._in_backward = self._is_owed = False
         """Whether a backward runs; and whether one was announced that has not ended."""
-        self._depth = 0
-        """Of the model's forward: it may call itself."""
         self._current: Unit | None = None
         """The block whose backward runs."""
         self._sums: list[Sum] = []
@@ -215,9 +213,7 @@ class UnevenShards(Sharded):
         quiet: Callable[..., Any] = torch.compiler.disable
         for unit, module in zip(self._units, [*blocks, self.model], strict=True):
             module.register_forward_pre_hook(quiet(partial(self._before_forward, unit)), prepend=True, with_kwargs=True)
-            # The model's also where a stage leaves its forward in the middle, by an exception.
-            is_root = module is self.model
-            module.register_forward_hook(quiet(partial(self._after_forward, unit)), always_call=is_root)
+            module.register_forward_hook(quiet(partial(self._after_forward, unit)))
         for module in self.model.modules():
             # Also where somebody calls a part of the model without the model.
             if module is not self.model and any(id(p) in self._root_ids for p in module.parameters(recurse=False)):
@@ -235,9 +231,7 @@ class UnevenShards(Sharded):
         with torch.no_grad():
             self._gather(unit)
             if unit is self._root and not self._in_backward:
-                if not self._depth:
-                    self._passes.start("forward")
-                self._depth += 1
+                self._passes.start("forward")
         return None if self._computes_in is None else tree_map_only(Tensor, self._cast, (args, kwargs))
 
     def _gather(self, unit: Unit) -> None:
@@ -273,9 +267,7 @@ class UnevenShards(Sharded):
         tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         ends_here = not torch.is_grad_enabled() or (bool(tensors) and not any(t.requires_grad for t in tensors))
         if unit is self._root:
-            self._depth -= 1
-            if not self._depth:
-                self._passes.end()
+            self._passes.end("forward")
         if not ends_here:
             self._hook_outputs(unit, tensors)
         # Tensors that we cannot find we cannot hook: then nothing would gather the unit again before its backward.
@@ -313,8 +305,8 @@ class UnevenShards(Sharded):
 
     def _start_backward(self) -> None:
         self._in_backward = True
-        self._gather(self._root)
         self._passes.start("backward")
+        self._gather(self._root)
         self._passes.begin_early()
 
     def _leave_current(self) -> None:
@@ -332,7 +324,7 @@ class UnevenShards(Sharded):
             unit.uses, unit.in_use = 0, False
             if unit.owes_sums:
                 self._passes.want(self._passes.sum(number))
-        self._passes.end()
+        self._passes.end("backward")
         for unit in self._units:
             unit.release()
         self._start_sums_of(self._root)
