@@ -227,10 +227,21 @@ def test_a_gradient_that_is_not_finite_is_skipped_though_the_loss_is(workers: in
     assert_same(run_ranks(workers, train, case, 6), judge, case)
 
 
-def test_replicas_of_stages_that_step_by_themselves_skip_it_too() -> None:
-    case = {"stages": TWO, "policy": potluck.Cadence(anchor=1), "spoiled": {2: (3, NAN), 9: (0, INF)}}
-    for each in run_ranks(4, train, case, 6):
-        assert "skipped" in each["told"]
+@pytest.mark.parametrize(
+    ("workers", "strategy"),
+    [
+        (4, NoShard()),
+        pytest.param(4, HybridShard(intra_node_size=1), marks=pytest.mark.slow),
+        pytest.param(8, HybridShard(intra_node_size=2), marks=pytest.mark.slow),
+    ],
+)
+def test_replicas_of_stages_that_step_by_themselves_skip_it_too(workers: int, strategy: Any) -> None:
+    spoiled = {2: (3, NAN), 9: (0, INF)}
+    case = {"stages": TWO, "strategy": strategy, "policy": potluck.Cadence(anchor=1), "spoiled": spoiled}
+    found = run_ranks(workers, train, case, 6)
+    assert any("skipped" in each["told"] for each in found)
+    for each in found:
+        assert not each["said"]
         assert all(numbers.isfinite().all() for _, _, numbers in each["parts"])
 
 
@@ -324,8 +335,8 @@ def test_a_worker_of_several_stages_may_split_each(workers: int, strategy: Any, 
     assert_same(run_ranks(workers, train, case, 4, str(tmp_path)), plain(4, case), case)
 
 
-WITHOUT = (2, 3, 6, 7, 8, 9, 10, 11)
-"""The second micro-batch of the first step has no samples, and neither has all of the second step."""
+WITHOUT = (2, 3, 6, 7, 8, 9, 10, 11, 16, 17)
+"""Rows without samples: those of one micro-batch of the first step, all of the second step, and the last ones."""
 
 
 @pytest.mark.parametrize(
@@ -361,3 +372,29 @@ def named(protocol: str, folder: Path) -> Any:
     if protocol == "datastore":
         return DataStore(url=f"file://{folder}/run", micro_batch_size=2)
     return Pipeline(micro_batch_size=2, schedule=protocol)  # type: ignore[arg-type]
+
+
+def refusal(options: dict[str, Any]) -> str:
+    try:
+        with potluck.init(stages=TWO, patience_s=20, **options) as fleet:
+            model, optimizer = make()
+            fleet.prepare(model, optimizer, rows({}, ()), batch_size=BATCH, loss=loss_of)
+    except PotluckError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"strategy": FullShard(weights=(1, 2))}, "strategy.weights has 2 numbers, and the run 4 workers"),
+        ({"strategy": ShardGradOp(weights=(1, 0, 1, 0))}, "strategy.weights is 0 for every worker that holds stage 1"),
+        (
+            {"strategy": FullShard(), "policy": potluck.Cadence()},
+            "Cadence averages replicas, and there is only one: FullShard splits each stage over all workers that hold",
+        ),
+    ],
+)
+def test_what_cannot_be_split_is_refused_by_every_worker_before_the_first_step(options: Any, sentence: str) -> None:
+    for told in run_ranks(4, refusal, options):
+        assert sentence in told
