@@ -27,6 +27,10 @@ TWO = Stages(protocol=MICRO, count=2, cuts=(3,))
 """After the second of four blocks."""
 
 
+NOT_ENTERED = -2
+"""Of rows that leave out the first layer."""
+
+
 class Spoil(torch.autograd.Function):
     """The same numbers, with a gradient that is multiplied."""
 
@@ -57,6 +61,7 @@ class Net(nn.Module):
 
     def __init__(self, tied: str = "") -> None:
         super().__init__()
+        self.enters = True
         self.enter = nn.Linear(WIDE, WIDE, bias=False)
         self.blocks = nn.ModuleList(Block() for _ in range(4))
         self.norm = nn.LayerNorm(WIDE)
@@ -73,7 +78,7 @@ class Net(nn.Module):
             self.blocks[2] = self.blocks[1]
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.enter(x)
+        x = self.enter(x) if self.enters else x
         for block in self.blocks:
             x = block(x)
         return self.leave(self.norm(x)) + self.shift  # type: ignore[no-any-return]
@@ -89,13 +94,17 @@ def order(epoch: int) -> list[int]:
     return torch.randperm(ROWS, generator=torch.Generator().manual_seed(mix(0, epoch))).tolist()  # type: ignore[no-any-return]
 
 
-def rows(spoiled: dict[int, tuple[int, float]], without: tuple[int, ...]) -> tuple[Tensor, ...]:
+def rows(
+    spoiled: dict[int, tuple[int, float]], without: tuple[int, ...], entered_not: tuple[int, ...] = ()
+) -> tuple[Tensor, ...]:
     """By place in the first epoch: which rows spoil which block's gradient, and which have no samples."""
     torch.manual_seed(1)
     x, y = torch.randn(2, ROWS, WIDE, dtype=torch.float64)
     mask, where, factor = torch.ones(ROWS).double(), torch.full((ROWS,), -1), torch.ones(ROWS).double()
     for place, (block, value) in spoiled.items():
         where[order(0)[place]], factor[order(0)[place]] = block, value
+    for place in entered_not:
+        where[order(0)[place]] = NOT_ENTERED
     for place in without:
         mask[order(0)[place]] = 0.0
     return x, y, mask, where, factor
@@ -104,6 +113,7 @@ def rows(spoiled: dict[int, tuple[int, float]], without: tuple[int, ...]) -> tup
 def loss_of(model: nn.Module, batch: Any) -> tuple[Tensor, float]:
     """A mean over the samples, written by hand: of none it is 0 / 0."""
     x, y, mask, where, factor = batch
+    model.enters = not (where == NOT_ENTERED).all()  # type: ignore[assignment]
     for index, block in enumerate(model.blocks):  # type: ignore[arg-type]
         block.factor = float(factor[where == index].prod())
     error = (model(x) - y).square().mean(1)
@@ -113,7 +123,7 @@ def loss_of(model: nn.Module, batch: Any) -> tuple[Tensor, float]:
 def plain(steps: int, case: dict[str, Any]) -> dict[str, Any]:
     """One process. A step that is not finite, or has no samples, is left out."""
     model, optimizer = make(case.get("tied", ""))
-    data = rows(case.get("spoiled", {}), case.get("without", ()))
+    data = rows(case.get("spoiled", {}), case.get("without", ()), case.get("entered_not", ()))
     told: list[Any] = []
     for step in range(steps):
         epoch, at = divmod(step * BATCH, ROWS)
@@ -141,7 +151,7 @@ def train(case: dict[str, Any], upto: int, folder: str = "") -> dict[str, Any]:
     step = potluck.StepConfig(clip=case.get("clip"), nonfinite_limit=case.get("limit", 10))
     with potluck.init(policy, strategy, stages=case.get("stages"), step=step, patience_s=20) as fleet:
         model, optimizer = make(case.get("tied", ""))
-        data = rows(case.get("spoiled", {}), case.get("without", ()))
+        data = rows(case.get("spoiled", {}), case.get("without", ()), case.get("entered_not", ()))
         model, _, loader = fleet.prepare(model, optimizer, data, batch_size=BATCH, loss=loss_of)
         told: list[Any] = []
         fleet.events.listeners.append(lambda e: told.append(e.loss) if isinstance(e, StepDone) else None)
@@ -398,3 +408,19 @@ def refusal(options: dict[str, Any]) -> str:
 def test_what_cannot_be_split_is_refused_by_every_worker_before_the_first_step(options: Any, sentence: str) -> None:
     for told in run_ranks(4, refusal, options):
         assert sentence in told
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        NoShard(),
+        FullShard(),
+        pytest.param(ShardGradOp(), marks=pytest.mark.slow),
+        pytest.param(HybridShard(intra_node_size=2), marks=pytest.mark.slow),
+        pytest.param(FullShard(weights=(3, 1, 1, 2)), marks=pytest.mark.slow),
+    ],
+)
+def test_a_shared_weight_stays_one_where_a_stage_has_not_used_it(strategy: Any) -> None:
+    """In the second step, the stage that enters by it leaves it out, and the one that leaves by it uses it."""
+    case = {"tied": "ends", "stages": TWO, "strategy": strategy, "entered_not": tuple(range(6, 12))}
+    assert_same(run_ranks(4, train, case, 3), plain(3, case), case)
