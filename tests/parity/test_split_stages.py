@@ -27,6 +27,10 @@ TWO = Stages(protocol=MICRO, count=2, cuts=(3,))
 """After the second of four blocks."""
 
 
+NOT_ENTERED = -2
+"""Of rows that leave out the first layer."""
+
+
 class Spoil(torch.autograd.Function):
     """The same numbers, with a gradient that is multiplied."""
 
@@ -57,6 +61,7 @@ class Net(nn.Module):
 
     def __init__(self, tied: str = "") -> None:
         super().__init__()
+        self.enters = True
         self.enter = nn.Linear(WIDE, WIDE, bias=False)
         self.blocks = nn.ModuleList(Block() for _ in range(4))
         self.norm = nn.LayerNorm(WIDE)
@@ -73,7 +78,7 @@ class Net(nn.Module):
             self.blocks[2] = self.blocks[1]
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.enter(x)
+        x = self.enter(x) if self.enters else x
         for block in self.blocks:
             x = block(x)
         return self.leave(self.norm(x)) + self.shift  # type: ignore[no-any-return]
@@ -89,13 +94,17 @@ def order(epoch: int) -> list[int]:
     return torch.randperm(ROWS, generator=torch.Generator().manual_seed(mix(0, epoch))).tolist()  # type: ignore[no-any-return]
 
 
-def rows(spoiled: dict[int, tuple[int, float]], without: tuple[int, ...]) -> tuple[Tensor, ...]:
+def rows(
+    spoiled: dict[int, tuple[int, float]], without: tuple[int, ...], entered_not: tuple[int, ...] = ()
+) -> tuple[Tensor, ...]:
     """By place in the first epoch: which rows spoil which block's gradient, and which have no samples."""
     torch.manual_seed(1)
     x, y = torch.randn(2, ROWS, WIDE, dtype=torch.float64)
     mask, where, factor = torch.ones(ROWS).double(), torch.full((ROWS,), -1), torch.ones(ROWS).double()
     for place, (block, value) in spoiled.items():
         where[order(0)[place]], factor[order(0)[place]] = block, value
+    for place in entered_not:
+        where[order(0)[place]] = NOT_ENTERED
     for place in without:
         mask[order(0)[place]] = 0.0
     return x, y, mask, where, factor
@@ -104,6 +113,7 @@ def rows(spoiled: dict[int, tuple[int, float]], without: tuple[int, ...]) -> tup
 def loss_of(model: nn.Module, batch: Any) -> tuple[Tensor, float]:
     """A mean over the samples, written by hand: of none it is 0 / 0."""
     x, y, mask, where, factor = batch
+    model.enters = not (where == NOT_ENTERED).all()  # type: ignore[assignment]
     for index, block in enumerate(model.blocks):  # type: ignore[arg-type]
         block.factor = float(factor[where == index].prod())
     error = (model(x) - y).square().mean(1)
@@ -113,7 +123,7 @@ def loss_of(model: nn.Module, batch: Any) -> tuple[Tensor, float]:
 def plain(steps: int, case: dict[str, Any]) -> dict[str, Any]:
     """One process. A step that is not finite, or has no samples, is left out."""
     model, optimizer = make(case.get("tied", ""))
-    data = rows(case.get("spoiled", {}), case.get("without", ()))
+    data = rows(case.get("spoiled", {}), case.get("without", ()), case.get("entered_not", ()))
     told: list[Any] = []
     for step in range(steps):
         epoch, at = divmod(step * BATCH, ROWS)
@@ -141,7 +151,7 @@ def train(case: dict[str, Any], upto: int, folder: str = "") -> dict[str, Any]:
     step = potluck.StepConfig(clip=case.get("clip"), nonfinite_limit=case.get("limit", 10))
     with potluck.init(policy, strategy, stages=case.get("stages"), step=step, patience_s=20) as fleet:
         model, optimizer = make(case.get("tied", ""))
-        data = rows(case.get("spoiled", {}), case.get("without", ()))
+        data = rows(case.get("spoiled", {}), case.get("without", ()), case.get("entered_not", ()))
         model, _, loader = fleet.prepare(model, optimizer, data, batch_size=BATCH, loss=loss_of)
         told: list[Any] = []
         fleet.events.listeners.append(lambda e: told.append(e.loss) if isinstance(e, StepDone) else None)
@@ -227,10 +237,21 @@ def test_a_gradient_that_is_not_finite_is_skipped_though_the_loss_is(workers: in
     assert_same(run_ranks(workers, train, case, 6), judge, case)
 
 
-def test_replicas_of_stages_that_step_by_themselves_skip_it_too() -> None:
-    case = {"stages": TWO, "policy": potluck.Cadence(anchor=1), "spoiled": {2: (3, NAN), 9: (0, INF)}}
-    for each in run_ranks(4, train, case, 6):
-        assert "skipped" in each["told"]
+@pytest.mark.parametrize(
+    ("workers", "strategy"),
+    [
+        (4, NoShard()),
+        pytest.param(4, HybridShard(intra_node_size=1), marks=pytest.mark.slow),
+        pytest.param(8, HybridShard(intra_node_size=2), marks=pytest.mark.slow),
+    ],
+)
+def test_replicas_of_stages_that_step_by_themselves_skip_it_too(workers: int, strategy: Any) -> None:
+    spoiled = {2: (3, NAN), 9: (0, INF)}
+    case = {"stages": TWO, "strategy": strategy, "policy": potluck.Cadence(anchor=1), "spoiled": spoiled}
+    found = run_ranks(workers, train, case, 6)
+    assert any("skipped" in each["told"] for each in found)
+    for each in found:
+        assert not each["said"]
         assert all(numbers.isfinite().all() for _, _, numbers in each["parts"])
 
 
@@ -324,8 +345,8 @@ def test_a_worker_of_several_stages_may_split_each(workers: int, strategy: Any, 
     assert_same(run_ranks(workers, train, case, 4, str(tmp_path)), plain(4, case), case)
 
 
-WITHOUT = (2, 3, 6, 7, 8, 9, 10, 11)
-"""The second micro-batch of the first step has no samples, and neither has all of the second step."""
+WITHOUT = (2, 3, 6, 7, 8, 9, 10, 11, 16, 17)
+"""Rows without samples: those of one micro-batch of the first step, all of the second step, and the last ones."""
 
 
 @pytest.mark.parametrize(
@@ -361,3 +382,45 @@ def named(protocol: str, folder: Path) -> Any:
     if protocol == "datastore":
         return DataStore(url=f"file://{folder}/run", micro_batch_size=2)
     return Pipeline(micro_batch_size=2, schedule=protocol)  # type: ignore[arg-type]
+
+
+def refusal(options: dict[str, Any]) -> str:
+    try:
+        with potluck.init(stages=TWO, patience_s=20, **options) as fleet:
+            model, optimizer = make()
+            fleet.prepare(model, optimizer, rows({}, ()), batch_size=BATCH, loss=loss_of)
+    except PotluckError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"strategy": FullShard(weights=(1, 2))}, "strategy.weights has 2 numbers, and the run 4 workers"),
+        ({"strategy": ShardGradOp(weights=(1, 0, 1, 0))}, "strategy.weights is 0 for every worker that holds stage 1"),
+        (
+            {"strategy": FullShard(), "policy": potluck.Cadence()},
+            "Cadence averages replicas, and there is only one: FullShard splits each stage over all workers that hold",
+        ),
+    ],
+)
+def test_what_cannot_be_split_is_refused_by_every_worker_before_the_first_step(options: Any, sentence: str) -> None:
+    for told in run_ranks(4, refusal, options):
+        assert sentence in told
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        NoShard(),
+        FullShard(),
+        pytest.param(ShardGradOp(), marks=pytest.mark.slow),
+        pytest.param(HybridShard(intra_node_size=2), marks=pytest.mark.slow),
+        pytest.param(FullShard(weights=(3, 1, 1, 2)), marks=pytest.mark.slow),
+    ],
+)
+def test_a_shared_weight_stays_one_where_a_stage_has_not_used_it(strategy: Any) -> None:
+    """In the second step, the stage that enters by it leaves it out, and the one that leaves by it uses it."""
+    case = {"tied": "ends", "stages": TWO, "strategy": strategy, "entered_not": tuple(range(6, 12))}
+    assert_same(run_ranks(4, train, case, 3), plain(3, case), case)

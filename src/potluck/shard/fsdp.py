@@ -142,7 +142,10 @@ class FullySharded(Sharded):
         if self._lent is not None:
             self._lent.finish()
         for run, source in zip(self.runs, self._sources, strict=True):
-            if self._units is not None and run.spans[0].name not in self._units.used:
+            name = run.spans[0].name
+            if name in self.always_used:
+                source.grad = torch.zeros_like(source) if source.grad is None else source.grad
+            elif self._units is not None and name not in self._units.used:
                 source.grad = None  # nobody has used it: the zeros that all have summed are no gradient
             run.parameter.grad = None if source.grad is None else _flat(source.grad)
 

@@ -92,7 +92,7 @@ class FullyShardedUnits:
 
     def _before_backward(self) -> None:
         if self._passes.kind != "backward":
-            self._passes.start("backward")
+            self._start_backward()
             self._passes.begin_early()
 
     def _want_gather(self, number: int, async_op: bool = False) -> None:
@@ -118,9 +118,19 @@ class FullyShardedUnits:
         self._end_backward()
         self._end()
 
+    def _start_backward(self) -> None:
+        # Another backward may have come since this one's forward, and let go of the root: then every rank gathers it
+        # here, also one that has no backward of its own.
+        for root in self._roots:
+            if not root.is_unsharded:
+                with root.use_training_state(TrainingState.PRE_BACKWARD):
+                    root.unshard(root.unshard_async_op)
+                    root.wait_for_unshard()
+        self._passes.start("backward")
+
     def _end_backward(self) -> None:
         if self._passes.kind != "backward":
-            self._passes.start("backward")
+            self._start_backward()
         self._is_ending = True
         for number in reversed(range(len(self._groups))):
             # Where no input of a block needs a gradient, nothing has said that its own are complete.

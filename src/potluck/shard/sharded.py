@@ -35,6 +35,8 @@ class Sharded:
     """Whether every rank has to run as many backwards as the others, since they talk in each."""
     asks: bool = True
     """Whether step() asks the other ranks what they have used; an engine knows when nobody need ask."""
+    always_used: Set[str] = frozenset()
+    """Parameters that have a gradient in every step, such as a weight that another stage has too, and may have used."""
     _idle: Set[str] = frozenset()
     """Parameters that no rank has used in this step."""
     gathers: bool = False
@@ -104,7 +106,7 @@ class Sharded:
         """`used`: for each of these parameters, whether this rank has."""
         counts = torch.tensor(used, dtype=torch.int32)
         self.collectives.start_sum(counts).wait()
-        self._idle = {name for name, count in zip(names, counts.tolist(), strict=True) if not count}
+        self._idle = {n for n, count in zip(names, counts.tolist(), strict=True) if not count} - self.always_used
 
     def _step_used(self) -> None:
         """The optimizer's step, which sees no gradient of what no rank has used: no state of it, no count of steps."""

@@ -7,7 +7,7 @@ import functools
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -72,6 +72,8 @@ class Replica:
     takes_groups = True
     """Whether the optimizer may be given a group later on."""
 
+    always_used: Set[str] = frozenset()
+    """Parameters that have a gradient in every step, such as a weight that another stage has too, and may have used."""
     part: "Sharded | None" = None
     """What this worker holds, if that is a stage of a model; a replica that is split otherwise says so itself."""
 
@@ -234,7 +236,7 @@ class Replica:
             return
         used = torch.tensor(self._buckets.arrivals(), dtype=torch.int32)
         self.within.start_sum(used).wait()
-        self._buckets.drop(used.bool().tolist())
+        self._buckets.drop(used.bool().tolist(), self.always_used)
 
     @property
     def has_unused(self) -> bool:

@@ -90,6 +90,7 @@ class ShardedReplica(Replica):
         self.sharded.start_sums()
 
     def finish(self) -> float:
+        self.sharded.always_used = self.always_used
         started = time.perf_counter()
         self.sharded.finish()
         return time.perf_counter() - started

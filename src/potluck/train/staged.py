@@ -213,6 +213,7 @@ class Staged(Engine):
         empty(model, own)
         self._ties = Ties(own, places, foreign_to_all(stages))
         replica = self._new_replica(own, optimizer)
+        replica.always_used = self._ties.names
         firsts = self._ties.is_first_of
         together = places.size if _is_whole(self.strategy) or places.each > 1 else self.world
         self._part = replica.part = HeldPart(replica, held, firsts, rank=self.rank % together, world=together)

@@ -34,6 +34,11 @@ class Ties:
             if len(holders) > 1 and name in trained:
                 self._holders[name] = holders
 
+    @property
+    def names(self) -> frozenset[str]:
+        """Of those that are tied and trained. A stage that has not used one in a step steps it with the others."""
+        return frozenset(self._holders)
+
     def add_up(self, part: HeldPart, channel: Channel, step: int) -> None:
         """The sum of all stages' gradients becomes each one's."""
         if not self._holders:
