@@ -69,9 +69,10 @@ def tell_decision(place: str, event: Event) -> None:
 class Schedule:
     """One run, and what happens to it, as a function of the seed and of how fast this machine is."""
 
-    def __init__(self, seed: int, policy: str, folder: Path) -> None:
+    def __init__(self, seed: int, policy: str, folder: Path, *, nodes: bool = False) -> None:
         self.draw = draw = random.Random(seed)
-        self.folder, self.policy = folder, policy
+        self.folder, self.policy, self.may_be_nodes = folder, policy, nodes and policy != "sync"
+        self.first = draw.randint(1, 3)
         self.epochs = draw.randint(2, 5)
         self.steps = self.epochs * STEPS // EPOCHS
         self.ends_badly = draw.random() < 0.5
@@ -97,11 +98,11 @@ class Schedule:
         self.workers: list[Worker] = []
         self.killed: set[str] = set()
         self.done: list[str] = []
-        self.host, self.invite = start_coordinator(folder, **self.told, at_least=draw.randint(1, 2))
+        self.host, self.invite = start_coordinator(folder, **self.told, at_least=draw.randint(1, self.first))
 
     def join(self) -> None:
         name = f"w{len(self.workers)}"
-        if self.policy != "sync" and self.draw.random() < 0.15:
+        if self.may_be_nodes and self.draw.random() < 0.3:
             faults = dict.fromkeys(range(2), soon_gives_up)
             self.workers += start_node(self.invite, self.folder, name, 2, faults, self.options)
         else:
@@ -146,7 +147,7 @@ class Schedule:
         self.done.append(what)
 
     def live(self) -> None:
-        for _ in range(self.draw.randint(1, 3)):
+        for _ in range(self.first):
             self.join()
         wait_until(lambda: (self.folder / "step").exists() or not self.host.is_alive(), 120)
         for _ in range(self.draw.randint(3, 9)):
@@ -165,6 +166,8 @@ class Schedule:
                 self.join()
             self.host.join(0.02 if self.ends_badly else 0.5)
         for worker in self.workers:
+            if "." in worker.name:  # a later rank, whose node has no launcher here that would end it with the first
+                worker.process.kill()
             worker.process.join(60)
             assert worker.process.exitcode is not None, f"{worker.name} has not ended: {self.describe()}"
 
@@ -242,12 +245,12 @@ class Schedule:
         return dict(model.state_dict())
 
 
-def live(seed: int, policy: str) -> None:
+def live(seed: int, policy: str, *, nodes: bool = False) -> None:
     """What it leaves behind stays where it ends wrong."""
     folder = Path(tempfile.mkdtemp(prefix=f"soak-{policy}-{seed}-"))
     started = time.monotonic()
     try:
-        schedule = Schedule(seed, policy, folder)
+        schedule = Schedule(seed, policy, folder, nodes=nodes)
         schedule.live()
         said = schedule.judge()
     finally:
@@ -262,6 +265,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=100)
     parser.add_argument("--first", type=int, help="the first seed; today's, if it is not given")
     parser.add_argument("--minutes", type=float, default=60.0, help="no schedule begins after that")
+    parser.add_argument("--nodes", action="store_true", help="some workers are nodes of two ranks")
     asked = parser.parse_args()
     numbers = seeds(asked.seeds) if asked.first is None else list(range(asked.first, asked.first + asked.seeds))
     deadline, begun = time.monotonic() + 60 * asked.minutes, []
@@ -269,7 +273,7 @@ def main() -> None:
     def live_in_time(seed: int) -> None:
         if time.monotonic() < deadline:
             begun.append(seed)
-            live(seed, asked.policy)
+            live(seed, asked.policy, nodes=asked.nodes)
 
     wrong = schedules.soak(numbers, live_in_time, LONGEST_S)
     print(f"{asked.policy}: {len(begun)} schedules from seed {numbers[0]}, {len(wrong)} wrong {wrong}", flush=True)
