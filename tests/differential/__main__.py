@@ -46,7 +46,7 @@ def _options() -> argparse.Namespace:
         nargs="?",
         const="all",
         choices=["all", "faults"],
-        help="runs every cell, or those that docs/matrix.md has as faults or not at all, and writes that page",
+        help="runs every cell, or those that docs/matrix.md has as faults or untried, and writes that page",
     )
     parser.add_argument("--jobs", type=int, default=2, help="cases at a time: most of one is waiting")
     parser.add_argument("--verbose", action="store_true")
@@ -81,10 +81,10 @@ def judged(cases: Iterable[Case], jobs: int) -> Iterator[Verdict]:
 def print_matrix(jobs: int, which: str) -> int:
     table = list(cells())
     known = read_page(PAGE.read_text(encoding="utf-8")) if which == "faults" and PAGE.exists() else {}
-    marks = {cell: known.get(cell.key, "**not run**") if cell.case else UNTRIED for cell in table}
+    marks = {cell: known.get(cell.key, UNTRIED) for cell in table}
     by_case: dict[Case, list[Cell]] = {}
     for cell, told in marks.items():
-        if cell.case is not None and told.startswith("**"):
+        if cell.case is not None and (told == UNTRIED or told.startswith("**")):
             by_case.setdefault(cell.case, []).append(cell)
     found = []
     for verdict in judged(by_case, jobs):

@@ -49,7 +49,7 @@ POLICIES = {
     "Sync(shares)": "Sync(shares=(2.0, 1.0))",
     "Cadence": "Cadence(anchor=2)",
     "Cadence(overlap)": "Cadence(anchor=2, overlap=True)",
-    "Cadence(outer)": "Cadence(anchor=2, outer=Outer())",
+    "Cadence(outer)": "Cadence(anchor=2, outer=Outer(lr=0.7, momentum=0.9))",
     "Async": "Async(anchor=2)",
 }
 PROTOCOLS = {
