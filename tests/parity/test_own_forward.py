@@ -217,9 +217,9 @@ def in_two(cut: int, protocol: Any = None) -> Stages:
     ("strategy", "cut", "world"),
     [
         (FullShard(), 1, 2),
-        (FullShard(), 1, 4),
+        pytest.param(FullShard(), 1, 4, marks=pytest.mark.slow),
         (HybridShard(intra_node_size=2), 1, 4),
-        (FullShard(), 4, 2),
+        pytest.param(FullShard(), 4, 2, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -236,15 +236,23 @@ def test_a_parameter_without_a_dimension_goes_with_stages(tmp_path: Path) -> Non
     ("kind", "protocol", "strategy", "world"),
     [
         ("residual", Pipeline(micro_batch_size=2), NoShard(), 2),
-        ("residual", Pipeline(micro_batch_size=2, schedule="zero-bubble"), NoShard(), 3),
+        pytest.param(
+            "residual", Pipeline(micro_batch_size=2, schedule="zero-bubble"), NoShard(), 3, marks=pytest.mark.slow
+        ),
         ("residual", Pipeline(micro_batch_size=2, schedule="interleaved"), NoShard(), 2),
-        ("residual", Stages(protocol=Pipeline(micro_batch_size=2), cuts=(1, 3, 5)), NoShard(), 4),
+        pytest.param(
+            "residual",
+            Stages(protocol=Pipeline(micro_batch_size=2), cuts=(1, 3, 5)),
+            NoShard(),
+            4,
+            marks=pytest.mark.slow,
+        ),
         ("residual", Stages(protocol=Pipeline(micro_batch_size=2), count=2), HybridShard(intra_node_size=2), 4),
-        ("residual", in_two(1), FullShard(), 4),
-        ("flat", Direct(), NoShard(), 3),
+        pytest.param("residual", in_two(1), FullShard(), 4, marks=pytest.mark.slow),
+        pytest.param("flat", Direct(), NoShard(), 3, marks=pytest.mark.slow),
         ("flat", "store", NoShard(), 2),
-        ("flat", in_two(2), FullShard(), 4),
-        ("flat", in_two(3), ShardGradOp(), 4),
+        pytest.param("flat", in_two(2), FullShard(), 4, marks=pytest.mark.slow),
+        pytest.param("flat", in_two(3), ShardGradOp(), 4, marks=pytest.mark.slow),
     ],
     ids=lambda value: type(value).__name__ if not isinstance(value, int | str) else str(value),
 )
@@ -255,7 +263,7 @@ def test_residuals_in_the_models_own_forward_are_cut_too(
     assert_like_plain(run_ranks(world, train, kind, stages, strategy), kind)
 
 
-@pytest.mark.parametrize("kind", ["residual", "flat"])
+@pytest.mark.parametrize("kind", ["residual", pytest.param("flat", marks=pytest.mark.slow)])
 def test_a_checkpoint_of_a_model_with_residuals_loads_anywhere(kind: str, tmp_path: Path) -> None:
     """One run that changes its workers, its cut and its strategy at every step."""
     setups: list[tuple[int, Any, Any]] = [
@@ -274,7 +282,7 @@ def test_a_checkpoint_of_a_model_with_residuals_loads_anywhere(kind: str, tmp_pa
     [
         (Stages(protocol=Direct(), cuts=(1, 3, 5)), NoShard(), 4),
         (Pipeline(micro_batch_size=ROWS, schedule="interleaved"), NoShard(), 2),
-        ("store", NoShard(), 2),
+        pytest.param("store", NoShard(), 2, marks=pytest.mark.slow),
         (in_two(3, Direct()), FullShard(), 2),
     ],
     ids=lambda value: type(value).__name__ if not isinstance(value, int | str) else str(value),
@@ -285,5 +293,4 @@ def test_buffers_that_the_models_own_forward_changes_are_saved(
     if stages == "store":
         stages = DataStore(url=(tmp_path / "store").as_uri())
     run_ranks(world, train, "kept", stages, strategy, str(tmp_path), 2)
-    found = run_ranks(world, train, "kept", stages if stages != "store" else None, strategy, str(tmp_path))
-    assert_like_plain(found, "kept", tmp_path)
+    assert_like_plain(run_ranks(world, train, "kept", stages, strategy, str(tmp_path)), "kept", tmp_path)
