@@ -136,6 +136,9 @@ FOUND = {
     "a stage saves buffers that its layers replace": Case(
         model="vectors/6/mlp,odd,odd/", legs=(Leg(world=2, stages="Stages(protocol=Pipeline(micro_batch_size=3))"),)
     ),
+    "BatchNorm under bf16 and FullShard": Case(
+        model="images/4/conv,conv/", dtype="float32", legs=(Leg(strategy="FullShard()", switches="precision='bf16'"),)
+    ),
 }
 """Faults that random cases have found, and no other test had."""
 

@@ -11,7 +11,7 @@ from potluck.shard.sharded import Sharded
 from potluck.shard.splitting import shard_over
 from potluck.shard.strategy import ShardGradOp, ShardingStrategy
 from potluck.train.link import Alone, GroupLink, Link
-from potluck.train.replica import Replica, as_bytes
+from potluck.train.replica import Replica, as_bytes, find_batch_norm
 
 
 class ShardedReplica(Replica):
@@ -56,7 +56,8 @@ class ShardedReplica(Replica):
                 self.strategy,
                 self.device,
                 mean=False,
-                bf16=self.config.precision == "bf16",
+                # BatchNorm's statistics are float32, and torch wants its parameters so too: autocast alone gives it that.
+                bf16=self.config.precision == "bf16" and find_batch_norm(self.model) is None,
                 offload=self.config.offload_optimizer,
                 group=self.within.group if isinstance(self.within, GroupLink) else None,
                 nodes=self._nodes.group if isinstance(self._nodes, GroupLink) else None,
