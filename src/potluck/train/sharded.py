@@ -56,7 +56,7 @@ class ShardedReplica(Replica):
                 self.strategy,
                 self.device,
                 mean=False,
-                # BatchNorm's statistics are float32, and torch wants its parameters so too: autocast alone gives it that.
+                # BatchNorm's statistics are float32, and torch wants its parameters so too. Autocast alone will do.
                 bf16=self.config.precision == "bf16" and find_batch_norm(self.model) is None,
                 offload=self.config.offload_optimizer,
                 group=self.within.group if isinstance(self.within, GroupLink) else None,
