@@ -96,6 +96,8 @@ def draw_case(seed: int, only: str = "") -> Case:
     scale, optimizer = 1.0, draw.choice(OPTIMIZERS if dtype == "float64" else STEADY)
     if draw.random() < 0.05:
         scale, optimizer = draw.choice(((1e20, "SGD(lr=1e-21)"), (1e-20, "SGD(lr=1e19)")))
+    if "empty" in model and "Adafactor" in optimizer:  # torch's own divides by how many numbers there are
+        optimizer = STEADY[0]
     is_sync = all(leg.policy.startswith("Sync") for leg in legs)
     return Case(
         seed=seed,

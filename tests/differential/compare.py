@@ -42,7 +42,7 @@ def compare(case: Case, expected: Expected, told: list[list[dict[str, Any]]], fo
         complaints += [f"leg {number}: the weights had drifted apart at the end of an epoch"] if drifted else []
     complaints += _compare_tensors(expected, found, limit)
     got, want = told[-1][0]["evaluated"], expected.evaluated
-    if want is not None and not abs(got - want) <= limit.loss * abs(want):
+    if want is not None and not (abs(got - want) <= limit.loss * abs(want) or (math.isnan(got) and math.isnan(want))):
         complaints.append(f"evaluate() gave {got!r}, and the judge {want!r}")
     return complaints
 

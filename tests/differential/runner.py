@@ -114,7 +114,7 @@ def _train(case: Case, leg: Leg, number: int, folder: str, phase: list[str]) -> 
     stages = _read(leg.stages, STORE=f"file://{folder}/store-{number}") if leg.stages else None
     step = _read(f"StepConfig({leg.switches + ', ' if leg.switches else ''}nonfinite_limit=1000)")
     phase[0] = "start"
-    with potluck.init(policy, strategy, stages=stages, step=step, patience_s=30) as fleet:
+    with potluck.init(policy, strategy, stages=stages, step=step, patience_s=_patience(leg, 30)) as fleet:
         model = build(case.model, dtype, case.seed)
         optimizer = make_optimizer(model, case.optimizer)
         data = make_data(case.model, case.rows, case.seed, dtype, case.samples, case.faults)

@@ -14,13 +14,13 @@ from tests.differential.runner import Failed, Refused, run_case
 class Verdict:
     case: Case
     kind: str
-    """right, refused, WRONG, CRASH, HANG, LATE (refused after the first step) or JUDGE (a fault of the judge's)."""
+    """right, refused, diverged (which nobody can judge), WRONG, CRASH, HANG, LATE (refused after the first step) or JUDGE (a fault of the judge's)."""
     detail: str = ""
     seconds: float = 0.0
 
     @property
     def is_fault(self) -> bool:
-        return self.kind not in ("right", "refused")
+        return self.kind not in ("right", "refused", "diverged")
 
 
 def verdict_of(case: Case) -> Verdict:
@@ -39,7 +39,10 @@ def _decide(case: Case) -> tuple[str, str]:
     except Exception:
         return "CRASH", f"when its checkpoint was read: {traceback.format_exc()}"
     try:
-        complaints = compare(case, judge(case, told), told, found)
+        expected = judge(case, told)
+        if expected.has_diverged and not expected.complaints:
+            return "diverged", ""
+        complaints = compare(case, expected, told, found)
     except Exception:
         return "JUDGE", traceback.format_exc()
     return ("WRONG", "; ".join(complaints[:4])) if complaints else ("right", "")

@@ -73,9 +73,11 @@ class FullySharded(Sharded):
         self._point_optimizer(parts, number, held)
 
     def _split(self, blocks: Sequence[nn.Module], **options: Any) -> None:
+        # One of no numbers stays as it is: torch cannot sum it.
+        ignored = {parameter for parameter in self.model.parameters() if not parameter.numel()}
         for module in (*blocks, self.model):
-            whole = [parameter for parameter in module.parameters() if not isinstance(parameter, DTensor)]
-            fully_shard(module, **options)
+            whole = [each for each in module.parameters() if not isinstance(each, DTensor) and each.numel()]
+            fully_shard(module, ignored_params=ignored, **options)
             for parameter in whole:  # the optimizer still has it: else all of the model would be on the device at once
                 parameter.data = parameter.data.new_empty(1).expand(parameter.shape)
         self._modules = [module for module in self.model.modules() if isinstance(module, FSDPModule)]

@@ -177,6 +177,11 @@ class Line:
         groups = [group for group in kept.groups if group.get("grads") is not None]
         with self._timed("busy_s"):
             stage_backward_weight(weights, groups)
+            for weight in self._stages[action.stage].weights():
+                if weight.grad is not None and 0 in weight.grad.stride():
+                    weight.grad = weight.grad.clone(
+                        memory_format=torch.contiguous_format
+                    )  # torch would add to it as is
         return ()
 
     def _with_gradients(self, step: int, action: Action, kept: _Kept) -> list[tuple[Tensor, Tensor]] | None:

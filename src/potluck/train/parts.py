@@ -133,14 +133,16 @@ def load_optimizer_part(sharded: "Sharded", source: Ranges, skeleton: dict[str, 
     optimizer = sharded.optimizer
     optimizer.state.clear()  # else the old state and the new one would be here together
     mine = {id(run.parameter): run for run in (*sharded.runs, *sharded.mirrors)}
-    order = [mine[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
-    index = {id(run.parameter): i for i, run in enumerate(order)}
+    order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    index = {id(parameter): i for i, parameter in enumerate(order)}
     settings = state.unflatten(skeleton["groups"], _Read(source))
     groups = [
         {**saved, "params": [index[id(parameter)] for parameter in group["params"]]}
         for saved, group in zip(settings, optimizer.param_groups, strict=True)
     ]
-    states = {i: _read_state(run, source, skeleton["state"]) for i, run in enumerate(order)}
+    # One of no numbers is in no run, and has no state.
+    runs = ((i, mine[id(parameter)]) for i, parameter in enumerate(order) if id(parameter) in mine)
+    states = {i: _read_state(run, source, skeleton["state"]) for i, run in runs}
     optimizer.load_state_dict({"param_groups": groups, "state": {i: each for i, each in states.items() if each}})
 
 
