@@ -14,7 +14,10 @@ from tests.differential.runner import Failed, Refused, run_case
 class Verdict:
     case: Case
     kind: str
-    """right, refused, diverged (which nobody can judge), WRONG, CRASH, HANG, LATE (refused after the first step) or JUDGE (a fault of the judge's)."""
+    """right, refused, diverged (which nobody can judge), or a fault.
+
+    Faults: WRONG, CRASH, HANG, LATE (refused after the first step), JUDGE (of the judge's own).
+    """
     detail: str = ""
     seconds: float = 0.0
 

@@ -265,7 +265,7 @@ def in_stages(folder: str, strategies: list[ShardingStrategy]) -> None:
 
 
 def test_stages_leave_alone_what_nobody_has_used(tmp_path: Path) -> None:
-    wanted: list[ShardingStrategy] = [NoShard(), ShardGradOp(), FullShard(weights=(1.0,))]
+    wanted: list[ShardingStrategy] = [NoShard(), ShardGradOp(), FullShard(weights=(1.0, 1.0))]
     run_ranks(2, in_stages, str(tmp_path), wanted)
     expected, judge = moody()
     for step in range(6):

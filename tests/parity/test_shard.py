@@ -316,6 +316,7 @@ def bytes_held(strategy: Any) -> dict[str, Any]:
         replica = fleet.replica
         for _ in range(2):
             fleet.backward(model(torch.ones(2, 64, device=fleet.device)).square().mean(), samples=2)
+            replica.unseal()  # type: ignore[union-attr]
             replica.finish()  # type: ignore[union-attr]
             held = replica.sharded.memory_bytes()  # type: ignore[union-attr]
             fleet.step()

@@ -21,10 +21,10 @@ Seat = tuple[nn.Module, str]
 
 def buffers_outside(model: nn.Module, chain: Chain) -> dict[str, Seat]:
     inside = {id(module) for link in chain.modules.values() for module in link.modules()}
-    return {name: seat for name, seat in _buffers_of(model) if id(seat[0]) not in inside}
+    return {name: seat for name, seat in seats_of_buffers(model) if id(seat[0]) not in inside}
 
 
-def _buffers_of(model: nn.Module) -> Iterator[tuple[str, Seat]]:
+def seats_of_buffers(model: nn.Module) -> Iterator[tuple[str, Seat]]:
     for path, module in model.named_modules():
         for key, buffer in module._buffers.items():
             if buffer is not None:
@@ -90,7 +90,9 @@ def insist_on_one(name: str, layers: Sequence[str], right: Sequence[str]) -> Non
 @contextmanager
 def left_alone(model: nn.Module, names: set[str]) -> Iterator[None]:
     """What other stages have to themselves stands afterwards as before."""
-    kept = [(seat, seat[0]._buffers[seat[1]]) for name, seat in _buffers_of(model) if name in names] if names else []
+    kept = (
+        [(seat, seat[0]._buffers[seat[1]]) for name, seat in seats_of_buffers(model) if name in names] if names else []
+    )
     values = [buffer.detach().clone() for _, buffer in kept if buffer is not None]
     try:
         yield

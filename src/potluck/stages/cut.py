@@ -17,7 +17,7 @@ from torch import nn
 from potluck.errors import ConfigError
 from potluck.stages.between import Crossing, Way
 from potluck.stages.chain import Chain, chain_of, parameters_of
-from potluck.stages.changes import left_alone
+from potluck.stages.changes import left_alone, seats_of_buffers
 from potluck.stages.plan import Layer, Plan, count_sent
 from potluck.stages.seats import (
     AbsentLayer,
@@ -149,13 +149,21 @@ def cut(model: nn.Module, plan: Plan, index: int) -> Stage:
 
 
 def foreign_to_all(stages: Sequence[Stage]) -> set[str]:
-    """Buffers that no stage of a worker has. What several would change alike, the first has to itself."""
+    """Buffers that no stage of a worker has, and that are no part of its state_dict from now on.
+
+    What several would change alike, the first has to itself.
+    """
     taken: set[str] = set()
     for stage in stages:
         changed = {name for layer in stage.plan.layers for name in layer.buffers}
         stage.foreign.update(taken)
         taken |= changed - stage.foreign
-    return set.intersection(*(stage.foreign for stage in stages))
+    foreign = set.intersection(*(stage.foreign for stage in stages))
+    for stage in stages:
+        for name, (module, key) in seats_of_buffers(stage.model):
+            if name in foreign:
+                module._non_persistent_buffers_set = module._non_persistent_buffers_set | {key}
+    return foreign
 
 
 def owners(model: nn.Module, plan: Plan) -> dict[str, tuple[int, ...]]:

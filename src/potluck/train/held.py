@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from potluck.shard.ranges import Spec
 from potluck.shard.runs import Run, Span, group_names
 from potluck.shard.sharded import Sharded
+from potluck.stages.changes import Seat, seats_of_buffers
 from potluck.train.replica import Replica
 
 
@@ -131,15 +132,6 @@ class BufferRun(Run):
         return buffer
 
 
-def _seats_of_buffers(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
-    """By name: the module that has it, and what it calls it."""
-    found: dict[str, tuple[nn.Module, str]] = {}
-    for path, module in model.named_modules():
-        for key in module._buffers:
-            found.setdefault(f"{path}.{key}" if path else key, (module, key))
-    return found
-
-
 class HeldPart(Sharded):
     """A worker's stages as its part of a model that is split."""
 
@@ -174,7 +166,9 @@ class HeldPart(Sharded):
             yield from ((run, True) for run in (*inner.runs, *inner.rest))
         split = inner.split if inner is not None else {}
         is_ours = inner is None or inner.collectives.rank == 0
-        seats = _seats_of_buffers(self.model)
+        seats: dict[str, Seat] = {}
+        for name, seat in seats_of_buffers(self.model):
+            seats.setdefault(name, seat)  # of several stages, the first one's
         for name, tensor in held_in(self.model):
             if tensor.numel() and name not in split:
                 span = Span(name, tuple(tensor.shape), 0, tensor.numel())
