@@ -181,7 +181,6 @@ def test_bad_orders_are_refused_with_a_sentence(place: Path) -> None:
     for arguments, sentence in [
         (["host", "tiny.toml", "--resume"], "There is no run to resume in runs/tiny"),
         (["host", "nothing.toml"], "There is no recipe nothing.toml"),
-        (["join", "potluck://127.0.0.1:1/abc"], None),
         (["join", "hello"], None),
     ]:
         done = subprocess.run(

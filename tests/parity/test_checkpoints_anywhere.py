@@ -196,18 +196,22 @@ HYBRID_4: Setup = (4, HybridShard(intra_node_size=2))
 ALONE: Setup = (1, FullShard())
 
 
+SLOW = pytest.mark.slow
+"""Others of their kind are drawn by tests/differential."""
+
+
 @pytest.mark.parametrize(
     ("saved", "loaded"),
     [
         (NO_1, FULL_2),
         (FULL_2, ZERO_3),
-        (ZERO_3, NO_1),
+        pytest.param(ZERO_3, NO_1, marks=SLOW),
         (HYBRID_4, FULL_3),
-        (FULL_3, NO_2),
-        (NO_2, ZERO_2),
-        (ZERO_2, HYBRID_4),
+        pytest.param(FULL_3, NO_2, marks=SLOW),
+        pytest.param(NO_2, ZERO_2, marks=SLOW),
+        pytest.param(ZERO_2, HYBRID_4, marks=SLOW),
         (FULL_2, UNEVEN_3),
-        (UNEVEN_3, FULL_2),
+        pytest.param(UNEVEN_3, FULL_2, marks=SLOW),
         (ALONE, ZERO_2),
     ],
     ids=lambda setup: f"{setup[1].kind}-{setup[0]}",
@@ -318,10 +322,10 @@ def step_by_hand(model: nn.Module, sharded: Any, steps: int) -> None:
 @pytest.mark.parametrize(
     ("first", "second"),
     [
-        (FullShard(), FullShard()),
+        pytest.param(FullShard(), FullShard(), marks=SLOW),
         (FullShard(), ShardGradOp(weights=(1.0, 2.0))),
         (FullShard(weights=(1.0, 2.0)), FullShard(weights=(3.0, 1.0))),
-        (ShardGradOp(), ShardGradOp(weights=(3.0, 1.0))),
+        pytest.param(ShardGradOp(), ShardGradOp(weights=(3.0, 1.0)), marks=SLOW),
         (ShardGradOp(weights=(0.0, 1.0)), FullShard()),
     ],
     ids=lambda strategy: strategy.kind,

@@ -101,7 +101,10 @@ def in_a_group(folder: str) -> dict[str, list[float]]:
 def assert_as_plain(found: nn.Module, scenario: dict[str, Any], what: str) -> None:
     off = TOLERANCES[scenario["dtype"]]
     for name, expected in plain(scenario)[0].items():
-        assert torch.allclose(found.state_dict()[name].cpu().double(), expected.double(), rtol=off, atol=off), (what, name)
+        assert torch.allclose(found.state_dict()[name].cpu().double(), expected.double(), rtol=off, atol=off), (
+            what,
+            name,
+        )
 
 
 def test_every_strategy_and_stages_clip_and_skip_by_the_norm_of_the_type(tmp_path: Path) -> None:

@@ -211,7 +211,7 @@ def test_a_replica_of_slow_stages_gets_fewer_rows() -> None:
     ("strategy", "workers", "count", "lanes"),
     [
         (potluck.HybridShard(intra_node_size=2), 4, 2, 2),
-        (potluck.HybridShard(intra_node_size=2), 8, 2, 4),
+        pytest.param(potluck.HybridShard(intra_node_size=2), 8, 2, 4, marks=pytest.mark.slow),
         (potluck.FullShard(), 4, 2, 2),
         (potluck.ShardGradOp(), 4, 2, 2),
     ],
