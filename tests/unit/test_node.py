@@ -11,11 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
+from potluck.agree.policy import Cadence
 from potluck.errors import ConfigError, PotluckError
 from potluck.fleet.client import AverageHere, Client, Lost
 from potluck.fleet.description import BUFFERS, Part
 from potluck.fleet.invite import Invite
+from potluck.shard.strategy import HybridShard
+from potluck.train.elastic_nodes import NodeEngine
 from potluck.train.launch import RENDEZVOUS
 from potluck.train.link import connect
 from potluck.train.node_client import NodeClient
@@ -81,6 +85,7 @@ class Spoken:
     def __init__(self) -> None:
         self.welcome = Welcome(3, 20_000, "a recipe")
         self.session = object()
+        self.said: list[str] = []
         self.heard = [
             Admitted(5, 1, "{}"),
             StateChunk(2, b"12345"),
@@ -91,6 +96,15 @@ class Spoken:
 
     def take_averages_one_by_one(self) -> None:
         pass
+
+    def say(self, sentence: str) -> None:
+        self.said.append(sentence)
+
+    def make_room(self, floats: int) -> None:
+        pass
+
+    def allocate(self, floats: int) -> Any:
+        return np.zeros(floats, np.float32)
 
     def receive_any(self, timeout_s: float) -> Any:
         return self.heard.pop(0) if self.heard else Shutdown()
@@ -117,6 +131,23 @@ def test_every_rank_hears_what_the_first_hears_and_a_wish_to_stop_of_any() -> No
     assert first[:3] == [3, 20.0, "a recipe"]
     heard = [["Admitted", 5, 0], ["StateChunk", 0, 5], ["Committed", 6, 0], ["NoneType", 0, 0], ["Lost", 0, 0]]
     assert first[3:] == [*heard, 0, "Shutdown", 1]
+
+
+def prepare_a_batch_of_a_row_each() -> list[str]:
+    link = connect(torch.device("cpu"), 20.0)
+    spoken: Any = Spoken() if link.rank == 0 else None
+    client, device = NodeClient(spoken, link, name="n"), torch.device("cpu")
+    engine = NodeEngine(client, device, link, policy=Cadence(), strategy=HybridShard(intra_node_size=2))
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine.prepare(model, optimizer, (torch.zeros(8, 3), torch.zeros(8, 4)), batch_size=2)
+    client.is_closed = True  # there is nobody to say goodbye to
+    return spoken.said if link.rank == 0 else []
+
+
+def test_rows_that_are_alone_on_a_rank_are_named_before_the_first_step() -> None:
+    (said,), _ = run_ranks(2, prepare_a_batch_of_a_row_each)
+    assert "(BatchNorm1d) takes means" in said and "some of 2 workers have 1 row of a batch of 2" in said
 
 
 # Averages, one by one

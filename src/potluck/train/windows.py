@@ -23,12 +23,11 @@ from potluck.agree.policy import Windowed
 from potluck.agree.windows import Decision, Pool, Report, Windows, after
 from potluck.errors import ConfigError
 from potluck.events import Decided, StepDone, StepSkipped, WorkerStep
-from potluck.fleet.tree import slice_rows
 from potluck.shard.strategy import FullShard, NoShard, ShardingStrategy
 from potluck.shares import without_singles
 from potluck.train.averages import Averages
 from potluck.train.buffers import SavedBuffers
-from potluck.train.data import BatchConfig, Loader, MicroBatch, SliceLoader, mix, plan_step
+from potluck.train.data import BatchConfig, Loader, MicroBatch, SliceLoader, even_batches, mix, plan_step
 from potluck.train.engine import STEP_TOO_EARLY, Engine
 from potluck.train.link import Alone, Link, Rows
 from potluck.train.nodes import Nodes, make_nodes, node_size
@@ -175,7 +174,12 @@ class WindowEngine(Engine):
         if self._scheduled is not None:
             self._scheduled.begin_window()
         self._start_of_step()
-        batches = list(_cut(self._taken[nodes.number], own_rows))
+        in_pairs = self._batch_norm is not None
+        batches = [
+            batch
+            for part in self._taken[nodes.number]
+            for batch in even_batches(*part, own_rows, loader.batch.size, in_pairs=in_pairs)
+        ]
         planned = [self._plan_batch(start, end, loader.batch) for start, end in batches]
         loader.expect(itertools.chain.from_iterable(planned))
         self._is_open = True
@@ -407,9 +411,3 @@ def _by_node(pulses: list[WindowPulse], size: int) -> list[WindowPulse]:
         )
         for node in (pulses[first : first + size] for first in range(0, len(pulses), size))
     ]
-
-
-def _cut(ranges: list[tuple[int, int]], rows: int) -> Iterator[tuple[int, int]]:
-    """Batches of at most so many rows, those of a range as even as can be: one of a single row would say little."""
-    for start, end in ranges:
-        yield from slice_rows(start, end - start, -(-(end - start) // rows))
