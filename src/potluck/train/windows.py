@@ -11,7 +11,6 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +23,6 @@ from potluck.agree.windows import Decision, Pool, Report, Windows, after
 from potluck.errors import ConfigError
 from potluck.events import Decided, StepDone, StepSkipped, WorkerStep
 from potluck.shard.strategy import FullShard, NoShard, ShardingStrategy
-from potluck.shares import without_singles
 from potluck.train.averages import Averages
 from potluck.train.buffers import SavedBuffers
 from potluck.train.data import BatchConfig, Loader, MicroBatch, SliceLoader, even_batches, mix, plan_step
@@ -163,10 +161,12 @@ class WindowEngine(Engine):
         nodes = self._nodes
         own_rows = -(-loader.batch.size // nodes.count)
         decision = self._windows.decide(rows_left, own_rows)
-        if self._batch_norm is not None and not any(decision.spare) and own_rows > 1:
-            decision = replace(decision, rows=tuple(without_singles(decision.rows)))
+        in_pairs = self._batch_norm is not None and own_rows > 1
+        if in_pairs:
+            decision, self._taken = self._pool.take_in_pairs(decision, rows_left)
+        else:
+            self._taken = [self._pool.take(a + b) for a, b in zip(decision.rows, decision.spare, strict=True)]
         self._decision = decision
-        self._taken = [self._pool.take(a + b) for a, b in zip(decision.rows, decision.spare, strict=True)]
         self._emit_decision(decision)
         self._window, self._window_started = WindowPulse(), time.perf_counter()
         self._all_done = None
@@ -174,7 +174,6 @@ class WindowEngine(Engine):
         if self._scheduled is not None:
             self._scheduled.begin_window()
         self._start_of_step()
-        in_pairs = self._batch_norm is not None
         batches = [
             batch
             for part in self._taken[nodes.number]
