@@ -146,6 +146,7 @@ def _work(invite: str, folder: str, name: str, fault: Fault | None, options: dic
             fault(place)
         engine = potluck.init(options.get("policy", potluck.Sync()), options.get("strategy", potluck.NoShard()))
         signal.signal(signal.SIGUSR1, lambda number, frame: engine.request_stop())
+        (place / f"{name}.in").touch()
 
         def on_step(engine: Any) -> None:
             save_every = options.get("save_every")

@@ -1,4 +1,5 @@
 """Random schedules of real processes: a host and its workers, killed, stopped, joined, asked to leave, started again.
+Some workers are nodes of two ranks.
 
     python -m tests.fleet.soak --policy cadence --seeds 100 --minutes 60
 
@@ -9,6 +10,7 @@ come to from the ranges that are on record. With BatchNorm, dropout and AdamW th
 
 import argparse
 import copy
+import itertools
 import json
 import os
 import random
@@ -69,9 +71,9 @@ def tell_decision(place: str, event: Event) -> None:
 class Schedule:
     """One run, and what happens to it, as a function of the seed and of how fast this machine is."""
 
-    def __init__(self, seed: int, policy: str, folder: Path, *, nodes: bool = False) -> None:
+    def __init__(self, seed: int, policy: str, folder: Path) -> None:
         self.draw = draw = random.Random(seed)
-        self.folder, self.policy, self.may_be_nodes = folder, policy, nodes and policy != "sync"
+        self.folder, self.policy = folder, policy
         self.first = draw.randint(1, 3)
         self.epochs = draw.randint(2, 5)
         self.steps = self.epochs * STEPS // EPOCHS
@@ -102,11 +104,23 @@ class Schedule:
 
     def join(self) -> None:
         name = f"w{len(self.workers)}"
-        if self.may_be_nodes and self.draw.random() < 0.3:
+        if self.policy != "sync" and self.draw.random() < 0.3:  # under Sync a worker is one process
             faults = dict.fromkeys(range(2), soon_gives_up)
             self.workers += start_node(self.invite, self.folder, name, 2, faults, self.options)
         else:
             self.workers.append(Worker(self.invite, self.folder, name, soon_gives_up, self.options))
+
+    def end_halves(self) -> None:
+        """As a launcher would, of which there is none here: a rank waits long for one that has gone before they met."""
+        for first, later in itertools.pairwise(self.workers):
+            both = [first, later]
+            is_short = any(rank.process.exitcode is not None for rank in both)
+            if later.name == f"{first.name}.1" and is_short and not all(self.is_in(rank) for rank in both):
+                for rank in both:
+                    rank.process.kill()
+
+    def is_in(self, worker: Worker) -> bool:
+        return (self.folder / f"{worker.name}.in").exists()
 
     def restart_host(self) -> None:
         self.host.kill()
@@ -162,9 +176,11 @@ class Schedule:
                 self.ends_badly = False
                 self.done.append("host at the end")
                 self.restart_host()
+            self.end_halves()
             if not any(worker.process.is_alive() for worker in self.workers):
                 self.join()
             self.host.join(0.02 if self.ends_badly else 0.5)
+        self.end_halves()
         for worker in self.workers:
             if "." in worker.name:  # a later rank, whose node has no launcher here that would end it with the first
                 worker.process.kill()
@@ -245,12 +261,12 @@ class Schedule:
         return dict(model.state_dict())
 
 
-def live(seed: int, policy: str, *, nodes: bool = False) -> None:
+def live(seed: int, policy: str) -> None:
     """What it leaves behind stays where it ends wrong."""
     folder = Path(tempfile.mkdtemp(prefix=f"soak-{policy}-{seed}-"))
     started = time.monotonic()
     try:
-        schedule = Schedule(seed, policy, folder, nodes=nodes)
+        schedule = Schedule(seed, policy, folder)
         schedule.live()
         said = schedule.judge()
     finally:
@@ -265,7 +281,6 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=100)
     parser.add_argument("--first", type=int, help="the first seed; today's, if it is not given")
     parser.add_argument("--minutes", type=float, default=60.0, help="no schedule begins after that")
-    parser.add_argument("--nodes", action="store_true", help="some workers are nodes of two ranks")
     asked = parser.parse_args()
     numbers = seeds(asked.seeds) if asked.first is None else list(range(asked.first, asked.first + asked.seeds))
     deadline, begun = time.monotonic() + 60 * asked.minutes, []
@@ -273,7 +288,7 @@ def main() -> None:
     def live_in_time(seed: int) -> None:
         if time.monotonic() < deadline:
             begun.append(seed)
-            live(seed, asked.policy, nodes=asked.nodes)
+            live(seed, asked.policy)
 
     wrong = schedules.soak(numbers, live_in_time, LONGEST_S)
     print(f"{asked.policy}: {len(begun)} schedules from seed {numbers[0]}, {len(wrong)} wrong {wrong}", flush=True)

@@ -22,6 +22,7 @@ from tests.fleet.fleet import (
     die,
     start_coordinator,
     start_node,
+    stop,
     wait_until,
 )
 from tests.fleet.test_fleet_windows import (
@@ -274,6 +275,42 @@ def test_nodes_join_a_host_again_that_was_killed(tmp_path: Path) -> None:
     assert_same(workers[0].weights, workers[2].weights)
     process.join(10)
     check_ledger(tmp_path)
+
+
+def stopped_at_the_second_means(place: Path) -> None:
+    """As a node's first rank: one of the window's means is here. It continues when its connection is lost."""
+    from potluck.train.elastic_nodes import NodeEngine
+    from potluck.train.node_client import NodeClient
+
+    take_in, hash_weights = NodeClient._take_in, NodeEngine._hash_weights
+
+    def stopped(self: Any, step: int, part: int, floats: Any) -> None:
+        if step == 2 and not (place / "fired-means").exists():
+            stop(place, "means")
+            wait_until(lambda: self._client.session.lost is not None)  # all that had come is read by then
+        take_in(self, step, part, floats)
+
+    def noted(self: Any) -> Any:
+        found = hash_weights(self)
+        (place / "digest.new").write_text(found[0])
+        (place / "digest.new").rename(place / f"digest-{self.version}")
+        return found
+
+    NodeClient._take_in = stopped  # type: ignore[method-assign]
+    NodeEngine._hash_weights = noted  # type: ignore[method-assign]
+
+
+def test_a_node_that_was_given_up_applies_the_means_that_had_come(tmp_path: Path) -> None:
+    """From a connection that is broken, and to the others' bits."""
+    fleet = Fleet(tmp_path, at_least=2, patience_s=1.0)
+    options: dict[str, Any] = {"policy": Cadence(**SHORT), "slow_s": 0.1}
+    fleet.add("whole", **options)
+    node, _ = fleet.add_node("node", faults={0: stopped_at_the_second_means}, **options)
+    wait_until((tmp_path / "fired-means").exists)
+    wait_until(lambda: all(m.name != "node" for m in fleet.server.core.membership.members.values()))
+    node.send(signal.SIGCONT)
+    wait_until((tmp_path / "digest-2").exists, tell=fleet.describe)
+    assert fleet.journal.agreed(since=2)[2] == {"": (tmp_path / "digest-2").read_text()}
 
 
 def test_trainer_counts_batches_of_the_run_and_ends_where_it_should(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from potluck.train.data import (
     MicroBatch,
     Position,
     SliceLoader,
+    even_batches,
     plan_step,
     read_text,
     read_windows,
@@ -67,6 +68,33 @@ def test_no_part_of_a_step_has_a_single_row_where_that_can_be_had(
         if end - row > 1 and (end - row < size or size >= 2 * len(shares)):
             assert not [part for plan in plans for part in plan if part.end - part.start == 1]
         row = end
+
+
+@given(
+    rows=st.integers(2, 60),
+    size=st.integers(3, 40),
+    workers=st.integers(1, 5),
+    ranks=st.integers(1, 3),
+    in_step=st.booleans(),
+)
+def test_no_row_of_a_window_is_alone_also_among_the_ranks_of_a_node(
+    rows: int, size: int, workers: int, ranks: int, in_step: bool
+) -> None:
+    own, batch = -(-size // workers), BatchConfig(size=size)
+    batches = even_batches(5, 5 + rows, own, size, in_pairs=True)
+    assert [at for start, end in batches for at in range(start, end)] == list(range(5, 5 + rows))
+    lengths = {end - start for start, end in batches}
+    assert max(lengths) - min(lengths) <= 1 and max(lengths) <= max(own, 3)
+    if own == 1:
+        assert lengths == {1}  # as many workers as rows of a batch: what was asked for
+        return
+    for start, end in batches:
+        shares, together = (1.0,) * ranks, {"in_step": in_step or ranks > 1, "in_pairs": True}
+        plans = [plan_step(start, end, batch, shares, rank, **together) for rank in range(ranks)]
+        parts = [part for plan in plans for part in plan if part.counts]
+        assert [at for part in parts for at in range(part.start, part.end)] == list(range(start, end))
+        if end - start < size or size >= 2 * ranks:
+            assert not [part for plan in plans for part in plan if part.end - part.start == 1]
 
 
 def drain(loader: Loader) -> list[Any]:

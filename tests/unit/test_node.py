@@ -1,23 +1,43 @@
 """A node's parts, put together and handed out; how its first rank asks for the others; what it tells them."""
 
 import os
+import socket
+import struct
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import nn
 
+from potluck.agree.policy import Cadence
 from potluck.errors import ConfigError, PotluckError
-from potluck.fleet.client import Lost
+from potluck.fleet.client import AverageHere, Client, Lost
 from potluck.fleet.description import BUFFERS, Part
+from potluck.fleet.invite import Invite
+from potluck.shard.strategy import HybridShard
+from potluck.train.elastic_nodes import NodeEngine
 from potluck.train.launch import RENDEZVOUS
 from potluck.train.link import connect
 from potluck.train.node_client import NodeClient
 from potluck.train.node_parts import NodeParts
 from potluck.train.ranks import NODE, Request, is_later_rank, meet
-from potluck.wire.messages import Admitted, Committed, Shutdown, StateChunk, Welcome
+from potluck.wire.codec import encode
+from potluck.wire.messages import (
+    Admitted,
+    AveragedBlockGradient,
+    AveragedNonBlockGradient,
+    Committed,
+    Shutdown,
+    StateChunk,
+    Welcome,
+)
+from tests.fleet.fleet import wait_until
 from tests.ranks import run_ranks
+from tests.unit.test_description import DESCRIBED
 
 PARTS = [Part(1, None, (4, 6)), Part(0, None, (3,)), Part(None, BUFFERS, (2,))]
 HELD = [
@@ -65,6 +85,7 @@ class Spoken:
     def __init__(self) -> None:
         self.welcome = Welcome(3, 20_000, "a recipe")
         self.session = object()
+        self.said: list[str] = []
         self.heard = [
             Admitted(5, 1, "{}"),
             StateChunk(2, b"12345"),
@@ -75,6 +96,15 @@ class Spoken:
 
     def take_averages_one_by_one(self) -> None:
         pass
+
+    def say(self, sentence: str) -> None:
+        self.said.append(sentence)
+
+    def make_room(self, floats: int) -> None:
+        pass
+
+    def allocate(self, floats: int) -> Any:
+        return np.zeros(floats, np.float32)
 
     def receive_any(self, timeout_s: float) -> Any:
         return self.heard.pop(0) if self.heard else Shutdown()
@@ -101,6 +131,66 @@ def test_every_rank_hears_what_the_first_hears_and_a_wish_to_stop_of_any() -> No
     assert first[:3] == [3, 20.0, "a recipe"]
     heard = [["Admitted", 5, 0], ["StateChunk", 0, 5], ["Committed", 6, 0], ["NoneType", 0, 0], ["Lost", 0, 0]]
     assert first[3:] == [*heard, 0, "Shutdown", 1]
+
+
+def prepare_a_batch_of_a_row_each() -> list[str]:
+    link = connect(torch.device("cpu"), 20.0)
+    spoken: Any = Spoken() if link.rank == 0 else None
+    client, device = NodeClient(spoken, link, name="n"), torch.device("cpu")
+    engine = NodeEngine(client, device, link, policy=Cadence(), strategy=HybridShard(intra_node_size=2))
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine.prepare(model, optimizer, (torch.zeros(8, 3), torch.zeros(8, 4)), batch_size=2)
+    client.is_closed = True  # there is nobody to say goodbye to
+    return spoken.said if link.rank == 0 else []
+
+
+def test_rows_that_are_alone_on_a_rank_are_named_before_the_first_step() -> None:
+    (said,), _ = run_ranks(2, prepare_a_batch_of_a_row_each)
+    assert "(BatchNorm1d) takes means" in said and "some of 2 workers have 1 row of a batch of 2" in said
+
+
+# Averages, one by one
+
+
+def averages_of_a_host_that_hangs_up(listener: socket.socket, hung_up: threading.Event) -> None:
+    """A step's averages and its commit, all before the first of them is taken."""
+    connection, _ = listener.accept()
+    connection.recv(1 << 16)
+    for message in [
+        Welcome(3, 100, ""),  # so that the client's writer has something to say soon
+        AveragedBlockGradient(6, 1, np.full(10, 1.0, np.float32), np.array([4, 6], "<u4")),
+        AveragedBlockGradient(6, 0, np.full(3, 2.0, np.float32), np.array([3], "<u4")),
+        AveragedNonBlockGradient(6, BUFFERS, np.full(2, 3.0, np.float32)),
+        Committed(6, 1, 1.0, 0.5, b"", 3, 0, '{"workers": []}'),
+    ]:
+        connection.sendall(encode(message))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.close()
+    hung_up.set()
+
+
+def test_averages_that_nobody_has_taken_yet_stay_what_they_were_when_the_host_hangs_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As of a node that was stopped for longer than the host waits: it applies what it was sent, then joins again."""
+    monkeypatch.setattr("potluck.fleet.client.connect_local", lambda port: None)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        hung_up = threading.Event()
+        host = threading.Thread(target=averages_of_a_host_that_hangs_up, args=(listener, hung_up), daemon=True)
+        host.start()
+        client = Client(Invite("127.0.0.1", listener.getsockname()[1], "", None), name="n", kind="cpu", say=print)
+        client.description = replace(DESCRIBED, parts=tuple(PARTS))
+        client.take_averages_one_by_one()
+        client.connect()
+        assert hung_up.wait(20)
+    session: Any = client.session
+    wait_until(lambda: session.lost is not None)
+    heard = [client.receive_any() for _ in range(5)]
+    client.close()
+    found = [(a.step, a.part, a.floats.tolist()) for a in heard if isinstance(a, AverageHere)]
+    assert found == [(6, 0, [1.0] * 10), (6, 1, [2.0] * 3), (6, 2, [3.0] * 2)]
+    assert [type(each) for each in heard[3:]] == [Committed, Lost]
 
 
 # How ranks come together

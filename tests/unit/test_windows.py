@@ -1,5 +1,7 @@
 """What a window is made of, and why: every decision carries a sentence."""
 
+import random
+
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -8,6 +10,8 @@ from potluck.agree.divergence import Divergence
 from potluck.agree.policy import ApplyPolicy, Async, Cadence, Outer, Sync
 from potluck.agree.windows import Decision, Pool, Report, Windows, after
 from potluck.errors import ConfigError
+from potluck.shares import share_out
+from potluck.train.data import even_batches
 
 MANY = 1 << 40
 
@@ -194,6 +198,34 @@ def test_a_pool_gives_each_row_exactly_once_whatever_comes_back(turns: list[tupl
         gone = {row for start, end in taken for row in range(start, end)}
         done += sorted(gone - {row for start, end in left for row in range(start, end)})
     assert sorted([*done, *(row for start, end in pool.ranges for row in range(start, end))]) == list(range(100))
+
+
+def parts(rows: list[int], spare: list[int]) -> Decision:
+    return Decision(rows=tuple(rows), spare=tuple(spare), until_s=None, anchor=1, reason="")
+
+
+@given(total=st.integers(2, 120), size=st.integers(2, 9), seed=st.integers(0, 1 << 32))
+def test_no_row_of_a_group_is_alone_whatever_comes_back(total: int, size: int, seed: int) -> None:
+    """Windows of any parts, of each of which any number of batches is done."""
+    pool, draw, done = Pool([(0, total)]), random.Random(seed), []
+    while pool.rows:
+        asked = share_out(draw.randint(1, pool.rows), [draw.random() for _ in range(draw.randint(2, 4))])
+        wanted = parts(asked, [draw.randint(0, own) for own in asked])
+        decision, taken = pool.take_in_pairs(wanted, pool.rows)
+        for own, more, part in zip(decision.rows, decision.spare, taken, strict=True):
+            batches = [batch for each in part for batch in even_batches(*each, size, 3 * size, in_pairs=True)]
+            assert own + more == sum(end - start for start, end in batches)
+            assert all(end - start > 1 for start, end in batches)
+            kept = batches[: draw.randint(1, max(1, len(batches)))]
+            done += [row for start, end in kept for row in range(start, end)]
+            pool.give_back(after(part, sum(end - start for start, end in kept)))
+    assert sorted(done) == list(range(total))
+
+
+def test_no_row_more_is_taken_than_the_run_has_left() -> None:
+    pool = Pool([(0, 3), (10, 100)])
+    decision, taken = pool.take_in_pairs(parts([2, 3], [0, 0]), 5)
+    assert decision.rows == (3, 2) and taken == [[(0, 3)], [(10, 12)]]
 
 
 @pytest.mark.parametrize("policy", [Cadence(anchor=4), Async(anchor=4)])

@@ -191,16 +191,35 @@ class Pool:
     def rows(self) -> int:
         return sum(end - start for start, end in self.ranges)
 
-    def take(self, rows: int) -> list[tuple[int, int]]:
+    def take(self, rows: int, most: int = 0) -> list[tuple[int, int]]:
+        """`most`: a few more may be taken, up to that, where a single row of a range would else be taken, or left."""
         taken: list[tuple[int, int]] = []
         while rows > 0 and self.ranges:
             start, end = self.ranges.pop(0)
             cut = min(end, start + rows)
+            if cut - start == 1 and cut < min(end, start + most):
+                cut += 1
+            if end - cut == 1 and end <= start + most:
+                cut = end
             taken.append((start, cut))
-            rows -= cut - start
+            rows, most = rows - (cut - start), most - (cut - start)
             if cut < end:
                 self.ranges.insert(0, (cut, end))
         return taken
+
+    def take_in_pairs(self, decision: Decision, most: int) -> tuple[Decision, list[list[tuple[int, int]]]]:
+        """What each replica takes, at most so many rows in all: no single row, of which BatchNorm can take no mean.
+
+        A row that is left alone between two that are done would have to be a batch by itself.
+        """
+        taken, rows, spare = [], [], []
+        for own, more in zip(decision.rows, decision.spare, strict=True):
+            taken.append(self.take(min(own + more, most), most))
+            found = sum(end - start for start, end in taken[-1])
+            rows.append(min(found, max(own, found - more)))
+            spare.append(found - rows[-1])
+            most -= found
+        return replace(decision, rows=tuple(rows), spare=tuple(spare)), taken
 
     def give_back(self, ranges: Sequence[tuple[int, int]]) -> None:
         merged: list[tuple[int, int]] = []

@@ -545,6 +545,8 @@ class Client:
         self._change.notify_all()
         while self._is_one_here and not session.is_broken and not self.is_closed:
             self._change.wait()
+        if self._is_one_here:  # it keeps its memory: of a broken connection, too, what has come is taken and applied
+            self._one = None
 
     def _means_of(self, step: int) -> Means:
         assert self.description is not None

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from potluck.errors import ConfigError, PotluckError
+from potluck.fleet.tree import slice_rows
 from potluck.shares import share_out, without_singles
 from potluck.words import insist_at_most
 
@@ -271,6 +272,19 @@ def plan_step(
         else MicroBatch(*stand_in, number == many, step_end, counts=False)
         for number, (a, b) in enumerate(bounds, start=1)
     ]
+
+
+def even_batches(start: int, end: int, size: int, most: int, *, in_pairs: bool = False) -> list[tuple[int, int]]:
+    """These rows in batches of at most `size`, as even as can be: a last one of a single row would say little.
+
+    `in_pairs`: none of a single row; so some may be larger by one, if that is not more than `most`.
+    """
+    rows = end - start
+    count = -(-rows // max(1, size))
+    if in_pairs and size > 1:
+        pairs = max(1, rows // 2)
+        count = pairs if pairs < count and -(-rows // pairs) <= most else count
+    return slice_rows(start, rows, count)
 
 
 def _cut_part(start: int, rows: int, size: int, *, in_pairs: bool) -> list[int]:

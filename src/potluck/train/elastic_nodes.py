@@ -94,6 +94,10 @@ def _stretches(held: Sequence[list[tuple[int, Tensor]]], parameters: Sequence[nn
 class NodeEngine(ElasticWindowEngine):
     client: NodeClient
 
+    @property
+    def lanes(self) -> int:
+        return self.link.world
+
     def _make_changes(self, replica: Replica) -> Changes:
         assert hasattr(replica, "sharded")
         changes = NodeChanges(replica, self.link, self.client)  # type: ignore[arg-type]

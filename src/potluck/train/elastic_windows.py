@@ -22,12 +22,12 @@ from potluck.agree.policy import ApplyPolicy, Sync
 from potluck.errors import ConfigError
 from potluck.events import StepDone, StepSkipped
 from potluck.fleet.description import Part
-from potluck.fleet.tree import Node, slice_rows
+from potluck.fleet.tree import Node
 from potluck.shard.blocks import find_blocks
 from potluck.train.averages import difference_, finite_norm
 from potluck.train.buckets import Allocate, split_like
 from potluck.train.buffers import SavedBuffers
-from potluck.train.data import MicroBatch, mix, plan_step
+from potluck.train.data import MicroBatch, even_batches, mix, plan_step
 from potluck.train.elastic import ElasticEngine
 from potluck.train.engine import STEP_TOO_EARLY, _insist_on_mean
 from potluck.train.pulse import Verdict, decide_alone
@@ -263,13 +263,12 @@ class ElasticWindowEngine(ElasticEngine):
 
     def _parts_of(self, work: Work) -> Iterator[MicroBatch]:
         """This worker's batches, one after the other, each in micro-batches."""
-        session, rows = self.client.session, self._own[1] - self._own[0]
-        batches, shares = -(-rows // max(1, work.batch)), (1.0,) * self.link.world
-        # As even as can be: a last one of a single row would be noise, and some layers cannot take it.
-        for number, (first, end) in enumerate(slice_rows(self._own[0], rows, batches)):
-            self._batch_end, together = end, self._prepared().in_step
-            options = {"in_step": together, "in_pairs": self._batch_norm is not None}
-            for micro in plan_step(first, end, self._loader().batch, shares, self.link.rank, **options):
+        session, batch, shares = self.client.session, self._loader().batch, (1.0,) * self.link.world
+        in_pairs = self._batch_norm is not None
+        for number, (first, end) in enumerate(even_batches(*self._own, work.batch, batch.size, in_pairs=in_pairs)):
+            self._batch_end = end
+            options = {"in_step": self._prepared().in_step, "in_pairs": in_pairs}
+            for micro in plan_step(first, end, batch, shares, self.link.rank, **options):
                 yield replace(micro, number=number)
                 if session is not self.client.session or self.stopping or self.version >= work.step:
                     self._changes.forget()

@@ -11,7 +11,6 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,12 +22,10 @@ from potluck.agree.policy import Windowed
 from potluck.agree.windows import Decision, Pool, Report, Windows, after
 from potluck.errors import ConfigError
 from potluck.events import Decided, StepDone, StepSkipped, WorkerStep
-from potluck.fleet.tree import slice_rows
 from potluck.shard.strategy import FullShard, NoShard, ShardingStrategy
-from potluck.shares import without_singles
 from potluck.train.averages import Averages
 from potluck.train.buffers import SavedBuffers
-from potluck.train.data import BatchConfig, Loader, MicroBatch, SliceLoader, mix, plan_step
+from potluck.train.data import BatchConfig, Loader, MicroBatch, SliceLoader, even_batches, mix, plan_step
 from potluck.train.engine import STEP_TOO_EARLY, Engine
 from potluck.train.link import Alone, Link, Rows
 from potluck.train.nodes import Nodes, make_nodes, node_size
@@ -164,10 +161,12 @@ class WindowEngine(Engine):
         nodes = self._nodes
         own_rows = -(-loader.batch.size // nodes.count)
         decision = self._windows.decide(rows_left, own_rows)
-        if self._batch_norm is not None and not any(decision.spare) and own_rows > 1:
-            decision = replace(decision, rows=tuple(without_singles(decision.rows)))
+        in_pairs = self._batch_norm is not None and own_rows > 1
+        if in_pairs:
+            decision, self._taken = self._pool.take_in_pairs(decision, rows_left)
+        else:
+            self._taken = [self._pool.take(a + b) for a, b in zip(decision.rows, decision.spare, strict=True)]
         self._decision = decision
-        self._taken = [self._pool.take(a + b) for a, b in zip(decision.rows, decision.spare, strict=True)]
         self._emit_decision(decision)
         self._window, self._window_started = WindowPulse(), time.perf_counter()
         self._all_done = None
@@ -175,7 +174,11 @@ class WindowEngine(Engine):
         if self._scheduled is not None:
             self._scheduled.begin_window()
         self._start_of_step()
-        batches = list(_cut(self._taken[nodes.number], own_rows))
+        batches = [
+            batch
+            for part in self._taken[nodes.number]
+            for batch in even_batches(*part, own_rows, loader.batch.size, in_pairs=in_pairs)
+        ]
         planned = [self._plan_batch(start, end, loader.batch) for start, end in batches]
         loader.expect(itertools.chain.from_iterable(planned))
         self._is_open = True
@@ -407,9 +410,3 @@ def _by_node(pulses: list[WindowPulse], size: int) -> list[WindowPulse]:
         )
         for node in (pulses[first : first + size] for first in range(0, len(pulses), size))
     ]
-
-
-def _cut(ranges: list[tuple[int, int]], rows: int) -> Iterator[tuple[int, int]]:
-    """Batches of at most so many rows, those of a range as even as can be: one of a single row would say little."""
-    for start, end in ranges:
-        yield from slice_rows(start, end - start, -(-(end - start) // rows))
