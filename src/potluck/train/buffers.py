@@ -7,6 +7,7 @@ nobody changed is not touched. Knows nothing of slices, windows or hosts.
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
@@ -41,10 +42,13 @@ class SavedBuffers:
     def __init__(self, model: nn.Module) -> None:
         kept, seen = set(model.state_dict()), set()
         self._places: list[tuple[nn.Module, str]] = []
+        self._every_place: list[tuple[nn.Module, str]] = []
+        """Also of those that are in several places, or not saved."""
         self.names: list[str] = []
         for prefix, module in model.named_modules():
             for key, buffer in module._buffers.items():
                 name = f"{prefix}.{key}" if prefix else key
+                self._every_place.append((module, key))
                 if buffer is None or name not in kept or id(buffer) in seen:
                     continue
                 if is_expanded(buffer):  # nothing could be written into it
@@ -87,6 +91,20 @@ class SavedBuffers:
                 buffer = _put_in_place(module, key, buffer.to(dtype).clone(memory_format=torch.contiguous_format))
             found.append(buffer)
         return found
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """A forward in here changes copies. The buffers themselves are not written to, not even what they held: a
+        forward before it may still need them for its backward."""
+        kept = [(module, key, module._buffers[key]) for module, key in self._every_place]
+        copies = {id(buffer): buffer.detach().clone() for _, _, buffer in kept if buffer is not None}
+        for module, key, buffer in kept:
+            module._buffers[key] = None if buffer is None else copies[id(buffer)]
+        try:
+            yield
+        finally:
+            for module, key, buffer in kept:
+                module._buffers[key] = buffer
 
     def copy(self) -> list[Tensor]:
         return [buffer.detach().clone() for buffer in self.now()]

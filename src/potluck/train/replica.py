@@ -301,9 +301,8 @@ class Replica:
     @contextmanager
     def buffers_kept(self) -> Iterator[None]:
         """A forward of rows that do not count leaves no trace in them."""
-        before = self._buffers.copy()
-        yield
-        self._buffers.put(before)
+        with self._buffers.aside():
+            yield
 
     def suspicion(self) -> str:
         """A sentence to add, where something is not finite: a buffer may be to blame, and not samples or settings."""
