@@ -136,6 +136,22 @@ FOUND = {
     "a stage saves buffers that its layers replace": Case(
         model="vectors/6/mlp,odd,odd/", legs=(Leg(world=2, stages="Stages(protocol=Pipeline(micro_batch_size=3))"),)
     ),
+    "a stage without a block is not compiled as a whole": Case(
+        model="vectors/6/mlp,mlp,mlp/",
+        legs=(Leg(world=2, stages="Stages(protocol=Direct(), cuts=(4,))", switches="compile=True"),),
+    ),
+    "rows that do not count leave no trace in a split stage's BatchNorm": Case(
+        model="images/4/conv,conv,conv/",
+        rows=13,
+        batch=5,
+        legs=(
+            Leg(
+                world=4,
+                strategy="FullShard()",
+                stages="Stages(protocol=Pipeline(micro_batch_size=2), count=2, cuts=(2,))",
+            ),
+        ),
+    ),
     "BatchNorm under bf16 and FullShard": Case(
         model="images/4/conv,conv/", dtype="float32", legs=(Leg(strategy="FullShard()", switches="precision='bf16'"),)
     ),

@@ -7,8 +7,8 @@ from torch import nn
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
     """The model's repeated layers: the longest list of two or more modules of one class; in each stage, its own."""
-    if getattr(model, "holds_stages", False):
-        return [block for stage in model.children() for block in find_blocks(stage)]
+    if is_staged(model) and (stages := [child for child in model.children() if is_staged(child)]):
+        return [block for stage in stages for block in find_blocks(stage)]
     best: list[nn.Module] = []
     for module in model.modules():
         if isinstance(module, nn.ModuleList | nn.Sequential):
@@ -19,6 +19,11 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
             if alike and len(children) >= 2 and parameters and len(real) > len(best):
                 best = real
     return best
+
+
+def is_staged(model: nn.Module) -> bool:
+    """A part of a model, which may have none of its blocks; or several parts."""
+    return getattr(model, "holds_stages", False)
 
 
 def untied(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:

@@ -252,7 +252,7 @@ def left(kind: type[nn.Module]) -> type[nn.Module]:
             raise Reached(self._now, tuple(output))
         return output
 
-    return _variant("left", kind, {"forward": forward, "__call__": __call__})
+    return _variant("left", kind, {"forward": forward, "__call__": __call__, "holds_stages": True})
 
 
 _VARIANTS: dict[tuple[str, type[nn.Module]], type[nn.Module]] = {}

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from potluck.errors import ConfigError
-from potluck.shard.blocks import find_blocks
+from potluck.shard.blocks import find_blocks, is_staged
 from potluck.shard.norm import total_norm
 from potluck.shard.runs import can_skip, held_bytes, in_host_memory, scaling, state_at, step_unless
 from potluck.train.buckets import Buckets
@@ -471,7 +471,7 @@ def switch_on(model: nn.Module, device: torch.device, config: StepConfig) -> Non
     """The switches change how forward runs, in place: the model keeps its class and its parameters' names."""
     blocks = find_blocks(model)
     if config.checkpoint_activations:
-        if not blocks:
+        if not blocks and not is_staged(model):
             raise ConfigError(
                 "checkpoint_activations found no repeated blocks in the model: a ModuleList or Sequential of at least"
                 " two modules of one class. Switch it off, or arrange the model's layers so."
@@ -487,7 +487,8 @@ def switch_on(model: nn.Module, device: torch.device, config: StepConfig) -> Non
             raise ConfigError(
                 "step.compile needs a C++ compiler on a CPU, and none is on the PATH. Install g++, or switch it off."
             )
-        for module in blocks or [model]:
+        # Never a whole stage: which of its layers are there is decided as it runs, and a compiler would freeze it.
+        for module in blocks or ([] if is_staged(model) else [model]):
             module.compile()
             AnyRows(module)
 
