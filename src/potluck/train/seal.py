@@ -2,7 +2,7 @@
 
 It is this worker's part of a sum that is still under way, weighed by samples; or it has left for the rank that owns it.
 Whatever computed with it, such as clip_grad_norm_, would find numbers that mean nothing, and a worker that has no rows
-of a step would not even run that line. So it is refused: docs/decisions/0039.
+of a step would not even run that line. So it is refused: docs/decisions/0038.
 """
 
 from collections.abc import Sequence
