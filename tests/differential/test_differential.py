@@ -159,7 +159,9 @@ FOUND = {
 """Faults that random cases have found, and no other test had."""
 
 
-@pytest.mark.parametrize("what", FOUND)
+@pytest.mark.parametrize(
+    "what", [pytest.param(what, marks=[pytest.mark.slow] if "compiled" in what else []) for what in FOUND]
+)
 def test_what_was_found_once_stays_right(what: str) -> None:
     verdict = verdict_of(FOUND[what])
     assert verdict.kind == "right", repeat(verdict)

@@ -95,7 +95,7 @@ class NodeEngine(ElasticWindowEngine):
     client: NodeClient
 
     @property
-    def lanes(self) -> int:
+    def _computers(self) -> int:
         return self.link.world
 
     def _make_changes(self, replica: Replica) -> Changes:

@@ -253,6 +253,11 @@ class Engine:
         return self.world
 
     @property
+    def _computers(self) -> int:
+        """Among how many a batch is cut before anybody computes its rows; a node's ranks each compute a part."""
+        return self.lanes
+
+    @property
     def lane(self) -> int:
         """Which of them this worker is."""
         return self.rank
@@ -360,8 +365,9 @@ class Engine:
         size, micro = loader.batch.size, loader.batch.micro_size
         if micro == 1:
             where, advice = "micro-batches have 1 row", "make them larger"
-        elif size < 2 * self.lanes:
-            where, advice = f"some of {plural(self.lanes, 'worker')} have 1 row of a batch of {size}", "use more rows"
+        elif size < 2 * self._computers:
+            where = f"some of {plural(self._computers, 'worker')} have 1 row of a batch of {size}"
+            advice = "use more rows"
         elif loader.rows % size == 1:
             where, advice = f"the last of {loader.rows:,} rows is a batch by itself", "leave it out, or change the size"
         else:
