@@ -4,8 +4,8 @@ The model's own forward runs on every stage, on zeros up to the stage's own laye
 some layer is right on the stage that has this layer, and nowhere else; one that counts batches is right everywhere.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -87,17 +87,21 @@ def insist_on_one(name: str, layers: Sequence[str], right: Sequence[str]) -> Non
     )
 
 
-@contextmanager
-def left_alone(model: nn.Module, names: set[str]) -> Iterator[None]:
+def left_alone(model: nn.Module, names: set[str]) -> AbstractContextManager[None]:
     """What other stages have to themselves stands afterwards as before."""
-    kept = (
-        [(seat, seat[0]._buffers[seat[1]]) for name, seat in seats_of_buffers(model) if name in names] if names else []
-    )
-    values = [buffer.detach().clone() for _, buffer in kept if buffer is not None]
+    return on_copies([seat for name, seat in seats_of_buffers(model) if name in names] if names else [])
+
+
+@contextmanager
+def on_copies(seats: Iterable[Seat]) -> Iterator[None]:
+    """A forward in here changes copies. The buffers themselves are not written to, not even what they held: a forward
+    before it may still need them for its backward."""
+    kept = [(module, key, module._buffers[key]) for module, key in seats]
+    copies = {id(buffer): buffer.detach().clone() for _, _, buffer in kept if buffer is not None}
+    for module, key, buffer in kept:
+        module._buffers[key] = None if buffer is None else copies[id(buffer)]
     try:
         yield
     finally:
-        with torch.no_grad():
-            for ((module, key), buffer), value in zip(kept, values, strict=True):
-                if buffer is not None:
-                    module._buffers[key] = buffer.copy_(value)
+        for module, key, buffer in kept:
+            module._buffers[key] = buffer

@@ -148,8 +148,8 @@ def cut(model: nn.Module, plan: Plan, index: int) -> Stage:
     )
 
 
-def foreign_to_all(stages: Sequence[Stage]) -> set[str]:
-    """Buffers that no stage of a worker has, and that are no part of its state_dict from now on.
+def give_up_foreign(stages: Sequence[Stage]) -> None:
+    """Buffers that no stage of a worker has to itself are no part of its state_dict from now on.
 
     What several would change alike, the first has to itself.
     """
@@ -163,7 +163,6 @@ def foreign_to_all(stages: Sequence[Stage]) -> set[str]:
         for name, (module, key) in seats_of_buffers(stage.model):
             if name in foreign:
                 module._non_persistent_buffers_set = module._non_persistent_buffers_set | {key}
-    return foreign
 
 
 def owners(model: nn.Module, plan: Plan) -> dict[str, tuple[int, ...]]:

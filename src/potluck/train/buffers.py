@@ -7,7 +7,7 @@ nobody changed is not touched. Knows nothing of slices, windows or hosts.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from potluck.errors import ConfigError, PotluckError
 from potluck.fleet.description import BUFFERS, Part
+from potluck.stages.changes import Seat, on_copies
 from potluck.train.link import Link
 
 LARGEST_FLOAT64 = torch.finfo(torch.float64).max
@@ -41,8 +42,8 @@ class SavedBuffers:
 
     def __init__(self, model: nn.Module) -> None:
         kept, seen = set(model.state_dict()), set()
-        self._places: list[tuple[nn.Module, str]] = []
-        self._every_place: list[tuple[nn.Module, str]] = []
+        self._places: list[Seat] = []
+        self._every_place: list[Seat] = []
         """Also of those that are in several places, or not saved."""
         self.names: list[str] = []
         for prefix, module in model.named_modules():
@@ -92,19 +93,9 @@ class SavedBuffers:
             found.append(buffer)
         return found
 
-    @contextmanager
-    def aside(self) -> Iterator[None]:
-        """A forward in here changes copies. The buffers themselves are not written to, not even what they held: a
-        forward before it may still need them for its backward."""
-        kept = [(module, key, module._buffers[key]) for module, key in self._every_place]
-        copies = {id(buffer): buffer.detach().clone() for _, _, buffer in kept if buffer is not None}
-        for module, key, buffer in kept:
-            module._buffers[key] = None if buffer is None else copies[id(buffer)]
-        try:
-            yield
-        finally:
-            for module, key, buffer in kept:
-                module._buffers[key] = buffer
+    def aside(self) -> AbstractContextManager[None]:
+        """A forward in here leaves no trace in them."""
+        return on_copies(self._every_place)
 
     def copy(self) -> list[Tensor]:
         return [buffer.detach().clone() for buffer in self.now()]

@@ -298,11 +298,9 @@ class Replica:
         """A step that is skipped leaves no trace in them either."""
         self._buffers.put(self._buffers_before)
 
-    @contextmanager
-    def buffers_kept(self) -> Iterator[None]:
+    def buffers_kept(self) -> AbstractContextManager[None]:
         """A forward of rows that do not count leaves no trace in them."""
-        with self._buffers.aside():
-            yield
+        return self._buffers.aside()
 
     def suspicion(self) -> str:
         """A sentence to add, where something is not finite: a buffer may be to blame, and not samples or settings."""

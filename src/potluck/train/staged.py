@@ -25,7 +25,7 @@ from potluck.events import StepDone, StepSkipped, WorkerStep
 from potluck.fleet.ledger import Ledger
 from potluck.shard.strategy import FullShard, HybridShard, NoShard, ShardGradOp, ShardingStrategy
 from potluck.stages.channel import Channel
-from potluck.stages.cut import Stage, cut, foreign_to_all
+from potluck.stages.cut import Stage, cut, give_up_foreign
 from potluck.stages.direct import GroupChannel
 from potluck.stages.pipeline import Line
 from potluck.stages.plan import Plan, count_sent
@@ -211,7 +211,8 @@ class Staged(Engine):
         own = stages[0].model if len(stages) == 1 else Held([stage.model for stage in stages])
         narrow(optimizer, own)
         empty(model, own)
-        self._ties = Ties(own, places, foreign_to_all(stages))
+        give_up_foreign(stages)
+        self._ties = Ties(own, places)
         replica = self._new_replica(own, optimizer)
         replica.always_used = self._ties.names
         firsts = self._ties.is_first_of

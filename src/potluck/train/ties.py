@@ -4,7 +4,6 @@ Each stage steps its own copy, on the sum of all stages' gradients; so all copie
 """
 
 import json
-from collections.abc import Set
 
 from torch import Tensor, nn
 
@@ -14,20 +13,16 @@ from potluck.train.places import Places
 
 
 class Ties:
-    def __init__(self, own: nn.Module, places: Places, foreign: Set[str] = frozenset()) -> None:
-        """`own`: this worker's part of the model. `foreign`: buffers that are right on other workers alone.
-
-        Called on every worker of a lane alike.
-        """
+    def __init__(self, own: nn.Module, places: Places) -> None:
+        """`own`: this worker's part of the model. Called on every worker of a lane alike."""
         self._place = places.place
         self.is_first_of: dict[str, bool] = {}
         """By name: whether this worker saves it and counts it, or another that has it too."""
         self._holders: dict[str, list[int]] = {}
         """Of each that is tied and trained: who has it, by place."""
-        names = [name for name, _ in held_in(own) if name not in foreign]
+        names = [name for name, _ in held_in(own)]
         trained = {name for name, parameter in own.named_parameters() if parameter.requires_grad}
         told = [set(json.loads(data)) for data in places.line.gather_bytes(json.dumps(names).encode())]
-        self.is_first_of |= dict.fromkeys(foreign, False)
         for name in names:
             holders = [place for place, theirs in enumerate(told) if name in theirs]
             self.is_first_of[name] = holders[0] == self._place
