@@ -23,6 +23,10 @@ Micros = list[list[int]]
 """The rows of each micro-batch that one worker did in one step."""
 
 
+SHAKES = {"float64": 1e-15, "float32": 5e-7, "bf16": 4e-3}
+"""Of each weight: a few roundings of float64 and float32; one of bf16."""
+
+
 @dataclass
 class Expected:
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -78,21 +82,23 @@ class Replica:
         return [total / samples, norm, samples] if is_good else [math.nan, math.nan, 0.0]
 
     @torch.no_grad()
-    def evaluate(self) -> float:
-        loss, _ = loss_of(self.model.eval(), self.data, self.scale)
+    def evaluate(self, switches: SimpleNamespace) -> float:
+        with _autocast(switches):
+            loss, _ = loss_of(self.model.eval(), self.data, self.scale)
         return float(loss)
 
     def _micro(self, rows: list[int], switches: SimpleNamespace) -> tuple[float, float]:
         """(the sum of the losses, the samples): what has no samples has no gradient."""
-        autocast: AbstractContextManager[Any] = nullcontext()
-        if switches.precision == "bf16":
-            autocast = torch.autocast("cpu", torch.bfloat16)
-        with autocast:
+        with _autocast(switches):
             loss, samples = loss_of(self.model, tuple(tensor[rows] for tensor in self.data), self.scale)
         if not samples:
             return 0.0, 0.0
         (loss * samples).backward()
         return float(loss.detach()) * float(samples), float(samples)
+
+
+def _autocast(switches: SimpleNamespace) -> AbstractContextManager[Any]:
+    return torch.autocast("cpu", torch.bfloat16) if switches.precision == "bf16" else nullcontext()
 
 
 def buffers(model: nn.Module) -> dict[str, Tensor]:
@@ -122,35 +128,44 @@ def mean_buffers(
     return found
 
 
-def judge(case: Case, told: list[list[dict[str, Any]]]) -> Expected:
-    """Of what the ranks of each leg told."""
+def judge(case: Case, told: list[list[dict[str, Any]]], *, is_shaken: bool = False) -> Expected:
+    """Of what the ranks of each leg told. `is_shaken`: begun from weights as rounded as the run's numbers are."""
     expected = Expected()
     expected.complaints += _rows_used_wrongly(case, told)
     dtype = torch.float32 if any("bf16" in leg.switches for leg in case.legs) else torch.float64
     replica = Replica(case, dtype)
     expected.start = _state(replica.model)
-    before = "Sync"
+    if is_shaken:
+        _shake(replica.model, SHAKES["bf16" if dtype == torch.float32 else case.dtype], case.seed)
+    done = 0
     for leg, ranks in zip(case.legs, told, strict=True):
         lanes, complaints = _lanes(ranks)
         expected.complaints += complaints
         if expected.complaints:
             return expected
         if leg.policy.startswith("Sync"):
-            # After windows, the first step is what is left of a batch.
-            expected.complaints += _steps_of_wrong_size(case, lanes[0], first=int(not before.startswith("Sync")))
+            expected.complaints += _steps_of_wrong_size(case, lanes[0], done)
             expected.steps.append(_judge_steps(replica, lanes[0], _switches(leg)))
         else:
             replica, steps = _judge_windows(replica, list(lanes.values()), ranks[0]["ends"], leg)
             expected.steps.append(steps)
-        before = leg.policy
+        done += sum(size for own in lanes.values() for size in _sizes(own))
     if not case.faults and case.samples in ("rows", "tokens") and not expected.has_diverged:
         assert not any(math.isnan(loss) for steps in expected.steps for loss, _, samples in steps), (
             "skipped for nothing"
         )
     expected.tensors = _state(replica.model)
     if not case.faults and not any(kind in case.model for kind in BY_BATCH):
-        expected.evaluated = replica.evaluate()
+        expected.evaluated = replica.evaluate(_switches(case.legs[-1]))
     return expected
+
+
+def _shake(model: nn.Module, by: float, seed: int) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            signs = torch.randint(0, 2, parameter.shape, generator=draw) * 2 - 1
+            parameter.mul_((1 + by * signs).to(parameter.dtype))
 
 
 def _state(model: nn.Module) -> dict[str, Tensor]:
@@ -185,12 +200,22 @@ def _rows_used_wrongly(case: Case, told: list[list[dict[str, Any]]]) -> list[str
     return [f"(epoch, row) {key} was used {used[key]} times" for key in wrong[:3]]
 
 
-def _steps_of_wrong_size(case: Case, lanes: list[list[Any]], first: int) -> list[str]:
-    sizes = [
+def _sizes(lanes: list[list[Any]]) -> list[int]:
+    """The rows of each step, over all lanes."""
+    return [
         sum(len(rows) for step in steps for micros in step for rows in micros) for steps in zip(*lanes, strict=True)
     ]
-    rest = case.rows % case.batch or case.batch
-    return [f"a step had {size} rows of {case.batch}" for size in sizes[first:] if size not in (case.batch, rest)]
+
+
+def _steps_of_wrong_size(case: Case, lanes: list[list[Any]], done: int) -> list[str]:
+    """What was left of the epoch, batch after batch, and then whole epochs: the last step of each is short."""
+    complaints = []
+    for size in _sizes(lanes):
+        wanted = min(case.batch, case.rows - done % case.rows)
+        if size != wanted:
+            complaints.append(f"a step had {size} rows of {wanted}")
+        done += size
+    return complaints
 
 
 def _judge_steps(replica: Replica, lanes: list[list[Any]], switches: SimpleNamespace) -> list[list[float]]:

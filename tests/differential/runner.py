@@ -65,7 +65,7 @@ def _start_server() -> None:
 
 
 def _patience(leg: Leg, timeout_s: float) -> float:
-    return timeout_s * (5 if "compile" in leg.switches else 1)
+    return timeout_s * (10 if "compile" in leg.switches else 1)
 
 
 def _results(outcomes: list[Outcome], leg: int) -> list[Told]:

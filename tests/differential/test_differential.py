@@ -125,7 +125,26 @@ def test_a_page_is_read_as_it_was_printed() -> None:
 
 
 WINDOWS = "Async(anchor=2, max_anchor=2, outer=Outer(lr=0.7, momentum=0.9))"
+ROUGH = "Async(anchor=2, max_anchor=2)"
 FOUND = {
+    "stages that share weights within themselves cut no backward in two": Case(
+        model="tokens/4/attention,attention,attention/twins",
+        legs=(Leg(world=2, stages="Stages(protocol=Pipeline(micro_batch_size=1, schedule='zero-bubble'), cuts=(1,))"),),
+    ),
+    "a loop may end after a step of which a worker has no rows": Case(
+        model="images/8/conv,conv/counter",
+        rows=10,
+        batch=8,
+        epochs=2,
+        legs=(
+            Leg(world=2, policy="Sync(shares=(2.0, 3.0))", until=2),
+            Leg(world=2, policy="Sync(shares=(2.0, 3.0))", until=3),
+            Leg(world=1),
+        ),
+    ),
+    "what is saved as soon as it was loaded leaves the same rows to do": Case(
+        rows=23, batch=5, legs=(Leg(world=3, policy=ROUGH, until=1), Leg(world=2, policy=ROUGH, until=1), Leg(world=1))
+    ),
     "an outer optimizer steps from the weights that were loaded": Case(
         rows=20, batch=6, legs=(Leg(world=1, until=2), Leg(world=2, policy=WINDOWS))
     ),

@@ -5,7 +5,7 @@ import traceback
 from dataclasses import dataclass
 
 from tests.differential.cases import Case
-from tests.differential.compare import compare
+from tests.differential.compare import compare, is_chaotic
 from tests.differential.judge import judge
 from tests.differential.runner import Failed, Refused, run_case
 
@@ -14,7 +14,7 @@ from tests.differential.runner import Failed, Refused, run_case
 class Verdict:
     case: Case
     kind: str
-    """right, refused, diverged (which nobody can judge), or a fault.
+    """right, refused, or a fault; or what nobody can judge: diverged, chaotic.
 
     Faults: WRONG, CRASH, HANG, LATE (refused after the first step), JUDGE (of the judge's own).
     """
@@ -23,7 +23,7 @@ class Verdict:
 
     @property
     def is_fault(self) -> bool:
-        return self.kind not in ("right", "refused", "diverged")
+        return self.kind not in ("right", "refused", "diverged", "chaotic")
 
 
 def verdict_of(case: Case) -> Verdict:
@@ -46,6 +46,8 @@ def _decide(case: Case) -> tuple[str, str]:
         if expected.has_diverged and not expected.complaints:
             return "diverged", ""
         complaints = compare(case, expected, told, found)
+        if complaints and not expected.complaints and is_chaotic(case, expected, judge(case, told, is_shaken=True)):
+            return "chaotic", ""
     except Exception:
         return "JUDGE", traceback.format_exc()
     return ("WRONG", "; ".join(complaints[:4])) if complaints else ("right", "")

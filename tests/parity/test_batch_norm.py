@@ -49,7 +49,8 @@ def train(policy: Any, options: dict[str, Any], stages: Any = None, rows: int = 
         model, _, loader = fleet.prepare(model, optimizer, data, batch_size=BATCH, loss=mse, **options)
         used: list[list[list[int]]] = []
         for epoch, batch in ((epoch, batch) for epoch in range(2) for batch in loader):
-            used.append([epoch, [loader.current.start, loader.current.end], [loader.current.step_end]])
+            if loader.current.counts:
+                used.append([epoch, [loader.current.start, loader.current.end], [loader.current.step_end]])
             fleet.train(mse, batch)
             fleet.step()
         return {"used": used, "weights": {name: gathered(one) for name, one in model.state_dict().items()}}

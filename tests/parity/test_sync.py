@@ -93,7 +93,7 @@ def ours(
         fleet.events.listeners.append(listen)
         for _ in range(epochs):
             for x, y in loader:
-                rows += len(x)
+                rows += len(x) * loader.current.counts
                 fleet.backward(F.mse_loss(model(x), y), samples=len(x))
                 fleet.step()
         return {"weights": flat(model), "losses": losses, "rows": rows, "sentences": sentences}

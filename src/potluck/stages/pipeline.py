@@ -4,6 +4,7 @@ Knows no model and no data: `Stage` computes, a Channel sends. The backward that
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -157,6 +158,11 @@ class Line:
         if action.stage == 0:  # nobody waits for it: all of it comes with the weights
             kept.groups = pairs
             return ()
+        if not can_come_apart([tensor for tensor, _ in pairs], kept.received):
+            with self._timed("busy_s"):
+                _backward(pairs)
+            kept.groups = []
+            return _gradients_of(kept.received)
         from torch.distributed.pipelining._backward import stage_backward_input
 
         outputs, gradients = [list(each) for each in zip(*pairs, strict=True)] if pairs else ([], [])
@@ -210,6 +216,35 @@ def _pass_over(kept: _Kept) -> tuple[Tensor, ...]:
     """What has no samples has no gradient, and its backward is left out on every stage: 0 times what is not finite
     would not be 0. A tensor without numbers tells the stage before."""
     return tuple(tensor.new_empty(0) for tensor in kept.received)
+
+
+def can_come_apart(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> bool:
+    """Whether the gradients of the weights can come later than those of the inputs, with each computed once.
+
+    Not where a weight is used twice: what one use adds would be added again on the way through the other. And not
+    where a piece of the graph is compiled, which can run backward only once.
+    """
+    ends = {_node(tensor) for tensor in inputs if tensor.requires_grad}
+    carries: dict[Any, bool] = dict.fromkeys(ends, True)  # whether a node leads to an input
+    uses: Counter[Any] = Counter()
+    waiting = [_node(tensor) for tensor in outputs]
+    while waiting:
+        node = waiting[-1]
+        following = [] if node in ends else [child for child, _ in node.next_functions if child is not None]
+        if node not in carries:
+            if type(node).__name__.startswith("CompiledFunction"):
+                return False
+            carries[node] = False
+            uses.update(following)
+            waiting += [child for child in following if child not in carries]
+        else:
+            waiting.pop()
+            carries[node] |= any(carries[child] for child in following)
+    return all(carries[node] or many == 1 for node, many in uses.items())
+
+
+def _node(tensor: Tensor) -> Any:
+    return tensor.grad_fn or torch.autograd.graph.get_gradient_edge(tensor).node
 
 
 def _backward(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:

@@ -243,7 +243,8 @@ def plan_step(
     in_step: bool = False,
     in_pairs: bool = False,
 ) -> list[MicroBatch]:
-    """This rank's micro-batches of the step that starts at `row`. A rank without rows gets one that is empty.
+    """This rank's micro-batches of the step that starts at `row`. Where it has no rows, it gets some that do not count:
+    so the loop of every rank sees every step, and may end after any of them.
 
     `in_step`: all ranks get equally many, and for each that has no rows there are some that do not count.
     `in_pairs`: none of a single row, of which BatchNorm can take no mean, wherever that can be had.
@@ -255,10 +256,10 @@ def plan_step(
         parts = without_singles(parts)
     start = row + sum(parts[:rank])
     size = batch.micro_size or max(1, parts[rank])
-    if not in_step:
+    if not in_step and parts[rank]:
         cuts = _cut_part(start, parts[rank], size, in_pairs=in_pairs)
         return [MicroBatch(a, b, b == cuts[-1], step_end) for a, b in itertools.pairwise(cuts)]
-    many = max(-(-part // (batch.micro_size or part or 1)) for part in parts)
+    many = max(-(-part // (batch.micro_size or part or 1)) for part in parts) if in_step else 1
     own = max(1, min(many, parts[rank] // 2)) if in_pairs else many
     if -(-parts[rank] // own) > size:
         own = many
@@ -290,7 +291,7 @@ def even_batches(start: int, end: int, size: int, most: int, *, in_pairs: bool =
 def _cut_part(start: int, rows: int, size: int, *, in_pairs: bool) -> list[int]:
     """Where its micro-batches begin, and where the last one ends."""
     end = start + rows
-    cuts = [*range(start, end, size), end] if rows else [start, end]
+    cuts = [*range(start, end, size), end]
     if in_pairs and rows > size > 2 and cuts[-1] - cuts[-2] == 1:
         cuts[-2] -= 1
     return cuts
@@ -327,8 +328,6 @@ class Loader:
         self.current: MicroBatch | None = None
         self.given = 0
         """Batches so far."""
-        self.on_empty: Callable[[], None] = lambda: None
-        """Called for a step in which this worker has no rows."""
         self.on_stand_in: Callable[[], None] = lambda: None
         """Called before rows that do not count."""
         self.on_epoch_end: Callable[[], None] = lambda: None
@@ -371,9 +370,6 @@ class Loader:
                     self._ahead = None
                 for micro in self._step_at(self.position.row):
                     self.current = micro
-                    if micro.start == micro.end:
-                        self.on_empty()
-                        continue
                     if not micro.counts:
                         self.on_stand_in()
                     batch, self._ahead = self._ahead, None
@@ -395,22 +391,21 @@ class Loader:
 
     def once(self) -> Iterator[Any]:
         """This worker's rows of the dataset in their own order, for looking and not for training."""
-        parts = (micro for micro in self._micro_batches(0) if micro.start < micro.end)
-        for micro, batch in zip(parts, self._fetch(torch.arange(self.rows), 0), strict=True):
+        for micro, batch in zip(self._micro_batches(0), self._fetch(torch.arange(self.rows), 0), strict=True):
             self.current = micro
             yield self._arrived(batch)
 
     def __len__(self) -> int:
         """How many micro-batches the rest of this epoch has for this worker.
 
-        A step in which it has no rows counts as one: whoever takes just as many has taken part in it, too.
+        A step in which it has no rows has one, too, of rows that do not count.
         """
         return sum(1 for _ in self._micro_batches(self._next_row))
 
     @property
     def is_even(self) -> bool:
         """Whether all of this worker's micro-batches have as many rows, as shares are now."""
-        return len({micro.end - micro.start for micro in self._micro_batches(0)} - {0}) == 1
+        return len({micro.end - micro.start for micro in self._micro_batches(0)}) == 1
 
     @property
     def _next_row(self) -> int:
@@ -460,7 +455,7 @@ class Loader:
         return tuple(found)
 
     def _fetch(self, order: Tensor, row: int) -> DataLoader[Any]:
-        parts = (m for m in self._micro_batches(row) if m.start < m.end)
+        parts = self._micro_batches(row)
         indices: Iterator[list[int]] = (order[m.start : m.end].tolist() for m in parts)
         if self.batch.fetchers:
             epoch = self.position.epoch

@@ -709,7 +709,6 @@ class Engine:
             in_pairs=self._batch_norm is not None,
         )
         self._insist_on_same_data(loader)
-        loader.on_empty = self._step_without_rows
         is_measured = isinstance(self.policy, Sync) and self.policy.balance and not self.policy.shares
         # Where ranks gather parameters they wait for each other in every layer, and nobody's own speed can be seen.
         if is_measured and self.lanes > 1 and not self._prepared().gathers:
@@ -849,11 +848,6 @@ class Engine:
                 " The weights are those of the last good step. Try a lower learning rate, a longer warm-up, step.clip,"
                 f" or fp32, and look at the data around there.{self._prepared().suspicion()}"
             )
-
-    def _step_without_rows(self) -> None:
-        """This worker has no part of the step, and takes part with a gradient of zero."""
-        self._is_last = True
-        self.step()
 
     def _end_of_epoch(self) -> None:
         assert self.loader is not None

@@ -279,10 +279,6 @@ class Staged(Engine):
             if work.loss_sum is not None:
                 self._loss_sum = self._loss_sum + work.loss_sum
 
-    def _step_without_rows(self) -> None:
-        self._pass += 1  # what ties send has a name of its own
-        super()._step_without_rows()
-
     def _reduce(self, replica: Replica) -> tuple[float, float, float]:
         wait_s = replica.finish()
         started = time.perf_counter()

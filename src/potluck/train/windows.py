@@ -149,7 +149,8 @@ class WindowEngine(Engine):
     def _plan(self) -> Iterator[MicroBatch]:
         """This replica's micro-batches of the rest of the epoch, or until the run stops."""
         loader = self._loader()
-        self._pool = Pool([(loader.position.row, loader.rows)])
+        if not self._pool.rows:  # else a pass before stopped in the middle of the epoch
+            self._pool = _rest_of_epoch(loader)
         while self._pool.rows and not self.stopping:
             yield from self._open_window(loader)
             if self._is_open:  # this replica had no rows of it
@@ -396,10 +397,15 @@ class WindowEngine(Engine):
     def _stand_at(self, standing: Standing) -> None:
         super()._stand_at(standing)
         self._loader().forget()
+        self._pool = _rest_of_epoch(self._loader())
 
     def _loader(self) -> SliceLoader:
         assert isinstance(self.loader, SliceLoader)
         return self.loader
+
+
+def _rest_of_epoch(loader: SliceLoader) -> Pool:
+    return Pool([(loader.position.row, loader.rows)])
 
 
 def _by_node(pulses: list[WindowPulse], size: int) -> list[WindowPulse]:
