@@ -12,7 +12,7 @@ import torch
 import potluck
 from bench.contenders import GPT_20M, Ours, Task
 from potluck.events import Event, StepDone
-from potluck.train.buddies import Buddies
+from potluck.save.buddies import Buddies
 
 
 def main(told: Path, every: int) -> None:

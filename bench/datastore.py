@@ -108,7 +108,7 @@ def be_reader(connection: Connection, url: str, count: int) -> None:
 class Ours:
     def __init__(self, url: str, stage: int) -> None:
         from potluck.stages.datastore import StoreChannel
-        from potluck.stages.store import Store
+        from potluck.store.store import Store
 
         store = Store(url, run="bench", generation=0, patience_s=60)
         self._channel = StoreChannel(store, stage, in_flight=THREADS)
@@ -177,7 +177,7 @@ class BareBucket:
     """With the very settings of ours."""
 
     def __init__(self) -> None:
-        from potluck.stages.bucket import Bucket
+        from potluck.store.bucket import Bucket
 
         self._store = Bucket(BUCKET, "store/bare", patience_s=60)._store
 

@@ -21,9 +21,9 @@ from bench.mixed import train
 from bench.uneven_rank import Seat
 from potluck import Async, Cadence, Outer, StepConfig, Sync
 from potluck.config import from_toml
+from potluck.launch.order import find_recipe
 from potluck.train.data import TextWindows, mix, read_windows
 from potluck.train.model import GPT, next_token_loss
-from potluck.train.order import find_recipe
 from potluck.train.recipe import RunConfig
 from potluck.train.schedule import ScheduleConfig
 

@@ -29,7 +29,7 @@ STEADY = 6
 
 
 def measure(quick: bool) -> Result:
-    FORKED.set_forkserver_preload(["torch", "potluck.train.elastic", "bench.pause"])
+    FORKED.set_forkserver_preload(["torch", "potluck.engine.elastic", "bench.pause"])
     kills = 2 if quick else 10
     pauses, details = [], {}
     for workers in (2, 3):
@@ -63,7 +63,7 @@ class Learner:
         import torch
 
         from potluck.fleet.invite import INVITE
-        from potluck.train.launch import QUIET
+        from potluck.launch.launch import QUIET
 
         os.environ |= {INVITE: invite, QUIET: "1", "POTLUCK_NAME": name}
         torch.set_num_threads(1)

@@ -83,7 +83,7 @@ def _largest(side: str, dim: int, small_bytes: int) -> int:
 
 def _trains(side: str, dim: int, small_bytes: int, layers: int) -> bool:
     server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload(["torch", "torch._dynamo", "potluck.train.recipe", "potluck.train.sharded"])
+    server.set_forkserver_preload(["torch", "torch._dynamo", "potluck.train.recipe", "potluck.engine.sharded"])
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         ranks = [
             server.Process(target=_be, args=(rank, folder, side, dim, layers, small_bytes * share))
@@ -164,10 +164,10 @@ def _leave_words(folder: str, rank: int) -> None:
 def _train(side: str, dim: int, layers: int, limit_bytes: int | None) -> None:
     import torch
 
+    from potluck.engine.replica import StepConfig, switch_on
+    from potluck.engine.sharded import shard_over
     from potluck.shard.strategy import FullShard
     from potluck.train.model import GPT, next_token_loss
-    from potluck.train.replica import StepConfig, switch_on
-    from potluck.train.sharded import shard_over
 
     device = torch.device("cpu")
     torch.manual_seed(1)

@@ -31,7 +31,7 @@ PRELOADED = [
     "pytest",
     "hypothesis",
     "potluck.train.recipe",
-    "potluck.train.sharded",
+    "potluck.engine.sharded",
 ]
 
 _server = multiprocessing.get_context("forkserver")

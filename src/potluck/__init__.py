@@ -10,14 +10,14 @@ if TYPE_CHECKING:
     from potluck import shard as shard
     from potluck.agree.elche import ElChe
     from potluck.agree.policy import ApplyPolicy, Async, Cadence, Outer, Sync
+    from potluck.engine.engine import Engine, init
+    from potluck.engine.replica import StepConfig
+    from potluck.save.checkpoint import CheckpointConfig
     from potluck.shard.optimizer_shard import OptimizerShard
     from potluck.shard.strategy import FullShard, HybridShard, NoShard, ShardGradOp, ShardingStrategy
     from potluck.shard.zero import ShardedOptimizer
     from potluck.stages.protocol import CommunicationProtocol, DataStore, Direct, Pipeline, Stages
-    from potluck.train.checkpoint import CheckpointConfig
-    from potluck.train.engine import Engine, init
     from potluck.train.recipe import RunConfig
-    from potluck.train.replica import StepConfig
     from potluck.train.schedule import ScheduleConfig
     from potluck.train.trainer import FitConfig, Trainer
 

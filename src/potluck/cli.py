@@ -12,8 +12,8 @@ import tyro
 from potluck import __version__
 from potluck.config import to_dict
 from potluck.errors import ConfigError, PotluckError
-from potluck.train.launch import launch
-from potluck.train.order import Order, WorkersConfig, built_in_recipes, checked, data_setting, workers_of
+from potluck.launch.launch import launch
+from potluck.launch.order import Order, WorkersConfig, built_in_recipes, checked, data_setting, workers_of
 
 Settings = Annotated[
     tyro.conf.UseAppendAction[list[str]],
@@ -149,8 +149,8 @@ class Host:
     settings: Settings = field(default_factory=list)
 
     def __call__(self) -> int:
-        from potluck.train.host import host
-        from potluck.train.order import host_order
+        from potluck.launch.host import host
+        from potluck.launch.order import host_order
 
         return host(
             host_order(
@@ -197,7 +197,7 @@ class Join:
     ] = None
 
     def __call__(self, *arguments: str) -> int:
-        from potluck.train.join import join
+        from potluck.launch.join import join
 
         config = _workers_config(self.workers, self.threads)
         return join(self.invite, list(arguments), config, data_setting(self.data))
@@ -220,7 +220,7 @@ class Export:
     ]
 
     def __call__(self) -> int:
-        from potluck.train.export import export
+        from potluck.save.export import export
 
         return export(Path(self.source), Path(self.out))
 

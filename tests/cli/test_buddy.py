@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from potluck.engine.engine import Engine
 from potluck.events import read_events
-from potluck.train.engine import Engine
 from tests.cli.test_cli import RECIPE, ROOT, children, is_alive, start, steps, wait_until
 
 MARK = """
@@ -30,7 +30,7 @@ import torch
 from safetensors.torch import save_file
 import potluck
 from potluck.events import kind_of
-from potluck.train.buddies import Buddies
+from potluck.save.buddies import Buddies
 from tests.gathered import gathered
 
 def build():

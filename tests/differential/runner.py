@@ -16,10 +16,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import potluck
+from potluck.engine import drafts
 from potluck.errors import PotluckError
 from potluck.events import EpochDone, StepDone, StepSkipped
-from potluck.train import drafts, shelf
-from potluck.train.export import write_plain
+from potluck.save import shelf
+from potluck.save.export import write_plain
 from tests.differential.cases import Case, Leg
 from tests.differential.models import build, loss_of, make_data, make_optimizer, make_scheduler
 from tests.ranks import Outcome, run_ranks, try_ranks

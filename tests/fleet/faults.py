@@ -25,13 +25,13 @@ def at_connecting(place: Path, end: Any = die) -> None:
 
 def at_joining(place: Path, end: Any = die) -> None:
     """Welcomed, but not ready."""
-    from potluck.train.elastic import ElasticEngine
+    from potluck.engine.elastic import ElasticEngine
 
     ElasticEngine._present = lambda self: end(place, "joined")  # type: ignore[method-assign]
 
 
 def in_forward(place: Path, end: Any = die) -> None:
-    from potluck.train.elastic import ElasticEngine
+    from potluck.engine.elastic import ElasticEngine
 
     backward = ElasticEngine.backward
 
@@ -45,7 +45,7 @@ def in_forward(place: Path, end: Any = die) -> None:
 
 def in_backward(place: Path, end: Any = die) -> None:
     """The report is sent, and some parts of the gradient, but not all."""
-    from potluck.train.slices import SliceSums
+    from potluck.engine.slices import SliceSums
 
     complete = SliceSums._complete
 
@@ -60,7 +60,7 @@ def in_backward(place: Path, end: Any = die) -> None:
 
 def _watch_steps(kind: Any) -> None:
     """Lets SliceSums know which step it is in."""
-    from potluck.train.elastic import ElasticEngine
+    from potluck.engine.elastic import ElasticEngine
 
     engines: list[Any] = []
     begin = ElasticEngine._begin_work
@@ -94,7 +94,7 @@ def half_a_payload_sent(place: Path, end: Any = die) -> None:
 
 def all_sent(place: Path, end: Any = die) -> None:
     """Every part is sent: the average could be on its way."""
-    from potluck.train.elastic import ElasticEngine
+    from potluck.engine.elastic import ElasticEngine
 
     wait = ElasticEngine._await_step
 
@@ -156,7 +156,7 @@ def an_average_seen(place: Path, end: Any = die) -> None:
 
 
 def while_applying(place: Path, end: Any = die) -> None:
-    from potluck.train.replica import Replica
+    from potluck.engine.replica import Replica
 
     apply, steps = Replica.apply, []
 
@@ -173,7 +173,7 @@ def while_applying(place: Path, end: Any = die) -> None:
 
 def while_saving(place: Path, end: Any = die) -> None:
     """In the middle of sending its state to the host's disk."""
-    from potluck.train import elastic
+    from potluck.engine import elastic
 
     def fatal(folder: Path, header: str) -> Any:
         yield b"x"
@@ -312,7 +312,7 @@ def sends_huge(place: Path) -> None:
 
 
 def _spoil(place: Path, value: float) -> None:
-    from potluck.train.elastic import ElasticEngine
+    from potluck.engine.elastic import ElasticEngine
 
     send = ElasticEngine._send_part
 
@@ -328,7 +328,7 @@ def _spoil(place: Path, value: float) -> None:
 
 def drifts(place: Path) -> None:
     """A bit of its weights flips after a step."""
-    from potluck.train.elastic import ElasticEngine
+    from potluck.engine.elastic import ElasticEngine
 
     tell = ElasticEngine._tell_applied
 
@@ -351,7 +351,7 @@ def _flip(engine: Any, place: Path) -> None:
 
 
 def flips_after_applied(place: Path) -> None:
-    from potluck.train.elastic import ElasticEngine
+    from potluck.engine.elastic import ElasticEngine
 
     tell = ElasticEngine._tell_applied
 
@@ -364,7 +364,7 @@ def flips_after_applied(place: Path) -> None:
 
 
 def flips_while_computing(place: Path) -> None:
-    from potluck.train.elastic import ElasticEngine
+    from potluck.engine.elastic import ElasticEngine
 
     begin = ElasticEngine._begin_work
 
@@ -378,7 +378,7 @@ def flips_while_computing(place: Path) -> None:
 
 def flips_while_waiting(place: Path) -> None:
     """Its gradient has left."""
-    from potluck.train.elastic import ElasticEngine
+    from potluck.engine.elastic import ElasticEngine
 
     wait = ElasticEngine._await_step
 
@@ -392,7 +392,7 @@ def flips_while_waiting(place: Path) -> None:
 
 def flips_before_joining_again(place: Path) -> None:
     """The host is gone, and this worker's weights are no longer what it told that one."""
-    from potluck.train.elastic import ElasticEngine
+    from potluck.engine.elastic import ElasticEngine
 
     mend = ElasticEngine._mend
 

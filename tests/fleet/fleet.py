@@ -27,10 +27,10 @@ from potluck.fleet.invite import INVITE, Identity, Invite
 from potluck.fleet.journal import Journal
 from potluck.fleet.ledger import prove
 from potluck.fleet.server import Server
+from potluck.link.link import loss_of_peer
+from potluck.save.keeper import Keeper
 from potluck.shard.strategy import HybridShard
 from potluck.train.data import BatchConfig
-from potluck.train.keeper import Keeper
-from potluck.train.link import loss_of_peer
 from tests.gathered import gathered
 from tests.odd import Odd
 from tests.ranks import _main_module_unnamed, _server
@@ -136,8 +136,8 @@ def _work(invite: str, folder: str, name: str, fault: Fault | None, options: dic
     place = Path(folder)
     try:
         import potluck
+        from potluck.engine import slices
         from potluck.fleet import client
-        from potluck.train import slices
 
         slices.SMALL_BYTES = 1024  # so that this small model, too, has several parts
         if not options.get("shared"):

@@ -88,7 +88,7 @@ def test_a_scheduler_that_a_late_joiner_starts_anew_is_not_fed_weights_for_ever(
 
 def by_hand(place: Path) -> None:
     """A loop that steps its scheduler after each step, as one did before prepare() took it."""
-    from potluck.train.elastic import ElasticEngine
+    from potluck.engine.elastic import ElasticEngine
 
     prepare = ElasticEngine.prepare
 
@@ -138,7 +138,7 @@ def test_a_host_keeps_a_checkpoint_of_its_own_accord_and_its_last_worker_may_be_
 
 
 def keep_often(place: Path) -> None:
-    from potluck.train import elastic
+    from potluck.engine import elastic
 
     elastic.KEEP_FIRST_S = elastic.KEEP_EVERY_S = elastic.KEEP_SHARE = 0
 

@@ -11,7 +11,7 @@ import torch
 import potluck
 from potluck.agree.policy import Async, Cadence, Windowed
 from potluck.events import CheckpointSaved, Decided, Validated, WorkerCame, WorkerWent
-from potluck.train.checkpoint import CheckpointConfig
+from potluck.save.checkpoint import CheckpointConfig
 from tests.fleet.fleet import (
     BATCH,
     ROWS,
@@ -98,8 +98,8 @@ def record_the_largest(place: Path, rank: int) -> None:
     """Of all tensors that any operation gives, from the first window on, and of all averages that are read."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
+    from potluck.engine.elastic import ElasticEngine
     from potluck.fleet.client import Client
-    from potluck.train.elastic import ElasticEngine
 
     class Watch(TorchDispatchMode):
         largest = 0
@@ -152,7 +152,7 @@ def test_no_rank_ever_holds_the_whole_models_change_nor_its_state(tmp_path: Path
 
 def in_a_window(place: Path) -> None:
     """As a rank of a node: some of its batches are done, in the second window."""
-    from potluck.train.elastic_windows import ElasticWindowEngine
+    from potluck.engine.elastic_windows import ElasticWindowEngine
 
     step = ElasticWindowEngine._step_alone
 
@@ -166,7 +166,7 @@ def in_a_window(place: Path) -> None:
 
 def between_two_parts(place: Path) -> None:
     """The report and one part are sent."""
-    from potluck.train.node_parts import NodeParts
+    from potluck.engine.node_parts import NodeParts
 
     collect, parts = NodeParts.collect, []
 
@@ -180,7 +180,7 @@ def between_two_parts(place: Path) -> None:
 
 
 def while_means_are_handed_out(place: Path) -> None:
-    from potluck.train.node_parts import NodeParts
+    from potluck.engine.node_parts import NodeParts
 
     hand_out, parts = NodeParts.hand_out, []
 
@@ -279,8 +279,8 @@ def test_nodes_join_a_host_again_that_was_killed(tmp_path: Path) -> None:
 
 def stopped_at_the_second_means(place: Path) -> None:
     """As a node's first rank: one of the window's means is here. It continues when its connection is lost."""
-    from potluck.train.elastic_nodes import NodeEngine
-    from potluck.train.node_client import NodeClient
+    from potluck.engine.elastic_nodes import NodeEngine
+    from potluck.engine.node_client import NodeClient
 
     take_in, hash_weights = NodeClient._take_in, NodeEngine._hash_weights
 

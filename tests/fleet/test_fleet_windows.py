@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 
 from potluck.agree.policy import Async, Cadence, Outer, Windowed
+from potluck.engine.elastic import engine_for
 from potluck.errors import ConfigError
 from potluck.events import CheckpointSaved, Decided, Validated, WorkerCame, WorkerWent
-from potluck.train.checkpoint import CheckpointConfig
+from potluck.save.checkpoint import CheckpointConfig
 from potluck.train.data import mix
-from potluck.train.elastic import engine_for
 from potluck.train.schedule import ScheduleConfig
 from tests.fleet.fleet import BATCH, EPOCHS, ROWS, STEPS, Fleet, build, die, start_coordinator, wait_until
 from tests.odd import BIG, SEEN, assert_constant
@@ -151,7 +151,7 @@ def test_steps_that_are_not_finite_are_skipped_where_they_occur(tmp_path: Path) 
 
 def save_and_look_at_every_batch(place: Path) -> None:
     """As an own loop might that was written for steps that all take together."""
-    from potluck.train.elastic_windows import ElasticWindowEngine
+    from potluck.engine.elastic_windows import ElasticWindowEngine
 
     step = ElasticWindowEngine.step
 
@@ -178,7 +178,7 @@ def test_saving_and_looking_within_a_window_see_what_was_agreed_on(tmp_path: Pat
 
 def in_a_window(place: Path) -> None:
     """Some of its batches are done, in the second window."""
-    from potluck.train.elastic_windows import ElasticWindowEngine
+    from potluck.engine.elastic_windows import ElasticWindowEngine
 
     step = ElasticWindowEngine._step_alone
 
@@ -192,7 +192,7 @@ def in_a_window(place: Path) -> None:
 
 def while_sending(place: Path) -> None:
     """The report and one part are sent."""
-    from potluck.train.elastic_windows import ElasticWindowEngine
+    from potluck.engine.elastic_windows import ElasticWindowEngine
 
     send = ElasticWindowEngine._send_part
 
@@ -314,7 +314,7 @@ def check_ledger(folder: Path) -> None:
 
 
 def every_batch_takes(place: Path, seconds: float) -> None:
-    from potluck.train.elastic_windows import ElasticWindowEngine
+    from potluck.engine.elastic_windows import ElasticWindowEngine
 
     step = ElasticWindowEngine._step_alone
 

@@ -9,7 +9,7 @@ import pytest
 
 from potluck.errors import ConfigError
 from potluck.events import CheckpointFailed, CheckpointSaved, EventFile, RunEnded, WorkerWent
-from potluck.train.checkpoint import CheckpointConfig
+from potluck.save.checkpoint import CheckpointConfig
 from tests.fleet.fleet import STEPS, Fleet, assert_same, wait_until
 from tests.fleet.test_undisturbed import plain_run
 

@@ -23,8 +23,8 @@ from potluck.fleet.effects import Close, Finish, SaveBegin, Send
 from potluck.fleet.invite import INVITE, Invite
 from potluck.fleet.returns import FREE, FREE_OF_ADDRESS, MOST_KNOWN, Returns
 from potluck.fleet.server import Server
-from potluck.train import shelf
-from potluck.train.keeper import Keeper
+from potluck.save import shelf
+from potluck.save.keeper import Keeper
 from potluck.wire import FrameReader, decode, encode
 from potluck.wire.messages import (
     Applied,
@@ -599,7 +599,7 @@ def test_a_client_that_joined_in_a_loop_waits_as_it_is_told_and_then_comes_in() 
 
 SCRIPT = """
 import sys, torch, potluck
-from potluck.train import slices
+from potluck.engine import slices
 from tests.fleet.fleet import train
 slices.SMALL_BYTES = 1024  # as the other worker
 torch.set_num_threads(1)

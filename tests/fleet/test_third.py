@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from potluck.train import shelf
-from potluck.train.slices import describe_model, digest
+from potluck.engine.slices import describe_model, digest
+from potluck.save import shelf
 from tests.fleet import third
 from tests.fleet.fleet import BATCH, EPOCHS, ROWS, SLICES, STEPS, Fleet, build, wait_until
 from tests.fleet.test_peers import whole_batches

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 import potluck
 from potluck import Cadence, FitConfig, Pipeline, Stages
+from potluck.engine import drafts
 from potluck.errors import ConfigError
 from potluck.events import Noticed
-from potluck.train import drafts
 from potluck.train.data import BatchConfig, mix
 from tests.gathered import gathered
 from tests.parity.test_sync import STILL

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import potluck
 from potluck import FullShard, HybridShard, NoShard, Pipeline, ShardGradOp, StepConfig
-from potluck.train import drafts
+from potluck.engine import drafts
 from potluck.train.data import mix
 from tests.gathered import gathered, home
 from tests.parity.test_sync import STILL

@@ -16,14 +16,14 @@ import potluck
 from potluck import cli
 from potluck.errors import CheckpointError
 from potluck.events import CheckpointPassedOver
+from potluck.link.link import connect
+from potluck.save import checkpoint, parts, split_saves, together
+from potluck.save.checkpoint import Snapshot
+from potluck.save.together import Share, new_aside, write_share, write_together
 from potluck.shard.ranges import Ranges
 from potluck.shard.stored import Store
 from potluck.shard.strategy import FullShard, HybridShard, NoShard, ShardGradOp, ShardingStrategy
 from potluck.shard.uneven import UnevenShards
-from potluck.train import checkpoint, parts, split_saves, together
-from potluck.train.checkpoint import Snapshot
-from potluck.train.link import connect
-from potluck.train.together import Share, new_aside, write_share, write_together
 from tests.gathered import gathered, home
 from tests.ranks import RankFailed, run_ranks
 
@@ -542,7 +542,7 @@ def test_an_export_is_the_state_of_one_process(
     tmp_path: Path, saved: Setup, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     told = run_ranks(saved[0], start, saved[1], str(tmp_path / "run" / "checkpoints"), [2])
-    monkeypatch.setattr("potluck.train.export.BLOCK_BYTES", 64)
+    monkeypatch.setattr("potluck.save.export.BLOCK_BYTES", 64)
     out = tmp_path / "model.safetensors"
     assert command(monkeypatch, "export", str(tmp_path / "run"), str(out)) == 0
     assert "12 tensors of 1,018 numbers, as they were after step 2" in capsys.readouterr().err

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 import potluck
 from potluck import FullShard, HybridShard, ShardGradOp, StepConfig, Sync
+from potluck.engine.engine import Engine
+from potluck.link.link import connect
 from potluck.train.data import mix
-from potluck.train.engine import Engine
-from potluck.train.link import connect
 from tests.gathered import gathered, home
 from tests.ranks import run_ranks
 

@@ -9,13 +9,13 @@ from torch import Tensor, nn
 
 import potluck
 from potluck import Async, Cadence, NoShard, StepConfig, Sync
+from potluck.engine.elastic import ElasticEngine, engine_for
+from potluck.engine.elastic_nodes import NodeEngine
+from potluck.engine.elastic_windows import ElasticWindowEngine
 from potluck.errors import ConfigError
 from potluck.events import StepSkipped
+from potluck.link.nodes import node_size
 from potluck.shard.strategy import FullShard, HybridShard, ShardGradOp
-from potluck.train.elastic import ElasticEngine, engine_for
-from potluck.train.elastic_nodes import NodeEngine
-from potluck.train.elastic_windows import ElasticWindowEngine
-from potluck.train.nodes import node_size
 from tests.parity import test_cadence
 from tests.parity.test_cadence import POLICIES, ROWS, Net, judge, ours, whole
 from tests.ranks import run_ranks

@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from potluck.link.link import GroupLink, connect
 from potluck.stages.direct import GroupChannel
 from potluck.stages.pipeline import Line
 from potluck.stages.protocol import Schedule
 from potluck.stages.schedule import per_worker, plan_orders
-from potluck.train.link import GroupLink, connect
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")

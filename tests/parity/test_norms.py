@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 import potluck
 from potluck import Cadence, Direct, FullShard, HybridShard, NoShard, ShardGradOp, StepConfig, Sync
+from potluck.engine.replica import Replica
 from potluck.errors import ConfigError
 from potluck.fleet.invite import INVITE
 from potluck.shard.norm import total_norm
-from potluck.train.replica import Replica
 from tests.fleet.fleet import Fleet
 from tests.ranks import run_ranks
 

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 import potluck
 from potluck import Cadence, FullShard, HybridShard, NoShard, ShardGradOp, StepConfig, Sync
 from potluck.errors import ConfigError
-from potluck.train.export import write_plain
-from potluck.train.link import RENDEZVOUS, Parted, choose_device, connect
+from potluck.link.link import RENDEZVOUS, Parted, choose_device, connect
+from potluck.save.export import write_plain
 from potluck.train.model import GPT, ModelConfig, next_token_loss
 from tests.gathered import home
 from tests.ranks import run_ranks

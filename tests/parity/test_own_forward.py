@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 import potluck
 from potluck import DataStore, Direct, FullShard, HybridShard, NoShard, Pipeline, ShardGradOp, Stages
+from potluck.engine import drafts
 from potluck.events import StepDone
-from potluck.train import drafts, shelf
-from potluck.train.export import write_plain
+from potluck.save import shelf
+from potluck.save.export import write_plain
 from tests.gathered import gathered
 from tests.ranks import run_ranks
 

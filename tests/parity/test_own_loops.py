@@ -14,9 +14,9 @@ from torch import nn
 from torch.optim import lr_scheduler as lr
 
 import potluck
+from potluck.engine import drafts
 from potluck.errors import CheckpointError, ConfigError, Interrupted
 from potluck.events import EpochDone
-from potluck.train import drafts
 from tests.gathered import gathered, home
 from tests.parity.test_sync import STILL
 from tests.ranks import run_ranks

@@ -17,8 +17,8 @@ import potluck
 from potluck import CheckpointConfig, FitConfig, ScheduleConfig
 from potluck.errors import CheckpointError, Interrupted
 from potluck.events import read_events
+from potluck.save.shelf import body_sha256
 from potluck.train.data import BatchConfig
-from potluck.train.shelf import body_sha256
 from tests.parity.test_sync import STILL
 from tests.ranks import RankFailed, run_ranks
 
@@ -106,7 +106,7 @@ def train_while_the_disk_is_slow(folder: str) -> dict[str, Any]:
     """The write of step 2 ends only when step 5 is done: training must not wait for it."""
     import threading
 
-    from potluck.train import checkpoint
+    from potluck.save import checkpoint
 
     steps_done, seen = threading.Event(), []
     write = checkpoint.write

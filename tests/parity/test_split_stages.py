@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 import potluck
 from potluck import DataStore, Direct, Pipeline, Stages
+from potluck.agree.pulse import norm_of_stages
+from potluck.engine import drafts
 from potluck.errors import PotluckError
 from potluck.events import StepDone, StepSkipped
 from potluck.shard.strategy import FullShard, HybridShard, NoShard, ShardGradOp
-from potluck.train import drafts
 from potluck.train.data import mix
-from potluck.train.pulse import norm_of_stages
 from tests.ranks import run_ranks
 
 ROWS, WIDE, BATCH = 18, 6, 6

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 import potluck
 from potluck import Async, Cadence, Direct, HybridShard, NoShard, Pipeline, Stages, StepConfig
+from potluck.engine import drafts
 from potluck.events import Decided, EpochDone
-from potluck.train import drafts
 from tests.gathered import gathered
 from tests.parity import test_cadence
 from tests.parity.test_cadence import OPTIMIZERS, POLICIES, ROWS, Net, judge, through

@@ -13,14 +13,14 @@ from torch.utils.checkpoint import checkpoint
 
 import potluck
 from potluck import Direct, ShardGradOp, Stages, Sync
+from potluck.engine.replica import StepConfig, find_blocks, switch_on
+from potluck.engine.sharded import shard_over
 from potluck.errors import ConfigError
+from potluck.link.link import connect
 from potluck.shard import splitting
 from potluck.shard.optimizer_shard import OptimizerShard
 from potluck.shard.strategy import FullShard
 from potluck.shard.uneven import UnevenShards
-from potluck.train.link import connect
-from potluck.train.replica import StepConfig, find_blocks, switch_on
-from potluck.train.sharded import shard_over
 from tests.parity.test_zero import data, slow_down
 from tests.ranks import run_ranks
 

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from potluck.errors import ConfigError
+from potluck.link.link import connect
 from potluck.shard import collectives
 from potluck.shard import zero as zero_module
 from potluck.shard.zero import ShardedOptimizer
-from potluck.train.link import connect
 from tests.parity.test_sync import OPTIMIZERS
 from tests.ranks import run_ranks
 

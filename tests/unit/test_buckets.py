@@ -1,10 +1,10 @@
 import torch
 from torch import nn
 
-from potluck.train import buckets
-from potluck.train.buckets import find_units, group_units
+from potluck.engine import buckets
+from potluck.engine.buckets import find_units, group_units
+from potluck.engine.replica import find_blocks
 from potluck.train.model import GPT, ModelConfig
-from potluck.train.replica import find_blocks
 
 
 def names(model: nn.Module, groups: list[list[nn.Parameter]]) -> list[list[str]]:

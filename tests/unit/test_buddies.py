@@ -8,8 +8,8 @@ from torch import nn
 
 import potluck
 from potluck.errors import ConfigError
-from potluck.train import buddies
-from potluck.train.memory import MEMORY, NEIGHBOUR, OWN, STANDING, numbered, rank_folder
+from potluck.save import buddies
+from potluck.save.memory import MEMORY, NEIGHBOUR, OWN, STANDING, numbered, rank_folder
 from tests.ranks import run_ranks
 
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from potluck.engine import slices
+from potluck.engine.elastic_windows import Changes
+from potluck.engine.replica import find_blocks
 from potluck.errors import ConfigError
-from potluck.train import slices
-from potluck.train.elastic_windows import Changes
-from potluck.train.replica import find_blocks
 
 
 def make_model(seed: int = 0) -> nn.Module:

@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from potluck.errors import CheckpointError
-from potluck.train import checkpoint, shelf, state
-from potluck.train.checkpoint import Snapshot, Writer, check, newest, prune, write
+from potluck.save import checkpoint, shelf, state
+from potluck.save.checkpoint import Snapshot, Writer, check, newest, prune, write
 
 
 def snapshot(step: int, size: int = 10) -> Snapshot:
@@ -111,7 +111,7 @@ KILLED = """
 import sys
 from pathlib import Path
 import torch
-from potluck.train.checkpoint import Snapshot, write, prune
+from potluck.save.checkpoint import Snapshot, write, prune
 folder = Path(sys.argv[1])
 step = 0
 while True:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import potluck
-from potluck.train import compiling
-from potluck.train.compiling import Compiling
+from potluck.engine import compiling
+from potluck.engine.compiling import Compiling
 
 
 class Block(nn.Module):

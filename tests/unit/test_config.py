@@ -6,10 +6,10 @@ import potluck
 from potluck import FitConfig, RunConfig, ScheduleConfig, Sync
 from potluck.config import from_toml, to_toml
 from potluck.errors import ConfigError
-from potluck.train import launch
-from potluck.train.crew import Crew
+from potluck.launch import launch
+from potluck.launch.crew import Crew
+from potluck.launch.order import Order, WorkersConfig, built_in_recipes, find_recipe, host_order, workers_of
 from potluck.train.model import ModelConfig
-from potluck.train.order import Order, WorkersConfig, built_in_recipes, find_recipe, host_order, workers_of
 
 
 def read(text: str, *overrides: str) -> RunConfig:

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from potluck.engine.replica import StepConfig, switch_on
 from potluck.errors import ConfigError
 from potluck.shard.blocks import find_blocks
 from potluck.stages.balance import Device, balance
@@ -25,7 +26,6 @@ from potluck.stages.profile import measure
 from potluck.stages.seats import seed_of
 from potluck.stages.survey import survey
 from potluck.train.model import GPT, ModelConfig, next_token_loss
-from potluck.train.replica import StepConfig, switch_on
 
 Case = tuple[nn.Module, Callable[[nn.Module, Any], Any], Callable[[int], Any]]
 

@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from potluck.errors import PotluckError, StoreError, TheirProtocolError, WorkerLost
-from potluck.stages import bucket
 from potluck.stages.channel import DTYPES, WHAT, Label
 from potluck.stages.datastore import StoreChannel, key_of, label_of
-from potluck.stages.objects import HEAD_BYTES, Damaged, Head, seal
-from potluck.stages.place import Exists, bucket_of, folder_of
-from potluck.stages.store import KEY, MOST_KEY_BYTES, Claim, Patience, Store
+from potluck.store import bucket
+from potluck.store.objects import HEAD_BYTES, Damaged, Head, seal
+from potluck.store.place import Exists, bucket_of, folder_of
+from potluck.store.store import KEY, MOST_KEY_BYTES, Claim, Patience, Store
 from tests.bare import Tell, Worker
 from tests.servers import BUCKET, KEYS, Rclone, moto, rclone
 
@@ -52,7 +52,7 @@ def wait_until(holds: Callable[[], bool]) -> None:
 
 
 def store_place() -> Any:
-    from potluck.stages.folder import Folder
+    from potluck.store.folder import Folder
 
     return Folder(Path("/"))
 
@@ -428,7 +428,7 @@ def test_of_two_that_begin_at_once_one_is_refused(tmp_path: Path, monkeypatch: p
 
 def test_a_program_that_forgets_to_close_ends(tmp_path: Path) -> None:
     script = (
-        "from potluck.stages.store import Store\nfrom potluck.stages.datastore import StoreChannel, Label\n"
+        "from potluck.store.store import Store\nfrom potluck.stages.datastore import StoreChannel, Label\n"
         f"channel = StoreChannel(Store('file://{tmp_path}', run='r', generation=0, patience_s=600), 0)\n"
         "channel.expect([Label(0, 'gradient', 1, 0)])\n"
     )
@@ -854,7 +854,7 @@ def test_files_of_consumed_objects_are_written_over_and_gone_in_the_end(tmp_path
 
 @pytest.mark.parametrize(("limit_bytes", "kept"), [(1 << 28, 32), (10 << 20, 9)])
 def test_spares_are_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit_bytes: int, kept: int) -> None:
-    monkeypatch.setattr("potluck.stages.folder.SPARES_BYTES", limit_bytes)
+    monkeypatch.setattr("potluck.store.folder.SPARES_BYTES", limit_bytes)
     store = store_at(tmp_path)
     payload = memoryview(bytes(1 << 20))
     for number in range(40):

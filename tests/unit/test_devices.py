@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import potluck
 from potluck import FullShard, HybridShard, ShardGradOp, ShardingStrategy
-from potluck.train import link
+from potluck.link import link
 from tests.gathered import home
 from tests.parity.test_shard import data, loss_of, make
 from tests.ranks import run_ranks

@@ -5,10 +5,10 @@ import torch
 from torch import Tensor
 
 from potluck.errors import TheirProtocolError
+from potluck.link.link import connect
 from potluck.stages import direct
 from potluck.stages.channel import Header, Label
 from potluck.stages.direct import AHEAD, SMALL_BYTES, GroupChannel, pack, unpack
-from potluck.train.link import connect
 from tests.ranks import RankFailed, run_ranks
 
 CPU = torch.device("cpu")

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from potluck.engine import fingerprint as module
+from potluck.engine.fingerprint import ROWS, fingerprint, positions, training_settings
 from potluck.fleet.description import check_fingerprint, differing_data, differs
-from potluck.train import fingerprint as module
 from potluck.train.data import DataConfig, TensorRows, TextWindows, read_windows
-from potluck.train.fingerprint import ROWS, fingerprint, positions, training_settings
 
 
 class Rows:

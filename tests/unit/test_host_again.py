@@ -9,8 +9,8 @@ import pytest
 from potluck.events import read_events
 from potluck.fleet.effects import Describe
 from potluck.fleet.journal import Journal
-from potluck.train.host import _Host
-from potluck.train.order import host_order
+from potluck.launch.host import _Host
+from potluck.launch.order import host_order
 from tests.fleet.virtual import described
 
 

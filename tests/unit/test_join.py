@@ -14,11 +14,11 @@ from potluck.cli import _split
 from potluck.config import from_toml
 from potluck.errors import ConfigError
 from potluck.fleet.invite import INVITE
+from potluck.launch.join import FILES_ASKED, _says_yes, ask_for_files
+from potluck.launch.join import join as join_command
+from potluck.launch.order import WorkersConfig, data_setting, host_order
 from potluck.train import data, recipe
-from potluck.train.join import FILES_ASKED, _says_yes, ask_for_files
-from potluck.train.join import join as join_command
 from potluck.train.model import GPT, ModelConfig
-from potluck.train.order import WorkersConfig, data_setting, host_order
 from tests.bare import Tell, Worker
 from tests.fleet.fleet import close_all, serve
 
@@ -105,7 +105,7 @@ def test_a_recipe_that_wants_too_much_is_refused(more: str, said: str, tmp_path:
 
 
 def test_a_joiner_gives_what_is_free_and_not_what_others_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    from potluck.train.engine import Engine
+    from potluck.engine.engine import Engine
 
     class Led(Engine):
         is_led = True  # type: ignore[assignment]

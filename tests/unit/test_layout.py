@@ -28,7 +28,7 @@ PURE = [
     "shard/optimizer_shard.py",
     "stages/plan.py",
     "stages/balance.py",
-    "stages/objects.py",
+    "store/objects.py",
     "stages/protocol.py",
     "wire/*.py",
     "fleet/ledger.py",
@@ -38,7 +38,7 @@ PURE = [
     "fleet/membership.py",
     "fleet/description.py",
     "train/schedule.py",
-    "train/pulse.py",
+    "agree/pulse.py",
 ]
 IMPURE = {"socket", "asyncio", "threading", "time", "torch.distributed", "subprocess", "random"}
 

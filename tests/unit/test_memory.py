@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from potluck.train import memory
-from potluck.train.memory import NEIGHBOUR, OWN, STANDING, Recovery, Start, numbered, rank_folder
+from potluck.save import memory
+from potluck.save.memory import NEIGHBOUR, OWN, STANDING, Recovery, Start, numbered, rank_folder
 
 
 def keep(start: Start, number: int, step: int, ranks: tuple[int, ...] | None = None) -> None:

@@ -14,17 +14,17 @@ import torch
 from torch import nn
 
 from potluck.agree.policy import Cadence
+from potluck.engine.elastic_nodes import NodeEngine
+from potluck.engine.node_client import NodeClient
+from potluck.engine.node_parts import NodeParts
 from potluck.errors import ConfigError, PotluckError
 from potluck.fleet.client import AverageHere, Client, Lost
 from potluck.fleet.description import BUFFERS, Part
 from potluck.fleet.invite import Invite
+from potluck.launch.launch import RENDEZVOUS
+from potluck.launch.ranks import NODE, Request, is_later_rank, meet
+from potluck.link.link import connect
 from potluck.shard.strategy import HybridShard
-from potluck.train.elastic_nodes import NodeEngine
-from potluck.train.launch import RENDEZVOUS
-from potluck.train.link import connect
-from potluck.train.node_client import NodeClient
-from potluck.train.node_parts import NodeParts
-from potluck.train.ranks import NODE, Request, is_later_rank, meet
 from potluck.wire.codec import encode
 from potluck.wire.messages import (
     Admitted,

@@ -25,8 +25,8 @@ from potluck.events import (
     read_events,
 )
 from potluck.fleet.ledger import prove
-from potluck.train.picture import draw_losses, running_mean
-from potluck.train.progress import Progress
+from potluck.show.picture import draw_losses, running_mean
+from potluck.show.progress import Progress
 from potluck.words import count, duration, plural, size
 
 NAN = math.nan
@@ -123,7 +123,7 @@ def test_why_the_work_is_shared_so_stands_below_the_table() -> None:
 
 
 def test_without_a_terminal_a_reason_is_said_again_only_when_it_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("potluck.train.progress.LINE_EVERY_S", 0.0)
+    monkeypatch.setattr("potluck.show.progress.LINE_EVERY_S", 0.0)
     out = io.StringIO()
     progress = Progress(Console(file=out, width=200))
     first, step, *_ = story()

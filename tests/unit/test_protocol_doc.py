@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch import nn
 
+from potluck.engine import slices
 from potluck.errors import TheirProtocolError
 from potluck.events import EpochDone
 from potluck.fleet import client, coordinator, description, lobby, parcel, server
 from potluck.fleet.coordinator import LEGAL
 from potluck.fleet.description import Description
 from potluck.fleet.membership import Phase
-from potluck.train import slices
+from potluck.save.state import optimizer_state
 from potluck.train.data import mix
-from potluck.train.state import optimizer_state
 from potluck.wire import codec
 from potluck.wire.messages import MESSAGES, PUBLISHED, Hello, JoinRequest, Kind, Message, layout
 

@@ -13,7 +13,7 @@ import tyro
 import potluck
 from bench.__main__ import NAMES
 from potluck import cli, events
-from potluck.train.engine import Engine
+from potluck.engine.engine import Engine
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]

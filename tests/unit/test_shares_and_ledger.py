@@ -3,9 +3,9 @@ from fractions import Fraction
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from potluck.agree.shares import share_out
 from potluck.fleet.ledger import Ledger, prove
 from potluck.fleet.tree import slice_rows
-from potluck.shares import share_out
 
 
 def test_shares_follow_the_published_sizes() -> None:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from potluck.errors import StoreError, TheirProtocolError, WorkerLost
-from potluck.stages.store import Store
-from potluck.train.link import Link
-from potluck.train.store_link import StoreLink
+from potluck.link.link import Link
+from potluck.link.store_link import StoreLink
+from potluck.store.store import Store
 from tests.bare import Tell, Worker
 from tests.servers import BUCKET, rclone
 from tests.unit.test_datastore import files, wait_until

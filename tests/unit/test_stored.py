@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from potluck.errors import CheckpointError
+from potluck.save.checkpoint import write_tensors
 from potluck.shard import ranges
 from potluck.shard.ranges import Ranges
 from potluck.shard.stored import Store, piece_key
-from potluck.train.checkpoint import write_tensors
 
 WHOLE = torch.arange(35, dtype=torch.float32).reshape(5, 7)
 

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from potluck.agree.divergence import Divergence
 from potluck.agree.policy import ApplyPolicy, Async, Cadence, Outer, Sync
+from potluck.agree.shares import share_out
 from potluck.agree.windows import Decision, Pool, Report, Windows, after
 from potluck.errors import ConfigError
-from potluck.shares import share_out
 from potluck.train.data import even_batches
 
 MANY = 1 << 40

@@ -14,7 +14,7 @@ from rich.console import Console
 from potluck.events import RunStarted, StepDone, WorkerCame, WorkerStep
 from potluck.fleet.client import Client
 from potluck.fleet.description import Description
-from potluck.train.progress import Progress
+from potluck.show.progress import Progress
 from potluck.wire import Applied, Heartbeat, Hello, JoinRequest, Leave, Message, Ready, Refusal, Welcome
 from potluck.wire.messages import Saved
 from potluck.wire.words import NAME, SENTENCE, clean, clean_all, heard

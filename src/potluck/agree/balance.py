@@ -7,7 +7,7 @@ import statistics
 from collections import deque
 from collections.abc import Sequence
 
-from potluck.shares import share_out
+from potluck.agree.shares import share_out
 from potluck.words import plural
 
 STEPS = 8

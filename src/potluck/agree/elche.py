@@ -8,7 +8,7 @@ in `windows.py`.
 import math
 from collections.abc import Sequence
 
-from potluck.shares import share_out
+from potluck.agree.shares import share_out
 
 LEAST_TARGET, MOST_TARGET = 0.01, 0.50
 LEAST_MS = 0.001

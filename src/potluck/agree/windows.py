@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from potluck.agree.divergence import Divergence
 from potluck.agree.elche import LEAST_TARGET, MOST_TARGET
 from potluck.agree.policy import Async, Cadence, Windowed, make_elche
+from potluck.agree.shares import share_out
 from potluck.errors import ConfigError
-from potluck.shares import share_out
 from potluck.words import plural
 
 SPARE = 0.25

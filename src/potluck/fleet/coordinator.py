@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from potluck.agree.shares import without_singles
 from potluck.agree.windows import Decision, Report, Windows
 from potluck.errors import TheirProtocolError
 from potluck.events import (
@@ -60,7 +61,6 @@ from potluck.fleet.membership import Member, Membership, Phase
 from potluck.fleet.parcel import files_in, most_bytes
 from potluck.fleet.returns import Returns
 from potluck.fleet.tree import Node, cover, decide_quotas, share_nodes, sized_rows, slice_rows
-from potluck.shares import without_singles
 from potluck.wire.messages import (
     Admitted,
     Applied,

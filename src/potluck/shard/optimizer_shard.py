@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from potluck.shares import share_out
+from potluck.agree.shares import share_out
 
 STATE_BYTES = 2 * 4
 """Of one parameter: Adam's two means, in float32."""

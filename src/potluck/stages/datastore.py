@@ -21,8 +21,8 @@ from torch import Tensor
 from potluck.errors import TheirProtocolError
 from potluck.stages.buffers import Buffers
 from potluck.stages.channel import WHAT, Header, Label
-from potluck.stages.station import IN_FLIGHT, Station
-from potluck.stages.store import CHECK_EVERY_S, Store
+from potluck.store.station import IN_FLIGHT, Station
+from potluck.store.store import CHECK_EVERY_S, Store
 
 _KEY = re.compile(
     r"to-(?P<target>\d+)/s(?P<step>\d{12})-(?P<what>[a-z]+)-m(?P<micro>\d+)-p(?P<part>\d+)-from-(?P<source>\d+)"

@@ -1,1 +1,1 @@
-"""What a person runs: the trainer, its engine, and what they need."""
+"""The trainer, its data, its recipes and its model."""

@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
+from potluck.agree.shares import share_out, without_singles
 from potluck.errors import ConfigError, PotluckError
 from potluck.fleet.tree import slice_rows
-from potluck.shares import share_out, without_singles
 from potluck.words import insist_at_most
 
 COPIES = 4

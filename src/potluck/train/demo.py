@@ -12,11 +12,11 @@ from rich.console import Console
 
 from potluck.config import to_dict
 from potluck.errors import ConfigError
-from potluck.train.launch import launch, usable_cores
-from potluck.train.order import Order, workers_of
-from potluck.train.picture import draw_comparison
-from potluck.train.slowdown import slowing
-from potluck.train.timeline import gain_sentence, read_timeline
+from potluck.launch.launch import launch, usable_cores
+from potluck.launch.order import Order, workers_of
+from potluck.launch.slowdown import slowing
+from potluck.show.picture import draw_comparison
+from potluck.show.timeline import gain_sentence, read_timeline
 
 RECIPE = "demo"
 SETTINGS = (

@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from potluck.agree.policy import Sync
+from potluck.engine.engine import Engine, LossFunction, init
 from potluck.errors import ConfigError, PotluckError
 from potluck.events import (
     CheckpointSaved,
@@ -29,12 +30,11 @@ from potluck.events import (
     StepDone,
     Validated,
 )
-from potluck.train.checkpoint import CheckpointConfig, holds_any
+from potluck.launch.interrupts import on_interrupt
+from potluck.save.checkpoint import CheckpointConfig, holds_any
+from potluck.save.run_folder import hold, make_run_folder
+from potluck.show.progress import Progress
 from potluck.train.data import BatchConfig, as_dataset
-from potluck.train.engine import Engine, LossFunction, init
-from potluck.train.interrupts import on_interrupt
-from potluck.train.progress import Progress
-from potluck.train.run_folder import hold, make_run_folder
 from potluck.train.schedule import ScheduleConfig
 from potluck.words import insist_at_most, plural, size
 

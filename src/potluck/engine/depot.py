@@ -1,0 +1,299 @@
+"""Depot: a store as the meeting place of a run whose workers have no connection to each other.
+
+It gives each worker its link and its channel, and keeps what the worker needs to go on after it was killed: its own
+part of the model, where it stands, and what it was told before the first step. Everything it has been sent since then
+is still in the store, so it does the same steps again and finds itself where the others wait for it.
+A store is one run's at a time (tenancy.py): before that is seen to be ours, nothing in it is changed.
+"""
+
+import base64
+import json
+import re
+import struct
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from potluck.errors import StoreError
+from potluck.link.link import Done, Here, Pending, Rows
+from potluck.link.store_link import StoreLink
+from potluck.save import parts
+from potluck.save.checkpoint import MODEL, OPTIMIZER, write_tensors
+from potluck.shard.ranges import Ranges
+from potluck.shard.sharded import Sharded
+from potluck.stages.datastore import StoreChannel
+from potluck.stages.protocol import DataStore
+from potluck.store.store import Store
+from potluck.store.tenancy import Tenant, move_in
+
+_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_LENGTH = struct.Struct("<Q")
+"""Of the list of files with which an object of files begins."""
+NOTES = "notes.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What a worker had kept of itself."""
+
+    notes: dict[str, Any]
+    files: dict[str, bytes]
+
+    def load_into(self, sharded: Sharded) -> None:
+        with tempfile.TemporaryDirectory(prefix="potluck-") as folder:
+            for name, data in self.files.items():
+                (Path(folder) / name).write_bytes(data)
+            with Ranges([Path(folder) / _file(MODEL)]) as model, Ranges([Path(folder) / _file(OPTIMIZER)]) as optimizer:
+                parts.load_model_part(sharded, model)
+                parts.load_optimizer_part(sharded, optimizer, optimizer.notes)
+        sharded.share()
+        sharded.settle()
+
+
+class Depot:
+    def __init__(self, protocol: DataStore, rank: int, world: int, patience_s: float, *, keeps: bool = True) -> None:
+        """`keeps`: a worker that is killed and started again goes on; else each object goes once it was read."""
+        self._protocol, self._patience_s = protocol, patience_s
+        self.every = protocol.keep_every if keeps else None
+        """Steps between two times that a worker keeps itself."""
+        self._room = f"worker-{rank}"
+        """All that this worker puts there itself has a key below this."""
+        self._key = f"{self._room}/state"
+        self._states, self._hall = self._open("states"), self._open("link")
+        self.kept: Kept | None = None
+        self._run = ""
+        """The id of the run whose store this is, once that is ours."""
+        self._place = rank, world, keeps
+        self.link = Rehearsed(rank, world, _Log(), _Door())
+        self._channel: StoreChannel | None = None
+
+    def meet(self, tenant: Tenant) -> None:
+        """Makes this worker's place its own, if the store is this run's or nobody's; else another run is there."""
+        rank, world, keeps = self._place
+        self._run = move_in(self._hall, tenant, rank)
+        inner = StoreLink(self._hall, rank, world, keeps=keeps)
+        self.kept = self._look()
+        if self.kept is not None:
+            inner.stand_at(self.kept.notes["position"])
+            self.link.log.hear_again(self.kept.notes["told"])
+        self.link.door.open(inner)
+
+    def _open(self, run: str) -> Store:
+        protocol = self._protocol
+        return Store(protocol.url, run=run, generation=protocol.generation, patience_s=self._patience_s)
+
+    def open_channel(self, lane: int, stage: int, device: torch.device) -> StoreChannel:
+        self._channel = StoreChannel(self._open(f"lane-{lane}"), stage, device=device)
+        return self._channel
+
+    def keep(self, sharded: Sharded, notes: dict[str, Any], passes: int) -> None:
+        """Killed, this worker goes on from here, and what came before may go. `passes`: of micro-batches so far."""
+        self.link.log.seal()
+        position = self.link.inner.position
+        told = notes | {"position": position, "told": self.link.log.told, "run": self._run}
+        with tempfile.TemporaryDirectory(prefix="potluck-") as folder:
+            (Path(folder) / NOTES).write_text(json.dumps(told))
+            for stem, part in ((MODEL, parts.model_part(sharded)), (OPTIMIZER, parts.optimizer_part(sharded))):
+                write_tensors(Path(folder) / _file(stem), part.tensors, part.notes)
+            self.give_files(self._key, Path(folder))
+        if self._channel is not None:
+            self._channel.consumed(passes)
+        self.link.inner.durable(position)
+
+    def forget(self, passes: int) -> None:
+        """What came in these passes may go, where nothing is kept."""
+        if self._channel is not None:
+            self._channel.consumed(passes)
+
+    # Files that travel
+
+    def give_files(self, key: str, folder: Path) -> None:
+        """All files of a folder, as one object."""
+        files = sorted(path for path in folder.iterdir() if path.is_file())
+        data = [path.read_bytes() for path in files]
+        names = json.dumps([[path.name, len(each)] for path, each in zip(files, data, strict=True)]).encode()
+        self._states.put(key, [memoryview(each) for each in (names, *data)], _LENGTH.pack(len(names)))
+
+    def take_files(self, key: str, folder: Path, awaited: str) -> None:
+        """Waits for them, and puts them into a folder."""
+        arrived = _Files(f"The files {key} in {self._states.url}")
+        self._states.wait_for(key, arrived.room, awaited)
+        for name, data in arrived.cut():
+            (folder / name).write_bytes(data)
+
+    def drop_files(self, keys: Sequence[str]) -> None:
+        self._states.delete(keys)
+
+    def end(self) -> None:
+        """The run has ended: nothing of this worker stays behind."""
+        if not self._run:
+            self.close()
+            return
+        self.link.inner.durable()
+        if self._channel is not None:
+            self._channel.end()
+        # Also files that nobody took since they were given twice, and what was being written when we were killed.
+        self._states.sweep(self._room, lambda key: True)
+        self._states.tidy()
+        self._states.close()
+
+    def close(self) -> None:
+        """Everything stays, for the next who is this worker."""
+        if self._channel is not None:
+            self._channel.close()
+        self._states.close()
+        if not self._run:
+            self._hall.close()
+
+    def _look(self) -> Kept | None:
+        arrived = _Files(f"What {self._room} kept of itself in {self._states.url}")
+        if not self._states.get(self._key, arrived.room):
+            return None
+        files = {name: bytes(data) for name, data in arrived.cut()}
+        kept = Kept(json.loads(files.pop(NOTES)), files)
+        if kept.notes.get("run", self._run) != self._run:
+            raise StoreError(
+                f"{self._states.url} holds what {self._room} kept of another run than the one that is there now. Give"
+                " this run a place of its own with stages.protocol.url, or empty that one."
+            )
+        return kept
+
+
+def _file(stem: str) -> str:
+    return f"{stem}.safetensors"
+
+
+class _Files:
+    """An object of files as it arrives: their names and sizes, then one after the other."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._data = bytearray()
+        self._length = 0
+
+    def room(self, about: bytes, size: int) -> memoryview:
+        if len(about) != _LENGTH.size or (length := _LENGTH.unpack(about)[0]) > size:
+            raise self._damaged()
+        self._data, self._length = bytearray(size), length
+        return memoryview(self._data)
+
+    def cut(self) -> Iterator[tuple[str, memoryview]]:
+        rest = memoryview(self._data)[self._length :]
+        for name, size in json.loads(self._data[: self._length]):
+            if not _FILE.fullmatch(name) or not 0 <= size <= len(rest):
+                raise self._damaged()
+            yield name, rest[:size]
+            rest = rest[size:]
+
+    def _damaged(self) -> StoreError:
+        return StoreError(
+            f"{self._what} cannot be used: damaged. Start the run anew, with another stages.protocol.generation."
+        )
+
+
+class _Log:
+    """What workers told each other before the first step. A worker that starts again hears it from here."""
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+        self._at: int | None = None
+        self.is_open = True
+
+    def hear_again(self, told: list[Any]) -> None:
+        self.told, self._at = told, 0
+
+    def hear(self, ask: Callable[[], Any]) -> Any:
+        """An answer that is JSON; afterwards nothing is logged."""
+        if not self.is_open:
+            return ask()
+        if self._at is None:
+            self.told.append(ask())
+            return self.told[-1]
+        self._at += 1
+        return self.told[self._at - 1]
+
+    def change(self, start: Callable[[], Pending]) -> Pending:
+        """What changes tensors: those that were kept are as they were after it."""
+        if self.is_open and self._at is not None:
+            return Done()
+        return start()
+
+    def seal(self) -> None:
+        self.is_open = False
+
+
+class _Door:
+    """To a StoreLink that is made once the store is ours; its parts are made then, in the order they were asked for."""
+
+    def __init__(self) -> None:
+        self._links: list[StoreLink] = []
+        """The whole, and then its parts."""
+        self._asked: list[Sequence[Sequence[int]]] = []
+
+    @property
+    def is_open(self) -> bool:
+        return bool(self._links)
+
+    def open(self, link: StoreLink) -> None:
+        self._links = [link, *(link.part(groups) for groups in self._asked)]
+
+    def ask_for(self, groups: Sequence[Sequence[int]]) -> int:
+        """The number of a part."""
+        self._asked.append(groups)
+        if self._links:
+            self._links.append(self._links[0].part(groups))
+        return len(self._asked)
+
+    def link(self, number: int) -> StoreLink:
+        assert self._links, "nobody speaks before the store is known to be this run's"
+        return self._links[number]
+
+
+class Rehearsed:
+    """A StoreLink whose operations before the first step are heard from a log, when a worker starts again."""
+
+    def __init__(self, rank: int, world: int, log: _Log, door: _Door, number: int = 0) -> None:
+        self.rank, self.world, self.log, self.door, self._number = rank, world, log, door, number
+
+    @property
+    def inner(self) -> StoreLink:
+        return self.door.link(self._number)
+
+    def part(self, groups: Sequence[Sequence[int]]) -> "Rehearsed":
+        mine = next(list(ranks) for ranks in groups if self.rank in ranks)
+        return Rehearsed(mine.index(self.rank), len(mine), self.log, self.door, self.door.ask_for(groups))
+
+    def start_sum(self, tensor: Tensor) -> Pending:
+        return self.log.change(lambda: self.inner.start_sum(tensor))
+
+    def gather_rows(self, row: Sequence[float]) -> list[list[float]]:
+        rows: list[list[float]] = self.log.hear(lambda: self.inner.gather_rows(row))
+        return rows
+
+    def start_gather(self, row: Sequence[float]) -> Rows:
+        if self.log.is_open:
+            return Here(self.gather_rows(row))
+        return self.inner.start_gather(row)
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        told = self.log.hear(lambda: [base64.b64encode(each).decode() for each in self.inner.gather_bytes(data)])
+        return [base64.b64decode(each) for each in told]
+
+    def broadcast(self, tensor: Tensor) -> None:
+        def start() -> Pending:
+            self.inner.broadcast(tensor)
+            return Done()
+
+        self.log.change(start).wait()
+
+    def start_pass(self, out: Tensor, heard: Tensor) -> Pending:
+        return self.log.change(lambda: self.inner.start_pass(out, heard))
+
+    def close(self) -> None:
+        if self.door.is_open:
+            self.inner.close()

@@ -1,0 +1,280 @@
+"""The ranks of a node as one worker of a host: the first rank speaks with it, and tells the others what it hears.
+
+Every rank of the node runs the same engine over this, in place of a client of its own, and calls the same methods in
+the same order. So all of them hear the same, and do the same between two gathers of the model: work, commits, stops,
+requests for state, a lost connection. Nothing that is told is pickled.
+"""
+
+import json
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from enum import IntEnum, auto
+
+import torch
+
+from potluck.engine.node_parts import NodeParts
+from potluck.errors import ConfigError, PotluckError, WorkerLost
+from potluck.fleet.client import CONTROL_BYTES, AverageHere, Client, Floats, Lost, Means
+from potluck.fleet.description import Description
+from potluck.link.link import Link
+from potluck.wire.codec import decode, encode
+from potluck.wire.messages import Admitted, Message, StateChunk, Welcome
+
+BEAT_S = 1.0
+"""The first rank says at least this often that it is still waiting: else a group would give it up."""
+PREFIX_BYTES = 4
+
+
+class Told(IntEnum):
+    """What the first rank tells the others."""
+
+    WAIT = auto()  # it goes on waiting
+    NOTHING = auto()  # nothing came in time
+    MESSAGE = auto()
+    CHUNK = auto()  # of a state that the first rank writes down: how long it is
+    AVERAGE = auto()  # of which part of which step; the numbers follow
+    LOST = auto()
+    FAILED = auto()
+
+
+class NodeClient:
+    def __init__(self, client: Client | None, link: Link, *, name: str) -> None:
+        """`client`: the first rank's, which has joined already. All ranks of the node make this together."""
+        self._client = client
+        self._link = link
+        self.name = name
+        self.wants_stop = False
+        """This rank's wish; on_stop is called on every rank once all have heard of it."""
+        self.on_stop: Callable[[], None] = lambda: None
+        self.parts: NodeParts | None = None
+        self.is_closed = False
+        self._description: Description | None = None
+        self._means: dict[int, Means] = {}
+        """This rank's own numbers of averages."""
+        self._since = 0
+        self._kept: deque[Message] = deque()
+        """Heard while only averages were wanted."""
+        if client is not None:
+            client.take_averages_one_by_one()
+        self.welcome = self._begin(lambda: client.welcome if client is not None else None)
+
+    @property
+    def description(self) -> Description | None:
+        return self._description
+
+    @description.setter
+    def description(self, described: Description) -> None:
+        self._description = described
+        if self._client is not None:
+            self._client.description = described
+
+    @property
+    def worker_id(self) -> int:
+        return self.welcome.worker_id
+
+    @property
+    def patience_s(self) -> float:
+        return self.welcome.patience_ms / 1000
+
+    def say(self, sentence: str) -> None:
+        """Once for the node."""
+        if self._client is not None:
+            self._client.say(sentence)
+
+    # Connecting
+
+    def connect(self, *, again: bool = False) -> Welcome:
+        client = self._client
+        self.welcome = self._begin(lambda: client.connect(again=again) if client is not None else None)
+        return self.welcome
+
+    def _begin(self, join: Callable[[], Welcome | None]) -> Welcome:
+        """Another connection. What was heard over the one before is of no use."""
+        self._kept.clear()
+        self._means.clear()
+        heard = self._on_first(join)
+        assert isinstance(heard, Welcome)
+        self.session: object = self._client.session if self._client is not None else object()
+        """Changes with each connection."""
+        return heard
+
+    def _on_first(self, work: Callable[[], Message | None]) -> Message:
+        """What the first rank does, however long it takes, and what comes of it, on every rank."""
+        found: list[Message | None] = []
+        failed: list[PotluckError] = []
+
+        def run() -> None:
+            try:
+                found.append(work())
+            except PotluckError as error:
+                failed.append(error)
+
+        if self._link.rank == 0:
+            thread = threading.Thread(target=run, name="node's first rank", daemon=True)
+            thread.start()
+            while thread.is_alive():
+                thread.join(BEAT_S)
+                if thread.is_alive():
+                    self._tell(Told.WAIT)
+            if failed:
+                self._tell(Told.FAILED, json.dumps([failed[0].exit_code, str(failed[0])]).encode())
+                raise failed[0]
+            assert found and found[0] is not None
+            self._tell(Told.MESSAGE, encode(found[0])[PREFIX_BYTES:])
+            return found[0]
+        while True:
+            kind, data = self._tell()
+            if kind is Told.FAILED:
+                code, sentence = json.loads(data)
+                kinds = {kind.exit_code: kind for kind in (ConfigError, WorkerLost)}
+                raise kinds.get(code, PotluckError)(sentence)
+            if kind is Told.MESSAGE:
+                return decode(data)
+
+    def close(self) -> None:
+        self.is_closed = True
+        if self._client is not None:
+            self._client.close()
+
+    # Sending: the first rank's alone
+
+    def make_room(self, floats: int) -> None:
+        if self._client is not None:
+            self._client.make_room(floats)
+
+    def allocate(self, floats: int) -> Floats:
+        assert self._client is not None
+        return self._client.allocate(floats)
+
+    def send(self, message: Message) -> None:
+        if self._client is not None:
+            self._client.send(message)
+
+    def send_part(self, step: int, part: int, gradients: Floats, before: Callable[[], None] | None = None) -> None:
+        if self._client is not None:
+            self._client.send_part(step, part, gradients, before)
+
+    def send_parcel(
+        self, session: object, begin: Message, transfer: int, chunks: Iterator[bytes], done: Callable[[], None]
+    ) -> None:
+        if self._client is not None:
+            self._client.send_parcel(session, begin, transfer, chunks, done)
+
+    def flush(self) -> None:
+        if self._client is not None:
+            self._client.flush()
+
+    # Receiving: on every rank alike
+
+    def receive(self, timeout_s: float | None = None) -> Message | Lost | None:
+        if self._kept:
+            return self._kept.popleft()
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            kind, data, first = self._next(deadline)
+            match kind:
+                case Told.NOTHING:
+                    return None
+                case Told.LOST:
+                    return Lost(data.decode())
+                case Told.MESSAGE:
+                    return self._heard(first or decode(data))
+                case Told.CHUNK:
+                    return first or StateChunk(*_blank_chunk(data))
+
+    def take_means(self, step: int) -> Means | None:
+        """This rank's own numbers of a step's averages, once all are here; none if the connection was lost before."""
+        while True:
+            found = self._means.get(step)
+            if found is not None and not found.missing:
+                self._forget_until(step)
+                return found
+            kind, data, first = self._next(None)
+            if kind is Told.LOST:
+                return None  # it is heard again by whoever asks next
+            if kind is Told.MESSAGE:
+                self._kept.append(self._heard(first or decode(data)))
+            elif kind is Told.CHUNK:
+                self._kept.append(first or StateChunk(*_blank_chunk(data)))
+
+    def give_back(self, means: Means) -> None:
+        """They are small, and are made anew."""
+
+    def pass_over_until(self, step: int) -> None:
+        self._since = step
+        self._forget_until(step)
+        if self._client is not None:
+            self._client.pass_over_until(step)
+
+    def _forget_until(self, step: int) -> None:
+        for old in [number for number in self._means if number <= step]:
+            del self._means[old]
+
+    def _heard(self, message: Message) -> Message:
+        if isinstance(message, Admitted) and message.wait:  # as a client does: other weights come, and other averages
+            self._means.clear()
+            self._since = message.step
+        return message
+
+    def _next(self, deadline: float | None) -> tuple[Told, bytes, Message | None]:
+        """What the first rank hears next; there, the message itself comes with it. Averages are taken in here."""
+        found: Message | Lost | AverageHere | None = None
+        if self._client is not None:
+            left = None if deadline is None else deadline - time.monotonic()
+            found = self._client.receive_any(BEAT_S if left is None else max(0.0, min(BEAT_S, left)))
+        match found:
+            case None:
+                is_over = deadline is not None and time.monotonic() >= deadline
+                kind, data = self._tell(Told.NOTHING if is_over else Told.WAIT)
+            case Lost():
+                kind, data = self._tell(Told.LOST, found.why.encode())
+            case AverageHere():
+                kind, data = self._tell(Told.AVERAGE, struct.pack("<QQ", found.step, found.part))
+            case StateChunk():
+                kind, data = self._tell(Told.CHUNK, struct.pack("<QQ", found.transfer, len(found.data)))
+            case _:
+                kind, data = self._tell(Told.MESSAGE, encode(found)[PREFIX_BYTES:])
+        if kind is Told.AVERAGE:
+            step, part = struct.unpack("<QQ", data)
+            self._take_in(step, part, found.floats if isinstance(found, AverageHere) else None)
+        return kind, data, found if isinstance(found, Message) else None
+
+    def _take_in(self, step: int, part: int, floats: Floats | None) -> None:
+        assert self.parts is not None and self._description is not None
+        own = self.parts.hand_out(part, torch.from_numpy(floats) if floats is not None else None)
+        if self._client is not None:
+            self._client.release_average()
+        if step <= self._since:
+            return
+        count = len(self._description.parts)
+        means = self._means.setdefault(step, Means(step, [_EMPTY] * count, set(range(count))))
+        means.parts[part] = own.numpy()
+        means.missing.discard(part)
+
+    def _tell(self, kind: Told = Told.WAIT, data: bytes = b"") -> tuple[Told, bytes]:
+        """The first rank's words, on every rank. Whether anybody wishes to stop is heard with them."""
+        rows = self._link.gather_rows([float(kind), float(len(data)), float(self.wants_stop)])
+        if any(row[2] for row in rows):
+            self.on_stop()
+        kind, size = Told(int(rows[0][0])), int(rows[0][1])
+        if not size:
+            return kind, b""
+        if size > CONTROL_BYTES:
+            raise PotluckError(f"The node's first rank tells {size:,} bytes at once, more than {CONTROL_BYTES:,}.")
+        told = torch.empty(size, dtype=torch.uint8)
+        if self._link.rank == 0:
+            told = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        self._link.broadcast(told)
+        return kind, told.numpy().tobytes()
+
+
+_EMPTY = torch.empty(0).numpy()
+
+
+def _blank_chunk(data: bytes) -> tuple[int, bytes]:
+    """What is in it is the first rank's to write down; the others only count."""
+    transfer, size = struct.unpack("<QQ", data)
+    return transfer, bytes(min(size, CONTROL_BYTES))

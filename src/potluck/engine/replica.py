@@ -1,0 +1,524 @@
+"""A replica: one whole copy of the model, with its optimizer, whatever they are split over.
+
+Knows how a step is computed, and nothing of data, schedules or files.
+"""
+
+import functools
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterator, Set
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
+
+from potluck.engine.buckets import Buckets
+from potluck.engine.buffers import SavedBuffers, is_expanded
+from potluck.engine.compiling import AnyRows
+from potluck.engine.seal import Seal
+from potluck.errors import ConfigError
+from potluck.link.link import Link
+from potluck.shard.blocks import find_blocks, is_staged
+from potluck.shard.norm import total_norm
+from potluck.shard.runs import can_skip, held_bytes, in_host_memory, scaling, state_at, step_unless
+
+if TYPE_CHECKING:
+    from potluck.shard.sharded import Sharded
+
+Precision = Literal["fp32", "bf16"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepConfig:
+    """How one step is computed."""
+
+    clip: float | None = None
+    """The largest norm that the whole gradient may have; none: no limit."""
+    precision: Precision = "fp32"
+    """bf16 runs the model and the loss function under autocast; parameters, gradients and optimizer stay as they are.
+    A loop that computes its loss by itself gets the model's output in float32, unless it has autocast of its own."""
+    compile: bool = False
+    """torch.compile for the model's repeated blocks, or for the whole model if it has none."""
+    checkpoint_activations: bool = False
+    """Keep only the input of each repeated block and compute the rest again in the backward: less memory, more time."""
+    offload_optimizer: bool = False
+    """Keep the optimizer's state in host memory and step there: less of a GPU's memory, more time."""
+    nonfinite_limit: int = 10
+    """Stop after this many steps in a row whose loss or gradient is not finite."""
+
+    def __post_init__(self) -> None:
+        if self.clip is not None and not self.clip > 0:
+            raise ValueError(f"clip must be above 0, not {self.clip}; leave it out for no limit")
+        if self.precision not in get_args(Precision):
+            raise ValueError(f"precision must be one of {', '.join(get_args(Precision))}, not {self.precision!r}")
+        if self.nonfinite_limit < 1:
+            raise ValueError(f"nonfinite_limit must be at least 1, not {self.nonfinite_limit}")
+
+
+class Replica:
+    """For each step: arm and backward for every micro-batch, then finish, and apply or drop."""
+
+    in_step = False
+    """Whether every rank has to run as many backwards as the others."""
+    gathers = False
+    """Whether they wait for each other in every layer."""
+    takes_groups = True
+    """Whether the optimizer may be given a group later on."""
+
+    always_used: Set[str] = frozenset()
+    """Parameters that have a gradient in every step, such as a weight that another stage has too, and may have used."""
+    part: "Sharded | None" = None
+    """What this worker holds, if that is a stage of a model; a replica that is split otherwise says so itself."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        link: Link,
+        device: torch.device,
+        config: StepConfig,
+        *,
+        within: Link | None = None,
+    ) -> None:
+        """`within`: the ranks that step as one, if they are not all ranks of the link."""
+        if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer):
+            raise ConfigError(
+                f"prepare() takes a torch.nn.Module and a torch.optim.Optimizer, not {type(model).__name__} and"
+                f" {type(optimizer).__name__}."
+            )
+        self.model = model
+        self.optimizer = optimizer
+        self.link = link
+        self.within = within or link
+        self.device = device
+        self.config = config
+        self.names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._check()
+        self._buffers = SavedBuffers(model)
+        self._place()
+        self._same_start()
+        self._switch_on()
+        self._take_over(optimizer)
+        self._buckets: Buckets | None = None
+        self._on_host: OnHost | None = None
+        self._prepare_sums()
+        self._trained_ids = {id(parameter) for parameter in self.trained}
+        self._seal = Seal(self.trained)
+        self.remember_buffers()
+        self._is_armed_for_last = False
+
+    def _place(self) -> None:
+        """The model, and what its optimizer knows already: of its constructor, as Adagrad, or loaded."""
+        self.model.to(self.device)
+        state = self.optimizer.state
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter in state:
+                    state[parameter] = state_at(parameter.device, state[parameter], group)
+
+    def _take_over(self, optimizer: Optimizer) -> None:
+        """What a loop of plain PyTorch calls out of habit does no harm, or is refused with what to call instead."""
+        # Each step forgets its gradients by itself: a zero_grad() out of habit would drop those of earlier parts of it.
+        # The zero_grad() that would have dropped what a backward before prepare() has left is done here.
+        self.model.zero_grad()
+        optimizer.zero_grad = lambda set_to_none=True: None  # type: ignore[method-assign]
+        self._is_stepping = False
+        optimizer.register_step_pre_hook(lambda *told: self._insist_on_own_step())
+        self._add_group = optimizer.add_param_group
+        optimizer.add_param_group = self._add_param_group  # type: ignore[method-assign]
+
+    def _insist_on_own_step(self) -> None:
+        if not self._is_stepping:
+            raise ConfigError(
+                "optimizer.step() was called. Call fleet.step() in its place, after fleet.backward(): it steps the"
+                " optimizer once the gradients of all workers are in."
+            )
+
+    @contextmanager
+    def _own_step(self) -> Iterator[None]:
+        self._is_stepping = True
+        try:
+            yield
+        finally:
+            self._is_stepping = False
+
+    def _add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Later than prepare(): of parameters whose gradients we know."""
+        self._add_group(param_group)
+        added = self.optimizer.param_groups[-1]["params"]
+        if not self.takes_groups or any(id(parameter) not in self._trained_ids for parameter in added):
+            self.optimizer.param_groups.pop()
+            raise ConfigError(
+                "add_param_group() was called after prepare() with a parameter that was not trained then, or under a"
+                " strategy that has split the optimizer. Give the model and the optimizer all their parameters before"
+                " prepare(), with requires_grad on; a learning rate of 0 keeps a group as it is until its time."
+            )
+        if self._on_host is not None:
+            self._on_host.take(self.optimizer.param_groups[-1])
+
+    def _switch_on(self) -> None:
+        switch_on(self.model, self.device, self.config)
+
+    def loss(self, loss_of: Callable[[nn.Module, Any], Any], batch: Any) -> Any:
+        """What the loss function gives; all of it is computed in the precision that was asked for."""
+        with naming_single_rows(), autocast(self.device, self.config):
+            return loss_of(self.model, batch)
+
+    def _prepare_sums(self) -> None:
+        if self.within.world > 1:
+            self._buckets = Buckets(self.model, find_blocks(self.model), self.within.start_sum)
+        if self.config.offload_optimizer:
+            self._on_host = OnHost(self.optimizer, self.names)
+
+    def parts(self) -> list[Tensor]:
+        """The memory of what this rank holds of the parameters that are trained: here all of them."""
+        return [parameter.data for parameter in self.model.parameters() if parameter.requires_grad]
+
+    def on_parts_written(self) -> None:
+        """Called by whoever wrote into parts()."""
+
+    def arm(self, *, last: bool) -> None:
+        """Before each backward: only the step's last backward talks to the other ranks."""
+        if self._is_armed_for_last:
+            raise ConfigError(
+                "backward() was called again after the backward that ended this step. Where several backwards make"
+                " one step, pass last=False to all but the last of them."
+            )
+        self._is_armed_for_last = last
+        self._seal.open(for_step=False)
+        self._insist_on_frozen()
+        if self._buckets is not None:
+            self._buckets.arm(communicate=last)
+
+    def _insist_on_frozen(self) -> None:
+        if any(p.requires_grad and id(p) not in self._trained_ids for p in self.model.parameters()):
+            raise ConfigError(
+                "A parameter that was frozen at prepare() requires a gradient now. Unfreeze it before prepare(); an"
+                " optimizer that does not hold it will leave it as it is."
+            )
+
+    def disarm(self) -> None:
+        """Another slice begins, whose backwards are its own."""
+        self._is_armed_for_last = False
+        self._seal.forget()
+
+    def seal(self) -> None:
+        """After each backward: until the next one or the step, gradients are nobody's to use."""
+        self._seal.close()
+
+    def unseal(self) -> None:
+        """The step begins."""
+        self._seal.open(for_step=True)
+
+    def end_backward(self) -> None:
+        """After each backward, and in place of one that has no samples: what the other ranks still wait for."""
+
+    def start_sums(self) -> None:
+        """After the step's last backward: begins what it has not begun of the sums over all ranks."""
+        if self._buckets is not None:
+            self._buckets.start_rest()
+
+    def finish(self) -> float:
+        """Ends the sums over all ranks. Returns the seconds spent waiting for them."""
+        return self._buckets.finish() if self._buckets is not None else 0.0
+
+    def drop_unused(self) -> None:
+        """Parameters that no rank used get no gradient, as in one process. A collective where there are several."""
+        if self._buckets is None:
+            return
+        used = torch.tensor(self._buckets.arrivals(), dtype=torch.int32)
+        self.within.start_sum(used).wait()
+        self._buckets.drop(used.bool().tolist(), self.always_used)
+
+    @property
+    def has_unused(self) -> bool:
+        return self._buckets is not None and not all(self._buckets.arrivals())
+
+    def norm(self) -> Tensor:
+        """The norm of the whole gradient, as it stands."""
+        return total_norm(self._gradients())
+
+    def apply(self, scale: float) -> None:
+        """Scales the gradient and steps the optimizer."""
+        with self._own_step(), scaling(self.optimizer, self._gradients(), scale):
+            (self._on_host or self.optimizer).step()
+        self.drop()
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether apply_unless_bad() can be used: one rank on a GPU, which then need not wait for our verdict."""
+        return (
+            self.link.world == 1 and self.device.type == "cuda" and self._on_host is None and can_skip(self.optimizer)
+        )
+
+    @torch.no_grad()
+    def apply_unless_bad(self, loss_sum: Tensor, scale: float, clip: float | None) -> tuple[Tensor, Tensor]:
+        """As pulse.decide_mean and apply(), on the GPU: steps only if loss and norm are finite. (norm, was it bad).
+
+        The gradient stays until drop(): a norm that is not finite may only have had no room in float32.
+        """
+        norm = torch.nn.utils.get_total_norm(self._gradients())
+        mean_norm = norm * scale
+        is_bad = ~(torch.isfinite(mean_norm) & torch.isfinite(loss_sum))
+        factor = mean_norm.new_full((), scale)
+        if clip is not None:
+            factor = factor * (clip / (mean_norm + 1e-6)).clamp(max=1.0)
+        with self._own_step():
+            step_unless(self.optimizer, is_bad, factor)
+        return norm, is_bad
+
+    def drop(self) -> None:
+        """Forgets the gradient."""
+        self._seal.forget()
+        if self._buckets is not None:
+            self._buckets.reset()
+        for parameter in self.trained:
+            parameter.grad = None
+        self._is_armed_for_last = False
+
+    def memory_bytes(self) -> dict[str, int]:
+        """What this rank holds of the model and its optimizer, between the last backward and the step."""
+        return held_bytes(list(self.model.parameters()), self._gradients(), self.optimizer)
+
+    # Buffers that are saved with the model: running statistics and the like
+
+    def remember_buffers(self) -> None:
+        """At the start of a step."""
+        self._buffers_before = self._buffers.copy()
+
+    def restore_buffers(self) -> None:
+        """A step that is skipped leaves no trace in them either."""
+        self._buffers.put(self._buffers_before)
+
+    def buffers_kept(self) -> AbstractContextManager[None]:
+        """A forward of rows that do not count leaves no trace in them."""
+        return self._buffers.aside()
+
+    def suspicion(self) -> str:
+        """A sentence to add, where something is not finite: a buffer may be to blame, and not samples or settings."""
+        name = self._buffers.with_nan()
+        return f" First of all: the model's buffer {name} holds NaN; if forward() uses it, that is why." if name else ""
+
+    def average_buffers(self, weight: float) -> None:
+        """What the step changed becomes the mean of the ranks that took it together, by weight, where it has one."""
+        self._buffers.average(self._stepping, weight, self._buffers_before)
+
+    @property
+    def _stepping(self) -> Link:
+        """Those who take each step together."""
+        return self.within
+
+    def align(self) -> None:
+        """Every rank takes rank 0's values."""
+        for tensor in self.model.state_dict().values():
+            self.link.broadcast(tensor)
+
+    def fingerprint(self) -> str:
+        """A hash of every parameter's bytes: equal exactly when replicas are."""
+        digest = hashlib.sha256()
+        for parameter in self.model.parameters():
+            digest.update(as_bytes(parameter.detach()))
+        return digest.hexdigest()
+
+    def _gradients(self) -> list[Tensor]:
+        # A flat bucket holds zeros for what nobody used, so the norm over buckets is the norm over gradients.
+        if self._buckets is not None:
+            return self._buckets.flats
+        return [_dense(parameter) for parameter in self.trained if parameter.grad is not None]
+
+    def _check(self) -> None:
+        if not self.trained:
+            raise ConfigError("The model has no parameter that requires a gradient, so there is nothing to train.")
+        for group in self.optimizer.param_groups:
+            if any(id(parameter) not in self.names for parameter in group["params"]):
+                raise ConfigError(
+                    "The optimizer holds a parameter that is not one of the model's. Make the optimizer from"
+                    " model.parameters() of the model that you pass here."
+                )
+        insist_on_memory(self.model)
+        if isinstance(self.optimizer, torch.optim.LBFGS):
+            raise ConfigError("LBFGS evaluates the loss many times within one step, which step() cannot do.")
+
+    def _same_start(self) -> None:
+        """Every rank has the same shapes, and starts from rank 0's values."""
+        state = self.model.state_dict()
+        frozen = {name for name, parameter in self.model.named_parameters() if not parameter.requires_grad}
+        mine = [
+            [name, list(tensor.shape), str(tensor.dtype) + (", frozen" if name in frozen else "")]
+            for name, tensor in state.items()
+        ]
+        for rank, theirs in enumerate(map(json.loads, self.link.gather_bytes(json.dumps(mine).encode()))):
+            if theirs != mine:
+                first = next((a, b) for a, b in _padded(mine, theirs) if a != b)
+                raise ConfigError(
+                    f"The model differs between workers: on worker {self.link.rank} it has {_tell(first[0])}"
+                    f" where worker {rank} has {_tell(first[1])}. Build the same model on every worker."
+                )
+        self.align()
+
+
+def find_batch_norm(model: nn.Module) -> str | None:
+    """The name and kind of a layer that cannot be trained by a single value of each channel; none: there is no such."""
+    found = (each for each in model.named_modules() if isinstance(each[1], nn.modules.batchnorm._BatchNorm))
+    return next((f"{name} ({type(module).__name__})" for name, module in found), None)
+
+
+@contextmanager
+def naming_single_rows() -> Iterator[None]:
+    """What torch says of a batch of one row, as a sentence that says what to do."""
+    try:
+        yield
+    except ValueError as error:
+        if not str(error).startswith("Expected more than 1 value per channel"):
+            raise
+        raise ConfigError(
+            f"BatchNorm was to be trained by a single row, of which it can take no mean ({error}). Choose batches and"
+            " micro-batches of at least two rows for each worker, and one size that does not leave a single row at the"
+            " end of the data; or use LayerNorm or GroupNorm."
+        ) from None
+
+
+def insist_on_memory(model: nn.Module) -> None:
+    """Each number of each parameter has a place of its own."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise ConfigError(
+                f"{name} has no shape yet: its layer is a lazy one, such as nn.LazyLinear, which takes its shape from"
+                " the first batch. Run a batch through the model before prepare()."
+            )
+        if tensor.is_meta:
+            raise ConfigError(
+                f"{name} has a shape and no numbers: it is on the device meta. Make it real before prepare(), with"
+                " model.to_empty(device=...), and initialise it or load its weights."
+            )
+    for name, parameter in model.named_parameters():
+        if is_expanded(parameter):
+            raise ConfigError(
+                f"The parameter {name} is expanded: several of its numbers share one place in memory, and no optimizer"
+                " can step them. Give it memory of its own with nn.Parameter(tensor.expand(...).clone()), or keep the"
+                " small tensor as the parameter and expand it in forward()."
+            )
+
+
+class OnHost:
+    """An optimizer that steps copies of the parameters in host memory, where its state is."""
+
+    def __init__(self, optimizer: Optimizer, names: dict[int, str]) -> None:
+        """`names`: by a parameter's id; copies are added."""
+        self.optimizer = optimizer
+        self._names = names
+        self._twins: list[tuple[nn.Parameter, nn.Parameter]] = []
+        for group in optimizer.param_groups:
+            self.take(group)
+
+    def take(self, group: dict[str, Any]) -> None:
+        """A group has copies instead of its parameters, and what is known of those."""
+        state = self.optimizer.state
+        pairs = [(own, nn.Parameter(in_host_memory(own), own.requires_grad)) for own in group["params"]]
+        for own, twin in pairs:
+            self._names[id(twin)] = self._names[id(own)]
+            if own in state:
+                state[twin] = state_at(twin.device, state.pop(own), group)
+        group["params"] = [twin for _, twin in pairs]
+        self._twins += pairs
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for own, twin in self._twins:  # what changed the parameters meanwhile, such as an average, counts
+            twin.copy_(own)
+            twin.grad = own.grad.to("cpu") if own.grad is not None else None
+        self.optimizer.step()
+        for own, twin in self._twins:
+            own.copy_(twin)
+            twin.grad = None
+
+
+def _dense(parameter: nn.Parameter) -> Tensor:
+    """A gradient's numbers: of a sparse one, those that it holds."""
+    assert parameter.grad is not None
+    if parameter.grad.is_sparse:
+        parameter.grad = parameter.grad.coalesce()
+        return parameter.grad._values()
+    return parameter.grad
+
+
+def as_bytes(tensor: Tensor) -> memoryview:
+    """A tensor's bytes, of whatever type it is, without a copy where it lies on the CPU."""
+    return tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def autocast(device: torch.device, config: StepConfig) -> AbstractContextManager[Any]:
+    """Goes around the whole loss: matrix products are computed in bf16, and losses, norms and the like in float32."""
+    return torch.autocast(device.type, torch.bfloat16) if config.precision == "bf16" else nullcontext()
+
+
+def in_float32(loss: Tensor) -> Tensor:
+    """A loss that was computed in less, such as by a model of bf16 parameters: its weight has more digits than that."""
+    return loss.float() if loss.dtype.itemsize < 4 else loss
+
+
+def switch_on(model: nn.Module, device: torch.device, config: StepConfig) -> None:
+    """The switches change how forward runs, in place: the model keeps its class and its parameters' names."""
+    blocks = find_blocks(model)
+    if config.checkpoint_activations:
+        if not blocks and not is_staged(model):
+            raise ConfigError(
+                "checkpoint_activations found no repeated blocks in the model: a ModuleList or Sequential of at least"
+                " two modules of one class. Switch it off, or arrange the model's layers so."
+            )
+        for block in blocks:
+            _replace_forward(
+                block, functools.partial(torch.utils.checkpoint.checkpoint, block.forward, use_reentrant=False)
+            )
+    if config.precision == "bf16":
+        _replace_forward(model, _autocast_forward(model.forward, device, config))
+    if config.compile:
+        if device.type == "cpu" and not any(shutil.which(name) for name in ("g++", "clang++", "c++")):
+            raise ConfigError(
+                "step.compile needs a C++ compiler on a CPU, and none is on the PATH. Install g++, or switch it off."
+            )
+        # Never a whole stage: which of its layers are there is decided as it runs, and a compiler would freeze it.
+        for module in blocks or ([] if is_staged(model) else [model]):
+            module.compile()
+            AnyRows(module)
+
+
+def _autocast_forward(forward: Callable[..., Any], device: torch.device, config: StepConfig) -> Callable[..., Any]:
+    """For a loop that calls the model by itself: what it goes on with is float32, so that its loss is computed in that.
+
+    Where autocast is on already, around the whole loss, the output is as it would be without us.
+    """
+
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        is_around = torch.is_autocast_enabled(device.type)
+        with autocast(device, config):
+            output = forward(*args, **kwargs)
+        return output if is_around else tree_map_only(Tensor, _widen, output)
+
+    return run
+
+
+def _widen(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype == torch.bfloat16 else tensor
+
+
+def _replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
+    module.forward = forward
+
+
+def _padded(a: list[Any], b: list[Any]) -> list[tuple[Any, Any]]:
+    longest = max(len(a), len(b))
+    return list(zip(a + [None] * (longest - len(a)), b + [None] * (longest - len(b)), strict=True))
+
+
+def _tell(entry: list[Any] | None) -> str:
+    return f"{entry[0]} {tuple(entry[1])} {entry[2]}" if entry else "nothing more"

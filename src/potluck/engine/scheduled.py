@@ -1,0 +1,135 @@
+"""A torch LRScheduler that stands where the run does: as if it had been stepped once for each step of the run.
+
+Where workers step by themselves, each moves it within a window as if all were as far as itself, and all put it where
+the run stands when they agree. Then it goes back, which no scheduler can: it is put as it was when the window began.
+"""
+
+import copy
+import warnings
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from potluck.errors import CheckpointError, ConfigError
+from potluck.save.state import Tensors, flatten, unflatten
+
+WHOSE = "The scheduler's "
+
+
+@dataclass(slots=True)
+class _Look:
+    """The scheduler at a step, and what it has set in the optimizer: some compute the next rate from the last."""
+
+    steps: int
+    state: dict[str, Any]
+    groups: list[dict[str, Any]]
+
+
+class Scheduled:
+    def __init__(self, scheduler: LRScheduler, optimizer: Optimizer) -> None:
+        _insist_on_fit(scheduler, optimizer)
+        self.scheduler = scheduler
+        self.steps = 0
+        """How many times it has been stepped."""
+        self._first = self._look()
+        self._window: _Look | None = None
+        """As it was when the window began that is open."""
+        self.save({})  # what it cannot keep is said before anything is trained
+
+    def go_to(self, steps: int) -> None:
+        """As it is before step number `steps` of the run, counted from 0."""
+        if steps < self.steps:
+            self._put(self._window if self._window is not None and self._window.steps <= steps else self._first)
+        while self.steps < steps:
+            self._step()
+
+    def begin_window(self) -> None:
+        """Also again, where this worker takes over another's part of the same window."""
+        if self._window is None:
+            self._window = self._look()
+
+    def agree(self, steps: int) -> None:
+        """All workers are one again, and so many steps of the run are done."""
+        if self._window is not None:
+            self._put(self._window)
+            self._window = None
+        self.go_to(steps)
+
+    def save(self, tensors: dict[str, Tensor]) -> dict[str, Any]:
+        """As of the last agreement, as JSON; tensors in it go into `tensors`."""
+        look = self._window or self._look()
+        return {
+            "class": type(self.scheduler).__name__,
+            "steps": look.steps,
+            "state": flatten(look.state, "state", tensors, WHOSE),
+            "groups": flatten(look.groups, "groups", tensors, WHOSE),
+        }
+
+    def load(self, saved: dict[str, Any] | None, tensors: Tensors, steps: int) -> None:
+        """Of a checkpoint that has none, it stands where it would if it had been there from the start."""
+        self._window = None
+        if saved is None:
+            self._put(self._first)
+            self.go_to(steps)
+        elif abs(saved["steps"] - steps) > 1:  # it may come over the network, and be stepped to where the run stands
+            raise ValueError(f"its scheduler is at step {saved['steps']}, and the run at {steps}")
+        else:
+            self._put(_Look(saved["steps"], unflatten(saved["state"], tensors), unflatten(saved["groups"], tensors)))
+
+    def check(self, saved: dict[str, Any] | None, source: str) -> None:
+        mine = type(self.scheduler).__name__
+        if saved is not None and saved["class"] != mine:
+            raise CheckpointError(
+                f"{source} holds the state of a {saved['class']}, and this run's scheduler is {mine}."
+            )
+
+    def _step(self) -> None:
+        with warnings.catch_warnings():
+            # A step that was skipped, or that others took, is a step all the same: torch cannot know of it.
+            warnings.filterwarnings("ignore", "(?s).*(optimizer.step|lr_scheduler.step)")
+            try:
+                self.scheduler.step()
+            except ValueError as error:
+                raise ConfigError(
+                    f"The scheduler {type(self.scheduler).__name__} does not go beyond step {self.steps} of the run:"
+                    f" {error}"
+                ) from None
+        self.steps += 1
+
+    def _look(self) -> _Look:
+        groups = self.scheduler.optimizer.param_groups
+        settings = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+        return _Look(self.steps, copy.deepcopy(self.scheduler.state_dict()), copy.deepcopy(settings))
+
+    def _put(self, look: _Look) -> None:
+        known = self.scheduler.state_dict().keys()  # of another version of torch there may be others
+        state = {name: value for name, value in copy.deepcopy(look.state).items() if name in known}
+        for name, mine in vars(self.scheduler).items():
+            if isinstance(mine, Counter) and name in state:  # JSON has dictionaries alone
+                state[name] = Counter(state[name])
+        self.scheduler.load_state_dict(state)
+        groups = self.scheduler.optimizer.param_groups
+        for group, settings, first in zip(groups, look.groups, self._first.groups, strict=True):
+            for name in settings.keys() & first.keys():
+                value = copy.deepcopy(settings[name])
+                if isinstance(group.get(name), Tensor):  # others may hold it
+                    group[name].copy_(value)
+                else:
+                    group[name] = value
+        self.steps = look.steps
+
+
+def _insist_on_fit(scheduler: LRScheduler, optimizer: Optimizer) -> None:
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise ConfigError(
+            "ReduceLROnPlateau is stepped with a loss, and scheduler= is for those that count steps. Leave it out of"
+            " prepare() and call it yourself after each look, on every worker: plateau.step(fleet.evaluate(...))."
+        )
+    if not isinstance(scheduler, LRScheduler):
+        raise ConfigError(f"scheduler= takes a torch.optim.lr_scheduler.LRScheduler, not a {type(scheduler).__name__}.")
+    if scheduler.optimizer is not optimizer:
+        raise ConfigError("The scheduler is of another optimizer. Make it from the one that prepare() gets.")

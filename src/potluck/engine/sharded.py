@@ -1,0 +1,146 @@
+"""A replica that is split over ranks: the strategies of shard/, behind what an engine asks of a replica."""
+
+import hashlib
+import time
+from typing import Any
+
+from torch import Tensor
+
+from potluck.engine.replica import Replica, as_bytes, find_batch_norm
+from potluck.errors import ConfigError
+from potluck.link.link import Alone, GroupLink, Link
+from potluck.shard.sharded import Sharded
+from potluck.shard.splitting import shard_over
+from potluck.shard.strategy import ShardGradOp, ShardingStrategy
+
+
+class ShardedReplica(Replica):
+    sharded: Sharded
+    takes_groups = False
+
+    def __init__(
+        self,
+        *arguments: Any,
+        strategy: ShardingStrategy,
+        across: Link | None = None,
+        nodes: Link | None = None,
+        **options: Any,
+    ) -> None:
+        """`across`: those who hold the same part of other replicas, where replicas step by themselves.
+
+        `nodes`: where they step together, and `within` is not all ranks that do.
+        """
+        self.strategy = strategy
+        self._across = across or Alone()
+        self._nodes = nodes
+        super().__init__(*arguments, **options)
+
+    @property
+    def in_step(self) -> bool:  # type: ignore[override]
+        return self.sharded.in_step
+
+    @property
+    def gathers(self) -> bool:  # type: ignore[override]
+        return self.sharded.gathers
+
+    def _place(self) -> None:
+        """Where parameters are split too, they reach the device block by block, and never all at once."""
+        if isinstance(self.strategy, ShardGradOp):
+            super()._place()
+
+    def _prepare_sums(self) -> None:
+        try:
+            self.sharded = shard_over(
+                self.model,
+                self.optimizer,
+                self.strategy,
+                self.device,
+                mean=False,
+                # BatchNorm's statistics are float32, and torch wants its parameters so too. Autocast alone will do.
+                bf16=self.config.precision == "bf16" and find_batch_norm(self.model) is None,
+                offload=self.config.offload_optimizer,
+                group=self.within.group if isinstance(self.within, GroupLink) else None,
+                nodes=self._nodes.group if isinstance(self._nodes, GroupLink) else None,
+            )
+        except ValueError as error:
+            raise ConfigError(f"strategy: {error}.") from None
+        self.sharded.asks = False  # workers' pulses say whether any has left a parameter unused
+        self.names = {id(run.parameter): f"run {index}" for index, run in enumerate(self.sharded.runs)}
+        self.trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        names = {name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+        # A frozen parameter may be the optimizer's all the same; averaging it could change its last bit.
+        self._parts = [run.parameter.data for run in self.sharded.runs if run.spans[0].name in names]
+
+    def parts(self) -> list[Tensor]:
+        return self._parts
+
+    def on_parts_written(self) -> None:
+        self.sharded.share()
+
+    def arm(self, *, last: bool) -> None:
+        super().arm(last=last)
+        self.sharded.arm(last=last)
+
+    def _insist_on_frozen(self) -> None:
+        """The parameters that a model has while it computes are not those that it has between steps."""
+
+    def end_backward(self) -> None:
+        self.sharded.end_backward()
+
+    def start_sums(self) -> None:
+        self.sharded.start_sums()
+
+    def finish(self) -> float:
+        self.sharded.always_used = self.always_used
+        started = time.perf_counter()
+        self.sharded.finish()
+        return time.perf_counter() - started
+
+    def drop_unused(self) -> None:
+        self.sharded.drop_unused()
+
+    @property
+    def has_unused(self) -> bool:
+        return self.sharded.has_unused
+
+    def norm(self) -> Tensor:
+        return self.sharded.norm()
+
+    def _gradients(self) -> list[Tensor]:
+        return self.sharded.gradients()
+
+    def apply(self, scale: float) -> None:
+        with self._own_step():
+            self.sharded.step(scale)
+        self.sharded.share()
+        self._is_armed_for_last = False
+
+    def drop(self) -> None:
+        self._seal.forget()
+        self.sharded.drop()
+        self._is_armed_for_last = False
+
+    @property
+    def _stepping(self) -> Link:
+        return self.link if self._nodes is not None else self.within
+
+    def memory_bytes(self) -> dict[str, int]:
+        return self.sharded.memory_bytes()
+
+    def align(self) -> None:
+        if not hasattr(self, "sharded"):
+            super().align()
+        elif self._across.world > 1:
+            for tensor in [*self._parts, *self._buffers.now()]:
+                self._across.broadcast(tensor)
+            self.on_parts_written()
+
+    def fingerprint(self) -> str:
+        """Of all ranks' parts together: equal exactly when whole replicas are."""
+        digest = hashlib.sha256()
+        for run in self.sharded.runs:
+            digest.update(as_bytes(run.parameter.detach()))
+        told = self.within.gather_bytes(digest.digest())
+        size = self.sharded.collectives.world
+        first = self.within.rank // size * size
+        return hashlib.sha256(b"".join(told[first : first + size])).hexdigest()

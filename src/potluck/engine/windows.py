@@ -1,0 +1,418 @@
+"""The engine of replicas that step by themselves and agree once a window: Cadence and Async over a process group.
+
+The same two doors, Trainer and your own loop, run on it unchanged. The loader gives this replica's batches; each
+step() is one of its own optimizer. The last step() of its part of the window agrees with the others: parameters are
+averaged by samples, and everybody decides alike what the next window is.
+A replica is one rank, or under HybridShard a node of several: they take each step as one, and each averages its part.
+`step_number` counts whole batches of the run, as it does when all step together; there are several to a window.
+"""
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from potluck.agree.policy import Windowed
+from potluck.agree.pulse import decide_alone
+from potluck.agree.windows import Decision, Pool, Report, Windows, after
+from potluck.engine.averages import Averages
+from potluck.engine.buffers import SavedBuffers
+from potluck.engine.engine import STEP_TOO_EARLY, Engine
+from potluck.engine.replica import Replica, StepConfig
+from potluck.errors import ConfigError
+from potluck.events import Decided, StepDone, StepSkipped, WorkerStep
+from potluck.link.link import Alone, Link, Rows
+from potluck.link.nodes import Nodes, make_nodes, node_size
+from potluck.save.saves import Standing
+from potluck.shard.strategy import FullShard, NoShard, ShardingStrategy
+from potluck.train.data import BatchConfig, Loader, MicroBatch, SliceLoader, even_batches, mix, plan_step
+
+NEARLY = 0.9
+"""Of its part: whoever may go on beyond it says here already that nobody need wait for it."""
+
+
+class NodePulse(NamedTuple):
+    """What the ranks of a node tell each other once per step."""
+
+    samples: float
+    loss_sum: float
+    rows: float
+    is_over: float = 0.0
+    """Whether the window ends with this step: the first rank's word. Whoever went on alone would wait for ever."""
+
+
+class WindowPulse(NamedTuple):
+    """What one replica tells the others at the end of a window; of a node, each of its ranks."""
+
+    samples: float = 0.0
+    loss_sum: float = 0.0
+    rows: float = 0.0
+    batches: float = 0.0
+    skipped: float = 0.0
+    """Steps whose gradient was not finite."""
+    busy_s: float = 0.0
+    sync_s: float = 0.0
+    """What the agreement before cost."""
+    divergence: float = 0.0
+    """How far it was from the mean then."""
+    wants_stop: float = 0.0
+
+
+class WindowEngine(Engine):
+    policy: Windowed
+
+    def __init__(
+        self,
+        link: Link | None = None,
+        device: torch.device | None = None,
+        *,
+        policy: Windowed,
+        strategy: ShardingStrategy = NoShard(),
+        step: StepConfig = StepConfig(),
+    ) -> None:
+        super().__init__(link, device, policy=policy, strategy=strategy, step=step)
+        self.version = 0
+        """Agreements so far."""
+        self._nodes = self._make_nodes()
+        self._windows = Windows(policy, self._nodes.names)
+        self._pool = Pool([])
+        self._taken: list[list[tuple[int, int]]] = []
+        self._decision: Decision | None = None
+        self._window = WindowPulse()
+        self._window_started = 0.0
+        self._all_done: Rows | None = None
+        self._is_open = False
+        """Whether a window is under way: its last step closes it."""
+        self._has_more = False
+        """Whether the batch that is under way is not the last of this replica's part."""
+        self._sync_s = self._drift = 0.0
+        self._weight = 1 / self._nodes.count
+        self._lr = self._norm = 0.0
+        self._batch_rows = 0
+        """Of the batch that is under way, over all ranks of this node."""
+        self._node_is_over = False
+        self._own_samples = 0.0
+
+    # Preparing
+
+    def _make_nodes(self) -> Nodes:
+        return make_nodes(self.link, node_size(self.policy, self.strategy, self.world))
+
+    def _make_replica(self, model: nn.Module, optimizer: Optimizer) -> Replica:
+        replica = self._new_replica(model, optimizer)
+        self._average_with(replica)
+        return replica
+
+    def _new_replica(self, model: nn.Module, optimizer: Optimizer) -> Replica:
+        nodes, arguments = self._nodes, (model, optimizer, self.link, self.device, self.config)
+        if nodes.size == 1:
+            return Replica(*arguments, within=nodes.within)
+        from potluck.engine.sharded import ShardedReplica
+
+        return ShardedReplica(*arguments, strategy=FullShard(), within=nodes.within, across=nodes.across)
+
+    def _average_with(self, replica: Replica) -> None:
+        nodes = self._nodes
+        self._averages = Averages(replica.parts(), nodes.across, self.policy.outer, within=nodes.within)
+        self._buffers = SavedBuffers(replica.model)
+
+    def prepare(self, model: nn.Module, optimizer: Optimizer, dataset: Any = None, **options: Any) -> Any:
+        if dataset is None:
+            raise ConfigError(
+                f"Under {type(self.policy).__name__} each worker does as many batches as it can, so they must come from"
+                " one dataset. Pass it to prepare(), and iterate over the loader that it gives."
+            )
+        return super().prepare(model, optimizer, dataset, **options)
+
+    def _make_loader(
+        self, dataset: Any, batch: BatchConfig, seed: int, collate: Callable[[list[Any]], Any] | None
+    ) -> Loader:
+        loader = SliceLoader(dataset, batch, shares=(1.0,), rank=0, device=self.device, seed=seed, collate=collate)
+        self._insist_on_same_data(loader)
+        loader.plan = self._plan
+        loader.seed_of = lambda micro: mix(loader.seed, loader.position.epoch, micro.start)
+        return loader
+
+    def load(self, folder: str | Path) -> bool:
+        found = super().load(folder)
+        self._averages.begin_anew()
+        return found
+
+    # A window
+
+    def _plan(self) -> Iterator[MicroBatch]:
+        """This replica's micro-batches of the rest of the epoch, or until the run stops."""
+        loader = self._loader()
+        if not self._pool.rows:  # else a pass before stopped in the middle of the epoch
+            self._pool = _rest_of_epoch(loader)
+        while self._pool.rows and not self.stopping:
+            yield from self._open_window(loader)
+            if self._is_open:  # this replica had no rows of it
+                self._end_window(loader)
+        self._settle()
+
+    def _open_window(self, loader: SliceLoader) -> Iterator[MicroBatch]:
+        rows_left = min(self._pool.rows, (self.rows_limit or 1 << 62) - self.rows_seen)
+        nodes = self._nodes
+        own_rows = -(-loader.batch.size // nodes.count)
+        decision = self._windows.decide(rows_left, own_rows)
+        in_pairs = self._batch_norm is not None and own_rows > 1
+        if in_pairs:
+            decision, self._taken = self._pool.take_in_pairs(decision, rows_left)
+        else:
+            self._taken = [self._pool.take(a + b) for a, b in zip(decision.rows, decision.spare, strict=True)]
+        self._decision = decision
+        self._emit_decision(decision)
+        self._window, self._window_started = WindowPulse(), time.perf_counter()
+        self._all_done = None
+        self._buffers_before = self._buffers.copy()
+        if self._scheduled is not None:
+            self._scheduled.begin_window()
+        self._start_of_step()
+        batches = [
+            batch
+            for part in self._taken[nodes.number]
+            for batch in even_batches(*part, own_rows, loader.batch.size, in_pairs=in_pairs)
+        ]
+        planned = [self._plan_batch(start, end, loader.batch) for start, end in batches]
+        loader.expect(itertools.chain.from_iterable(planned))
+        self._is_open = True
+        for number, ((start, end), micros) in enumerate(zip(batches, planned, strict=True), start=1):
+            self._has_more = number < len(batches)
+            done, self._batch_rows = self._window.rows, end - start
+            yield from micros
+            if self._window.rows == done:
+                raise ConfigError(
+                    f"The batch of rows {start} to {end} was given out, but step() was not called after it."
+                    " Call backward() and step() for every batch of the loader."
+                )
+            if not self._is_open:
+                return
+
+    def _plan_batch(self, start: int, end: int, batch: BatchConfig) -> list[MicroBatch]:
+        """This rank's part of one of its replica's batches."""
+        nodes = self._nodes
+        together = {"in_step": nodes.size > 1, "in_pairs": self._batch_norm is not None}
+        return plan_step(start, end, batch, (1.0,) * nodes.size, nodes.within.rank, **together)
+
+    def _is_over(self, decision: Decision) -> bool:
+        """After each batch. The ranks of a node have heard it with their last step."""
+        if self._nodes.size > 1:
+            return self._node_is_over
+        return self._sees_end(decision, self._window.batches, self._window.rows)
+
+    def _sees_end(self, decision: Decision, batches: float, rows: float) -> bool:
+        """Whether the window's end is nearer than the middle of another batch; or whether all have done their parts."""
+        if decision.until_s is not None:
+            spent = time.perf_counter() - self._window_started
+            return spent + 0.5 * spent / batches > decision.until_s
+        node = self._nodes.number
+        part = decision.rows[node] * (NEARLY if decision.spare[node] else 1)
+        return rows >= part and self._own_part_done(decision).is_here()
+
+    def _own_part_done(self, decision: Decision) -> Rows:
+        """Tells the others so, once in each window in which some may go on while others are not done."""
+        if self._all_done is None:
+            among = self._nodes.across if any(decision.spare) else Alone()
+            self._all_done = among.start_gather([1.0])
+        return self._all_done
+
+    def step(self) -> StepDone | StepSkipped | None:
+        """Steps this replica's optimizer once its batch is done, and agrees with the others if it is a window's last.
+
+        So a loop that takes just as many batches as there are has agreed on all of them.
+        """
+        replica = self._prepared()
+        if not self._is_last:
+            micro = self._loader().current
+            if micro is not None and micro.last and micro is not self._trained:
+                raise ConfigError(STEP_TOO_EARLY)
+            return None
+        replica.unseal()
+        done, norm = self._finish_batch(replica)
+        verdict = decide_alone(done.samples, done.loss_sum, norm, self._unit, self.config.clip)
+        is_good, before = verdict.fault is None, self._window
+        self._window = before._replace(
+            samples=before.samples + done.samples * is_good,
+            loss_sum=before.loss_sum + (done.loss_sum if is_good else 0.0),
+            rows=before.rows + done.rows,
+            batches=before.batches + 1,
+            skipped=before.skipped + (not is_good),
+        )
+        event = self._apply_alone(verdict, self._nodes.names[self._nodes.number])
+        if is_good:
+            replica.average_buffers(self._own_samples / done.samples)
+            self._lr, self._norm = float(replica.optimizer.param_groups[0]["lr"]), verdict.norm
+        self._start_of_step()
+        assert self._decision is not None
+        if not self._has_more or self._is_over(self._decision):
+            self._end_window(self._loader())
+        return event
+
+    def _finish_batch(self, replica: Replica) -> tuple[NodePulse, float]:
+        """What the ranks of this node did together in the batch that ends, and the norm of their gradient's sum."""
+        self._own_samples = self._samples
+        if self._nodes.size == 1:
+            _, norm, loss_sum = self._reduce(replica)
+            return NodePulse(self._samples, loss_sum, self._rows), norm
+        assert self._decision is not None
+        replica.start_sums()
+        loss_sum = self._loss_sum.item()
+        is_over = self._nodes.within.rank == 0 and self._sees_end(
+            self._decision, self._window.batches + 1, self._window.rows + self._batch_rows
+        )
+        told = self._nodes.within.start_gather(NodePulse(self._samples, loss_sum, self._rows, is_over))
+        _, norm, _ = self._reduce(replica)
+        pulses = [NodePulse(*row) for row in told.wait()]
+        self._node_is_over = bool(pulses[0].is_over)
+        self._own_samples = self._samples_among(pulses)
+        return NodePulse(*(sum(column) for column in zip(*pulses, strict=True))), norm
+
+    def _samples_among(self, pulses: list[NodePulse]) -> float:
+        """Of its node's pulses, over which samples this rank's gradient is."""
+        return self._samples
+
+    def _rows_of_schedule(self) -> int:
+        """As if all replicas were as far in the window as this one."""
+        assert self._decision is not None
+        mine, whole = self._decision.rows[self._nodes.number], sum(self._decision.rows)
+        done = min(1.0, self._window.rows / mine) if mine else 1.0
+        return self.rows_seen + round(done * whole)
+
+    def _end_window(self, loader: SliceLoader) -> None:
+        self._is_open = False
+        self._close_window(loader)
+        if not self._pool.rows or self.stopping:
+            self._settle()
+
+    def _close_window(self, loader: SliceLoader) -> None:
+        assert self._decision is not None
+        if self.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+        busy_s = time.perf_counter() - self._window_started
+        mine = self._window._replace(
+            busy_s=busy_s, sync_s=self._sync_s, divergence=self._drift, wants_stop=self._wants_stop
+        )
+        if self._decision.until_s is None:
+            self._own_part_done(self._decision).wait()
+        pulses = _by_node([WindowPulse(*row) for row in self.link.gather_rows(mine)], self._nodes.size)
+        started = time.perf_counter()
+        samples = sum(pulse.samples for pulse in pulses)
+        self._weight = mine.samples / samples if samples else 1 / self._nodes.count
+        self._merge()
+        self._sync_s = time.perf_counter() - started
+        for pulse, taken in zip(pulses, self._taken, strict=True):
+            self._pool.give_back(after(taken, int(pulse.rows)))
+        self._windows.report(
+            [Report(wall_s=p.busy_s, batches=int(p.batches), divergence=p.divergence) for p in pulses],
+            max(pulse.sync_s for pulse in pulses),
+        )
+        self.version += 1
+        steps_before = self.step_number
+        self.skipped += sum(int(pulse.skipped) for pulse in pulses)
+        self._count_rows(loader, sum(int(pulse.rows) for pulse in pulses))
+        self.stopping = any(pulse.wants_stop for pulse in pulses)
+        self.events.emit(self._tell_window(loader, pulses, samples))
+        self._tell_agreed(steps_before)
+
+    def _merge(self) -> None:
+        """The mean of all replicas; or, with overlap, the one that was begun at the end of the window before.
+
+        Buffers do not overlap: they are small, and not all of them have a mean.
+        """
+        self._buffers.average(self._nodes.across, self._weight, self._buffers_before)
+        if not self.policy.overlap:
+            self._drift = self._averages.agree(self._weight)
+        else:
+            if self._averages.is_pending:
+                self._drift = self._averages.finish()
+            self._averages.start(self._weight)
+        self._prepared().on_parts_written()
+
+    def _settle(self) -> None:
+        """All replicas are equal after this, also with overlap. Called on every worker alike."""
+        if self._averages.is_pending:
+            self._drift = self._averages.finish()
+            self._averages.agree(self._weight)
+            self._prepared().on_parts_written()
+
+    def _count_rows(self, loader: SliceLoader, rows: int) -> None:
+        self.rows_seen += rows
+        self.step_number += loader.pass_rows(rows)
+
+    def _emit_decision(self, decision: Decision) -> None:
+        self.events.emit(
+            Decided(
+                step=self.step_number,
+                rows=decision.rows,
+                reason=decision.reason,
+                version=self.version,
+                anchor=decision.anchor,
+                divergence=self._drift,
+            )
+        )
+
+    def _tell_window(self, loader: SliceLoader, pulses: list[WindowPulse], samples: float) -> StepDone:
+        longest = max(pulse.busy_s for pulse in pulses)
+        return StepDone(
+            step=self.step_number,
+            epoch=loader.position.epoch,
+            rows_seen=self.rows_seen,
+            samples=samples,
+            loss=sum(pulse.loss_sum for pulse in pulses) / samples if samples else math.nan,
+            lr=self._lr,
+            grad_norm=self._norm,
+            seconds=time.perf_counter() - self._window_started,
+            workers=tuple(
+                WorkerStep(
+                    rank=rank,
+                    rows=int(pulse.rows),
+                    samples=pulse.samples,
+                    busy_s=pulse.busy_s,
+                    wait_s=longest - pulse.busy_s + self._sync_s,
+                )
+                for rank, pulse in enumerate(pulses)
+            ),
+        )
+
+    # What needs all replicas to be one
+
+    def evaluate(self, *arguments: Any, **options: Any) -> float:
+        self._settle()
+        return super().evaluate(*arguments, **options)
+
+    def save(self, folder: str | Path, *, keep_last: int = 2) -> None:
+        self._settle()
+        super().save(folder, keep_last=keep_last)
+
+    def _standing(self) -> Standing:
+        return super()._standing() | {"left": [list(part) for part in self._loader().left_after(self._pool.ranges)]}
+
+    def _stand_at(self, standing: Standing) -> None:
+        super()._stand_at(standing)
+        self._loader().forget()
+        self._pool = _rest_of_epoch(self._loader())
+
+    def _loader(self) -> SliceLoader:
+        assert isinstance(self.loader, SliceLoader)
+        return self.loader
+
+
+def _rest_of_epoch(loader: SliceLoader) -> Pool:
+    return Pool([(loader.position.row, loader.rows)])
+
+
+def _by_node(pulses: list[WindowPulse], size: int) -> list[WindowPulse]:
+    """One for each node: its ranks did the same steps, each has its own times, and any of them may want to stop."""
+    return [
+        max(node, key=lambda pulse: pulse.busy_s)._replace(
+            sync_s=max(pulse.sync_s for pulse in node), wants_stop=max(pulse.wants_stop for pulse in node)
+        )
+        for node in (pulses[first : first + size] for first in range(0, len(pulses), size))
+    ]

@@ -1,0 +1,1 @@
+"""Processes: started, watched, led and joined."""

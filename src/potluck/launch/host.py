@@ -1,0 +1,368 @@
+"""`potluck host`: a run that workers may join and leave at any time, led from here.
+
+The run folder holds all that a host which is started again needs: the journal of committed steps, the checkpoints, and
+the identity that its invites name. Imports no torch: whatever computes is a worker, also on this machine.
+"""
+
+import signal
+import socket
+import time
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from types import FrameType
+from typing import Any
+
+from potluck.errors import ConfigError, Interrupted, JournalError
+from potluck.events import (
+    CheckpointPassedOver,
+    Event,
+    EventFile,
+    EventLog,
+    Noticed,
+    RunEnded,
+    RunStarted,
+    StepDone,
+    StepSkipped,
+    Validated,
+    WorkerCame,
+    WorkerStep,
+    WorkerWent,
+)
+from potluck.fleet.coordinator import Coordinator
+from potluck.fleet.description import Description, differing_settings
+from potluck.fleet.effects import Finish, StepRecord
+from potluck.fleet.invite import INVITE, Identity, Invite, is_loopback
+from potluck.fleet.journal import Journal, set_aside
+from potluck.fleet.server import Server
+from potluck.launch.crew import Crew, say
+from potluck.launch.launch import QUIET
+from potluck.launch.order import HostOrder
+from potluck.save import shelf
+from potluck.save.keeper import Keeper
+from potluck.save.run_folder import hold, make_run_folder, write_whole
+from potluck.show.picture import draw_losses
+from potluck.show.progress import Progress
+from potluck.words import duration, plural
+
+LOCAL = "host-worker-"
+"""Names of workers that end with the host."""
+
+
+def host(order: HostOrder) -> int:
+    with ExitStack() as stack:
+        return _Host(order, stack).run()
+
+
+class _Host:
+    def __init__(self, order: HostOrder, stack: ExitStack) -> None:
+        self.order = order
+        self.folder = order.folder
+        make_run_folder(self.folder)
+        stack.enter_context(hold(self.folder))
+        self.events = EventLog()
+        self.keeper = Keeper(
+            self.folder / "checkpoints",
+            lambda path, reason: self.events.emit(CheckpointPassedOver(folder=str(path), reason=reason)),
+        )
+        self.journal = self._open_journal()
+        stack.callback(self.journal.close)
+        self.loss: float | None = None
+        self.validation: float | None = None
+        self.skipped = 0
+        self.interrupts = 0
+        self.started = time.monotonic()
+        self._step_at = time.monotonic()
+        self._has_started = False
+        self._stack = stack
+        self.server = self._serve()
+        stack.callback(self.server.stop)
+        if order.recipe:  # only now: a host that was refused must not change what the folder says
+            self._write("run.toml", order.recipe, 0o666)
+        file = EventFile(self.folder / "events.jsonl")
+        progress = Progress()
+        self.events.listeners += [file, self._on_event, progress]
+        stack.callback(file.close)
+        stack.callback(progress.close)
+        self._progress = progress
+
+    def run(self) -> int:
+        order = self.order
+        invite = self._invite(order.address or _reachable(order.host))
+        self._show(invite)
+        self.server.start()
+        here = order.host if order.host not in ("0.0.0.0", "::") else "127.0.0.1"
+        crew = Crew(list(order.command), order.workers, {INVITE: self._invite(here).line(), QUIET: "1"})
+        self._stack.callback(crew.close)
+        crew.start([f"{LOCAL}{number}" for number in range(order.local)])
+        before = {n: signal.signal(n, self._on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            finish = self._watch(crew)
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        self._end(finish)
+        self.server.stop()
+        deadline = time.monotonic() + 5.0
+        while crew.is_alive and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return self._farewell(finish)
+
+    def _watch(self, crew: Crew) -> Finish:
+        """Until the run is over, or nobody can take part in it."""
+        while True:
+            finish = self.server.wait(0.1)
+            if finish is not None:
+                return finish
+            if self.interrupts > 1:
+                return Finish("interrupted")
+            for worker, sentence in crew.news():
+                if worker.code == ConfigError.exit_code and not self.server.core.membership.members:
+                    return Finish(sentence, failed=True)  # the last words say it
+                if sentence:
+                    self._progress.say(f"potluck: {sentence}", style="yellow")
+
+    def _serve(self) -> Server:
+        order, journal = self.order, self.journal
+        identity = Identity.load_or_make(self.folder / "identity")
+        self.identity = identity
+        standing = journal.standing()
+        newest = self.keeper.newest() if order.resume and not (standing and standing.step) else None
+        if newest is not None:  # the journal was removed, or the run was not led by a host so far
+            standing = newest[1]
+        steps = standing.step if standing is not None else 0
+        if not order.resume and (steps or shelf.holds_any(self.keeper.folder)):
+            at = f", at step {steps}" if steps else ""
+            raise ConfigError(
+                f"{self.folder} already holds a run{at}. Go on with it by --resume, or name another folder with --out."
+            )
+        described = journal.description
+        coordinator = Coordinator(
+            patience_s=order.patience_s,
+            secret="" if order.insecure else identity.secret,
+            recipe=order.recipe,
+            at_least=order.at_least,
+            plain_peers=order.insecure,
+            standing=standing,
+            previous=journal.standing(steps - 1) if steps else None,
+            # How workers train may change when a run goes on; those who come now say how.
+            description=replace(described, training={}) if described is not None else None,
+            next_id=int(journal.fact("next worker") or 0),
+            expected=int(journal.fact("workers") or 0),
+            agreed=journal.agreed(since=steps - 1),
+        )
+        port = order.port or int(journal.fact("port") or 0) or self._port_before()
+        server = Server(
+            coordinator,
+            host=order.host,
+            port=port,
+            tls=None if order.insecure else identity.server_context(),
+            journal=journal,
+            saver=self.keeper,
+            on_event=self.events.emit,
+            on_step=self._on_step,
+        )
+        server.on_described = self._on_described
+        if described is not None:
+            before = described.training
+            server.on_completed = lambda completed: self._tell_of_changes(before, completed.training)
+            self._on_described(described)
+        journal.keep("port", str(server.port))
+        return server
+
+    def _invite(self, address: str) -> Invite:
+        return self.identity.invite(address, self.server.port, encrypted=not self.order.insecure)
+
+    def _open_journal(self) -> Journal:
+        """A damaged one is set aside where there is a checkpoint to go on from."""
+        path = self.folder / "journal.sqlite"
+        try:
+            return Journal(path)
+        except JournalError as error:
+            newest = self.keeper.newest() if self.order.resume else None
+            if newest is None:
+                raise
+            why = str(error).partition(". Remove it")[0]
+            say(f"{why}. It is now {set_aside(path).name}, and the run goes on from {newest[0].name}.")
+            return Journal(path)
+
+    def _port_before(self) -> int:
+        """Of the last invite, where no journal tells it: workers will come back there."""
+        with suppress(OSError, ValueError, ConfigError):
+            return Invite.parse((self.folder / "invite").read_text(encoding="utf-8").strip()).port
+        return 0
+
+    def _write(self, name: str, text: str, mode: int) -> None:
+        try:
+            write_whole(self.folder / name, text, mode)
+        except OSError as error:
+            raise ConfigError(
+                f"Cannot write {self.folder / name}: {error.strerror}. Free some space, or choose another folder with"
+                " --out."
+            ) from None
+
+    def _show(self, invite: Invite) -> None:
+        path = self.folder / "invite"
+        self._write(path.name, invite.line() + "\n", 0o600)
+        if self.order.insecure:
+            say(
+                f"INSECURE: anybody who reaches {self.order.host} port {self.server.port} can take part, read the"
+                " weights and change them, and nothing is encrypted. Use this on a network that you trust wholly."
+            )
+        where = "another terminal here" if is_loopback(invite.host) else "another machine"
+        print(f"To join from {where} (the line is a secret; it is also in the file below it):", flush=True)
+        print(f"  potluck join {invite.line()}", flush=True)
+        print(f"  {path}", flush=True)
+        if is_loopback(invite.host):
+            print("Other machines can join a host that is started with --host 0.0.0.0.", flush=True)
+
+    # What happens
+
+    def _on_described(self, description: Description) -> None:
+        """Before the run: a plain peer that cannot take an average would end in the first step."""
+        if self.order.insecure and (sentence := description.too_large_for_entrenar()) is not None:
+            say(sentence)
+
+    def _start(self, from_step: int) -> None:
+        """With the first step: only then is it known where the run continues, and how long it is."""
+        core = self.server.core
+        if self._has_started or core.description is None:
+            return
+        self._has_started = True
+        description, told = core.description, core.description.told
+        self.events.emit(
+            RunStarted(
+                name=str(told.get("name") or self.folder.name),
+                folder=str(self.folder),
+                workers=max(1, len(core.membership.ready)),
+                device="whatever comes",
+                parameters=description.floats,
+                unit=str(told.get("unit") or "rows"),
+                batch_size=description.batch,
+                steps_total=core.steps_total,
+                from_step=from_step,
+            )
+        )
+
+    def _tell_of_changes(self, before: dict[str, Any], now: dict[str, Any]) -> None:
+        """What is not as it was when the host was stopped: allowed, and said."""
+        for name, (was, is_now) in differing_settings(before, now).items():
+            sentence = f"{name} was {was} in this run so far, and is {is_now} from here on."
+            self.events.emit(Noticed(sentence=sentence))
+            say(sentence)
+
+    def _on_event(self, event: Event) -> None:
+        match event:
+            case WorkerCame() | WorkerWent():
+                members = self.server.core.membership
+                far = [m for m in members.ready if not m.name.startswith(LOCAL)]
+                self.journal.keep("workers", str(len(far)))
+                self.journal.keep("next worker", str(members.next_id))
+                described = self.server.core.description
+                is_plain = isinstance(event, WorkerCame) and event.kind.startswith("plain ")
+                if is_plain and described is not None and (sentence := described.too_large_for_entrenar()) is not None:
+                    say(f"{event.name} is a plain peer. {sentence}")
+            case Validated():
+                self.validation = event.loss
+
+    def _on_step(self, record: StepRecord, lr: float, norm: float, fault: str) -> None:
+        """The first worker has applied a committed step."""
+        now = time.monotonic()
+        seconds, self._step_at = now - self._step_at, now
+        self.loss = record.loss
+        before, step = record.step - 1, record.step
+        described = self.server.core.description
+        if described is not None and described.windowed is not None:  # then the record's counts agreements
+            before = described.steps_at(record.epoch, record.row)
+            step = described.steps_at(record.epoch, record.row + record.rows)
+        self._start(before)
+        if fault:
+            self.skipped += 1
+            self.events.emit(StepSkipped(step=step, loss=record.loss, in_a_row=0, reason=fault))
+            return
+        workers = tuple(WorkerStep(**row) for row in record.workers)
+        self.events.emit(
+            StepDone(
+                step=step,
+                epoch=record.epoch,
+                rows_seen=record.rows_seen,
+                samples=record.samples,
+                loss=record.loss,
+                lr=lr,
+                grad_norm=norm,
+                seconds=seconds,
+                workers=workers,
+            )
+        )
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.interrupts += 1
+        if self.interrupts == 1:
+            say("Finishing this step and saving, for all. Ctrl-C again stops at once.")
+            self.server.request_stop()
+
+    # The end
+
+    def _end(self, finish: Finish) -> None:
+        ended = RunEnded(
+            reason=finish.reason,
+            step=self.server.core.steps_done,
+            rows_seen=self.server.core.standing.rows_seen,
+            seconds=time.monotonic() - self.started,
+            loss=self.loss,
+            validation_loss=self.validation,
+            skipped=self.skipped,
+        )
+        try:
+            self.journal.keep("workers", "0")
+            self.events.emit(ended)
+        except ConfigError as error:  # a full disk, say: the last words must be heard all the same
+            if str(error) != finish.reason:
+                say(str(error))
+
+    def _farewell(self, finish: Finish) -> int:
+        step = self.server.core.steps_done
+        if finish.failed:
+            say(finish.reason)
+            return 1
+        saved = self._saved()
+        fault = self.server.core.save_fault
+        if fault:  # what is saved is older than what was trained
+            say(f"{fault.removesuffix('.')}. What was trained after the newest checkpoint is lost.")
+        if finish.reason == "interrupted":
+            what = f"{self.folder}/run.toml" if self.order.recipe else self.order.command[0]
+            again = f" Go on with: potluck host {what} --out {self.folder} --resume" if saved else ""
+            say(f"Stopped after step {step}.{saved or ' Nothing was saved.'}{again}")
+            return Interrupted.exit_code
+        loss = f", loss {self.loss:.4f}" if self.loss is not None else ""
+        validation = f", validation loss {self.validation:.4f}" if self.validation is not None else ""
+        took = duration(time.monotonic() - self.started)
+        print(f"\nFinished {plural(step, 'step')} in {took}{loss}{validation}.{saved}", flush=True)
+        if fault:
+            return 1
+        with suppress(OSError):  # no room for a picture
+            if step:
+                curve = draw_losses(self.folder / "events.jsonl", self.folder / "loss.png")
+                print(f"  loss curve   {curve}", flush=True)
+        return 0
+
+    def _saved(self) -> str:
+        """Where the run is, if it is; whether all of it is there."""
+        newest = self.keeper.newest()
+        if newest is None:
+            return ""
+        path, standing = newest
+        if standing.step < self.server.core.standing.step:
+            return f" The newest checkpoint is older: {path}."
+        return f" Saved in {path}."
+
+
+def _reachable(host: str) -> str:
+    """The address that others can use: of every address, the one that leads out of this machine."""
+    if host not in ("0.0.0.0", "::"):
+        return host
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # nothing is sent: the system only chooses the interface
+            return str(probe.getsockname()[0])
+        except OSError:
+            return socket.gethostname()

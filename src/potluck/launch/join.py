@@ -1,0 +1,114 @@
+"""`potluck join`: workers on this machine for a run that is led elsewhere. Imports no torch."""
+
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+from potluck.errors import ConfigError, Interrupted
+from potluck.fleet.invite import INVITE, read_invite
+from potluck.launch.crew import Crew, say
+from potluck.launch.launch import QUIET
+from potluck.launch.order import WorkersConfig, data_setting
+
+
+def join(invite: str, script: list[str], config: WorkersConfig, settings: tuple[str, ...]) -> int:
+    found = read_invite(None if invite == HIDDEN else invite)
+    if script and script[0].startswith("-"):
+        raise ConfigError(f"Options come before the invite: potluck join {script[0]} ... INVITE.")
+    if script and not Path(script[0]).is_file():
+        raise ConfigError(f"There is no script {script[0]}.")
+    found.insist_on_pin()
+    if invite != HIDDEN and invite != "-" and not Path(invite).is_file():
+        _hide(found.line(), invite)
+    while True:
+        command = script or ["--join", json.dumps(list(settings))]
+        code, asked = _take_part(command, config, found.line())
+        if not asked or not _says_yes(asked):
+            return code
+        settings = data_setting(asked)
+
+
+def _take_part(command: list[str], config: WorkersConfig, line: str) -> tuple[int, list[str]]:
+    """The exit code; and if workers ended since the host's recipe names files on this machine, those files."""
+    with tempfile.TemporaryDirectory(prefix="potluck-") as folder:
+        question = Path(folder) / "files"
+        environment = {INVITE: line, FILES_ASKED: str(question)}
+        if config.count > 1:
+            environment[QUIET] = "1"
+        code = _watch(Crew(command, config, environment), config.count)
+        return code, json.loads(question.read_text(encoding="utf-8")) if question.exists() else []
+
+
+def _watch(crew: Crew, count: int) -> int:
+    """Until all its workers have ended. Ctrl-C lets them leave politely."""
+    interrupts = 0
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        nonlocal interrupts
+        interrupts += 1
+        if interrupts == 1:
+            say("Leaving after this step. Ctrl-C again leaves at once.")
+            crew.interrupt()
+
+    before = {n: signal.signal(n, on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        base = f"{os.uname().nodename}-{os.getpid()}"
+        crew.start([f"{base}-{number}" if count > 1 else base for number in range(count)])
+        codes: list[int] = []
+        while len(codes) < count and interrupts < 2:
+            for worker, sentence in crew.news():
+                codes.append(worker.code if worker.code >= 0 else 128 - worker.code)
+                if sentence:
+                    say(sentence)
+            time.sleep(0.02)
+        return max(codes, default=Interrupted.exit_code)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        crew.close()
+
+
+def ask_for_files(paths: Sequence[str]) -> ConfigError:
+    """In a worker: lets the person be asked, where there is one, and says what is to be done where there is none."""
+    shown = ", ".join(map(repr, paths[:MOST_SHOWN])) + (", ..." if len(paths) > MOST_SHOWN else "")
+    place = os.environ.get(FILES_ASKED)
+    if place is not None and len(paths) <= MOST_SHOWN and all(len(path) <= 1024 for path in paths):
+        aside = Path(f"{place}.{os.getpid()}")
+        aside.write_text(json.dumps(list(paths)), encoding="utf-8")
+        aside.rename(place)
+    return ConfigError(
+        f"The host's recipe names files for this machine to read: {shown[:2000]}. Nothing was read: whoever leads a run"
+        " learns what is in the data that others train it on. Name what you want to train on yourself, with"
+        " potluck join --data PATH INVITE."
+    )
+
+
+def _says_yes(paths: list[str]) -> bool:
+    """The default is no; without a terminal nobody is asked."""
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        return False
+    for path in paths:
+        # What a path is on this machine; and a name with escape sequences in it shows as what it is.
+        print(f"  {os.path.realpath(path)!r}", file=sys.stderr)
+    print("Read these files, and let the host learn from what is in them? [y/N] ", end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
+FILES_ASKED = "POTLUCK_FILES_ASKED"
+"""Tells a worker where it leaves the names of the files that the host's recipe wants read."""
+MOST_SHOWN = 20
+HIDDEN = "@"
+"""In place of an invite that has moved to the environment."""
+
+
+def _hide(line: str, argument: str) -> None:
+    """Starts this command again without the secret among its arguments, which every user of the machine can read."""
+    os.environ[INVITE] = line
+    arguments = [HIDDEN if word == argument else word for word in sys.argv[1:]]
+    os.execv(sys.executable, [sys.executable, "-m", "potluck.cli", *arguments])

@@ -1,0 +1,190 @@
+"""What was ordered on the command line: which recipe, with which settings, where.
+
+Imports no torch, so that a command answers at once and the workers load it side by side.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Literal, TypeVar
+
+import tomli_w
+
+from potluck.config import from_dict, parse_toml
+from potluck.errors import ConfigError
+from potluck.launch.slowdown import Slowdown
+from potluck.save.run_folder import holds_run, name_fault
+from potluck.words import insist_at_most
+
+T = TypeVar("T")
+
+PATIENCE_S = 600.0
+
+
+def insist_on_patience(name: str, seconds: float) -> None:
+    """Time limits derive from it, and none of them can be endless."""
+    if not seconds > 0:
+        raise ValueError(f"{name} must be above 0, not {seconds}")
+    insist_at_most(name, seconds, 7 * 86_400, "that is a week, in seconds")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkersConfig:
+    count: int = 2
+    """Worker processes on this machine."""
+    threads: int | None = None
+    """Threads that each computes with; none: this machine's cores, shared evenly."""
+    patience_s: float = PATIENCE_S
+    """How long a worker may be silent before the others give it up. A dead one is noticed at once."""
+
+    def __post_init__(self) -> None:
+        if self.count < 1:
+            raise ValueError(f"count must be at least 1, not {self.count}")
+        if self.threads is not None and self.threads < 1:
+            raise ValueError(f"threads must be at least 1, not {self.threads}")
+        insist_at_most("count", self.count, 1 << 12, "each is a process; one for each GPU, or for each core, is usual")
+        insist_at_most("threads", self.threads, 1 << 12, "more than the cores of this machine help nobody")
+        insist_on_patience("patience_s", self.patience_s)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Order:
+    recipe: str
+    settings: tuple[str, ...] = ()
+    """Overrides, each `a.b=value`."""
+    out: str | None = None
+    """The run folder; none: runs/NAME, numbered if there is one."""
+    resume: bool = False
+    slowdown: Slowdown | None = None
+    """Makes one worker slower than the others. Only the demo asks for it."""
+    farewell: Literal["whole", "paragraph", "none"] = "whole"
+    """What is said when the run has ended: everything, or only what the model wrote, or nothing."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostOrder:
+    folder: Path
+    recipe: str
+    """TOML; empty where a script is trained."""
+    command: tuple[str, ...]
+    """What a worker on this machine runs."""
+    workers: WorkersConfig
+    local: int
+    """Workers on this machine."""
+    host: str
+    port: int
+    address: str | None
+    patience_s: float
+    at_least: int
+    insecure: bool
+    resume: bool
+
+
+def data_setting(paths: Sequence[str]) -> tuple[str, ...]:
+    """What is given by --data, as a setting."""
+    return (f"data.paths={json.dumps(paths, ensure_ascii=False)}",) if paths else ()
+
+
+def find_recipe(name: str) -> tuple[str, str]:
+    """A recipe's text, and where it came from: a file, or a built-in one by its name or as recipes/NAME.toml."""
+    path = Path(name)
+    if path.is_file():
+        try:
+            return path.read_text(encoding="utf-8"), str(path)
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"Cannot read the recipe {path}: {error}.") from None
+    stem = path.name.removesuffix(".toml")
+    if stem in (found := built_in_recipes()) and path.parent.name in ("", "recipes"):
+        return found[stem].read_text(encoding="utf-8"), f"the built-in recipe {stem}"
+    raise ConfigError(f"There is no recipe {name}. Built in are: {', '.join(found)}.")
+
+
+def built_in_recipes() -> dict[str, Path]:
+    folder = Path(str(resources.files("potluck"))) / "recipes"
+    return {file.stem: file for file in sorted(folder.glob("*.toml"))}
+
+
+def workers_of(order: Order) -> WorkersConfig:
+    """How many workers the order needs. Everything else in the recipe is checked by the workers."""
+    text, source = find_recipe(order.recipe)
+    table = parse_toml(text, source=source, overrides=order.settings).get("workers", {})
+    if not isinstance(table, dict):
+        raise ConfigError(f"workers is a table of settings, such as workers.count=2, not {table!r}.")
+    return from_dict(WorkersConfig, table, "workers")
+
+
+def host_order(
+    *,
+    what: str,
+    settings: tuple[str, ...],
+    workers: int,
+    threads: int | None,
+    out: str | None,
+    resume: bool,
+    host: str,
+    port: int,
+    address: str | None,
+    patience_s: float,
+    at_least: int,
+    insecure: bool,
+) -> HostOrder:
+    """What `potluck host` is asked for, checked before anything is started."""
+    if workers < 0 or at_least < 1 or not 0 <= port < 1 << 16:
+        raise ConfigError("--workers is at least 0, --at-least 1, and --port below 65,536.")
+    if what.endswith(".py"):
+        if not Path(what).is_file():
+            raise ConfigError(f"There is no script {what}.")
+        recipe, name = "", Path(what).stem
+        command: tuple[str, ...] = (what,)
+    else:
+        text, source = find_recipe(what)
+        table = parse_toml(text, source=source, overrides=settings)
+        name = table.get("name", "run")
+        if fault := name_fault(name):
+            raise ConfigError(f"{source}: name {fault}.")
+        if threads is None and isinstance(table.get("workers"), dict):
+            threads = from_dict(WorkersConfig, table["workers"], "workers").threads
+        # Workers on this machine read what this command line says, not what comes over the connection.
+        data = table.get("data")
+        own = data_setting(data.get("paths", ())) if isinstance(data, dict) else ()
+        recipe, command = tomli_w.dumps(table), ("--join", json.dumps(own))
+    folder = Path(out) if out else Path("runs") / name
+    if out is None and not resume:
+        folder = _free_folder(folder)
+    if resume and not holds_run(folder):
+        raise ConfigError(f"There is no run to resume in {folder}. Leave out --resume, or name its folder with --out.")
+    config = checked(lambda: WorkersConfig(count=max(1, workers), threads=threads), "Workers: ")
+    checked(lambda: insist_on_patience("--patience", patience_s))
+    return HostOrder(
+        folder=folder,
+        recipe=recipe,
+        command=command,
+        workers=config,
+        local=workers,
+        host=host,
+        port=port,
+        address=address,
+        patience_s=patience_s,
+        at_least=at_least,
+        insecure=insecure,
+        resume=resume,
+    )
+
+
+def checked(make: Callable[[], T], what: str = "") -> T:
+    """Whatever a setting is refused for, as a sentence for the command line."""
+    try:
+        return make()
+    except ValueError as error:
+        raise ConfigError(f"{what}{error}.") from None
+
+
+def _free_folder(wanted: Path) -> Path:
+    """A new run never takes over a folder that holds one."""
+    number, found = 2, wanted
+    while holds_run(found):
+        found = wanted.with_name(f"{wanted.name}-{number}")
+        number += 1
+    return found

@@ -1,0 +1,111 @@
+"""What a worker process runs: a script of yours, or a recipe. Our errors leave as sentences, not as stacks of frames.
+
+python -m potluck.launch.worker script.py [arguments]
+python -m potluck.launch.worker --recipe ORDER
+python -m potluck.launch.worker --join SETTINGS
+"""
+
+import atexit
+import os
+import runpy
+import sys
+import threading
+import traceback
+from pathlib import Path
+
+from potluck.errors import Interrupted, PotluckError, WorkerLost
+from potluck.launch.launch import LAST_WORDS, PARENT_PIPE
+from potluck.save.memory import clear_away
+
+
+def main() -> None:
+    _end_with_parent()
+    code = 0
+    try:
+        _run(sys.argv[1:])
+    except PotluckError as error:
+        _leave_words(f"potluck: {error}")
+        code = error.exit_code
+    except KeyboardInterrupt:
+        code = Interrupted.exit_code
+    except SystemExit as error:
+        code = _exit_code(error)
+    except Exception as error:
+        code = _tell_of(error)
+    _exit(code)
+
+
+def _run(arguments: list[str]) -> None:
+    if arguments[0] == "--recipe":
+        from potluck.train.recipe import main as cook
+
+        cook(arguments[1:])
+        return
+    if arguments[0] == "--join":
+        from potluck.train.recipe import join
+
+        join(arguments[1:])
+        return
+    sys.argv = arguments
+    sys.path[0] = str(Path(arguments[0]).resolve().parent)
+    runpy.run_path(arguments[0], run_name="__main__")
+
+
+def _tell_of(error: Exception) -> int:
+    """A script's own error is shown to its author. Where a layer gathers its parameters, it may be a peer's loss."""
+    if "torch.distributed" in sys.modules:
+        from potluck.link.link import loss_of_peer
+
+        if (loss := loss_of_peer(error)) is not None:
+            _leave_words(f"potluck: {loss}")
+            return WorkerLost.exit_code
+    traceback.print_exc()
+    _leave_words("".join(traceback.format_exception_only(error)).strip())
+    return 1
+
+
+def _end_with_parent() -> None:
+    """The launcher holds the other end of a pipe. When that closes it is gone, however it went, and so are we."""
+    number = os.environ.pop(PARENT_PIPE, None)
+    if number is None:
+        return
+
+    def wait_for_end() -> None:
+        os.read(int(number), 1)
+        clear_away()
+        os._exit(1)
+
+    threading.Thread(target=wait_for_end, name="parent watch", daemon=True).start()
+
+
+def _leave_words(words: str) -> None:
+    path = os.environ.get(LAST_WORDS)
+    if path is not None:
+        Path(path).write_text(words, encoding="utf-8")
+    else:
+        print(words, file=sys.stderr)
+
+
+def _exit_code(error: SystemExit) -> int:
+    """As Python has it: a number is the code, nothing is 0, and anything else is printed."""
+    if error.code is None or isinstance(error.code, int):
+        return error.code or 0
+    print(error.code, file=sys.stderr)
+    return 1
+
+
+def _exit(code: int) -> None:
+    """Everything that Python does at its end, but not the end of native threads.
+
+    Those of a process group can hold it up when a peer is gone, and now and then abort it when all is well.
+    """
+    if not code:
+        threading._shutdown()  # type: ignore[attr-defined] # waits for the script's own threads
+        atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,329 @@
+"""Link: over what replicas talk. Here: a fixed process group of torch.distributed, or nobody.
+
+A link of one answers at once, so callers never ask how many ranks there are.
+Nothing that travels is pickled: only tensors and bytes.
+"""
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Protocol, runtime_checkable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous as rendezvous_at
+
+from potluck.errors import ConfigError, WorkerLost
+from potluck.launch.launch import ONLY, RENDEZVOUS
+from potluck.launch.order import PATIENCE_S
+
+
+class Pending(Protocol):
+    def wait(self) -> None: ...
+
+
+class Rows(Protocol):
+    """What every rank tells, on its way."""
+
+    def is_here(self) -> bool: ...
+
+    def wait(self) -> list[list[float]]: ...
+
+
+class Link(Protocol):
+    rank: int
+    world: int
+
+    def start_sum(self, tensor: Tensor) -> Pending:
+        """Begins to replace `tensor` by its sum over all ranks. Every rank starts the same sums in the same order."""
+        ...
+
+    def gather_rows(self, row: Sequence[float]) -> list[list[float]]:
+        """Every rank's row of numbers, in order of rank."""
+        ...
+
+    def start_gather(self, row: Sequence[float]) -> Rows:
+        """The same, while other things travel."""
+        ...
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """Every rank's bytes, in order of rank."""
+        ...
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Replaces `tensor` by rank 0's."""
+        ...
+
+    def start_pass(self, out: Tensor, heard: Tensor) -> Pending:
+        """Begins to send bytes to the next rank, and to fill `heard` with those of the rank before. In host memory.
+
+        Either may be empty, where the other side's is.
+        """
+        ...
+
+    def close(self) -> None: ...
+
+
+@runtime_checkable
+class Parted(Link, Protocol):
+    """A link of several, of whom some can have one of their own."""
+
+    def part(self, groups: Sequence[Sequence[int]]) -> Link:
+        """A link of that group of our ranks in which we are. Every rank calls this with the same groups."""
+        ...
+
+
+class Done:
+    """It has ended already."""
+
+    def wait(self) -> None:
+        pass
+
+
+class Here:
+    """Rows that are here already."""
+
+    def __init__(self, rows: list[list[float]]) -> None:
+        self._rows = rows
+
+    def is_here(self) -> bool:
+        return True
+
+    def wait(self) -> list[list[float]]:
+        return self._rows
+
+
+class Alone:
+    """A link of one."""
+
+    rank = 0
+    world = 1
+
+    def start_sum(self, tensor: Tensor) -> Pending:
+        return Done()
+
+    def gather_rows(self, row: Sequence[float]) -> list[list[float]]:
+        return [list(row)]
+
+    def start_gather(self, row: Sequence[float]) -> Rows:
+        return Here([list(row)])
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        return [data]
+
+    def broadcast(self, tensor: Tensor) -> None:
+        pass
+
+    def start_pass(self, out: Tensor, heard: Tensor) -> Pending:
+        heard.copy_(out)
+        return Done()
+
+    def close(self) -> None:
+        pass
+
+
+class _Begun:
+    def __init__(self, *works: dist.Work | None) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        with _peers_may_vanish():
+            for work in self._works:
+                if work is not None:
+                    work.wait()
+
+
+class _Gathered:
+    def __init__(self, work: dist.Work, found: list[Tensor]) -> None:
+        self._work, self._found = work, found
+
+    def is_here(self) -> bool:
+        return self._work.is_completed()
+
+    def wait(self) -> list[list[float]]:
+        _Begun(self._work).wait()
+        return [row.tolist() for row in self._found]
+
+
+class GroupLink:
+    """All ranks of a process group: the default one, or a part of it."""
+
+    def __init__(self, *, owned: bool, group: dist.ProcessGroup | None = None, patience_s: float = PATIENCE_S) -> None:
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.world = dist.get_world_size(group)
+        self._owned = owned
+        """Whether we made the default group, and so end it; its parts end with it."""
+        self._patience_s = patience_s
+
+    def part(self, groups: Sequence[Sequence[int]]) -> "GroupLink":
+        """A link of that group of our ranks in which we are. Every rank calls this with the same groups."""
+        assert self.group is None, "only the default group's ranks are numbered as new_group() wants them"
+        own: dist.ProcessGroup | None = None
+        for ranks in groups:
+            with _peers_may_vanish():
+                made = dist.new_group(list(ranks), timeout=timedelta(seconds=self._patience_s))
+            own = made if self.rank in ranks else own
+        assert own is not None, f"no group holds rank {self.rank}"
+        return GroupLink(owned=False, group=own, patience_s=self._patience_s)
+
+    def start_sum(self, tensor: Tensor) -> Pending:
+        with _peers_may_vanish():
+            work = dist.all_reduce(tensor, group=self.group, async_op=True)
+        assert work is not None
+        return _Begun(work)
+
+    def gather_rows(self, row: Sequence[float]) -> list[list[float]]:
+        return self.start_gather(row).wait()
+
+    def start_gather(self, row: Sequence[float]) -> Rows:
+        if self.world == 1:
+            return Here([list(row)])
+        told = torch.tensor(row, dtype=torch.float64)
+        found = [torch.empty_like(told) for _ in range(self.world)]
+        with _peers_may_vanish():
+            work = dist.all_gather(found, told, group=self.group, async_op=True)
+        assert work is not None
+        return _Gathered(work, found)
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        sizes = [int(found) for found in self._gather(torch.tensor(len(data)))]
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else 0
+        return [found[:size].numpy().tobytes() for found, size in zip(self._gather(padded), sizes, strict=True)]
+
+    def broadcast(self, tensor: Tensor) -> None:
+        # As bytes: backends know only some types. Of numbers that do not lie end to end, a copy travels.
+        raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        with _peers_may_vanish():
+            dist.broadcast(raw, group=self.group, group_src=0)
+        if raw.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(raw.view(tensor.dtype).view(tensor.shape))
+
+    def start_send(self, tensor: Tensor, to: int) -> Pending:
+        """Begins to send a tensor in host memory to one rank, which begins to receive it: in the same order there."""
+        with _peers_may_vanish():
+            return _Begun(dist.isend(tensor, group=self.group, group_dst=to) if tensor.numel() else None)
+
+    def start_receive(self, tensor: Tensor, of: int) -> Pending:
+        with _peers_may_vanish():
+            return _Begun(dist.irecv(tensor, group=self.group, group_src=of) if tensor.numel() else None)
+
+    def start_pass(self, out: Tensor, heard: Tensor) -> Pending:
+        with _peers_may_vanish():
+            coming = dist.irecv(heard, src=(self.rank - 1) % self.world) if heard.numel() else None
+            going = dist.isend(out, dst=(self.rank + 1) % self.world) if out.numel() else None
+        return _Begun(going, coming)
+
+    def close(self) -> None:
+        if self._owned and dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _gather(self, tensor: Tensor) -> list[Tensor]:
+        found = [torch.empty_like(tensor) for _ in range(self.world)]
+        with _peers_may_vanish():
+            dist.all_gather(found, tensor, group=self.group)
+        return found
+
+
+_GONE = re.compile("closed|reset|timed out|timeout|aborted|refused|broken pipe|unreachable", re.IGNORECASE)
+
+
+@contextmanager
+def _peers_may_vanish() -> Iterator[None]:
+    """Backends say in many words that a peer is gone; we say it in one."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not _tells_of_loss(error):
+            raise
+        raise WorkerLost(_loss(error)) from error
+
+
+def _tells_of_loss(error: RuntimeError) -> bool:
+    # Backends also refuse what they cannot do (a type, a shape), and that is nobody's death.
+    return isinstance(error, dist.DistBackendError | dist.DistNetworkError) or bool(_GONE.search(str(error)))
+
+
+def _loss(error: RuntimeError) -> str:
+    return f"Another worker stopped answering: {str(error).strip().splitlines()[0]}"
+
+
+def loss_of_peer(error: BaseException) -> str | None:
+    """A sentence, if an error from anywhere in a script comes from a process group that has lost a peer."""
+    if not isinstance(error, RuntimeError) or not _tells_of_loss(error):
+        return None
+    return _loss(error) if isinstance(error, dist.DistError) or "gloo" in str(error) else None
+
+
+def choose_device() -> torch.device:
+    """This rank's GPU, shared round robin when there are more ranks than GPUs; else the CPU."""
+    if torch.cuda.is_available() and (count := torch.cuda.device_count()):
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % count)
+        torch.cuda.set_device(device)
+        return device
+    return torch.device("cpu")
+
+
+def connect(device: torch.device, patience_s: float) -> Link:
+    """Joins whatever started us: our launcher, torchrun, or a group the caller made; else we are alone."""
+    if dist.is_initialized():
+        return GroupLink(owned=False, patience_s=patience_s)
+    rendezvous = os.environ.get(RENDEZVOUS)
+    place = placed()
+    if place is None:
+        return Alone()
+    rank, world = place
+    if ONLY in os.environ:
+        raise ConfigError(
+            "--only starts one worker of several, and they can only meet in a store. Cut the model into stages with"
+            ' stages.protocol.kind = "datastore" and a url that all of them can reach.'
+        )
+    if world == 1 and rendezvous is not None:
+        return Alone()
+    patience = timedelta(seconds=patience_s)
+    with _peers_may_vanish():
+        meet = rendezvous_at(f"file://{rendezvous}" if rendezvous else "env://", rank, world, timeout=patience)
+        store = next(meet)[0]
+        store.set_timeout(patience)
+        backend = _agree_on_backend(store, rank, world, _backend(device))
+        dist.init_process_group(
+            backend, store=PrefixStore("potluck", store), rank=rank, world_size=world, timeout=patience
+        )
+    return GroupLink(owned=True, patience_s=patience_s)
+
+
+def placed() -> tuple[int, int] | None:
+    """This worker's rank, and how many there are, as whoever started us says; none if nobody did."""
+    if RENDEZVOUS not in os.environ and "RANK" not in os.environ:
+        return None
+    try:
+        return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    except (KeyError, ValueError):
+        raise ConfigError(
+            "RANK is set but RANK and WORLD_SIZE are not both whole numbers. Start the script with"
+            " `potluck run -n 2 script.py` or torchrun, or unset RANK."
+        ) from None
+
+
+def _agree_on_backend(store: Store, rank: int, world: int, own: str) -> str:
+    """What all ranks can use: machines of one run may have fewer GPUs than ranks, or none, and one group has one
+    backend. Ranks that each went by their own machine would wait for each other in vain."""
+    store.set(f"backend/{rank}", own)
+    told = {store.get(f"backend/{each}").decode() for each in range(world)}
+    return own if len(told) == 1 else "gloo"
+
+
+def _backend(device: torch.device) -> str:
+    """What this machine would choose: NCCL where each rank has a GPU of its own. It refuses two ranks on one; Gloo does
+    not."""
+    if device.type != "cuda":
+        return "gloo"
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", 1)))
+    if dist.is_nccl_available() and ranks_here <= torch.cuda.device_count():
+        return "cpu:gloo,cuda:nccl"
+    return "gloo"

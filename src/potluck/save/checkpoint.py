@@ -1,0 +1,188 @@
+"""Checkpoints: atomic, checksummed, and loadable on another number of workers. Nothing is pickled.
+
+A checkpoint is a folder `step-00000120` with safetensors files and manifest.json, which holds everything else and a
+checksum of each file. It is written beside its place and renamed into it, so that a kill at any moment leaves the one
+before it whole. Knows nothing of links: rank 0 alone touches the disk, but for a model that is split (together.py).
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from potluck.errors import CheckpointError
+from potluck.save.run_folder import make_private
+from potluck.save.shelf import (
+    FORMAT,
+    WRITING,
+    body_sha256,
+    check,
+    file_sha256,
+    files_of,
+    free_place,
+    holds_any,
+    insist_on_space,
+    newest,
+    prune,
+    sync,
+)
+from potluck.shard.ranges import Ranges, as_buffer, type_name
+from potluck.shard.stored import make_header, write_all
+
+__all__ = ["CheckpointConfig", "Snapshot", "Writer", "check", "holds_any", "newest", "prune", "read", "write"]
+MODEL, OPTIMIZER, RANDOM, KEPT = "model", "optimizer", "random", "kept"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointConfig:
+    every: int | None = None
+    """Save after each this many steps; none: only at the end, and on Ctrl-C."""
+    keep_last: int = 2
+    """How many checkpoints stay; older ones are removed once a newer one is whole."""
+
+    def __post_init__(self) -> None:
+        if self.every is not None and self.every < 1:
+            raise ValueError(f"every must be at least 1 step, not {self.every}")
+        if self.keep_last < 1:
+            raise ValueError(f"keep_last must be at least 1, not {self.keep_last}")
+
+
+@dataclass
+class Snapshot:
+    """A checkpoint in host memory. `files` maps a file's stem to its tensors; `body` is all that is no tensor."""
+
+    body: dict[str, Any]
+    files: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    notes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """What a file says of its tensors, by its stem: where they are pieces."""
+
+    @property
+    def step(self) -> int:
+        return int(self.body["step"])
+
+    @property
+    def bytes(self) -> int:
+        return sum(tensor.nbytes for tensors in self.files.values() for tensor in tensors.values())
+
+
+# Writing
+
+
+def write(folder: Path, snapshot: Snapshot) -> Path:
+    """Writes a checkpoint below `folder` and returns where it is. Whole or not at all."""
+    place = free_place(folder, snapshot.step)
+    aside = folder / f"{WRITING}{place.name}-{os.getpid()}"
+    with failures_told(folder, aside, snapshot.step):
+        if not folder.exists():
+            make_private(folder)
+            sync(folder.parent)
+        insist_on_space(folder, snapshot.bytes)
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir()
+        sums = {}
+        for stem, tensors in snapshot.files.items():
+            file = aside / f"{stem}.safetensors"
+            save_file(tensors, file)
+            sums[file.name] = {"bytes": file.stat().st_size, "sha256": file_sha256(file)}
+            sync(file)
+        finish(aside, place, {"format": FORMAT, "files": sums} | snapshot.body)
+    return place
+
+
+@contextmanager
+def failures_told(folder: Path, aside: Path, step: int) -> Iterator[None]:
+    """Whatever goes wrong, nothing is left of what was being written, and a sentence says why."""
+    try:
+        yield
+    except (OSError, SafetensorError, CheckpointError) as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        reason = getattr(error, "strerror", None) or str(error).removesuffix(".")
+        raise CheckpointError(
+            f"Cannot write the checkpoint of step {step} to {folder}: {reason}. Checkpoints that were there"
+            " are whole. Free some space or choose another folder with --out, then go on with --resume."
+        ) from None
+
+
+def finish(aside: Path, place: Path, body: dict[str, Any]) -> None:
+    """The manifest, and the name under which it is found: from then on it is a checkpoint."""
+    manifest = aside / "manifest.json"
+    manifest.write_text(json.dumps({"sha256": body_sha256(body), "body": body}, indent=1), encoding="utf-8")
+    sync(manifest)
+    sync(aside)
+    aside.rename(place)
+    sync(place.parent)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], notes: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Writes tensors in host memory as a safetensors file, without another copy of them; says its size and checksum."""
+    header = make_header({name: (type_name(tensor), tuple(tensor.shape)) for name, tensor in tensors.items()}, notes)
+    digest = hashlib.sha256(header.data)
+    with path.open("wb", buffering=0) as file:
+        write_all(file, header.data)
+        for name in header.order:
+            data = as_buffer(tensors[name])
+            write_all(file, data)
+            digest.update(data)
+        os.fsync(file.fileno())
+    return {"bytes": header.total_bytes, "sha256": digest.hexdigest()}
+
+
+class Writer:
+    """Writes snapshots in the background, one at a time, so that training goes on."""
+
+    def __init__(self, folder: Path, keep_last: int) -> None:
+        self.folder = folder
+        self.keep_last = keep_last
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+
+    def start(self, snapshot: Snapshot, on_saved: Callable[[Path], None]) -> None:
+        """Begins to write. Waits for the one before it, if that is still being written."""
+        self.begin(lambda: write(self.folder, snapshot), on_saved)
+
+    def begin(self, work: Callable[[], Path | None], on_saved: Callable[[Path], None]) -> None:
+        """The same with any way to write one; `work` says where it is, or nothing if that is another's to say."""
+        self.wait()
+
+        def run() -> None:
+            try:
+                place = work()
+                if place is not None:
+                    prune(self.folder, self.keep_last, place)
+                    on_saved(place)
+            except Exception as error:  # raised by the next wait(), where somebody hears of it
+                self._error = error
+
+        self._thread = threading.Thread(target=run, name="checkpoint writer")
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Until nothing is being written. Raises what the writing raised."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+
+# Reading
+
+
+def read(path: Path, stem: str) -> dict[str, Tensor]:
+    return load_file(path / f"{stem}.safetensors")
+
+
+def ranges(path: Path, body: dict[str, Any], stem: str) -> Ranges:
+    """The model, or the optimizer's state, whoever wrote it and however it was split."""
+    return Ranges(files_of(path, body, stem))

@@ -1,0 +1,120 @@
+"""potluck export: the model of a checkpoint as one plain safetensors file, under the names that it has in Python.
+
+Streams block by block, so a model of any size needs no more memory than one block. Imports no torch.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+from potluck.errors import CheckpointError, ConfigError
+from potluck.save import shelf
+from potluck.shard.stored import SIZES, Header, Store, make_header, write_all
+from potluck.words import plural
+
+BLOCK_BYTES = 16 << 20
+MODEL = "model"
+
+Begin = Callable[[str, int], Callable[[int], None]]
+"""Given a word and how many bytes there are, shows a bar, which is told of some that are done."""
+
+
+def export(source: Path, out: Path) -> int:
+    """Of one checkpoint, or of the newest one of a run."""
+    console = Console(stderr=True, highlight=False)
+    _insist_on_place(out)
+    with _progress(console) as begin:
+        path, body = _find(source, console, begin)
+        tensors, numbers = _write_model(path, body, out, begin)
+    told = f"{plural(tensors, 'tensor')} of {plural(numbers, 'number')}, as they were after step {body['step']:,}"
+    console.print(f"Wrote {out}: {told}.", soft_wrap=True)
+    return 0
+
+
+def write_plain(checkpoint: Path, out: Path) -> None:
+    """The same without a word."""
+    _write_model(checkpoint, shelf.check(checkpoint), out, lambda what, total: lambda done: None)
+
+
+def _write_model(path: Path, body: dict[str, Any], out: Path, begin: Begin) -> tuple[int, int]:
+    """How many tensors and numbers it has."""
+    with Store(shelf.files_of(path, body, MODEL)) as store:
+        store.check_whole(str(path))
+        header = make_header({name: (stored.dtype, stored.shape) for name, stored in store.tensors.items()})
+        _write(store, header, out, begin("Writing", header.total_bytes))
+        return len(header.order), sum(stored.size for stored in store.tensors.values())
+
+
+def _insist_on_place(out: Path) -> None:
+    if out.exists():
+        raise ConfigError(f"{out} is there already, and is not overwritten. Remove it, or name another file.")
+    if not out.absolute().parent.is_dir():
+        raise ConfigError(f"There is no folder {out.absolute().parent}. Make it, or name another file.")
+
+
+def _find(source: Path, console: Console, begin: Begin) -> tuple[Path, dict[str, Any]]:
+    """The checkpoint, or the newest whole one of a run, and its manifest's body."""
+    if (source / "manifest.json").exists():
+        return source, shelf.check(source, tell=begin("Checking", _bytes_of(source)))
+    standing = shelf.found(source / "checkpoints") or shelf.found(source)
+    for path in standing:
+        try:
+            return path, shelf.check(path, tell=begin("Checking", _bytes_of(path)))
+        except CheckpointError as error:
+            console.print(f"{error} Looking for the one before it.", soft_wrap=True)
+    if standing:
+        raise CheckpointError(f"Every checkpoint in {source} is damaged.")
+    raise ConfigError(f"There is no checkpoint in {source}. Name a run's folder, or one of its checkpoints.")
+
+
+def _bytes_of(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.glob("*.safetensors"))
+
+
+def _write(store: Store, header: Header, out: Path, tell: Callable[[int], None]) -> None:
+    """Whole or not at all."""
+    aside = out.with_name(f".{out.name}-{os.getpid()}")
+    try:
+        shelf.insist_on_space(out.absolute().parent, header.total_bytes)
+        with aside.open("wb", buffering=0) as file:
+            write_all(file, header.data)
+            for name in header.order:
+                for block in _blocks(store, name):
+                    write_all(file, block)
+                    tell(len(block))
+            os.fsync(file.fileno())
+        aside.rename(out)
+        shelf.sync(out.absolute().parent)
+    except OSError as error:
+        raise CheckpointError(f"Cannot write {out}: {error.strerror}.") from None
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def _blocks(store: Store, name: str) -> Iterator[memoryview]:
+    stored = store.tensors[name]
+    width = SIZES[stored.dtype]
+    step = BLOCK_BYTES // width
+    buffer = memoryview(bytearray(min(stored.size, step) * width))
+    for start in range(0, stored.size, step):
+        block = buffer[: min(step, stored.size - start) * width]
+        store.read_bytes(block, name, start)
+        yield block
+
+
+@contextmanager
+def _progress(console: Console) -> Iterator[Begin]:
+    """Bars, where somebody looks."""
+    columns: list[Any] = [TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn()]
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+
+        def begin(what: str, total: int) -> Callable[[int], None]:
+            task = progress.add_task(what, total=total)
+            return lambda count: progress.advance(task, count)
+
+        yield begin

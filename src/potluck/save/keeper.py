@@ -1,0 +1,109 @@
+"""Keeps on the host's disk the checkpoints that workers send. Imports no torch: it checks files, and reads none.
+
+A checkpoint is unpacked beside its place, compared with its own checksums, and renamed into it.
+"""
+
+import os
+import queue
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from potluck.errors import CheckpointError, PotluckError
+from potluck.fleet.coordinator import Standing
+from potluck.fleet.description import MAX_WHOLE
+from potluck.fleet.parcel import Unpacker
+from potluck.fleet.server import OnSaved
+from potluck.save import shelf
+from potluck.save.run_folder import make_private
+
+MOST_BYTES = 1 << 44
+
+
+class Keeper:
+    """One checkpoint at a time arrives; a thread of its own writes it."""
+
+    def __init__(self, folder: Path, pass_over: Callable[[Path, str], None]) -> None:
+        self.folder = folder
+        self._pass_over = pass_over
+        self._generation = 0
+        self._queue: queue.Queue[tuple[bytes | memoryview, Callable[[], None]] | None] | None = None
+
+    def begin(self, step: int, header: str, keep_last: int, on_saved: OnSaved) -> None:
+        self.abort()
+        self._queue = queue.Queue()
+        arguments = (self._queue, step, header, keep_last, on_saved)
+        threading.Thread(target=self._write, args=arguments, name="keeper", daemon=True).start()
+
+    def feed(self, data: bytes | memoryview, taken: Callable[[], None]) -> None:
+        if self._queue is not None:
+            self._queue.put((data, taken))
+
+    def abort(self) -> None:
+        """Whoever sent it is gone: what has arrived is of no use."""
+        if self._queue is not None:
+            self._queue.put(None)
+            self._queue = None
+
+    def newest(self) -> tuple[Path, Standing] | None:
+        for path in shelf.found(self.folder):
+            try:
+                return path, standing_of(path, shelf.check(path))
+            except CheckpointError as error:
+                self._pass_over(path, str(error))
+        return None
+
+    def _write(
+        self,
+        chunks: "queue.Queue[tuple[bytes | memoryview, Callable[[], None]] | None]",
+        step: int,
+        header: str,
+        keep_last: int,
+        on_saved: OnSaved,
+    ) -> None:
+        self._generation += 1
+        aside = self.folder / f"{shelf.WRITING}{step:08d}-{os.getpid()}-{self._generation}"
+        try:
+            make_private(self.folder)
+            shelf.sync(self.folder.parent)
+            unpacker = Unpacker(aside, header, MOST_BYTES)
+            shelf.insist_on_space(self.folder, unpacker.total)
+            while not unpacker.is_complete:
+                chunk = chunks.get()
+                if chunk is None:
+                    unpacker.close()
+                    shutil.rmtree(aside, ignore_errors=True)
+                    return
+                unpacker.feed(chunk[0])
+                chunk[1]()
+            body = shelf.check(aside)
+            if standing_of(aside, body).step != step:
+                raise CheckpointError(f"its manifest is of step {body['step']}")
+            for file in aside.iterdir():
+                shelf.sync(file)
+            shelf.sync(aside)  # else the name could outlive a power cut, and what it names could not
+            place = shelf.free_place(self.folder, body["step"])  # for people; `step` counts agreements
+            aside.rename(place)
+            shelf.sync(self.folder)
+            shelf.prune(self.folder, keep_last, place)
+        except Exception as error:  # whatever it is: without an answer everybody would wait for this checkpoint
+            shutil.rmtree(aside, ignore_errors=True)
+            reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+            theirs = isinstance(error, PotluckError)
+            on_saved(step, "", f"The host cannot keep the checkpoint of step {step}: {reason}", 0, theirs)
+            return
+        on_saved(step, str(place), "", unpacker.total, False)
+
+
+def standing_of(path: Path, body: dict[str, Any]) -> Standing:
+    """Where the run stood; CheckpointError if the manifest, whose checksum anybody can make, does not say so."""
+    figures = {name: body.get(name) for name in ("step", "epoch", "row", "rows_seen", "rows_in_epoch")}
+    figures["version"] = body.get("version", body.get("step"))  # what the coordinator counts
+    if not all(type(figure) is int and 0 <= figure <= MAX_WHOLE for figure in figures.values()):
+        raise CheckpointError(f"{path} is damaged: its manifest does not say where the run stood.")
+    step, epoch, row, rows_seen = (int(body[name]) for name in ("step", "epoch", "row", "rows_seen"))
+    if row and row == body["rows_in_epoch"]:
+        epoch, row = epoch + 1, 0
+    return Standing(body.get("version", step), epoch, row, rows_seen, [(0, row)] if row else [])

@@ -1,0 +1,183 @@
+"""A rank's own part of a model that is split, as pieces for a file, and back from any files that hold the whole.
+
+What is split is written by its owners; what every rank has whole, such as buffers, by the first of them. Optimizer
+state is described by parameters' names as if nothing were split (state.py), so any strategy can load it.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from potluck.save import state
+from potluck.shard.ranges import Ranges
+from potluck.shard.runs import COUNTERS, Run, Span
+from potluck.shard.stored import Spans, piece_key
+
+if TYPE_CHECKING:
+    from potluck.shard.sharded import Sharded
+
+
+# Out of the model
+
+
+class Pieces:
+    """Tensors for one file, and its notes."""
+
+    def __init__(self, *, copies: bool = True) -> None:
+        """`copies`: in host memory; else they are the model's own, wherever they are."""
+        self._copies = copies
+        self.tensors: dict[str, Tensor] = {}
+        self.notes: dict[str, Any] = {}
+        self._spans: Spans = {}
+        self.notes["spans"] = self._spans
+
+    def add(self, name: str, span: Span, numbers: Tensor) -> None:
+        """Some numbers of a tensor that is as large as the span's parameter."""
+        key = piece_key(name, span.start, span.end)
+        self.tensors[key] = self._of(numbers)
+        self._spans[key] = (name, span.shape, span.start, span.end)
+
+    def add_whole(self, name: str, tensor: Tensor) -> None:
+        self.tensors[name] = self._of(tensor)
+
+    def _of(self, tensor: Tensor) -> Tensor:
+        return state.to_host(tensor) if self._copies else tensor
+
+
+def model_part(sharded: "Sharded", *, copies: bool = True) -> Pieces:
+    pieces = Pieces(copies=copies)
+    for run in (*sharded.runs, *sharded.rest):
+        for span, numbers in run.cut(run.parameter.detach()):
+            pieces.add(span.name, span, numbers)
+    # On every rank: fully_shard's state_dict() also lets go of what is gathered, and whoever kept it after a forward
+    # without a backward would not gather it again together with the others.
+    whole = whole_tensors(sharded)
+    if sharded.collectives.rank == 0:
+        for name, tensor in whole.items():
+            pieces.add_whole(name, tensor)
+        for name, spec in sharded.split.items():
+            if 0 in spec.shape:  # nobody owns any of it
+                pieces.add_whole(name, torch.empty(spec.shape, dtype=spec.dtype))
+        pieces.notes["tied"] = sharded.tied()
+    return pieces
+
+
+def optimizer_part(sharded: "Sharded", *, copies: bool = True) -> Pieces:
+    """Its notes are what state.optimizer_state says, of this rank's part: all ranks' notes together are the whole."""
+    pieces = Pieces(copies=copies)
+    said: dict[str, Any] = {}
+    for run in sharded.runs:
+        if run.parameter in sharded.optimizer.state:
+            _add_state(pieces, said, run, sharded.optimizer.state[run.parameter])
+    pieces.notes["state"] = said
+    if sharded.collectives.rank == 0:
+        pieces.notes["class"] = type(sharded.optimizer).__name__
+        settings: dict[str, Tensor] = {}
+        pieces.notes["groups"] = state.groups_json(sharded.optimizer, sharded.group_names, settings)
+        for name, tensor in settings.items():
+            pieces.add_whole(name, tensor)
+    return pieces
+
+
+def whole_tensors(sharded: "Sharded") -> dict[str, Tensor]:
+    """What each rank has whole of all that the model's state_dict holds."""
+    elsewhere = {*sharded.split, *sharded.tied()}
+    return {name: tensor for name, tensor in sharded.model.state_dict().items() if name not in elsewhere}
+
+
+def _add_state(pieces: Pieces, said: dict[str, Any], run: Run, known: dict[str, Any]) -> None:
+    flat = {key: value for key, value in known.items() if _is_flat(value, run)}
+    for key, value in flat.items():
+        for span, numbers in run.cut(value):
+            pieces.add(f"{span.name}/{key}", span, numbers)
+    for span in run.spans:
+        if span.start == 0:  # once for each parameter
+            of_all: dict[str, Tensor] = {}
+            rest = {str(key): value for key, value in known.items() if key not in flat}
+            told = state.flatten(rest, span.name, of_all)["dict"]
+            for name, tensor in of_all.items():
+                pieces.add_whole(name, tensor)
+            said[span.name] = {"dict": told | {key: {"tensor": f"{span.name}/{key}"} for key in flat}}
+
+
+def _is_flat(value: Any, run: Run) -> bool:
+    """Whether it holds a number for each of the run's."""
+    return isinstance(value, Tensor) and value.dim() > 0 and value.shape == run.parameter.shape
+
+
+# Into the model
+
+
+def check_part(sharded: "Sharded", model: Ranges, optimizer: Ranges, skeleton: dict[str, Any], source: str) -> None:
+    """Whether it can be loaded. Changes nothing."""
+    mine: dict[str, state.Described] = {**sharded.model.state_dict(), **sharded.split}
+    mine |= {name: sharded.split[first] for name, first in sharded.tied().items()}
+    state.check_model(mine, model.specs, source)
+    state.check_optimizer(sharded.optimizer, sharded.group_names, skeleton)
+    model.check_whole(source)
+    optimizer.check_whole(source)
+
+
+@torch.no_grad()
+def load_model_part(sharded: "Sharded", source: Ranges) -> None:
+    """Straight into the model's own memory. Where parameters are kept whole, the others' parts are still old."""
+    for run in (*sharded.runs, *sharded.mirrors, *sharded.rest):
+        for span, numbers in run.cut(run.parameter.detach()):
+            source.read_into(numbers, span.name, span.start)
+    for name, tensor in whole_tensors(sharded).items():
+        source.fill(tensor, name)
+
+
+def load_optimizer_part(sharded: "Sharded", source: Ranges, skeleton: dict[str, Any]) -> None:
+    optimizer = sharded.optimizer
+    optimizer.state.clear()  # else the old state and the new one would be here together
+    mine = {id(run.parameter): run for run in (*sharded.runs, *sharded.mirrors)}
+    order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    index = {id(parameter): i for i, parameter in enumerate(order)}
+    settings = state.unflatten(skeleton["groups"], _Read(source))
+    groups = [
+        {**saved, "params": [index[id(parameter)] for parameter in group["params"]]}
+        for saved, group in zip(settings, optimizer.param_groups, strict=True)
+    ]
+    # One of no numbers is in no run, and has no state.
+    runs = ((i, mine[id(parameter)]) for i, parameter in enumerate(order) if id(parameter) in mine)
+    states = {i: _read_state(run, source, skeleton["state"]) for i, run in runs}
+    optimizer.load_state_dict({"param_groups": groups, "state": {i: each for i, each in states.items() if each}})
+
+
+class _Read:
+    """Whole tensors of a source, when they are asked for."""
+
+    def __init__(self, source: Ranges) -> None:
+        self._source = source
+
+    def __getitem__(self, name: str, /) -> Tensor:
+        return self._source.tensor(name)
+
+
+def _read_state(run: Run, source: Ranges, skeleton: dict[str, Any]) -> dict[str, Any]:
+    """Of a parameter that no step has used, there is none."""
+    (span,) = run.spans
+    found: dict[str, Any] = {}
+    for key, entry in skeleton.get(span.name, {"dict": {}})["dict"].items():
+        if _is_range(key, span, entry, source):
+            found[key] = _read_flat(run, source, entry["tensor"])
+        else:
+            found[key] = state.unflatten(entry, _Read(source))
+    return found
+
+
+def _is_range(key: str, span: Span, entry: Any, source: Ranges) -> bool:
+    """Whether it is of the parameter's shape, number for number."""
+    if not isinstance(entry, dict) or "tensor" not in entry:
+        return False
+    return source.spec(entry["tensor"]).shape == span.shape and key not in COUNTERS
+
+
+@torch.no_grad()
+def _read_flat(run: Run, source: Ranges, name: str) -> Tensor:
+    (span,) = run.spans
+    flat = torch.empty(span.size, dtype=source.spec(name).dtype, device=run.parameter.device)
+    source.read_into(flat, name, span.start)
+    return flat.view_as(run.parameter)

@@ -1,0 +1,193 @@
+"""Saves where a run stands, and finds it again on any number of workers, however its model is split.
+
+Of a model that each worker has whole, rank 0 alone touches the disk; what the others need of a checkpoint reaches them
+over the link. A model that is split is written and read by all of them, each its own part, in a folder that they share.
+"""
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from potluck.engine.replica import Replica
+from potluck.errors import CheckpointError
+from potluck.events import CheckpointPassedOver, CheckpointSaved, EventLog
+from potluck.link.link import Link
+from potluck.save import checkpoint, shelf, split_saves, state
+from potluck.save.split_saves import ALL_DAMAGED, TENSORS, KeptTensors, Standing, together
+from potluck.shard.ranges import Ranges, Spec
+
+if TYPE_CHECKING:
+    from potluck.shard.sharded import Sharded
+
+__all__ = ["TENSORS", "KeptTensors", "Saves", "Standing", "take_snapshot"]
+
+
+class Saves:
+    def __init__(self, link: Link, events: EventLog) -> None:
+        self._link = link
+        self._events = events
+        self._writers: dict[Path, checkpoint.Writer] = {}
+        self._gone = threading.Event()
+
+    def save(self, folder: Path, replica: Replica, standing: Standing, keep_last: int, kept: KeptTensors) -> None:
+        """Returns once the checkpoint is in host memory; the disk is written meanwhile.
+
+        One at a time: it waits for the write before it, if that has not ended yet.
+        """
+        writer = self._writers.setdefault(folder, checkpoint.Writer(folder, keep_last))
+        writer.keep_last = keep_last
+        writer.wait()
+        started = time.perf_counter()
+        if (sharded := sharded_of(replica)) is not None:
+            split_saves.save(self._link, writer, sharded, standing, kept, self._saved, self._gone.is_set)
+            return
+        randoms = self._link.gather_bytes(state.random_state())
+        if self._link.rank == 0:
+            snapshot = take_snapshot(replica, standing, randoms, kept)
+            writer.start(snapshot, self._saved(snapshot.step, time.perf_counter() - started))
+
+    def load(self, folder: Path, replica: Replica, check: Callable[[Path, Standing], None]) -> Standing | None:
+        """Puts the newest whole checkpoint into the replica and says where it stands; none if there is none.
+
+        `check` may refuse it. The random state is put back if there are as many workers as there were.
+        """
+        self.wait_together()  # else it would miss one that is being written, or some would see what others do not
+        if (sharded := sharded_of(replica)) is not None:
+            standing = split_saves.load(self._link, folder, sharded, check, self._pass_over)
+        else:
+            standing = self._load_whole(folder, replica, check)
+        if standing is not None:
+            replica.remember_buffers()
+        return standing
+
+    def one_is_gone(self) -> None:
+        """Another worker is: what it has not written by now of a checkpoint will not come."""
+        self._gone.set()
+
+    def wait(self) -> None:
+        """Until nothing is being written here."""
+        for writer in self._writers.values():
+            writer.wait()
+
+    def wait_together(self) -> None:
+        """On every worker alike, until nothing is being written anywhere. What went wrong is raised on all."""
+        together(self._link, self.wait)
+
+    def _saved(self, step: int, stall_s: float) -> Callable[[Path], None]:
+        def tell(place: Path) -> None:
+            size = sum(file.stat().st_size for file in place.iterdir())
+            self._events.emit(CheckpointSaved(step=step, folder=str(place), stall_s=stall_s, bytes=size))
+
+        return tell
+
+    def _pass_over(self, path: Path, reason: str) -> None:
+        self._events.emit(CheckpointPassedOver(folder=str(path), reason=reason))
+
+    # A model that each worker has whole
+
+    def _load_whole(self, folder: Path, replica: Replica, check: Callable[[Path, Standing], None]) -> Standing | None:
+        path, standing = self._find(folder, replica, check)
+        if standing is None:
+            return None
+        with Ranges(shelf.files_of(path, standing, checkpoint.MODEL) if path else ()) as source:
+            if path:
+                state.load_model(replica.model, source)
+        replica.align()
+        with Ranges(shelf.files_of(path, standing, checkpoint.OPTIMIZER) if path else ()) as source:
+            told = _Told(self._link, source, replica)
+            state.load_optimizer(replica.optimizer, replica.names, told, standing["optimizer"])
+        if standing["workers"] == self._link.world:
+            with Ranges(shelf.files_of(path, standing, checkpoint.RANDOM) if path else ()) as source:
+                told = _Told(self._link, source, replica)
+                randoms = [told[str(rank)] for rank in range(self._link.world)]
+            state.set_random_state(randoms[self._link.rank].numpy().tobytes())
+        with Ranges(shelf.files_of(path, standing, checkpoint.KEPT) if path else ()) as source:
+            told = _Told(self._link, source, replica)
+            return standing | {TENSORS: {name: told[name] for name in told.names}}
+
+    def _find(
+        self, folder: Path, replica: Replica, check: Callable[[Path, Standing], None]
+    ) -> tuple[Path | None, Standing | None]:
+        """Where it stands, on every rank, and on rank 0 its path.
+
+        A refusal is raised on every rank alike, before anything is changed.
+        """
+        path, told = None, ""
+        if self._link.rank == 0:
+            try:
+                found = checkpoint.newest(folder, self._pass_over)
+                if found is not None:
+                    path, standing = found
+                    self._insist_on_whole(path, standing, replica)
+                    check(path, standing)
+                elif checkpoint.holds_any(folder):
+                    raise CheckpointError(ALL_DAMAGED.format(folder))
+                told = json.dumps({"standing": found and found[1] | {"path": str(found[0])}})
+            except CheckpointError as error:
+                told = json.dumps({"refusal": str(error)})
+        answer = json.loads(self._link.gather_bytes(told.encode())[0])
+        if "refusal" in answer:
+            raise CheckpointError(answer["refusal"])
+        return path, answer["standing"]
+
+    def _insist_on_whole(self, path: Path, standing: Standing, replica: Replica) -> None:
+        """That it is of this model and this optimizer, and that nothing is missing."""
+        with (
+            checkpoint.ranges(path, standing, checkpoint.MODEL) as model,
+            checkpoint.ranges(path, standing, checkpoint.OPTIMIZER) as optimizer,
+        ):
+            state.check_model(replica.model.state_dict(), model.specs, str(path))
+            names = [[replica.names[id(p)] for p in group["params"]] for group in replica.optimizer.param_groups]
+            state.check_optimizer(replica.optimizer, names, standing["optimizer"])
+            model.check_whole(str(path))
+            optimizer.check_whole(str(path))
+
+
+class _Told:
+    """Rank 0's tensors on every rank, each when it is asked for: by all ranks in the same order."""
+
+    def __init__(self, link: Link, source: Ranges, replica: Replica) -> None:
+        self._link = link
+        self._source = source
+        held = [parameter for group in replica.optimizer.param_groups for parameter in group["params"]]
+        self._parameters = {replica.names[id(parameter)]: parameter for parameter in held}
+        mine = {name: [list(spec.shape), str(spec.dtype).removeprefix("torch.")] for name, spec in source.specs.items()}
+        told = json.loads(link.gather_bytes(json.dumps(mine).encode())[0])
+        self._specs = {name: Spec(tuple(shape), getattr(torch, dtype)) for name, (shape, dtype) in told.items()}
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._specs)
+
+    def __getitem__(self, name: str, /) -> Tensor:
+        spec = self._specs[name]
+        tensor = self._source.tensor(name) if self._link.rank == 0 else torch.empty(spec.shape, dtype=spec.dtype)
+        self._link.broadcast(tensor)
+        owner = self._parameters.get(name.rpartition("/")[0])
+        is_like_it = owner is not None and owner.dim() > 0 and owner.shape == tensor.shape
+        return tensor.to(owner.device) if owner is not None and is_like_it else tensor  # none waits in host memory
+
+
+def sharded_of(replica: Replica) -> "Sharded | None":
+    """What this worker holds of a model that is split; none if it has all of it."""
+    return replica.part or getattr(replica, "sharded", None)
+
+
+def take_snapshot(replica: Replica, standing: Standing, randoms: list[bytes], kept: KeptTensors) -> checkpoint.Snapshot:
+    """A copy in host memory. `randoms`: each worker's random state, or none where it does not matter."""
+    tensors, skeleton = state.optimizer_state(replica.optimizer, replica.names)
+    return checkpoint.Snapshot(
+        standing | {"optimizer": skeleton, "workers": len(randoms)},
+        {
+            checkpoint.MODEL: state.model_state(replica.model),
+            checkpoint.OPTIMIZER: tensors,
+            checkpoint.RANDOM: {str(rank): state.bytes_tensor(data) for rank, data in enumerate(randoms)},
+            **({checkpoint.KEPT: kept} if kept else {}),
+        },
+    )

@@ -1,0 +1,169 @@
+"""Saves and finds a model that is split over workers: each writes and reads its own part, in a folder that they share.
+
+What all must do alike is agreed over the link, in the foreground; the disk is written in the background (together.py).
+"""
+
+import json
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from potluck.errors import CheckpointError
+from potluck.link.link import Link
+from potluck.save import checkpoint, parts, shelf, state
+from potluck.save.together import Share, new_aside, write_share, write_together
+
+if TYPE_CHECKING:
+    from potluck.shard.sharded import Sharded
+
+Standing = dict[str, Any]
+"""Where a run stands, as JSON: step, rows, epoch, position; what is kept beside the model."""
+KeptTensors = dict[str, Tensor]
+"""In host memory: tensors of the scheduler and of fleet.state, which the standing names."""
+TENSORS = "kept tensors"
+"""Under which a standing that was loaded has them."""
+ALL_DAMAGED = "Every checkpoint in {} is damaged. Start anew in another folder."
+
+
+def together(link: Link, work: Callable[[], None]) -> None:
+    """Does it on every worker. What one of them cannot do is raised on all."""
+    error: Exception | None = None
+    try:
+        work()
+    except Exception as caught:
+        error = caught
+    told = [data.decode() for data in link.gather_bytes(str(error or "").encode())]
+    if error is not None:
+        raise error
+    if any(told):
+        raise CheckpointError(next(sentence for sentence in told if sentence))
+
+
+def save(
+    link: Link,
+    writer: checkpoint.Writer,
+    sharded: "Sharded",
+    standing: Standing,
+    kept: KeptTensors,
+    saved: Callable[[int, float], Callable[[Path], None]],
+    is_one_gone: Callable[[], bool],
+) -> None:
+    """Returns once this worker's part is in host memory. `saved`, given step and stall, makes what hears the place."""
+    started = time.perf_counter()
+    aside, randoms = agree_on_aside(link, writer.folder, standing["step"])
+    share = Share(link.rank, sharded.collectives.world, aside)
+    if share.rank >= share.world:
+        return  # a node of others holds the same parts, and writes them
+    snapshot = take_part(sharded, standing, randoms, share, kept)
+    tell = saved(snapshot.step, time.perf_counter() - started)
+    if share.rank:
+        writer.begin(lambda: write_share(share, snapshot), tell)
+    else:
+        writer.begin(lambda: write_together(writer.folder, share, snapshot, is_one_gone), tell)
+
+
+def take_part(
+    sharded: "Sharded", standing: Standing, randoms: list[bytes], share: Share, kept: KeptTensors
+) -> checkpoint.Snapshot:
+    """A copy in host memory of what this worker writes."""
+    model, optimizer = parts.model_part(sharded), parts.optimizer_part(sharded)
+    names = share.stem(checkpoint.MODEL), share.stem(checkpoint.OPTIMIZER)
+    files = {names[0]: model.tensors, names[1]: optimizer.tensors}
+    if share.rank == 0:
+        files[checkpoint.RANDOM] = {str(rank): state.bytes_tensor(data) for rank, data in enumerate(randoms)}
+        files |= {checkpoint.KEPT: kept} if kept else {}
+    notes = {names[0]: model.notes, names[1]: optimizer.notes}
+    return checkpoint.Snapshot(standing | {"workers": len(randoms)}, files, notes)
+
+
+def agree_on_aside(link: Link, folder: Path, step: int) -> tuple[Path, list[bytes]]:
+    """A new folder that every worker sees, and everyone's random state."""
+    told: dict[str, str] = {}
+    if link.rank == 0:
+        try:
+            told = {"aside": new_aside(folder, step).name}
+        except CheckpointError as error:
+            told = {"refusal": str(error)}
+    mine = json.dumps(told).encode()
+    gathered = [_cut(data) for data in link.gather_bytes(len(mine).to_bytes(4) + mine + state.random_state())]
+    answer = json.loads(gathered[0][0])
+    if "refusal" in answer:
+        raise CheckpointError(answer["refusal"])
+    aside = folder / answer["aside"]
+    together(link, lambda: _insist_on_shared(link, folder, sees_it=aside.is_dir()))
+    return aside, [random for _, random in gathered]
+
+
+def _cut(data: bytes) -> tuple[bytes, bytes]:
+    """What comes first, behind its length, and the rest."""
+    end = 4 + int.from_bytes(data[:4])
+    return data[4:end], data[end:]
+
+
+def _insist_on_shared(link: Link, folder: Path, *, sees_it: bool) -> None:
+    if not sees_it:
+        raise CheckpointError(
+            f"Worker {link.rank} does not see in {folder} what worker 0 sees there. A model that is split over workers"
+            " is saved and loaded by all of them: put the folder on a disk that they share."
+        )
+
+
+def load(
+    link: Link,
+    folder: Path,
+    sharded: "Sharded",
+    check: Callable[[Path, Standing], None],
+    pass_over: Callable[[Path, str], None],
+) -> Standing | None:
+    """Puts this worker's part of the newest whole checkpoint into its memory. A refusal comes before any change."""
+    found = _find(link, folder, pass_over)
+    if found is None:
+        return None
+    path, standing = found
+    with ExitStack() as stack:
+        sources = []
+
+        def look() -> None:
+            for stem in (checkpoint.MODEL, checkpoint.OPTIMIZER):
+                sources.append(stack.enter_context(checkpoint.ranges(path, standing, stem)))
+            parts.check_part(sharded, sources[0], sources[1], standing["optimizer"], str(path))
+            check(path, standing)
+
+        def fill() -> None:
+            parts.load_model_part(sharded, sources[0])
+            parts.load_optimizer_part(sharded, sources[1], standing["optimizer"])
+
+        together(link, look)
+        together(link, fill)
+    sharded.share()
+    sharded.settle()
+    if standing["workers"] == link.world:
+        with checkpoint.ranges(path, standing, checkpoint.RANDOM) as source:
+            state.set_random_state(source.tensor(str(link.rank)).numpy().tobytes())
+    with checkpoint.ranges(path, standing, checkpoint.KEPT) as source:
+        return standing | {TENSORS: {name: source.tensor(name) for name in source.specs}}
+
+
+def _find(link: Link, folder: Path, pass_over: Callable[[Path, str], None]) -> tuple[Path, Standing] | None:
+    """The newest that is whole. Each worker compares the checksums of some of its files."""
+    names = [path.name for path in shelf.found(folder)]
+    theirs = json.loads(link.gather_bytes(json.dumps(names).encode())[0])
+    together(link, lambda: _insist_on_shared(link, folder, sees_it=names == theirs))
+    for name in names:
+        standing, complaint = {}, ""
+        try:
+            standing = shelf.check(folder / name, link.rank, link.world)
+        except CheckpointError as error:
+            complaint = str(error)
+        complaints = [data.decode() for data in link.gather_bytes(complaint.encode())]
+        if not any(complaints):
+            return folder / name, standing | {"path": str(folder / name)}
+        if link.rank == 0:
+            pass_over(folder / name, next(told for told in complaints if told))
+    if names:
+        raise CheckpointError(ALL_DAMAGED.format(folder))
+    return None

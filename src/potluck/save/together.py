@@ -1,0 +1,134 @@
+"""A checkpoint that several ranks write together, each its own files, into one folder that they share.
+
+Each writes in the background and says so in a small file, `00001.done`; rank 0 waits until all have, and only then
+makes a checkpoint of it. They tell each other nothing but through that folder.
+"""
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from potluck.errors import CheckpointError
+from potluck.save.checkpoint import MODEL, OPTIMIZER, Snapshot, failures_told, finish, ranges, write_tensors
+from potluck.save.run_folder import make_private
+from potluck.save.shelf import FORMAT_IN_PARTS, WRITING, free_place, insist_on_space, sync
+
+PATIENCE_S = 600.0
+"""How long rank 0 waits for the files of the others, once its own are written."""
+GRACE_S = 5.0
+"""The same, once it is known that one of them is gone."""
+LOOK_S = 0.02
+"""Between two looks for them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One of those who write a checkpoint together."""
+
+    rank: int
+    world: int
+    """How many write."""
+    aside: Path
+    """The folder that all of them write into."""
+
+    def stem(self, stem: str) -> str:
+        """Of this rank's own file of a kind."""
+        return f"{stem}-{self.rank:05d}-of-{self.world:05d}"
+
+    def done(self, rank: int) -> Path:
+        """There when a rank has written all of its files; holds their checksums."""
+        return self.aside / f"{rank:05d}.done"
+
+    def failed(self, rank: int) -> Path:
+        """There when a rank could not; says why."""
+        return self.aside / f"{rank:05d}.failed"
+
+
+def new_aside(folder: Path, step: int) -> Path:
+    """A new folder to write a checkpoint into, before it has its place."""
+    aside = folder / f"{WRITING}step-{step:08d}-{os.getpid()}-{time.time_ns()}"
+    with failures_told(folder, aside, step):
+        make_private(folder)
+        aside.mkdir()
+    return aside
+
+
+def write_share(share: Share, snapshot: Snapshot) -> None:
+    """What a rank other than 0 does."""
+    try:
+        _write_files(share, snapshot)
+    except (OSError, CheckpointError) as error:
+        reason = getattr(error, "strerror", None) or str(error).removesuffix(".")
+        with contextlib.suppress(OSError):  # then it is missed all the same
+            _appear(share.failed(share.rank), reason)
+        raise CheckpointError(
+            f"Cannot write the checkpoint of step {snapshot.step} to {share.aside.parent}: {reason}."
+        ) from None
+
+
+def write_together(folder: Path, share: Share, snapshot: Snapshot, is_one_gone: Callable[[], bool]) -> Path:
+    """What rank 0 does: its own files, and what makes the files of all a checkpoint. Returns where that is."""
+    with failures_told(folder, share.aside, snapshot.step):
+        _write_files(share, snapshot)
+        body = {"format": FORMAT_IN_PARTS, "files": _await_all(share, is_one_gone)} | snapshot.body
+        with ranges(share.aside, body, MODEL) as model, ranges(share.aside, body, OPTIMIZER) as optimizer:
+            model.check_whole("it")
+            optimizer.check_whole("it")
+            body["optimizer"] = optimizer.notes
+        for rank in range(share.world):
+            share.done(rank).unlink()
+        place = free_place(folder, snapshot.step)
+        finish(share.aside, place, body)
+    return place
+
+
+def _write_files(share: Share, snapshot: Snapshot) -> None:
+    insist_on_space(share.aside, snapshot.bytes)
+    sums = {}
+    for stem, tensors in snapshot.files.items():
+        file = share.aside / f"{stem}.safetensors"
+        sums[file.name] = write_tensors(file, tensors, snapshot.notes.get(stem))
+    _appear(share.done(share.rank), json.dumps(sums))
+
+
+def _await_all(share: Share, is_one_gone: Callable[[], bool]) -> dict[str, Any]:
+    """The checksums of all ranks' files, once all are there."""
+    started = time.monotonic()
+    deadline = started + PATIENCE_S
+    while missing := [rank for rank in range(share.world) if not share.done(rank).exists()]:
+        if failed := [rank for rank in missing if share.failed(rank).exists()]:
+            raise CheckpointError(f"worker {failed[0]} says: {share.failed(failed[0]).read_text(encoding='utf-8')}")
+        if is_one_gone():
+            deadline = min(deadline, time.monotonic() + GRACE_S)
+            is_one_gone = _no
+        if time.monotonic() > deadline:
+            raise CheckpointError(
+                f"nothing came from {_workers(missing)} within {time.monotonic() - started:.0f} s; all write into the"
+                " same folder, which must be on a disk that they share"
+            )
+        time.sleep(LOOK_S)
+    sums: dict[str, Any] = {}
+    for rank in range(share.world):
+        sums |= json.loads(share.done(rank).read_text(encoding="utf-8"))
+    return sums
+
+
+def _no() -> bool:
+    return False
+
+
+def _workers(ranks: list[int]) -> str:
+    return f"worker {ranks[0]}" if len(ranks) == 1 else f"workers {', '.join(map(str, ranks))}"
+
+
+def _appear(path: Path, text: str) -> None:
+    """A file that is there whole, or not at all."""
+    aside = path.with_suffix(".part")
+    aside.write_text(text, encoding="utf-8")
+    sync(aside)
+    aside.rename(path)

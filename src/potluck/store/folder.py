@@ -1,0 +1,259 @@
+"""Folder: a place on a file system that all workers see.
+
+An object is written beside its place and renamed into it. Nothing is synced to the disk: objects outlive a killed
+process, not a power cut, after which their checksum says that they are not whole. A few files of consumed objects are
+kept as spares, and new objects of their size written over them: that saves the system from freeing and finding the
+same memory over and over, which takes longer than to fill it.
+
+Others may have a right to write there. So no link is followed, and nothing is written over but a plain file of our own
+that has no other name: else somebody could have us overwrite any file of ours.
+"""
+
+import errno
+import os
+import re
+import secrets
+import stat
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from potluck.errors import StoreError
+from potluck.store.objects import HEAD_BYTES, Draft
+from potluck.store.place import Exists, Missing, Unreachable
+
+UNFINISHED = re.compile(r"\.(?P<name>[^/]+)~[0-9a-f]{8}")
+"""A file that is being written, or was when its writer died; or one that waits to be written over."""
+_SPARE = ".spare-"
+SPARES, SPARES_BYTES = 32, 1 << 28
+"""Files that are kept to be written over, in each folder: so many, or of so many bytes together."""
+SPARE_BYTES = 1 << 20
+"""Smaller ones are not worth it."""
+_MODE = 0o664
+"""Of a file, less the umask: never for everybody to write."""
+_AS_IT_IS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+"""A link is refused, and a named pipe does not make us wait for its other end."""
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
+_FOR_NOW = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.ENOTCONN, errno.EHOSTDOWN, errno.EBUSY}
+
+
+class Folder:
+    first_pause_s = 0.0005
+    longest_pause_s = 0.05
+
+    def __init__(self, root: Path) -> None:
+        self._root = str(root)
+
+    def check(self) -> None:
+        with self._troubles():
+            try:
+                Path(self._root).mkdir(mode=0o770, exist_ok=True)
+            except FileNotFoundError:
+                raise StoreError(
+                    f"The folder {Path(self._root).parent} does not exist. Make or mount it, so that all workers see"
+                    " the same one."
+                ) from None
+            except FileExistsError:
+                raise StoreError(f"{self._root} is a file. The url of a store names a folder.") from None
+
+    def write(self, name: str, draft: Draft, *, new: bool = False) -> None:
+        folder, _, last = name.rpartition("/")
+        path, unfinished = f"{self._root}/{name}", f"{self._root}/{folder}/.{last}~{secrets.token_hex(4)}"
+        with self._troubles():
+            try:
+                self._fill(unfinished, draft)
+                _link(unfinished, path) if new else os.replace(unfinished, path)
+            except BaseException as error:
+                with suppress(OSError):
+                    os.unlink(unfinished)
+                if isinstance(error, FileNotFoundError):  # somebody tidied up between our two steps
+                    raise Unreachable(f"{folder} vanished") from None
+                raise
+
+    def _fill(self, path: str, draft: Draft) -> None:
+        descriptor = self._open_spare(path, draft.size)
+        if descriptor is None:
+            descriptor = self._open_new(path)
+        try:
+            _write_all(descriptor, draft)
+        finally:
+            os.close(descriptor)
+
+    def _open_new(self, path: str) -> int:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        with suppress(FileNotFoundError):
+            return os.open(path, flags, _MODE)
+        # Never the root: a share that is not mounted must not become a folder of this machine's own.
+        if not Path(self._root).is_dir():
+            raise Unreachable(f"{self._root} is gone")
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        return os.open(path, flags, _MODE)
+
+    def _open_spare(self, path: str, size: int) -> int | None:
+        """A file of exactly that size, which now has that name; none if there is none that we may write."""
+        if size < SPARE_BYTES:
+            return None
+        folder = path.rpartition("/")[0]
+        with suppress(OSError):
+            for spare in _spares(folder, size):
+                with suppress(FileNotFoundError):  # another thread or worker was faster
+                    os.rename(f"{folder}/{spare}", path)
+                    descriptor = os.open(path, os.O_WRONLY | _AS_IT_IS)
+                    found = os.fstat(descriptor)
+                    if _is_ours(found) and found.st_size == size:
+                        return descriptor
+                    os.close(descriptor)
+                    os.unlink(path)
+        with suppress(OSError):
+            os.unlink(path)
+        return None
+
+    def recycle(self, names: Sequence[str]) -> None:
+        with self._troubles():
+            for name in names:
+                path = f"{self._root}/{name}"
+                folder = path.rpartition("/")[0]
+                with suppress(FileNotFoundError):
+                    found = os.lstat(path)
+                    size = found.st_size
+                    if (
+                        _is_ours(found)
+                        and size >= SPARE_BYTES
+                        and len(_spares(folder)) < min(SPARES, SPARES_BYTES // size)
+                    ):
+                        os.rename(path, f"{folder}/{_SPARE}{size}~{secrets.token_hex(4)}")
+                    else:
+                        os.unlink(path)
+
+    @contextmanager
+    def read(self, name: str) -> Iterator["_File"]:
+        with self._troubles():
+            try:
+                descriptor = os.open(f"{self._root}/{name}", os.O_RDONLY | _AS_IT_IS)
+            except (FileNotFoundError, NotADirectoryError):
+                raise Missing(name) from None
+            except OSError as error:
+                if error.errno in (errno.ELOOP, errno.ENXIO):
+                    raise self._strange(name) from None
+                raise
+            try:
+                if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                    raise self._strange(name)
+                yield _File(descriptor)
+            finally:
+                os.close(descriptor)
+
+    def names(self, under: str) -> list[str]:
+        with self._troubles():
+            found = os.walk(f"{self._root}/{under}")
+            start = len(self._root) + 1
+            return [f"{folder[start:]}/{file}" for folder, _, files in found for file in files]
+
+    def rooms(self, under: str) -> list[str]:
+        with self._troubles():
+            try:
+                return [
+                    entry.name for entry in os.scandir(f"{self._root}/{under}") if entry.is_dir(follow_symlinks=False)
+                ]
+            except FileNotFoundError:
+                return []
+
+    def delete(self, names: Sequence[str]) -> None:
+        with self._troubles():
+            for name in names:
+                with suppress(FileNotFoundError):
+                    os.unlink(f"{self._root}/{name}")
+
+    def tidy(self, run: str) -> None:
+        for folder, _, _ in os.walk(f"{self._root}/{run}", topdown=False):
+            with suppress(OSError):  # somebody may be writing there
+                Path(folder).rmdir()
+
+    def _strange(self, name: str) -> StoreError:
+        return StoreError(
+            f"{self._root}/{name} is no plain file: no worker has put it there. See who may write to that folder, and"
+            " remove it."
+        )
+
+    @contextmanager
+    def _troubles(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            reason = os.strerror(error.errno) if error.errno else str(error)
+            if error.errno in _FULL:
+                raise StoreError(
+                    f"{self._root} is full ({reason}). Make room there, and start this worker again; nothing is lost."
+                ) from None
+            if error.errno in _FORBIDDEN:
+                raise StoreError(
+                    f"{self._root} cannot be read and written by this worker ({reason}). Give it the right to, or name"
+                    " another folder."
+                ) from None
+            if error.errno in _FOR_NOW:
+                raise Unreachable(reason) from None
+            raise StoreError(f"{self._root} cannot be used: {reason}.") from None
+
+
+class _File:
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self.size = os.fstat(descriptor).st_size
+
+    def fill(self, view: memoryview) -> int:
+        done = 0
+        while done < len(view):
+            count = os.readv(self._descriptor, [view[done:]])
+            if not count:
+                break
+            done += count
+        return done
+
+
+def _is_ours(found: os.stat_result) -> bool:
+    """A plain file that we own and that has no other name."""
+    return stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and found.st_nlink == 1
+
+
+def _spares(folder: str, size: int | None = None) -> list[str]:
+    """They look like unfinished files, so whoever clears a folder clears them too."""
+    start = _SPARE if size is None else f"{_SPARE}{size}~"
+    return [name for name in os.listdir(folder) if name.startswith(start)]
+
+
+def _write_all(descriptor: int, draft: Draft) -> None:
+    """The first chunk last, together with the head, which holds the checksum of everything."""
+    digest, chunks = draft.digest(), draft.chunks()
+    first, at = next(chunks, memoryview(b"")), HEAD_BYTES
+    digest.update(first)
+    at += len(first)
+    for chunk in chunks:
+        digest.update(chunk)
+        _write_at(descriptor, [chunk], at)
+        at += len(chunk)
+    _write_at(descriptor, [memoryview(draft.head(digest.value())), first], 0)
+
+
+def _write_at(descriptor: int, parts: list[memoryview], at: int) -> None:
+    while parts:
+        count = os.pwritev(descriptor, parts, at)
+        at += count
+        while parts and count >= len(parts[0]):
+            count -= len(parts.pop(0))
+        if count:
+            parts[0] = parts[0][count:]
+
+
+def _link(unfinished: str, path: str) -> None:
+    """Like a rename, but Exists where there is something already."""
+    try:
+        os.link(unfinished, path)
+    except FileExistsError:
+        raise Exists from None
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.ENOTSUP):  # a file system without links
+            raise
+        os.replace(unfinished, path)
+    else:
+        os.unlink(unfinished)
