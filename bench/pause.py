@@ -62,8 +62,8 @@ class Learner:
     def __init__(self, invite: str, name: str) -> None:
         import torch
 
+        from potluck.environment import QUIET
         from potluck.fleet.invite import INVITE
-        from potluck.launch.launch import QUIET
 
         os.environ |= {INVITE: invite, QUIET: "1", "POTLUCK_NAME": name}
         torch.set_num_threads(1)

@@ -27,12 +27,12 @@ _HOMES = {
     "ApplyPolicy": "agree.policy",
     "Async": "agree.policy",
     "Cadence": "agree.policy",
-    "CheckpointConfig": "train.checkpoint",
+    "CheckpointConfig": "save.checkpoint",
     "CommunicationProtocol": "stages.protocol",
     "DataStore": "stages.protocol",
     "Direct": "stages.protocol",
     "ElChe": "agree.elche",
-    "Engine": "train.engine",
+    "Engine": "engine.engine",
     "FitConfig": "train.trainer",
     "FullShard": "shard.strategy",
     "HybridShard": "shard.strategy",
@@ -46,10 +46,10 @@ _HOMES = {
     "ShardedOptimizer": "shard.zero",
     "ShardingStrategy": "shard.strategy",
     "Stages": "stages.protocol",
-    "StepConfig": "train.replica",
+    "StepConfig": "engine.replica",
     "Sync": "agree.policy",
     "Trainer": "train.trainer",
-    "init": "train.engine",
+    "init": "engine.engine",
 }
 
 __all__ = [

@@ -10,10 +10,10 @@ from typing import Annotated, get_args
 import tyro
 
 from potluck import __version__
-from potluck.config import to_dict
+from potluck.config import checked, to_dict
 from potluck.errors import ConfigError, PotluckError
 from potluck.launch.launch import launch
-from potluck.launch.order import Order, WorkersConfig, built_in_recipes, checked, data_setting, workers_of
+from potluck.train.order import Order, WorkersConfig, built_in_recipes, data_setting, workers_of
 
 Settings = Annotated[
     tyro.conf.UseAppendAction[list[str]],
@@ -67,7 +67,7 @@ class Demo:
     settings: Settings = field(default_factory=list)
 
     def __call__(self) -> int:
-        from potluck.train.demo import demo
+        from potluck.launch.demo import demo
 
         return demo((*self.settings, *data_setting(self.data)), self.workers, self.out)
 
@@ -150,7 +150,7 @@ class Host:
 
     def __call__(self) -> int:
         from potluck.launch.host import host
-        from potluck.launch.order import host_order
+        from potluck.train.order import host_order
 
         return host(
             host_order(

@@ -8,7 +8,7 @@ import difflib
 import tomllib
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, Union, get_args, get_origin
 
 import tomli_w
@@ -145,3 +145,11 @@ def _convert_variant(options: list[Any], value: Any, path: str) -> Any:
 
 
 _WORDS = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
+
+
+def checked(make: Callable[[], T], what: str = "") -> T:
+    """Whatever a setting is refused for, as a sentence for the command line."""
+    try:
+        return make()
+    except ValueError as error:
+        raise ConfigError(f"{what}{error}.") from None

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from potluck.launch.launch import usable_cores
+from potluck.environment import usable_cores
 from potluck.words import plural, size
 
 BACKEND_PROBE = """

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from potluck.engine.loader import BatchConfig
 from potluck.errors import Interrupted, WorkerLost
 from potluck.events import Event
 from potluck.fleet.coordinator import Coordinator
@@ -30,7 +31,6 @@ from potluck.fleet.server import Server
 from potluck.link.link import loss_of_peer
 from potluck.save.keeper import Keeper
 from potluck.shard.strategy import HybridShard
-from potluck.train.data import BatchConfig
 from tests.gathered import gathered
 from tests.odd import Odd
 from tests.ranks import _main_module_unnamed, _server

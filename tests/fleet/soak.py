@@ -27,10 +27,10 @@ import torch
 import torch.nn.functional as F
 
 from potluck.agree.policy import Async, Cadence, Sync
+from potluck.engine.rows import mix
 from potluck.events import Decided, Event
 from potluck.fleet.journal import Journal
 from potluck.fleet.ledger import prove
-from potluck.train.data import mix
 from tests.fleet import schedules
 from tests.fleet.fleet import (
     BATCH,

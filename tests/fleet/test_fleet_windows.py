@@ -13,10 +13,10 @@ import torch.nn.functional as F
 
 from potluck.agree.policy import Async, Cadence, Outer, Windowed
 from potluck.engine.elastic import engine_for
+from potluck.engine.rows import mix
 from potluck.errors import ConfigError
 from potluck.events import CheckpointSaved, Decided, Validated, WorkerCame, WorkerWent
 from potluck.save.checkpoint import CheckpointConfig
-from potluck.train.data import mix
 from potluck.train.schedule import ScheduleConfig
 from tests.fleet.fleet import BATCH, EPOCHS, ROWS, STEPS, Fleet, build, die, start_coordinator, wait_until
 from tests.odd import BIG, SEEN, assert_constant

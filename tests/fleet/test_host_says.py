@@ -12,7 +12,7 @@ from potluck.events import read_events
 from potluck.fleet.client import Client
 from potluck.fleet.effects import Finish, StepRecord
 from potluck.launch.host import _Host
-from potluck.launch.order import HostOrder, host_order
+from potluck.train.order import HostOrder, host_order
 from potluck.wire import JoinRequest, Ready, encode
 from tests.fleet.fleet import wait_until
 from tests.unit.test_description import with_parts

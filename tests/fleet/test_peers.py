@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from potluck.engine.rows import mix
 from potluck.events import EpochDone, Stalled, WorkerWent
 from potluck.fleet.client import Client, Lost
-from potluck.train.data import mix
 from potluck.wire import (
     AveragedGradient,
     BlockGradientPayload,

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 
 import potluck
+from potluck.engine.rows import mix, seed_everything
 from potluck.fleet.server import Server
 from potluck.fleet.tree import children, slice_rows
-from potluck.train.data import mix, seed_everything
 from tests.fleet.fleet import BATCH, EPOCHS, ROWS, SLICES, STEPS, Fleet, assert_same, build
 
 

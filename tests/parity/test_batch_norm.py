@@ -11,9 +11,10 @@ from torch import Tensor, nn
 import potluck
 from potluck import Cadence, FitConfig, Pipeline, Stages
 from potluck.engine import drafts
+from potluck.engine.loader import BatchConfig
+from potluck.engine.rows import mix
 from potluck.errors import ConfigError
 from potluck.events import Noticed
-from potluck.train.data import BatchConfig, mix
 from tests.gathered import gathered
 from tests.parity.test_sync import STILL
 from tests.ranks import run_ranks

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import potluck
 from potluck import FullShard, HybridShard, NoShard, Pipeline, ShardGradOp, StepConfig
 from potluck.engine import drafts
-from potluck.train.data import mix
+from potluck.engine.rows import mix
 from tests.gathered import gathered, home
 from tests.parity.test_sync import STILL
 from tests.ranks import run_ranks

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import potluck
 from potluck import FullShard, HybridShard, ShardGradOp, StepConfig, Sync
 from potluck.engine.engine import Engine
+from potluck.engine.rows import mix
 from potluck.link.link import connect
-from potluck.train.data import mix
 from tests.gathered import gathered, home
 from tests.ranks import run_ranks
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 import potluck
 from potluck import Cadence, FullShard, HybridShard, NoShard, ShardGradOp, Stages, Sync
+from potluck.engine.loader import BatchConfig
 from potluck.errors import ConfigError, Diverged, PotluckError
 from potluck.fleet.invite import INVITE
-from potluck.train.data import BatchConfig
 from tests.fleet.fleet import Fleet
 from tests.ranks import run_ranks
 
@@ -120,7 +120,7 @@ def check(mistake: str, said: str) -> None:
     if mistake in ("row", "together"):
         frames = said.splitlines()[1:]
         assert 'raise ValueError("the image is cut short")' in frames[-1].strip() or "^" in frames[-1]
-        assert len(frames) <= 9 and not any("potluck/train" in frame for frame in frames)
+        assert len(frames) <= 9 and not any("potluck/engine" in frame for frame in frames)
 
 
 def in_a_group(policy: Any, strategy: Any, mistakes: list[str]) -> list[str]:

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 import potluck
 from potluck import CheckpointConfig, FitConfig, ScheduleConfig
+from potluck.engine.loader import BatchConfig
 from potluck.errors import CheckpointError, Interrupted
 from potluck.events import read_events
 from potluck.save.shelf import body_sha256
-from potluck.train.data import BatchConfig
 from tests.parity.test_sync import STILL
 from tests.ranks import RankFailed, run_ranks
 

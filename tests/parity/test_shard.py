@@ -14,11 +14,11 @@ from torch.distributed.fsdp import fully_shard
 import potluck
 from potluck import FullShard, HybridShard, NoShard, ShardGradOp, StepConfig, Sync
 from potluck.engine.replica import Replica
+from potluck.engine.rows import mix
 from potluck.errors import ConfigError
 from potluck.events import EpochDone, StepSkipped
 from potluck.link.link import connect
 from potluck.shard import collectives, runs
-from potluck.train.data import mix
 from tests.gathered import gathered
 from tests.ranks import run_ranks
 

@@ -14,10 +14,10 @@ import potluck
 from potluck import DataStore, Direct, Pipeline, Stages
 from potluck.agree.pulse import norm_of_stages
 from potluck.engine import drafts
+from potluck.engine.rows import mix
 from potluck.errors import PotluckError
 from potluck.events import StepDone, StepSkipped
 from potluck.shard.strategy import FullShard, HybridShard, NoShard, ShardGradOp
-from potluck.train.data import mix
 from tests.ranks import run_ranks
 
 ROWS, WIDE, BATCH = 18, 6, 6

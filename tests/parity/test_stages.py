@@ -11,12 +11,12 @@ from torch import Tensor, nn
 import potluck
 from potluck import DataStore, Direct, Pipeline, Stages
 from potluck.engine import drafts
+from potluck.engine.rows import mix
 from potluck.errors import ConfigError
 from potluck.events import Decided, StepDone
 from potluck.save import shelf
 from potluck.stages.plan import Plan
 from potluck.stages.seats import seed_of
-from potluck.train.data import mix
 from tests.gathered import gathered, home
 from tests.ranks import run_ranks
 

@@ -3,7 +3,7 @@
 import torch
 
 from potluck.stages.buffers import Buffers
-from potluck.stages.channel import Header
+from potluck.store.tensors import Header
 
 
 def test_memory_of_a_tensor_is_used_again_once_nobody_holds_it() -> None:

@@ -8,8 +8,8 @@ from potluck.config import from_toml, to_toml
 from potluck.errors import ConfigError
 from potluck.launch import launch
 from potluck.launch.crew import Crew
-from potluck.launch.order import Order, WorkersConfig, built_in_recipes, find_recipe, host_order, workers_of
 from potluck.train.model import ModelConfig
+from potluck.train.order import Order, WorkersConfig, built_in_recipes, find_recipe, host_order, workers_of
 
 
 def read(text: str, *overrides: str) -> RunConfig:

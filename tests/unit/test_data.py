@@ -9,19 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from potluck.engine.loader import BatchConfig, Loader, MicroBatch, Position, SliceLoader, even_batches, plan_step
 from potluck.errors import ConfigError
-from potluck.train.data import (
-    BatchConfig,
-    DataConfig,
-    Loader,
-    MicroBatch,
-    Position,
-    SliceLoader,
-    even_batches,
-    plan_step,
-    read_text,
-    read_windows,
-)
+from potluck.train.text import DataConfig, read_text, read_windows
 
 CPU = torch.device("cpu")
 

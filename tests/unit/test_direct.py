@@ -7,8 +7,9 @@ from torch import Tensor
 from potluck.errors import TheirProtocolError
 from potluck.link.link import connect
 from potluck.stages import direct
-from potluck.stages.channel import Header, Label
+from potluck.stages.channel import Label
 from potluck.stages.direct import AHEAD, SMALL_BYTES, GroupChannel, pack, unpack
+from potluck.store.tensors import Header
 from tests.ranks import RankFailed, run_ranks
 
 CPU = torch.device("cpu")

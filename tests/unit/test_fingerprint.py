@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from potluck.agree.terms import check_fingerprint, differing_data, differs
 from potluck.engine import fingerprint as module
 from potluck.engine.fingerprint import ROWS, fingerprint, positions, training_settings
-from potluck.fleet.description import check_fingerprint, differing_data, differs
-from potluck.train.data import DataConfig, TensorRows, TextWindows, read_windows
+from potluck.engine.rows import TensorRows
+from potluck.train.text import DataConfig, TextWindows, read_windows
 
 
 class Rows:

@@ -10,7 +10,7 @@ from potluck.events import read_events
 from potluck.fleet.effects import Describe
 from potluck.fleet.journal import Journal
 from potluck.launch.host import _Host
-from potluck.launch.order import host_order
+from potluck.train.order import host_order
 from tests.fleet.virtual import described
 
 

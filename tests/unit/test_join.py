@@ -14,11 +14,11 @@ from potluck.cli import _split
 from potluck.config import from_toml
 from potluck.errors import ConfigError
 from potluck.fleet.invite import INVITE
-from potluck.launch.join import FILES_ASKED, _says_yes, ask_for_files
+from potluck.launch.join import _says_yes
 from potluck.launch.join import join as join_command
-from potluck.launch.order import WorkersConfig, data_setting, host_order
-from potluck.train import data, recipe
+from potluck.train import recipe, text
 from potluck.train.model import GPT, ModelConfig
+from potluck.train.order import FILES_ASKED, WorkersConfig, ask_for_files, data_setting, host_order
 from tests.bare import Tell, Worker
 from tests.fleet.fleet import close_all, serve
 
@@ -201,17 +201,17 @@ def test_what_the_system_makes_up_is_not_read(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", Path("/dev/zero")):
         with pytest.raises(ConfigError, match="is no plain file"):
-            data.read_text(data.DataConfig(paths=(str(path),)))
+            text.read_text(text.DataConfig(paths=(str(path),)))
     with pytest.raises(ConfigError, match="There is no text in /proc/self/environ"):
-        data.read_text(data.DataConfig(paths=("/proc/self/environ",)))
+        text.read_text(text.DataConfig(paths=("/proc/self/environ",)))
 
 
 def test_more_text_than_memory_holds_is_refused_unread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     large = tmp_path / "large"
     large.write_bytes(b"some text" * 1000)
-    monkeypatch.setattr(data, "free_memory_bytes", lambda: 9000)
+    monkeypatch.setattr(text, "free_memory_bytes", lambda: 9000)
     with pytest.raises(ConfigError, match=r"The text has 9,000 bytes; .* Set data.limit_bytes to read less"):
-        data.read_text(data.DataConfig(paths=(str(large),)))
-    assert data.read_text(data.DataConfig(paths=(str(large),), limit_bytes=4)) == b"some"
+        text.read_text(text.DataConfig(paths=(str(large),)))
+    assert text.read_text(text.DataConfig(paths=(str(large),), limit_bytes=4)) == b"some"
     monkeypatch.undo()
-    assert 1 << 20 < data.free_memory_bytes() <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert 1 << 20 < text.free_memory_bytes() <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

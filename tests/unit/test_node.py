@@ -17,13 +17,13 @@ from potluck.agree.policy import Cadence
 from potluck.engine.elastic_nodes import NodeEngine
 from potluck.engine.node_client import NodeClient
 from potluck.engine.node_parts import NodeParts
+from potluck.environment import RENDEZVOUS
 from potluck.errors import ConfigError, PotluckError
 from potluck.fleet.client import AverageHere, Client, Lost
 from potluck.fleet.description import BUFFERS, Part
 from potluck.fleet.invite import Invite
-from potluck.launch.launch import RENDEZVOUS
-from potluck.launch.ranks import NODE, Request, is_later_rank, meet
 from potluck.link.link import connect
+from potluck.link.ranks import NODE, Request, is_later_rank, meet
 from potluck.shard.strategy import HybridShard
 from potluck.wire.codec import encode
 from potluck.wire.messages import (

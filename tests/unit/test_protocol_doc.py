@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from potluck.engine import slices
+from potluck.engine.rows import mix
 from potluck.errors import TheirProtocolError
 from potluck.events import EpochDone
 from potluck.fleet import client, coordinator, description, lobby, parcel, server
@@ -19,7 +20,6 @@ from potluck.fleet.coordinator import LEGAL
 from potluck.fleet.description import Description
 from potluck.fleet.membership import Phase
 from potluck.save.state import optimizer_state
-from potluck.train.data import mix
 from potluck.wire import codec
 from potluck.wire.messages import MESSAGES, PUBLISHED, Hello, JoinRequest, Kind, Message, layout
 

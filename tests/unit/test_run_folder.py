@@ -20,10 +20,10 @@ from potluck.fleet.effects import Finish, Record
 from potluck.fleet.invite import Invite
 from potluck.fleet.journal import Journal
 from potluck.launch.host import _Host
-from potluck.launch.order import HostOrder, host_order
 from potluck.save import shelf
 from potluck.save.keeper import Keeper
 from potluck.save.run_folder import hold, make_run_folder, name_fault, write_whole
+from potluck.train.order import HostOrder, host_order
 from tests.fleet.fleet import wait_until
 from tests.unit.test_journal import DESCRIBED, record
 
@@ -209,7 +209,7 @@ def test_a_trainer_is_refused_where_a_host_is(tmp_path: Path) -> None:
 
 
 def test_a_new_run_takes_no_folder_of_a_host_that_has_not_saved_yet(tmp_path: Path) -> None:
-    from potluck.launch.order import Order
+    from potluck.train.order import Order
     from potluck.train.recipe import RunConfig, _run_folder
 
     class Alone:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from potluck.events import RunEnded, RunStarted
-from potluck.launch import slowdown
-from potluck.launch.slowdown import Brake, Pauses, Slowdown, plan_quotas, slowing
+from potluck.train import slowdown
+from potluck.train.slowdown import Brake, Pauses, Slowdown, plan_quotas, slowing
 
 STARTED = RunStarted(
     name="x", folder="x", workers=3, device="cpu", parameters=1, unit="rows", batch_size=3, steps_total=1, from_step=0

@@ -10,8 +10,8 @@ from potluck.agree.divergence import Divergence
 from potluck.agree.policy import ApplyPolicy, Async, Cadence, Outer, Sync
 from potluck.agree.shares import share_out
 from potluck.agree.windows import Decision, Pool, Report, Windows, after
+from potluck.engine.loader import even_batches
 from potluck.errors import ConfigError
-from potluck.train.data import even_batches
 
 MANY = 1 << 40
 

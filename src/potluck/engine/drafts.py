@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from potluck.engine.engine import LossFunction
+from potluck.engine.loader import BatchConfig, Loader
 from potluck.errors import ConfigError
 from potluck.link.places import Places
 from potluck.shard.splitting import free_bytes
@@ -17,7 +18,6 @@ from potluck.stages.plan import Plan
 from potluck.stages.profile import Profile, measure
 from potluck.stages.protocol import Stages
 from potluck.stages.schedule import draw, expected_idle_share, per_worker, plan_orders
-from potluck.train.data import BatchConfig, Loader
 from potluck.words import plural
 
 WIDTH = 118

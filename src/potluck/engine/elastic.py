@@ -33,9 +33,12 @@ from potluck.agree.policy import ApplyPolicy, Sync
 from potluck.agree.pulse import Verdict, decide_mean
 from potluck.engine.buckets import Allocate
 from potluck.engine.engine import STEP_TOO_EARLY, Engine, _insist_on_mean, loss_and_samples
+from potluck.engine.loader import BatchConfig, Loader, MicroBatch, Position, SliceLoader, plan_step
 from potluck.engine.node_client import NodeClient
 from potluck.engine.replica import Replica, StepConfig
+from potluck.engine.rows import as_dataset, mix
 from potluck.engine.slices import SliceSums, describe_model, digest_and_glance, glance
+from potluck.environment import PATIENCE_S, QUIET
 from potluck.errors import ConfigError, Diverged, Interrupted, PotluckError
 from potluck.events import EpochDone, RunEnded, RunStarted, StepDone, StepSkipped, WorkerStep
 from potluck.fleet.client import Client, Lost, Means, position_of
@@ -44,17 +47,14 @@ from potluck.fleet.description import Description, Part, settings_of
 from potluck.fleet.invite import Invite
 from potluck.fleet.parcel import Unpacker, chunks, files_in, most_bytes, pack
 from potluck.fleet.tree import Node, sized_rows, slice_rows
-from potluck.launch.interrupts import on_interrupt
-from potluck.launch.launch import QUIET
-from potluck.launch.order import PATIENCE_S
-from potluck.launch.ranks import is_later_rank, meet
 from potluck.link.link import Alone, Link, choose_device
 from potluck.link.link import connect as join_group
+from potluck.link.ranks import is_later_rank, meet
 from potluck.save import checkpoint
 from potluck.save.saves import take_snapshot
 from potluck.shard.blocks import find_blocks
 from potluck.shard.strategy import FullShard, HybridShard, NoShard, ShardingStrategy
-from potluck.train.data import BatchConfig, Loader, MicroBatch, Position, SliceLoader, as_dataset, mix, plan_step
+from potluck.signals import on_interrupt
 from potluck.wire.messages import (
     Admitted,
     Applied,

@@ -25,14 +25,15 @@ from potluck.engine.buckets import Allocate, split_like
 from potluck.engine.buffers import SavedBuffers
 from potluck.engine.elastic import ElasticEngine
 from potluck.engine.engine import STEP_TOO_EARLY, _insist_on_mean
+from potluck.engine.loader import MicroBatch, even_batches, plan_step
 from potluck.engine.replica import Replica
+from potluck.engine.rows import mix
 from potluck.engine.slices import insist_on_float32, plan_parts
 from potluck.errors import ConfigError
 from potluck.events import StepDone, StepSkipped
 from potluck.fleet.description import Part
 from potluck.fleet.tree import Node
 from potluck.shard.blocks import find_blocks
-from potluck.train.data import MicroBatch, even_batches, mix, plan_step
 from potluck.wire.messages import Committed, SliceReport, Work
 
 

@@ -37,41 +37,27 @@ from potluck.agree.balance import Balance
 from potluck.agree.policy import ApplyPolicy, Sync
 from potluck.agree.pulse import Pulse, Verdict, decide_step, worker_steps
 from potluck.agree.shares import share_out
+from potluck.agree.terms import SAME_DATA, UNCOMPARED, Fingerprint, differing_data, differing_settings
+from potluck.config import checked
 from potluck.engine.compiling import Compiling, expect_any_rows
 from potluck.engine.fingerprint import fingerprint, training_settings
+from potluck.engine.loader import BatchConfig, Loader, MicroBatch, Position
 from potluck.engine.replica import Replica, StepConfig, find_batch_norm, in_float32, insist_on_memory
+from potluck.engine.rows import as_dataset, mix, rows_of, seed_everything
 from potluck.engine.scheduled import Scheduled
+from potluck.environment import LAST_WORDS, ONLY, PATIENCE_S, insist_on_patience
 from potluck.errors import CheckpointError, ConfigError, Diverged, Interrupted, WorkerLost
 from potluck.events import Decided, EpochDone, EventLog, Noticed, Recovered, StepDone, StepSkipped, WorkerStep
-from potluck.fleet.description import (
-    SAME_DATA,
-    UNCOMPARED,
-    Fingerprint,
-    differing_data,
-    differing_settings,
-)
 from potluck.fleet.invite import INVITE, read_invite
 from potluck.fleet.ledger import Ledger, prove
-from potluck.launch.interrupts import on_interrupt
-from potluck.launch.launch import LAST_WORDS, ONLY
-from potluck.launch.order import PATIENCE_S, checked, insist_on_patience
 from potluck.link.link import Alone, Link, Rows, choose_device, connect, loss_of_peer
 from potluck.save.kept import Kept
 from potluck.save.memory import Recovery, my_recovery
 from potluck.save.saves import TENSORS, KeptTensors, Saves, Standing, sharded_of
 from potluck.save.state import tensors_json, tensors_of_json
 from potluck.shard.strategy import FullShard, NoShard, ShardGradOp, ShardingStrategy
+from potluck.signals import on_interrupt
 from potluck.stages.protocol import CommunicationProtocol, Stages
-from potluck.train.data import (
-    BatchConfig,
-    Loader,
-    MicroBatch,
-    Position,
-    as_dataset,
-    mix,
-    rows_of,
-    seed_everything,
-)
 from potluck.words import plural
 
 if TYPE_CHECKING:

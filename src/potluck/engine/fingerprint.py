@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from potluck.fleet.description import ALL, Fingerprint, Mark, differs
-from potluck.train.data import TensorRows, mix, seed_everything
+from potluck.agree.terms import ALL, Fingerprint, Mark, differs
+from potluck.engine.rows import TensorRows, mix, seed_everything
 
 ROWS = 32
 """Looked at, each twice."""

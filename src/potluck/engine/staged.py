@@ -21,12 +21,13 @@ from torch.optim import Optimizer
 
 from potluck.agree.policy import ApplyPolicy, Sync
 from potluck.agree.pulse import Pulse, norm_of_stages, worker_steps
-from potluck.engine.depot import Depot
 from potluck.engine.drafts import Draft
 from potluck.engine.engine import Engine, LossFunction, insist_on_grad, loss_and_samples
 from potluck.engine.fingerprint import training_settings
 from potluck.engine.held import Held, HeldPart, empty, hold, narrow
+from potluck.engine.loader import BatchConfig, Loader, MicroBatch, SliceLoader, plan_step
 from potluck.engine.replica import Replica, StepConfig, autocast, in_float32, naming_single_rows
+from potluck.engine.rows import as_dataset, mix
 from potluck.engine.slices import describe_model
 from potluck.engine.ties import Ties
 from potluck.engine.windows import NodePulse, WindowEngine
@@ -36,6 +37,7 @@ from potluck.fleet.ledger import Ledger
 from potluck.link.link import GroupLink, Link, connect, placed
 from potluck.link.nodes import Nodes
 from potluck.link.places import as_nodes, make_places
+from potluck.save.depot import Depot
 from potluck.save.saves import Standing
 from potluck.save.store_saves import StoreSaves
 from potluck.shard.strategy import FullShard, HybridShard, NoShard, ShardGradOp, ShardingStrategy
@@ -47,7 +49,6 @@ from potluck.stages.plan import Plan, count_sent
 from potluck.stages.protocol import DataStore, Stages
 from potluck.stages.schedule import forward_only, plan_orders
 from potluck.store.tenancy import Tenant
-from potluck.train.data import BatchConfig, Loader, MicroBatch, SliceLoader, as_dataset, mix, plan_step
 from potluck.words import plural
 
 AT_ONCE = 8

@@ -24,14 +24,15 @@ from potluck.agree.windows import Decision, Pool, Report, Windows, after
 from potluck.engine.averages import Averages
 from potluck.engine.buffers import SavedBuffers
 from potluck.engine.engine import STEP_TOO_EARLY, Engine
+from potluck.engine.loader import BatchConfig, Loader, MicroBatch, SliceLoader, even_batches, plan_step
 from potluck.engine.replica import Replica, StepConfig
+from potluck.engine.rows import mix
 from potluck.errors import ConfigError
 from potluck.events import Decided, StepDone, StepSkipped, WorkerStep
 from potluck.link.link import Alone, Link, Rows
 from potluck.link.nodes import Nodes, make_nodes, node_size
 from potluck.save.saves import Standing
 from potluck.shard.strategy import FullShard, NoShard, ShardingStrategy
-from potluck.train.data import BatchConfig, Loader, MicroBatch, SliceLoader, even_batches, mix, plan_step
 
 NEARLY = 0.9
 """Of its part: whoever may go on beyond it says here already that nobody need wait for it."""

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from potluck.agree.shares import without_singles
+from potluck.agree.terms import UNCOMPARED
 from potluck.agree.windows import Decision, Report, Windows
 from potluck.errors import TheirProtocolError
 from potluck.events import (
@@ -29,7 +30,7 @@ from potluck.events import (
     WorkerWent,
 )
 from potluck.fleet import bounds
-from potluck.fleet.description import BAD_BUFFERS, BUFFERS, MAX_TOTAL, UNCOMPARED, Description
+from potluck.fleet.description import BAD_BUFFERS, BUFFERS, MAX_TOTAL, Description
 from potluck.fleet.effects import (
     AbandonStep,
     Agreed,

@@ -13,11 +13,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from potluck.environment import PARENT_PIPE, RENDEZVOUS
 from potluck.errors import Interrupted, WorkerLost
 from potluck.launch.launch import (
     GRACE_S,
-    PARENT_PIPE,
-    RENDEZVOUS,
     Worker,
     end_workers,
     group_environment,
@@ -25,8 +24,8 @@ from potluck.launch.launch import (
     start_worker,
     worker_environment,
 )
-from potluck.launch.order import WorkersConfig
-from potluck.launch.ranks import NODE, Request
+from potluck.link.ranks import NODE, Request
+from potluck.train.order import WorkersConfig
 
 
 @dataclass

@@ -12,6 +12,8 @@ from dataclasses import replace
 from types import FrameType
 from typing import Any
 
+from potluck.agree.terms import differing_settings
+from potluck.environment import QUIET
 from potluck.errors import ConfigError, Interrupted, JournalError
 from potluck.events import (
     CheckpointPassedOver,
@@ -29,19 +31,18 @@ from potluck.events import (
     WorkerWent,
 )
 from potluck.fleet.coordinator import Coordinator
-from potluck.fleet.description import Description, differing_settings
+from potluck.fleet.description import Description
 from potluck.fleet.effects import Finish, StepRecord
 from potluck.fleet.invite import INVITE, Identity, Invite, is_loopback
 from potluck.fleet.journal import Journal, set_aside
 from potluck.fleet.server import Server
 from potluck.launch.crew import Crew, say
-from potluck.launch.launch import QUIET
-from potluck.launch.order import HostOrder
 from potluck.save import shelf
 from potluck.save.keeper import Keeper
 from potluck.save.run_folder import hold, make_run_folder, write_whole
 from potluck.show.picture import draw_losses
 from potluck.show.progress import Progress
+from potluck.train.order import HostOrder
 from potluck.words import duration, plural
 
 LOCAL = "host-worker-"

@@ -6,15 +6,14 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
+from potluck.environment import QUIET
 from potluck.errors import ConfigError, Interrupted
 from potluck.fleet.invite import INVITE, read_invite
 from potluck.launch.crew import Crew, say
-from potluck.launch.launch import QUIET
-from potluck.launch.order import WorkersConfig, data_setting
+from potluck.train.order import FILES_ASKED, WorkersConfig, data_setting
 
 
 def join(invite: str, script: list[str], config: WorkersConfig, settings: tuple[str, ...]) -> int:
@@ -74,21 +73,6 @@ def _watch(crew: Crew, count: int) -> int:
         crew.close()
 
 
-def ask_for_files(paths: Sequence[str]) -> ConfigError:
-    """In a worker: lets the person be asked, where there is one, and says what is to be done where there is none."""
-    shown = ", ".join(map(repr, paths[:MOST_SHOWN])) + (", ..." if len(paths) > MOST_SHOWN else "")
-    place = os.environ.get(FILES_ASKED)
-    if place is not None and len(paths) <= MOST_SHOWN and all(len(path) <= 1024 for path in paths):
-        aside = Path(f"{place}.{os.getpid()}")
-        aside.write_text(json.dumps(list(paths)), encoding="utf-8")
-        aside.rename(place)
-    return ConfigError(
-        f"The host's recipe names files for this machine to read: {shown[:2000]}. Nothing was read: whoever leads a run"
-        " learns what is in the data that others train it on. Name what you want to train on yourself, with"
-        " potluck join --data PATH INVITE."
-    )
-
-
 def _says_yes(paths: list[str]) -> bool:
     """The default is no; without a terminal nobody is asked."""
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
@@ -100,9 +84,6 @@ def _says_yes(paths: list[str]) -> bool:
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
-FILES_ASKED = "POTLUCK_FILES_ASKED"
-"""Tells a worker where it leaves the names of the files that the host's recipe wants read."""
-MOST_SHOWN = 20
 HIDDEN = "@"
 """In place of an invite that has moved to the environment."""
 

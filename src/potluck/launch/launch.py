@@ -19,22 +19,14 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
+from potluck.environment import LAST_WORDS, ONLY, PARENT_PIPE, POLL_S, RENDEZVOUS, machine_bytes, usable_cores
 from potluck.errors import ConfigError, Interrupted, WorkerLost
-from potluck.launch.order import WorkersConfig
 from potluck.save.memory import MEMORY, Recovery, Start, first_start
+from potluck.train.order import WorkersConfig
 from potluck.words import plural, size
 
-RENDEZVOUS = "POTLUCK_RENDEZVOUS"
-"""Tells workers the file through which they find each other, so that no port is opened for it."""
-LAST_WORDS = "POTLUCK_LAST_WORDS"
-PARENT_PIPE = "POTLUCK_PARENT_PIPE"
-ONLY = "POTLUCK_ONLY"
-"""Set for a worker whose others are elsewhere."""
-QUIET = "POTLUCK_QUIET"
-"""Set for workers whose host shows the run."""
 GRACE_S = 3.0
 """How long the others have to end by themselves, once one has failed, before they are ended."""
-POLL_S = 0.02
 WORKER_BYTES = 100_000_000
 """What a worker has for itself when it has loaded torch, at the least."""
 
@@ -293,19 +285,6 @@ def insist_on_room(workers: int) -> None:
             f" they hold a model, and this one has {size(has)}. Start {most:,} at most; one for each GPU, or for each"
             f" of its {plural(usable_cores(), 'core')}, is usual."
         )
-
-
-def machine_bytes() -> int:
-    """The memory of this machine; where the system does not tell, more than anybody has: nothing is refused."""
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError):
-        return 1 << 60
-
-
-def usable_cores() -> int:
-    """Those that this process may run on, which may be fewer than the machine has."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _free_port() -> int:

@@ -13,8 +13,8 @@ import threading
 import traceback
 from pathlib import Path
 
+from potluck.environment import LAST_WORDS, PARENT_PIPE
 from potluck.errors import Interrupted, PotluckError, WorkerLost
-from potluck.launch.launch import LAST_WORDS, PARENT_PIPE
 from potluck.save.memory import clear_away
 
 

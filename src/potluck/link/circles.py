@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from potluck.errors import PotluckError, StoreError, TheirProtocolError, WorkerLost
-from potluck.stages.datastore import bytes_of
 from potluck.store.background import Background
 from potluck.store.station import IN_FLIGHT, Station
 from potluck.store.tenancy import ABOUT
+from potluck.store.tensors import bytes_of
 
 Position = dict[str, int]
 """The next number of every circle that a rank is in, by its name. JSON can hold it."""

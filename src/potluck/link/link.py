@@ -17,9 +17,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous as rendezvous_at
 
+from potluck.environment import ONLY, PATIENCE_S, RENDEZVOUS
 from potluck.errors import ConfigError, WorkerLost
-from potluck.launch.launch import ONLY, RENDEZVOUS
-from potluck.launch.order import PATIENCE_S
 
 
 class Pending(Protocol):

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from potluck.link.circles import EVERYBODY, Circle, Circles, Position
 from potluck.link.link import Pending, Rows
-from potluck.stages.datastore import about_of, bytes_of, start_to_host
 from potluck.store.station import Station
 from potluck.store.store import Store
+from potluck.store.tensors import about_of, bytes_of, start_to_host
 
 
 class StoreLink:

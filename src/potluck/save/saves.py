@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from potluck.engine.replica import Replica
 from potluck.errors import CheckpointError
 from potluck.events import CheckpointPassedOver, CheckpointSaved, EventLog
 from potluck.link.link import Link
@@ -23,6 +22,7 @@ from potluck.save.split_saves import ALL_DAMAGED, TENSORS, KeptTensors, Standing
 from potluck.shard.ranges import Ranges, Spec
 
 if TYPE_CHECKING:
+    from potluck.engine.replica import Replica
     from potluck.shard.sharded import Sharded
 
 __all__ = ["TENSORS", "KeptTensors", "Saves", "Standing", "take_snapshot"]
@@ -35,7 +35,7 @@ class Saves:
         self._writers: dict[Path, checkpoint.Writer] = {}
         self._gone = threading.Event()
 
-    def save(self, folder: Path, replica: Replica, standing: Standing, keep_last: int, kept: KeptTensors) -> None:
+    def save(self, folder: Path, replica: "Replica", standing: Standing, keep_last: int, kept: KeptTensors) -> None:
         """Returns once the checkpoint is in host memory; the disk is written meanwhile.
 
         One at a time: it waits for the write before it, if that has not ended yet.
@@ -52,7 +52,7 @@ class Saves:
             snapshot = take_snapshot(replica, standing, randoms, kept)
             writer.start(snapshot, self._saved(snapshot.step, time.perf_counter() - started))
 
-    def load(self, folder: Path, replica: Replica, check: Callable[[Path, Standing], None]) -> Standing | None:
+    def load(self, folder: Path, replica: "Replica", check: Callable[[Path, Standing], None]) -> Standing | None:
         """Puts the newest whole checkpoint into the replica and says where it stands; none if there is none.
 
         `check` may refuse it. The random state is put back if there are as many workers as there were.
@@ -91,7 +91,7 @@ class Saves:
 
     # A model that each worker has whole
 
-    def _load_whole(self, folder: Path, replica: Replica, check: Callable[[Path, Standing], None]) -> Standing | None:
+    def _load_whole(self, folder: Path, replica: "Replica", check: Callable[[Path, Standing], None]) -> Standing | None:
         path, standing = self._find(folder, replica, check)
         if standing is None:
             return None
@@ -112,7 +112,7 @@ class Saves:
             return standing | {TENSORS: {name: told[name] for name in told.names}}
 
     def _find(
-        self, folder: Path, replica: Replica, check: Callable[[Path, Standing], None]
+        self, folder: Path, replica: "Replica", check: Callable[[Path, Standing], None]
     ) -> tuple[Path | None, Standing | None]:
         """Where it stands, on every rank, and on rank 0 its path.
 
@@ -136,7 +136,7 @@ class Saves:
             raise CheckpointError(answer["refusal"])
         return path, answer["standing"]
 
-    def _insist_on_whole(self, path: Path, standing: Standing, replica: Replica) -> None:
+    def _insist_on_whole(self, path: Path, standing: Standing, replica: "Replica") -> None:
         """That it is of this model and this optimizer, and that nothing is missing."""
         with (
             checkpoint.ranges(path, standing, checkpoint.MODEL) as model,
@@ -152,7 +152,7 @@ class Saves:
 class _Told:
     """Rank 0's tensors on every rank, each when it is asked for: by all ranks in the same order."""
 
-    def __init__(self, link: Link, source: Ranges, replica: Replica) -> None:
+    def __init__(self, link: Link, source: Ranges, replica: "Replica") -> None:
         self._link = link
         self._source = source
         held = [parameter for group in replica.optimizer.param_groups for parameter in group["params"]]
@@ -174,12 +174,14 @@ class _Told:
         return tensor.to(owner.device) if owner is not None and is_like_it else tensor  # none waits in host memory
 
 
-def sharded_of(replica: Replica) -> "Sharded | None":
+def sharded_of(replica: "Replica") -> "Sharded | None":
     """What this worker holds of a model that is split; none if it has all of it."""
     return replica.part or getattr(replica, "sharded", None)
 
 
-def take_snapshot(replica: Replica, standing: Standing, randoms: list[bytes], kept: KeptTensors) -> checkpoint.Snapshot:
+def take_snapshot(
+    replica: "Replica", standing: Standing, randoms: list[bytes], kept: KeptTensors
+) -> checkpoint.Snapshot:
     """A copy in host memory. `randoms`: each worker's random state, or none where it does not matter."""
     tensors, skeleton = state.optimizer_state(replica.optimizer, replica.names)
     return checkpoint.Snapshot(

@@ -8,16 +8,19 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from potluck.engine.depot import Depot
-from potluck.engine.replica import Replica
 from potluck.errors import CheckpointError
 from potluck.events import EventLog
 from potluck.link.link import Link
 from potluck.save import shelf, split_saves, state
+from potluck.save.depot import Depot
 from potluck.save.saves import Saves
 from potluck.save.split_saves import ALL_DAMAGED, KeptTensors, Standing, take_part, together
 from potluck.save.together import Share, new_aside, write_share, write_together
+
+if TYPE_CHECKING:
+    from potluck.engine.replica import Replica
 
 RESUME = "worker-0/resume"
 
@@ -32,7 +35,7 @@ class StoreSaves(Saves):
         super().__init__(link, events)
         self._depot = depot
 
-    def save(self, folder: Path, replica: Replica, standing: Standing, keep_last: int, kept: KeptTensors) -> None:
+    def save(self, folder: Path, replica: "Replica", standing: Standing, keep_last: int, kept: KeptTensors) -> None:
         """Returns once it is on the first worker's disk. What one of them cannot do is raised on all."""
         randoms = self._link.gather_bytes(state.random_state())
         together(self._link, lambda: self._save(folder, replica, standing, randoms, keep_last, kept))
@@ -40,7 +43,7 @@ class StoreSaves(Saves):
     def _save(
         self,
         folder: Path,
-        replica: Replica,
+        replica: "Replica",
         standing: Standing,
         randoms: list[bytes],
         keep_last: int,
@@ -64,7 +67,7 @@ class StoreSaves(Saves):
                 write_share(share, take_part(replica.part, standing, randoms, share, kept))
                 self._depot.give_files(_part(rank, step), share.aside)
 
-    def load(self, folder: Path, replica: Replica, check: Callable[[Path, Standing], None]) -> Standing | None:
+    def load(self, folder: Path, replica: "Replica", check: Callable[[Path, Standing], None]) -> Standing | None:
         """The first worker's newest whole checkpoint; the others get its files."""
         told = {}
         if self._link.rank == 0:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from potluck.stages.channel import Header
+from potluck.store.tensors import Header
 
 KEPT = 16
 """Buffers without a tensor that are kept, of whatever sizes."""

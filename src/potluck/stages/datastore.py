@@ -11,7 +11,7 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -20,9 +20,10 @@ from torch import Tensor
 
 from potluck.errors import TheirProtocolError
 from potluck.stages.buffers import Buffers
-from potluck.stages.channel import WHAT, Header, Label
+from potluck.stages.channel import WHAT, Label
 from potluck.store.station import IN_FLIGHT, Station
 from potluck.store.store import CHECK_EVERY_S, Store
+from potluck.store.tensors import Header, about_of, bytes_of, start_to_host
 
 _KEY = re.compile(
     r"to-(?P<target>\d+)/s(?P<step>\d{12})-(?P<what>[a-z]+)-m(?P<micro>\d+)-p(?P<part>\d+)-from-(?P<source>\d+)"
@@ -189,35 +190,6 @@ class StoreChannel:
                 f"to-{self.stage}", lambda key: (label := label_of(key)) is not None and label.step <= step
             )
             self._looked_at = time.monotonic()
-
-
-def start_to_host(tensor: Tensor) -> Callable[[], Tensor]:
-    """Begins to copy it to host memory, if it is not there; the result is for another thread to call."""
-    tensor = tensor.detach()
-    if tensor.device.type != "cuda":
-        return lambda: tensor
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    host.copy_(tensor, non_blocking=True)
-    copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    copied.record(torch.cuda.current_stream(tensor.device))
-
-    def ready() -> Tensor:
-        copied.synchronize()
-        return host
-
-    return ready
-
-
-def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a tensor on the host; of a copy, where its numbers do not lie one after another."""
-    flat = tensor.contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
-
-
-def about_of(tensor: Tensor) -> bytes:
-    """What an object says about the tensor in it."""
-    header = Header.of(tensor)
-    return struct.pack(f"<B{len(header.shape)}Q", header.code, *header.shape)
 
 
 def header_of(about: bytes, size: int, label: Label) -> Header:

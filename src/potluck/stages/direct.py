@@ -18,7 +18,8 @@ from torch import Tensor
 
 from potluck.errors import TheirProtocolError, WorkerLost
 from potluck.stages.buffers import Buffers
-from potluck.stages.channel import MAX_DIMENSIONS, WHAT, Header, Label
+from potluck.stages.channel import WHAT, Label
+from potluck.store.tensors import MAX_DIMENSIONS, Header
 
 MAGIC = 0x504F544C55434B32
 LAYOUT = struct.Struct(f"<{9 + MAX_DIMENSIONS}q")

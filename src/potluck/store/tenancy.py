@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
+from potluck.agree.terms import Fingerprint, check_fingerprint, differing_data, differing_settings
 from potluck.errors import StoreError
-from potluck.fleet.description import Fingerprint, check_fingerprint, differing_data, differing_settings
 from potluck.store.place import Exists
 from potluck.store.store import Store
 

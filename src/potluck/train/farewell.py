@@ -9,10 +9,10 @@ from rich.text import Text
 from safetensors.torch import load_file
 
 from potluck.errors import CheckpointError
-from potluck.launch.order import Order
 from potluck.save.export import write_plain
 from potluck.show.picture import draw_losses
 from potluck.train.model import GPT
+from potluck.train.order import Order
 from potluck.train.trainer import Summary
 from potluck.words import count, duration, plural
 

@@ -18,23 +18,23 @@ from potluck.agree.policy import ApplyPolicy, Sync
 from potluck.config import from_dict, from_toml, to_toml
 from potluck.engine.elastic import as_one_worker, connect, engine_for, ranks_of
 from potluck.engine.engine import Engine, init
+from potluck.engine.loader import BatchConfig
 from potluck.engine.node_client import NodeClient
 from potluck.engine.replica import StepConfig
+from potluck.environment import machine_bytes, usable_cores
 from potluck.errors import ConfigError, Interrupted
 from potluck.events import Event, RunStarted
 from potluck.fleet.client import Client
 from potluck.fleet.invite import read_invite
-from potluck.launch.join import ask_for_files
-from potluck.launch.launch import machine_bytes, usable_cores
-from potluck.launch.order import Order, WorkersConfig, find_recipe
-from potluck.launch.ranks import is_later_rank
-from potluck.launch.slowdown import Brake
 from potluck.link.link import Alone, Link, choose_device
+from potluck.link.ranks import is_later_rank
 from potluck.save.run_folder import holds_run, name_fault, write_whole
 from potluck.shard.strategy import NoShard, ShardingStrategy, bytes_per_parameter
 from potluck.stages.protocol import Stages
-from potluck.train.data import BatchConfig, DataConfig, free_memory_bytes, read_windows
 from potluck.train.model import GPT, ModelConfig, next_token_loss
+from potluck.train.order import Order, WorkersConfig, ask_for_files, find_recipe
+from potluck.train.slowdown import Brake
+from potluck.train.text import DataConfig, free_memory_bytes, read_windows
 from potluck.train.trainer import FitConfig, Summary, Trainer
 from potluck.wire.words import clean
 from potluck.words import count, insist_at_most, plural, size

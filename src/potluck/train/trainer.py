@@ -18,6 +18,8 @@ from torch.optim import Optimizer
 
 from potluck.agree.policy import Sync
 from potluck.engine.engine import Engine, LossFunction, init
+from potluck.engine.loader import BatchConfig
+from potluck.engine.rows import as_dataset
 from potluck.errors import ConfigError, PotluckError
 from potluck.events import (
     CheckpointSaved,
@@ -30,11 +32,10 @@ from potluck.events import (
     StepDone,
     Validated,
 )
-from potluck.launch.interrupts import on_interrupt
 from potluck.save.checkpoint import CheckpointConfig, holds_any
 from potluck.save.run_folder import hold, make_run_folder
 from potluck.show.progress import Progress
-from potluck.train.data import BatchConfig, as_dataset
+from potluck.signals import on_interrupt
 from potluck.train.schedule import ScheduleConfig
 from potluck.words import insist_at_most, plural, size
 

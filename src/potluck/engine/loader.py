@@ -1,54 +1,34 @@
-"""Text to tokens; an epoch to ranges; ranges to batches; and where an epoch stands.
+"""An epoch to ranges, ranges to micro-batches, and where an epoch stands.
 
 Knows nothing of models. A batch is the rows of one step over all workers; each worker gets a range of it,
 in micro-batches.
 """
 
-import contextlib
-import hashlib
 import itertools
-import os
-import platform
-import random
-import stat
-import sysconfig
-import traceback
-import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+from torch.utils.data import DataLoader
 
 from potluck.agree.shares import share_out, without_singles
-from potluck.errors import ConfigError, PotluckError
+from potluck.engine.rows import (
+    Batches,
+    Unreadable,
+    _as_it_is,
+    as_dataset,
+    is_plain,
+    mix,
+    read_batch,
+    seed_everything,
+    to_device,
+)
+from potluck.errors import ConfigError
 from potluck.fleet.tree import slice_rows
 from potluck.words import insist_at_most
-
-COPIES = 4
-"""Of a text in memory, at most at once, while rows are made of it."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DataConfig:
-    paths: tuple[str, ...] = ()
-    """Text files, or folders of them; empty: the source of this Python's standard library."""
-    validation: float = 0.05
-    """The share of the text, at its end, that is never trained on."""
-    limit_bytes: int | None = None
-    """Read about this much at the most."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.validation < 1:
-            raise ValueError(f"validation is a share of the text, in [0, 1), not {self.validation}")
-        insist_at_most("limit_bytes", self.limit_bytes, 1 << 62, "leave it out to read all of the text")
-        if self.limit_bytes is not None and self.limit_bytes < 1:
-            raise ValueError(f"limit_bytes must be at least 1, not {self.limit_bytes}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,121 +69,6 @@ class BatchConfig:
     @property
     def _fewest_slices(self) -> int:
         return -(-self.size // self.micro_size) if self.micro_size else 1
-
-
-class TextWindows(Dataset[Tensor]):
-    """Bytes cut into rows of context + 1 tokens, so that each of context tokens has a next one."""
-
-    def __init__(self, text: bytes, context: int, *, digest: str = "", origin: str = "") -> None:
-        """`digest`: of all the text that this is a part of. `origin`: words for people."""
-        self.tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(0)
-        self.context = context
-        self.digest = digest or hashlib.sha256(text).hexdigest()
-        self.origin = origin
-
-    def __len__(self) -> int:
-        return max(0, (len(self.tokens) - 1) // self.context)
-
-    def __getitem__(self, row: int) -> Tensor:
-        return self.tokens[row * self.context : (row + 1) * self.context + 1]
-
-    def potluck_fingerprint(self) -> str:
-        return self.digest
-
-
-def read_windows(config: DataConfig, context: int) -> tuple[TextWindows, TextWindows]:
-    """The training rows and the validation rows."""
-    text = read_text(config)
-    cut = len(text) - int(len(text) * config.validation)
-    digest = hashlib.sha256(text).hexdigest()  # of both: workers share out what is looked at, too
-    origin = "" if config.paths else f"the library of Python {platform.python_version()}"
-    training, validation = (
-        TextWindows(part, context, digest=digest, origin=origin) for part in (text[:cut], text[cut:])
-    )
-    if not len(training):
-        raise ConfigError(
-            f"The text has {len(text):,} bytes, of which {cut:,} are for training, and one row needs {context + 1:,}."
-            " Give more text with data.paths, or set a smaller model.context."
-        )
-    return training, validation
-
-
-def read_text(config: DataConfig) -> bytes:
-    limit = config.limit_bytes or 1 << 62
-    files = (
-        [file for path in config.paths for file in _files_below(Path(path))] if config.paths else _standard_library()
-    )
-    _insist_on_room(files, limit)
-    found = bytearray()
-    for file in files:
-        if len(found) >= limit:
-            break
-        text = _read(file, limit - len(found))
-        if b"\0" not in text[:8192]:
-            found += text
-    if not found:
-        raise ConfigError(f"There is no text in {', '.join(config.paths)}. Name files or folders that hold some.")
-    return bytes(found)
-
-
-def _read(file: Path, most: int) -> bytes:
-    """No more than the file said it has: what the system makes up while it is read, as in /proc, is no text."""
-    try:
-        with os.fdopen(os.open(file, os.O_RDONLY | os.O_NONBLOCK), "rb") as opened:
-            about = os.fstat(opened.fileno())
-            if not stat.S_ISREG(about.st_mode):
-                raise ConfigError(f"{file} is no plain file. Name files or folders that hold text.")
-            return opened.read(min(most, about.st_size))
-    except OSError as error:
-        raise ConfigError(f"Cannot read {file}: {error.strerror}.") from None
-
-
-def _insist_on_room(files: Sequence[Path], limit: int) -> None:
-    """Text that would not fit is refused before the system ends somebody for it."""
-    total = 0
-    for file in files:
-        with contextlib.suppress(OSError):  # told when it is read
-            total += file.stat().st_size
-    needed, free = COPIES * min(total, limit), free_memory_bytes()
-    if needed > free:
-        raise ConfigError(
-            f"The text has {min(total, limit):,} bytes; with what is made of it that takes {needed:,}, and this machine"
-            f" has {free:,} bytes of memory free. Set data.limit_bytes to read less of it, or name fewer files."
-        )
-
-
-def free_memory_bytes() -> int:
-    """What can be had now without anybody being ended for it; where the system does not say so, all that it has."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _files_below(path: Path) -> list[Path]:
-    try:
-        there = path.exists()
-    except OSError:  # a name that no system takes
-        there = False
-    if not there:
-        shown = str(path) if str(path).isprintable() and len(str(path)) < 1000 else repr(str(path)[:80])
-        raise ConfigError(f"There is no file or folder {shown}. Give data.paths (or --data) one that exists.")
-    if path.is_file():
-        return [path]
-    if not path.is_dir():
-        raise ConfigError(f"{path} is no plain file. Name files or folders that hold text.")
-    inside = (p for p in path.rglob("*") if not any(part.startswith(".") for part in p.relative_to(path).parts))
-    return sorted(p for p in inside if p.is_file())
-
-
-def _standard_library() -> list[Path]:
-    """Its modules, mixed by a fixed rule, so that the end of the text is like its beginning."""
-    folder = Path(sysconfig.get_path("stdlib"))
-    files = sorted(folder.glob("*.py"), key=lambda file: zlib.crc32(file.name.encode()))
-    if not files:
-        raise ConfigError(f"This Python has no library source in {folder}. Name some text with --data.")
-    return files
 
 
 @dataclass(slots=True)
@@ -570,148 +435,3 @@ class SliceLoader(Loader):
         if self._ordered is None or self._ordered[0] != key:
             self._ordered = key, self._order()
         return self._ordered[1][micro.start : micro.end].tolist()
-
-
-@dataclass(frozen=True, slots=True)
-class Unreadable:
-    """In place of a batch that could not be read: a DataLoader would wrap an error into its own stack of frames."""
-
-    sentence: str
-
-
-class Batches(Dataset[Any]):
-    """A batch for each list of rows. `seeded`: the first of a list is the seed of what reading the others draws.
-
-    So in a fetching process random numbers depend on the rows asked for, and on nothing before them.
-    """
-
-    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any] | None, *, seeded: bool) -> None:
-        self.dataset, self.collate, self.seeded = dataset, collate, seeded
-
-    def __getitem__(self, rows: list[int]) -> Any:
-        if self.seeded:
-            seed_everything(rows[0])
-        return read_batch(self.dataset, rows[1:] if self.seeded else rows, self.collate)
-
-
-def is_plain(dataset: Any, collate: object) -> bool:
-    """Whether its batches are mere rows of tensors."""
-    return isinstance(dataset, TensorRows) and collate is None
-
-
-def read_batch(dataset: Any, rows: list[int], collate: Callable[[list[Any]], Any] | None) -> Any:
-    """These rows as one batch; or what the person who wrote the dataset needs to know."""
-    if is_plain(dataset, collate):
-        return dataset[rows]
-    found: list[Any] = []
-    try:
-        if hasattr(dataset, "__getitems__"):
-            found = list(dataset.__getitems__(rows))
-        else:
-            for row in rows:
-                found.append(dataset[row])
-    except PotluckError:
-        raise
-    except Exception as error:
-        which = f"Rows {rows}" if hasattr(dataset, "__getitems__") else f"Row {rows[len(found)]}"
-        return Unreadable(f"{which} of the dataset could not be read: {_words(error)}.\n{_own_frames(error)}")
-    try:
-        return (collate or default_collate)(found)
-    except PotluckError:
-        raise
-    except Exception as error:
-        advice = "Mend collate" if collate else "Rows of different sizes or kinds need a collate= of yours"
-        told = f"Rows {rows} of the dataset could not be put into one batch: {_words(error)}. {advice}."
-        return Unreadable(f"{told}\n{_own_frames(error)}" if collate else told)
-
-
-def _words(error: Exception) -> str:
-    first = (str(error).strip().splitlines() or [""])[0].rstrip(".")
-    return f"{type(error).__name__}: {first}" if first else type(error).__name__
-
-
-def _own_frames(error: Exception, most: int = 6) -> str:
-    """Of the error's stack, the last few frames, and none of ours."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
-    return "".join(traceback.format_list(frames[-most:])).rstrip()
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch
-
-
-def mix(*numbers: int) -> int:
-    """One seed from several numbers, the same on every machine."""
-    mixed = 0
-    for number in numbers:
-        mixed = (mixed * 1_000_003 + number) % (1 << 63)
-    return mixed
-
-
-def seed_everything(seed: int) -> None:
-    torch.default_generator.manual_seed(seed)  # torch.manual_seed() takes a quarter of a millisecond
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.manual_seed_all(seed)
-    random.seed(seed)
-    np.random.seed(seed % (1 << 32))
-
-
-class TensorRows(Dataset[Any]):
-    """Tensors of one length: a list of rows is read from each at once."""
-
-    def __init__(self, *tensors: Tensor) -> None:
-        self.tensors = tensors
-
-    def __len__(self) -> int:
-        return len(self.tensors[0])
-
-    def __getitem__(self, rows: list[int]) -> Any:
-        found = tuple(tensor[rows] for tensor in self.tensors)
-        return found if len(found) > 1 else found[0]
-
-
-def as_dataset(data: Any) -> Any:
-    """A map-style dataset as it is; a tensor, or several of one length, as one."""
-    if isinstance(data, Tensor) and data.dim():
-        return TensorRows(data)
-    if isinstance(data, tuple) and data and all(isinstance(item, Tensor) and item.dim() for item in data):
-        if len({len(item) for item in data}) > 1:
-            raise ConfigError(f"The tensors differ in length: {', '.join(str(len(item)) for item in data)}.")
-        return TensorRows(*data)
-    not_rows = isinstance(data, IterableDataset | Mapping | tuple | str | bytes | Tensor)
-    if not_rows or not isinstance(data, Sized) or not hasattr(data, "__getitem__"):
-        raise ConfigError(
-            f"A dataset needs __len__ and __getitem__ (map-style), or is a tensor or a tuple of tensors;"
-            f" {type(data).__name__} is neither. Each sample is used exactly once, so their number must be known."
-        )
-    return data
-
-
-def to_device(batch: Any, device: torch.device) -> Any:
-    match batch:
-        case Tensor():
-            if device.type == "cuda" and batch.device.type == "cpu" and batch.layout == torch.strided:
-                batch = batch.pin_memory()  # else the copy would wait for all that the GPU has to do
-            return batch.to(device, non_blocking=True)
-        case dict():
-            return {key: to_device(value, device) for key, value in batch.items()}
-        case tuple() if hasattr(batch, "_fields"):
-            return type(batch)(*(to_device(value, device) for value in batch))
-        case list() | tuple():
-            return type(batch)(to_device(value, device) for value in batch)
-    return batch
-
-
-def rows_of(batch: Any) -> int:
-    """The length of the first tensor in a batch."""
-    match batch:
-        case Tensor():
-            return len(batch)
-        case dict():
-            return rows_of(next(iter(batch.values())))
-        case list() | tuple():
-            return rows_of(batch[0])
-    raise ConfigError(
-        f"Cannot tell how many rows a batch of type {type(batch).__name__} has. Let the loss function return"
-        " (loss, samples)."
-    )

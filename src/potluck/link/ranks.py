@@ -10,8 +10,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from potluck.environment import POLL_S, RENDEZVOUS
 from potluck.errors import ConfigError, WorkerLost
-from potluck.launch.launch import POLL_S, RENDEZVOUS
 
 NODE = "POTLUCK_NODE"
 """Tells a worker's first rank where it asks for the others."""

@@ -4,30 +4,21 @@ Imports no torch, so that a command answers at once and the workers load it side
 """
 
 import json
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal
 
 import tomli_w
 
-from potluck.config import from_dict, parse_toml
+from potluck.config import checked, from_dict, parse_toml
+from potluck.environment import PATIENCE_S, insist_on_patience
 from potluck.errors import ConfigError
-from potluck.launch.slowdown import Slowdown
 from potluck.save.run_folder import holds_run, name_fault
+from potluck.train.slowdown import Slowdown
 from potluck.words import insist_at_most
-
-T = TypeVar("T")
-
-PATIENCE_S = 600.0
-
-
-def insist_on_patience(name: str, seconds: float) -> None:
-    """Time limits derive from it, and none of them can be endless."""
-    if not seconds > 0:
-        raise ValueError(f"{name} must be above 0, not {seconds}")
-    insist_at_most(name, seconds, 7 * 86_400, "that is a week, in seconds")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -173,14 +164,6 @@ def host_order(
     )
 
 
-def checked(make: Callable[[], T], what: str = "") -> T:
-    """Whatever a setting is refused for, as a sentence for the command line."""
-    try:
-        return make()
-    except ValueError as error:
-        raise ConfigError(f"{what}{error}.") from None
-
-
 def _free_folder(wanted: Path) -> Path:
     """A new run never takes over a folder that holds one."""
     number, found = 2, wanted
@@ -188,3 +171,24 @@ def _free_folder(wanted: Path) -> Path:
         found = wanted.with_name(f"{wanted.name}-{number}")
         number += 1
     return found
+
+
+def ask_for_files(paths: Sequence[str]) -> ConfigError:
+    """In a worker: lets the person be asked, where there is one, and says what is to be done where there is none."""
+    shown = ", ".join(map(repr, paths[:MOST_SHOWN])) + (", ..." if len(paths) > MOST_SHOWN else "")
+    place = os.environ.get(FILES_ASKED)
+    if place is not None and len(paths) <= MOST_SHOWN and all(len(path) <= 1024 for path in paths):
+        aside = Path(f"{place}.{os.getpid()}")
+        aside.write_text(json.dumps(list(paths)), encoding="utf-8")
+        aside.rename(place)
+    return ConfigError(
+        f"The host's recipe names files for this machine to read: {shown[:2000]}. Nothing was read: whoever leads a run"
+        " learns what is in the data that others train it on. Name what you want to train on yourself, with"
+        " potluck join --data PATH INVITE."
+    )
+
+
+FILES_ASKED = "POTLUCK_FILES_ASKED"
+"""Tells a worker where it leaves the names of the files that the host's recipe wants read."""
+
+MOST_SHOWN = 20

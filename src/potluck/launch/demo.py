@@ -11,12 +11,13 @@ from pathlib import Path
 from rich.console import Console
 
 from potluck.config import to_dict
+from potluck.environment import usable_cores
 from potluck.errors import ConfigError
-from potluck.launch.launch import launch, usable_cores
-from potluck.launch.order import Order, workers_of
-from potluck.launch.slowdown import slowing
+from potluck.launch.launch import launch
 from potluck.show.picture import draw_comparison
 from potluck.show.timeline import gain_sentence, read_timeline
+from potluck.train.order import Order, workers_of
+from potluck.train.slowdown import slowing
 
 RECIPE = "demo"
 SETTINGS = (

@@ -1,0 +1,159 @@
+"""Rows of a dataset: read one by one or many at once, as batches, on their device; and what seeds them."""
+
+import random
+import traceback
+from collections.abc import Callable, Mapping, Sized
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset, default_collate
+
+from potluck.errors import ConfigError, PotluckError
+
+
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """In place of a batch that could not be read: a DataLoader would wrap an error into its own stack of frames."""
+
+    sentence: str
+
+
+class Batches(Dataset[Any]):
+    """A batch for each list of rows. `seeded`: the first of a list is the seed of what reading the others draws.
+
+    So in a fetching process random numbers depend on the rows asked for, and on nothing before them.
+    """
+
+    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any] | None, *, seeded: bool) -> None:
+        self.dataset, self.collate, self.seeded = dataset, collate, seeded
+
+    def __getitem__(self, rows: list[int]) -> Any:
+        if self.seeded:
+            seed_everything(rows[0])
+        return read_batch(self.dataset, rows[1:] if self.seeded else rows, self.collate)
+
+
+def is_plain(dataset: Any, collate: object) -> bool:
+    """Whether its batches are mere rows of tensors."""
+    return isinstance(dataset, TensorRows) and collate is None
+
+
+def read_batch(dataset: Any, rows: list[int], collate: Callable[[list[Any]], Any] | None) -> Any:
+    """These rows as one batch; or what the person who wrote the dataset needs to know."""
+    if is_plain(dataset, collate):
+        return dataset[rows]
+    found: list[Any] = []
+    try:
+        if hasattr(dataset, "__getitems__"):
+            found = list(dataset.__getitems__(rows))
+        else:
+            for row in rows:
+                found.append(dataset[row])
+    except PotluckError:
+        raise
+    except Exception as error:
+        which = f"Rows {rows}" if hasattr(dataset, "__getitems__") else f"Row {rows[len(found)]}"
+        return Unreadable(f"{which} of the dataset could not be read: {_words(error)}.\n{_own_frames(error)}")
+    try:
+        return (collate or default_collate)(found)
+    except PotluckError:
+        raise
+    except Exception as error:
+        advice = "Mend collate" if collate else "Rows of different sizes or kinds need a collate= of yours"
+        told = f"Rows {rows} of the dataset could not be put into one batch: {_words(error)}. {advice}."
+        return Unreadable(f"{told}\n{_own_frames(error)}" if collate else told)
+
+
+def _words(error: Exception) -> str:
+    first = (str(error).strip().splitlines() or [""])[0].rstrip(".")
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__
+
+
+def _own_frames(error: Exception, most: int = 6) -> str:
+    """Of the error's stack, the last few frames, and none of ours."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+    return "".join(traceback.format_list(frames[-most:])).rstrip()
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def mix(*numbers: int) -> int:
+    """One seed from several numbers, the same on every machine."""
+    mixed = 0
+    for number in numbers:
+        mixed = (mixed * 1_000_003 + number) % (1 << 63)
+    return mixed
+
+
+def seed_everything(seed: int) -> None:
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed() takes a quarter of a millisecond
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.manual_seed_all(seed)
+    random.seed(seed)
+    np.random.seed(seed % (1 << 32))
+
+
+class TensorRows(Dataset[Any]):
+    """Tensors of one length: a list of rows is read from each at once."""
+
+    def __init__(self, *tensors: Tensor) -> None:
+        self.tensors = tensors
+
+    def __len__(self) -> int:
+        return len(self.tensors[0])
+
+    def __getitem__(self, rows: list[int]) -> Any:
+        found = tuple(tensor[rows] for tensor in self.tensors)
+        return found if len(found) > 1 else found[0]
+
+
+def as_dataset(data: Any) -> Any:
+    """A map-style dataset as it is; a tensor, or several of one length, as one."""
+    if isinstance(data, Tensor) and data.dim():
+        return TensorRows(data)
+    if isinstance(data, tuple) and data and all(isinstance(item, Tensor) and item.dim() for item in data):
+        if len({len(item) for item in data}) > 1:
+            raise ConfigError(f"The tensors differ in length: {', '.join(str(len(item)) for item in data)}.")
+        return TensorRows(*data)
+    not_rows = isinstance(data, IterableDataset | Mapping | tuple | str | bytes | Tensor)
+    if not_rows or not isinstance(data, Sized) or not hasattr(data, "__getitem__"):
+        raise ConfigError(
+            f"A dataset needs __len__ and __getitem__ (map-style), or is a tensor or a tuple of tensors;"
+            f" {type(data).__name__} is neither. Each sample is used exactly once, so their number must be known."
+        )
+    return data
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    match batch:
+        case Tensor():
+            if device.type == "cuda" and batch.device.type == "cpu" and batch.layout == torch.strided:
+                batch = batch.pin_memory()  # else the copy would wait for all that the GPU has to do
+            return batch.to(device, non_blocking=True)
+        case dict():
+            return {key: to_device(value, device) for key, value in batch.items()}
+        case tuple() if hasattr(batch, "_fields"):
+            return type(batch)(*(to_device(value, device) for value in batch))
+        case list() | tuple():
+            return type(batch)(to_device(value, device) for value in batch)
+    return batch
+
+
+def rows_of(batch: Any) -> int:
+    """The length of the first tensor in a batch."""
+    match batch:
+        case Tensor():
+            return len(batch)
+        case dict():
+            return rows_of(next(iter(batch.values())))
+        case list() | tuple():
+            return rows_of(batch[0])
+    raise ConfigError(
+        f"Cannot tell how many rows a batch of type {type(batch).__name__} has. Let the loss function return"
+        " (loss, samples)."
+    )

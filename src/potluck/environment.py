@@ -1,0 +1,41 @@
+"""What whoever started this process told it in its environment, and what this machine has."""
+
+import os
+
+from potluck.words import insist_at_most
+
+PATIENCE_S = 600.0
+POLL_S = 0.02
+
+RENDEZVOUS = "POTLUCK_RENDEZVOUS"
+"""Tells workers the file through which they find each other, so that no port is opened for it."""
+
+LAST_WORDS = "POTLUCK_LAST_WORDS"
+
+PARENT_PIPE = "POTLUCK_PARENT_PIPE"
+
+ONLY = "POTLUCK_ONLY"
+"""Set for a worker whose others are elsewhere."""
+
+QUIET = "POTLUCK_QUIET"
+"""Set for workers whose host shows the run."""
+
+
+def machine_bytes() -> int:
+    """The memory of this machine; where the system does not tell, more than anybody has: nothing is refused."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError):
+        return 1 << 60
+
+
+def usable_cores() -> int:
+    """Those that this process may run on, which may be fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def insist_on_patience(name: str, seconds: float) -> None:
+    """Time limits derive from it, and none of them can be endless."""
+    if not seconds > 0:
+        raise ValueError(f"{name} must be above 0, not {seconds}")
+    insist_at_most(name, seconds, 7 * 86_400, "that is a week, in seconds")

@@ -1,0 +1,154 @@
+"""Text to tokens, and tokens to windows of a fixed length."""
+
+import contextlib
+import hashlib
+import os
+import platform
+import stat
+import sysconfig
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from potluck.errors import ConfigError
+from potluck.words import insist_at_most
+
+COPIES = 4
+"""Of a text in memory, at most at once, while rows are made of it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataConfig:
+    paths: tuple[str, ...] = ()
+    """Text files, or folders of them; empty: the source of this Python's standard library."""
+    validation: float = 0.05
+    """The share of the text, at its end, that is never trained on."""
+    limit_bytes: int | None = None
+    """Read about this much at the most."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.validation < 1:
+            raise ValueError(f"validation is a share of the text, in [0, 1), not {self.validation}")
+        insist_at_most("limit_bytes", self.limit_bytes, 1 << 62, "leave it out to read all of the text")
+        if self.limit_bytes is not None and self.limit_bytes < 1:
+            raise ValueError(f"limit_bytes must be at least 1, not {self.limit_bytes}")
+
+
+class TextWindows(Dataset[Tensor]):
+    """Bytes cut into rows of context + 1 tokens, so that each of context tokens has a next one."""
+
+    def __init__(self, text: bytes, context: int, *, digest: str = "", origin: str = "") -> None:
+        """`digest`: of all the text that this is a part of. `origin`: words for people."""
+        self.tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(0)
+        self.context = context
+        self.digest = digest or hashlib.sha256(text).hexdigest()
+        self.origin = origin
+
+    def __len__(self) -> int:
+        return max(0, (len(self.tokens) - 1) // self.context)
+
+    def __getitem__(self, row: int) -> Tensor:
+        return self.tokens[row * self.context : (row + 1) * self.context + 1]
+
+    def potluck_fingerprint(self) -> str:
+        return self.digest
+
+
+def read_windows(config: DataConfig, context: int) -> tuple[TextWindows, TextWindows]:
+    """The training rows and the validation rows."""
+    text = read_text(config)
+    cut = len(text) - int(len(text) * config.validation)
+    digest = hashlib.sha256(text).hexdigest()  # of both: workers share out what is looked at, too
+    origin = "" if config.paths else f"the library of Python {platform.python_version()}"
+    training, validation = (
+        TextWindows(part, context, digest=digest, origin=origin) for part in (text[:cut], text[cut:])
+    )
+    if not len(training):
+        raise ConfigError(
+            f"The text has {len(text):,} bytes, of which {cut:,} are for training, and one row needs {context + 1:,}."
+            " Give more text with data.paths, or set a smaller model.context."
+        )
+    return training, validation
+
+
+def read_text(config: DataConfig) -> bytes:
+    limit = config.limit_bytes or 1 << 62
+    files = (
+        [file for path in config.paths for file in _files_below(Path(path))] if config.paths else _standard_library()
+    )
+    _insist_on_room(files, limit)
+    found = bytearray()
+    for file in files:
+        if len(found) >= limit:
+            break
+        text = _read(file, limit - len(found))
+        if b"\0" not in text[:8192]:
+            found += text
+    if not found:
+        raise ConfigError(f"There is no text in {', '.join(config.paths)}. Name files or folders that hold some.")
+    return bytes(found)
+
+
+def _read(file: Path, most: int) -> bytes:
+    """No more than the file said it has: what the system makes up while it is read, as in /proc, is no text."""
+    try:
+        with os.fdopen(os.open(file, os.O_RDONLY | os.O_NONBLOCK), "rb") as opened:
+            about = os.fstat(opened.fileno())
+            if not stat.S_ISREG(about.st_mode):
+                raise ConfigError(f"{file} is no plain file. Name files or folders that hold text.")
+            return opened.read(min(most, about.st_size))
+    except OSError as error:
+        raise ConfigError(f"Cannot read {file}: {error.strerror}.") from None
+
+
+def _insist_on_room(files: Sequence[Path], limit: int) -> None:
+    """Text that would not fit is refused before the system ends somebody for it."""
+    total = 0
+    for file in files:
+        with contextlib.suppress(OSError):  # told when it is read
+            total += file.stat().st_size
+    needed, free = COPIES * min(total, limit), free_memory_bytes()
+    if needed > free:
+        raise ConfigError(
+            f"The text has {min(total, limit):,} bytes; with what is made of it that takes {needed:,}, and this machine"
+            f" has {free:,} bytes of memory free. Set data.limit_bytes to read less of it, or name fewer files."
+        )
+
+
+def free_memory_bytes() -> int:
+    """What can be had now without anybody being ended for it; where the system does not say so, all that it has."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _files_below(path: Path) -> list[Path]:
+    try:
+        there = path.exists()
+    except OSError:  # a name that no system takes
+        there = False
+    if not there:
+        shown = str(path) if str(path).isprintable() and len(str(path)) < 1000 else repr(str(path)[:80])
+        raise ConfigError(f"There is no file or folder {shown}. Give data.paths (or --data) one that exists.")
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise ConfigError(f"{path} is no plain file. Name files or folders that hold text.")
+    inside = (p for p in path.rglob("*") if not any(part.startswith(".") for part in p.relative_to(path).parts))
+    return sorted(p for p in inside if p.is_file())
+
+
+def _standard_library() -> list[Path]:
+    """Its modules, mixed by a fixed rule, so that the end of the text is like its beginning."""
+    folder = Path(sysconfig.get_path("stdlib"))
+    files = sorted(folder.glob("*.py"), key=lambda file: zlib.crc32(file.name.encode()))
+    if not files:
+        raise ConfigError(f"This Python has no library source in {folder}. Name some text with --data.")
+    return files
