@@ -16,13 +16,14 @@ import torch
 import potluck
 from potluck.errors import ConfigError, JournalError
 from potluck.events import read_events
+from potluck.files import write_whole
 from potluck.fleet.effects import Finish, Record
 from potluck.fleet.invite import Invite
 from potluck.fleet.journal import Journal
 from potluck.launch.host import _Host
 from potluck.save import shelf
 from potluck.save.keeper import Keeper
-from potluck.save.run_folder import hold, make_run_folder, name_fault, write_whole
+from potluck.save.run_folder import hold, make_run_folder, name_fault
 from potluck.train.order import HostOrder, host_order
 from tests.fleet.fleet import wait_until
 from tests.unit.test_journal import DESCRIBED, record

@@ -4,12 +4,10 @@ The run folder holds all that a host which is started again needs: the journal o
 the identity that its invites name. Imports no torch: whatever computes is a worker, also on this machine.
 """
 
-import signal
 import socket
 import time
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from types import FrameType
 from typing import Any
 
 from potluck.agree.terms import differing_settings
@@ -30,20 +28,23 @@ from potluck.events import (
     WorkerStep,
     WorkerWent,
 )
+from potluck.files import write_whole
 from potluck.fleet.coordinator import Coordinator
 from potluck.fleet.description import Description
 from potluck.fleet.effects import Finish, StepRecord
 from potluck.fleet.invite import INVITE, Identity, Invite, is_loopback
 from potluck.fleet.journal import Journal, set_aside
 from potluck.fleet.server import Server
-from potluck.launch.crew import Crew, say
+from potluck.launch.crew import Crew
 from potluck.save import shelf
 from potluck.save.keeper import Keeper
-from potluck.save.run_folder import hold, make_run_folder, write_whole
+from potluck.save.run_folder import hold, make_run_folder
 from potluck.show.picture import draw_losses
 from potluck.show.progress import Progress
+from potluck.signals import Interrupts
 from potluck.train.order import HostOrder
-from potluck.words import duration, plural
+from potluck.waiting import wait_until
+from potluck.words import duration, plural, say
 
 LOCAL = "host-worker-"
 """Names of workers that end with the host."""
@@ -70,7 +71,7 @@ class _Host:
         self.loss: float | None = None
         self.validation: float | None = None
         self.skipped = 0
-        self.interrupts = 0
+        self.interrupts = Interrupts(self._on_interrupt)
         self.started = time.monotonic()
         self._step_at = time.monotonic()
         self._has_started = False
@@ -95,17 +96,11 @@ class _Host:
         crew = Crew(list(order.command), order.workers, {INVITE: self._invite(here).line(), QUIET: "1"})
         self._stack.callback(crew.close)
         crew.start([f"{LOCAL}{number}" for number in range(order.local)])
-        before = {n: signal.signal(n, self._on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
-        try:
+        with self.interrupts.handled():
             finish = self._watch(crew)
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
         self._end(finish)
         self.server.stop()
-        deadline = time.monotonic() + 5.0
-        while crew.is_alive and time.monotonic() < deadline:
-            time.sleep(0.02)
+        wait_until(lambda: not crew.is_alive, 5.0)
         return self._farewell(finish)
 
     def _watch(self, crew: Crew) -> Finish:
@@ -114,7 +109,7 @@ class _Host:
             finish = self.server.wait(0.1)
             if finish is not None:
                 return finish
-            if self.interrupts > 1:
+            if self.interrupts.count > 1:
                 return Finish("interrupted")
             for worker, sentence in crew.news():
                 if worker.code == ConfigError.exit_code and not self.server.core.membership.members:
@@ -295,11 +290,9 @@ class _Host:
             )
         )
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self.interrupts += 1
-        if self.interrupts == 1:
-            say("Finishing this step and saving, for all. Ctrl-C again stops at once.")
-            self.server.request_stop()
+    def _on_interrupt(self, number: int) -> None:
+        say("Finishing this step and saving, for all. Ctrl-C again stops at once.")
+        self.server.request_stop()
 
     # The end
 

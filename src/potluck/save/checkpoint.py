@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from potluck.errors import CheckpointError
+from potluck.files import publish, sync
 from potluck.save.run_folder import make_private
 from potluck.save.shelf import (
     FORMAT,
@@ -34,7 +35,6 @@ from potluck.save.shelf import (
     insist_on_space,
     newest,
     prune,
-    sync,
 )
 from potluck.shard.ranges import Ranges, as_buffer, type_name
 from potluck.shard.stored import make_header, write_all
@@ -94,7 +94,6 @@ def write(folder: Path, snapshot: Snapshot) -> Path:
             file = aside / f"{stem}.safetensors"
             save_file(tensors, file)
             sums[file.name] = {"bytes": file.stat().st_size, "sha256": file_sha256(file)}
-            sync(file)
         finish(aside, place, {"format": FORMAT, "files": sums} | snapshot.body)
     return place
 
@@ -117,10 +116,7 @@ def finish(aside: Path, place: Path, body: dict[str, Any]) -> None:
     """The manifest, and the name under which it is found: from then on it is a checkpoint."""
     manifest = aside / "manifest.json"
     manifest.write_text(json.dumps({"sha256": body_sha256(body), "body": body}, indent=1), encoding="utf-8")
-    sync(manifest)
-    sync(aside)
-    aside.rename(place)
-    sync(place.parent)
+    publish(aside, place)
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], notes: Mapping[str, Any] | None = None) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 Streams block by block, so a model of any size needs no more memory than one block. Imports no torch.
 """
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from potluck.errors import CheckpointError, ConfigError
+from potluck.files import written_aside
 from potluck.save import shelf
 from potluck.shard.stored import SIZES, Header, Store, make_header, write_all
 from potluck.words import plural
@@ -78,22 +78,16 @@ def _bytes_of(path: Path) -> int:
 
 def _write(store: Store, header: Header, out: Path, tell: Callable[[int], None]) -> None:
     """Whole or not at all."""
-    aside = out.with_name(f".{out.name}-{os.getpid()}")
     try:
         shelf.insist_on_space(out.absolute().parent, header.total_bytes)
-        with aside.open("wb", buffering=0) as file:
+        with written_aside(out, durable=True) as file:
             write_all(file, header.data)
             for name in header.order:
                 for block in _blocks(store, name):
                     write_all(file, block)
                     tell(len(block))
-            os.fsync(file.fileno())
-        aside.rename(out)
-        shelf.sync(out.absolute().parent)
     except OSError as error:
         raise CheckpointError(f"Cannot write {out}: {error.strerror}.") from None
-    finally:
-        aside.unlink(missing_ok=True)
 
 
 def _blocks(store: Store, name: str) -> Iterator[memoryview]:

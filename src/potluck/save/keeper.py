@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from potluck.errors import CheckpointError, PotluckError
+from potluck.files import publish, sync
 from potluck.fleet.coordinator import Standing
 from potluck.fleet.description import MAX_WHOLE
 from potluck.fleet.parcel import Unpacker
@@ -67,7 +68,7 @@ class Keeper:
         aside = self.folder / f"{shelf.WRITING}{step:08d}-{os.getpid()}-{self._generation}"
         try:
             make_private(self.folder)
-            shelf.sync(self.folder.parent)
+            sync(self.folder.parent)
             unpacker = Unpacker(aside, header, MOST_BYTES)
             shelf.insist_on_space(self.folder, unpacker.total)
             while not unpacker.is_complete:
@@ -81,12 +82,8 @@ class Keeper:
             body = shelf.check(aside)
             if standing_of(aside, body).step != step:
                 raise CheckpointError(f"its manifest is of step {body['step']}")
-            for file in aside.iterdir():
-                shelf.sync(file)
-            shelf.sync(aside)  # else the name could outlive a power cut, and what it names could not
             place = shelf.free_place(self.folder, body["step"])  # for people; `step` counts agreements
-            aside.rename(place)
-            shelf.sync(self.folder)
+            publish(aside, place)
             shelf.prune(self.folder, keep_last, place)
         except Exception as error:  # whatever it is: without an answer everybody would wait for this checkpoint
             shutil.rmtree(aside, ignore_errors=True)

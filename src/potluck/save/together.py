@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from potluck.errors import CheckpointError
+from potluck.files import write_whole
 from potluck.save.checkpoint import MODEL, OPTIMIZER, Snapshot, failures_told, finish, ranges, write_tensors
 from potluck.save.run_folder import make_private
-from potluck.save.shelf import FORMAT_IN_PARTS, WRITING, free_place, insist_on_space, sync
+from potluck.save.shelf import FORMAT_IN_PARTS, WRITING, free_place, insist_on_space
 
 PATIENCE_S = 600.0
 """How long rank 0 waits for the files of the others, once its own are written."""
@@ -65,7 +66,7 @@ def write_share(share: Share, snapshot: Snapshot) -> None:
     except (OSError, CheckpointError) as error:
         reason = getattr(error, "strerror", None) or str(error).removesuffix(".")
         with contextlib.suppress(OSError):  # then it is missed all the same
-            _appear(share.failed(share.rank), reason)
+            write_whole(share.failed(share.rank), reason)
         raise CheckpointError(
             f"Cannot write the checkpoint of step {snapshot.step} to {share.aside.parent}: {reason}."
         ) from None
@@ -93,7 +94,7 @@ def _write_files(share: Share, snapshot: Snapshot) -> None:
     for stem, tensors in snapshot.files.items():
         file = share.aside / f"{stem}.safetensors"
         sums[file.name] = write_tensors(file, tensors, snapshot.notes.get(stem))
-    _appear(share.done(share.rank), json.dumps(sums))
+    write_whole(share.done(share.rank), json.dumps(sums), durable=True)
 
 
 def _await_all(share: Share, is_one_gone: Callable[[], bool]) -> dict[str, Any]:
@@ -124,11 +125,3 @@ def _no() -> bool:
 
 def _workers(ranks: list[int]) -> str:
     return f"worker {ranks[0]}" if len(ranks) == 1 else f"workers {', '.join(map(str, ranks))}"
-
-
-def _appear(path: Path, text: str) -> None:
-    """A file that is there whole, or not at all."""
-    aside = path.with_suffix(".part")
-    aside.write_text(text, encoding="utf-8")
-    sync(aside)
-    aside.rename(path)

@@ -16,6 +16,7 @@ import tomli_w
 from potluck.config import checked, from_dict, parse_toml
 from potluck.environment import PATIENCE_S, insist_on_patience
 from potluck.errors import ConfigError
+from potluck.files import write_whole
 from potluck.save.run_folder import holds_run, name_fault
 from potluck.train.slowdown import Slowdown
 from potluck.words import insist_at_most
@@ -178,9 +179,7 @@ def ask_for_files(paths: Sequence[str]) -> ConfigError:
     shown = ", ".join(map(repr, paths[:MOST_SHOWN])) + (", ..." if len(paths) > MOST_SHOWN else "")
     place = os.environ.get(FILES_ASKED)
     if place is not None and len(paths) <= MOST_SHOWN and all(len(path) <= 1024 for path in paths):
-        aside = Path(f"{place}.{os.getpid()}")
-        aside.write_text(json.dumps(list(paths)), encoding="utf-8")
-        aside.rename(place)
+        write_whole(Path(place), json.dumps(list(paths)))
     return ConfigError(
         f"The host's recipe names files for this machine to read: {shown[:2000]}. Nothing was read: whoever leads a run"
         " learns what is in the data that others train it on. Name what you want to train on yourself, with"

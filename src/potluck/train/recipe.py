@@ -24,11 +24,12 @@ from potluck.engine.replica import StepConfig
 from potluck.environment import machine_bytes, usable_cores
 from potluck.errors import ConfigError, Interrupted
 from potluck.events import Event, RunStarted
+from potluck.files import write_whole
 from potluck.fleet.client import Client
 from potluck.fleet.invite import read_invite
 from potluck.link.link import Alone, Link, choose_device
 from potluck.link.ranks import is_later_rank
-from potluck.save.run_folder import holds_run, name_fault, write_whole
+from potluck.save.run_folder import holds_run, name_fault
 from potluck.shard.strategy import NoShard, ShardingStrategy, bytes_per_parameter
 from potluck.stages.protocol import Stages
 from potluck.train.model import GPT, ModelConfig, next_token_loss
