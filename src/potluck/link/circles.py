@@ -20,7 +20,7 @@ from potluck.errors import PotluckError, StoreError, TheirProtocolError, WorkerL
 from potluck.store.background import Background
 from potluck.store.station import IN_FLIGHT, Station
 from potluck.store.tenancy import ABOUT
-from potluck.store.tensors import bytes_of
+from potluck.tensor_bytes import buffer
 
 Position = dict[str, int]
 """The next number of every circle that a rank is in, by its name. JSON can hold it."""
@@ -122,7 +122,7 @@ class Circle:
         rank = self.members[place]
 
         def room(said: bytes, size: int) -> memoryview:
-            memory = bytes_of(into)
+            memory = buffer(into)
             if said != about or size != len(memory):
                 raise TheirProtocolError(
                     f"Worker {rank} gave {size:,} bytes to {self._named(number)}, and worker {self._rank} has"

@@ -16,7 +16,8 @@ from potluck.link.circles import EVERYBODY, Circle, Circles, Position
 from potluck.link.link import Pending, Rows
 from potluck.store.station import Station
 from potluck.store.store import Store
-from potluck.store.tensors import about_of, bytes_of, start_to_host
+from potluck.store.tensors import about_of, start_to_host
+from potluck.tensor_bytes import buffer
 
 
 class StoreLink:
@@ -58,7 +59,7 @@ class StoreLink:
     def start_sum(self, tensor: Tensor) -> Pending:
         number, about = self._circle.next(), about_of(tensor)
         on_host = start_to_host(tensor)
-        given = self._circle.give(number, lambda: bytes_of(on_host()), about)
+        given = self._circle.give(number, lambda: buffer(on_host()), about)
 
         def work() -> Tensor:
             total = self._circle.add_up(number, on_host, about)
@@ -96,7 +97,7 @@ class StoreLink:
         number, about = self._circle.next(), about_of(tensor)
         if self.rank == 0:
             on_host = start_to_host(tensor)
-            self._circle.give(number, lambda: bytes_of(on_host()), about)
+            self._circle.give(number, lambda: buffer(on_host()), about)
         if self.rank != 0 or self._circle.was_given(number):
             self._read_into(tensor, number, about)
         self._circle.finished(number)
@@ -105,7 +106,7 @@ class StoreLink:
         assert heard.is_contiguous(), "bytes are read straight into it"
         number, coming = self._circle.next(), None
         if out.numel():
-            self._circle.give(number, lambda: bytes_of(out), b"")
+            self._circle.give(number, lambda: buffer(out), b"")
         if self.world == 1:
             heard.copy_(out)
         elif heard.numel():

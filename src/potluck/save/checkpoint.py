@@ -36,8 +36,9 @@ from potluck.save.shelf import (
     newest,
     prune,
 )
-from potluck.shard.ranges import Ranges, as_buffer, type_name
+from potluck.shard.ranges import Ranges, type_name
 from potluck.shard.stored import make_header, write_all
+from potluck.tensor_bytes import buffer
 
 __all__ = ["CheckpointConfig", "Snapshot", "Writer", "check", "holds_any", "newest", "prune", "read", "write"]
 MODEL, OPTIMIZER, RANDOM, KEPT = "model", "optimizer", "random", "kept"
@@ -126,7 +127,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], notes: Mapping[str,
     with path.open("wb", buffering=0) as file:
         write_all(file, header.data)
         for name in header.order:
-            data = as_buffer(tensors[name])
+            data = buffer(tensors[name])
             write_all(file, data)
             digest.update(data)
         os.fsync(file.fileno())

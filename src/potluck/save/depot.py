@@ -8,10 +8,9 @@ A store is one run's at a time (tenancy.py): before that is seen to be ours, not
 
 import base64
 import json
-import re
 import struct
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from potluck.errors import StoreError
+from potluck.errors import StoreError, TheirProtocolError
+from potluck.fleet.parcel import Unpacker, chunks, pack
 from potluck.link.link import Done, Here, Pending, Rows
 from potluck.link.store_link import StoreLink
 from potluck.save import parts
@@ -31,7 +31,6 @@ from potluck.stages.protocol import DataStore
 from potluck.store.store import Store
 from potluck.store.tenancy import Tenant, move_in
 
-_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _LENGTH = struct.Struct("<Q")
 """Of the list of files with which an object of files begins."""
 NOTES = "notes.json"
@@ -42,12 +41,11 @@ class Kept:
     """What a worker had kept of itself."""
 
     notes: dict[str, Any]
-    files: dict[str, bytes]
+    files: "_Files"
 
     def load_into(self, sharded: Sharded) -> None:
         with tempfile.TemporaryDirectory(prefix="potluck-") as folder:
-            for name, data in self.files.items():
-                (Path(folder) / name).write_bytes(data)
+            self.files.unpack(Path(folder))
             with Ranges([Path(folder) / _file(MODEL)]) as model, Ranges([Path(folder) / _file(OPTIMIZER)]) as optimizer:
                 parts.load_model_part(sharded, model)
                 parts.load_optimizer_part(sharded, optimizer, optimizer.notes)
@@ -114,17 +112,15 @@ class Depot:
 
     def give_files(self, key: str, folder: Path) -> None:
         """All files of a folder, as one object."""
-        files = sorted(path for path in folder.iterdir() if path.is_file())
-        data = [path.read_bytes() for path in files]
-        names = json.dumps([[path.name, len(each)] for path, each in zip(files, data, strict=True)]).encode()
-        self._states.put(key, [memoryview(each) for each in (names, *data)], _LENGTH.pack(len(names)))
+        header = pack(folder)
+        data = [memoryview(each) for each in (header.encode(), *chunks(folder, header))]
+        self._states.put(key, data, _LENGTH.pack(len(data[0])))
 
     def take_files(self, key: str, folder: Path, awaited: str) -> None:
         """Waits for them, and puts them into a folder."""
         arrived = _Files(f"The files {key} in {self._states.url}")
         self._states.wait_for(key, arrived.room, awaited)
-        for name, data in arrived.cut():
-            (folder / name).write_bytes(data)
+        arrived.unpack(folder)
 
     def drop_files(self, keys: Sequence[str]) -> None:
         self._states.delete(keys)
@@ -154,8 +150,9 @@ class Depot:
         arrived = _Files(f"What {self._room} kept of itself in {self._states.url}")
         if not self._states.get(self._key, arrived.room):
             return None
-        files = {name: bytes(data) for name, data in arrived.cut()}
-        kept = Kept(json.loads(files.pop(NOTES)), files)
+        with tempfile.TemporaryDirectory(prefix="potluck-") as folder:
+            arrived.unpack(Path(folder))
+            kept = Kept(json.loads((Path(folder) / NOTES).read_text()), arrived)
         if kept.notes.get("run", self._run) != self._run:
             raise StoreError(
                 f"{self._states.url} holds what {self._room} kept of another run than the one that is there now. Give"
@@ -182,13 +179,16 @@ class _Files:
         self._data, self._length = bytearray(size), length
         return memoryview(self._data)
 
-    def cut(self) -> Iterator[tuple[str, memoryview]]:
-        rest = memoryview(self._data)[self._length :]
-        for name, size in json.loads(self._data[: self._length]):
-            if not _FILE.fullmatch(name) or not 0 <= size <= len(rest):
-                raise self._damaged()
-            yield name, rest[:size]
-            rest = rest[size:]
+    def unpack(self, folder: Path) -> None:
+        header, data = self._data[: self._length], memoryview(self._data)[self._length :]
+        try:
+            unpacker = Unpacker(folder, header.decode(), len(data), limit_files=len(header))
+            unpacker.feed(data)
+        except (TheirProtocolError, UnicodeDecodeError):
+            raise self._damaged() from None
+        if not unpacker.is_complete:
+            unpacker.close()
+            raise self._damaged()
 
     def _damaged(self) -> StoreError:
         return StoreError(

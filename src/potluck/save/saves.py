@@ -20,6 +20,7 @@ from potluck.link.link import Link
 from potluck.save import checkpoint, shelf, split_saves, state
 from potluck.save.split_saves import ALL_DAMAGED, TENSORS, KeptTensors, Standing, together
 from potluck.shard.ranges import Ranges, Spec
+from potluck.tensor_bytes import from_bytes, to_bytes
 
 if TYPE_CHECKING:
     from potluck.engine.replica import Replica
@@ -106,7 +107,7 @@ class Saves:
             with Ranges(shelf.files_of(path, standing, checkpoint.RANDOM) if path else ()) as source:
                 told = _Told(self._link, source, replica)
                 randoms = [told[str(rank)] for rank in range(self._link.world)]
-            state.set_random_state(randoms[self._link.rank].numpy().tobytes())
+            state.set_random_state(to_bytes(randoms[self._link.rank]))
         with Ranges(shelf.files_of(path, standing, checkpoint.KEPT) if path else ()) as source:
             told = _Told(self._link, source, replica)
             return standing | {TENSORS: {name: told[name] for name in told.names}}
@@ -189,7 +190,7 @@ def take_snapshot(
         {
             checkpoint.MODEL: state.model_state(replica.model),
             checkpoint.OPTIMIZER: tensors,
-            checkpoint.RANDOM: {str(rank): state.bytes_tensor(data) for rank, data in enumerate(randoms)},
+            checkpoint.RANDOM: {str(rank): from_bytes(data) for rank, data in enumerate(randoms)},
             **({checkpoint.KEPT: kept} if kept else {}),
         },
     )

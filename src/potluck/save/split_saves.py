@@ -16,6 +16,7 @@ from potluck.errors import CheckpointError
 from potluck.link.link import Link
 from potluck.save import checkpoint, parts, shelf, state
 from potluck.save.together import Share, new_aside, write_share, write_together
+from potluck.tensor_bytes import from_bytes, to_bytes
 
 if TYPE_CHECKING:
     from potluck.shard.sharded import Sharded
@@ -74,7 +75,7 @@ def take_part(
     names = share.stem(checkpoint.MODEL), share.stem(checkpoint.OPTIMIZER)
     files = {names[0]: model.tensors, names[1]: optimizer.tensors}
     if share.rank == 0:
-        files[checkpoint.RANDOM] = {str(rank): state.bytes_tensor(data) for rank, data in enumerate(randoms)}
+        files[checkpoint.RANDOM] = {str(rank): from_bytes(data) for rank, data in enumerate(randoms)}
         files |= {checkpoint.KEPT: kept} if kept else {}
     notes = {names[0]: model.notes, names[1]: optimizer.notes}
     return checkpoint.Snapshot(standing | {"workers": len(randoms)}, files, notes)
@@ -143,7 +144,7 @@ def load(
     sharded.settle()
     if standing["workers"] == link.world:
         with checkpoint.ranges(path, standing, checkpoint.RANDOM) as source:
-            state.set_random_state(source.tensor(str(link.rank)).numpy().tobytes())
+            state.set_random_state(to_bytes(source.tensor(str(link.rank))))
     with checkpoint.ranges(path, standing, checkpoint.KEPT) as source:
         return standing | {TENSORS: {name: source.tensor(name) for name in source.specs}}
 

@@ -23,7 +23,8 @@ from potluck.stages.buffers import Buffers
 from potluck.stages.channel import WHAT, Label
 from potluck.store.station import IN_FLIGHT, Station
 from potluck.store.store import CHECK_EVERY_S, Store
-from potluck.store.tensors import Header, about_of, bytes_of, start_to_host
+from potluck.store.tensors import Header, about_of, start_to_host
+from potluck.tensor_bytes import buffer
 
 _KEY = re.compile(
     r"to-(?P<target>\d+)/s(?P<step>\d{12})-(?P<what>[a-z]+)-m(?P<micro>\d+)-p(?P<part>\d+)-from-(?P<source>\d+)"
@@ -77,7 +78,7 @@ class StoreChannel:
         if label.step <= self._consumed_by(label.target):
             return
         about, on_host = about_of(tensor), start_to_host(tensor)
-        put = self._station.start_put(lambda: self._store.put(key_of(label), [bytes_of(on_host())], about))
+        put = self._station.start_put(lambda: self._store.put(key_of(label), [buffer(on_host())], about))
         self._sent.append(put)
 
     def receive(self, label: Label) -> Tensor:
@@ -155,7 +156,7 @@ class StoreChannel:
             is_there.set()
             header = header_of(about, size, label)
             arrived[:] = [self._memory_for(header)]
-            return bytes_of(arrived[0])
+            return buffer(arrived[0])
 
         try:
             if before is not None:  # they come one after another, and to look for each of them would take its time
