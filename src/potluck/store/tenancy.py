@@ -17,7 +17,7 @@ from potluck.store.place import Exists
 from potluck.store.store import Store
 
 ABOUT = "about"
-"""Below this lies what says whose the store is; it goes with the last of the run's workers (circles.py)."""
+"""Below this lies what says whose the store is; it goes with the last of the run's workers (store_group.py)."""
 _RUN = f"{ABOUT}/run"
 _WORDS = ("id", "name", "begun")
 

@@ -1,4 +1,4 @@
-"""Depot: a store as the meeting place of a run whose workers have no connection to each other.
+"""StoreRun: a store as the meeting place of a run whose workers have no connection to each other.
 
 It gives each worker its link and its channel, and keeps what the worker needs to go on after it was killed: its own
 part of the model, where it stands, and what it was told before the first step. Everything it has been sent since then
@@ -6,21 +6,19 @@ is still in the store, so it does the same steps again and finds itself where th
 A store is one run's at a time (tenancy.py): before that is seen to be ours, nothing in it is changed.
 """
 
-import base64
 import json
 import struct
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from potluck.errors import StoreError, TheirProtocolError
 from potluck.fleet.parcel import Unpacker, chunks, pack
-from potluck.link.link import Done, Here, Pending, Rows
+from potluck.link.replayed import Door, Log, ReplayedLink
 from potluck.link.store_link import StoreLink
 from potluck.save import parts
 from potluck.save.checkpoint import MODEL, OPTIMIZER, write_tensors
@@ -53,7 +51,7 @@ class Kept:
         sharded.settle()
 
 
-class Depot:
+class StoreRun:
     def __init__(self, protocol: DataStore, rank: int, world: int, patience_s: float, *, keeps: bool = True) -> None:
         """`keeps`: a worker that is killed and started again goes on; else each object goes once it was read."""
         self._protocol, self._patience_s = protocol, patience_s
@@ -67,7 +65,7 @@ class Depot:
         self._run = ""
         """The id of the run whose store this is, once that is ours."""
         self._place = rank, world, keeps
-        self.link = Rehearsed(rank, world, _Log(), _Door())
+        self.link = ReplayedLink(rank, world, Log(), Door())
         self._channel: StoreChannel | None = None
 
     def meet(self, tenant: Tenant) -> None:
@@ -194,106 +192,3 @@ class _Files:
         return StoreError(
             f"{self._what} cannot be used: damaged. Start the run anew, with another stages.protocol.generation."
         )
-
-
-class _Log:
-    """What workers told each other before the first step. A worker that starts again hears it from here."""
-
-    def __init__(self) -> None:
-        self.told: list[Any] = []
-        self._at: int | None = None
-        self.is_open = True
-
-    def hear_again(self, told: list[Any]) -> None:
-        self.told, self._at = told, 0
-
-    def hear(self, ask: Callable[[], Any]) -> Any:
-        """An answer that is JSON; afterwards nothing is logged."""
-        if not self.is_open:
-            return ask()
-        if self._at is None:
-            self.told.append(ask())
-            return self.told[-1]
-        self._at += 1
-        return self.told[self._at - 1]
-
-    def change(self, start: Callable[[], Pending]) -> Pending:
-        """What changes tensors: those that were kept are as they were after it."""
-        if self.is_open and self._at is not None:
-            return Done()
-        return start()
-
-    def seal(self) -> None:
-        self.is_open = False
-
-
-class _Door:
-    """To a StoreLink that is made once the store is ours; its parts are made then, in the order they were asked for."""
-
-    def __init__(self) -> None:
-        self._links: list[StoreLink] = []
-        """The whole, and then its parts."""
-        self._asked: list[Sequence[Sequence[int]]] = []
-
-    @property
-    def is_open(self) -> bool:
-        return bool(self._links)
-
-    def open(self, link: StoreLink) -> None:
-        self._links = [link, *(link.part(groups) for groups in self._asked)]
-
-    def ask_for(self, groups: Sequence[Sequence[int]]) -> int:
-        """The number of a part."""
-        self._asked.append(groups)
-        if self._links:
-            self._links.append(self._links[0].part(groups))
-        return len(self._asked)
-
-    def link(self, number: int) -> StoreLink:
-        assert self._links, "nobody speaks before the store is known to be this run's"
-        return self._links[number]
-
-
-class Rehearsed:
-    """A StoreLink whose operations before the first step are heard from a log, when a worker starts again."""
-
-    def __init__(self, rank: int, world: int, log: _Log, door: _Door, number: int = 0) -> None:
-        self.rank, self.world, self.log, self.door, self._number = rank, world, log, door, number
-
-    @property
-    def inner(self) -> StoreLink:
-        return self.door.link(self._number)
-
-    def part(self, groups: Sequence[Sequence[int]]) -> "Rehearsed":
-        mine = next(list(ranks) for ranks in groups if self.rank in ranks)
-        return Rehearsed(mine.index(self.rank), len(mine), self.log, self.door, self.door.ask_for(groups))
-
-    def start_sum(self, tensor: Tensor) -> Pending:
-        return self.log.change(lambda: self.inner.start_sum(tensor))
-
-    def gather_rows(self, row: Sequence[float]) -> list[list[float]]:
-        rows: list[list[float]] = self.log.hear(lambda: self.inner.gather_rows(row))
-        return rows
-
-    def start_gather(self, row: Sequence[float]) -> Rows:
-        if self.log.is_open:
-            return Here(self.gather_rows(row))
-        return self.inner.start_gather(row)
-
-    def gather_bytes(self, data: bytes) -> list[bytes]:
-        told = self.log.hear(lambda: [base64.b64encode(each).decode() for each in self.inner.gather_bytes(data)])
-        return [base64.b64decode(each) for each in told]
-
-    def broadcast(self, tensor: Tensor) -> None:
-        def start() -> Pending:
-            self.inner.broadcast(tensor)
-            return Done()
-
-        self.log.change(start).wait()
-
-    def start_pass(self, out: Tensor, heard: Tensor) -> Pending:
-        return self.log.change(lambda: self.inner.start_pass(out, heard))
-
-    def close(self) -> None:
-        if self.door.is_open:
-            self.inner.close()
