@@ -497,8 +497,8 @@ def large(strategy: ShardingStrategy, folder: str, *, saves: bool) -> dict[str, 
             read_bytes(self, buffer, name, at)
 
         Store.read_bytes = counted  # type: ignore[method-assign]
-        check = split_saves.shelf.check
-        split_saves.shelf.check = lambda *arguments: _unmeasured(check, *arguments)
+        check = split_saves.checkpoint_folder.check
+        split_saves.checkpoint_folder.check = lambda *arguments: _unmeasured(check, *arguments)
         before = _memory_mb("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")
         fleet.load(folder)

@@ -21,8 +21,8 @@ from potluck.fleet.effects import Finish, Record
 from potluck.fleet.invite import Invite
 from potluck.fleet.journal import Journal
 from potluck.launch.host import _Host
-from potluck.save import shelf
-from potluck.save.keeper import Keeper
+from potluck.save import checkpoint_folder
+from potluck.save.checkpoint_receiver import CheckpointReceiver
 from potluck.save.run_folder import hold, make_run_folder, name_fault
 from potluck.train.order import HostOrder, host_order
 from tests.fleet.fleet import wait_until
@@ -228,9 +228,9 @@ def test_a_new_run_takes_no_folder_of_a_host_that_has_not_saved_yet(tmp_path: Pa
 def put_checkpoint(folder: Path, step: int) -> None:
     place = folder / "checkpoints" / f"step-{step:08d}"
     place.mkdir(parents=True)
-    body: dict[str, Any] = {"format": shelf.FORMAT, "files": {}, "step": step, "epoch": 0, "row": 4 * step}
+    body: dict[str, Any] = {"format": checkpoint_folder.FORMAT, "files": {}, "step": step, "epoch": 0, "row": 4 * step}
     body |= {"rows_seen": 4 * step, "rows_in_epoch": 1000}
-    (place / "manifest.json").write_text(json.dumps({"sha256": shelf.body_sha256(body), "body": body}))
+    (place / "manifest.json").write_text(json.dumps({"sha256": checkpoint_folder.body_sha256(body), "body": body}))
 
 
 def damage(path: Path) -> None:
@@ -307,7 +307,7 @@ def test_a_last_checkpoint_that_was_never_written_is_said_and_no_success(
     assert "checkpoint_failed" in kinds
 
 
-# What the keeper does for the disk
+# What the receiver does for the disk
 
 
 def test_a_checkpoint_is_on_the_disk_before_it_has_its_name_and_its_name_is_too(
@@ -329,16 +329,16 @@ def test_a_checkpoint_is_on_the_disk_before_it_has_its_name_and_its_name_is_too(
     monkeypatch.setattr(os, "fsync", log_sync)
     monkeypatch.setattr(Path, "rename", log_rename)
     saved: list[tuple[int, str, str, int]] = []
-    keeper = Keeper(tmp_path / "run" / "checkpoints", lambda path, reason: None)
-    keeper.begin(
+    receiver = CheckpointReceiver(tmp_path / "run" / "checkpoints", lambda path, reason: None)
+    receiver.begin(
         3,
         json.dumps([["manifest.json", (source / "manifest.json").stat().st_size]]),
         2,
         lambda *told: saved.append(told),
     )
-    keeper.feed((source / "manifest.json").read_bytes(), lambda: None)
+    receiver.feed((source / "manifest.json").read_bytes(), lambda: None)
     wait_until(lambda: bool(saved))
     assert saved[0][2] == "", saved
     named = done.index(("rename", "step-00000003"))
     before, after = [what for _, what in done[:named]], [what for _, what in done[named + 1 :]]
-    assert "manifest.json" in before and before[-1].startswith(shelf.WRITING) and "checkpoints" in after
+    assert "manifest.json" in before and before[-1].startswith(checkpoint_folder.WRITING) and "checkpoints" in after

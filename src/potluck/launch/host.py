@@ -36,8 +36,8 @@ from potluck.fleet.invite import INVITE, Identity, Invite, is_loopback
 from potluck.fleet.journal import Journal, set_aside
 from potluck.fleet.server import Server
 from potluck.launch.crew import Crew
-from potluck.save import shelf
-from potluck.save.keeper import Keeper
+from potluck.save import checkpoint_folder
+from potluck.save.checkpoint_receiver import CheckpointReceiver
 from potluck.save.run_folder import hold, make_run_folder
 from potluck.show.picture import draw_losses
 from potluck.show.progress import Progress
@@ -62,7 +62,7 @@ class _Host:
         make_run_folder(self.folder)
         stack.enter_context(hold(self.folder))
         self.events = EventLog()
-        self.keeper = Keeper(
+        self.receiver = CheckpointReceiver(
             self.folder / "checkpoints",
             lambda path, reason: self.events.emit(CheckpointPassedOver(folder=str(path), reason=reason)),
         )
@@ -122,11 +122,11 @@ class _Host:
         identity = Identity.load_or_make(self.folder / "identity")
         self.identity = identity
         standing = journal.standing()
-        newest = self.keeper.newest() if order.resume and not (standing and standing.step) else None
+        newest = self.receiver.newest() if order.resume and not (standing and standing.step) else None
         if newest is not None:  # the journal was removed, or the run was not led by a host so far
             standing = newest[1]
         steps = standing.step if standing is not None else 0
-        if not order.resume and (steps or shelf.holds_any(self.keeper.folder)):
+        if not order.resume and (steps or checkpoint_folder.holds_any(self.receiver.folder)):
             at = f", at step {steps}" if steps else ""
             raise ConfigError(
                 f"{self.folder} already holds a run{at}. Go on with it by --resume, or name another folder with --out."
@@ -153,7 +153,7 @@ class _Host:
             port=port,
             tls=None if order.insecure else identity.server_context(),
             journal=journal,
-            saver=self.keeper,
+            saver=self.receiver,
             on_event=self.events.emit,
             on_step=self._on_step,
         )
@@ -174,7 +174,7 @@ class _Host:
         try:
             return Journal(path)
         except JournalError as error:
-            newest = self.keeper.newest() if self.order.resume else None
+            newest = self.receiver.newest() if self.order.resume else None
             if newest is None:
                 raise
             why = str(error).partition(". Remove it")[0]
@@ -341,7 +341,7 @@ class _Host:
 
     def _saved(self) -> str:
         """Where the run is, if it is; whether all of it is there."""
-        newest = self.keeper.newest()
+        newest = self.receiver.newest()
         if newest is None:
             return ""
         path, standing = newest

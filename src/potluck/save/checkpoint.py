@@ -22,8 +22,7 @@ from torch import Tensor
 
 from potluck.errors import CheckpointError
 from potluck.files import publish, sync
-from potluck.save.run_folder import make_private
-from potluck.save.shelf import (
+from potluck.save.checkpoint_folder import (
     FORMAT,
     WRITING,
     body_sha256,
@@ -36,6 +35,7 @@ from potluck.save.shelf import (
     newest,
     prune,
 )
+from potluck.save.run_folder import make_private
 from potluck.shard.ranges import Ranges, type_name
 from potluck.shard.stored import make_header, write_all
 from potluck.tensor_bytes import buffer

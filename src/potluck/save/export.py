@@ -13,7 +13,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from potluck.errors import CheckpointError, ConfigError
 from potluck.files import written_aside
-from potluck.save import shelf
+from potluck.save import checkpoint_folder
 from potluck.shard.stored import SIZES, Header, Store, make_header, write_all
 from potluck.words import plural
 
@@ -38,12 +38,12 @@ def export(source: Path, out: Path) -> int:
 
 def write_plain(checkpoint: Path, out: Path) -> None:
     """The same without a word."""
-    _write_model(checkpoint, shelf.check(checkpoint), out, lambda what, total: lambda done: None)
+    _write_model(checkpoint, checkpoint_folder.check(checkpoint), out, lambda what, total: lambda done: None)
 
 
 def _write_model(path: Path, body: dict[str, Any], out: Path, begin: Begin) -> tuple[int, int]:
     """How many tensors and numbers it has."""
-    with Store(shelf.files_of(path, body, MODEL)) as store:
+    with Store(checkpoint_folder.files_of(path, body, MODEL)) as store:
         store.check_whole(str(path))
         header = make_header({name: (stored.dtype, stored.shape) for name, stored in store.tensors.items()})
         _write(store, header, out, begin("Writing", header.total_bytes))
@@ -60,11 +60,11 @@ def _insist_on_place(out: Path) -> None:
 def _find(source: Path, console: Console, begin: Begin) -> tuple[Path, dict[str, Any]]:
     """The checkpoint, or the newest whole one of a run, and its manifest's body."""
     if (source / "manifest.json").exists():
-        return source, shelf.check(source, tell=begin("Checking", _bytes_of(source)))
-    standing = shelf.found(source / "checkpoints") or shelf.found(source)
+        return source, checkpoint_folder.check(source, tell=begin("Checking", _bytes_of(source)))
+    standing = checkpoint_folder.found(source / "checkpoints") or checkpoint_folder.found(source)
     for path in standing:
         try:
-            return path, shelf.check(path, tell=begin("Checking", _bytes_of(path)))
+            return path, checkpoint_folder.check(path, tell=begin("Checking", _bytes_of(path)))
         except CheckpointError as error:
             console.print(f"{error} Looking for the one before it.", soft_wrap=True)
     if standing:
@@ -79,7 +79,7 @@ def _bytes_of(path: Path) -> int:
 def _write(store: Store, header: Header, out: Path, tell: Callable[[int], None]) -> None:
     """Whole or not at all."""
     try:
-        shelf.insist_on_space(out.absolute().parent, header.total_bytes)
+        checkpoint_folder.insist_on_space(out.absolute().parent, header.total_bytes)
         with written_aside(out, durable=True) as file:
             write_all(file, header.data)
             for name in header.order:

@@ -17,7 +17,7 @@ from torch import Tensor
 from potluck.errors import CheckpointError
 from potluck.events import CheckpointPassedOver, CheckpointSaved, EventLog
 from potluck.link.link import Link
-from potluck.save import checkpoint, shelf, split_saves, state
+from potluck.save import checkpoint, checkpoint_folder, split_saves, state
 from potluck.save.split_saves import ALL_DAMAGED, TENSORS, KeptTensors, Standing, together
 from potluck.shard.ranges import Ranges, Spec
 from potluck.tensor_bytes import from_bytes, to_bytes
@@ -96,19 +96,19 @@ class Saves:
         path, standing = self._find(folder, replica, check)
         if standing is None:
             return None
-        with Ranges(shelf.files_of(path, standing, checkpoint.MODEL) if path else ()) as source:
+        with Ranges(checkpoint_folder.files_of(path, standing, checkpoint.MODEL) if path else ()) as source:
             if path:
                 state.load_model(replica.model, source)
         replica.align()
-        with Ranges(shelf.files_of(path, standing, checkpoint.OPTIMIZER) if path else ()) as source:
+        with Ranges(checkpoint_folder.files_of(path, standing, checkpoint.OPTIMIZER) if path else ()) as source:
             told = _Told(self._link, source, replica)
             state.load_optimizer(replica.optimizer, replica.names, told, standing["optimizer"])
         if standing["workers"] == self._link.world:
-            with Ranges(shelf.files_of(path, standing, checkpoint.RANDOM) if path else ()) as source:
+            with Ranges(checkpoint_folder.files_of(path, standing, checkpoint.RANDOM) if path else ()) as source:
                 told = _Told(self._link, source, replica)
                 randoms = [told[str(rank)] for rank in range(self._link.world)]
             state.set_random_state(to_bytes(randoms[self._link.rank]))
-        with Ranges(shelf.files_of(path, standing, checkpoint.KEPT) if path else ()) as source:
+        with Ranges(checkpoint_folder.files_of(path, standing, checkpoint.KEPT) if path else ()) as source:
             told = _Told(self._link, source, replica)
             return standing | {TENSORS: {name: told[name] for name in told.names}}
 

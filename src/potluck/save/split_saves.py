@@ -14,7 +14,7 @@ from torch import Tensor
 
 from potluck.errors import CheckpointError
 from potluck.link.link import Link
-from potluck.save import checkpoint, parts, shelf, state
+from potluck.save import checkpoint, checkpoint_folder, parts, state
 from potluck.save.together import Share, new_aside, write_share, write_together
 from potluck.tensor_bytes import from_bytes, to_bytes
 
@@ -151,13 +151,13 @@ def load(
 
 def _find(link: Link, folder: Path, pass_over: Callable[[Path, str], None]) -> tuple[Path, Standing] | None:
     """The newest that is whole. Each worker compares the checksums of some of its files."""
-    names = [path.name for path in shelf.found(folder)]
+    names = [path.name for path in checkpoint_folder.found(folder)]
     theirs = json.loads(link.gather_bytes(json.dumps(names).encode())[0])
     together(link, lambda: _insist_on_shared(link, folder, sees_it=names == theirs))
     for name in names:
         standing, complaint = {}, ""
         try:
-            standing = shelf.check(folder / name, link.rank, link.world)
+            standing = checkpoint_folder.check(folder / name, link.rank, link.world)
         except CheckpointError as error:
             complaint = str(error)
         complaints = [data.decode() for data in link.gather_bytes(complaint.encode())]

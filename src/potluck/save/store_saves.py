@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from potluck.errors import CheckpointError
 from potluck.events import EventLog
 from potluck.link.link import Link
-from potluck.save import shelf, split_saves, state
+from potluck.save import checkpoint_folder, split_saves, state
 from potluck.save.saves import Saves
 from potluck.save.split_saves import ALL_DAMAGED, KeptTensors, Standing, take_part, together
 from potluck.save.store_run import StoreRun
@@ -58,7 +58,7 @@ class StoreSaves(Saves):
             for other in range(1, world):
                 self._run.take_files(_part(other, step), share.aside, f"worker {other}'s part of the checkpoint")
             place = write_together(folder, share, snapshot, lambda: True)
-            shelf.prune(folder, keep_last, place)
+            checkpoint_folder.prune(folder, keep_last, place)
             self._saved(step, time.perf_counter() - started)(place)
             self._run.drop_files([_part(other, step) for other in range(1, world)])
         elif rank < world:  # another replica holds the same parts, and its ranks write them
@@ -71,9 +71,9 @@ class StoreSaves(Saves):
         """The first worker's newest whole checkpoint; the others get its files."""
         told = {}
         if self._link.rank == 0:
-            found = shelf.newest(folder, self._pass_over)
+            found = checkpoint_folder.newest(folder, self._pass_over)
             told = {"name": found[0].name if found else None, "path": str(found[0]) if found else ""}
-            if found is None and shelf.holds_any(folder):
+            if found is None and checkpoint_folder.holds_any(folder):
                 told["refusal"] = ALL_DAMAGED.format(folder)
             elif found is not None:
                 self._run.give_files(RESUME, found[0])

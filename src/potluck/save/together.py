@@ -16,8 +16,8 @@ from typing import Any
 from potluck.errors import CheckpointError
 from potluck.files import write_whole
 from potluck.save.checkpoint import MODEL, OPTIMIZER, Snapshot, failures_told, finish, ranges, write_tensors
+from potluck.save.checkpoint_folder import FORMAT_IN_PARTS, WRITING, free_place, insist_on_space
 from potluck.save.run_folder import make_private
-from potluck.save.shelf import FORMAT_IN_PARTS, WRITING, free_place, insist_on_space
 
 PATIENCE_S = 600.0
 """How long rank 0 waits for the files of the others, once its own are written."""
