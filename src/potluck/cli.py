@@ -12,7 +12,7 @@ import tyro
 from potluck import __version__
 from potluck.config import checked, to_dict
 from potluck.errors import ConfigError, PotluckError
-from potluck.launch.launch import launch
+from potluck.launch.processes import launch
 from potluck.train.order import Order, WorkersConfig, built_in_recipes, data_setting, workers_of
 from potluck.words import say
 

@@ -6,8 +6,8 @@ import potluck
 from potluck import FitConfig, RunConfig, ScheduleConfig, Sync
 from potluck.config import from_toml, to_toml
 from potluck.errors import ConfigError
-from potluck.launch import launch
-from potluck.launch.crew import Crew
+from potluck.launch import processes
+from potluck.launch.worker_pool import WorkerPool
 from potluck.train.model import ModelConfig
 from potluck.train.order import Order, WorkersConfig, built_in_recipes, find_recipe, host_order, workers_of
 
@@ -104,12 +104,12 @@ def test_a_host_refuses_the_same_before_it_makes_a_folder(order: dict[str, Any],
 
 
 def test_more_workers_than_a_machine_has_room_for_are_refused_with_the_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "machine_bytes", lambda: 4_000_000_000)
-    launch.insist_on_room(40)
+    monkeypatch.setattr(processes, "machine_bytes", lambda: 4_000_000_000)
+    processes.insist_on_room(40)
     with pytest.raises(ConfigError, match=r"41 workers .* at least 4\.1 GB .* has 4 GB\. Start 40 at most"):
-        launch.launch(["never started"], WorkersConfig(count=41))
+        processes.launch(["never started"], WorkersConfig(count=41))
     with pytest.raises(ConfigError, match="Start 40 at most"):
-        Crew(["never started"], WorkersConfig(count=41), {})
+        WorkerPool(["never started"], WorkersConfig(count=41), {})
 
 
 def test_an_endless_patience_of_ones_own_loop_is_refused() -> None:

@@ -13,7 +13,7 @@ from rich.console import Console
 from potluck.config import to_dict
 from potluck.environment import usable_cores
 from potluck.errors import ConfigError
-from potluck.launch.launch import launch
+from potluck.launch.processes import launch
 from potluck.show.picture import draw_comparison
 from potluck.show.timeline import gain_sentence, read_timeline
 from potluck.train.order import Order, workers_of

@@ -35,7 +35,7 @@ from potluck.fleet.effects import Finish, StepRecord
 from potluck.fleet.invite import INVITE, Identity, Invite, is_loopback
 from potluck.fleet.journal import Journal, set_aside
 from potluck.fleet.server import Server
-from potluck.launch.crew import Crew
+from potluck.launch.worker_pool import WorkerPool
 from potluck.save import checkpoint_folder
 from potluck.save.checkpoint_receiver import CheckpointReceiver
 from potluck.save.run_folder import hold, make_run_folder
@@ -93,17 +93,17 @@ class _Host:
         self._show(invite)
         self.server.start()
         here = order.host if order.host not in ("0.0.0.0", "::") else "127.0.0.1"
-        crew = Crew(list(order.command), order.workers, {INVITE: self._invite(here).line(), QUIET: "1"})
-        self._stack.callback(crew.close)
-        crew.start([f"{LOCAL}{number}" for number in range(order.local)])
+        pool = WorkerPool(list(order.command), order.workers, {INVITE: self._invite(here).line(), QUIET: "1"})
+        self._stack.callback(pool.close)
+        pool.start([f"{LOCAL}{number}" for number in range(order.local)])
         with self.interrupts.handled():
-            finish = self._watch(crew)
+            finish = self._watch(pool)
         self._end(finish)
         self.server.stop()
-        wait_until(lambda: not crew.is_alive, 5.0)
+        wait_until(lambda: not pool.is_alive, 5.0)
         return self._farewell(finish)
 
-    def _watch(self, crew: Crew) -> Finish:
+    def _watch(self, pool: WorkerPool) -> Finish:
         """Until the run is over, or nobody can take part in it."""
         while True:
             finish = self.server.wait(0.1)
@@ -111,7 +111,7 @@ class _Host:
                 return finish
             if self.interrupts.count > 1:
                 return Finish("interrupted")
-            for worker, sentence in crew.news():
+            for worker, sentence in pool.news():
                 if worker.code == ConfigError.exit_code and not self.server.core.membership.members:
                     return Finish(sentence, failed=True)  # the last words say it
                 if sentence:

@@ -11,7 +11,7 @@ from pathlib import Path
 from potluck.environment import QUIET
 from potluck.errors import ConfigError, Interrupted
 from potluck.fleet.invite import INVITE, read_invite
-from potluck.launch.crew import Crew
+from potluck.launch.worker_pool import WorkerPool
 from potluck.signals import Interrupts
 from potluck.train.order import FILES_ASKED, WorkersConfig, data_setting
 from potluck.waiting import POLL_S
@@ -42,24 +42,24 @@ def _take_part(command: list[str], config: WorkersConfig, line: str) -> tuple[in
         environment = {INVITE: line, FILES_ASKED: str(question)}
         if config.count > 1:
             environment[QUIET] = "1"
-        code = _watch(Crew(command, config, environment), config.count)
+        code = _watch(WorkerPool(command, config, environment), config.count)
         return code, json.loads(question.read_text(encoding="utf-8")) if question.exists() else []
 
 
-def _watch(crew: Crew, count: int) -> int:
+def _watch(pool: WorkerPool, count: int) -> int:
     """Until all its workers have ended. Ctrl-C lets them leave politely."""
 
     def leave(number: int) -> None:
         say("Leaving after this step. Ctrl-C again leaves at once.")
-        crew.interrupt()
+        pool.interrupt()
 
     interrupts = Interrupts(leave)
-    with interrupts.handled(), closing(crew):
+    with interrupts.handled(), closing(pool):
         base = f"{os.uname().nodename}-{os.getpid()}"
-        crew.start([f"{base}-{number}" if count > 1 else base for number in range(count)])
+        pool.start([f"{base}-{number}" if count > 1 else base for number in range(count)])
         codes: list[int] = []
         while len(codes) < count and interrupts.count < 2:
-            for worker, sentence in crew.news():
+            for worker, sentence in pool.news():
                 codes.append(worker.code if worker.code >= 0 else 128 - worker.code)
                 if sentence:
                     say(sentence)

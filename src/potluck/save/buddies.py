@@ -1,8 +1,8 @@
 """Buddies: each rank keeps its part of a split model in host memory, and a copy of its neighbour's.
 
 A refresh writes both, block by block, and is whole once all ranks are done with it; the one before stays until then, so
-that a kill at any moment leaves one. After a loss those who are left are started anew (launch.py), and `recover` fills
-them from what is left in memory (memory.py). No disk is touched.
+that a kill at any moment leaves one. After a loss those who are left are started anew (processes.py), and `recover`
+fills them from what is left in memory (memory.py). No disk is touched.
 """
 
 import errno

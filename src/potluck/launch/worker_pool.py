@@ -14,7 +14,7 @@ from pathlib import Path
 
 from potluck.environment import PARENT_PIPE, RENDEZVOUS
 from potluck.errors import Interrupted, WorkerLost
-from potluck.launch.launch import (
+from potluck.launch.processes import (
     GRACE_S,
     Worker,
     end_workers,
@@ -59,7 +59,7 @@ class Team:
         return next(iter(failed or [rank for rank in self.ranks if rank.code]), self.ranks[0])
 
 
-class Crew:
+class WorkerPool:
     def __init__(self, command: list[str], config: WorkersConfig, environment: dict[str, str]) -> None:
         insist_on_room(config.count)
         self._command = command
