@@ -13,7 +13,7 @@ from potluck import __version__
 from potluck.config import checked, to_dict
 from potluck.errors import ConfigError, PotluckError
 from potluck.launch.processes import launch
-from potluck.train.order import Order, WorkersConfig, built_in_recipes, data_setting, workers_of
+from potluck.train.arguments import TrainArgs, WorkersConfig, built_in_recipes, data_setting, workers_of
 from potluck.words import say
 
 Settings = Annotated[
@@ -151,10 +151,10 @@ class Host:
 
     def __call__(self) -> int:
         from potluck.launch.host import host
-        from potluck.train.order import host_order
+        from potluck.train.arguments import host_args
 
         return host(
-            host_order(
+            host_args(
                 what=self.what,
                 settings=(*self.settings, *data_setting(self.data)),
                 workers=self.workers,
@@ -296,8 +296,8 @@ def _train(
 ) -> int:
     extra = list(data_setting(data))
     extra += [f"workers.count={workers}"] if workers is not None else []
-    order = Order(recipe=recipe, settings=(*settings, *extra), out=out, resume=resume)
-    return launch(["--recipe", json.dumps(to_dict(order))], workers_of(order), only)
+    args = TrainArgs(recipe=recipe, settings=(*settings, *extra), out=out, resume=resume)
+    return launch(["--recipe", json.dumps(to_dict(args))], workers_of(args), only)
 
 
 def _workers_config(count: int, threads: int | None) -> WorkersConfig:

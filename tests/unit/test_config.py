@@ -8,8 +8,8 @@ from potluck.config import from_toml, to_toml
 from potluck.errors import ConfigError
 from potluck.launch import processes
 from potluck.launch.worker_pool import WorkerPool
+from potluck.train.arguments import TrainArgs, WorkersConfig, built_in_recipes, find_recipe, host_args, workers_of
 from potluck.train.model import ModelConfig
-from potluck.train.order import Order, WorkersConfig, built_in_recipes, find_recipe, host_order, workers_of
 
 
 def read(text: str, *overrides: str) -> RunConfig:
@@ -100,7 +100,7 @@ def test_a_host_refuses_the_same_before_it_makes_a_folder(order: dict[str, Any],
         "host": "127.0.0.1", "address": None, "patience_s": 30.0, "at_least": 1, "insecure": False,
     }  # fmt: skip
     with pytest.raises(ConfigError, match=said):
-        host_order(**asked | order)
+        host_args(**asked | order)
 
 
 def test_more_workers_than_a_machine_has_room_for_are_refused_with_the_figures(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,8 +171,8 @@ def test_a_missing_recipe_names_those_that_exist() -> None:
 
 
 def test_the_launcher_reads_the_number_of_workers_by_itself() -> None:
-    assert workers_of(Order(recipe="demo", settings=("workers.count=5",))).count == 5
+    assert workers_of(TrainArgs(recipe="demo", settings=("workers.count=5",))).count == 5
     with pytest.raises(ConfigError, match=r"workers: count must be at least 1"):
-        workers_of(Order(recipe="demo", settings=("workers.count=0",)))
+        workers_of(TrainArgs(recipe="demo", settings=("workers.count=0",)))
     with pytest.raises(ConfigError, match=r"Did you mean workers\.count\?"):
-        workers_of(Order(recipe="demo", settings=("workers.coutn=1",)))
+        workers_of(TrainArgs(recipe="demo", settings=("workers.coutn=1",)))

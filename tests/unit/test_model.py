@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from potluck.config import from_toml
 from potluck.errors import ConfigError
 from potluck.train import recipe as recipe_module
+from potluck.train.arguments import find_recipe
 from potluck.train.model import GPT, Block, ModelConfig, next_token_loss, rotary_tables, rotate
-from potluck.train.order import find_recipe
 from potluck.train.recipe import RunConfig
 
 TINY = ModelConfig(dim=16, layers=2, heads=4, context=12)

@@ -24,7 +24,7 @@ from potluck.launch.host import _Host
 from potluck.save import checkpoint_folder
 from potluck.save.checkpoint_receiver import CheckpointReceiver
 from potluck.save.run_folder import hold, make_run_folder, name_fault
-from potluck.train.order import HostOrder, host_order
+from potluck.train.arguments import HostArgs, host_args
 from tests.fleet.fleet import wait_until
 from tests.unit.test_journal import DESCRIBED, record
 
@@ -35,8 +35,8 @@ def mode(path: Path) -> int:
     return stat.S_IMODE(path.lstat().st_mode)
 
 
-def order(what: str = "demo", *settings: str, out: str | None = None, resume: bool = False) -> HostOrder:
-    return host_order(
+def order(what: str = "demo", *settings: str, out: str | None = None, resume: bool = False) -> HostArgs:
+    return host_args(
         what=what,
         settings=settings,
         workers=0,
@@ -53,7 +53,7 @@ def order(what: str = "demo", *settings: str, out: str | None = None, resume: bo
 
 
 @contextmanager
-def hosting(order: HostOrder) -> Iterator[_Host]:
+def hosting(order: HostArgs) -> Iterator[_Host]:
     """A host that listens, and has not yet let anybody in."""
     with ExitStack() as stack:
         host = _Host(order, stack)
@@ -210,7 +210,7 @@ def test_a_trainer_is_refused_where_a_host_is(tmp_path: Path) -> None:
 
 
 def test_a_new_run_takes_no_folder_of_a_host_that_has_not_saved_yet(tmp_path: Path) -> None:
-    from potluck.train.order import Order
+    from potluck.train.arguments import TrainArgs
     from potluck.train.recipe import RunConfig, _run_folder
 
     class Alone:
@@ -218,7 +218,7 @@ def test_a_new_run_takes_no_folder_of_a_host_that_has_not_saved_yet(tmp_path: Pa
 
     with hosting(order()):
         pass
-    chosen = _run_folder(RunConfig(name="demo"), Order(recipe="demo"), Alone())  # type: ignore[arg-type]
+    chosen = _run_folder(RunConfig(name="demo"), TrainArgs(recipe="demo"), Alone())  # type: ignore[arg-type]
     assert chosen == Path("runs/demo-2") and order().folder == Path("runs/demo-2")
 
 

@@ -42,7 +42,7 @@ from potluck.save.run_folder import hold, make_run_folder
 from potluck.show.picture import draw_losses
 from potluck.show.progress import Progress
 from potluck.signals import Interrupts
-from potluck.train.order import HostOrder
+from potluck.train.arguments import HostArgs
 from potluck.waiting import wait_until
 from potluck.words import duration, plural, say
 
@@ -50,15 +50,15 @@ LOCAL = "host-worker-"
 """Names of workers that end with the host."""
 
 
-def host(order: HostOrder) -> int:
+def host(args: HostArgs) -> int:
     with ExitStack() as stack:
-        return _Host(order, stack).run()
+        return _Host(args, stack).run()
 
 
 class _Host:
-    def __init__(self, order: HostOrder, stack: ExitStack) -> None:
-        self.order = order
-        self.folder = order.folder
+    def __init__(self, args: HostArgs, stack: ExitStack) -> None:
+        self.args = args
+        self.folder = args.folder
         make_run_folder(self.folder)
         stack.enter_context(hold(self.folder))
         self.events = EventLog()
@@ -78,8 +78,8 @@ class _Host:
         self._stack = stack
         self.server = self._serve()
         stack.callback(self.server.stop)
-        if order.recipe:  # only now: a host that was refused must not change what the folder says
-            self._write("run.toml", order.recipe, 0o666)
+        if args.recipe:  # only now: a host that was refused must not change what the folder says
+            self._write("run.toml", args.recipe, 0o666)
         file = EventFile(self.folder / "events.jsonl")
         progress = Progress()
         self.events.listeners += [file, self._on_event, progress]
@@ -88,14 +88,14 @@ class _Host:
         self._progress = progress
 
     def run(self) -> int:
-        order = self.order
-        invite = self._invite(order.address or _reachable(order.host))
+        args = self.args
+        invite = self._invite(args.address or _reachable(args.host))
         self._show(invite)
         self.server.start()
-        here = order.host if order.host not in ("0.0.0.0", "::") else "127.0.0.1"
-        pool = WorkerPool(list(order.command), order.workers, {INVITE: self._invite(here).line(), QUIET: "1"})
+        here = args.host if args.host not in ("0.0.0.0", "::") else "127.0.0.1"
+        pool = WorkerPool(list(args.command), args.workers, {INVITE: self._invite(here).line(), QUIET: "1"})
         self._stack.callback(pool.close)
-        pool.start([f"{LOCAL}{number}" for number in range(order.local)])
+        pool.start([f"{LOCAL}{number}" for number in range(args.local)])
         with self.interrupts.handled():
             finish = self._watch(pool)
         self._end(finish)
@@ -118,26 +118,26 @@ class _Host:
                     self._progress.say(f"potluck: {sentence}", style="yellow")
 
     def _serve(self) -> Server:
-        order, journal = self.order, self.journal
+        args, journal = self.args, self.journal
         identity = Identity.load_or_make(self.folder / "identity")
         self.identity = identity
         standing = journal.standing()
-        newest = self.receiver.newest() if order.resume and not (standing and standing.step) else None
+        newest = self.receiver.newest() if args.resume and not (standing and standing.step) else None
         if newest is not None:  # the journal was removed, or the run was not led by a host so far
             standing = newest[1]
         steps = standing.step if standing is not None else 0
-        if not order.resume and (steps or checkpoint_folder.holds_any(self.receiver.folder)):
+        if not args.resume and (steps or checkpoint_folder.holds_any(self.receiver.folder)):
             at = f", at step {steps}" if steps else ""
             raise ConfigError(
                 f"{self.folder} already holds a run{at}. Go on with it by --resume, or name another folder with --out."
             )
         described = journal.description
         coordinator = Coordinator(
-            patience_s=order.patience_s,
-            secret="" if order.insecure else identity.secret,
-            recipe=order.recipe,
-            at_least=order.at_least,
-            plain_peers=order.insecure,
+            patience_s=args.patience_s,
+            secret="" if args.insecure else identity.secret,
+            recipe=args.recipe,
+            at_least=args.at_least,
+            plain_peers=args.insecure,
             standing=standing,
             previous=journal.standing(steps - 1) if steps else None,
             # How workers train may change when a run goes on; those who come now say how.
@@ -146,12 +146,12 @@ class _Host:
             expected=int(journal.fact("workers") or 0),
             agreed=journal.agreed(since=steps - 1),
         )
-        port = order.port or int(journal.fact("port") or 0) or self._port_before()
+        port = args.port or int(journal.fact("port") or 0) or self._port_before()
         server = Server(
             coordinator,
-            host=order.host,
+            host=args.host,
             port=port,
-            tls=None if order.insecure else identity.server_context(),
+            tls=None if args.insecure else identity.server_context(),
             journal=journal,
             saver=self.receiver,
             on_event=self.events.emit,
@@ -166,7 +166,7 @@ class _Host:
         return server
 
     def _invite(self, address: str) -> Invite:
-        return self.identity.invite(address, self.server.port, encrypted=not self.order.insecure)
+        return self.identity.invite(address, self.server.port, encrypted=not self.args.insecure)
 
     def _open_journal(self) -> Journal:
         """A damaged one is set aside where there is a checkpoint to go on from."""
@@ -174,7 +174,7 @@ class _Host:
         try:
             return Journal(path)
         except JournalError as error:
-            newest = self.receiver.newest() if self.order.resume else None
+            newest = self.receiver.newest() if self.args.resume else None
             if newest is None:
                 raise
             why = str(error).partition(". Remove it")[0]
@@ -199,9 +199,9 @@ class _Host:
     def _show(self, invite: Invite) -> None:
         path = self.folder / "invite"
         self._write(path.name, invite.line() + "\n", 0o600)
-        if self.order.insecure:
+        if self.args.insecure:
             say(
-                f"INSECURE: anybody who reaches {self.order.host} port {self.server.port} can take part, read the"
+                f"INSECURE: anybody who reaches {self.args.host} port {self.server.port} can take part, read the"
                 " weights and change them, and nothing is encrypted. Use this on a network that you trust wholly."
             )
         where = "another terminal here" if is_loopback(invite.host) else "another machine"
@@ -215,7 +215,7 @@ class _Host:
 
     def _on_described(self, description: Description) -> None:
         """Before the run: a plain peer that cannot take an average would end in the first step."""
-        if self.order.insecure and (sentence := description.too_large_for_entrenar()) is not None:
+        if self.args.insecure and (sentence := description.too_large_for_entrenar()) is not None:
             say(sentence)
 
     def _start(self, from_step: int) -> None:
@@ -323,7 +323,7 @@ class _Host:
         if fault:  # what is saved is older than what was trained
             say(f"{fault.removesuffix('.')}. What was trained after the newest checkpoint is lost.")
         if finish.reason == "interrupted":
-            what = f"{self.folder}/run.toml" if self.order.recipe else self.order.command[0]
+            what = f"{self.folder}/run.toml" if self.args.recipe else self.args.command[0]
             again = f" Go on with: potluck host {what} --out {self.folder} --resume" if saved else ""
             say(f"Stopped after step {step}.{saved or ' Nothing was saved.'}{again}")
             return Interrupted.exit_code

@@ -13,7 +13,7 @@ from potluck.errors import ConfigError, Interrupted
 from potluck.fleet.invite import INVITE, read_invite
 from potluck.launch.worker_pool import WorkerPool
 from potluck.signals import Interrupts
-from potluck.train.order import FILES_ASKED, WorkersConfig, data_setting
+from potluck.train.arguments import FILES_ASKED, WorkersConfig, data_setting
 from potluck.waiting import POLL_S
 from potluck.words import say
 

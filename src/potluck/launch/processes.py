@@ -23,7 +23,7 @@ from potluck.environment import LAST_WORDS, ONLY, PARENT_PIPE, RENDEZVOUS, machi
 from potluck.errors import ConfigError, Interrupted, WorkerLost
 from potluck.save.memory import MEMORY, Recovery, Start, first_start
 from potluck.signals import Interrupts
-from potluck.train.order import WorkersConfig
+from potluck.train.arguments import WorkersConfig
 from potluck.waiting import POLL_S, wait_until
 from potluck.words import plural, say, size
 

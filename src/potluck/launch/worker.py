@@ -1,7 +1,7 @@
 """What a worker process runs: a script of yours, or a recipe. Our errors leave as sentences, not as stacks of frames.
 
 python -m potluck.launch.worker script.py [arguments]
-python -m potluck.launch.worker --recipe ORDER
+python -m potluck.launch.worker --recipe ARGUMENTS
 python -m potluck.launch.worker --join SETTINGS
 """
 

@@ -25,7 +25,7 @@ from potluck.launch.processes import (
     worker_environment,
 )
 from potluck.link.ranks import NODE, Request
-from potluck.train.order import WorkersConfig
+from potluck.train.arguments import WorkersConfig
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""What was ordered on the command line: which recipe, with which settings, where.
+"""What was asked for on the command line: which recipe, with which settings, where.
 
 Imports no torch, so that a command answers at once and the workers load it side by side.
 """
@@ -42,7 +42,7 @@ class WorkersConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Order:
+class TrainArgs:
     recipe: str
     settings: tuple[str, ...] = ()
     """Overrides, each `a.b=value`."""
@@ -56,7 +56,7 @@ class Order:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class HostOrder:
+class HostArgs:
     folder: Path
     recipe: str
     """TOML; empty where a script is trained."""
@@ -98,16 +98,16 @@ def built_in_recipes() -> dict[str, Path]:
     return {file.stem: file for file in sorted(folder.glob("*.toml"))}
 
 
-def workers_of(order: Order) -> WorkersConfig:
-    """How many workers the order needs. Everything else in the recipe is checked by the workers."""
-    text, source = find_recipe(order.recipe)
-    table = parse_toml(text, source=source, overrides=order.settings).get("workers", {})
+def workers_of(args: TrainArgs) -> WorkersConfig:
+    """How many workers it takes. Everything else in the recipe is checked by the workers."""
+    text, source = find_recipe(args.recipe)
+    table = parse_toml(text, source=source, overrides=args.settings).get("workers", {})
     if not isinstance(table, dict):
         raise ConfigError(f"workers is a table of settings, such as workers.count=2, not {table!r}.")
     return from_dict(WorkersConfig, table, "workers")
 
 
-def host_order(
+def host_args(
     *,
     what: str,
     settings: tuple[str, ...],
@@ -121,7 +121,7 @@ def host_order(
     patience_s: float,
     at_least: int,
     insecure: bool,
-) -> HostOrder:
+) -> HostArgs:
     """What `potluck host` is asked for, checked before anything is started."""
     if workers < 0 or at_least < 1 or not 0 <= port < 1 << 16:
         raise ConfigError("--workers is at least 0, --at-least 1, and --port below 65,536.")
@@ -149,7 +149,7 @@ def host_order(
         raise ConfigError(f"There is no run to resume in {folder}. Leave out --resume, or name its folder with --out.")
     config = checked(lambda: WorkersConfig(count=max(1, workers), threads=threads), "Workers: ")
     checked(lambda: insist_on_patience("--patience", patience_s))
-    return HostOrder(
+    return HostArgs(
         folder=folder,
         recipe=recipe,
         command=command,
