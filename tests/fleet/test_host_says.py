@@ -69,7 +69,7 @@ def test_a_run_whose_last_steps_had_no_loss_ends_well(tmp_path: Path, capfd: pyt
             host._on_step(record, 0.1, 1.0, "")
             core.standing.step = step
         host._end(Finish("finished"))
-        assert host._farewell(Finish("finished")) == 0
+        assert host._summarize(Finish("finished")) == 0
     assert "Finished 3 steps in" in (said := capfd.readouterr().out) and "loss nan" in said
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     ended = [record for record in read_events(tmp_path / "events.jsonl") if record["event"] == "run_ended"]

@@ -287,7 +287,7 @@ def test_a_full_disk_under_the_journal_leaves_a_sentence_and_an_exit_code(
         finish = host.server.wait(5)
         assert finish is not None and finish.failed
         host._end(finish)
-        assert host._farewell(finish) == 1
+        assert host._summarize(finish) == 1
     said = capsys.readouterr().err
     assert said.count("database or disk is full. Free some space, then go on with --resume.") == 1
     assert "Traceback" not in said
@@ -299,7 +299,7 @@ def test_a_last_checkpoint_that_was_never_written_is_said_and_no_success(
 ) -> None:
     with hosting(order(out="run")) as host:
         host.server._act(lambda now: host.server.core.on_saved(now, 3, "", "The host cannot keep it: no space", 0))
-        assert host._farewell(Finish("finished")) == 1
+        assert host._summarize(Finish("finished")) == 1
     told = capsys.readouterr()
     assert "The host cannot keep it: no space. What was trained after the newest checkpoint is lost." in told.err
     assert "Saved in" not in told.out

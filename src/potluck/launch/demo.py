@@ -72,7 +72,7 @@ def demo(settings: tuple[str, ...], workers: int | None, out: str | None) -> int
                 settings=(*settings, *POLICIES[policy]),
                 out=str(folder),
                 slowdown=slowdown,
-                farewell="paragraph" if number == len(folders) else "none",
+                summary="paragraph" if number == len(folders) else "none",
             )
             code = launch(["--recipe", json.dumps(to_dict(args))], config)
         if code:

@@ -101,7 +101,7 @@ class _Host:
         self._end(finish)
         self.server.stop()
         wait_until(lambda: not pool.is_alive, 5.0)
-        return self._farewell(finish)
+        return self._summarize(finish)
 
     def _watch(self, pool: WorkerPool) -> Finish:
         """Until the run is over, or nobody can take part in it."""
@@ -313,7 +313,7 @@ class _Host:
             if str(error) != finish.reason:
                 say(str(error))
 
-    def _farewell(self, finish: Finish) -> int:
+    def _summarize(self, finish: Finish) -> int:
         step = self.server.core.steps_done
         if finish.failed:
             say(finish.reason)

@@ -37,9 +37,9 @@ def main() -> None:
 
 def _run(arguments: list[str]) -> None:
     if arguments[0] == "--recipe":
-        from potluck.train.recipe import main as cook
+        from potluck.train.recipe import main as train_recipe
 
-        cook(arguments[1:])
+        train_recipe(arguments[1:])
         return
     if arguments[0] == "--join":
         from potluck.train.recipe import join

@@ -51,7 +51,7 @@ class TrainArgs:
     resume: bool = False
     slowdown: Slowdown | None = None
     """Makes one worker slower than the others. Only the demo asks for it."""
-    farewell: Literal["whole", "paragraph", "none"] = "whole"
+    summary: Literal["whole", "paragraph", "none"] = "whole"
     """What is said when the run has ended: everything, or only what the model wrote, or nothing."""
 
 

@@ -1,6 +1,6 @@
 """Recipes: a run of the built-in model, written down as TOML.
 
-RunConfig joins the dataclasses that live beside their owners; `cook` builds what they name and trains it. Every worker
+RunConfig joins the dataclasses that live beside their owners; `train_recipe` builds what they name and trains it. Every worker
 of the run calls `main` with the same arguments.
 """
 
@@ -87,7 +87,7 @@ class RunConfig:
             raise ValueError(f"model.vocab must be at least 256 for text read byte by byte, not {self.model.vocab}")
 
 
-def cook(config: RunConfig, args: TrainArgs, engine: Engine) -> tuple[Summary, GPT]:
+def train_recipe(config: RunConfig, args: TrainArgs, engine: Engine) -> tuple[Summary, GPT]:
     """Trains the recipe in its run folder. Called on every worker."""
     training, validation = read_windows(config.data, config.model.context)
     _insist_on_memory(config, engine, len(training))
@@ -139,12 +139,12 @@ def main(arguments: list[str]) -> None:
         step=config.step,
         patience_s=config.workers.patience_s,
     ) as engine:
-        summary, model = cook(config, args, engine)
-        if engine.keeps_folder and args.farewell != "none":
-            from potluck.train.farewell import say_farewell
+        summary, model = train_recipe(config, args, engine)
+        if engine.keeps_folder and args.summary != "none":
+            from potluck.train.summary import show_summary
 
             is_split = engine.replica is not None and (engine.replica.gathers or config.stages is not None)
-            say_farewell(summary, model, args, epochs=config.fit.epochs, is_split=is_split)
+            show_summary(summary, model, args, epochs=config.fit.epochs, is_split=is_split)
 
 
 def join(arguments: list[str]) -> None:
@@ -182,7 +182,7 @@ def join(arguments: list[str]) -> None:
         client.close()
         raise
     with kind(*joined, policy=config.policy, strategy=config.strategy, step=config.step) as engine:
-        cook(config, TrainArgs(recipe="the host's"), engine)
+        train_recipe(config, TrainArgs(recipe="the host's"), engine)
 
 
 def _insist_on_little(config: RunConfig) -> None:

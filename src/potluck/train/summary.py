@@ -20,13 +20,13 @@ PROMPT = "    def __init__(self, "
 LENGTH = 320
 
 
-def say_farewell(summary: Summary, model: GPT, args: TrainArgs, *, epochs: int, is_split: bool = False) -> None:
+def show_summary(summary: Summary, model: GPT, args: TrainArgs, *, epochs: int, is_split: bool = False) -> None:
     """`is_split`: the model computes only with all workers together, who have left by now."""
     console = Console(highlight=False, soft_wrap=True)
     exported = _export(summary)
     if is_split:
         model = _whole(model, exported)
-    if args.farewell == "paragraph":
+    if args.summary == "paragraph":
         console.print()
         show_paragraph(console, model)
         return
