@@ -105,7 +105,7 @@ def test_a_host_refuses_the_same_before_it_makes_a_folder(order: dict[str, Any],
 
 def test_more_workers_than_a_machine_has_room_for_are_refused_with_the_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "machine_bytes", lambda: 4_000_000_000)
-    processes.insist_on_room(40)
+    processes.check_room(40)
     with pytest.raises(ConfigError, match=r"41 workers .* at least 4\.1 GB .* has 4 GB\. Start 40 at most"):
         processes.launch(["never started"], WorkersConfig(count=41))
     with pytest.raises(ConfigError, match="Start 40 at most"):

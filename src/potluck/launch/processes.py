@@ -65,7 +65,7 @@ def launch(command: list[str], config: WorkersConfig, only: int | None = None) -
 
     `only`: this one of them, whom the others, elsewhere, meet in a store.
     """
-    insist_on_room(config.count if only is None else 1)
+    check_room(config.count if only is None else 1)
     if only is not None:
         if not 0 <= only < config.count:
             raise ConfigError(f"--only takes one of the workers 0 to {config.count - 1}, not {only}.")
@@ -267,7 +267,7 @@ def end_workers(team: list[Worker], first: signal.Signals) -> None:
             worker.forwarder.join(timeout=1.0)
 
 
-def insist_on_room(workers: int) -> None:
+def check_room(workers: int) -> None:
     """Processes that a machine has no room for are refused before it grinds to a halt, or the system ends one."""
     has = machine_bytes()
     most = has // WORKER_BYTES

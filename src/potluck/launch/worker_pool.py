@@ -17,9 +17,9 @@ from potluck.errors import Interrupted, WorkerLost
 from potluck.launch.processes import (
     GRACE_S,
     Worker,
+    check_room,
     end_workers,
     group_environment,
-    insist_on_room,
     pass_on,
     start_worker,
     worker_environment,
@@ -61,7 +61,7 @@ class Team:
 
 class WorkerPool:
     def __init__(self, command: list[str], config: WorkersConfig, environment: dict[str, str]) -> None:
-        insist_on_room(config.count)
+        check_room(config.count)
         self._command = command
         self._folder = tempfile.TemporaryDirectory(prefix="potluck-")
         self._read_end, self._write_end = os.pipe()

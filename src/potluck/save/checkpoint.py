@@ -27,11 +27,11 @@ from potluck.save.checkpoint_folder import (
     WRITING,
     body_sha256,
     check,
+    check_space,
     file_sha256,
     files_of,
     free_place,
     holds_any,
-    insist_on_space,
     newest,
     prune,
 )
@@ -87,7 +87,7 @@ def write(folder: Path, snapshot: Snapshot) -> Path:
         if not folder.exists():
             make_private(folder)
             sync(folder.parent)
-        insist_on_space(folder, snapshot.bytes)
+        check_space(folder, snapshot.bytes)
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir()
         sums = {}

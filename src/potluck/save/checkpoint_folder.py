@@ -117,7 +117,7 @@ def _remove(path: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
 
 
-def insist_on_space(folder: Path, needed: int) -> None:
+def check_space(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise OSError(28, f"{needed:,} bytes are needed and {free:,} are free")

@@ -70,7 +70,7 @@ class CheckpointReceiver:
             make_private(self.folder)
             sync(self.folder.parent)
             unpacker = Unpacker(aside, header, MOST_BYTES)
-            checkpoint_folder.insist_on_space(self.folder, unpacker.total)
+            checkpoint_folder.check_space(self.folder, unpacker.total)
             while not unpacker.is_complete:
                 chunk = chunks.get()
                 if chunk is None:

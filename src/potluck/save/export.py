@@ -27,7 +27,7 @@ Begin = Callable[[str, int], Callable[[int], None]]
 def export(source: Path, out: Path) -> int:
     """Of one checkpoint, or of the newest one of a run."""
     console = Console(stderr=True, highlight=False)
-    _insist_on_place(out)
+    _check_place(out)
     with _progress(console) as begin:
         path, body = _find(source, console, begin)
         tensors, numbers = _write_model(path, body, out, begin)
@@ -50,7 +50,7 @@ def _write_model(path: Path, body: dict[str, Any], out: Path, begin: Begin) -> t
         return len(header.order), sum(stored.size for stored in store.tensors.values())
 
 
-def _insist_on_place(out: Path) -> None:
+def _check_place(out: Path) -> None:
     if out.exists():
         raise ConfigError(f"{out} is there already, and is not overwritten. Remove it, or name another file.")
     if not out.absolute().parent.is_dir():
@@ -79,7 +79,7 @@ def _bytes_of(path: Path) -> int:
 def _write(store: Store, header: Header, out: Path, tell: Callable[[int], None]) -> None:
     """Whole or not at all."""
     try:
-        checkpoint_folder.insist_on_space(out.absolute().parent, header.total_bytes)
+        checkpoint_folder.check_space(out.absolute().parent, header.total_bytes)
         with written_aside(out, durable=True) as file:
             write_all(file, header.data)
             for name in header.order:

@@ -125,7 +125,7 @@ class Saves:
                 found = checkpoint.newest(folder, self._pass_over)
                 if found is not None:
                     path, standing = found
-                    self._insist_on_whole(path, standing, replica)
+                    self._check_whole(path, standing, replica)
                     check(path, standing)
                 elif checkpoint.holds_any(folder):
                     raise CheckpointError(ALL_DAMAGED.format(folder))
@@ -137,7 +137,7 @@ class Saves:
             raise CheckpointError(answer["refusal"])
         return path, answer["standing"]
 
-    def _insist_on_whole(self, path: Path, standing: Standing, replica: "Replica") -> None:
+    def _check_whole(self, path: Path, standing: Standing, replica: "Replica") -> None:
         """That it is of this model and this optimizer, and that nothing is missing."""
         with (
             checkpoint.ranges(path, standing, checkpoint.MODEL) as model,

@@ -95,7 +95,7 @@ def agree_on_aside(link: Link, folder: Path, step: int) -> tuple[Path, list[byte
     if "refusal" in answer:
         raise CheckpointError(answer["refusal"])
     aside = folder / answer["aside"]
-    together(link, lambda: _insist_on_shared(link, folder, sees_it=aside.is_dir()))
+    together(link, lambda: _check_shared(link, folder, sees_it=aside.is_dir()))
     return aside, [random for _, random in gathered]
 
 
@@ -105,7 +105,7 @@ def _cut(data: bytes) -> tuple[bytes, bytes]:
     return data[4:end], data[end:]
 
 
-def _insist_on_shared(link: Link, folder: Path, *, sees_it: bool) -> None:
+def _check_shared(link: Link, folder: Path, *, sees_it: bool) -> None:
     if not sees_it:
         raise CheckpointError(
             f"Worker {link.rank} does not see in {folder} what worker 0 sees there. A model that is split over workers"
@@ -153,7 +153,7 @@ def _find(link: Link, folder: Path, pass_over: Callable[[Path, str], None]) -> t
     """The newest that is whole. Each worker compares the checksums of some of its files."""
     names = [path.name for path in checkpoint_folder.found(folder)]
     theirs = json.loads(link.gather_bytes(json.dumps(names).encode())[0])
-    together(link, lambda: _insist_on_shared(link, folder, sees_it=names == theirs))
+    together(link, lambda: _check_shared(link, folder, sees_it=names == theirs))
     for name in names:
         standing, complaint = {}, ""
         try:

@@ -16,7 +16,7 @@ from typing import Any
 from potluck.errors import CheckpointError
 from potluck.files import write_whole
 from potluck.save.checkpoint import MODEL, OPTIMIZER, Snapshot, failures_told, finish, ranges, write_tensors
-from potluck.save.checkpoint_folder import FORMAT_IN_PARTS, WRITING, free_place, insist_on_space
+from potluck.save.checkpoint_folder import FORMAT_IN_PARTS, WRITING, check_space, free_place
 from potluck.save.run_folder import make_private
 
 PATIENCE_S = 600.0
@@ -89,7 +89,7 @@ def write_together(folder: Path, share: Share, snapshot: Snapshot, is_one_gone: 
 
 
 def _write_files(share: Share, snapshot: Snapshot) -> None:
-    insist_on_space(share.aside, snapshot.bytes)
+    check_space(share.aside, snapshot.bytes)
     sums = {}
     for stem, tensors in snapshot.files.items():
         file = share.aside / f"{stem}.safetensors"

@@ -77,7 +77,7 @@ class Touches:
         return buffer, -1 if buffer is None else buffer._version
 
 
-def insist_on_one(name: str, layers: Sequence[str], right: Sequence[str]) -> None:
+def check_one(name: str, layers: Sequence[str], right: Sequence[str]) -> None:
     """A buffer that is not right everywhere is touched by one layer, which leaves it right."""
     if len(layers) == 1 and layers[0] in right:
         return

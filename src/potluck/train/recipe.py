@@ -1,7 +1,7 @@
 """Recipes: a run of the built-in model, written down as TOML.
 
-RunConfig joins the dataclasses that live beside their owners; `train_recipe` builds what they name and trains it. Every worker
-of the run calls `main` with the same arguments.
+RunConfig joins the dataclasses that live beside their owners; `train_recipe` builds what they name and trains it. Every
+worker of the run calls `main` with the same arguments.
 """
 
 import itertools
@@ -90,7 +90,7 @@ class RunConfig:
 def train_recipe(config: RunConfig, args: TrainArgs, engine: Engine) -> tuple[Summary, GPT]:
     """Trains the recipe in its run folder. Called on every worker."""
     training, validation = read_windows(config.data, config.model.context)
-    _insist_on_memory(config, engine, len(training))
+    _check_memory(config, engine, len(training))
     engine.samples_per_row = float(config.model.context)
     torch.manual_seed(config.fit.seed)
     model = GPT(config.model)
@@ -169,7 +169,7 @@ def join(arguments: list[str]) -> None:
             raise ConfigError(clean(str(error))) from None
         if config.data.paths and not settings:
             raise ask_for_files(config.data.paths)
-        _insist_on_little(config)
+        _check_little(config)
         if config.stages is not None:
             raise ConfigError(
                 "This host's recipe cuts the model into stages, which a host cannot lead. Train it with potluck train;"
@@ -185,7 +185,7 @@ def join(arguments: list[str]) -> None:
         train_recipe(config, TrainArgs(recipe="the host's"), engine)
 
 
-def _insist_on_little(config: RunConfig) -> None:
+def _check_little(config: RunConfig) -> None:
     """What a host's recipe may make this machine do."""
     ranks, most = ranks_of(config.strategy), max(4, usable_cores(), torch.cuda.device_count())
     if ranks > most:
@@ -195,7 +195,7 @@ def _insist_on_little(config: RunConfig) -> None:
         )
 
 
-def _insist_on_memory(config: RunConfig, engine: Engine, rows: int) -> None:
+def _check_memory(config: RunConfig, engine: Engine, rows: int) -> None:
     """A model or a batch that cannot fit is refused, with figures, before the system ends somebody for it."""
     # Weights, gradients and AdamW's two means, in fp32; each rank's share of what the strategy splits.
     stages = engine.world // engine.lanes
