@@ -112,9 +112,9 @@ def test_a_joiner_gives_what_is_free_and_not_what_others_use(monkeypatch: pytest
 
     config = from_toml(recipe.RunConfig, RECIPE, source="here")
     monkeypatch.setattr(recipe, "free_memory_bytes", lambda: 1000)
-    recipe._insist_on_memory(config, Engine(), rows=100)
+    recipe._check_memory(config, Engine(), rows=100)
     with pytest.raises(ConfigError, match=r"needs .* of memory to be trained here, and this machine has 1 kB"):
-        recipe._insist_on_memory(config, Led(), rows=100)
+        recipe._check_memory(config, Led(), rows=100)
 
 
 @pytest.mark.parametrize(
