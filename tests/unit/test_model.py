@@ -108,10 +108,10 @@ def test_what_does_not_fit_is_refused_with_the_figures(
     config = from_toml(RunConfig, 'name = "x"', source="here", overrides=overrides)
     engine = SimpleNamespace(world=2, lanes=2, link=SimpleNamespace(world=2), device=torch.device("cpu"), is_led=False)
     if said is None:
-        recipe_module._insist_on_memory(config, engine, rows=10**6)  # type: ignore[arg-type]
+        recipe_module._check_memory(config, engine, rows=10**6)  # type: ignore[arg-type]
         return
     with pytest.raises(ConfigError) as error:
-        recipe_module._insist_on_memory(config, engine, rows=10**6)  # type: ignore[arg-type]
+        recipe_module._check_memory(config, engine, rows=10**6)  # type: ignore[arg-type]
     assert re.search(said, str(error.value)), str(error.value)
 
 
