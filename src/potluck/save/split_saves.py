@@ -15,7 +15,8 @@ from torch import Tensor
 from potluck.errors import CheckpointError
 from potluck.link.link import Link
 from potluck.save import checkpoint, checkpoint_folder, parts, state
-from potluck.save.together import Share, new_aside, write_share, write_together
+from potluck.save.checkpoint import new_aside
+from potluck.save.together import Share, write_share, write_together
 from potluck.tensor_bytes import from_bytes, to_bytes
 
 if TYPE_CHECKING:

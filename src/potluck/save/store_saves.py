@@ -14,10 +14,11 @@ from potluck.errors import CheckpointError
 from potluck.events import EventLog
 from potluck.link.link import Link
 from potluck.save import checkpoint_folder, split_saves, state
+from potluck.save.checkpoint import new_aside
 from potluck.save.saves import Saves
 from potluck.save.split_saves import ALL_DAMAGED, KeptTensors, Standing, take_part, together
 from potluck.save.store_run import StoreRun
-from potluck.save.together import Share, new_aside, write_share, write_together
+from potluck.save.together import Share, write_share, write_together
 
 if TYPE_CHECKING:
     from potluck.engine.replica import Replica

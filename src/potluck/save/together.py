@@ -6,7 +6,6 @@ makes a checkpoint of it. They tell each other nothing but through that folder.
 
 import contextlib
 import json
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,9 +14,8 @@ from typing import Any
 
 from potluck.errors import CheckpointError
 from potluck.files import write_whole
-from potluck.save.checkpoint import MODEL, OPTIMIZER, Snapshot, failures_told, finish, ranges, write_tensors
-from potluck.save.checkpoint_folder import FORMAT_IN_PARTS, WRITING, check_space, free_place
-from potluck.save.run_folder import make_private
+from potluck.save.checkpoint import MODEL, OPTIMIZER, Snapshot, failures_told, finish, ranges, write_files
+from potluck.save.checkpoint_folder import FORMAT_IN_PARTS
 
 PATIENCE_S = 600.0
 """How long rank 0 waits for the files of the others, once its own are written."""
@@ -50,15 +48,6 @@ class Share:
         return self.aside / f"{rank:05d}.failed"
 
 
-def new_aside(folder: Path, step: int) -> Path:
-    """A new folder to write a checkpoint into, before it has its place."""
-    aside = folder / f"{WRITING}step-{step:08d}-{os.getpid()}-{time.time_ns()}"
-    with failures_told(folder, aside, step):
-        make_private(folder)
-        aside.mkdir()
-    return aside
-
-
 def write_share(share: Share, snapshot: Snapshot) -> None:
     """What a rank other than 0 does."""
     try:
@@ -76,24 +65,19 @@ def write_together(folder: Path, share: Share, snapshot: Snapshot, is_one_gone: 
     """What rank 0 does: its own files, and what makes the files of all a checkpoint. Returns where that is."""
     with failures_told(folder, share.aside, snapshot.step):
         _write_files(share, snapshot)
-        body = {"format": FORMAT_IN_PARTS, "files": _await_all(share, is_one_gone)} | snapshot.body
-        with ranges(share.aside, body, MODEL) as model, ranges(share.aside, body, OPTIMIZER) as optimizer:
+        sums = _await_all(share, is_one_gone)
+        files = {"files": sums}
+        with ranges(share.aside, files, MODEL) as model, ranges(share.aside, files, OPTIMIZER) as optimizer:
             model.check_whole("it")
             optimizer.check_whole("it")
-            body["optimizer"] = optimizer.notes
+            said = snapshot.body | {"optimizer": optimizer.notes}
         for rank in range(share.world):
             share.done(rank).unlink()
-        place = free_place(folder, snapshot.step)
-        finish(share.aside, place, body)
-    return place
+        return finish(share.aside, FORMAT_IN_PARTS, sums, said)
 
 
 def _write_files(share: Share, snapshot: Snapshot) -> None:
-    check_space(share.aside, snapshot.bytes)
-    sums = {}
-    for stem, tensors in snapshot.files.items():
-        file = share.aside / f"{stem}.safetensors"
-        sums[file.name] = write_tensors(file, tensors, snapshot.notes.get(stem))
+    sums = write_files(share.aside, snapshot)
     write_whole(share.done(share.rank), json.dumps(sums), durable=True)
 
 
