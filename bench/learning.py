@@ -22,8 +22,8 @@ from bench.uneven_rank import Seat
 from potluck import Async, Cadence, Outer, StepConfig, Sync
 from potluck.config import from_toml
 from potluck.engine.rows import mix
+from potluck.train.arguments import find_recipe
 from potluck.train.model import GPT, next_token_loss
-from potluck.train.order import find_recipe
 from potluck.train.recipe import RunConfig
 from potluck.train.schedule import ScheduleConfig
 from potluck.train.text import TextWindows, read_windows

@@ -12,8 +12,9 @@ import tyro
 from potluck import __version__
 from potluck.config import checked, to_dict
 from potluck.errors import ConfigError, PotluckError
-from potluck.launch.launch import launch
-from potluck.train.order import Order, WorkersConfig, built_in_recipes, data_setting, workers_of
+from potluck.launch.processes import launch
+from potluck.train.arguments import TrainArgs, WorkersConfig, built_in_recipes, data_setting, workers_of
+from potluck.words import say
 
 Settings = Annotated[
     tyro.conf.UseAppendAction[list[str]],
@@ -150,10 +151,10 @@ class Host:
 
     def __call__(self) -> int:
         from potluck.launch.host import host
-        from potluck.train.order import host_order
+        from potluck.train.arguments import host_args
 
         return host(
-            host_order(
+            host_args(
                 what=self.what,
                 settings=(*self.settings, *data_setting(self.data)),
                 workers=self.workers,
@@ -260,7 +261,7 @@ def main() -> None:
     if ours and not ours[0].startswith("-") and ours[0] not in (names := _names()):
         near = difflib.get_close_matches(ours[0], names, n=1)
         hint = f" Did you mean potluck {near[0]}?" if near else ""
-        print(f"potluck: There is no command {ours[0]!r}.{hint} There are: {', '.join(names)}.", file=sys.stderr)
+        say(f"There is no command {ours[0]!r}.{hint} There are: {', '.join(names)}.")
         sys.exit(ConfigError.exit_code)
     command = tyro.cli(
         COMMANDS,
@@ -272,7 +273,7 @@ def main() -> None:
     try:
         code = command(*scripts) if isinstance(command, Run | Join) else command()
     except PotluckError as error:
-        print(f"potluck: {error}", file=sys.stderr)
+        say(str(error))
         code = error.exit_code
     except KeyboardInterrupt:
         code = 130
@@ -295,8 +296,8 @@ def _train(
 ) -> int:
     extra = list(data_setting(data))
     extra += [f"workers.count={workers}"] if workers is not None else []
-    order = Order(recipe=recipe, settings=(*settings, *extra), out=out, resume=resume)
-    return launch(["--recipe", json.dumps(to_dict(order))], workers_of(order), only)
+    args = TrainArgs(recipe=recipe, settings=(*settings, *extra), out=out, resume=resume)
+    return launch(["--recipe", json.dumps(to_dict(args))], workers_of(args), only)
 
 
 def _workers_config(count: int, threads: int | None) -> WorkersConfig:

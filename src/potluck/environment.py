@@ -5,7 +5,6 @@ import os
 from potluck.words import insist_at_most
 
 PATIENCE_S = 600.0
-POLL_S = 0.02
 
 RENDEZVOUS = "POTLUCK_RENDEZVOUS"
 """Tells workers the file through which they find each other, so that no port is opened for it."""

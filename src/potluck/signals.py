@@ -1,32 +1,54 @@
-"""Ctrl-C while a run is under way: the first asks for a polite stop, the next one has its usual effect."""
+"""Signals while something is under way. Whatever handled them before handles them again afterwards."""
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import FrameType
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+END = (signal.SIGINT, signal.SIGTERM)
+"""Ctrl-C, and what the system sends when it wants a process to end."""
+
+
+@contextmanager
+def handling(numbers: Sequence[int], on_signal: Callable[[int], None]) -> Iterator[None]:
+    """Within it, these signals call `on_signal`. In another thread than the main one, whose owner decides, nothing."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    usual = {number: signal.signal(number, lambda number, frame: on_signal(number)) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in usual.items():
+            signal.signal(number, handler)
 
 
 @contextmanager
 def on_interrupt(request_stop: Callable[[], None]) -> Iterator[None]:
-    """The first Ctrl-C, or the system's SIGTERM, asks for a stop; the next one has its usual effect."""
-    usual: dict[int, Any] = {}
+    """The first Ctrl-C or SIGTERM asks for a stop; the next one has its usual effect."""
+    with ExitStack() as ours:
 
-    def on_signal(number: int, frame: FrameType | None) -> None:
-        request_stop()
-        restore()
+        def stop(number: int) -> None:
+            request_stop()
+            ours.close()
 
-    def restore() -> None:
-        for number, handler in usual.items():
-            signal.signal(number, handler)
-
-    if threading.current_thread() is not threading.main_thread():  # whoever owns that one decides
+        ours.enter_context(handling(END, stop))
         yield
-        return
-    for number in (signal.SIGINT, signal.SIGTERM):
-        usual[number] = signal.signal(number, on_signal)
-    try:
-        yield
-    finally:
-        restore()
+
+
+class Interrupts:
+    """Counts Ctrl-C and SIGTERM, and passes on the first. What the second means is for whoever looks at the count."""
+
+    def __init__(self, on_first: Callable[[int], None]) -> None:
+        self.count = 0
+        self._on_first = on_first
+
+    @contextmanager
+    def handled(self) -> Iterator[None]:
+        with handling(END, self._hear):
+            yield
+
+    def _hear(self, number: int) -> None:
+        self.count += 1
+        if self.count == 1:
+            self._on_first(number)

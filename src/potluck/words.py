@@ -1,4 +1,11 @@
-"""Numbers in sentences: so many of something, bytes, durations; and numbers that no sentence could make sense of."""
+"""Sentences for a person, and numbers in them: counts, bytes, durations; and numbers that are refused."""
+
+import sys
+
+
+def say(sentence: str) -> None:
+    """On the terminal, beside whatever a program prints."""
+    print(f"potluck: {sentence}", file=sys.stderr, flush=True)
 
 
 def plural(number: int, noun: str) -> str:

@@ -19,7 +19,7 @@ import potluck
 from potluck.engine import drafts
 from potluck.errors import PotluckError
 from potluck.events import EpochDone, StepDone, StepSkipped
-from potluck.save import shelf
+from potluck.save import checkpoint_folder
 from potluck.save.export import write_plain
 from tests.differential.cases import Case, Leg
 from tests.differential.models import build, loss_of, make_data, make_optimizer, make_scheduler
@@ -55,7 +55,7 @@ def run_case(case: Case, timeout_s: float = TIMEOUT_S) -> tuple[list[list[Told]]
             )
             told.append(_results(outcomes, number))
         plain = Path(folder) / "plain.safetensors"
-        write_plain(shelf.found(Path(folder) / "saved")[0], plain)
+        write_plain(checkpoint_folder.found(Path(folder) / "saved")[0], plain)
         return told, load_file(plain)
 
 

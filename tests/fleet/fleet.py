@@ -29,7 +29,7 @@ from potluck.fleet.journal import Journal
 from potluck.fleet.ledger import prove
 from potluck.fleet.server import Server
 from potluck.link.link import loss_of_peer
-from potluck.save.keeper import Keeper
+from potluck.save.checkpoint_receiver import CheckpointReceiver
 from potluck.shard.strategy import HybridShard
 from tests.gathered import gathered
 from tests.odd import Odd
@@ -375,7 +375,7 @@ def serve(
         port=port,
         tls=identity.server_context() if encrypted else None,
         journal=journal,
-        saver=Keeper(folder / "checkpoints", lambda path, reason: None),
+        saver=CheckpointReceiver(folder / "checkpoints", lambda path, reason: None),
         on_event=hear,
         on_step=on_step,
     )

@@ -12,7 +12,7 @@ from potluck.events import read_events
 from potluck.fleet.client import Client
 from potluck.fleet.effects import Finish, StepRecord
 from potluck.launch.host import _Host
-from potluck.train.order import HostOrder, host_order
+from potluck.train.arguments import HostArgs, host_args
 from potluck.wire import JoinRequest, Ready, encode
 from tests.fleet.fleet import wait_until
 from tests.unit.test_description import with_parts
@@ -21,8 +21,8 @@ LARGE = with_parts(13_000_000, 13_000_000)
 LARGE = replace(LARGE, parts=LARGE.parts[:-1])  # with buffers it would be nothing for plain peers
 
 
-def order_of(folder: Path, *, insecure: bool) -> HostOrder:
-    return host_order(
+def order_of(folder: Path, *, insecure: bool) -> HostArgs:
+    return host_args(
         what="demo", settings=(), workers=0, threads=None, out=str(folder), resume=False, host="127.0.0.1", port=0,
         address=None, patience_s=20.0, at_least=9, insecure=insecure,
     )  # fmt: skip
@@ -69,7 +69,7 @@ def test_a_run_whose_last_steps_had_no_loss_ends_well(tmp_path: Path, capfd: pyt
             host._on_step(record, 0.1, 1.0, "")
             core.standing.step = step
         host._end(Finish("finished"))
-        assert host._farewell(Finish("finished")) == 0
+        assert host._summarize(Finish("finished")) == 0
     assert "Finished 3 steps in" in (said := capfd.readouterr().out) and "loss nan" in said
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     ended = [record for record in read_events(tmp_path / "events.jsonl") if record["event"] == "run_ended"]

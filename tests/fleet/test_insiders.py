@@ -23,8 +23,8 @@ from potluck.fleet.effects import Close, Finish, SaveBegin, Send
 from potluck.fleet.invite import INVITE, Invite
 from potluck.fleet.returns import FREE, FREE_OF_ADDRESS, MOST_KNOWN, Returns
 from potluck.fleet.server import Server
-from potluck.save import shelf
-from potluck.save.keeper import Keeper
+from potluck.save import checkpoint_folder
+from potluck.save.checkpoint_receiver import CheckpointReceiver
 from potluck.wire import FrameReader, decode, encode
 from potluck.wire.messages import (
     Applied,
@@ -485,18 +485,18 @@ def test_whoever_joined_is_remembered_in_bounded_memory() -> None:
     assert len(returns._known) <= MOST_KNOWN
 
 
-# The host's keeper
+# The host's receiver
 
 
 def keep(folder: Path, manifest: dict[str, Any], step: int = 7) -> tuple[str, str, bool]:
-    """What the keeper says of a checkpoint of no files but its manifest, whose checksum is right."""
+    """What the receiver says of a checkpoint of no files but its manifest, whose checksum is right."""
     body = {"format": 1, "files": {}, "step": step, "epoch": 0, "row": 4, "rows_seen": 4, "rows_in_epoch": 8} | manifest
-    data = json.dumps({"body": body, "sha256": shelf.body_sha256(body)}).encode()
+    data = json.dumps({"body": body, "sha256": checkpoint_folder.body_sha256(body)}).encode()
     said: queue.Queue[tuple[str, str, bool]] = queue.Queue()
-    keeper = Keeper(folder, lambda path, reason: None)
+    receiver = CheckpointReceiver(folder, lambda path, reason: None)
     header = json.dumps([["manifest.json", len(data)]])
-    keeper.begin(step, header, 2, lambda s, place, error, size, theirs: said.put((place, error, theirs)))
-    keeper.feed(data, lambda: None)
+    receiver.begin(step, header, 2, lambda s, place, error, size, theirs: said.put((place, error, theirs)))
+    receiver.feed(data, lambda: None)
     return said.get(timeout=10)
 
 
@@ -526,9 +526,9 @@ def test_a_checkpoint_on_the_disk_whose_manifest_makes_no_sense_is_passed_over(t
     worse = tmp_path / "step-00000009"
     worse.mkdir()
     body = {"format": 1, "files": {}, "step": "nine"}
-    (worse / "manifest.json").write_text(json.dumps({"body": body, "sha256": shelf.body_sha256(body)}))
+    (worse / "manifest.json").write_text(json.dumps({"body": body, "sha256": checkpoint_folder.body_sha256(body)}))
     passed: list[str] = []
-    found = Keeper(tmp_path, lambda path, reason: passed.append(path.name)).newest()
+    found = CheckpointReceiver(tmp_path, lambda path, reason: passed.append(path.name)).newest()
     assert found is not None and found[1].step == 7 and passed == ["step-00000009"]
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from potluck.engine.slices import describe_model, digest
-from potluck.save import shelf
+from potluck.save import checkpoint_folder
 from tests.fleet import third
 from tests.fleet.fleet import BATCH, EPOCHS, ROWS, SLICES, STEPS, Fleet, build, wait_until
 from tests.fleet.test_peers import whole_batches
@@ -83,10 +83,10 @@ def test_it_gives_its_weights_to_one_of_ours_that_comes_later(tmp_path: Path) ->
     fleet.wait_for_step(3)
     fleet.add("ours", bare=True, save_every=5)
     check(fleet, worker)
-    kept = {path.name: path for path in shelf.found(tmp_path / "checkpoints")}
+    kept = {path.name: path for path in checkpoint_folder.found(tmp_path / "checkpoints")}
     # It leads, and so its states are the host's checkpoints; at the end one of ours, whose loop wants that saved.
     assert {*kept} == {"step-00000010", "step-00000014"}
-    assert all(shelf.check(path)["optimizer"]["class"] == "AdamW" for path in kept.values())
+    assert all(checkpoint_folder.check(path)["optimizer"]["class"] == "AdamW" for path in kept.values())
     assert worker.admitted == [0] and worker.sponsored == [4]
     assert sum(row["rows"] for record in fleet.records for row in record.workers if row["name"] == "ours") > 0
 

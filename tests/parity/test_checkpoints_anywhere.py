@@ -18,8 +18,8 @@ from potluck.errors import CheckpointError
 from potluck.events import CheckpointPassedOver
 from potluck.link.link import connect
 from potluck.save import checkpoint, parts, split_saves, together
-from potluck.save.checkpoint import Snapshot
-from potluck.save.together import Share, new_aside, write_share, write_together
+from potluck.save.checkpoint import Snapshot, new_aside
+from potluck.save.together import Share, write_share, write_together
 from potluck.shard.ranges import Ranges
 from potluck.shard.stored import Store
 from potluck.shard.strategy import FullShard, HybridShard, NoShard, ShardGradOp, ShardingStrategy
@@ -374,7 +374,7 @@ def die_while_writing(folder: str) -> None:
                 file.write_bytes(b"half of it")
                 os.kill(os.getpid(), signal.SIGKILL)
 
-            together.write_tensors = write_half  # type: ignore[assignment]
+            checkpoint.write_tensors = write_half  # type: ignore[assignment]
         fleet.save(folder)
         fleet.wait_for_saves()
 
@@ -426,7 +426,7 @@ def test_what_one_rank_could_not_write_is_told_by_rank_0_too(tmp_path: Path, mon
 
     ours, snapshots = shares(tmp_path, 2)
     with monkeypatch.context() as patched:
-        patched.setattr(together, "write_tensors", full)
+        patched.setattr(checkpoint, "write_tensors", full)
         with pytest.raises(CheckpointError, match=r"step 7 .*No space left on device"):
             write_share(ours[1], snapshots[1])
     with pytest.raises(CheckpointError, match="worker 1 says: No space left on device"):
@@ -497,8 +497,8 @@ def large(strategy: ShardingStrategy, folder: str, *, saves: bool) -> dict[str, 
             read_bytes(self, buffer, name, at)
 
         Store.read_bytes = counted  # type: ignore[method-assign]
-        check = split_saves.shelf.check
-        split_saves.shelf.check = lambda *arguments: _unmeasured(check, *arguments)
+        check = split_saves.checkpoint_folder.check
+        split_saves.checkpoint_folder.check = lambda *arguments: _unmeasured(check, *arguments)
         before = _memory_mb("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")
         fleet.load(folder)

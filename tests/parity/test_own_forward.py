@@ -12,7 +12,7 @@ import potluck
 from potluck import DataStore, Direct, FullShard, HybridShard, NoShard, Pipeline, ShardGradOp, Stages
 from potluck.engine import drafts
 from potluck.events import StepDone
-from potluck.save import shelf
+from potluck.save import checkpoint_folder
 from potluck.save.export import write_plain
 from tests.gathered import gathered
 from tests.ranks import run_ranks
@@ -209,7 +209,7 @@ def assert_like_plain(
         assert each["evaluated"] == pytest.approx(plain["evaluated"], rel=1e-12)
         held |= each["state"]
     if folder is not None:
-        write_plain(shelf.found(folder)[0], folder / "plain.safetensors")
+        write_plain(checkpoint_folder.found(folder)[0], folder / "plain.safetensors")
         held = load_file(folder / "plain.safetensors")
     assert held.keys() == plain["state"].keys()
     for name, tensor in plain["state"].items():

@@ -18,7 +18,7 @@ from potluck import CheckpointConfig, FitConfig, ScheduleConfig
 from potluck.engine.loader import BatchConfig
 from potluck.errors import CheckpointError, Interrupted
 from potluck.events import read_events
-from potluck.save.shelf import body_sha256
+from potluck.save.checkpoint_folder import body_sha256
 from tests.parity.test_sync import STILL
 from tests.ranks import RankFailed, run_ranks
 

@@ -14,7 +14,7 @@ from potluck.engine import drafts
 from potluck.engine.rows import mix
 from potluck.errors import ConfigError
 from potluck.events import Decided, StepDone
-from potluck.save import shelf
+from potluck.save import checkpoint_folder
 from potluck.stages.plan import Plan
 from potluck.stages.seats import seed_of
 from tests.gathered import gathered, home
@@ -264,7 +264,7 @@ def test_a_checkpoint_is_the_whole_models_and_loads_with_another_cut_or_none(tmp
     for each in found:
         each["losses"] = judge["losses"]
     assert_same(found, judge)
-    plan = Plan.from_json(shelf.check(shelf.found(tmp_path)[0])["plan"])
+    plan = Plan.from_json(checkpoint_folder.check(checkpoint_folder.found(tmp_path)[0])["plan"])
     assert len(plan.stages) == 2
 
 

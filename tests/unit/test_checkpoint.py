@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from potluck.errors import CheckpointError
-from potluck.save import checkpoint, shelf, state
+from potluck.save import checkpoint, checkpoint_folder, state
 from potluck.save.checkpoint import Snapshot, Writer, check, newest, prune, write
 
 
@@ -72,7 +72,7 @@ def test_a_manifest_cannot_name_a_file_elsewhere(tmp_path: Path) -> None:
     place = write(tmp_path, snapshot(1))
     manifest = json.loads((place / "manifest.json").read_text())
     manifest["body"]["files"] = {"../../etc/passwd": {"bytes": 1, "sha256": "0"}}
-    manifest["sha256"] = shelf.body_sha256(manifest["body"])
+    manifest["sha256"] = checkpoint_folder.body_sha256(manifest["body"])
     (place / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(CheckpointError, match="not a file in it"):
         check(place)

@@ -6,10 +6,10 @@ import potluck
 from potluck import FitConfig, RunConfig, ScheduleConfig, Sync
 from potluck.config import from_toml, to_toml
 from potluck.errors import ConfigError
-from potluck.launch import launch
-from potluck.launch.crew import Crew
+from potluck.launch import processes
+from potluck.launch.worker_pool import WorkerPool
+from potluck.train.arguments import TrainArgs, WorkersConfig, built_in_recipes, find_recipe, host_args, workers_of
 from potluck.train.model import ModelConfig
-from potluck.train.order import Order, WorkersConfig, built_in_recipes, find_recipe, host_order, workers_of
 
 
 def read(text: str, *overrides: str) -> RunConfig:
@@ -100,16 +100,16 @@ def test_a_host_refuses_the_same_before_it_makes_a_folder(order: dict[str, Any],
         "host": "127.0.0.1", "address": None, "patience_s": 30.0, "at_least": 1, "insecure": False,
     }  # fmt: skip
     with pytest.raises(ConfigError, match=said):
-        host_order(**asked | order)
+        host_args(**asked | order)
 
 
 def test_more_workers_than_a_machine_has_room_for_are_refused_with_the_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "machine_bytes", lambda: 4_000_000_000)
-    launch.insist_on_room(40)
+    monkeypatch.setattr(processes, "machine_bytes", lambda: 4_000_000_000)
+    processes.check_room(40)
     with pytest.raises(ConfigError, match=r"41 workers .* at least 4\.1 GB .* has 4 GB\. Start 40 at most"):
-        launch.launch(["never started"], WorkersConfig(count=41))
+        processes.launch(["never started"], WorkersConfig(count=41))
     with pytest.raises(ConfigError, match="Start 40 at most"):
-        Crew(["never started"], WorkersConfig(count=41), {})
+        WorkerPool(["never started"], WorkersConfig(count=41), {})
 
 
 def test_an_endless_patience_of_ones_own_loop_is_refused() -> None:
@@ -171,8 +171,8 @@ def test_a_missing_recipe_names_those_that_exist() -> None:
 
 
 def test_the_launcher_reads_the_number_of_workers_by_itself() -> None:
-    assert workers_of(Order(recipe="demo", settings=("workers.count=5",))).count == 5
+    assert workers_of(TrainArgs(recipe="demo", settings=("workers.count=5",))).count == 5
     with pytest.raises(ConfigError, match=r"workers: count must be at least 1"):
-        workers_of(Order(recipe="demo", settings=("workers.count=0",)))
+        workers_of(TrainArgs(recipe="demo", settings=("workers.count=0",)))
     with pytest.raises(ConfigError, match=r"Did you mean workers\.count\?"):
-        workers_of(Order(recipe="demo", settings=("workers.coutn=1",)))
+        workers_of(TrainArgs(recipe="demo", settings=("workers.coutn=1",)))

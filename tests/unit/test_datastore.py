@@ -23,7 +23,8 @@ from potluck.stages.datastore import StoreChannel, key_of, label_of
 from potluck.store import bucket
 from potluck.store.objects import HEAD_BYTES, Damaged, Head, seal
 from potluck.store.place import Exists, bucket_of, folder_of
-from potluck.store.store import KEY, MOST_KEY_BYTES, Claim, Patience, Store
+from potluck.store.sessions import Claim
+from potluck.store.store import KEY, MOST_KEY_BYTES, Patience, Store
 from potluck.store.tensors import DTYPES
 from tests.bare import Tell, Worker
 from tests.servers import BUCKET, KEYS, Rclone, moto, rclone

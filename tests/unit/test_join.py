@@ -17,8 +17,8 @@ from potluck.fleet.invite import INVITE
 from potluck.launch.join import _says_yes
 from potluck.launch.join import join as join_command
 from potluck.train import recipe, text
+from potluck.train.arguments import FILES_ASKED, WorkersConfig, ask_for_files, data_setting, host_args
 from potluck.train.model import GPT, ModelConfig
-from potluck.train.order import FILES_ASKED, WorkersConfig, ask_for_files, data_setting, host_order
 from tests.bare import Tell, Worker
 from tests.fleet.fleet import close_all, serve
 
@@ -112,9 +112,9 @@ def test_a_joiner_gives_what_is_free_and_not_what_others_use(monkeypatch: pytest
 
     config = from_toml(recipe.RunConfig, RECIPE, source="here")
     monkeypatch.setattr(recipe, "free_memory_bytes", lambda: 1000)
-    recipe._insist_on_memory(config, Engine(), rows=100)
+    recipe._check_memory(config, Engine(), rows=100)
     with pytest.raises(ConfigError, match=r"needs .* of memory to be trained here, and this machine has 1 kB"):
-        recipe._insist_on_memory(config, Led(), rows=100)
+        recipe._check_memory(config, Led(), rows=100)
 
 
 @pytest.mark.parametrize(
@@ -180,9 +180,9 @@ def test_workers_of_the_host_itself_read_what_its_own_command_line_says(tmp_path
         "what": str(tmp_path / "own.toml"), "workers": 1, "threads": None, "out": None, "resume": False,
         "host": "127.0.0.1", "port": 0, "address": None, "patience_s": 1.0, "at_least": 1, "insecure": False,
     }  # fmt: skip
-    kind, settings = host_order(settings=(), **asked).command
+    kind, settings = host_args(settings=(), **asked).command
     assert kind == "--join" and json.loads(settings) == ['data.paths=["my text"]']
-    kind, settings = host_order(settings=data_setting(["\U0001f35c"]), **asked).command
+    kind, settings = host_args(settings=data_setting(["\U0001f35c"]), **asked).command
     found = from_toml(recipe.RunConfig, RECIPE, source="here", overrides=tuple(json.loads(settings)))
     assert found.data.paths == ("\U0001f35c",)
 

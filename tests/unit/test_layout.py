@@ -29,7 +29,7 @@ BELOW = {
     "top": "agree engine fleet launch link save shard show stages store train wire",
 }
 MAY_IMPORT = {room: {"ground", room, *below.split()} for room, below in BELOW.items()}
-GROUND = {"errors", "events", "config", "environment", "signals", "words"}
+GROUND = {"errors", "events", "config", "environment", "files", "signals", "tensor_bytes", "waiting", "words"}
 
 PURE = [
     "agree/*.py",

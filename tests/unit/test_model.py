@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from potluck.config import from_toml
 from potluck.errors import ConfigError
 from potluck.train import recipe as recipe_module
+from potluck.train.arguments import find_recipe
 from potluck.train.model import GPT, Block, ModelConfig, next_token_loss, rotary_tables, rotate
-from potluck.train.order import find_recipe
 from potluck.train.recipe import RunConfig
 
 TINY = ModelConfig(dim=16, layers=2, heads=4, context=12)
@@ -108,10 +108,10 @@ def test_what_does_not_fit_is_refused_with_the_figures(
     config = from_toml(RunConfig, 'name = "x"', source="here", overrides=overrides)
     engine = SimpleNamespace(world=2, lanes=2, link=SimpleNamespace(world=2), device=torch.device("cpu"), is_led=False)
     if said is None:
-        recipe_module._insist_on_memory(config, engine, rows=10**6)  # type: ignore[arg-type]
+        recipe_module._check_memory(config, engine, rows=10**6)  # type: ignore[arg-type]
         return
     with pytest.raises(ConfigError) as error:
-        recipe_module._insist_on_memory(config, engine, rows=10**6)  # type: ignore[arg-type]
+        recipe_module._check_memory(config, engine, rows=10**6)  # type: ignore[arg-type]
     assert re.search(said, str(error.value)), str(error.value)
 
 

@@ -16,14 +16,15 @@ import torch
 import potluck
 from potluck.errors import ConfigError, JournalError
 from potluck.events import read_events
+from potluck.files import write_whole
 from potluck.fleet.effects import Finish, Record
 from potluck.fleet.invite import Invite
 from potluck.fleet.journal import Journal
 from potluck.launch.host import _Host
-from potluck.save import shelf
-from potluck.save.keeper import Keeper
-from potluck.save.run_folder import hold, make_run_folder, name_fault, write_whole
-from potluck.train.order import HostOrder, host_order
+from potluck.save import checkpoint_folder
+from potluck.save.checkpoint_receiver import CheckpointReceiver
+from potluck.save.run_folder import hold, make_run_folder, name_fault
+from potluck.train.arguments import HostArgs, host_args
 from tests.fleet.fleet import wait_until
 from tests.unit.test_journal import DESCRIBED, record
 
@@ -34,8 +35,8 @@ def mode(path: Path) -> int:
     return stat.S_IMODE(path.lstat().st_mode)
 
 
-def order(what: str = "demo", *settings: str, out: str | None = None, resume: bool = False) -> HostOrder:
-    return host_order(
+def order(what: str = "demo", *settings: str, out: str | None = None, resume: bool = False) -> HostArgs:
+    return host_args(
         what=what,
         settings=settings,
         workers=0,
@@ -52,7 +53,7 @@ def order(what: str = "demo", *settings: str, out: str | None = None, resume: bo
 
 
 @contextmanager
-def hosting(order: HostOrder) -> Iterator[_Host]:
+def hosting(order: HostArgs) -> Iterator[_Host]:
     """A host that listens, and has not yet let anybody in."""
     with ExitStack() as stack:
         host = _Host(order, stack)
@@ -209,7 +210,7 @@ def test_a_trainer_is_refused_where_a_host_is(tmp_path: Path) -> None:
 
 
 def test_a_new_run_takes_no_folder_of_a_host_that_has_not_saved_yet(tmp_path: Path) -> None:
-    from potluck.train.order import Order
+    from potluck.train.arguments import TrainArgs
     from potluck.train.recipe import RunConfig, _run_folder
 
     class Alone:
@@ -217,7 +218,7 @@ def test_a_new_run_takes_no_folder_of_a_host_that_has_not_saved_yet(tmp_path: Pa
 
     with hosting(order()):
         pass
-    chosen = _run_folder(RunConfig(name="demo"), Order(recipe="demo"), Alone())  # type: ignore[arg-type]
+    chosen = _run_folder(RunConfig(name="demo"), TrainArgs(recipe="demo"), Alone())  # type: ignore[arg-type]
     assert chosen == Path("runs/demo-2") and order().folder == Path("runs/demo-2")
 
 
@@ -227,9 +228,9 @@ def test_a_new_run_takes_no_folder_of_a_host_that_has_not_saved_yet(tmp_path: Pa
 def put_checkpoint(folder: Path, step: int) -> None:
     place = folder / "checkpoints" / f"step-{step:08d}"
     place.mkdir(parents=True)
-    body: dict[str, Any] = {"format": shelf.FORMAT, "files": {}, "step": step, "epoch": 0, "row": 4 * step}
+    body: dict[str, Any] = {"format": checkpoint_folder.FORMAT, "files": {}, "step": step, "epoch": 0, "row": 4 * step}
     body |= {"rows_seen": 4 * step, "rows_in_epoch": 1000}
-    (place / "manifest.json").write_text(json.dumps({"sha256": shelf.body_sha256(body), "body": body}))
+    (place / "manifest.json").write_text(json.dumps({"sha256": checkpoint_folder.body_sha256(body), "body": body}))
 
 
 def damage(path: Path) -> None:
@@ -286,7 +287,7 @@ def test_a_full_disk_under_the_journal_leaves_a_sentence_and_an_exit_code(
         finish = host.server.wait(5)
         assert finish is not None and finish.failed
         host._end(finish)
-        assert host._farewell(finish) == 1
+        assert host._summarize(finish) == 1
     said = capsys.readouterr().err
     assert said.count("database or disk is full. Free some space, then go on with --resume.") == 1
     assert "Traceback" not in said
@@ -298,7 +299,7 @@ def test_a_last_checkpoint_that_was_never_written_is_said_and_no_success(
 ) -> None:
     with hosting(order(out="run")) as host:
         host.server._act(lambda now: host.server.core.on_saved(now, 3, "", "The host cannot keep it: no space", 0))
-        assert host._farewell(Finish("finished")) == 1
+        assert host._summarize(Finish("finished")) == 1
     told = capsys.readouterr()
     assert "The host cannot keep it: no space. What was trained after the newest checkpoint is lost." in told.err
     assert "Saved in" not in told.out
@@ -306,7 +307,7 @@ def test_a_last_checkpoint_that_was_never_written_is_said_and_no_success(
     assert "checkpoint_failed" in kinds
 
 
-# What the keeper does for the disk
+# What the receiver does for the disk
 
 
 def test_a_checkpoint_is_on_the_disk_before_it_has_its_name_and_its_name_is_too(
@@ -328,16 +329,16 @@ def test_a_checkpoint_is_on_the_disk_before_it_has_its_name_and_its_name_is_too(
     monkeypatch.setattr(os, "fsync", log_sync)
     monkeypatch.setattr(Path, "rename", log_rename)
     saved: list[tuple[int, str, str, int]] = []
-    keeper = Keeper(tmp_path / "run" / "checkpoints", lambda path, reason: None)
-    keeper.begin(
+    receiver = CheckpointReceiver(tmp_path / "run" / "checkpoints", lambda path, reason: None)
+    receiver.begin(
         3,
         json.dumps([["manifest.json", (source / "manifest.json").stat().st_size]]),
         2,
         lambda *told: saved.append(told),
     )
-    keeper.feed((source / "manifest.json").read_bytes(), lambda: None)
+    receiver.feed((source / "manifest.json").read_bytes(), lambda: None)
     wait_until(lambda: bool(saved))
     assert saved[0][2] == "", saved
     named = done.index(("rename", "step-00000003"))
     before, after = [what for _, what in done[:named]], [what for _, what in done[named + 1 :]]
-    assert "manifest.json" in before and before[-1].startswith(shelf.WRITING) and "checkpoints" in after
+    assert "manifest.json" in before and before[-1].startswith(checkpoint_folder.WRITING) and "checkpoints" in after

@@ -62,10 +62,15 @@ def test_every_type_and_shape_is_what_safetensors_reads_and_writes(tmp_path: Pat
         "one": torch.tensor(3.5),
         "none": torch.empty(0, 4),
         "long": torch.arange(9),
+        "c64": torch.randn(2, dtype=torch.complex64),
+        "\u00e4": torch.arange(3).to(torch.uint16),
+        "u8": torch.arange(3, dtype=torch.uint8),
+        "i16": torch.arange(3, dtype=torch.int16),
     }
     sums = write_tensors(tmp_path / "ours.safetensors", tensors)
     assert sums["bytes"] == (tmp_path / "ours.safetensors").stat().st_size
     save_file(tensors, tmp_path / "theirs.safetensors")
+    assert (tmp_path / "ours.safetensors").read_bytes() == (tmp_path / "theirs.safetensors").read_bytes()
     theirs = load_file(tmp_path / "ours.safetensors")
     assert set(theirs) == set(tensors)
     for file in ("ours.safetensors", "theirs.safetensors"):

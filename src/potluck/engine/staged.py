@@ -37,8 +37,8 @@ from potluck.fleet.ledger import Ledger
 from potluck.link.link import GroupLink, Link, connect, placed
 from potluck.link.nodes import Nodes
 from potluck.link.places import as_nodes, make_places
-from potluck.save.depot import Depot
 from potluck.save.saves import Standing
+from potluck.save.store_run import StoreRun
 from potluck.save.store_saves import StoreSaves
 from potluck.shard.strategy import FullShard, HybridShard, NoShard, ShardGradOp, ShardingStrategy
 from potluck.stages.channel import Channel
@@ -118,7 +118,7 @@ class Staged(Engine):
         strategy: ShardingStrategy,
         step: StepConfig,
         stages: Stages,
-        depot: Depot | None = None,
+        depot: StoreRun | None = None,
     ) -> None:
         """`depot`: where workers meet who have no connection to each other; the link is its."""
         _insist_on_fit(strategy, stages, step)
@@ -356,7 +356,7 @@ class Staged(Engine):
 
     # Workers that meet in a store
 
-    def _settle_in(self, depot: Depot) -> None:
+    def _settle_in(self, depot: StoreRun) -> None:
         """Goes on from what this worker had kept before it was killed; or keeps itself for the first time."""
         self._balance = None  # what it has measured would be lost
         if depot.kept is None:
@@ -491,7 +491,7 @@ def staged_engine(
     if isinstance(stages.protocol, DataStore):
         _insist_on_fit(strategy, stages, step)
         rank, world = placed() or (0, 1)
-        depot = Depot(stages.protocol, rank, world, patience_s, keeps=isinstance(policy, Sync))
+        depot = StoreRun(stages.protocol, rank, world, patience_s, keeps=isinstance(policy, Sync))
     link: Link = depot.link if depot is not None else connect(device, patience_s)
     return kind(link, device, policy=policy, strategy=strategy, step=step, stages=stages, depot=depot)
 

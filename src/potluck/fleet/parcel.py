@@ -34,9 +34,9 @@ def chunks(folder: Path, header: str) -> Iterator[bytes]:
 class Unpacker:
     """Writes a parcel's files into a folder. `limit_bytes` is the most that it may hold."""
 
-    def __init__(self, folder: Path, header: str, limit_bytes: int) -> None:
+    def __init__(self, folder: Path, header: str, limit_bytes: int, limit_files: int = MAX_FILES) -> None:
         self.folder = folder
-        self.files = files_in(header)
+        self.files = files_in(header, limit_files)
         self.total = sum(size for _, size in self.files)
         self.received = 0
         if self.total > limit_bytes:
@@ -84,14 +84,14 @@ class Unpacker:
                 return
 
 
-def files_in(header: str) -> list[tuple[str, int]]:
+def files_in(header: str, limit: int = MAX_FILES) -> list[tuple[str, int]]:
     """Every file's name and size, checked."""
     try:
         files = [(str(name), int(size)) for name, size in json.loads(header)]
     except (ValueError, TypeError, OverflowError, RecursionError):
         raise TheirProtocolError("StateBegin.header is not a list of files.") from None
-    if not 0 < len(files) <= MAX_FILES:
-        raise TheirProtocolError(f"StateBegin.header lists {len(files)} files; between 1 and {MAX_FILES} are taken.")
+    if not 0 < len(files) <= limit:
+        raise TheirProtocolError(f"StateBegin.header lists {len(files)} files; between 1 and {limit} are taken.")
     for name, size in files:
         if not _PLAIN.fullmatch(name) or size < 0:
             raise TheirProtocolError(f"StateBegin.header names {name[:100]!a}, which is no plain file.")

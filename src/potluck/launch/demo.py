@@ -13,10 +13,10 @@ from rich.console import Console
 from potluck.config import to_dict
 from potluck.environment import usable_cores
 from potluck.errors import ConfigError
-from potluck.launch.launch import launch
+from potluck.launch.processes import launch
 from potluck.show.picture import draw_comparison
 from potluck.show.timeline import gain_sentence, read_timeline
-from potluck.train.order import Order, workers_of
+from potluck.train.arguments import TrainArgs, workers_of
 from potluck.train.slowdown import slowing
 
 RECIPE = "demo"
@@ -49,7 +49,7 @@ def demo(settings: tuple[str, ...], workers: int | None, out: str | None) -> int
         )
     extra = (f"workers.count={workers}",) if workers is not None else ()
     settings = (*SETTINGS, *settings, *extra)
-    config = workers_of(Order(recipe=RECIPE, settings=settings))
+    config = workers_of(TrainArgs(recipe=RECIPE, settings=settings))
     if config.count < 2:
         raise ConfigError(
             "The demo is of workers that differ, and needs at least two. For one: potluck train demo -n 1"
@@ -67,14 +67,14 @@ def demo(settings: tuple[str, ...], workers: int | None, out: str | None) -> int
     for number, (policy, folder) in enumerate(folders.items(), 1):
         console.print(f"\n{number} of {len(folders)}. {said[policy]}", style="bold")
         with slowing(config.count, usable_cores()) as slowdown:
-            order = Order(
+            args = TrainArgs(
                 recipe=RECIPE,
                 settings=(*settings, *POLICIES[policy]),
                 out=str(folder),
                 slowdown=slowdown,
-                farewell="paragraph" if number == len(folders) else "none",
+                summary="paragraph" if number == len(folders) else "none",
             )
-            code = launch(["--recipe", json.dumps(to_dict(order))], config)
+            code = launch(["--recipe", json.dumps(to_dict(args))], config)
         if code:
             return code
     show_comparison(console, folders, slow=config.count - 1)

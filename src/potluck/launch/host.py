@@ -4,12 +4,10 @@ The run folder holds all that a host which is started again needs: the journal o
 the identity that its invites name. Imports no torch: whatever computes is a worker, also on this machine.
 """
 
-import signal
 import socket
 import time
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from types import FrameType
 from typing import Any
 
 from potluck.agree.terms import differing_settings
@@ -30,38 +28,41 @@ from potluck.events import (
     WorkerStep,
     WorkerWent,
 )
+from potluck.files import write_whole
 from potluck.fleet.coordinator import Coordinator
 from potluck.fleet.description import Description
 from potluck.fleet.effects import Finish, StepRecord
 from potluck.fleet.invite import INVITE, Identity, Invite, is_loopback
 from potluck.fleet.journal import Journal, set_aside
 from potluck.fleet.server import Server
-from potluck.launch.crew import Crew, say
-from potluck.save import shelf
-from potluck.save.keeper import Keeper
-from potluck.save.run_folder import hold, make_run_folder, write_whole
+from potluck.launch.worker_pool import WorkerPool
+from potluck.save import checkpoint_folder
+from potluck.save.checkpoint_receiver import CheckpointReceiver
+from potluck.save.run_folder import hold, make_run_folder
 from potluck.show.picture import draw_losses
 from potluck.show.progress import Progress
-from potluck.train.order import HostOrder
-from potluck.words import duration, plural
+from potluck.signals import Interrupts
+from potluck.train.arguments import HostArgs
+from potluck.waiting import wait_until
+from potluck.words import duration, plural, say
 
 LOCAL = "host-worker-"
 """Names of workers that end with the host."""
 
 
-def host(order: HostOrder) -> int:
+def host(args: HostArgs) -> int:
     with ExitStack() as stack:
-        return _Host(order, stack).run()
+        return _Host(args, stack).run()
 
 
 class _Host:
-    def __init__(self, order: HostOrder, stack: ExitStack) -> None:
-        self.order = order
-        self.folder = order.folder
+    def __init__(self, args: HostArgs, stack: ExitStack) -> None:
+        self.args = args
+        self.folder = args.folder
         make_run_folder(self.folder)
         stack.enter_context(hold(self.folder))
         self.events = EventLog()
-        self.keeper = Keeper(
+        self.receiver = CheckpointReceiver(
             self.folder / "checkpoints",
             lambda path, reason: self.events.emit(CheckpointPassedOver(folder=str(path), reason=reason)),
         )
@@ -70,15 +71,15 @@ class _Host:
         self.loss: float | None = None
         self.validation: float | None = None
         self.skipped = 0
-        self.interrupts = 0
+        self.interrupts = Interrupts(self._on_interrupt)
         self.started = time.monotonic()
         self._step_at = time.monotonic()
         self._has_started = False
         self._stack = stack
         self.server = self._serve()
         stack.callback(self.server.stop)
-        if order.recipe:  # only now: a host that was refused must not change what the folder says
-            self._write("run.toml", order.recipe, 0o666)
+        if args.recipe:  # only now: a host that was refused must not change what the folder says
+            self._write("run.toml", args.recipe, 0o666)
         file = EventFile(self.folder / "events.jsonl")
         progress = Progress()
         self.events.listeners += [file, self._on_event, progress]
@@ -87,62 +88,56 @@ class _Host:
         self._progress = progress
 
     def run(self) -> int:
-        order = self.order
-        invite = self._invite(order.address or _reachable(order.host))
+        args = self.args
+        invite = self._invite(args.address or _reachable(args.host))
         self._show(invite)
         self.server.start()
-        here = order.host if order.host not in ("0.0.0.0", "::") else "127.0.0.1"
-        crew = Crew(list(order.command), order.workers, {INVITE: self._invite(here).line(), QUIET: "1"})
-        self._stack.callback(crew.close)
-        crew.start([f"{LOCAL}{number}" for number in range(order.local)])
-        before = {n: signal.signal(n, self._on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            finish = self._watch(crew)
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        here = args.host if args.host not in ("0.0.0.0", "::") else "127.0.0.1"
+        pool = WorkerPool(list(args.command), args.workers, {INVITE: self._invite(here).line(), QUIET: "1"})
+        self._stack.callback(pool.close)
+        pool.start([f"{LOCAL}{number}" for number in range(args.local)])
+        with self.interrupts.handled():
+            finish = self._watch(pool)
         self._end(finish)
         self.server.stop()
-        deadline = time.monotonic() + 5.0
-        while crew.is_alive and time.monotonic() < deadline:
-            time.sleep(0.02)
-        return self._farewell(finish)
+        wait_until(lambda: not pool.is_alive, 5.0)
+        return self._summarize(finish)
 
-    def _watch(self, crew: Crew) -> Finish:
+    def _watch(self, pool: WorkerPool) -> Finish:
         """Until the run is over, or nobody can take part in it."""
         while True:
             finish = self.server.wait(0.1)
             if finish is not None:
                 return finish
-            if self.interrupts > 1:
+            if self.interrupts.count > 1:
                 return Finish("interrupted")
-            for worker, sentence in crew.news():
+            for worker, sentence in pool.news():
                 if worker.code == ConfigError.exit_code and not self.server.core.membership.members:
                     return Finish(sentence, failed=True)  # the last words say it
                 if sentence:
                     self._progress.say(f"potluck: {sentence}", style="yellow")
 
     def _serve(self) -> Server:
-        order, journal = self.order, self.journal
+        args, journal = self.args, self.journal
         identity = Identity.load_or_make(self.folder / "identity")
         self.identity = identity
         standing = journal.standing()
-        newest = self.keeper.newest() if order.resume and not (standing and standing.step) else None
+        newest = self.receiver.newest() if args.resume and not (standing and standing.step) else None
         if newest is not None:  # the journal was removed, or the run was not led by a host so far
             standing = newest[1]
         steps = standing.step if standing is not None else 0
-        if not order.resume and (steps or shelf.holds_any(self.keeper.folder)):
+        if not args.resume and (steps or checkpoint_folder.holds_any(self.receiver.folder)):
             at = f", at step {steps}" if steps else ""
             raise ConfigError(
                 f"{self.folder} already holds a run{at}. Go on with it by --resume, or name another folder with --out."
             )
         described = journal.description
         coordinator = Coordinator(
-            patience_s=order.patience_s,
-            secret="" if order.insecure else identity.secret,
-            recipe=order.recipe,
-            at_least=order.at_least,
-            plain_peers=order.insecure,
+            patience_s=args.patience_s,
+            secret="" if args.insecure else identity.secret,
+            recipe=args.recipe,
+            at_least=args.at_least,
+            plain_peers=args.insecure,
             standing=standing,
             previous=journal.standing(steps - 1) if steps else None,
             # How workers train may change when a run goes on; those who come now say how.
@@ -151,14 +146,14 @@ class _Host:
             expected=int(journal.fact("workers") or 0),
             agreed=journal.agreed(since=steps - 1),
         )
-        port = order.port or int(journal.fact("port") or 0) or self._port_before()
+        port = args.port or int(journal.fact("port") or 0) or self._port_before()
         server = Server(
             coordinator,
-            host=order.host,
+            host=args.host,
             port=port,
-            tls=None if order.insecure else identity.server_context(),
+            tls=None if args.insecure else identity.server_context(),
             journal=journal,
-            saver=self.keeper,
+            saver=self.receiver,
             on_event=self.events.emit,
             on_step=self._on_step,
         )
@@ -171,7 +166,7 @@ class _Host:
         return server
 
     def _invite(self, address: str) -> Invite:
-        return self.identity.invite(address, self.server.port, encrypted=not self.order.insecure)
+        return self.identity.invite(address, self.server.port, encrypted=not self.args.insecure)
 
     def _open_journal(self) -> Journal:
         """A damaged one is set aside where there is a checkpoint to go on from."""
@@ -179,7 +174,7 @@ class _Host:
         try:
             return Journal(path)
         except JournalError as error:
-            newest = self.keeper.newest() if self.order.resume else None
+            newest = self.receiver.newest() if self.args.resume else None
             if newest is None:
                 raise
             why = str(error).partition(". Remove it")[0]
@@ -204,9 +199,9 @@ class _Host:
     def _show(self, invite: Invite) -> None:
         path = self.folder / "invite"
         self._write(path.name, invite.line() + "\n", 0o600)
-        if self.order.insecure:
+        if self.args.insecure:
             say(
-                f"INSECURE: anybody who reaches {self.order.host} port {self.server.port} can take part, read the"
+                f"INSECURE: anybody who reaches {self.args.host} port {self.server.port} can take part, read the"
                 " weights and change them, and nothing is encrypted. Use this on a network that you trust wholly."
             )
         where = "another terminal here" if is_loopback(invite.host) else "another machine"
@@ -220,7 +215,7 @@ class _Host:
 
     def _on_described(self, description: Description) -> None:
         """Before the run: a plain peer that cannot take an average would end in the first step."""
-        if self.order.insecure and (sentence := description.too_large_for_entrenar()) is not None:
+        if self.args.insecure and (sentence := description.too_large_for_entrenar()) is not None:
             say(sentence)
 
     def _start(self, from_step: int) -> None:
@@ -295,11 +290,9 @@ class _Host:
             )
         )
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self.interrupts += 1
-        if self.interrupts == 1:
-            say("Finishing this step and saving, for all. Ctrl-C again stops at once.")
-            self.server.request_stop()
+    def _on_interrupt(self, number: int) -> None:
+        say("Finishing this step and saving, for all. Ctrl-C again stops at once.")
+        self.server.request_stop()
 
     # The end
 
@@ -320,7 +313,7 @@ class _Host:
             if str(error) != finish.reason:
                 say(str(error))
 
-    def _farewell(self, finish: Finish) -> int:
+    def _summarize(self, finish: Finish) -> int:
         step = self.server.core.steps_done
         if finish.failed:
             say(finish.reason)
@@ -330,7 +323,7 @@ class _Host:
         if fault:  # what is saved is older than what was trained
             say(f"{fault.removesuffix('.')}. What was trained after the newest checkpoint is lost.")
         if finish.reason == "interrupted":
-            what = f"{self.folder}/run.toml" if self.order.recipe else self.order.command[0]
+            what = f"{self.folder}/run.toml" if self.args.recipe else self.args.command[0]
             again = f" Go on with: potluck host {what} --out {self.folder} --resume" if saved else ""
             say(f"Stopped after step {step}.{saved or ' Nothing was saved.'}{again}")
             return Interrupted.exit_code
@@ -348,7 +341,7 @@ class _Host:
 
     def _saved(self) -> str:
         """Where the run is, if it is; whether all of it is there."""
-        newest = self.keeper.newest()
+        newest = self.receiver.newest()
         if newest is None:
             return ""
         path, standing = newest

@@ -2,18 +2,20 @@
 
 import json
 import os
-import signal
 import sys
 import tempfile
 import time
+from contextlib import closing
 from pathlib import Path
-from types import FrameType
 
 from potluck.environment import QUIET
 from potluck.errors import ConfigError, Interrupted
 from potluck.fleet.invite import INVITE, read_invite
-from potluck.launch.crew import Crew, say
-from potluck.train.order import FILES_ASKED, WorkersConfig, data_setting
+from potluck.launch.worker_pool import WorkerPool
+from potluck.signals import Interrupts
+from potluck.train.arguments import FILES_ASKED, WorkersConfig, data_setting
+from potluck.waiting import POLL_S
+from potluck.words import say
 
 
 def join(invite: str, script: list[str], config: WorkersConfig, settings: tuple[str, ...]) -> int:
@@ -40,37 +42,29 @@ def _take_part(command: list[str], config: WorkersConfig, line: str) -> tuple[in
         environment = {INVITE: line, FILES_ASKED: str(question)}
         if config.count > 1:
             environment[QUIET] = "1"
-        code = _watch(Crew(command, config, environment), config.count)
+        code = _watch(WorkerPool(command, config, environment), config.count)
         return code, json.loads(question.read_text(encoding="utf-8")) if question.exists() else []
 
 
-def _watch(crew: Crew, count: int) -> int:
+def _watch(pool: WorkerPool, count: int) -> int:
     """Until all its workers have ended. Ctrl-C lets them leave politely."""
-    interrupts = 0
 
-    def on_signal(number: int, frame: FrameType | None) -> None:
-        nonlocal interrupts
-        interrupts += 1
-        if interrupts == 1:
-            say("Leaving after this step. Ctrl-C again leaves at once.")
-            crew.interrupt()
+    def leave(number: int) -> None:
+        say("Leaving after this step. Ctrl-C again leaves at once.")
+        pool.interrupt()
 
-    before = {n: signal.signal(n, on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    interrupts = Interrupts(leave)
+    with interrupts.handled(), closing(pool):
         base = f"{os.uname().nodename}-{os.getpid()}"
-        crew.start([f"{base}-{number}" if count > 1 else base for number in range(count)])
+        pool.start([f"{base}-{number}" if count > 1 else base for number in range(count)])
         codes: list[int] = []
-        while len(codes) < count and interrupts < 2:
-            for worker, sentence in crew.news():
+        while len(codes) < count and interrupts.count < 2:
+            for worker, sentence in pool.news():
                 codes.append(worker.code if worker.code >= 0 else 128 - worker.code)
                 if sentence:
                     say(sentence)
-            time.sleep(0.02)
+            time.sleep(POLL_S)
         return max(codes, default=Interrupted.exit_code)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        crew.close()
 
 
 def _says_yes(paths: list[str]) -> bool:

@@ -1,7 +1,7 @@
 """What a worker process runs: a script of yours, or a recipe. Our errors leave as sentences, not as stacks of frames.
 
 python -m potluck.launch.worker script.py [arguments]
-python -m potluck.launch.worker --recipe ORDER
+python -m potluck.launch.worker --recipe ARGUMENTS
 python -m potluck.launch.worker --join SETTINGS
 """
 
@@ -37,9 +37,9 @@ def main() -> None:
 
 def _run(arguments: list[str]) -> None:
     if arguments[0] == "--recipe":
-        from potluck.train.recipe import main as cook
+        from potluck.train.recipe import main as train_recipe
 
-        cook(arguments[1:])
+        train_recipe(arguments[1:])
         return
     if arguments[0] == "--join":
         from potluck.train.recipe import join

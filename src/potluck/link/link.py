@@ -19,6 +19,7 @@ from torch.distributed.rendezvous import rendezvous as rendezvous_at
 
 from potluck.environment import ONLY, PATIENCE_S, RENDEZVOUS
 from potluck.errors import ConfigError, WorkerLost
+from potluck.tensor_bytes import from_bytes, raw, to_bytes
 
 
 class Pending(Protocol):
@@ -192,16 +193,16 @@ class GroupLink:
     def gather_bytes(self, data: bytes) -> list[bytes]:
         sizes = [int(found) for found in self._gather(torch.tensor(len(data)))]
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
-        padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else 0
-        return [found[:size].numpy().tobytes() for found, size in zip(self._gather(padded), sizes, strict=True)]
+        padded[: len(data)] = from_bytes(data)
+        return [to_bytes(found[:size]) for found, size in zip(self._gather(padded), sizes, strict=True)]
 
     def broadcast(self, tensor: Tensor) -> None:
         # As bytes: backends know only some types. Of numbers that do not lie end to end, a copy travels.
-        raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        flat = raw(tensor)
         with _peers_may_vanish():
-            dist.broadcast(raw, group=self.group, group_src=0)
-        if raw.data_ptr() != tensor.data_ptr():
-            tensor.detach().copy_(raw.view(tensor.dtype).view(tensor.shape))
+            dist.broadcast(flat, group=self.group, group_src=0)
+        if flat.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(flat.view(tensor.dtype).view(tensor.shape))
 
     def start_send(self, tensor: Tensor, to: int) -> Pending:
         """Begins to send a tensor in host memory to one rank, which begins to receive it: in the same order there."""

@@ -6,12 +6,13 @@ script. It asks through a file, and is answered through another by what the rank
 
 import json
 import os
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from potluck.environment import POLL_S, RENDEZVOUS
+from potluck.environment import RENDEZVOUS
 from potluck.errors import ConfigError, WorkerLost
+from potluck.files import write_whole
+from potluck.waiting import wait_until
 
 NODE = "POTLUCK_NODE"
 """Tells a worker's first rank where it asks for the others."""
@@ -52,14 +53,9 @@ class Request:
 
     def ask(self, ranks: int) -> dict[str, str]:
         """Waits for the answer: the environment by which they meet."""
-        _appear(self.place, str(ranks))
-        deadline = time.monotonic() + ANSWER_S
-        while not self._answer.exists():
-            if time.monotonic() > deadline:
-                raise WorkerLost(
-                    f"Whoever started this worker has not started its other ranks within {ANSWER_S:.0f} s."
-                )
-            time.sleep(POLL_S)
+        write_whole(self.place, str(ranks))
+        if not wait_until(self._answer.exists, ANSWER_S):
+            raise WorkerLost(f"Whoever started this worker has not started its other ranks within {ANSWER_S:.0f} s.")
         return dict(json.loads(self._answer.read_text(encoding="utf-8")))
 
     def look(self) -> int | None:
@@ -72,15 +68,8 @@ class Request:
         return ranks
 
     def answer(self, environment: dict[str, str]) -> None:
-        _appear(self._answer, json.dumps(environment))
+        write_whole(self._answer, json.dumps(environment))
 
     @property
     def _answer(self) -> Path:
         return self.place.with_suffix(".answer")
-
-
-def _appear(path: Path, text: str) -> None:
-    """A file that is there whole, or not at all."""
-    aside = path.with_suffix(".part")
-    aside.write_text(text, encoding="utf-8")
-    aside.rename(path)

@@ -1,8 +1,8 @@
 """Buddies: each rank keeps its part of a split model in host memory, and a copy of its neighbour's.
 
 A refresh writes both, block by block, and is whole once all ranks are done with it; the one before stays until then, so
-that a kill at any moment leaves one. After a loss those who are left are started anew (launch.py), and `recover` fills
-them from what is left in memory (memory.py). No disk is touched.
+that a kill at any moment leaves one. After a loss those who are left are started anew (processes.py), and `recover`
+fills them from what is left in memory (memory.py). No disk is touched.
 """
 
 import errno
@@ -24,6 +24,7 @@ from potluck.save.saves import Standing
 from potluck.shard.ranges import Ranges, type_name
 from potluck.shard.sharded import Sharded
 from potluck.shard.stored import make_header, write_all
+from potluck.tensor_bytes import from_bytes, raw
 
 BLOCK_BYTES = 16 << 20
 """What travels at once: a refresh takes two such blocks of memory beyond the copies."""
@@ -73,7 +74,7 @@ class Buddies:
         header = make_header({key: (type_name(t), tuple(t.shape)) for key, t in pieces.tensors.items()}, pieces.notes)
         sizes = [int(row[0]) for row in self._link.gather_rows([float(header.total_bytes)])]
         mine, theirs = sizes[self._link.rank], sizes[self._link.rank - 1]
-        told = torch.frombuffer(bytearray(header.data), dtype=torch.uint8)
+        told = from_bytes(header.data)
         blocks = _blocks([told, *(pieces.tensors[key] for key in header.order)], min(BLOCK_BYTES, mine))
         inbox = torch.empty(min(BLOCK_BYTES, theirs), dtype=torch.uint8)
         with _written_over(own / name) as ours, _written_over(neighbour / name) as copy:
@@ -107,7 +108,7 @@ def _blocks(tensors: list[Tensor], most: int) -> Iterator[Tensor]:
     block = torch.empty(most, dtype=torch.uint8)
     filled = 0
     for tensor in tensors:
-        data = tensor.detach().reshape(-1).view(torch.uint8)
+        data = raw(tensor)
         at = 0
         while at < data.numel():
             count = min(data.numel() - at, most - filled)

@@ -10,34 +10,34 @@ import json
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from potluck.errors import CheckpointError
-from potluck.save.run_folder import make_private
-from potluck.save.shelf import (
+from potluck.files import publish, sync
+from potluck.save.checkpoint_folder import (
     FORMAT,
     WRITING,
     body_sha256,
     check,
-    file_sha256,
+    check_space,
     files_of,
     free_place,
     holds_any,
-    insist_on_space,
     newest,
     prune,
-    sync,
 )
-from potluck.shard.ranges import Ranges, as_buffer, type_name
+from potluck.save.run_folder import make_private
+from potluck.shard.ranges import Ranges, type_name
 from potluck.shard.stored import make_header, write_all
+from potluck.tensor_bytes import buffer
 
 __all__ = ["CheckpointConfig", "Snapshot", "Writer", "check", "holds_any", "newest", "prune", "read", "write"]
 MODEL, OPTIMIZER, RANDOM, KEPT = "model", "optimizer", "random", "kept"
@@ -80,23 +80,30 @@ class Snapshot:
 
 def write(folder: Path, snapshot: Snapshot) -> Path:
     """Writes a checkpoint below `folder` and returns where it is. Whole or not at all."""
-    place = free_place(folder, snapshot.step)
-    aside = folder / f"{WRITING}{place.name}-{os.getpid()}"
+    aside = new_aside(folder, snapshot.step)
     with failures_told(folder, aside, snapshot.step):
+        return finish(aside, FORMAT, write_files(aside, snapshot), snapshot.body)
+
+
+def new_aside(folder: Path, step: int) -> Path:
+    """A new folder to write a checkpoint into, before it has its place."""
+    aside = folder / f"{WRITING}step-{step:08d}-{os.getpid()}-{time.time_ns()}"
+    with failures_told(folder, aside, step):
         if not folder.exists():
             make_private(folder)
             sync(folder.parent)
-        insist_on_space(folder, snapshot.bytes)
-        shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir()
-        sums = {}
-        for stem, tensors in snapshot.files.items():
-            file = aside / f"{stem}.safetensors"
-            save_file(tensors, file)
-            sums[file.name] = {"bytes": file.stat().st_size, "sha256": file_sha256(file)}
-            sync(file)
-        finish(aside, place, {"format": FORMAT, "files": sums} | snapshot.body)
-    return place
+    return aside
+
+
+def write_files(aside: Path, snapshot: Snapshot) -> dict[str, Any]:
+    """Their sizes and checksums, by name."""
+    check_space(aside, snapshot.bytes)
+    sums = {}
+    for stem, tensors in snapshot.files.items():
+        name = f"{stem}.safetensors"
+        sums[name] = write_tensors(aside / name, tensors, snapshot.notes.get(stem))
+    return sums
 
 
 @contextmanager
@@ -104,7 +111,7 @@ def failures_told(folder: Path, aside: Path, step: int) -> Iterator[None]:
     """Whatever goes wrong, nothing is left of what was being written, and a sentence says why."""
     try:
         yield
-    except (OSError, SafetensorError, CheckpointError) as error:
+    except (OSError, CheckpointError) as error:
         shutil.rmtree(aside, ignore_errors=True)
         reason = getattr(error, "strerror", None) or str(error).removesuffix(".")
         raise CheckpointError(
@@ -113,14 +120,14 @@ def failures_told(folder: Path, aside: Path, step: int) -> Iterator[None]:
         ) from None
 
 
-def finish(aside: Path, place: Path, body: dict[str, Any]) -> None:
-    """The manifest, and the name under which it is found: from then on it is a checkpoint."""
-    manifest = aside / "manifest.json"
-    manifest.write_text(json.dumps({"sha256": body_sha256(body), "body": body}, indent=1), encoding="utf-8")
-    sync(manifest)
-    sync(aside)
-    aside.rename(place)
-    sync(place.parent)
+def finish(aside: Path, form: int, sums: dict[str, Any], said: dict[str, Any]) -> Path:
+    """The manifest, and the name under which it is found: from then on it is a checkpoint. Returns where that is."""
+    body: dict[str, Any] = {"format": form, "files": sums} | said
+    text = json.dumps({"sha256": body_sha256(body), "body": body}, indent=1)
+    (aside / "manifest.json").write_text(text, encoding="utf-8")
+    place = free_place(aside.parent, body["step"])
+    publish(aside, place)
+    return place
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], notes: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -130,7 +137,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], notes: Mapping[str,
     with path.open("wb", buffering=0) as file:
         write_all(file, header.data)
         for name in header.order:
-            data = as_buffer(tensors[name])
+            data = buffer(tensors[name])
             write_all(file, data)
             digest.update(data)
         os.fsync(file.fileno())

@@ -3,7 +3,6 @@
 Streams block by block, so a model of any size needs no more memory than one block. Imports no torch.
 """
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +12,8 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from potluck.errors import CheckpointError, ConfigError
-from potluck.save import shelf
+from potluck.files import written_aside
+from potluck.save import checkpoint_folder
 from potluck.shard.stored import SIZES, Header, Store, make_header, write_all
 from potluck.words import plural
 
@@ -27,7 +27,7 @@ Begin = Callable[[str, int], Callable[[int], None]]
 def export(source: Path, out: Path) -> int:
     """Of one checkpoint, or of the newest one of a run."""
     console = Console(stderr=True, highlight=False)
-    _insist_on_place(out)
+    _check_place(out)
     with _progress(console) as begin:
         path, body = _find(source, console, begin)
         tensors, numbers = _write_model(path, body, out, begin)
@@ -38,19 +38,19 @@ def export(source: Path, out: Path) -> int:
 
 def write_plain(checkpoint: Path, out: Path) -> None:
     """The same without a word."""
-    _write_model(checkpoint, shelf.check(checkpoint), out, lambda what, total: lambda done: None)
+    _write_model(checkpoint, checkpoint_folder.check(checkpoint), out, lambda what, total: lambda done: None)
 
 
 def _write_model(path: Path, body: dict[str, Any], out: Path, begin: Begin) -> tuple[int, int]:
     """How many tensors and numbers it has."""
-    with Store(shelf.files_of(path, body, MODEL)) as store:
+    with Store(checkpoint_folder.files_of(path, body, MODEL)) as store:
         store.check_whole(str(path))
         header = make_header({name: (stored.dtype, stored.shape) for name, stored in store.tensors.items()})
         _write(store, header, out, begin("Writing", header.total_bytes))
         return len(header.order), sum(stored.size for stored in store.tensors.values())
 
 
-def _insist_on_place(out: Path) -> None:
+def _check_place(out: Path) -> None:
     if out.exists():
         raise ConfigError(f"{out} is there already, and is not overwritten. Remove it, or name another file.")
     if not out.absolute().parent.is_dir():
@@ -60,11 +60,11 @@ def _insist_on_place(out: Path) -> None:
 def _find(source: Path, console: Console, begin: Begin) -> tuple[Path, dict[str, Any]]:
     """The checkpoint, or the newest whole one of a run, and its manifest's body."""
     if (source / "manifest.json").exists():
-        return source, shelf.check(source, tell=begin("Checking", _bytes_of(source)))
-    standing = shelf.found(source / "checkpoints") or shelf.found(source)
+        return source, checkpoint_folder.check(source, tell=begin("Checking", _bytes_of(source)))
+    standing = checkpoint_folder.found(source / "checkpoints") or checkpoint_folder.found(source)
     for path in standing:
         try:
-            return path, shelf.check(path, tell=begin("Checking", _bytes_of(path)))
+            return path, checkpoint_folder.check(path, tell=begin("Checking", _bytes_of(path)))
         except CheckpointError as error:
             console.print(f"{error} Looking for the one before it.", soft_wrap=True)
     if standing:
@@ -78,22 +78,16 @@ def _bytes_of(path: Path) -> int:
 
 def _write(store: Store, header: Header, out: Path, tell: Callable[[int], None]) -> None:
     """Whole or not at all."""
-    aside = out.with_name(f".{out.name}-{os.getpid()}")
     try:
-        shelf.insist_on_space(out.absolute().parent, header.total_bytes)
-        with aside.open("wb", buffering=0) as file:
+        checkpoint_folder.check_space(out.absolute().parent, header.total_bytes)
+        with written_aside(out, durable=True) as file:
             write_all(file, header.data)
             for name in header.order:
                 for block in _blocks(store, name):
                     write_all(file, block)
                     tell(len(block))
-            os.fsync(file.fileno())
-        aside.rename(out)
-        shelf.sync(out.absolute().parent)
     except OSError as error:
         raise CheckpointError(f"Cannot write {out}: {error.strerror}.") from None
-    finally:
-        aside.unlink(missing_ok=True)
 
 
 def _blocks(store: Store, name: str) -> Iterator[memoryview]:

@@ -64,13 +64,3 @@ def hold(folder: Path) -> IO[bytes]:
             " with --out."
         ) from None
     return file
-
-
-def write_whole(path: Path, text: str, mode: int = 0o666) -> None:
-    """It appears at once, with this mode less the umask. What was there is replaced; a link is not followed."""
-    aside = path.with_name(f".{path.name}-{os.getpid()}")
-    aside.unlink(missing_ok=True)
-    descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.write(text)
-    aside.replace(path)

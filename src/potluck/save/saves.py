@@ -17,9 +17,10 @@ from torch import Tensor
 from potluck.errors import CheckpointError
 from potluck.events import CheckpointPassedOver, CheckpointSaved, EventLog
 from potluck.link.link import Link
-from potluck.save import checkpoint, shelf, split_saves, state
+from potluck.save import checkpoint, checkpoint_folder, split_saves, state
 from potluck.save.split_saves import ALL_DAMAGED, TENSORS, KeptTensors, Standing, together
 from potluck.shard.ranges import Ranges, Spec
+from potluck.tensor_bytes import from_bytes, to_bytes
 
 if TYPE_CHECKING:
     from potluck.engine.replica import Replica
@@ -95,19 +96,19 @@ class Saves:
         path, standing = self._find(folder, replica, check)
         if standing is None:
             return None
-        with Ranges(shelf.files_of(path, standing, checkpoint.MODEL) if path else ()) as source:
+        with Ranges(checkpoint_folder.files_of(path, standing, checkpoint.MODEL) if path else ()) as source:
             if path:
                 state.load_model(replica.model, source)
         replica.align()
-        with Ranges(shelf.files_of(path, standing, checkpoint.OPTIMIZER) if path else ()) as source:
+        with Ranges(checkpoint_folder.files_of(path, standing, checkpoint.OPTIMIZER) if path else ()) as source:
             told = _Told(self._link, source, replica)
             state.load_optimizer(replica.optimizer, replica.names, told, standing["optimizer"])
         if standing["workers"] == self._link.world:
-            with Ranges(shelf.files_of(path, standing, checkpoint.RANDOM) if path else ()) as source:
+            with Ranges(checkpoint_folder.files_of(path, standing, checkpoint.RANDOM) if path else ()) as source:
                 told = _Told(self._link, source, replica)
                 randoms = [told[str(rank)] for rank in range(self._link.world)]
-            state.set_random_state(randoms[self._link.rank].numpy().tobytes())
-        with Ranges(shelf.files_of(path, standing, checkpoint.KEPT) if path else ()) as source:
+            state.set_random_state(to_bytes(randoms[self._link.rank]))
+        with Ranges(checkpoint_folder.files_of(path, standing, checkpoint.KEPT) if path else ()) as source:
             told = _Told(self._link, source, replica)
             return standing | {TENSORS: {name: told[name] for name in told.names}}
 
@@ -124,7 +125,7 @@ class Saves:
                 found = checkpoint.newest(folder, self._pass_over)
                 if found is not None:
                     path, standing = found
-                    self._insist_on_whole(path, standing, replica)
+                    self._check_whole(path, standing, replica)
                     check(path, standing)
                 elif checkpoint.holds_any(folder):
                     raise CheckpointError(ALL_DAMAGED.format(folder))
@@ -136,7 +137,7 @@ class Saves:
             raise CheckpointError(answer["refusal"])
         return path, answer["standing"]
 
-    def _insist_on_whole(self, path: Path, standing: Standing, replica: "Replica") -> None:
+    def _check_whole(self, path: Path, standing: Standing, replica: "Replica") -> None:
         """That it is of this model and this optimizer, and that nothing is missing."""
         with (
             checkpoint.ranges(path, standing, checkpoint.MODEL) as model,
@@ -189,7 +190,7 @@ def take_snapshot(
         {
             checkpoint.MODEL: state.model_state(replica.model),
             checkpoint.OPTIMIZER: tensors,
-            checkpoint.RANDOM: {str(rank): state.bytes_tensor(data) for rank, data in enumerate(randoms)},
+            checkpoint.RANDOM: {str(rank): from_bytes(data) for rank, data in enumerate(randoms)},
             **({checkpoint.KEPT: kept} if kept else {}),
         },
     )

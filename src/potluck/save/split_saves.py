@@ -14,8 +14,10 @@ from torch import Tensor
 
 from potluck.errors import CheckpointError
 from potluck.link.link import Link
-from potluck.save import checkpoint, parts, shelf, state
-from potluck.save.together import Share, new_aside, write_share, write_together
+from potluck.save import checkpoint, checkpoint_folder, parts, state
+from potluck.save.checkpoint import new_aside
+from potluck.save.together import Share, write_share, write_together
+from potluck.tensor_bytes import from_bytes, to_bytes
 
 if TYPE_CHECKING:
     from potluck.shard.sharded import Sharded
@@ -74,7 +76,7 @@ def take_part(
     names = share.stem(checkpoint.MODEL), share.stem(checkpoint.OPTIMIZER)
     files = {names[0]: model.tensors, names[1]: optimizer.tensors}
     if share.rank == 0:
-        files[checkpoint.RANDOM] = {str(rank): state.bytes_tensor(data) for rank, data in enumerate(randoms)}
+        files[checkpoint.RANDOM] = {str(rank): from_bytes(data) for rank, data in enumerate(randoms)}
         files |= {checkpoint.KEPT: kept} if kept else {}
     notes = {names[0]: model.notes, names[1]: optimizer.notes}
     return checkpoint.Snapshot(standing | {"workers": len(randoms)}, files, notes)
@@ -94,7 +96,7 @@ def agree_on_aside(link: Link, folder: Path, step: int) -> tuple[Path, list[byte
     if "refusal" in answer:
         raise CheckpointError(answer["refusal"])
     aside = folder / answer["aside"]
-    together(link, lambda: _insist_on_shared(link, folder, sees_it=aside.is_dir()))
+    together(link, lambda: _check_shared(link, folder, sees_it=aside.is_dir()))
     return aside, [random for _, random in gathered]
 
 
@@ -104,7 +106,7 @@ def _cut(data: bytes) -> tuple[bytes, bytes]:
     return data[4:end], data[end:]
 
 
-def _insist_on_shared(link: Link, folder: Path, *, sees_it: bool) -> None:
+def _check_shared(link: Link, folder: Path, *, sees_it: bool) -> None:
     if not sees_it:
         raise CheckpointError(
             f"Worker {link.rank} does not see in {folder} what worker 0 sees there. A model that is split over workers"
@@ -143,20 +145,20 @@ def load(
     sharded.settle()
     if standing["workers"] == link.world:
         with checkpoint.ranges(path, standing, checkpoint.RANDOM) as source:
-            state.set_random_state(source.tensor(str(link.rank)).numpy().tobytes())
+            state.set_random_state(to_bytes(source.tensor(str(link.rank))))
     with checkpoint.ranges(path, standing, checkpoint.KEPT) as source:
         return standing | {TENSORS: {name: source.tensor(name) for name in source.specs}}
 
 
 def _find(link: Link, folder: Path, pass_over: Callable[[Path, str], None]) -> tuple[Path, Standing] | None:
     """The newest that is whole. Each worker compares the checksums of some of its files."""
-    names = [path.name for path in shelf.found(folder)]
+    names = [path.name for path in checkpoint_folder.found(folder)]
     theirs = json.loads(link.gather_bytes(json.dumps(names).encode())[0])
-    together(link, lambda: _insist_on_shared(link, folder, sees_it=names == theirs))
+    together(link, lambda: _check_shared(link, folder, sees_it=names == theirs))
     for name in names:
         standing, complaint = {}, ""
         try:
-            standing = shelf.check(folder / name, link.rank, link.world)
+            standing = checkpoint_folder.check(folder / name, link.rank, link.world)
         except CheckpointError as error:
             complaint = str(error)
         complaints = [data.decode() for data in link.gather_bytes(complaint.encode())]

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from potluck.errors import CheckpointError
 from potluck.shard.ranges import Ranges
+from potluck.tensor_bytes import from_bytes, to_bytes
 
 
 class Described(Protocol):
@@ -197,16 +198,12 @@ def tensors_of_json(text: str) -> dict[str, Tensor]:
     return load(base64.b64decode(text)) if text else {}
 
 
-def bytes_tensor(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
-
-
 def _json_tensor(value: Any) -> Tensor:
-    return bytes_tensor(json.dumps(value).encode())
+    return from_bytes(json.dumps(value).encode())
 
 
 def _tensor_json(tensor: Tensor) -> Any:
-    return json.loads(tensor.numpy().tobytes())
+    return json.loads(to_bytes(tensor))
 
 
 def _shape(tensor: Described) -> str:

@@ -6,7 +6,6 @@ makes a checkpoint of it. They tell each other nothing but through that folder.
 
 import contextlib
 import json
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from potluck.errors import CheckpointError
-from potluck.save.checkpoint import MODEL, OPTIMIZER, Snapshot, failures_told, finish, ranges, write_tensors
-from potluck.save.run_folder import make_private
-from potluck.save.shelf import FORMAT_IN_PARTS, WRITING, free_place, insist_on_space, sync
+from potluck.files import write_whole
+from potluck.save.checkpoint import MODEL, OPTIMIZER, Snapshot, failures_told, finish, ranges, write_files
+from potluck.save.checkpoint_folder import FORMAT_IN_PARTS
 
 PATIENCE_S = 600.0
 """How long rank 0 waits for the files of the others, once its own are written."""
@@ -49,15 +48,6 @@ class Share:
         return self.aside / f"{rank:05d}.failed"
 
 
-def new_aside(folder: Path, step: int) -> Path:
-    """A new folder to write a checkpoint into, before it has its place."""
-    aside = folder / f"{WRITING}step-{step:08d}-{os.getpid()}-{time.time_ns()}"
-    with failures_told(folder, aside, step):
-        make_private(folder)
-        aside.mkdir()
-    return aside
-
-
 def write_share(share: Share, snapshot: Snapshot) -> None:
     """What a rank other than 0 does."""
     try:
@@ -65,7 +55,7 @@ def write_share(share: Share, snapshot: Snapshot) -> None:
     except (OSError, CheckpointError) as error:
         reason = getattr(error, "strerror", None) or str(error).removesuffix(".")
         with contextlib.suppress(OSError):  # then it is missed all the same
-            _appear(share.failed(share.rank), reason)
+            write_whole(share.failed(share.rank), reason)
         raise CheckpointError(
             f"Cannot write the checkpoint of step {snapshot.step} to {share.aside.parent}: {reason}."
         ) from None
@@ -75,25 +65,20 @@ def write_together(folder: Path, share: Share, snapshot: Snapshot, is_one_gone: 
     """What rank 0 does: its own files, and what makes the files of all a checkpoint. Returns where that is."""
     with failures_told(folder, share.aside, snapshot.step):
         _write_files(share, snapshot)
-        body = {"format": FORMAT_IN_PARTS, "files": _await_all(share, is_one_gone)} | snapshot.body
-        with ranges(share.aside, body, MODEL) as model, ranges(share.aside, body, OPTIMIZER) as optimizer:
+        sums = _await_all(share, is_one_gone)
+        files = {"files": sums}
+        with ranges(share.aside, files, MODEL) as model, ranges(share.aside, files, OPTIMIZER) as optimizer:
             model.check_whole("it")
             optimizer.check_whole("it")
-            body["optimizer"] = optimizer.notes
+            said = snapshot.body | {"optimizer": optimizer.notes}
         for rank in range(share.world):
             share.done(rank).unlink()
-        place = free_place(folder, snapshot.step)
-        finish(share.aside, place, body)
-    return place
+        return finish(share.aside, FORMAT_IN_PARTS, sums, said)
 
 
 def _write_files(share: Share, snapshot: Snapshot) -> None:
-    insist_on_space(share.aside, snapshot.bytes)
-    sums = {}
-    for stem, tensors in snapshot.files.items():
-        file = share.aside / f"{stem}.safetensors"
-        sums[file.name] = write_tensors(file, tensors, snapshot.notes.get(stem))
-    _appear(share.done(share.rank), json.dumps(sums))
+    sums = write_files(share.aside, snapshot)
+    write_whole(share.done(share.rank), json.dumps(sums), durable=True)
 
 
 def _await_all(share: Share, is_one_gone: Callable[[], bool]) -> dict[str, Any]:
@@ -124,11 +109,3 @@ def _no() -> bool:
 
 def _workers(ranks: list[int]) -> str:
     return f"worker {ranks[0]}" if len(ranks) == 1 else f"workers {', '.join(map(str, ranks))}"
-
-
-def _appear(path: Path, text: str) -> None:
-    """A file that is there whole, or not at all."""
-    aside = path.with_suffix(".part")
-    aside.write_text(text, encoding="utf-8")
-    sync(aside)
-    aside.rename(path)

@@ -20,7 +20,7 @@ from potluck.shard.blocks import untied
 from potluck.shard.collectives import Collectives, Lent, lend, local_part, sum_gradients
 from potluck.shard.fsdp_units import FullyShardedUnits
 from potluck.shard.ranges import Spec
-from potluck.shard.runs import Run, Span, claim, group_names, homes, insist_on_elementwise, repoint, scaling
+from potluck.shard.runs import Run, Span, check_elementwise, claim, group_names, homes, repoint, scaling
 from potluck.shard.sharded import Sharded
 
 
@@ -40,7 +40,7 @@ class FullySharded(Sharded):
         mean: bool = True,
     ) -> None:
         """`mesh`: of one dimension, or of two: nodes, and the ranks of each. `mean`: instead of a sum of gradients."""
-        insist_on_elementwise(optimizer)
+        check_elementwise(optimizer)
         blocks = untied(model, blocks)
         self.model, self.optimizer = model, optimizer
         self.collectives = Collectives(mesh.get_group(mesh.ndim - 1))
@@ -48,7 +48,7 @@ class FullySharded(Sharded):
         # What a reduction gives is read at once: summed over nodes, or copied to a GPU on a stream of its own.
         self._must_wait = device.type == "cuda" or (mesh.ndim == 2 and mesh.size(0) > 1)
         whole = dict(model.named_parameters())
-        _insist_on_dimensions(whole)
+        _check_dimensions(whole)
         home = homes(optimizer)
         held = {name: parameter for name, parameter in whole.items() if id(parameter) in home}
         self.group_names = group_names(optimizer, {id(parameter): name for name, parameter in whole.items()})
@@ -176,7 +176,7 @@ class FullySharded(Sharded):
             self._units.used.clear()
 
 
-def _insist_on_dimensions(parameters: Mapping[str, Tensor]) -> None:
+def _check_dimensions(parameters: Mapping[str, Tensor]) -> None:
     for name, parameter in parameters.items():
         if not parameter.dim():
             raise ConfigError(

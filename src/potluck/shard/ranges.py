@@ -13,6 +13,7 @@ from torch import Tensor
 
 from potluck.errors import CheckpointError
 from potluck.shard.stored import Store
+from potluck.tensor_bytes import buffer
 
 BLOCK_BYTES = 16 << 20
 """On its way to a device, this much is in host memory at once."""
@@ -55,7 +56,7 @@ class Ranges(Store):
         """Fills `out`, flat and of the tensor's own type, with its numbers from `start` on; on any device."""
         dtype = self.spec(name).dtype
         if out.device.type == "cpu" and out.is_contiguous() and out.dtype == dtype:
-            self.read_bytes(as_buffer(out), name, start)
+            self.read_bytes(buffer(out), name, start)
             return
         step = max(1, BLOCK_BYTES // dtype.itemsize)
         for at in range(0, out.numel(), step):
@@ -69,11 +70,6 @@ class Ranges(Store):
             self.read_into(tensor.detach().view(-1), name)
         else:
             tensor.copy_(self.tensor(name))
-
-
-def as_buffer(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor in host memory, without a copy."""
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
 def type_name(tensor: Tensor) -> str:

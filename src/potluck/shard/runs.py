@@ -71,7 +71,7 @@ class Run:
         return list(zip(self.spans, torch.split(flat, [span.size for span in self.spans]), strict=True))
 
 
-def insist_on_elementwise(optimizer: Optimizer) -> None:
+def check_elementwise(optimizer: Optimizer) -> None:
     name = type(optimizer).__name__
     if isinstance(optimizer, ELEMENTWISE) and name not in REASONS:
         if any(each.get("differentiable") for each in optimizer.param_groups):

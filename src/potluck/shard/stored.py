@@ -17,10 +17,10 @@ from typing import IO, Any, Self
 from potluck.errors import CheckpointError
 
 SIZES = {
-    "F64": 8, "I64": 8, "U64": 8, "C64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
+    "U64": 8, "I64": 8, "F64": 8, "C64": 8, "F32": 4, "U32": 4, "I32": 4, "BF16": 2, "F16": 2, "U16": 2, "I16": 2,
     "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1, "BOOL": 1,
 }  # fmt: skip
-"""Bytes of one number, by the name of its type in a file."""
+"""Bytes of one number, by the name of its type in a file; in the order in which safetensors itself writes them."""
 NOTES = "potluck"
 """Under it a file's metadata has our notes, as JSON: `spans`, `tied`, and whatever else its writer had to say."""
 MOST_HEADER_BYTES = 1 << 30
@@ -170,8 +170,12 @@ class Header:
 
 
 def make_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]], notes: Mapping[str, Any] | None = None) -> Header:
-    """`tensors`: type and shape of each. Wide numbers come first, so that none lies across its own width."""
-    order = sorted(tensors, key=lambda name: (-SIZES[tensors[name][0]], name))
+    """`tensors`: type and shape of each. Wide numbers come first, so that none lies across its own width.
+
+    Without notes, these are the very bytes that safetensors' own save_file writes.
+    """
+    place = {dtype: number for number, dtype in enumerate(SIZES)}
+    order = sorted(tensors, key=lambda name: (place[tensors[name][0]], name))
     told: dict[str, Any] = {"__metadata__": {NOTES: json.dumps(notes)}} if notes else {}
     at = 0
     for name in order:
@@ -179,7 +183,7 @@ def make_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]], notes: Mappi
         size = math.prod(shape) * SIZES[dtype]
         told[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + size]}
         at += size
-    text = json.dumps(told).encode()
+    text = json.dumps(told, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     return Header(struct.pack("<Q", len(text)) + text, order, 8 + len(text) + at)
 

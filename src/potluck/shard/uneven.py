@@ -33,7 +33,7 @@ from potluck.shard.collectives import Collectives
 from potluck.shard.optimizer_shard import weights_for
 from potluck.shard.passes import Passes
 from potluck.shard.ranges import Spec
-from potluck.shard.runs import Run, claim, group_names, homes, insist_on_elementwise, repoint, run_of, scaling
+from potluck.shard.runs import Run, check_elementwise, claim, group_names, homes, repoint, run_of, scaling
 from potluck.shard.sharded import Sharded
 from potluck.shard.units import Home, Member, Placement, Stretch, Sum, Unit
 
@@ -57,7 +57,7 @@ class UnevenShards(Sharded):
         mean: bool = True,
     ) -> None:
         """`weights`: each rank's part, in proportion; `bf16`: to compute in; `mean`: instead of a sum of gradients."""
-        insist_on_elementwise(optimizer)
+        check_elementwise(optimizer)
         self.model, self.optimizer, self.device = model, optimizer, device
         self.collectives = Collectives(group)
         self._weights = weights_for(weights, self.collectives.world)

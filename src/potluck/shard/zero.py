@@ -25,11 +25,11 @@ from potluck.shard.optimizer_shard import OptimizerShard, weights_for
 from potluck.shard.ranges import Spec
 from potluck.shard.runs import (
     Span,
+    check_elementwise,
     claim,
     group_names,
     homes,
     in_host_memory,
-    insist_on_elementwise,
     repoint,
     run_of,
     scaling,
@@ -74,7 +74,7 @@ class ShardedOptimizer(Sharded):
 
         `offload`: this rank's range is stepped in host memory, and so its state is there.
         """
-        insist_on_elementwise(optimizer)
+        check_elementwise(optimizer)
         self.model = model
         self.optimizer = optimizer
         self.collectives = Collectives(group)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from potluck.errors import ConfigError
 from potluck.stages.chain import Chain
 from potluck.stages.forms import tensors_in
+from potluck.tensor_bytes import raw
 
 Seat = tuple[nn.Module, str]
 """Where a buffer is: another tensor may be put there."""
@@ -46,7 +47,7 @@ def _is_same(one: Tensor | None, other: Tensor | None, near: float) -> bool:
         return one is other
     if near and one.is_floating_point():
         return torch.allclose(one.double(), other.double(), rtol=near, equal_nan=True)
-    return torch.equal(*(each.contiguous().reshape(-1).view(torch.uint8) for each in (one, other)))
+    return torch.equal(raw(one), raw(other))
 
 
 class Touches:
@@ -76,7 +77,7 @@ class Touches:
         return buffer, -1 if buffer is None else buffer._version
 
 
-def insist_on_one(name: str, layers: Sequence[str], right: Sequence[str]) -> None:
+def check_one(name: str, layers: Sequence[str], right: Sequence[str]) -> None:
     """A buffer that is not right everywhere is touched by one layer, which leaves it right."""
     if len(layers) == 1 and layers[0] in right:
         return

@@ -21,9 +21,10 @@ from torch import Tensor
 from potluck.errors import TheirProtocolError
 from potluck.stages.buffers import Buffers
 from potluck.stages.channel import WHAT, Label
-from potluck.store.station import IN_FLIGHT, Station
+from potluck.store.sessions import IN_FLIGHT, StoreSession
 from potluck.store.store import CHECK_EVERY_S, Store
-from potluck.store.tensors import Header, about_of, bytes_of, start_to_host
+from potluck.store.tensors import Header, about_of, start_to_host
+from potluck.tensor_bytes import buffer
 
 _KEY = re.compile(
     r"to-(?P<target>\d+)/s(?P<step>\d{12})-(?P<what>[a-z]+)-m(?P<micro>\d+)-p(?P<part>\d+)-from-(?P<source>\d+)"
@@ -52,7 +53,7 @@ class StoreChannel:
         """`in_flight`: objects that are put at once. Twice as many are fetched ahead of each source, read or not."""
         self.stage = stage
         self._store, self._device, self._in_flight = store, device or torch.device("cpu"), in_flight
-        self._station = Station(store, f"stage-{stage}", f"stage {stage}", in_flight=in_flight)
+        self._session = StoreSession(store, f"stage-{stage}", f"stage {stage}", in_flight=in_flight)
         self._buffers = Buffers()
         self._sent: list[Future[Any]] = []
         self._expected: dict[int, deque[Label]] = {}
@@ -73,17 +74,17 @@ class StoreChannel:
 
     def send(self, label: Label, tensor: Tensor) -> None:
         assert label.source == self.stage, label
-        self._station.raise_failure()
+        self._session.raise_failure()
         if label.step <= self._consumed_by(label.target):
             return
         about, on_host = about_of(tensor), start_to_host(tensor)
-        put = self._station.start_put(lambda: self._store.put(key_of(label), [bytes_of(on_host())], about))
+        put = self._session.start_put(lambda: self._store.put(key_of(label), [buffer(on_host())], about))
         self._sent.append(put)
 
     def receive(self, label: Label) -> Tensor:
         """Nothing is deleted by this: see consumed()."""
         coming = self._coming.get(label) or self._fetch_now(label)
-        arrived = self._station.wait(coming, lambda: self._lost(label))
+        arrived = self._session.wait(coming, lambda: self._lost(label))
         del self._coming[label]
         self._received.add(label)
         self._fetch_ahead(label.source)
@@ -94,32 +95,32 @@ class StoreChannel:
 
         Deletes it, and tells those who sent it, so that they do not send it again when they are started again.
         """
-        self._station.raise_failure()
-        self._station.claim.check()  # else we might delete what our successor needs
+        self._session.raise_failure()
+        self._session.claim.check()  # else we might delete what our successor needs
         gone = [label for label in self._received if label.step <= step]
         self._received.difference_update(gone)
-        self._station.start_clear(lambda: self._clear_up_to(step, gone))
+        self._session.start_clear(lambda: self._clear_up_to(step, gone))
 
     def flush(self) -> None:
         sent, self._sent = self._sent, []
         for put in sent:
             put.exception()  # it has a deadline of its own
-        self._station.raise_failure()
+        self._session.raise_failure()
 
     def end(self) -> None:
         """The run has ended, and this stage needs nothing more: its inbox, its mark and its claim go."""
         self.flush()
-        self._station.claim.check()
-        self._station.finish_clears()
+        self._session.claim.check()
+        self._session.finish_clears()
         self._store.sweep(f"to-{self.stage}", lambda key: True)
         self._store.forget([f"marks/stage-{self.stage}"])
-        self._station.claim.release()
+        self._session.claim.release()
         self._store.tidy()
         self.close()
 
     def close(self) -> None:
         """Everything in the store stays for a successor."""
-        self._station.close()
+        self._session.close()
 
     def _lost(self, label: Label) -> str:
         return (
@@ -145,7 +146,7 @@ class StoreChannel:
     def _start_fetch(self, label: Label, before: threading.Event | None = None) -> Future[Tensor]:
         """`before`: nobody looks for this one until that is set."""
         is_there = self._last[label.source] = threading.Event()
-        self._coming[label] = coming = self._station.start_get(lambda: self._fetch(label, before, is_there))
+        self._coming[label] = coming = self._session.start_get(lambda: self._fetch(label, before, is_there))
         return coming
 
     def _fetch(self, label: Label, before: threading.Event | None, is_there: threading.Event) -> Tensor:
@@ -155,7 +156,7 @@ class StoreChannel:
             is_there.set()
             header = header_of(about, size, label)
             arrived[:] = [self._memory_for(header)]
-            return bytes_of(arrived[0])
+            return buffer(arrived[0])
 
         try:
             if before is not None:  # they come one after another, and to look for each of them would take its time
@@ -173,7 +174,7 @@ class StoreChannel:
 
     def _consumed_by(self, target: int) -> int:
         """Up to which step a stage needs nothing, as of when we took over. A stage's first worker need not ask."""
-        if not self._station.claim.was_held:
+        if not self._session.claim.was_held:
             return -1
         if target not in self._marks:
             told = self._store.get_bytes(f"marks/stage-{target}")

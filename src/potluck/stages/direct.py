@@ -20,6 +20,7 @@ from potluck.errors import TheirProtocolError, WorkerLost
 from potluck.stages.buffers import Buffers
 from potluck.stages.channel import WHAT, Label
 from potluck.store.tensors import MAX_DIMENSIONS, Header
+from potluck.tensor_bytes import raw, to_bytes
 
 MAGIC = 0x504F544C55434B32
 LAYOUT = struct.Struct(f"<{9 + MAX_DIMENSIONS}q")
@@ -111,7 +112,7 @@ class GroupChannel:
         else:
             self._start_send(head, peer, label, HEADER)
             payload = tensor.to("cpu").contiguous()
-            self._start_send(payload.reshape(-1).view(torch.uint8), peer, label, TENSOR)
+            self._start_send(raw(payload), peer, label, TENSOR)
 
     def receive(self, label: Label) -> Tensor:
         with self._changed:
@@ -176,13 +177,13 @@ class GroupChannel:
         work: dist.Work,
     ) -> None:
         _wait(label, work)
-        header = unpack(first[:HEADER_BYTES].numpy().tobytes(), label)
+        header = unpack(to_bytes(first[:HEADER_BYTES]), label)
         if header.nbytes <= SMALL_BYTES:
             found = first[HEADER_BYTES : HEADER_BYTES + header.nbytes].view(header.dtype).view(header.shape)
             self._give(label, found)
         else:
             tensor = self._buffers.take(header)
-            tensors.put((label, tensor, self._start_receive(tensor.view(-1).view(torch.uint8), peer, label, TENSOR)))
+            tensors.put((label, tensor, self._start_receive(raw(tensor), peer, label, TENSOR)))
 
     def _read_tensors(self, tensors: "queue.SimpleQueue[_UnderWay | None]") -> None:
         try:

@@ -110,7 +110,7 @@ class Pass:
         if crossing.is_last or not crossing.operations:
             raise Reached(self, self._leaving)
 
-    def insist_on_arrival(self) -> None:
+    def check_arrival(self) -> None:
         """The next layer begins."""
         if self._leaving is not None:
             raise Reached(self, self._leaving)
@@ -181,7 +181,7 @@ class Seat:
     def run(self, layer: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.now.is_running:
             return layer(*args, **kwargs)
-        self.now.insist_on_arrival()
+        self.now.check_arrival()
         if self.takes is not None:
             args, kwargs = with_arguments(args, kwargs, fill(self.takes, self.now.take()))
         self.now.sow(self.place)
@@ -284,7 +284,7 @@ class StandIn(nn.Module):
         except AttributeError:
             return getattr(self.__dict__["_skeleton"], name)
 
-    def _insist_on_run(self) -> None:
+    def _check_run(self) -> None:
         if not self._now.is_running:
             raise ConfigError("A stage's model is a part of the model, and only stage.run() can run it.")
 
@@ -327,8 +327,8 @@ class AbsentLayer(Outlined):
         self._output, self._crossing, self._leaves = output, crossing, leaves
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self._insist_on_run()
-        self._now.insist_on_arrival()
+        self._check_run()
+        self._now.check_arrival()
         if self._leaves is not None:
             given = pick(self._leaves, arguments(args, kwargs), "What the first block gets")
             raise Reached(self._now, tuple(given))
@@ -355,7 +355,7 @@ class AbsentPart(Outlined):
         self._name = name
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self._insist_on_run()
+        self._check_run()
         try:
             return self._zeros(args, kwargs)
         except (RuntimeError, NotImplementedError) as error:

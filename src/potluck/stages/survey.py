@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from potluck.errors import ConfigError
 from potluck.stages.chain import Chain, find_chain, parameters_of
-from potluck.stages.changes import buffers_outside, copies, differing, insist_on_one
+from potluck.stages.changes import buffers_outside, check_one, copies, differing
 from potluck.stages.crossings import Crossings
 from potluck.stages.cut import LossOf, cut
 from potluck.stages.forms import all_tensors
@@ -61,7 +61,7 @@ def _with_buffers(
     for name in sorted(changed):
         right = [layer.name for layer, each in zip(layers, wrong, strict=True) if name not in each]
         if len(right) < len(layers):
-            insist_on_one(name, [layers[number].name for number in sorted(touching[name])], right)
+            check_one(name, [layers[number].name for number in sorted(touching[name])], right)
             wrong = [each if number in touching[name] else each | {name} for number, each in enumerate(wrong)]
     for layer, each in zip(layers, wrong, strict=True):
         yield replace(layer, buffers=tuple(sorted(changed - each)))

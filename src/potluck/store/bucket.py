@@ -23,7 +23,7 @@ from obstore.exceptions import (
 from obstore.store import S3Store
 
 from potluck.errors import StoreError
-from potluck.store.objects import CHUNK_BYTES, Draft
+from potluck.store.objects import CHUNK_BYTES, ObjectWriter
 from potluck.store.place import Exists, Missing, Unreachable
 
 WHOLE_BYTES = 1 << 28
@@ -65,11 +65,11 @@ class Bucket:
     def check(self) -> None:
         self.rooms("")
 
-    def write(self, name: str, draft: Draft, *, new: bool = False) -> None:
-        digest = draft.digest()
-        for part in draft.payload:
+    def write(self, name: str, writer: ObjectWriter, *, new: bool = False) -> None:
+        digest = writer.digest()
+        for part in writer.payload:
             digest.update(part)
-        parts, limit = [memoryview(draft.head(digest.value())), *draft.payload], self._whole_bytes
+        parts, limit = [memoryview(writer.head(digest.value())), *writer.payload], self._whole_bytes
         pieces = [part[at : at + limit] for part in parts for at in range(0, len(part), limit)]
         with self._troubles(name):
             try:
@@ -78,13 +78,13 @@ class Bucket:
                     name,
                     iter(pieces),
                     mode="create" if new else "overwrite",
-                    use_multipart=draft.size > limit,
+                    use_multipart=writer.size > limit,
                     chunk_size=limit,
                 )
             except NotSupportedError:
                 if not new:
                     raise
-                self.write(name, draft)
+                self.write(name, writer)
 
     @contextmanager
     def read(self, name: str) -> Iterator["_Body"]:

@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from potluck.errors import StoreError
-from potluck.store.objects import HEAD_BYTES, Draft
+from potluck.store.objects import HEAD_BYTES, ObjectWriter
 from potluck.store.place import Exists, Missing, Unreachable
 
 UNFINISHED = re.compile(r"\.(?P<name>[^/]+)~[0-9a-f]{8}")
@@ -57,12 +57,12 @@ class Folder:
             except FileExistsError:
                 raise StoreError(f"{self._root} is a file. The url of a store names a folder.") from None
 
-    def write(self, name: str, draft: Draft, *, new: bool = False) -> None:
+    def write(self, name: str, writer: ObjectWriter, *, new: bool = False) -> None:
         folder, _, last = name.rpartition("/")
         path, unfinished = f"{self._root}/{name}", f"{self._root}/{folder}/.{last}~{secrets.token_hex(4)}"
         with self._troubles():
             try:
-                self._fill(unfinished, draft)
+                self._fill(unfinished, writer)
                 _link(unfinished, path) if new else os.replace(unfinished, path)
             except BaseException as error:
                 with suppress(OSError):
@@ -71,12 +71,12 @@ class Folder:
                     raise Unreachable(f"{folder} vanished") from None
                 raise
 
-    def _fill(self, path: str, draft: Draft) -> None:
-        descriptor = self._open_spare(path, draft.size)
+    def _fill(self, path: str, writer: ObjectWriter) -> None:
+        descriptor = self._open_spare(path, writer.size)
         if descriptor is None:
             descriptor = self._open_new(path)
         try:
-            _write_all(descriptor, draft)
+            _write_all(descriptor, writer)
         finally:
             os.close(descriptor)
 
@@ -222,9 +222,9 @@ def _spares(folder: str, size: int | None = None) -> list[str]:
     return [name for name in os.listdir(folder) if name.startswith(start)]
 
 
-def _write_all(descriptor: int, draft: Draft) -> None:
+def _write_all(descriptor: int, writer: ObjectWriter) -> None:
     """The first chunk last, together with the head, which holds the checksum of everything."""
-    digest, chunks = draft.digest(), draft.chunks()
+    digest, chunks = writer.digest(), writer.chunks()
     first, at = next(chunks, memoryview(b"")), HEAD_BYTES
     digest.update(first)
     at += len(first)
@@ -232,7 +232,7 @@ def _write_all(descriptor: int, draft: Draft) -> None:
         digest.update(chunk)
         _write_at(descriptor, [chunk], at)
         at += len(chunk)
-    _write_at(descriptor, [memoryview(draft.head(digest.value())), first], 0)
+    _write_at(descriptor, [memoryview(writer.head(digest.value())), first], 0)
 
 
 def _write_at(descriptor: int, parts: list[memoryview], at: int) -> None:

@@ -73,7 +73,7 @@ class Digest:
         return self._state.digest()
 
 
-class Draft:
+class ObjectWriter:
     """An object that is being written. Its head is whole once the digest has seen all of the payload."""
 
     def __init__(self, name: str, generation: int, about: bytes, payload: Sequence[memoryview]) -> None:
@@ -98,11 +98,11 @@ class Draft:
 
 def seal(name: str, generation: int, about: bytes, payload: Sequence[memoryview]) -> bytes:
     """The head of an object with that payload."""
-    draft = Draft(name, generation, about, payload)
-    digest = draft.digest()
-    for chunk in draft.chunks():
+    writer = ObjectWriter(name, generation, about, payload)
+    digest = writer.digest()
+    for chunk in writer.chunks():
         digest.update(chunk)
-    return draft.head(digest.value())
+    return writer.head(digest.value())
 
 
 LIMIT_BYTES = 1 << 34

@@ -11,7 +11,7 @@ from typing import Protocol
 from urllib.parse import unquote
 
 from potluck.errors import StoreError
-from potluck.store.objects import Draft
+from potluck.store.objects import ObjectWriter
 
 
 class Missing(Exception):
@@ -47,7 +47,7 @@ class Place(Protocol):
         """That the place exists and lets us in."""
         ...
 
-    def write(self, name: str, draft: Draft, *, new: bool = False) -> None:
+    def write(self, name: str, writer: ObjectWriter, *, new: bool = False) -> None:
         """All of it appears at once, or nothing. `new`: Exists if there was something; not every server can tell."""
         ...
 

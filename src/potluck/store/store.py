@@ -5,7 +5,6 @@ that before taking any memory. Keys are made by us. Knows nothing of tensors: da
 """
 
 import re
-import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -13,8 +12,8 @@ from typing import TypeVar
 
 from potluck.errors import PotluckError, StoreError, TheirProtocolError, WorkerLost
 from potluck.store.folder import UNFINISHED, Folder
-from potluck.store.objects import CHUNK_BYTES, HEAD_BYTES, Damaged, Draft, Head
-from potluck.store.place import Exists, Missing, Place, Source, Unreachable, bucket_of, folder_of
+from potluck.store.objects import CHUNK_BYTES, HEAD_BYTES, Damaged, Head, ObjectWriter
+from potluck.store.place import Missing, Place, Source, Unreachable, bucket_of, folder_of
 
 KEY = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*(/[a-z0-9]+(-[a-z0-9]+)*){0,3}")
 """No dots, no empty parts: whatever it is joined to, it cannot leave."""
@@ -53,8 +52,8 @@ class Store:
     def put(self, key: str, parts: Sequence[memoryview], about: bytes = b"", *, new: bool = False) -> None:
         """All at once, over whatever was there. `new`: only if nothing was, else Exists, where the place can tell."""
         name = self._name(key)
-        draft = Draft(name, self.generation, about, parts)
-        self._patiently(f"writing {key}", lambda: self._place.write(name, draft, new=new))
+        writer = ObjectWriter(name, self.generation, about, parts)
+        self._patiently(f"writing {key}", lambda: self._place.write(name, writer, new=new))
 
     def get(self, key: str, room: Room) -> bool:
         """Reads it straight into that memory; False if it is not there."""
@@ -209,36 +208,6 @@ class Patience:
         pause_s = min(max(self.waited_s / 10, self._place.first_pause_s), self._place.longest_pause_s)
         if self._stop.wait(pause_s):
             raise Closed("This end was closed.")
-
-
-class Claim:
-    """Who has a place in a run, such as stage 1: the worker that said so last. The one before finds out, and stops."""
-
-    def __init__(self, store: Store, place: str, who: str) -> None:
-        self._store, self._key, self._who = store, f"claims/{place}", who
-        self._id = secrets.token_hex(16).encode()
-        self.was_held = store.get_bytes(self._key) is not None
-        """Somebody had it before us: we are its successor, and what it was sent may lie there still."""
-        try:
-            store.put_bytes(self._key, self._id, new=not self.was_held)
-        except Exists:
-            raise StoreError(
-                f"Two workers began as {who} of run {store.run} at the same time. The other goes on; start this one"
-                " only if that one ends."
-            ) from None
-
-    def check(self) -> None:
-        found = self._store.get_bytes(self._key)
-        if found is not None and found != self._id:
-            raise StoreError(
-                f"Another worker has become {self._who} of run {self._store.run}, so this one stops. If that was not"
-                " meant, see that each has a place of its own."
-            )
-        if found is None:
-            self._store.check_generation()
-
-    def release(self) -> None:
-        self._store.forget([self._key])
 
 
 def _place_of(url: str, patience_s: float) -> Place:

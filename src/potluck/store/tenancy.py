@@ -17,7 +17,7 @@ from potluck.store.place import Exists
 from potluck.store.store import Store
 
 ABOUT = "about"
-"""Below this lies what says whose the store is; it goes with the last of the run's workers (circles.py)."""
+"""Below this lies what says whose the store is; it goes with the last of the run's workers (store_group.py)."""
 _RUN = f"{ABOUT}/run"
 _WORDS = ("id", "name", "begun")
 
@@ -45,8 +45,8 @@ def move_in(store: Store, tenant: Tenant, rank: int) -> str:
     if found is None:
         raise StoreError(f"{store.url} does not keep what is put there. Something else empties it.")
     run = _read(store, found)
-    _insist_on_same(store, run, tenant)
-    _insist_on_folder(store, run, tenant, f"{ABOUT}/out-{rank}")
+    _check_same(store, run, tenant)
+    _check_folder(store, run, tenant, f"{ABOUT}/out-{rank}")
     return str(run["id"])
 
 
@@ -64,7 +64,7 @@ def _read(store: Store, found: bytes) -> dict[str, Any]:
     return dict(run)
 
 
-def _insist_on_same(store: Store, run: dict[str, Any], tenant: Tenant) -> None:
+def _check_same(store: Store, run: dict[str, Any], tenant: Tenant) -> None:
     mine, theirs = tenant.settings | {"name": tenant.name}, run["settings"] | {"name": run["name"]}
     for name, (there, here) in differing_settings(theirs, mine).items():
         what = "its model has other parameters" if name == "model" else f"it has {name} = {there}, and this one {here}"
@@ -74,7 +74,7 @@ def _insist_on_same(store: Store, run: dict[str, Any], tenant: Tenant) -> None:
         raise _another(store, run, tenant, f"its data have as many rows, but {where}")
 
 
-def _insist_on_folder(store: Store, run: dict[str, Any], tenant: Tenant, key: str) -> None:
+def _check_folder(store: Store, run: dict[str, Any], tenant: Tenant, key: str) -> None:
     if tenant.out is None:
         return
     out = store.get_bytes(key)

@@ -31,12 +31,6 @@ def start_to_host(tensor: Tensor) -> Callable[[], Tensor]:
     return ready
 
 
-def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a tensor on the host; of a copy, where its numbers do not lie one after another."""
-    flat = tensor.contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
-
-
 def about_of(tensor: Tensor) -> bytes:
     """What an object says about the tensor in it."""
     header = Header.of(tensor)

@@ -1,7 +1,7 @@
 """Recipes: a run of the built-in model, written down as TOML.
 
-RunConfig joins the dataclasses that live beside their owners; `cook` builds what they name and trains it. Every worker
-of the run calls `main` with the same arguments.
+RunConfig joins the dataclasses that live beside their owners; `train_recipe` builds what they name and trains it. Every
+worker of the run calls `main` with the same arguments.
 """
 
 import itertools
@@ -24,15 +24,16 @@ from potluck.engine.replica import StepConfig
 from potluck.environment import machine_bytes, usable_cores
 from potluck.errors import ConfigError, Interrupted
 from potluck.events import Event, RunStarted
+from potluck.files import write_whole
 from potluck.fleet.client import Client
 from potluck.fleet.invite import read_invite
 from potluck.link.link import Alone, Link, choose_device
 from potluck.link.ranks import is_later_rank
-from potluck.save.run_folder import holds_run, name_fault, write_whole
+from potluck.save.run_folder import holds_run, name_fault
 from potluck.shard.strategy import NoShard, ShardingStrategy, bytes_per_parameter
 from potluck.stages.protocol import Stages
+from potluck.train.arguments import TrainArgs, WorkersConfig, ask_for_files, find_recipe
 from potluck.train.model import GPT, ModelConfig, next_token_loss
-from potluck.train.order import Order, WorkersConfig, ask_for_files, find_recipe
 from potluck.train.slowdown import Brake
 from potluck.train.text import DataConfig, free_memory_bytes, read_windows
 from potluck.train.trainer import FitConfig, Summary, Trainer
@@ -86,23 +87,23 @@ class RunConfig:
             raise ValueError(f"model.vocab must be at least 256 for text read byte by byte, not {self.model.vocab}")
 
 
-def cook(config: RunConfig, order: Order, engine: Engine) -> tuple[Summary, GPT]:
+def train_recipe(config: RunConfig, args: TrainArgs, engine: Engine) -> tuple[Summary, GPT]:
     """Trains the recipe in its run folder. Called on every worker."""
     training, validation = read_windows(config.data, config.model.context)
-    _insist_on_memory(config, engine, len(training))
+    _check_memory(config, engine, len(training))
     engine.samples_per_row = float(config.model.context)
     torch.manual_seed(config.fit.seed)
     model = GPT(config.model)
     optimizer = _optimizer(model, config.optimizer)
     engine.introduce(
-        model, optimizer, training, batch_size=config.batch.size, seed=config.fit.seed, name=config.name, out=order.out
+        model, optimizer, training, batch_size=config.batch.size, seed=config.fit.seed, name=config.name, out=args.out
     )
     folder = Path("runs") / config.name  # where a host leads, it keeps its own
     if not engine.is_led:
-        folder = Path(engine.link.gather_bytes(str(_run_folder(config, order, engine)).encode())[0].decode())
+        folder = Path(engine.link.gather_bytes(str(_run_folder(config, args, engine)).encode())[0].decode())
     loss = next_token_loss
-    if order.slowdown is not None:
-        brake = Brake(order.slowdown, engine.rank, has_gpu=engine.device.type == "cuda")
+    if args.slowdown is not None:
+        brake = Brake(args.slowdown, engine.rank, has_gpu=engine.device.type == "cuda")
         engine.events.listeners.append(brake)
         loss = brake.slow(loss)
     trainer = Trainer(
@@ -119,7 +120,7 @@ def cook(config: RunConfig, order: Order, engine: Engine) -> tuple[Summary, GPT]
     if engine.keeps_folder:
         engine.events.listeners.append(lambda event: _keep_recipe(event, folder, config))
     try:
-        return trainer.fit(resume=order.resume), model
+        return trainer.fit(resume=args.resume), model
     except Interrupted as error:
         if engine.is_led:
             raise
@@ -127,10 +128,10 @@ def cook(config: RunConfig, order: Order, engine: Engine) -> tuple[Summary, GPT]
 
 
 def main(arguments: list[str]) -> None:
-    """One worker of a recipe's run; the launcher passes the order as JSON."""
-    order = from_dict(Order, json.loads(arguments[0]), "the order")
-    text, source = find_recipe(order.recipe)
-    config = from_toml(RunConfig, text, source=source, overrides=tuple(order.settings))
+    """One worker of a recipe's run; the launcher passes its arguments as JSON."""
+    args = from_dict(TrainArgs, json.loads(arguments[0]), "the arguments")
+    text, source = find_recipe(args.recipe)
+    config = from_toml(RunConfig, text, source=source, overrides=tuple(args.settings))
     with init(
         config.policy,
         config.strategy,
@@ -138,12 +139,12 @@ def main(arguments: list[str]) -> None:
         step=config.step,
         patience_s=config.workers.patience_s,
     ) as engine:
-        summary, model = cook(config, order, engine)
-        if engine.keeps_folder and order.farewell != "none":
-            from potluck.train.farewell import say_farewell
+        summary, model = train_recipe(config, args, engine)
+        if engine.keeps_folder and args.summary != "none":
+            from potluck.train.summary import show_summary
 
             is_split = engine.replica is not None and (engine.replica.gathers or config.stages is not None)
-            say_farewell(summary, model, order, epochs=config.fit.epochs, is_split=is_split)
+            show_summary(summary, model, args, epochs=config.fit.epochs, is_split=is_split)
 
 
 def join(arguments: list[str]) -> None:
@@ -168,7 +169,7 @@ def join(arguments: list[str]) -> None:
             raise ConfigError(clean(str(error))) from None
         if config.data.paths and not settings:
             raise ask_for_files(config.data.paths)
-        _insist_on_little(config)
+        _check_little(config)
         if config.stages is not None:
             raise ConfigError(
                 "This host's recipe cuts the model into stages, which a host cannot lead. Train it with potluck train;"
@@ -181,10 +182,10 @@ def join(arguments: list[str]) -> None:
         client.close()
         raise
     with kind(*joined, policy=config.policy, strategy=config.strategy, step=config.step) as engine:
-        cook(config, Order(recipe="the host's"), engine)
+        train_recipe(config, TrainArgs(recipe="the host's"), engine)
 
 
-def _insist_on_little(config: RunConfig) -> None:
+def _check_little(config: RunConfig) -> None:
     """What a host's recipe may make this machine do."""
     ranks, most = ranks_of(config.strategy), max(4, usable_cores(), torch.cuda.device_count())
     if ranks > most:
@@ -194,7 +195,7 @@ def _insist_on_little(config: RunConfig) -> None:
         )
 
 
-def _insist_on_memory(config: RunConfig, engine: Engine, rows: int) -> None:
+def _check_memory(config: RunConfig, engine: Engine, rows: int) -> None:
     """A model or a batch that cannot fit is refused, with figures, before the system ends somebody for it."""
     # Weights, gradients and AdamW's two means, in fp32; each rank's share of what the strategy splits.
     stages = engine.world // engine.lanes
@@ -240,21 +241,21 @@ def _keep_recipe(event: Event, folder: Path, config: RunConfig) -> None:
         write_whole(folder / "run.toml", to_toml(config))
 
 
-def _run_folder(config: RunConfig, order: Order, engine: Engine) -> Path | str:
+def _run_folder(config: RunConfig, args: TrainArgs, engine: Engine) -> Path | str:
     """Rank 0 decides. A new run never takes over a folder that holds one; one that outlived a loss has its own."""
     if engine.rank != 0 or engine.is_restored:
         return ""
     if engine.recovery is not None and engine.recovery.standing["folder"] is not None:
         return str(engine.recovery.standing["folder"])
-    wanted = Path(order.out) if order.out else Path("runs") / config.name
+    wanted = Path(args.out) if args.out else Path("runs") / config.name
     taken = holds_run(wanted)
-    if order.resume:
+    if args.resume:
         if not (wanted / "checkpoints").exists():
             raise ConfigError(
                 f"There is no run to resume in {wanted}. Leave out --resume, or name its folder with --out."
             )
         return wanted
-    if taken and order.out:
+    if taken and args.out:
         raise ConfigError(
             f"{wanted} already holds a run. Go on with it by --resume, or name another folder with --out."
         )

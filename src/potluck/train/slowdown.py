@@ -9,17 +9,17 @@ import contextlib
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
 from typing import ParamSpec, TypeVar
 
 from potluck.errors import PotluckError
 from potluck.events import Event, RunEnded, RunStarted
+from potluck.signals import handling
+from potluck.waiting import wait_until
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -94,19 +94,8 @@ def slowing(workers: int, cores: int, factor: float = 3.0) -> Iterator[Slowdown]
 @contextmanager
 def _unwound_by_signals() -> Iterator[None]:
     """A closed terminal, or a SIGTERM that nobody else takes, ends this process in order, so that no group is left."""
-
-    def leave(number: int, _: FrameType | None) -> None:
-        sys.exit(128 + number)
-
-    if threading.current_thread() is not threading.main_thread():
+    with handling((signal.SIGHUP, signal.SIGTERM), lambda number: sys.exit(128 + number)):
         yield
-        return
-    usual = {number: signal.signal(number, leave) for number in (signal.SIGHUP, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in usual.items():
-            signal.signal(number, handler)
 
 
 class Brake:
@@ -232,12 +221,13 @@ def _sweep(parent: Path) -> None:
 
 def _remove(group: Path) -> None:
     """The kernel lets go of a group a moment after its last process is gone."""
-    deadline = time.monotonic() + 2.0
-    while group.is_dir() and time.monotonic() < deadline:
+
+    def is_gone() -> bool:
         with contextlib.suppress(OSError):
             group.rmdir()
-            return
-        time.sleep(0.02)
+        return not group.is_dir()
+
+    wait_until(is_gone, 2.0)
 
 
 def _words(path: Path) -> list[str]:

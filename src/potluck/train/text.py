@@ -81,7 +81,7 @@ def read_text(config: DataConfig) -> bytes:
     files = (
         [file for path in config.paths for file in _files_below(Path(path))] if config.paths else _standard_library()
     )
-    _insist_on_room(files, limit)
+    _check_room(files, limit)
     found = bytearray()
     for file in files:
         if len(found) >= limit:
@@ -106,7 +106,7 @@ def _read(file: Path, most: int) -> bytes:
         raise ConfigError(f"Cannot read {file}: {error.strerror}.") from None
 
 
-def _insist_on_room(files: Sequence[Path], limit: int) -> None:
+def _check_room(files: Sequence[Path], limit: int) -> None:
     """Text that would not fit is refused before the system ends somebody for it."""
     total = 0
     for file in files:

@@ -7,7 +7,6 @@ see our pipe close and end too.
 
 import os
 import signal
-import sys
 import tempfile
 import time
 from dataclasses import dataclass
@@ -15,17 +14,18 @@ from pathlib import Path
 
 from potluck.environment import PARENT_PIPE, RENDEZVOUS
 from potluck.errors import Interrupted, WorkerLost
-from potluck.launch.launch import (
+from potluck.launch.processes import (
     GRACE_S,
     Worker,
+    check_room,
     end_workers,
     group_environment,
-    insist_on_room,
+    pass_on,
     start_worker,
     worker_environment,
 )
 from potluck.link.ranks import NODE, Request
-from potluck.train.order import WorkersConfig
+from potluck.train.arguments import WorkersConfig
 
 
 @dataclass
@@ -59,9 +59,9 @@ class Team:
         return next(iter(failed or [rank for rank in self.ranks if rank.code]), self.ranks[0])
 
 
-class Crew:
+class WorkerPool:
     def __init__(self, command: list[str], config: WorkersConfig, environment: dict[str, str]) -> None:
-        insist_on_room(config.count)
+        check_room(config.count)
         self._command = command
         self._folder = tempfile.TemporaryDirectory(prefix="potluck-")
         self._read_end, self._write_end = os.pipe()
@@ -84,6 +84,10 @@ class Crew:
     @property
     def is_alive(self) -> bool:
         return any(team.is_alive for team in self._teams)
+
+    @property
+    def _ranks(self) -> list[Worker]:
+        return [rank for team in self._teams for rank in team.ranks]
 
     def news(self) -> list[tuple[Worker, str]]:
         """Workers that have ended since this was last asked, and what became of each, as a sentence.
@@ -110,13 +114,10 @@ class Crew:
         team.request.answer(group | {"RANK": "0", "LOCAL_RANK": str(first)})
 
     def interrupt(self) -> None:
-        for team in self._teams:
-            for rank in team.ranks:
-                if rank.is_alive:
-                    rank.process.send_signal(signal.SIGINT)
+        pass_on(signal.SIGINT, self._ranks)
 
     def close(self) -> None:
-        end_workers([rank for team in self._teams for rank in team.ranks], signal.SIGTERM)
+        end_workers(self._ranks, signal.SIGTERM)
         os.close(self._read_end)
         os.close(self._write_end)
         self._folder.cleanup()
@@ -133,7 +134,3 @@ def tell_end(team: Team) -> str:
         others = f", which was rank {team.ranks.index(worker)} of {count}, so that all of it ended" if count > 1 else ""
         return f"A worker on this machine was ended by {signal.Signals(-worker.code).name}{others}. {words}".strip()
     return words or f"A worker on this machine stopped with exit code {worker.code}."
-
-
-def say(sentence: str) -> None:
-    print(f"potluck: {sentence}", file=sys.stderr, flush=True)

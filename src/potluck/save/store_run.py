@@ -1,4 +1,4 @@
-"""Depot: a store as the meeting place of a run whose workers have no connection to each other.
+"""StoreRun: a store as the meeting place of a run whose workers have no connection to each other.
 
 It gives each worker its link and its channel, and keeps what the worker needs to go on after it was killed: its own
 part of the model, where it stands, and what it was told before the first step. Everything it has been sent since then
@@ -6,21 +6,19 @@ is still in the store, so it does the same steps again and finds itself where th
 A store is one run's at a time (tenancy.py): before that is seen to be ours, nothing in it is changed.
 """
 
-import base64
 import json
-import re
 import struct
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from potluck.errors import StoreError
-from potluck.link.link import Done, Here, Pending, Rows
+from potluck.errors import StoreError, TheirProtocolError
+from potluck.fleet.parcel import Unpacker, chunks, pack
+from potluck.link.replayed import Door, Log, ReplayedLink
 from potluck.link.store_link import StoreLink
 from potluck.save import parts
 from potluck.save.checkpoint import MODEL, OPTIMIZER, write_tensors
@@ -31,7 +29,6 @@ from potluck.stages.protocol import DataStore
 from potluck.store.store import Store
 from potluck.store.tenancy import Tenant, move_in
 
-_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _LENGTH = struct.Struct("<Q")
 """Of the list of files with which an object of files begins."""
 NOTES = "notes.json"
@@ -42,12 +39,11 @@ class Kept:
     """What a worker had kept of itself."""
 
     notes: dict[str, Any]
-    files: dict[str, bytes]
+    files: "_Files"
 
     def load_into(self, sharded: Sharded) -> None:
         with tempfile.TemporaryDirectory(prefix="potluck-") as folder:
-            for name, data in self.files.items():
-                (Path(folder) / name).write_bytes(data)
+            self.files.unpack(Path(folder))
             with Ranges([Path(folder) / _file(MODEL)]) as model, Ranges([Path(folder) / _file(OPTIMIZER)]) as optimizer:
                 parts.load_model_part(sharded, model)
                 parts.load_optimizer_part(sharded, optimizer, optimizer.notes)
@@ -55,7 +51,7 @@ class Kept:
         sharded.settle()
 
 
-class Depot:
+class StoreRun:
     def __init__(self, protocol: DataStore, rank: int, world: int, patience_s: float, *, keeps: bool = True) -> None:
         """`keeps`: a worker that is killed and started again goes on; else each object goes once it was read."""
         self._protocol, self._patience_s = protocol, patience_s
@@ -69,7 +65,7 @@ class Depot:
         self._run = ""
         """The id of the run whose store this is, once that is ours."""
         self._place = rank, world, keeps
-        self.link = Rehearsed(rank, world, _Log(), _Door())
+        self.link = ReplayedLink(rank, world, Log(), Door())
         self._channel: StoreChannel | None = None
 
     def meet(self, tenant: Tenant) -> None:
@@ -114,17 +110,15 @@ class Depot:
 
     def give_files(self, key: str, folder: Path) -> None:
         """All files of a folder, as one object."""
-        files = sorted(path for path in folder.iterdir() if path.is_file())
-        data = [path.read_bytes() for path in files]
-        names = json.dumps([[path.name, len(each)] for path, each in zip(files, data, strict=True)]).encode()
-        self._states.put(key, [memoryview(each) for each in (names, *data)], _LENGTH.pack(len(names)))
+        header = pack(folder)
+        data = [memoryview(each) for each in (header.encode(), *chunks(folder, header))]
+        self._states.put(key, data, _LENGTH.pack(len(data[0])))
 
     def take_files(self, key: str, folder: Path, awaited: str) -> None:
         """Waits for them, and puts them into a folder."""
         arrived = _Files(f"The files {key} in {self._states.url}")
         self._states.wait_for(key, arrived.room, awaited)
-        for name, data in arrived.cut():
-            (folder / name).write_bytes(data)
+        arrived.unpack(folder)
 
     def drop_files(self, keys: Sequence[str]) -> None:
         self._states.delete(keys)
@@ -154,8 +148,9 @@ class Depot:
         arrived = _Files(f"What {self._room} kept of itself in {self._states.url}")
         if not self._states.get(self._key, arrived.room):
             return None
-        files = {name: bytes(data) for name, data in arrived.cut()}
-        kept = Kept(json.loads(files.pop(NOTES)), files)
+        with tempfile.TemporaryDirectory(prefix="potluck-") as folder:
+            arrived.unpack(Path(folder))
+            kept = Kept(json.loads((Path(folder) / NOTES).read_text()), arrived)
         if kept.notes.get("run", self._run) != self._run:
             raise StoreError(
                 f"{self._states.url} holds what {self._room} kept of another run than the one that is there now. Give"
@@ -182,118 +177,18 @@ class _Files:
         self._data, self._length = bytearray(size), length
         return memoryview(self._data)
 
-    def cut(self) -> Iterator[tuple[str, memoryview]]:
-        rest = memoryview(self._data)[self._length :]
-        for name, size in json.loads(self._data[: self._length]):
-            if not _FILE.fullmatch(name) or not 0 <= size <= len(rest):
-                raise self._damaged()
-            yield name, rest[:size]
-            rest = rest[size:]
+    def unpack(self, folder: Path) -> None:
+        header, data = self._data[: self._length], memoryview(self._data)[self._length :]
+        try:
+            unpacker = Unpacker(folder, header.decode(), len(data), limit_files=len(header))
+            unpacker.feed(data)
+        except (TheirProtocolError, UnicodeDecodeError):
+            raise self._damaged() from None
+        if not unpacker.is_complete:
+            unpacker.close()
+            raise self._damaged()
 
     def _damaged(self) -> StoreError:
         return StoreError(
             f"{self._what} cannot be used: damaged. Start the run anew, with another stages.protocol.generation."
         )
-
-
-class _Log:
-    """What workers told each other before the first step. A worker that starts again hears it from here."""
-
-    def __init__(self) -> None:
-        self.told: list[Any] = []
-        self._at: int | None = None
-        self.is_open = True
-
-    def hear_again(self, told: list[Any]) -> None:
-        self.told, self._at = told, 0
-
-    def hear(self, ask: Callable[[], Any]) -> Any:
-        """An answer that is JSON; afterwards nothing is logged."""
-        if not self.is_open:
-            return ask()
-        if self._at is None:
-            self.told.append(ask())
-            return self.told[-1]
-        self._at += 1
-        return self.told[self._at - 1]
-
-    def change(self, start: Callable[[], Pending]) -> Pending:
-        """What changes tensors: those that were kept are as they were after it."""
-        if self.is_open and self._at is not None:
-            return Done()
-        return start()
-
-    def seal(self) -> None:
-        self.is_open = False
-
-
-class _Door:
-    """To a StoreLink that is made once the store is ours; its parts are made then, in the order they were asked for."""
-
-    def __init__(self) -> None:
-        self._links: list[StoreLink] = []
-        """The whole, and then its parts."""
-        self._asked: list[Sequence[Sequence[int]]] = []
-
-    @property
-    def is_open(self) -> bool:
-        return bool(self._links)
-
-    def open(self, link: StoreLink) -> None:
-        self._links = [link, *(link.part(groups) for groups in self._asked)]
-
-    def ask_for(self, groups: Sequence[Sequence[int]]) -> int:
-        """The number of a part."""
-        self._asked.append(groups)
-        if self._links:
-            self._links.append(self._links[0].part(groups))
-        return len(self._asked)
-
-    def link(self, number: int) -> StoreLink:
-        assert self._links, "nobody speaks before the store is known to be this run's"
-        return self._links[number]
-
-
-class Rehearsed:
-    """A StoreLink whose operations before the first step are heard from a log, when a worker starts again."""
-
-    def __init__(self, rank: int, world: int, log: _Log, door: _Door, number: int = 0) -> None:
-        self.rank, self.world, self.log, self.door, self._number = rank, world, log, door, number
-
-    @property
-    def inner(self) -> StoreLink:
-        return self.door.link(self._number)
-
-    def part(self, groups: Sequence[Sequence[int]]) -> "Rehearsed":
-        mine = next(list(ranks) for ranks in groups if self.rank in ranks)
-        return Rehearsed(mine.index(self.rank), len(mine), self.log, self.door, self.door.ask_for(groups))
-
-    def start_sum(self, tensor: Tensor) -> Pending:
-        return self.log.change(lambda: self.inner.start_sum(tensor))
-
-    def gather_rows(self, row: Sequence[float]) -> list[list[float]]:
-        rows: list[list[float]] = self.log.hear(lambda: self.inner.gather_rows(row))
-        return rows
-
-    def start_gather(self, row: Sequence[float]) -> Rows:
-        if self.log.is_open:
-            return Here(self.gather_rows(row))
-        return self.inner.start_gather(row)
-
-    def gather_bytes(self, data: bytes) -> list[bytes]:
-        told = self.log.hear(lambda: [base64.b64encode(each).decode() for each in self.inner.gather_bytes(data)])
-        return [base64.b64decode(each) for each in told]
-
-    def broadcast(self, tensor: Tensor) -> None:
-        def start() -> Pending:
-            self.inner.broadcast(tensor)
-            return Done()
-
-        self.log.change(start).wait()
-
-    def start_pass(self, out: Tensor, heard: Tensor) -> Pending:
-        return self.log.change(lambda: self.inner.start_pass(out, heard))
-
-    def close(self) -> None:
-        if self.door.is_open:
-            self.inner.close()

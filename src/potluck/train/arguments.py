@@ -1,4 +1,4 @@
-"""What was ordered on the command line: which recipe, with which settings, where.
+"""What was asked for on the command line: which recipe, with which settings, where.
 
 Imports no torch, so that a command answers at once and the workers load it side by side.
 """
@@ -16,6 +16,7 @@ import tomli_w
 from potluck.config import checked, from_dict, parse_toml
 from potluck.environment import PATIENCE_S, insist_on_patience
 from potluck.errors import ConfigError
+from potluck.files import write_whole
 from potluck.save.run_folder import holds_run, name_fault
 from potluck.train.slowdown import Slowdown
 from potluck.words import insist_at_most
@@ -41,7 +42,7 @@ class WorkersConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Order:
+class TrainArgs:
     recipe: str
     settings: tuple[str, ...] = ()
     """Overrides, each `a.b=value`."""
@@ -50,12 +51,12 @@ class Order:
     resume: bool = False
     slowdown: Slowdown | None = None
     """Makes one worker slower than the others. Only the demo asks for it."""
-    farewell: Literal["whole", "paragraph", "none"] = "whole"
+    summary: Literal["whole", "paragraph", "none"] = "whole"
     """What is said when the run has ended: everything, or only what the model wrote, or nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class HostOrder:
+class HostArgs:
     folder: Path
     recipe: str
     """TOML; empty where a script is trained."""
@@ -97,16 +98,16 @@ def built_in_recipes() -> dict[str, Path]:
     return {file.stem: file for file in sorted(folder.glob("*.toml"))}
 
 
-def workers_of(order: Order) -> WorkersConfig:
-    """How many workers the order needs. Everything else in the recipe is checked by the workers."""
-    text, source = find_recipe(order.recipe)
-    table = parse_toml(text, source=source, overrides=order.settings).get("workers", {})
+def workers_of(args: TrainArgs) -> WorkersConfig:
+    """How many workers it takes. Everything else in the recipe is checked by the workers."""
+    text, source = find_recipe(args.recipe)
+    table = parse_toml(text, source=source, overrides=args.settings).get("workers", {})
     if not isinstance(table, dict):
         raise ConfigError(f"workers is a table of settings, such as workers.count=2, not {table!r}.")
     return from_dict(WorkersConfig, table, "workers")
 
 
-def host_order(
+def host_args(
     *,
     what: str,
     settings: tuple[str, ...],
@@ -120,7 +121,7 @@ def host_order(
     patience_s: float,
     at_least: int,
     insecure: bool,
-) -> HostOrder:
+) -> HostArgs:
     """What `potluck host` is asked for, checked before anything is started."""
     if workers < 0 or at_least < 1 or not 0 <= port < 1 << 16:
         raise ConfigError("--workers is at least 0, --at-least 1, and --port below 65,536.")
@@ -148,7 +149,7 @@ def host_order(
         raise ConfigError(f"There is no run to resume in {folder}. Leave out --resume, or name its folder with --out.")
     config = checked(lambda: WorkersConfig(count=max(1, workers), threads=threads), "Workers: ")
     checked(lambda: insist_on_patience("--patience", patience_s))
-    return HostOrder(
+    return HostArgs(
         folder=folder,
         recipe=recipe,
         command=command,
@@ -178,9 +179,7 @@ def ask_for_files(paths: Sequence[str]) -> ConfigError:
     shown = ", ".join(map(repr, paths[:MOST_SHOWN])) + (", ..." if len(paths) > MOST_SHOWN else "")
     place = os.environ.get(FILES_ASKED)
     if place is not None and len(paths) <= MOST_SHOWN and all(len(path) <= 1024 for path in paths):
-        aside = Path(f"{place}.{os.getpid()}")
-        aside.write_text(json.dumps(list(paths)), encoding="utf-8")
-        aside.rename(place)
+        write_whole(Path(place), json.dumps(list(paths)))
     return ConfigError(
         f"The host's recipe names files for this machine to read: {shown[:2000]}. Nothing was read: whoever leads a run"
         " learns what is in the data that others train it on. Name what you want to train on yourself, with"

@@ -14,16 +14,18 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
 from typing import IO
 
-from potluck.environment import LAST_WORDS, ONLY, PARENT_PIPE, POLL_S, RENDEZVOUS, machine_bytes, usable_cores
+from potluck.environment import LAST_WORDS, ONLY, PARENT_PIPE, RENDEZVOUS, machine_bytes, usable_cores
 from potluck.errors import ConfigError, Interrupted, WorkerLost
 from potluck.save.memory import MEMORY, Recovery, Start, first_start
-from potluck.train.order import WorkersConfig
-from potluck.words import plural, size
+from potluck.signals import Interrupts
+from potluck.train.arguments import WorkersConfig
+from potluck.waiting import POLL_S, wait_until
+from potluck.words import plural, say, size
 
 GRACE_S = 3.0
 """How long the others have to end by themselves, once one has failed, before they are ended."""
@@ -63,7 +65,7 @@ def launch(command: list[str], config: WorkersConfig, only: int | None = None) -
 
     `only`: this one of them, whom the others, elsewhere, meet in a store.
     """
-    insist_on_room(config.count if only is None else 1)
+    check_room(config.count if only is None else 1)
     if only is not None:
         if not 0 <= only < config.count:
             raise ConfigError(f"--only takes one of the workers 0 to {config.count - 1}, not {only}.")
@@ -155,15 +157,20 @@ def _forward(stream: IO[bytes], who: str) -> None:
 
 def _watch(team: list[Worker], start: Start | None) -> int | Recovery:
     """Until all have ended, or one has failed and the rest have been ended; they may go on from what they had kept."""
-    interrupts = _Interrupts(team)
+
+    def ask_to_stop(number: int) -> None:
+        say("Finishing this step. Ctrl-C again stops at once.")
+        pass_on(number, team)
+
+    interrupts = Interrupts(ask_to_stop)
     ended: list[Worker] = []  # in the order in which they did
-    with interrupts:
+    with interrupts.handled():
         while len(ended) < len(team) and not _failed(ended, interrupts):
             if interrupts.count > 1:
-                _say("Stopped at once. The last checkpoint is whole.")
+                say("Stopped at once. The last checkpoint is whole.")
                 return Interrupted.exit_code
             time.sleep(POLL_S)
-            ended += [worker for worker in team if worker not in ended and not worker.is_alive]
+            _note_ends(team, ended)
         if all(worker.code == 0 for worker in ended):
             return 0
         _let_the_others_end(team, ended)
@@ -173,11 +180,11 @@ def _watch(team: list[Worker], start: Start | None) -> int | Recovery:
             return recovery
         code = _report(failed[0] if failed else _speaker(ended))
         if recovery:
-            _say(recovery)
+            say(recovery)
         return code
 
 
-def _failed(ended: list[Worker], interrupts: "_Interrupts") -> list[Worker]:
+def _failed(ended: list[Worker], interrupts: Interrupts) -> list[Worker]:
     """Those who failed by themselves. One that only lost a peer, or was asked to stop, did not."""
     excused = {0, WorkerLost.exit_code} | ({Interrupted.exit_code} if interrupts.count else set())
     return [worker for worker in ended if worker.code not in excused]
@@ -197,7 +204,7 @@ def _recover(start: Start, lost: list[Worker]) -> Recovery | str:
         left = len(recovery.ranks)
         go, they = ("goes", "it") if left == 1 else ("go", "they")
         fates = " ".join(f"Worker {worker.rank} {_fate(worker)}." for worker in lost)
-        _say(f"{fates} {plural(left, 'worker')} {go} on from step {recovery.step}, which {they} had kept in memory.")
+        say(f"{fates} {plural(left, 'worker')} {go} on from step {recovery.step}, which {they} had kept in memory.")
     return recovery
 
 
@@ -215,11 +222,14 @@ def _speaker(ended: list[Worker]) -> Worker:
 
 def _let_the_others_end(team: list[Worker], ended: list[Worker]) -> None:
     """They notice by themselves that a peer is gone, and are ended if they do not."""
-    deadline = time.monotonic() + GRACE_S
-    while any(worker.is_alive for worker in team) and time.monotonic() < deadline:
-        time.sleep(POLL_S)
-        ended += [worker for worker in team if worker not in ended and not worker.is_alive]
+    wait_until(lambda: _note_ends(team, ended), GRACE_S)
     end_workers(team, signal.SIGTERM)
+
+
+def _note_ends(team: list[Worker], ended: list[Worker]) -> bool:
+    """Whether all have ended."""
+    ended += [worker for worker in team if worker not in ended and not worker.is_alive]
+    return len(ended) == len(team)
 
 
 def _report(worker: Worker) -> int:
@@ -227,47 +237,29 @@ def _report(worker: Worker) -> int:
     if code < 0:
         name = signal.Signals(-code).name
         hint = " This is often the system running out of memory." if -code == signal.SIGKILL else ""
-        _say(f"Worker {worker.rank} was ended by {name}, so the others stopped too.{hint} {words}".rstrip())
+        say(f"Worker {worker.rank} was ended by {name}, so the others stopped too.{hint} {words}".rstrip())
         return 128 - code
     if words.startswith("potluck: "):
         print(words, file=sys.stderr, flush=True)
     elif words:
-        _say(f"Worker {worker.rank} failed, so the others stopped too. Its last words: {words}")
+        say(f"Worker {worker.rank} failed, so the others stopped too. Its last words: {words}")
     elif code != Interrupted.exit_code:
-        _say(f"Worker {worker.rank} stopped with exit code {code}, so the others stopped too.")
+        say(f"Worker {worker.rank} stopped with exit code {code}, so the others stopped too.")
     return code
 
 
-class _Interrupts:
-    """Ctrl-C or SIGTERM: the first is passed on to the workers, who finish their step; the second ends everything."""
-
-    def __init__(self, team: list[Worker]) -> None:
-        self.count = 0
-        self._team = team
-
-    def __enter__(self) -> None:
-        self._before = {n: signal.signal(n, self._on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self.count += 1
-        if self.count == 1:
-            _say("Finishing this step. Ctrl-C again stops at once.")
-            for worker in self._team:
-                if worker.is_alive:
-                    worker.process.send_signal(number)
+def pass_on(number: int, workers: Iterable[Worker]) -> None:
+    """To each process that still runs, and not to what it has started."""
+    for worker in workers:
+        if worker.is_alive:
+            worker.process.send_signal(number)
 
 
 def end_workers(team: list[Worker], first: signal.Signals) -> None:
     """Ends what still runs: with the given signal, and after a second with SIGKILL."""
     for worker in team:
         worker.signal(first)
-    deadline = time.monotonic() + 1.0
-    while any(worker.is_alive for worker in team) and time.monotonic() < deadline:
-        time.sleep(POLL_S)
+    wait_until(lambda: not any(worker.is_alive for worker in team), 1.0)
     for worker in team:
         worker.signal(signal.SIGKILL)
         worker.process.wait()
@@ -275,7 +267,7 @@ def end_workers(team: list[Worker], first: signal.Signals) -> None:
             worker.forwarder.join(timeout=1.0)
 
 
-def insist_on_room(workers: int) -> None:
+def check_room(workers: int) -> None:
     """Processes that a machine has no room for are refused before it grinds to a halt, or the system ends one."""
     has = machine_bytes()
     most = has // WORKER_BYTES
@@ -291,7 +283,3 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def _say(sentence: str) -> None:
-    print(f"potluck: {sentence}", file=sys.stderr, flush=True)

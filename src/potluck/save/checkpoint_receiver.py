@@ -12,17 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from potluck.errors import CheckpointError, PotluckError
+from potluck.files import publish, sync
 from potluck.fleet.coordinator import Standing
 from potluck.fleet.description import MAX_WHOLE
 from potluck.fleet.parcel import Unpacker
 from potluck.fleet.server import OnSaved
-from potluck.save import shelf
+from potluck.save import checkpoint_folder
 from potluck.save.run_folder import make_private
 
 MOST_BYTES = 1 << 44
 
 
-class Keeper:
+class CheckpointReceiver:
     """One checkpoint at a time arrives; a thread of its own writes it."""
 
     def __init__(self, folder: Path, pass_over: Callable[[Path, str], None]) -> None:
@@ -35,7 +36,7 @@ class Keeper:
         self.abort()
         self._queue = queue.Queue()
         arguments = (self._queue, step, header, keep_last, on_saved)
-        threading.Thread(target=self._write, args=arguments, name="keeper", daemon=True).start()
+        threading.Thread(target=self._write, args=arguments, name="checkpoint receiver", daemon=True).start()
 
     def feed(self, data: bytes | memoryview, taken: Callable[[], None]) -> None:
         if self._queue is not None:
@@ -48,9 +49,9 @@ class Keeper:
             self._queue = None
 
     def newest(self) -> tuple[Path, Standing] | None:
-        for path in shelf.found(self.folder):
+        for path in checkpoint_folder.found(self.folder):
             try:
-                return path, standing_of(path, shelf.check(path))
+                return path, standing_of(path, checkpoint_folder.check(path))
             except CheckpointError as error:
                 self._pass_over(path, str(error))
         return None
@@ -64,12 +65,12 @@ class Keeper:
         on_saved: OnSaved,
     ) -> None:
         self._generation += 1
-        aside = self.folder / f"{shelf.WRITING}{step:08d}-{os.getpid()}-{self._generation}"
+        aside = self.folder / f"{checkpoint_folder.WRITING}{step:08d}-{os.getpid()}-{self._generation}"
         try:
             make_private(self.folder)
-            shelf.sync(self.folder.parent)
+            sync(self.folder.parent)
             unpacker = Unpacker(aside, header, MOST_BYTES)
-            shelf.insist_on_space(self.folder, unpacker.total)
+            checkpoint_folder.check_space(self.folder, unpacker.total)
             while not unpacker.is_complete:
                 chunk = chunks.get()
                 if chunk is None:
@@ -78,16 +79,12 @@ class Keeper:
                     return
                 unpacker.feed(chunk[0])
                 chunk[1]()
-            body = shelf.check(aside)
+            body = checkpoint_folder.check(aside)
             if standing_of(aside, body).step != step:
                 raise CheckpointError(f"its manifest is of step {body['step']}")
-            for file in aside.iterdir():
-                shelf.sync(file)
-            shelf.sync(aside)  # else the name could outlive a power cut, and what it names could not
-            place = shelf.free_place(self.folder, body["step"])  # for people; `step` counts agreements
-            aside.rename(place)
-            shelf.sync(self.folder)
-            shelf.prune(self.folder, keep_last, place)
+            place = checkpoint_folder.free_place(self.folder, body["step"])  # for people; `step` counts agreements
+            publish(aside, place)
+            checkpoint_folder.prune(self.folder, keep_last, place)
         except Exception as error:  # whatever it is: without an answer everybody would wait for this checkpoint
             shutil.rmtree(aside, ignore_errors=True)
             reason = getattr(error, "strerror", None) or str(error) or type(error).__name__

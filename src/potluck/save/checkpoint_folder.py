@@ -8,7 +8,6 @@ import hashlib
 import itertools
 import json
 import mmap
-import os
 import re
 import shutil
 import time
@@ -118,18 +117,10 @@ def _remove(path: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
 
 
-def insist_on_space(folder: Path, needed: int) -> None:
+def check_space(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise OSError(28, f"{needed:,} bytes are needed and {free:,} are free")
-
-
-def sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def body_sha256(body: dict[str, Any]) -> str:

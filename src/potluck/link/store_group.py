@@ -1,4 +1,4 @@
-"""Circle: workers that count their operations alike, over a store; and when their contributions may go.
+"""StoreGroup: workers that count their operations alike, over a store; and when their contributions may go.
 
 A contribution stays until every rank has told that it is past it: with `keeps`, only once a rank's state is saved. So a
 worker that is killed and started again from its last saved state finds the very values that it had then, its own
@@ -17,25 +17,24 @@ import torch
 from torch import Tensor
 
 from potluck.errors import PotluckError, StoreError, TheirProtocolError, WorkerLost
-from potluck.store.background import Background
-from potluck.store.station import IN_FLIGHT, Station
+from potluck.store.sessions import IN_FLIGHT, Background, StoreSession
 from potluck.store.tenancy import ABOUT
-from potluck.store.tensors import bytes_of
+from potluck.tensor_bytes import buffer
 
 Position = dict[str, int]
-"""The next number of every circle that a rank is in, by its name. JSON can hold it."""
+"""The next number of every group that a rank is in, by its name. JSON can hold it."""
 EVERYBODY = "all"
 _KEY = re.compile(r"link-[a-z0-9-]+/n(?P<number>\d{12})-from-(?P<rank>\d+)")
 _PAUSE_S, _LONGEST_PAUSE_S = 0.25, 5.0
 """Between two looks at whether the others are past what we have put."""
 
 
-class Circle:
+class StoreGroup:
     """Workers with a numbering of their own. Members are named by their rank in the whole run."""
 
-    def __init__(self, circles: "Circles", name: str, members: Sequence[int]) -> None:
+    def __init__(self, groups: "StoreGroups", name: str, members: Sequence[int]) -> None:
         self.name, self.members, self.number = name, list(members), 0
-        self._circles, self._store, self._rank = circles, circles.station.store, circles.rank
+        self._groups, self._store, self._rank = groups, groups.session.store, groups.rank
         self._lock = threading.Lock()
         """Two threads change what is given: one gives, one forgets."""
         self._under_way: set[int] = set()
@@ -44,12 +43,12 @@ class Circle:
         """By operation: whom we wait for."""
         self.given = self._given_before = frozenset[int]()
         """The operations of which our contribution lies in the store; and those of which it lay there at the start."""
-        if circles.station.claim.was_held:
+        if groups.session.claim.was_held:
             found = [_KEY.fullmatch(key) for key in self._store.keys(f"link-{name}")]
             numbers = frozenset(int(key["number"]) for key in found if key and int(key["rank"]) == self._rank)
             self.given = self._given_before = numbers
-        self._told_before = circles.told_before.get(name, 0)
-        circles.add(self)
+        self._told_before = groups.told_before.get(name, 0)
+        groups.add(self)
 
     @property
     def position(self) -> int:
@@ -63,7 +62,7 @@ class Circle:
 
     def next(self) -> int:
         """The number of a new operation."""
-        self._circles.station.raise_failure()
+        self._groups.session.raise_failure()
         if self.number < self._told_before:
             raise StoreError(
                 f"Worker {self._rank} starts at operation {self.number}, but has told the others that it needs nothing"
@@ -78,7 +77,7 @@ class Circle:
         if number in self._giving:
             self.wait(number, self._giving.pop(number))
         self._under_way.discard(number)
-        self._circles.moved()
+        self._groups.moved()
 
     def was_given(self, number: int) -> bool:
         """Before we were killed: others may have used it, so we use it too, whatever we would give now."""
@@ -93,7 +92,7 @@ class Circle:
         with self._lock:
             self.given |= {number}
         key = self._key(number, self._rank)
-        giving = self._circles.station.start_put(lambda: self._store.put(key, [payload()], about))
+        giving = self._groups.session.start_put(lambda: self._store.put(key, [payload()], about))
         self._giving[number] = giving
         return giving
 
@@ -122,7 +121,7 @@ class Circle:
         rank = self.members[place]
 
         def room(said: bytes, size: int) -> memoryview:
-            memory = bytes_of(into)
+            memory = buffer(into)
             if said != about or size != len(memory):
                 raise TheirProtocolError(
                     f"Worker {rank} gave {size:,} bytes to {self._named(number)}, and worker {self._rank} has"
@@ -133,7 +132,7 @@ class Circle:
         self._wait_for(number, rank, room)
 
     def wait(self, number: int, done: "Future[Any]") -> Any:
-        return self._circles.station.wait(done, lambda: self._lost(number), lambda: self._look(number))
+        return self._groups.session.wait(done, lambda: self._lost(number), lambda: self._look(number))
 
     def forget(self, floor: int) -> None:
         """Deletes what we gave before that operation."""
@@ -166,7 +165,7 @@ class Circle:
 
     def _look(self, number: int) -> None:
         rank = self._awaited.get(number)
-        if rank is not None and self._circles.has_left(rank, self.name, number):
+        if rank is not None and self._groups.has_left(rank, self.name, number):
             raise WorkerLost(f"Worker {rank} left before {self._named(number)}.")
 
     def _named(self, number: int) -> str:
@@ -176,19 +175,19 @@ class Circle:
         return f"link-{self.name}/n{number:012d}-from-{rank}"
 
 
-class Circles:
-    """What the circles of one worker have in common: what it tells the others, and what they told.
+class StoreGroups:
+    """What the groups of one worker have in common: what it tells the others, and what they told.
 
-    Each worker's mark says, for every circle, before which operation it needs nothing, and how far it has come.
+    Each worker's mark says, for every group, before which operation it needs nothing, and how far it has come.
     """
 
-    def __init__(self, station: Station, rank: int, ranks: Sequence[int], *, keeps: bool) -> None:
-        self.station, self.rank, self._ranks, self._keeps = station, rank, ranks, keeps
+    def __init__(self, session: StoreSession, rank: int, ranks: Sequence[int], *, keeps: bool) -> None:
+        self.session, self.rank, self._ranks, self._keeps = session, rank, ranks, keeps
         self.sums = Background(IN_FLIGHT, "potluck-sum")
-        self.told_before: Position = self._mark_of(rank)["floors"] if station.claim.was_held else {}
-        self._circles: dict[str, Circle] = {}
+        self.told_before: Position = self._mark_of(rank)["floors"] if session.claim.was_held else {}
+        self._groups: dict[str, StoreGroup] = {}
         self._planned: Position = {}
-        """Where circles that are not made yet will begin."""
+        """Where groups that are not made yet will begin."""
         self._durable: Position = {}
         self._changed, self._closing = threading.Event(), threading.Event()
         self._teller = threading.Thread(target=self._tell_and_forget, name="potluck-tell", daemon=True)
@@ -196,20 +195,20 @@ class Circles:
 
     @property
     def position(self) -> Position:
-        return self._planned | {name: circle.position for name, circle in self._circles.items()}
+        return self._planned | {name: group.position for name, group in self._groups.items()}
 
     def stand_at(self, position: Mapping[str, int]) -> None:
         self._planned = {str(name): int(number) for name, number in position.items()}
         self._durable = dict(self._planned)  # for that is where we come from
-        for circle in self._circles.values():
-            self._place(circle)
+        for group in self._groups.values():
+            self._place(group)
 
-    def add(self, circle: Circle) -> None:
-        self._place(circle)
-        self._circles = self._circles | {circle.name: circle}  # a new one, since another thread reads it
+    def add(self, group: StoreGroup) -> None:
+        self._place(group)
+        self._groups = self._groups | {group.name: group}  # a new one, since another thread reads it
 
-    def _place(self, circle: Circle) -> None:
-        circle.number = self._planned.pop(circle.name, 0)
+    def _place(self, group: StoreGroup) -> None:
+        group.number = self._planned.pop(group.name, 0)
 
     def moved(self) -> None:
         """Some operation is behind us."""
@@ -221,18 +220,18 @@ class Circles:
             self._durable = dict(position)
             self._changed.set()
 
-    def has_left(self, rank: int, circle: str, number: int) -> bool:
+    def has_left(self, rank: int, group: str, number: int) -> bool:
         """Without having begun that operation. With `keeps` it may come back, and is waited for."""
         if self._keeps:
             return False
         mark = self._mark_of(rank)
-        return bool(mark["ended"]) and mark["next"].get(circle, 0) <= number
+        return bool(mark["ended"]) and mark["next"].get(group, 0) <= number
 
     def close(self) -> None:
         self._closing.set()
         self._changed.set()
         self._teller.join()
-        self.station.close()
+        self.session.close()
         self.sums.close()
         with suppress(PotluckError):  # whoever closes may do so because of the store
             self._tell(ended=True)
@@ -250,7 +249,7 @@ class Circles:
                 pause_s = self._tell_if_changed(pause_s)
                 self._forget()
             except PotluckError as error:
-                self.station.fail(error)
+                self.session.fail(error)
                 return
 
     def _tell_if_changed(self, pause_s: float) -> float:
@@ -263,34 +262,34 @@ class Circles:
 
     def _has_leftovers(self) -> bool:
         """Whether we are past something that others were not past when we looked."""
-        circles, floors = self._circles, self._floors()  # in this order: there may be a new one between the two
-        return any(min(circle.given, default=floors[name]) < floors[name] for name, circle in circles.items())
+        groups, floors = self._groups, self._floors()  # in this order: there may be a new one between the two
+        return any(min(group.given, default=floors[name]) < floors[name] for name, group in groups.items())
 
     def _floors(self) -> Position:
         """Before which operations we need nothing."""
         if self._keeps:
-            return {name: self._durable.get(name, 0) for name in self._circles}
-        return {name: circle.floor for name, circle in self._circles.items()}
+            return {name: self._durable.get(name, 0) for name in self._groups}
+        return {name: group.floor for name, group in self._groups.items()}
 
     def _tell(self, *, ended: bool = False) -> None:
-        standing = {name: circle.number for name, circle in self._circles.items()}
+        standing = {name: group.number for name, group in self._groups.items()}
         mark = {"floors": self._floors(), "next": standing, "ended": ended}
-        self.station.store.put_bytes(f"marks/worker-{self.rank}", json.dumps(mark).encode())
+        self.session.store.put_bytes(f"marks/worker-{self.rank}", json.dumps(mark).encode())
 
     def _forget(self) -> None:
-        if not any(circle.given for circle in self._circles.values()):
+        if not any(group.given for group in self._groups.values()):
             return
         told = {rank: self._mark_of(rank)["floors"] for rank in self._ranks if rank != self.rank}
-        circles, told[self.rank] = self._circles, self._floors()
-        for name, circle in circles.items():
-            circle.forget(min(told[rank].get(name, 0) for rank in circle.members))
+        groups, told[self.rank] = self._groups, self._floors()
+        for name, group in groups.items():
+            group.forget(min(told[rank].get(name, 0) for rank in group.members))
 
     def _clear_if_last(self) -> None:
         """Once all have ended, and none can ever ask for anything again."""
         marks = [self._mark_of(rank) for rank in self._ranks]
         if not all(mark["ended"] and mark["floors"] == mark["next"] for mark in marks):
             return
-        store = self.station.store
+        store = self.session.store
         for name in {name for mark in marks for name in mark["next"]}:
             store.sweep(f"link-{name}", lambda key: True)
         for kind in ("marks", "claims"):
@@ -299,5 +298,5 @@ class Circles:
         store.tidy()
 
     def _mark_of(self, rank: int) -> dict[str, Any]:
-        data = self.station.store.get_bytes(f"marks/worker-{rank}")
+        data = self.session.store.get_bytes(f"marks/worker-{rank}")
         return json.loads(data) if data else {"floors": {}, "next": {}, "ended": False}

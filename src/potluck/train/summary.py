@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from potluck.errors import CheckpointError
 from potluck.save.export import write_plain
 from potluck.show.picture import draw_losses
+from potluck.train.arguments import TrainArgs
 from potluck.train.model import GPT
-from potluck.train.order import Order
 from potluck.train.trainer import Summary
 from potluck.words import count, duration, plural
 
@@ -20,13 +20,13 @@ PROMPT = "    def __init__(self, "
 LENGTH = 320
 
 
-def say_farewell(summary: Summary, model: GPT, order: Order, *, epochs: int, is_split: bool = False) -> None:
+def show_summary(summary: Summary, model: GPT, args: TrainArgs, *, epochs: int, is_split: bool = False) -> None:
     """`is_split`: the model computes only with all workers together, who have left by now."""
     console = Console(highlight=False, soft_wrap=True)
     exported = _export(summary)
     if is_split:
         model = _whole(model, exported)
-    if order.farewell == "paragraph":
+    if args.summary == "paragraph":
         console.print()
         show_paragraph(console, model)
         return
@@ -51,7 +51,7 @@ def say_farewell(summary: Summary, model: GPT, order: Order, *, epochs: int, is_
         if path is not None:
             console.print(f"  {name:<12} {path}")
     console.print("\nWhat to try next", style="bold")
-    for command, what in _next(summary.folder, order, epochs):
+    for command, what in _next(summary.folder, args, epochs):
         console.print(f"  {command}\n      {what}")
 
 
@@ -90,9 +90,9 @@ def _whole(model: GPT, exported: Path | None) -> GPT:
     return copy
 
 
-def _next(folder: Path, order: Order, epochs: int) -> list[tuple[str, str]]:
+def _next(folder: Path, args: TrainArgs, epochs: int) -> list[tuple[str, str]]:
     return [
-        (f"potluck train {order.recipe} --data YOUR_TEXT", "the same model on your own files or folders"),
+        (f"potluck train {args.recipe} --data YOUR_TEXT", "the same model on your own files or folders"),
         (
             f"potluck train {folder}/run.toml --out {folder} --resume --set fit.epochs={epochs + 1}",
             "one more epoch, from where this run ended",

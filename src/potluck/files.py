@@ -1,0 +1,53 @@
+"""Files and folders that appear whole or not at all: written aside, and renamed into their place. Imports no torch."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+
+@contextmanager
+def written_aside(path: Path, mode: int = 0o666, *, durable: bool = False) -> Iterator[IO[bytes]]:
+    """A file that has its name once it is written, with this mode less the umask. A link is not followed.
+
+    What was there is replaced. `durable`: it outlives a power cut from then on.
+    """
+    aside = path.with_name(f".{path.name}-{os.getpid()}")
+    aside.unlink(missing_ok=True)
+    descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            yield file
+            file.flush()
+            if durable:
+                os.fsync(descriptor)
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
+    if durable:
+        sync(path.absolute().parent)
+
+
+def write_whole(path: Path, text: str, mode: int = 0o666, *, durable: bool = False) -> None:
+    with written_aside(path, mode, durable=durable) as file:
+        file.write(text.encode())
+
+
+def publish(aside: Path, place: Path) -> None:
+    """Gives a folder that was written aside its name, once all of it is on the disk.
+
+    Otherwise the name could outlive a power cut, and what it names could not.
+    """
+    for path in (*aside.iterdir(), aside):
+        sync(path)
+    aside.rename(place)
+    sync(place.parent)
+
+
+def sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,168 @@
+"""StoreSession: one worker at work in a store. Its claim, its threads, and the first thing that went wrong in them."""
+
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
+from contextlib import suppress
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+from potluck.errors import PotluckError, StoreError, WorkerLost
+from potluck.store.place import Exists
+from potluck.store.store import CHECK_EVERY_S, Store
+
+T = TypeVar("T")
+IN_FLIGHT = 4
+"""Objects that are put at once."""
+_MOST_GETS = 256
+"""Threads are made as they are needed, and most of those that get only wait."""
+
+
+class StoreSession:
+    """It makes the store its own, and closes it. An error in the background is raised by the next call of the owner."""
+
+    def __init__(self, store: Store, place: str, who: str, *, in_flight: int = IN_FLIGHT) -> None:
+        self.store = store
+        self.claim = Claim(store, place, who)
+        self._puts = Background(in_flight, "potluck-put")
+        self._gets = Background(_MOST_GETS, "potluck-get")
+        self._clears = Background(1, "potluck-clear")
+        self._failed: Future[Any] = Future()
+        """Holds the first error; whoever waits for anything waits for this too."""
+        self.start_clear(store.clear_older)
+
+    def start_put(self, work: Callable[[], T]) -> "Future[T]":
+        return self._watched(self._puts.start(work))
+
+    def start_get(self, work: Callable[[], T]) -> "Future[T]":
+        """Its error is for whoever waits for it."""
+        return self._gets.start(work)
+
+    def start_clear(self, work: Callable[[], None]) -> None:
+        """One after another."""
+        self._watched(self._clears.start(work))
+
+    def wait(self, done: "Future[T]", lost: Callable[[], str], look: Callable[[], None] | None = None) -> T:
+        """Its result. WorkerLost, with that sentence, once our patience is at its end.
+
+        Meanwhile asks whether our place is still ours, and `look`s.
+        """
+        deadline = time.monotonic() + self.store.patience_s
+        while not done.done():
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise WorkerLost(lost())
+            wait([done, self._failed], min(left_s, CHECK_EVERY_S), FIRST_COMPLETED)
+            self.raise_failure()
+            if not done.done():
+                self.claim.check()
+                if look is not None:
+                    look()
+        return done.result()
+
+    def raise_failure(self) -> None:
+        if self._failed.done():
+            error = self._failed.exception()
+            assert error is not None
+            # A new one each time: frames would pile up in one that is raised again and again.
+            raise type(error)(*error.args) if isinstance(error, PotluckError) else error
+
+    def fail(self, error: BaseException) -> None:
+        with suppress(InvalidStateError):  # another was first
+            self._failed.set_exception(error)
+
+    def finish_clears(self) -> None:
+        self._clears.close()
+
+    def close(self) -> None:
+        """What was begun is finished, unless the store cannot be reached; what is awaited is not."""
+        self.store.close()
+        for background in (self._puts, self._gets, self._clears):
+            background.close()
+
+    def _watched(self, done: "Future[T]") -> "Future[T]":
+        done.add_done_callback(self._note_failure)
+        return done
+
+    def _note_failure(self, done: Future[Any]) -> None:
+        error = done.exception()
+        if error is not None:
+            self.fail(error)
+
+
+class Background:
+    """At most `count` threads, made as they are needed, which take work in order.
+
+    They are daemons, unlike a ThreadPoolExecutor's: one that waits for a dead worker's object would else hold up the
+    end of a program that forgot to close its channel.
+    """
+
+    def __init__(self, count: int, name: str) -> None:
+        self._count, self._name = count, name
+        self._work: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._busy = 0
+        self._lock = threading.Lock()
+
+    def start(self, work: Callable[[], T]) -> "Future[T]":
+        done: Future[T] = Future()
+        with self._lock:
+            self._busy += 1
+            if self._busy > len(self._threads) and len(self._threads) < self._count:
+                thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
+                self._threads.append(thread)
+                thread.start()
+        self._work.put((done, work))
+        return done
+
+    def close(self) -> None:
+        """Waits until all that was started is done."""
+        with self._lock:
+            threads, self._threads = self._threads, []
+        for _ in threads:
+            self._work.put(None)
+        for thread in threads:
+            thread.join()
+
+    def _serve(self) -> None:
+        while (taken := self._work.get()) is not None:
+            done, work = taken
+            try:
+                done.set_result(work())
+            except BaseException as error:
+                done.set_exception(error)
+            del taken, done, work  # otherwise a thread without work would hold the last tensor
+            with self._lock:
+                self._busy -= 1
+
+
+class Claim:
+    """Who has a place in a run, such as stage 1: the worker that said so last. The one before finds out, and stops."""
+
+    def __init__(self, store: Store, place: str, who: str) -> None:
+        self._store, self._key, self._who = store, f"claims/{place}", who
+        self._id = secrets.token_hex(16).encode()
+        self.was_held = store.get_bytes(self._key) is not None
+        """Somebody had it before us: we are its successor, and what it was sent may lie there still."""
+        try:
+            store.put_bytes(self._key, self._id, new=not self.was_held)
+        except Exists:
+            raise StoreError(
+                f"Two workers began as {who} of run {store.run} at the same time. The other goes on; start this one"
+                " only if that one ends."
+            ) from None
+
+    def check(self) -> None:
+        found = self._store.get_bytes(self._key)
+        if found is not None and found != self._id:
+            raise StoreError(
+                f"Another worker has become {self._who} of run {self._store.run}, so this one stops. If that was not"
+                " meant, see that each has a place of its own."
+            )
+        if found is None:
+            self._store.check_generation()
+
+    def release(self) -> None:
+        self._store.forget([self._key])
