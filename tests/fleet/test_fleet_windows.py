@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from potluck.agree.policy import Async, Cadence, Outer, Windowed
-from potluck.engine.elastic import engine_for
 from potluck.engine.rows import mix
+from potluck.engine.start import engine_for
 from potluck.errors import ConfigError
 from potluck.events import CheckpointSaved, Decided, Validated, WorkerCame, WorkerWent
 from potluck.save.checkpoint import CheckpointConfig

@@ -9,9 +9,10 @@ from torch import Tensor, nn
 
 import potluck
 from potluck import Async, Cadence, NoShard, StepConfig, Sync
-from potluck.engine.elastic import ElasticEngine, engine_for
+from potluck.engine.elastic import ElasticEngine
 from potluck.engine.elastic_nodes import NodeEngine
 from potluck.engine.elastic_windows import ElasticWindowEngine
+from potluck.engine.start import engine_for
 from potluck.errors import ConfigError
 from potluck.events import StepSkipped
 from potluck.link.nodes import node_size

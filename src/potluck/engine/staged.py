@@ -22,10 +22,11 @@ from torch.optim import Optimizer
 from potluck.agree.policy import ApplyPolicy, Sync
 from potluck.agree.pulse import Pulse, norm_of_stages, worker_steps
 from potluck.engine.drafts import Draft
-from potluck.engine.engine import Engine, LossFunction, insist_on_grad, loss_and_samples
+from potluck.engine.engine import Engine
 from potluck.engine.fingerprint import training_settings
 from potluck.engine.held import Held, HeldPart, empty, hold, narrow
 from potluck.engine.loader import BatchConfig, Loader, MicroBatch, SliceLoader, plan_step
+from potluck.engine.losses import LossFunction, insist_on_grad, loss_and_samples
 from potluck.engine.replica import Replica, StepConfig, autocast, in_float32, naming_single_rows
 from potluck.engine.rows import as_dataset, mix
 from potluck.engine.slices import describe_model

@@ -23,8 +23,9 @@ from potluck.agree.pulse import decide_alone
 from potluck.agree.windows import Decision, Pool, Report, Windows, after
 from potluck.engine.averages import Averages
 from potluck.engine.buffers import SavedBuffers
-from potluck.engine.engine import STEP_TOO_EARLY, Engine
+from potluck.engine.engine import Engine
 from potluck.engine.loader import BatchConfig, Loader, MicroBatch, SliceLoader, even_batches, plan_step
+from potluck.engine.losses import STEP_TOO_EARLY
 from potluck.engine.replica import Replica, StepConfig
 from potluck.engine.rows import mix
 from potluck.errors import ConfigError

@@ -16,11 +16,11 @@ import torch
 
 from potluck.agree.policy import ApplyPolicy, Sync
 from potluck.config import from_dict, from_toml, to_toml
-from potluck.engine.elastic import as_one_worker, connect, engine_for, ranks_of
-from potluck.engine.engine import Engine, init
+from potluck.engine.engine import Engine
 from potluck.engine.loader import BatchConfig
 from potluck.engine.node_client import NodeClient
 from potluck.engine.replica import StepConfig
+from potluck.engine.start import as_one_worker, connect, engine_for, init, ranks_of
 from potluck.environment import machine_bytes, usable_cores
 from potluck.errors import ConfigError, Interrupted
 from potluck.events import Event, RunStarted

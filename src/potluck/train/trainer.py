@@ -17,9 +17,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from potluck.agree.policy import Sync
-from potluck.engine.engine import Engine, LossFunction, init
+from potluck.engine.engine import Engine
 from potluck.engine.loader import BatchConfig
+from potluck.engine.losses import LossFunction
 from potluck.engine.rows import as_dataset
+from potluck.engine.start import init
 from potluck.errors import ConfigError, PotluckError
 from potluck.events import (
     CheckpointSaved,
