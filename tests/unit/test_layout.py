@@ -21,17 +21,19 @@ BELOW = {
     "store": "agree",
     "link": "agree shard store",
     "stages": "agree link store",
+    "composition": "agree shard stages",
     "fleet": "agree wire",
     "save": "agree fleet link shard stages store",
-    "engine": "agree fleet link save shard show stages store wire",
-    "train": "agree engine fleet link save shard show stages store wire",
-    "launch": "agree engine fleet link save shard show stages store train wire",
-    "top": "agree engine fleet launch link save shard show stages store train wire",
+    "engine": "agree composition fleet link save shard show stages store wire",
+    "train": "agree composition engine fleet link save shard show stages store wire",
+    "launch": "agree composition engine fleet link save shard show stages store train wire",
+    "top": "agree composition engine fleet launch link save shard show stages store train wire",
 }
 MAY_IMPORT = {room: {"ground", room, *below.split()} for room, below in BELOW.items()}
 GROUND = {"errors", "events", "config", "environment", "signals", "words"}
 
 PURE = [
+    "composition.py",
     "agree/*.py",
     "shard/optimizer_shard.py",
     "stages/plan.py",

@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from potluck.agree.policy import ApplyPolicy, Sync
 from potluck.agree.pulse import Verdict, decide_alone
 from potluck.engine.averages import difference_, finite_norm
 from potluck.engine.buckets import Allocate, split_like
@@ -35,17 +34,6 @@ from potluck.fleet.description import Part
 from potluck.fleet.tree import Node
 from potluck.shard.blocks import find_blocks
 from potluck.wire.messages import Committed, SliceReport, Work
-
-
-def insist_on_what_a_host_can_do(policy: ApplyPolicy) -> None:
-    if isinstance(policy, Sync):
-        return
-    for name, wanted in (("overlap", policy.overlap), ("outer", policy.outer is not None)):
-        if wanted:
-            raise ConfigError(
-                f"policy.{name} does not work with a host yet, only among the workers of one group. Switch it off, or"
-                " start the workers with potluck run."
-            )
 
 
 class Changes:

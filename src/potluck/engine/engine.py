@@ -37,6 +37,7 @@ from potluck.agree.policy import ApplyPolicy, Sync
 from potluck.agree.pulse import Pulse, Verdict, decide_step, worker_steps
 from potluck.agree.shares import share_out
 from potluck.agree.terms import SAME_DATA, UNCOMPARED, Fingerprint, differing_data, differing_settings
+from potluck.composition import Composition, Wanted, compose
 from potluck.engine.compiling import Compiling, expect_any_rows
 from potluck.engine.fingerprint import fingerprint, training_settings
 from potluck.engine.loader import BatchConfig, Loader, MicroBatch, Position
@@ -53,7 +54,7 @@ from potluck.save.kept import Kept
 from potluck.save.memory import Recovery
 from potluck.save.saves import TENSORS, KeptTensors, Saves, Standing, sharded_of
 from potluck.save.state import tensors_json, tensors_of_json
-from potluck.shard.strategy import FullShard, NoShard, ShardGradOp, ShardingStrategy
+from potluck.shard.strategy import NoShard, ShardingStrategy
 from potluck.signals import on_interrupt
 from potluck.words import plural
 
@@ -73,12 +74,24 @@ class Engine:
         policy: ApplyPolicy = Sync(),
         strategy: ShardingStrategy = NoShard(),
         step: StepConfig = StepConfig(),
+        composition: Composition | None = None,
     ) -> None:
+        """`composition`: what the run is made of, if whoever makes this has composed it already."""
         self.link = link or Alone()
         self.device = device or torch.device("cpu")
         self.policy = policy
         self.strategy = strategy
         self.config = step
+        self.composition = composition or compose(
+            Wanted(
+                policy=policy,
+                strategy=strategy,
+                world=self.link.world,
+                has_host=self.is_led,
+                offload_optimizer=step.offload_optimizer,
+                on_gpu=self.device.type == "cuda",
+            )
+        )
         self.events = EventLog()
         self.after_step: list[Callable[[], None]] = []
         """Called on every worker once per step of the run, also for one in which this worker had no rows. Where workers
@@ -502,7 +515,7 @@ class Engine:
 
     def _whole_steps(self) -> int:
         """Steps of the run that are done: one of which some rows are still to do counts for step_number alone."""
-        if self.loader is None or isinstance(self.policy, Sync):
+        if self.loader is None or self.policy.steps_together:
             return self.step_number
         row, size = self.loader.position.row, self.loader.batch.size
         return self.step_number - (row % size > 0 and row < self.loader.rows)
@@ -610,11 +623,12 @@ class Engine:
 
     def _make_replica(self, model: nn.Module, optimizer: Optimizer) -> Replica:
         """Called once."""
-        if isinstance(self.strategy, NoShard):
+        split = self.composition.split
+        if split is None:
             return Replica(model, optimizer, self.link, self.device, self.config)
         from potluck.engine.sharded import ShardedReplica
 
-        return ShardedReplica(model, optimizer, self.link, self.device, self.config, strategy=self.strategy)
+        return ShardedReplica(model, optimizer, self.link, self.device, self.config, strategy=split)
 
     def _make_loader(
         self, dataset: Any, batch: BatchConfig, seed: int, collate: Callable[[list[Any]], Any] | None
@@ -631,9 +645,8 @@ class Engine:
             in_pairs=self._batch_norm is not None,
         )
         self._insist_on_same_data(loader)
-        is_measured = isinstance(self.policy, Sync) and self.policy.balance and not self.policy.shares
         # Where ranks gather parameters they wait for each other in every layer, and nobody's own speed can be seen.
-        if is_measured and self.lanes > 1 and not self._prepared().gathers:
+        if self.composition.is_measured and self.lanes > 1 and not self._prepared().gathers:
             self._balance = Balance(batch.size, self.lanes)
         return loader
 
@@ -823,11 +836,7 @@ class Engine:
                 )
 
     def _shares(self, batch_size: int | None) -> tuple[float, ...]:
-        shares = (self.policy.shares if isinstance(self.policy, Sync) else ()) or (1.0,) * self.lanes
-        if len(shares) != self.lanes:
-            raise ConfigError(
-                f"policy.shares has {plural(len(shares), 'number')}, and the run {plural(self.lanes, 'worker')}."
-            )
+        shares = self.composition.shares or (1.0,) * self.lanes
         if batch_size is not None and 0 in (parts := share_out(batch_size, shares)):
             raise ConfigError(
                 f"A batch of {batch_size} does not fit {plural(self.lanes, 'worker')}: each needs at least one row, and"
@@ -845,12 +854,10 @@ class Engine:
 
     def _meet_buddies(self) -> None:
         """Goes on from what those who are left had kept, if one was lost; from here on, all keep copies anew."""
-        if not (isinstance(self.strategy, FullShard | ShardGradOp) and self.strategy.buddy):
+        if not self.composition.buddy_every:
             return
         from potluck.save.buddies import Buddies, recover
 
-        if not isinstance(self.policy, Sync):
-            raise ConfigError("strategy.buddy keeps copies between steps of all workers together: use the Sync policy.")
         if self.recovery is not None:
             standing = recover(self.recovery, self._sharded())
             self._prepared().remember_buffers()
@@ -859,7 +866,7 @@ class Engine:
             self.seed_random(standing["seed"])
             self._recovered = Recovered(step=self.step_number, lost=self.recovery.lost, workers=self.world)
         if self.world > 1:
-            self._buddies = Buddies(self.link, self.strategy.buddy_every)
+            self._buddies = Buddies(self.link, self.composition.buddy_every)
         self._refresh()
         if self.recovery is not None and self.rank == 0:
             self.recovery.forget()

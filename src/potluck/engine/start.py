@@ -6,23 +6,23 @@ Engines are imported where one is made: each brings libraries that a run of anot
 import os
 import socket
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from potluck.agree.policy import ApplyPolicy, Sync
+from potluck.composition import Composition, Wanted, compose, for_those_left, ranks_per_worker
 from potluck.config import checked
 from potluck.engine.engine import Engine
 from potluck.engine.replica import StepConfig
 from potluck.environment import PATIENCE_S, insist_on_patience
-from potluck.errors import ConfigError
 from potluck.fleet.client import Client
 from potluck.fleet.invite import INVITE, Invite, read_invite
-from potluck.link.link import Alone, Link, choose_device
+from potluck.link.link import Alone, Link, choose_device, placed
 from potluck.link.link import connect as join_group
 from potluck.link.ranks import is_later_rank, meet
-from potluck.save.memory import Recovery, my_recovery
-from potluck.shard.strategy import FullShard, HybridShard, NoShard, ShardGradOp, ShardingStrategy
+from potluck.save.memory import my_recovery
+from potluck.shard.strategy import NoShard, ShardingStrategy
 from potluck.stages.protocol import CommunicationProtocol, Stages
 
 if TYPE_CHECKING:
@@ -43,44 +43,66 @@ def init(
     `stages`: cuts the model into stages, one to a worker; how they talk, or also how many and where it is cut.
     """
     checked(lambda: insist_on_patience("patience_s", patience_s))
+    if isinstance(stages, CommunicationProtocol):
+        stages = Stages(protocol=stages)
     device = choose_device()
-    if stages is not None:
-        stages = stages if isinstance(stages, Stages) else Stages(protocol=stages)
-    if stages is not None and INVITE in os.environ:
-        raise ConfigError(
-            "A host's workers each have a whole replica, and stages would need each other. Start stages with potluck"
-            ' run or potluck train; workers that have no connection meet in a store, with protocol "datastore".'
-        )
-    if INVITE in os.environ:
-        kind, ranks = engine_for(policy, strategy), ranks_of(strategy)
+    wanted = Wanted(
+        policy=policy,
+        strategy=strategy,
+        stages=stages,
+        has_host=INVITE in os.environ,
+        offload_optimizer=step.offload_optimizer,
+        on_gpu=device.type == "cuda",
+    )
+    if wanted.has_host:
+        kind, ranks = led_engine(compose(wanted)), ranks_per_worker(strategy)
         client = connect(read_invite(None), device) if ranks == 1 or not is_later_rank() else None
         return kind(*as_one_worker(client, device, ranks), policy=policy, strategy=strategy, step=step)
     recovery = my_recovery()
     if recovery is not None:
-        policy, strategy = _for_those_left(policy, strategy, recovery)
+        policy, strategy = for_those_left(policy, strategy, recovery.of_those_left)
+        wanted = replace(wanted, policy=policy, strategy=strategy)
     if stages is not None:
-        from potluck.engine.staged import staged_engine
-
-        return staged_engine(device, policy=policy, strategy=strategy, step=step, stages=stages, patience_s=patience_s)
+        return _in_stages(wanted, stages, device, step, patience_s)
     link = join_group(device, patience_s)
-    if not isinstance(policy, Sync):
-        from potluck.engine.windows import WindowEngine
+    answers: dict[str, Any] = {
+        "policy": policy,
+        "strategy": strategy,
+        "composition": compose(replace(wanted, world=link.world)),
+    }
+    if policy.steps_together:
+        engine = Engine(link, device, step=step, **answers)
+        engine.recovery = recovery
+        return engine
+    from potluck.engine.windows import WindowEngine
 
-        return WindowEngine(link, device, policy=policy, strategy=strategy, step=step)
-    engine = Engine(link, device, policy=policy, strategy=strategy, step=step)
-    engine.recovery = recovery
-    return engine
+    return WindowEngine(link, device, step=step, **answers)
 
 
-def _for_those_left(
-    policy: ApplyPolicy, strategy: ShardingStrategy, recovery: Recovery
-) -> tuple[ApplyPolicy, ShardingStrategy]:
-    """What was set for each worker by itself, without that of the lost ones."""
-    if isinstance(policy, Sync):
-        policy = replace(policy, shares=recovery.of_those_left(policy.shares))
-    if isinstance(strategy, FullShard | ShardGradOp) and strategy.weights != "memory":
-        strategy = replace(strategy, weights=recovery.of_those_left(strategy.weights))
-    return policy, strategy
+def _in_stages(wanted: Wanted, stages: Stages, device: torch.device, step: StepConfig, patience_s: float) -> Engine:
+    from potluck.engine.staged import StagedEngine, StagedWindowEngine
+    from potluck.save.depot import Depot
+
+    depot, together = None, wanted.policy.steps_together
+    link: Link | None = None
+    if stages.store is None:
+        link = join_group(device, patience_s)
+    rank, world = (link.rank, link.world) if link is not None else placed() or (0, 1)
+    composition = compose(replace(wanted, world=world))
+    if stages.store is not None:  # only now: what is refused must not have touched it
+        depot = Depot(stages.store, rank, world, patience_s, keeps=together)
+        link = depot.link
+    assert link is not None
+    return (StagedEngine if together else StagedWindowEngine)(
+        link,
+        device,
+        policy=wanted.policy,
+        strategy=wanted.strategy,
+        step=step,
+        composition=composition,
+        stages=stages,
+        depot=depot,
+    )
 
 
 def connect(invite: Invite, device: torch.device) -> Client:
@@ -119,36 +141,16 @@ def as_one_worker(
         raise
 
 
-def engine_for(policy: ApplyPolicy, strategy: ShardingStrategy = NoShard()) -> "type[ElasticEngine]":
-    """Whether workers take each step together, or step by themselves; and whether each is a node of several ranks."""
-    name = type(strategy).__name__
-    if not isinstance(strategy, NoShard | HybridShard):
-        raise ConfigError(
-            f"{name} splits one replica over all workers, and under a host each may go at any time. Use HybridShard,"
-            " whose replicas are each split over the ranks of one machine, with the policy Cadence or Async; or start"
-            " the workers as one group, with potluck run or torchrun."
-        )
-    is_node = ranks_of(strategy) > 1
-    if isinstance(policy, Sync):
-        if is_node:
-            raise ConfigError(
-                f"{name} works with a host under Cadence and Async, where a node steps by itself. Under Sync each"
-                " slice's gradient is one process's. Choose another policy, or set strategy to no_shard."
-            )
+def led_engine(composition: Composition) -> "type[ElasticEngine]":
+    """Of a worker that a host leads: whether all take each step together, and whether it is a node of several ranks."""
+    if composition.steps_together:
         from potluck.engine.elastic import ElasticEngine
 
         return ElasticEngine
-    from potluck.engine.elastic_windows import ElasticWindowEngine, insist_on_what_a_host_can_do
+    if composition.ranks_per_stage == 1:
+        from potluck.engine.elastic_windows import ElasticWindowEngine
 
-    insist_on_what_a_host_can_do(policy)
-    if not is_node:
         return ElasticWindowEngine
-    from potluck.engine.elastic_nodes import NodeEngine, insist_on_few_files
+    from potluck.engine.elastic_nodes import NodeEngine
 
-    insist_on_few_files(ranks_of(strategy))
     return NodeEngine
-
-
-def ranks_of(strategy: ShardingStrategy) -> int:
-    """How many processes of one machine are one worker."""
-    return strategy.intra_node_size if isinstance(strategy, HybridShard) else 1

@@ -257,6 +257,8 @@ class _Door:
 class Rehearsed:
     """A StoreLink whose operations before the first step are heard from a log, when a worker starts again."""
 
+    group = None
+
     def __init__(self, rank: int, world: int, log: _Log, door: _Door, number: int = 0) -> None:
         self.rank, self.world, self.log, self.door, self._number = rank, world, log, door, number
 
