@@ -10,8 +10,9 @@ if TYPE_CHECKING:
     from potluck import shard as shard
     from potluck.agree.elche import ElChe
     from potluck.agree.policy import ApplyPolicy, Async, Cadence, Outer, Sync
-    from potluck.engine.engine import Engine, init
+    from potluck.engine.engine import Engine
     from potluck.engine.replica import StepConfig
+    from potluck.engine.start import init
     from potluck.save.checkpoint import CheckpointConfig
     from potluck.shard.optimizer_shard import OptimizerShard
     from potluck.shard.strategy import FullShard, HybridShard, NoShard, ShardGradOp, ShardingStrategy
@@ -49,7 +50,7 @@ _HOMES = {
     "StepConfig": "engine.replica",
     "Sync": "agree.policy",
     "Trainer": "train.trainer",
-    "init": "engine.engine",
+    "init": "engine.start",
 }
 
 __all__ = [

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from potluck.agree.policy import Async, Cadence, Outer, Windowed
-from potluck.engine.elastic import engine_for
+from potluck.composition import Wanted, compose
 from potluck.engine.rows import mix
 from potluck.errors import ConfigError
 from potluck.events import CheckpointSaved, Decided, Validated, WorkerCame, WorkerWent
@@ -346,7 +346,7 @@ def test_a_slow_worker_soon_gets_fewer_rows_in_proportion(tmp_path: Path) -> Non
 )
 def test_what_a_host_cannot_do_is_said(policy: Windowed, name: str) -> None:
     with pytest.raises(ConfigError, match=f"policy.{name} does not work with a host yet"):
-        engine_for(policy)
+        compose(Wanted(policy=policy, has_host=True))
 
 
 def test_another_policy_or_other_settings_are_refused(tmp_path: Path) -> None:

@@ -219,6 +219,10 @@ def correct(replicas: list[Net], mean: list[Tensor], own: list[list[Tensor]]) ->
         ("overlap", "adamw", 2, None),
         ("overlap", "sgd", 3, None),
         ("outer", "sgd", 2, None),
+        ("cadence", "adamw", 1, None),
+        ("async", "sgd", 1, 3),
+        ("overlap", "adamw", 1, None),
+        ("outer", "sgd", 1, None),
     ],
 )
 def test_the_weights_are_those_of_replicas_stepped_in_turn(
@@ -241,9 +245,13 @@ def test_a_slow_replica_does_less_and_the_reason_says_who() -> None:
     assert told[0]["reasons"] == told[1]["reasons"]  # everybody decides alike
 
 
-def test_one_replica_is_told_of_the_way_out() -> None:
-    with pytest.raises(ConfigError, match=r"Cadence averages replicas, and there is only one.*HybridShard"):
-        potluck.init(Cadence())
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_script_that_nobody_started_is_a_run_of_one(policy: str) -> None:
+    """How people debug: no launcher, no group."""
+    told = ours(POLICIES[policy], "adamw", 12)
+    assert told["epochs"] == [[ROWS, ROWS, True]] * 2
+    assert told["reasons"][0] == "Only worker 0 is there, so nothing is averaged: 24 rows."
+    torch.testing.assert_close(told["weights"], judge(POLICIES[policy], "adamw", [told]), atol=2e-5, rtol=1e-4)
 
 
 def own_batches() -> str:

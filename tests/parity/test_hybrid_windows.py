@@ -9,12 +9,13 @@ from torch import Tensor, nn
 
 import potluck
 from potluck import Async, Cadence, NoShard, StepConfig, Sync
-from potluck.engine.elastic import ElasticEngine, engine_for
+from potluck.composition import Wanted, compose
+from potluck.engine.elastic import ElasticEngine
 from potluck.engine.elastic_nodes import NodeEngine
 from potluck.engine.elastic_windows import ElasticWindowEngine
+from potluck.engine.start import led_engine
 from potluck.errors import ConfigError
 from potluck.events import StepSkipped
-from potluck.link.nodes import node_size
 from potluck.shard.strategy import FullShard, HybridShard, ShardGradOp
 from tests.parity import test_cadence
 from tests.parity.test_cadence import POLICIES, ROWS, Net, judge, ours, whole
@@ -208,6 +209,10 @@ def test_a_node_skips_a_bad_step_as_one_and_it_reaches_nobody() -> None:
     )
 
 
+def node_size(policy: Any, strategy: Any, world: int) -> int:
+    return compose(Wanted(policy=policy, strategy=strategy, world=world)).node_size
+
+
 @pytest.mark.parametrize(
     ("strategy", "world", "sentence"),
     [
@@ -241,6 +246,10 @@ def test_one_node_is_refused_on_every_rank_when_the_run_begins() -> None:
     assert all("Start 4 or more" in sentence for sentence in run_ranks(2, refused))
 
 
+def led(policy: Any, strategy: Any) -> Any:
+    return led_engine(compose(Wanted(policy=policy, strategy=strategy, has_host=True)))
+
+
 @pytest.mark.parametrize(
     ("policy", "strategy", "sentence"),
     [
@@ -252,10 +261,10 @@ def test_one_node_is_refused_on_every_rank_when_the_run_begins() -> None:
 )
 def test_what_a_host_cannot_lead_is_refused_with_a_way_out(policy: Any, strategy: Any, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
-        engine_for(policy, strategy)
+        led(policy, strategy)
 
 
 def test_a_host_leads_nodes_and_a_node_of_one_rank_is_a_worker_like_any_other() -> None:
-    assert engine_for(Cadence(), PAIRS) is NodeEngine
-    assert engine_for(Async(), HybridShard(intra_node_size=1)) is ElasticWindowEngine
-    assert engine_for(Sync(), HybridShard(intra_node_size=1)) is ElasticEngine
+    assert led(Cadence(), PAIRS) is NodeEngine
+    assert led(Async(), HybridShard(intra_node_size=1)) is ElasticWindowEngine
+    assert led(Sync(), HybridShard(intra_node_size=1)) is ElasticEngine

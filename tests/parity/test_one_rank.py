@@ -17,9 +17,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import potluck
-from potluck import Cadence, FullShard, HybridShard, NoShard, ShardGradOp, StepConfig, Sync
-from potluck.errors import ConfigError
-from potluck.link.link import RENDEZVOUS, Parted, choose_device, connect
+from potluck import Async, Cadence, FullShard, HybridShard, NoShard, ShardGradOp, StepConfig, Sync
+from potluck.link.link import RENDEZVOUS, choose_device, connect
 from potluck.save.export import write_plain
 from potluck.train.model import GPT, ModelConfig, next_token_loss
 from tests.gathered import home
@@ -71,8 +70,8 @@ def plain() -> Tensor:
     return torch.cat([parameter.detach().reshape(-1).cpu() for parameter in model.parameters()])
 
 
-def ours(strategy: Any, folder: str) -> dict[str, Any]:
-    with as_torchrun_starts_it(), potluck.init(Sync(), strategy, step=StepConfig(clip=1.0)) as fleet:
+def ours(strategy: Any, folder: str, policy: Any = Sync()) -> dict[str, Any]:
+    with as_torchrun_starts_it(), potluck.init(policy, strategy, step=StepConfig(clip=1.0)) as fleet:
         model, optimizer = make()
         model, optimizer, loader = fleet.prepare(model, optimizer, rows(), batch_size=BATCH, micro_batch_size=3)
 
@@ -119,7 +118,6 @@ def test_a_group_of_one_computes_what_plain_pytorch_does(name: str, tmp_path: Pa
 def each_operation() -> bool:
     with as_torchrun_starts_it():
         link = connect(choose_device(), patience_s=30)
-    assert isinstance(link, Parted)
     for each in (link, link.part([[0]])):
         there = torch.arange(5.0, device=home())
         each.start_sum(there).wait()
@@ -136,16 +134,9 @@ def test_each_operation_of_a_link_works_in_a_group_of_one() -> None:
     assert run_ranks(1, each_operation) == [True]
 
 
-def alone_with_cadence() -> str:
-    with as_torchrun_starts_it():
-        try:
-            with potluck.init(Cadence()) as fleet:
-                model, optimizer = make()
-                fleet.prepare(model, optimizer, rows(), batch_size=BATCH)
-        except ConfigError as error:
-            return str(error)
-    return "was let through"
-
-
-def test_a_policy_that_averages_replicas_says_that_there_is_only_one() -> None:
-    assert "Cadence averages replicas, and there is only one" in run_ranks(1, alone_with_cadence)[0]
+@pytest.mark.parametrize("policy", [Cadence(anchor=2), Async(anchor=4), Cadence(overlap=True)], ids=repr)
+def test_a_policy_that_averages_replicas_has_nothing_to_average_in_a_group_of_one(policy: Any, tmp_path: Path) -> None:
+    found = run_ranks(1, ours, NoShard(), str(tmp_path), policy, timeout_s=110)[0]
+    expected = plain()
+    assert (found["weights"] - expected).norm() / expected.norm() < 1e-4
+    assert torch.equal(found["loaded"], found["weights"])

@@ -13,6 +13,8 @@ class Sync:
     """Every step: gradients are averaged by samples before the optimizer steps, as if one process had the batch."""
 
     kind: ClassVar[str] = "sync"
+    steps_together: ClassVar[bool] = True
+    """Whether all workers take each step as one."""
 
     balance: bool = True
     """Workers of different speeds get parts of each batch in proportion, so that all finish together."""
@@ -43,6 +45,10 @@ class Outer:
 class _Windowed:
     """What policies have in common under which replicas step by themselves."""
 
+    steps_together: ClassVar[bool] = False
+    ends_by_clock: ClassVar[bool] = True
+    """Whether a window ends at a time, whatever is done by then; else when each has done its own count of batches."""
+
     anchor: int = 10
     """Batches of the slowest replica between two averages; more when averaging costs more than is wanted."""
     max_anchor: int = 200
@@ -54,6 +60,11 @@ class _Windowed:
     """A window's average is formed while the next one computes, and merged at its end."""
     outer: Outer | None = None
     """Steps along the mean change of each window, instead of taking it as it is."""
+
+    @property
+    def drift_limit(self) -> float | None:
+        """How far a replica may be from the mean before rising drift halves the anchor; none: as far as it likes."""
+        return None
 
     def __post_init__(self) -> None:
         if self.outer is not None and self.overlap:
@@ -76,9 +87,14 @@ class Async(_Windowed):
     """As Cadence, but a window ends when each replica has done its own count of batches, and drift shortens it."""
 
     kind: ClassVar[str] = "async"
+    ends_by_clock: ClassVar[bool] = False
 
     divergence_threshold: float = 0.05
     """How far a replica may be from the mean, as a part of it, before rising drift halves the anchor."""
+
+    @property
+    def drift_limit(self) -> float | None:
+        return self.divergence_threshold
 
     def __post_init__(self) -> None:
         _Windowed.__post_init__(self)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from potluck.agree.divergence import Divergence
 from potluck.agree.elche import LEAST_TARGET, MOST_TARGET
-from potluck.agree.policy import Async, Cadence, Windowed, make_elche
+from potluck.agree.policy import Windowed, make_elche
 from potluck.agree.shares import share_out
 from potluck.errors import ConfigError
 from potluck.words import plural
@@ -69,7 +69,7 @@ class Windows:
         self.policy = policy
         self.names = list(names)
         self.elche = make_elche(policy, len(names))
-        self._divergence = Divergence(policy.divergence_threshold if isinstance(policy, Async) else 0.0)
+        self._divergence = Divergence(policy.drift_limit or 0.0)
         self._why = "Nothing was measured yet, so all do the same"
         if policy.overhead_target != self.elche.overhead_target:
             self._why = (
@@ -98,7 +98,7 @@ class Windows:
         spare = [0] * len(rows)
         if self.elche.is_measured:
             spare = [batch_rows * max(1, int(SPARE * count)) for count in counts]
-            if isinstance(self.policy, Cadence):
+            if self.policy.ends_by_clock:
                 until_s = self.elche.anchor_wall_ms / 1000
             else:
                 spare = [rows if self._is_brisk(rank) else 0 for rank, rows in enumerate(spare)]
@@ -148,12 +148,13 @@ class Windows:
                 f" {plural(elche.anchor, 'batch')} instead of {before}"
             )
         drift = max((report.divergence for report in reports), default=0.0)
-        if isinstance(self.policy, Async) and self._divergence.report(drift) and elche.anchor > 1:
+        limit = self.policy.drift_limit
+        if limit is not None and self._divergence.report(drift) and elche.anchor > 1:
             before = elche.anchor
             elche.nudge_anchor_down(NUDGE)
             self._why = (
                 f"Replicas drifted apart three windows running, to {drift:.3g} of the mean, above"
-                f" {self.policy.divergence_threshold:g}, so the slowest does {plural(elche.anchor, 'batch')}"
+                f" {limit:g}, so the slowest does {plural(elche.anchor, 'batch')}"
                 f" instead of {before}"
             )
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from potluck.engine.engine import LossFunction
 from potluck.engine.loader import BatchConfig, Loader
+from potluck.engine.losses import LossFunction
 from potluck.errors import ConfigError
 from potluck.link.places import Places
 from potluck.shard.splitting import free_bytes

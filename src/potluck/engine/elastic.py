@@ -12,7 +12,6 @@ import math
 import os
 import platform
 import shutil
-import socket
 import sys
 import tempfile
 import threading
@@ -32,28 +31,26 @@ from torch.optim import Optimizer
 from potluck.agree.policy import ApplyPolicy, Sync
 from potluck.agree.pulse import Verdict, decide_mean
 from potluck.engine.buckets import Allocate
-from potluck.engine.engine import STEP_TOO_EARLY, Engine, _insist_on_mean, loss_and_samples
+from potluck.engine.engine import Engine
 from potluck.engine.loader import BatchConfig, Loader, MicroBatch, Position, SliceLoader, plan_step
+from potluck.engine.losses import STEP_TOO_EARLY, insist_on_mean, loss_and_samples
 from potluck.engine.node_client import NodeClient
 from potluck.engine.replica import Replica, StepConfig
 from potluck.engine.rows import as_dataset, mix
 from potluck.engine.slices import SliceSums, describe_model, digest_and_glance, glance
-from potluck.environment import PATIENCE_S, QUIET
+from potluck.environment import QUIET
 from potluck.errors import ConfigError, Diverged, Interrupted, PotluckError
 from potluck.events import EpochDone, RunEnded, RunStarted, StepDone, StepSkipped, WorkerStep
 from potluck.fleet.client import Client, Lost, Means, position_of
 from potluck.fleet.coordinator import SAVE
 from potluck.fleet.description import Description, Part, settings_of
-from potluck.fleet.invite import Invite
 from potluck.fleet.parcel import Unpacker, chunks, files_in, most_bytes, pack
 from potluck.fleet.tree import Node, sized_rows, slice_rows
-from potluck.link.link import Alone, Link, choose_device
-from potluck.link.link import connect as join_group
-from potluck.link.ranks import is_later_rank, meet
+from potluck.link.link import Alone, Link
 from potluck.save import checkpoint
 from potluck.save.saves import take_snapshot
 from potluck.shard.blocks import find_blocks
-from potluck.shard.strategy import FullShard, HybridShard, NoShard, ShardingStrategy
+from potluck.shard.strategy import FullShard, NoShard, ShardingStrategy
 from potluck.signals import on_interrupt
 from potluck.wire.messages import (
     Admitted,
@@ -89,20 +86,6 @@ KEEP_SHARE = 20
 
 
 class ElasticEngine(Engine):
-    @classmethod
-    def join(
-        cls,
-        invite: Invite,
-        device: torch.device,
-        *,
-        policy: ApplyPolicy = Sync(),
-        strategy: ShardingStrategy = NoShard(),
-        step: StepConfig = StepConfig(),
-    ) -> "ElasticEngine":
-        kind, ranks = engine_for(policy, strategy), ranks_of(strategy)
-        client = connect(invite, device) if ranks == 1 or not is_later_rank() else None
-        return kind(*as_one_worker(client, device, ranks), policy=policy, strategy=strategy, step=step)
-
     def __init__(
         self,
         client: Client | NodeClient,
@@ -330,7 +313,7 @@ class ElasticEngine(Engine):
 
     def backward(self, loss: Tensor, *, samples: float, last: bool | None = None) -> None:
         replica, micro = self._prepared(), self._loader().current
-        loss = _insist_on_mean(loss, samples)
+        loss = insist_on_mean(loss, samples)
         if micro is None or not self._joined:
             raise ConfigError("Under a host, batches come from the loader that prepare() gave. Iterate over that.")
         last = True if last is None else last
@@ -1015,38 +998,6 @@ class ElasticEngine(Engine):
         self.version = standing.get("version", standing["step"])
 
 
-def connect(invite: Invite, device: torch.device) -> Client:
-    client = Client(invite, name=name_of_worker(), kind=kind_of(device), say=_say)
-    client.connect()
-    return client
-
-
-def name_of_worker() -> str:
-    return os.environ.get("POTLUCK_NAME") or f"{socket.gethostname()}-{os.getpid()}"
-
-
-def as_one_worker(
-    client: Client | None, device: torch.device, ranks: int
-) -> tuple[Client | NodeClient, torch.device, Link]:
-    """What an engine is made of: of one process, its client; of several, what makes them one worker of the host.
-
-    `client`: the first rank's, which has joined. The others come when it asks for them, and have none.
-    """
-    if ranks == 1:
-        assert client is not None
-        return client, device, Alone()
-    try:
-        meet(ranks)
-        torch.set_num_threads(max(1, torch.get_num_threads() // ranks))  # a worker's threads are its ranks' together
-        device = choose_device()
-        link = join_group(device, PATIENCE_S)
-        return NodeClient(client, link, name=name_of_worker()), device, link
-    except BaseException:
-        if client is not None:
-            client.close()
-        raise
-
-
 class Counter:
     """In place of an Unpacker, where another rank writes the parcel down: only knows when it is whole."""
 
@@ -1062,39 +1013,6 @@ class Counter:
 
     def close(self) -> None:
         pass
-
-
-def engine_for(policy: ApplyPolicy, strategy: ShardingStrategy = NoShard()) -> type[ElasticEngine]:
-    """Whether workers take each step together, or step by themselves; and whether each is a node of several ranks."""
-    name = type(strategy).__name__
-    if not isinstance(strategy, NoShard | HybridShard):
-        raise ConfigError(
-            f"{name} splits one replica over all workers, and under a host each may go at any time. Use HybridShard,"
-            " whose replicas are each split over the ranks of one machine, with the policy Cadence or Async; or start"
-            " the workers as one group, with potluck run or torchrun."
-        )
-    is_node = ranks_of(strategy) > 1
-    if isinstance(policy, Sync):
-        if is_node:
-            raise ConfigError(
-                f"{name} works with a host under Cadence and Async, where a node steps by itself. Under Sync each"
-                " slice's gradient is one process's. Choose another policy, or set strategy to no_shard."
-            )
-        return ElasticEngine
-    from potluck.engine.elastic_windows import ElasticWindowEngine, insist_on_what_a_host_can_do
-
-    insist_on_what_a_host_can_do(policy)
-    if not is_node:
-        return ElasticWindowEngine
-    from potluck.engine.elastic_nodes import NodeEngine, insist_on_few_files
-
-    insist_on_few_files(ranks_of(strategy))
-    return NodeEngine
-
-
-def ranks_of(strategy: ShardingStrategy) -> int:
-    """How many processes of one machine are one worker."""
-    return strategy.intra_node_size if isinstance(strategy, HybridShard) else 1
 
 
 def kind_of(device: torch.device) -> str:
@@ -1120,5 +1038,5 @@ def _bytes_of(model: nn.Module) -> int:
     return sum(tensor.nbytes for tensor in model.state_dict().values())
 
 
-def _say(sentence: str) -> None:
+def say(sentence: str) -> None:
     print(f"potluck: {sentence}", file=sys.stderr, flush=True)

@@ -19,9 +19,7 @@ from potluck.engine.node_client import NodeClient
 from potluck.engine.node_parts import NodeParts, Stretch
 from potluck.engine.replica import Replica
 from potluck.engine.slices import hash_sums, sums_of, sums_of_piece
-from potluck.errors import ConfigError
 from potluck.fleet.description import BUFFERS
-from potluck.fleet.parcel import MAX_FILES
 from potluck.link.link import GroupLink, Link
 from potluck.save.split_saves import agree_on_aside, take_part
 from potluck.save.together import Share, write_share, write_together
@@ -30,16 +28,6 @@ from potluck.shard.blocks import find_blocks
 if TYPE_CHECKING:
     from potluck.engine.sharded import ShardedReplica
     from potluck.shard.sharded import Sharded
-
-
-def insist_on_few_files(ranks: int) -> None:
-    """Each rank writes two files of a state that travels, and the first three more."""
-    most = (MAX_FILES - 3) // 2
-    if ranks > most:
-        raise ConfigError(
-            f"HybridShard has an intra_node_size of {ranks}, and a host takes nodes of at most {most} ranks. Choose a"
-            " smaller one."
-        )
 
 
 class NodeChanges(Changes):

@@ -18,14 +18,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from potluck.agree.policy import ApplyPolicy, Sync
 from potluck.agree.pulse import Verdict, decide_alone
 from potluck.engine.averages import difference_, finite_norm
 from potluck.engine.buckets import Allocate, split_like
 from potluck.engine.buffers import SavedBuffers
 from potluck.engine.elastic import ElasticEngine
-from potluck.engine.engine import STEP_TOO_EARLY, _insist_on_mean
 from potluck.engine.loader import MicroBatch, even_batches, plan_step
+from potluck.engine.losses import STEP_TOO_EARLY, insist_on_mean
 from potluck.engine.replica import Replica
 from potluck.engine.rows import mix
 from potluck.engine.slices import insist_on_float32, plan_parts
@@ -35,17 +34,6 @@ from potluck.fleet.description import Part
 from potluck.fleet.tree import Node
 from potluck.shard.blocks import find_blocks
 from potluck.wire.messages import Committed, SliceReport, Work
-
-
-def insist_on_what_a_host_can_do(policy: ApplyPolicy) -> None:
-    if isinstance(policy, Sync):
-        return
-    for name, wanted in (("overlap", policy.overlap), ("outer", policy.outer is not None)):
-        if wanted:
-            raise ConfigError(
-                f"policy.{name} does not work with a host yet, only among the workers of one group. Switch it off, or"
-                " start the workers with potluck run."
-            )
 
 
 class Changes:
@@ -282,7 +270,7 @@ class ElasticWindowEngine(ElasticEngine):
 
     def backward(self, loss: Tensor, *, samples: float, last: bool | None = None) -> None:
         replica, micro = self._prepared(), self._loader().current
-        loss = _insist_on_mean(loss, samples)
+        loss = insist_on_mean(loss, samples)
         if micro is None or not self._joined:
             raise ConfigError("Under a host, batches come from the loader that prepare() gave. Iterate over that.")
         last = micro.last if last is None else last and micro.last

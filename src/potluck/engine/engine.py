@@ -23,7 +23,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, overload
@@ -38,92 +37,30 @@ from potluck.agree.policy import ApplyPolicy, Sync
 from potluck.agree.pulse import Pulse, Verdict, decide_step, worker_steps
 from potluck.agree.shares import share_out
 from potluck.agree.terms import SAME_DATA, UNCOMPARED, Fingerprint, differing_data, differing_settings
-from potluck.config import checked
+from potluck.composition import Composition, Wanted, compose
 from potluck.engine.compiling import Compiling, expect_any_rows
 from potluck.engine.fingerprint import fingerprint, training_settings
 from potluck.engine.loader import BatchConfig, Loader, MicroBatch, Position
-from potluck.engine.replica import Replica, StepConfig, find_batch_norm, in_float32, insist_on_memory
-from potluck.engine.rows import as_dataset, mix, rows_of, seed_everything
+from potluck.engine.losses import STEP_TOO_EARLY, LossFunction, insist_on_mean, loss_and_samples
+from potluck.engine.replica import Replica, StepConfig, find_batch_norm, insist_on_memory
+from potluck.engine.rows import as_dataset, mix, seed_everything
 from potluck.engine.scheduled import Scheduled
-from potluck.environment import LAST_WORDS, ONLY, PATIENCE_S, insist_on_patience
+from potluck.environment import LAST_WORDS, ONLY
 from potluck.errors import CheckpointError, ConfigError, Diverged, Interrupted, WorkerLost
 from potluck.events import Decided, EpochDone, EventLog, Noticed, Recovered, StepDone, StepSkipped, WorkerStep
-from potluck.fleet.invite import INVITE, read_invite
 from potluck.fleet.ledger import Ledger, prove
-from potluck.link.link import Alone, Link, Rows, choose_device, connect, loss_of_peer
+from potluck.link.link import Alone, Link, Rows, loss_of_peer
 from potluck.save.kept import Kept
-from potluck.save.memory import Recovery, my_recovery
+from potluck.save.memory import Recovery
 from potluck.save.saves import TENSORS, KeptTensors, Saves, Standing, sharded_of
 from potluck.save.state import tensors_json, tensors_of_json
-from potluck.shard.strategy import FullShard, NoShard, ShardGradOp, ShardingStrategy
+from potluck.shard.strategy import NoShard, ShardingStrategy
 from potluck.signals import on_interrupt
-from potluck.stages.protocol import CommunicationProtocol, Stages
 from potluck.words import plural
 
 if TYPE_CHECKING:
     from potluck.save.buddies import Buddies
     from potluck.shard.sharded import Sharded
-
-
-STEP_TOO_EARLY = (
-    "step() was called before backward(). Call fleet.backward(loss, samples=...) first, in place of loss.backward(),"
-    " which tells the other workers nothing."
-)
-LossFunction = Callable[[nn.Module, Any], Any]
-"""Gives the mean loss over a batch's rows, or (mean loss, number of samples) where rows are not what is counted."""
-
-
-def init(
-    policy: ApplyPolicy = Sync(),
-    strategy: ShardingStrategy = NoShard(),
-    *,
-    stages: Stages | CommunicationProtocol | None = None,
-    step: StepConfig = StepConfig(),
-    patience_s: float = PATIENCE_S,
-) -> "Engine":
-    """Joins the run that `potluck join`, `potluck run` or torchrun started; started by none, it is a run of one.
-
-    `stages`: cuts the model into stages, one to a worker; how they talk, or also how many and where it is cut.
-    """
-    checked(lambda: insist_on_patience("patience_s", patience_s))
-    device = choose_device()
-    if stages is not None:
-        stages = stages if isinstance(stages, Stages) else Stages(protocol=stages)
-    if stages is not None and INVITE in os.environ:
-        raise ConfigError(
-            "A host's workers each have a whole replica, and stages would need each other. Start stages with potluck"
-            ' run or potluck train; workers that have no connection meet in a store, with protocol "datastore".'
-        )
-    if INVITE in os.environ:
-        from potluck.engine.elastic import ElasticEngine
-
-        return ElasticEngine.join(read_invite(None), device, policy=policy, strategy=strategy, step=step)
-    recovery = my_recovery()
-    if recovery is not None:
-        policy, strategy = _for_those_left(policy, strategy, recovery)
-    if stages is not None:
-        from potluck.engine.staged import staged_engine
-
-        return staged_engine(device, policy=policy, strategy=strategy, step=step, stages=stages, patience_s=patience_s)
-    link = connect(device, patience_s)
-    if not isinstance(policy, Sync):
-        from potluck.engine.windows import WindowEngine
-
-        return WindowEngine(link, device, policy=policy, strategy=strategy, step=step)
-    engine = Engine(link, device, policy=policy, strategy=strategy, step=step)
-    engine.recovery = recovery
-    return engine
-
-
-def _for_those_left(
-    policy: ApplyPolicy, strategy: ShardingStrategy, recovery: Recovery
-) -> tuple[ApplyPolicy, ShardingStrategy]:
-    """What was set for each worker by itself, without that of the lost ones."""
-    if isinstance(policy, Sync):
-        policy = replace(policy, shares=recovery.of_those_left(policy.shares))
-    if isinstance(strategy, FullShard | ShardGradOp) and strategy.weights != "memory":
-        strategy = replace(strategy, weights=recovery.of_those_left(strategy.weights))
-    return policy, strategy
 
 
 class Engine:
@@ -137,12 +74,24 @@ class Engine:
         policy: ApplyPolicy = Sync(),
         strategy: ShardingStrategy = NoShard(),
         step: StepConfig = StepConfig(),
+        composition: Composition | None = None,
     ) -> None:
+        """`composition`: what the run is made of, if whoever makes this has composed it already."""
         self.link = link or Alone()
         self.device = device or torch.device("cpu")
         self.policy = policy
         self.strategy = strategy
         self.config = step
+        self.composition = composition or compose(
+            Wanted(
+                policy=policy,
+                strategy=strategy,
+                world=self.link.world,
+                has_host=self.is_led,
+                offload_optimizer=step.offload_optimizer,
+                on_gpu=self.device.type == "cuda",
+            )
+        )
         self.events = EventLog()
         self.after_step: list[Callable[[], None]] = []
         """Called on every worker once per step of the run, also for one in which this worker had no rows. Where workers
@@ -465,7 +414,7 @@ class Engine:
         `last` says whether the next call is step(); the loader knows it, and without one it is taken to be so.
         """
         replica = self._prepared()
-        loss = _insist_on_mean(loss, samples)
+        loss = insist_on_mean(loss, samples)
         micro = self.loader.current if self.loader is not None else None
         if last is None:
             last = micro is None or micro.last
@@ -566,7 +515,7 @@ class Engine:
 
     def _whole_steps(self) -> int:
         """Steps of the run that are done: one of which some rows are still to do counts for step_number alone."""
-        if self.loader is None or isinstance(self.policy, Sync):
+        if self.loader is None or self.policy.steps_together:
             return self.step_number
         row, size = self.loader.position.row, self.loader.batch.size
         return self.step_number - (row % size > 0 and row < self.loader.rows)
@@ -674,11 +623,12 @@ class Engine:
 
     def _make_replica(self, model: nn.Module, optimizer: Optimizer) -> Replica:
         """Called once."""
-        if isinstance(self.strategy, NoShard):
+        split = self.composition.split
+        if split is None:
             return Replica(model, optimizer, self.link, self.device, self.config)
         from potluck.engine.sharded import ShardedReplica
 
-        return ShardedReplica(model, optimizer, self.link, self.device, self.config, strategy=self.strategy)
+        return ShardedReplica(model, optimizer, self.link, self.device, self.config, strategy=split)
 
     def _make_loader(
         self, dataset: Any, batch: BatchConfig, seed: int, collate: Callable[[list[Any]], Any] | None
@@ -695,9 +645,8 @@ class Engine:
             in_pairs=self._batch_norm is not None,
         )
         self._insist_on_same_data(loader)
-        is_measured = isinstance(self.policy, Sync) and self.policy.balance and not self.policy.shares
         # Where ranks gather parameters they wait for each other in every layer, and nobody's own speed can be seen.
-        if is_measured and self.lanes > 1 and not self._prepared().gathers:
+        if self.composition.is_measured and self.lanes > 1 and not self._prepared().gathers:
             self._balance = Balance(batch.size, self.lanes)
         return loader
 
@@ -887,11 +836,7 @@ class Engine:
                 )
 
     def _shares(self, batch_size: int | None) -> tuple[float, ...]:
-        shares = (self.policy.shares if isinstance(self.policy, Sync) else ()) or (1.0,) * self.lanes
-        if len(shares) != self.lanes:
-            raise ConfigError(
-                f"policy.shares has {plural(len(shares), 'number')}, and the run {plural(self.lanes, 'worker')}."
-            )
+        shares = self.composition.shares or (1.0,) * self.lanes
         if batch_size is not None and 0 in (parts := share_out(batch_size, shares)):
             raise ConfigError(
                 f"A batch of {batch_size} does not fit {plural(self.lanes, 'worker')}: each needs at least one row, and"
@@ -909,12 +854,10 @@ class Engine:
 
     def _meet_buddies(self) -> None:
         """Goes on from what those who are left had kept, if one was lost; from here on, all keep copies anew."""
-        if not (isinstance(self.strategy, FullShard | ShardGradOp) and self.strategy.buddy):
+        if not self.composition.buddy_every:
             return
         from potluck.save.buddies import Buddies, recover
 
-        if not isinstance(self.policy, Sync):
-            raise ConfigError("strategy.buddy keeps copies between steps of all workers together: use the Sync policy.")
         if self.recovery is not None:
             standing = recover(self.recovery, self._sharded())
             self._prepared().remember_buffers()
@@ -923,7 +866,7 @@ class Engine:
             self.seed_random(standing["seed"])
             self._recovered = Recovered(step=self.step_number, lost=self.recovery.lost, workers=self.world)
         if self.world > 1:
-            self._buddies = Buddies(self.link, self.strategy.buddy_every)
+            self._buddies = Buddies(self.link, self.composition.buddy_every)
         self._refresh()
         if self.recovery is not None and self.rank == 0:
             self.recovery.forget()
@@ -1041,42 +984,3 @@ def _terms(told: bytes) -> tuple[str, Fingerprint, dict[str, Any]]:
     except ValueError:
         return told.decode(), {}, {}
     return rows, data, training
-
-
-def _insist_on_mean(loss: Any, samples: float) -> Tensor:
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        raise ConfigError(f"backward() takes the mean loss, a tensor of one number, not {_tell(loss)}.")
-    if not (math.isfinite(samples) and samples >= 0):
-        raise ConfigError(f"backward() takes how many samples the loss is a mean over, not {samples}.")
-    if samples:
-        insist_on_grad(loss)
-    return in_float32(loss)
-
-
-def insist_on_grad(loss: Tensor) -> None:
-    if not loss.requires_grad:
-        raise ConfigError(
-            "The loss has no gradient: no parameter that is trained had a part in it. It was detached (.detach(),"
-            " .item(), .data, torch.tensor(loss)), or computed under torch.no_grad() or with frozen parameters alone."
-        )
-
-
-def loss_and_samples(result: Any, batch: Any) -> tuple[Tensor, float]:
-    """What a loss function gave: a mean over the batch's rows, or (mean, how many samples it is over)."""
-    if not isinstance(result, tuple):
-        return result, float(rows_of(batch))
-    if len(result) != 2 or not (isinstance(result[1], int | float) or getattr(result[1], "numel", lambda: 0)() == 1):
-        raise ConfigError(
-            "A loss function returns the mean loss over the batch's rows, or (mean loss, number of samples), not"
-            f" {_tell(result)}."
-        )
-    samples = float(result[1])
-    if not (math.isfinite(samples) and samples >= 0):
-        raise ConfigError(f"A loss function says over how many samples its mean is, and {samples} is no such number.")
-    return result[0], samples
-
-
-def _tell(value: object) -> str:
-    if isinstance(value, Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
-    return f"a tuple of {len(value)}" if isinstance(value, tuple) else f"a {type(value).__name__}"

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from potluck.engine.replica import Replica, as_bytes, find_batch_norm
 from potluck.errors import ConfigError
-from potluck.link.link import Alone, GroupLink, Link
+from potluck.link.link import Alone, Link
 from potluck.shard.sharded import Sharded
 from potluck.shard.splitting import shard_over
-from potluck.shard.strategy import ShardGradOp, ShardingStrategy
+from potluck.shard.strategy import ShardingStrategy
 
 
 class ShardedReplica(Replica):
@@ -45,7 +45,7 @@ class ShardedReplica(Replica):
 
     def _place(self) -> None:
         """Where parameters are split too, they reach the device block by block, and never all at once."""
-        if isinstance(self.strategy, ShardGradOp):
+        if self.strategy.keeps_parameters_whole:
             super()._place()
 
     def _prepare_sums(self) -> None:
@@ -59,8 +59,8 @@ class ShardedReplica(Replica):
                 # BatchNorm's statistics are float32, and torch wants its parameters so too. Autocast alone will do.
                 bf16=self.config.precision == "bf16" and find_batch_norm(self.model) is None,
                 offload=self.config.offload_optimizer,
-                group=self.within.group if isinstance(self.within, GroupLink) else None,
-                nodes=self._nodes.group if isinstance(self._nodes, GroupLink) else None,
+                group=self.within.group,
+                nodes=self._nodes.group if self._nodes is not None else None,
             )
         except ValueError as error:
             raise ConfigError(f"strategy: {error}.") from None

@@ -19,13 +19,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from potluck.agree.policy import ApplyPolicy, Sync
+from potluck.agree.policy import ApplyPolicy
 from potluck.agree.pulse import Pulse, norm_of_stages, worker_steps
+from potluck.composition import Composition
 from potluck.engine.drafts import Draft
-from potluck.engine.engine import Engine, LossFunction, insist_on_grad, loss_and_samples
+from potluck.engine.engine import Engine
 from potluck.engine.fingerprint import training_settings
 from potluck.engine.held import Held, HeldPart, empty, hold, narrow
 from potluck.engine.loader import BatchConfig, Loader, MicroBatch, SliceLoader, plan_step
+from potluck.engine.losses import LossFunction, insist_on_grad, loss_and_samples
 from potluck.engine.replica import Replica, StepConfig, autocast, in_float32, naming_single_rows
 from potluck.engine.rows import as_dataset, mix
 from potluck.engine.slices import describe_model
@@ -34,19 +36,19 @@ from potluck.engine.windows import NodePulse, WindowEngine
 from potluck.errors import ConfigError, Interrupted
 from potluck.events import StepDone, StepSkipped, WorkerStep
 from potluck.fleet.ledger import Ledger
-from potluck.link.link import GroupLink, Link, connect, placed
-from potluck.link.nodes import Nodes
-from potluck.link.places import as_nodes, make_places
+from potluck.link.link import Link
+from potluck.link.nodes import Nodes, make_nodes
+from potluck.link.places import make_places
 from potluck.save.saves import Standing
 from potluck.save.store_run import StoreRun
 from potluck.save.store_saves import StoreSaves
-from potluck.shard.strategy import FullShard, HybridShard, NoShard, ShardGradOp, ShardingStrategy
+from potluck.shard.strategy import ShardingStrategy
 from potluck.stages.channel import Channel
 from potluck.stages.cut import Stage, cut, give_up_foreign
 from potluck.stages.direct import GroupChannel
 from potluck.stages.pipeline import Line
 from potluck.stages.plan import Plan, count_sent
-from potluck.stages.protocol import DataStore, Stages
+from potluck.stages.protocol import Stages
 from potluck.stages.schedule import forward_only, plan_orders
 from potluck.store.tenancy import Tenant
 from potluck.words import plural
@@ -117,17 +119,17 @@ class Staged(Engine):
         policy: ApplyPolicy,
         strategy: ShardingStrategy,
         step: StepConfig,
+        composition: Composition,
         stages: Stages,
         depot: StoreRun | None = None,
     ) -> None:
         """`depot`: where workers meet who have no connection to each other; the link is its."""
-        _insist_on_fit(strategy, stages, step)
         self.stages = stages
         self._depot = depot
         self._has_failed = False
         self._has_saved = False
-        self.places = make_places(link, stages.count, strategy)
-        super().__init__(link, device, policy=policy, strategy=strategy, step=step)
+        self.places = make_places(link, composition.stages, composition.node_size)
+        super().__init__(link, device, policy=policy, strategy=strategy, step=step, composition=composition)
         if depot is not None:
             self._saves = StoreSaves(link, self.events, depot)
         self._has_met = False
@@ -217,7 +219,7 @@ class Staged(Engine):
         replica = self._new_replica(own, optimizer)
         replica.always_used = self._ties.names
         firsts = self._ties.is_first_of
-        together = places.size if _is_whole(self.strategy) or places.each > 1 else self.world
+        together = self.world if self.composition.splits_all else places.size
         self._part = replica.part = HeldPart(replica, held, firsts, rank=self.rank % together, world=together)
         self._own = HeldPart(replica, held, dict.fromkeys(firsts, True), rank=0, world=1)
         self._work = {stage.index: _Work(stage, replica, lambda: self._unit) for stage in stages}
@@ -232,9 +234,7 @@ class Staged(Engine):
     def _make_channel(self) -> Channel:
         if self._depot is not None:
             return self._depot.open_channel(self.lane, self.places.place, self.device)
-        line = self.places.line
-        group = line.group if isinstance(line, GroupLink) else None
-        return GroupChannel(group, self.device, rank=self.places.place, workers=self.places.workers)
+        return GroupChannel(self.places.line.group, self.device, rank=self.places.place, workers=self.places.workers)
 
     # A step
 
@@ -407,46 +407,22 @@ class StagedEngine(Staged):
 
     def _new_replica(self, model: nn.Module, optimizer: Optimizer) -> Replica:
         places, arguments = self.places, (model, optimizer, self.places.peers, self.device, self.config)
-        if _is_whole(self.strategy):
+        split = self.composition.split_of(places.place)
+        if split is None:
             return Replica(*arguments)
         from potluck.engine.sharded import ShardedReplica
 
-        if places.each == 1:
-            return ShardedReplica(*arguments, strategy=self._strategy_of_place())
-        nodes = as_nodes(places).across if places.lanes > places.each else None
-        return ShardedReplica(*arguments, strategy=self.strategy, within=places.shards, nodes=nodes)
-
-    def _strategy_of_place(self) -> ShardingStrategy:
-        """With the weights of those workers alone over whom our stage is split."""
-        strategy, places = self.strategy, self.places
-        if not isinstance(strategy, FullShard | ShardGradOp) or not strategy.weights or strategy.weights == "memory":
-            return strategy
-        if len(strategy.weights) != self.world:
-            raise ConfigError(
-                f"strategy.weights has {plural(len(strategy.weights), 'number')}, and the run"
-                f" {plural(self.world, 'worker')}. Give each worker its own, also where they hold different stages."
-            )
-        given: list[list[float]] = [[] for _ in range(places.workers)]
-        for rank, weight in enumerate(strategy.weights):
-            given[places.place_of(rank)].append(float(weight))
-        if empty := [str(place) for place, weights in enumerate(given) if not sum(weights)]:
-            raise ConfigError(
-                f"strategy.weights is 0 for every worker that holds stage {empty[0]}. Give one of them a part."
-            )
-        return replace(strategy, weights=tuple(given[places.place]))
+        if self.composition.splits_all:
+            return ShardedReplica(*arguments, strategy=split)
+        nodes = make_nodes(self.link, places.size).across if self.composition.replicas > 1 else None
+        return ShardedReplica(*arguments, strategy=split, within=places.shards, nodes=nodes)
 
 
 class StagedWindowEngine(Staged, WindowEngine):
     """Each replica steps by itself."""
 
     def _make_nodes(self) -> Nodes:
-        if isinstance(self.strategy, FullShard | ShardGradOp):
-            raise ConfigError(
-                f"{type(self.policy).__name__} averages replicas, and there is only one:"
-                f" {type(self.strategy).__name__} splits each stage over all workers that hold it. Use NoShard, or"
-                " HybridShard with an intra_node_size that is smaller than their number, or the policy Sync."
-            )
-        return as_nodes(self.places)
+        return make_nodes(self.link, self.places.size)
 
     def _make_replica(self, model: nn.Module, optimizer: Optimizer) -> Replica:
         replica = Staged._make_replica(self, model, optimizer)
@@ -456,11 +432,11 @@ class StagedWindowEngine(Staged, WindowEngine):
     def _new_replica(self, model: nn.Module, optimizer: Optimizer) -> Replica:
         shards = self.places.shards
         arguments = (model, optimizer, self._nodes.across, self.device, self.config)
-        if _is_whole(self.strategy):
+        if self.composition.split is None:
             return Replica(*arguments, within=shards)
         from potluck.engine.sharded import ShardedReplica
 
-        return ShardedReplica(*arguments, strategy=FullShard(), within=shards, across=self._nodes.across)
+        return ShardedReplica(*arguments, strategy=self.composition.split, within=shards, across=self._nodes.across)
 
     def _samples_among(self, pulses: list[NodePulse]) -> float:
         """What the last stage of our lane tells."""
@@ -475,47 +451,6 @@ class StagedWindowEngine(Staged, WindowEngine):
         each = self.places.each
         together = {"in_step": each > 1, "in_pairs": self._batch_norm is not None}
         return plan_step(start, end, batch, (1.0,) * each, self.rank % each, **together)
-
-
-def staged_engine(
-    device: torch.device,
-    *,
-    policy: ApplyPolicy,
-    strategy: ShardingStrategy,
-    step: StepConfig,
-    stages: Stages,
-    patience_s: float,
-) -> Staged:
-    kind = StagedEngine if isinstance(policy, Sync) else StagedWindowEngine
-    depot = None
-    if isinstance(stages.protocol, DataStore):
-        _insist_on_fit(strategy, stages, step)
-        rank, world = placed() or (0, 1)
-        depot = StoreRun(stages.protocol, rank, world, patience_s, keeps=isinstance(policy, Sync))
-    link: Link = depot.link if depot is not None else connect(device, patience_s)
-    return kind(link, device, policy=policy, strategy=strategy, step=step, stages=stages, depot=depot)
-
-
-def _is_whole(strategy: ShardingStrategy) -> bool:
-    """Whether each rank has its stages whole."""
-    return isinstance(strategy, NoShard) or (isinstance(strategy, HybridShard) and strategy.intra_node_size == 1)
-
-
-def _insist_on_fit(strategy: ShardingStrategy, stages: Stages, step: StepConfig) -> None:
-    if step.offload_optimizer:
-        raise ConfigError("step.offload_optimizer does not go with stages. Leave it out, or cut into more stages.")
-    if isinstance(strategy, FullShard | ShardGradOp) and strategy.buddy:
-        raise ConfigError("strategy.buddy does not go with stages. Leave it out, and save checkpoints.")
-    if stages.schedule == "zero-bubble" and not _is_whole(strategy):
-        raise ConfigError(
-            "The schedule zero-bubble cuts backwards in two, of which a split stage would not hear. Use 1f1b, or"
-            " NoShard."
-        )
-    if isinstance(stages.protocol, DataStore) and not _is_whole(strategy):
-        raise ConfigError(
-            "Stages that meet in a store have no process group, over which a stage could be split. Use NoShard, or the"
-            " protocol Pipeline."
-        )
 
 
 def _in_groups(loader: Loader) -> Iterator[list[_Micro]]:

@@ -21,16 +21,18 @@ from torch.optim import Optimizer
 from potluck.agree.policy import Windowed
 from potluck.agree.pulse import decide_alone
 from potluck.agree.windows import Decision, Pool, Report, Windows, after
+from potluck.composition import Composition
 from potluck.engine.averages import Averages
 from potluck.engine.buffers import SavedBuffers
-from potluck.engine.engine import STEP_TOO_EARLY, Engine
+from potluck.engine.engine import Engine
 from potluck.engine.loader import BatchConfig, Loader, MicroBatch, SliceLoader, even_batches, plan_step
+from potluck.engine.losses import STEP_TOO_EARLY
 from potluck.engine.replica import Replica, StepConfig
 from potluck.engine.rows import mix
 from potluck.errors import ConfigError
 from potluck.events import Decided, StepDone, StepSkipped, WorkerStep
 from potluck.link.link import Alone, Link, Rows
-from potluck.link.nodes import Nodes, make_nodes, node_size
+from potluck.link.nodes import Nodes, make_nodes
 from potluck.save.saves import Standing
 from potluck.shard.strategy import FullShard, NoShard, ShardingStrategy
 
@@ -76,12 +78,13 @@ class WindowEngine(Engine):
         policy: Windowed,
         strategy: ShardingStrategy = NoShard(),
         step: StepConfig = StepConfig(),
+        composition: Composition | None = None,
     ) -> None:
-        super().__init__(link, device, policy=policy, strategy=strategy, step=step)
+        super().__init__(link, device, policy=policy, strategy=strategy, step=step, composition=composition)
         self.version = 0
         """Agreements so far."""
         self._nodes = self._make_nodes()
-        self._windows = Windows(policy, self._nodes.names)
+        self._windows = Windows(policy, self._nodes.names, may_be_alone=True)
         self._pool = Pool([])
         self._taken: list[list[tuple[int, int]]] = []
         self._decision: Decision | None = None
@@ -103,7 +106,7 @@ class WindowEngine(Engine):
     # Preparing
 
     def _make_nodes(self) -> Nodes:
-        return make_nodes(self.link, node_size(self.policy, self.strategy, self.world))
+        return make_nodes(self.link, self.composition.stages * self.composition.node_size)
 
     def _make_replica(self, model: nn.Module, optimizer: Optimizer) -> Replica:
         replica = self._new_replica(model, optimizer)

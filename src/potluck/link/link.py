@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,15 @@ class Rows(Protocol):
 class Link(Protocol):
     rank: int
     world: int
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """None: the default one, or no process group at all."""
+        ...
+
+    def part(self, groups: Sequence[Sequence[int]]) -> "Link":
+        """A link of that group of our ranks in which we are. Every rank calls this with the same groups."""
+        ...
 
     def start_sum(self, tensor: Tensor) -> Pending:
         """Begins to replace `tensor` by its sum over all ranks. Every rank starts the same sums in the same order."""
@@ -68,15 +77,6 @@ class Link(Protocol):
     def close(self) -> None: ...
 
 
-@runtime_checkable
-class Parted(Link, Protocol):
-    """A link of several, of whom some can have one of their own."""
-
-    def part(self, groups: Sequence[Sequence[int]]) -> Link:
-        """A link of that group of our ranks in which we are. Every rank calls this with the same groups."""
-        ...
-
-
 class Done:
     """It has ended already."""
 
@@ -102,6 +102,10 @@ class Alone:
 
     rank = 0
     world = 1
+    group = None
+
+    def part(self, groups: Sequence[Sequence[int]]) -> Link:
+        return self
 
     def start_sum(self, tensor: Tensor) -> Pending:
         return Done()

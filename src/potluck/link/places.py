@@ -7,11 +7,7 @@ within their places compute the same rows: they are a *lane*.
 
 from dataclasses import dataclass
 
-from potluck.errors import ConfigError
-from potluck.link.link import Alone, Link, Parted
-from potluck.link.nodes import Nodes, make_nodes
-from potluck.shard.strategy import HybridShard, ShardingStrategy
-from potluck.words import plural
+from potluck.link.link import Alone, Link
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,33 +55,13 @@ class Places:
         return [rank for rank in range(self.link.world) if self.lane_of(rank) == lane]
 
 
-def make_places(link: Link, workers: int | None, strategy: ShardingStrategy) -> Places:
-    """Every rank of the link calls this alike. `workers`: places of each replica; none: one replica of all."""
-    each = strategy.intra_node_size if isinstance(strategy, HybridShard) else 1
-    workers = workers or max(1, link.world // each)
-    if link.world % (workers * each):
-        split = f", each split over {each} (intra_node_size)" if each > 1 else ""
-        raise ConfigError(
-            f"{plural(link.world, 'worker')} cannot hold replicas of {plural(workers, 'stage')}{split}. Start a"
-            f" multiple of {plural(workers * each, 'worker')}, or change stages.count."
-        )
+def make_places(link: Link, workers: int, each: int) -> Places:
+    """Every rank of the link calls this alike. `workers`: places of each replica; `each`: ranks of each place."""
     alone = Places(link, workers, each, Alone(), Alone(), Alone())
     if link.world == 1:
         return alone
-    assert isinstance(link, Parted)
     ranks = range(link.world)
     lines = [alone.ranks_of(lane) for lane in range(alone.lanes)]
     peers = [[rank for rank in ranks if alone.place_of(rank) == place] for place in range(workers)]
     shards = link.part([ranks[first : first + each] for first in ranks[::each]]) if each > 1 else Alone()
     return Places(link, workers, each, link.part(lines), link.part(peers), shards)
-
-
-def as_nodes(places: Places) -> Nodes:
-    """For policies under which replicas step by themselves: each of them is a node."""
-    link, size = places.link, places.size
-    if places.lanes == places.each:
-        raise ConfigError(
-            f"There is one replica of {plural(places.workers, 'stage')}, and nothing to average with. Start a multiple"
-            f" of {size} workers, such as {2 * size}, or use the policy Sync."
-        )
-    return make_nodes(link, size)

@@ -75,6 +75,8 @@ class Door:
 class ReplayedLink:
     """A StoreLink whose operations before the first step are heard from a log, when a worker starts again."""
 
+    group = None
+
     def __init__(self, rank: int, world: int, log: Log, door: Door, number: int = 0) -> None:
         self.rank, self.world, self.log, self.door, self._number = rank, world, log, door, number
 

@@ -23,6 +23,8 @@ from potluck.tensor_bytes import buffer
 class StoreLink:
     """All workers of a run, or a part of them. Ranks are given, not found."""
 
+    group = None
+
     def __init__(self, store: Store, rank: int, world: int, *, keeps: bool = False) -> None:
         """`keeps`: nothing is deleted before all ranks have called durable() behind it."""
         assert 0 <= rank < world, (rank, world)

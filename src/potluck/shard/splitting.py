@@ -86,11 +86,6 @@ def shard_over(
                 group=group,
             )
         case FullShard() if strategy.weights:
-            if offload and device.type == "cuda":
-                raise ConfigError(
-                    "step.offload_optimizer does not go with FullShard's weights. Leave one of them out, or use"
-                    " ShardGradOp(weights=...)."
-                )
             weights = _weights(strategy.weights, device, group)
             return UnevenShards(
                 model, optimizer, blocks=blocks, device=device, weights=weights, bf16=bf16, mean=mean, group=group

@@ -13,6 +13,8 @@ class NoShard:
     """Nothing is split: each rank is a whole replica, and full gradients are averaged between them."""
 
     kind: ClassVar[str] = "no_shard"
+    keeps_parameters_whole: ClassVar[bool] = True
+    """Whether each rank has every parameter all the time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,6 +42,7 @@ class FullShard(_Split):
     """Parameters, gradients and optimizer state are split; a block is whole only while it computes. ZeRO-3."""
 
     kind: ClassVar[str] = "full_shard"
+    keeps_parameters_whole: ClassVar[bool] = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +54,7 @@ class ShardGradOp(_Split):
     """
 
     kind: ClassVar[str] = "shard_grad_op"
+    keeps_parameters_whole: ClassVar[bool] = True
 
     keep_gradients: bool = False
     """Split the optimizer's state alone: gradients travel once a step instead of once a micro-batch. ZeRO-1."""
@@ -61,6 +65,7 @@ class HybridShard:
     """Nodes of so many ranks: each holds a whole replica, split within it as by FullShard."""
 
     kind: ClassVar[str] = "hybrid_shard"
+    keeps_parameters_whole: ClassVar[bool] = False
 
     intra_node_size: int = 8
 

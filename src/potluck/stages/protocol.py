@@ -121,5 +121,10 @@ class Stages:
         return self.protocol.schedule if isinstance(self.protocol, Pipeline) else "1f1b"
 
     @property
+    def store(self) -> DataStore | None:
+        """Where stages meet that have no connection to each other."""
+        return self.protocol if isinstance(self.protocol, DataStore) else None
+
+    @property
     def micro_batch_size(self) -> int | None:
         return None if isinstance(self.protocol, Direct) else self.protocol.micro_batch_size

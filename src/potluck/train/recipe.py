@@ -15,12 +15,13 @@ from typing import Literal
 import torch
 
 from potluck.agree.policy import ApplyPolicy, Sync
+from potluck.composition import Wanted, compose, ranks_per_worker
 from potluck.config import from_dict, from_toml, to_toml
-from potluck.engine.elastic import as_one_worker, connect, engine_for, ranks_of
-from potluck.engine.engine import Engine, init
+from potluck.engine.engine import Engine
 from potluck.engine.loader import BatchConfig
 from potluck.engine.node_client import NodeClient
 from potluck.engine.replica import StepConfig
+from potluck.engine.start import as_one_worker, connect, init, led_engine
 from potluck.environment import machine_bytes, usable_cores
 from potluck.errors import ConfigError, Interrupted
 from potluck.events import Event, RunStarted
@@ -170,14 +171,10 @@ def join(arguments: list[str]) -> None:
         if config.data.paths and not settings:
             raise ask_for_files(config.data.paths)
         _check_little(config)
-        if config.stages is not None:
-            raise ConfigError(
-                "This host's recipe cuts the model into stages, which a host cannot lead. Train it with potluck train;"
-                ' workers that have no connection meet in a store, with stages.protocol.kind = "datastore".'
-            )
-        kind = engine_for(config.policy, config.strategy)
+        wanted = Wanted(policy=config.policy, strategy=config.strategy, stages=config.stages, has_host=True)
+        kind = led_engine(compose(wanted))
         if isinstance(client, Client):
-            joined = as_one_worker(client, device, ranks_of(config.strategy))
+            joined = as_one_worker(client, device, ranks_per_worker(config.strategy))
     except BaseException:
         client.close()
         raise
@@ -187,7 +184,7 @@ def join(arguments: list[str]) -> None:
 
 def _check_little(config: RunConfig) -> None:
     """What a host's recipe may make this machine do."""
-    ranks, most = ranks_of(config.strategy), max(4, usable_cores(), torch.cuda.device_count())
+    ranks, most = ranks_per_worker(config.strategy), max(4, usable_cores(), torch.cuda.device_count())
     if ranks > most:
         raise ConfigError(
             f"The host's recipe wants {ranks} processes on this machine for one worker (strategy.intra_node_size), and"

@@ -16,10 +16,11 @@ from typing import Any, NoReturn
 from torch import nn
 from torch.optim import Optimizer
 
-from potluck.agree.policy import Sync
-from potluck.engine.engine import Engine, LossFunction, init
+from potluck.engine.engine import Engine
 from potluck.engine.loader import BatchConfig
+from potluck.engine.losses import LossFunction
 from potluck.engine.rows import as_dataset
+from potluck.engine.start import init
 from potluck.errors import ConfigError, PotluckError
 from potluck.events import (
     CheckpointSaved,
@@ -219,7 +220,7 @@ class Trainer:
         position, rows, size = self._loader.position, self._loader.rows, self.batch.size
         steps, rows_seen = self.engine.step_number, self.engine.rows_seen
         left = (self.config.max_steps or 1 << 62) - steps
-        begun = 0 if isinstance(self.engine.policy, Sync) else -position.row % size  # of a batch that counts already
+        begun = 0 if self.engine.policy.steps_together else -position.row % size  # of a batch that counts already
         for epoch in range(position.epoch, self.config.epochs):
             rows_left = rows - (position.row if epoch == position.epoch else 0)
             taken = max(0, min(left, -(-(rows_left - begun) // size)))

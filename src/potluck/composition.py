@@ -1,0 +1,297 @@
+"""What a run is made of, from what was asked for; or why that cannot be, as a sentence. Pure: knows no torch.
+
+Three answers are independent of each other: where one replica's bytes live (strategy, stages), when replicas agree
+(policy), and over what they talk (a group, a store, a host). This is the only place that looks at more than one of
+them, and the only one that asks which kind an answer is. `tests/unit/test_composition.py` walks the whole table, which
+is printed in docs/composition.md.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from potluck.agree.policy import ApplyPolicy, Sync
+from potluck.errors import ConfigError
+from potluck.shard.strategy import FullShard, HybridShard, NoShard, ShardGradOp, ShardingStrategy
+from potluck.stages.protocol import DataStore, Stages
+from potluck.words import plural
+
+MOST_RANKS = 30
+"""Of one worker of a host: each writes two files of a state that travels, the first three more, and 64 are taken."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wanted:
+    """What was asked for, and where."""
+
+    policy: ApplyPolicy = Sync()
+    strategy: ShardingStrategy = NoShard()
+    stages: Stages | None = None
+    world: int = 1
+    """Workers of the run; under a host it is not known, and does not matter."""
+    has_host: bool = False
+    offload_optimizer: bool = False
+    on_gpu: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Composition:
+    """What is built. `replicas * stages * ranks_per_stage` is the number of workers."""
+
+    steps_together: bool
+    """Whether all workers take each step as one; else replicas step by themselves, and agree once a window."""
+    replicas: int
+    """Under a host: how many there are is not known, and this is 1."""
+    stages: int
+    """Parts into which each replica's layers are cut, each held by other ranks; 1: it is not cut."""
+    ranks_per_stage: int
+    """Ranks that hold one stage of one replica between them."""
+    split: ShardingStrategy | None
+    """How they do; none: each rank has all of it."""
+    splits_all: bool = False
+    """Whether `split` goes over all workers that hold a stage: there is one replica, and no nodes within it."""
+    weights: tuple[tuple[float, ...], ...] = ()
+    """Where `split` has weights: those of the ranks that hold each stage."""
+    shares: tuple[float, ...] = ()
+    """The part of each batch that each lane of workers gets, if that is fixed."""
+    is_measured: bool = False
+    """Whether those parts follow measured speeds."""
+    buddy_every: int = 0
+    """After how many steps each rank refreshes its copy of its neighbour's part; 0: there are no such copies."""
+
+    @property
+    def lanes(self) -> int:
+        """Among how many each batch is shared out."""
+        return self.replicas * self.ranks_per_stage
+
+    @property
+    def node_size(self) -> int:
+        """Ranks side by side that hold one stage of one replica between them; those of `splits_all` are no node."""
+        return 1 if self.splits_all else self.ranks_per_stage
+
+    def split_of(self, stage: int) -> ShardingStrategy | None:
+        """With the weights of those alone who hold this stage."""
+        if not self.weights or not isinstance(self.split, FullShard | ShardGradOp):
+            return self.split
+        return replace(self.split, weights=self.weights[stage])
+
+
+def compose(wanted: Wanted) -> Composition:
+    """Raises ConfigError for what cannot be."""
+    if wanted.has_host:
+        return _under_host(wanted)
+    return _in_stages(wanted, wanted.stages) if wanted.stages is not None else _over_group(wanted)
+
+
+def ranks_per_worker(strategy: ShardingStrategy) -> int:
+    """Under a host: how many processes of one machine are one worker."""
+    return strategy.intra_node_size if isinstance(strategy, HybridShard) else 1
+
+
+def for_those_left(
+    policy: ApplyPolicy, strategy: ShardingStrategy, pick: Callable[[Sequence[float]], tuple[float, ...]]
+) -> tuple[ApplyPolicy, ShardingStrategy]:
+    """What was set for each worker by itself, without that of the lost ones."""
+    if isinstance(policy, Sync):
+        policy = replace(policy, shares=pick(policy.shares))
+    if isinstance(strategy, FullShard | ShardGradOp) and strategy.weights != "memory":
+        strategy = replace(strategy, weights=pick(strategy.weights))
+    return policy, strategy
+
+
+def _over_group(wanted: Wanted) -> Composition:
+    policy, strategy, world = wanted.policy, wanted.strategy, wanted.world
+    buddy_every = strategy.buddy_every if isinstance(strategy, FullShard | ShardGradOp) and strategy.buddy else 0
+    if wanted.offload_optimizer and wanted.on_gpu and isinstance(strategy, FullShard) and strategy.weights:
+        raise ConfigError(
+            "step.offload_optimizer does not go with FullShard's weights. Leave one of them out, or use"
+            " ShardGradOp(weights=...)."
+        )
+    each = _node_size(strategy, world)
+    if isinstance(policy, Sync):
+        splits_all = isinstance(strategy, FullShard | ShardGradOp)
+        each = world if splits_all else each
+        return Composition(
+            steps_together=True,
+            replicas=world // each,
+            stages=1,
+            ranks_per_stage=each,
+            split=None if isinstance(strategy, NoShard) else strategy,
+            splits_all=splits_all,
+            shares=_shares(policy, world),
+            is_measured=_is_measured(policy),
+            buddy_every=buddy_every,
+        )
+    _insist_on_replicas(policy, strategy, world)
+    if buddy_every:
+        raise ConfigError("strategy.buddy keeps copies between steps of all workers together: use the Sync policy.")
+    return Composition(
+        steps_together=False,
+        replicas=world // each,
+        stages=1,
+        ranks_per_stage=each,
+        split=FullShard() if each > 1 else None,
+    )
+
+
+def _in_stages(wanted: Wanted, stages: Stages) -> Composition:
+    policy, strategy, world = wanted.policy, wanted.strategy, wanted.world
+    is_whole = isinstance(strategy, NoShard) or (isinstance(strategy, HybridShard) and strategy.intra_node_size == 1)
+    _insist_on_fit(wanted, stages, is_whole=is_whole)
+    each = strategy.intra_node_size if isinstance(strategy, HybridShard) else 1
+    workers = stages.count or max(1, world // each)
+    if world % (workers * each):
+        split = f", each split over {each} (intra_node_size)" if each > 1 else ""
+        raise ConfigError(
+            f"{plural(world, 'worker')} cannot hold replicas of {plural(workers, 'stage')}{split}. Start a"
+            f" multiple of {plural(workers * each, 'worker')}, or change stages.count."
+        )
+    replicas = world // (workers * each)
+    if isinstance(policy, Sync):
+        splits_all = isinstance(strategy, FullShard | ShardGradOp)
+        return Composition(
+            steps_together=True,
+            replicas=1 if splits_all else replicas,
+            stages=workers,
+            ranks_per_stage=replicas if splits_all else each,
+            split=None if is_whole else strategy,
+            splits_all=splits_all,
+            weights=_weights_of_stages(strategy, world, workers),
+            shares=_shares(policy, world // workers),
+            is_measured=_is_measured(policy),
+        )
+    if isinstance(strategy, FullShard | ShardGradOp):
+        raise ConfigError(
+            f"{_only_one(policy)}: {type(strategy).__name__} splits each stage over all workers that hold it. Use"
+            " NoShard, or HybridShard with an intra_node_size that is smaller than their number, or the policy Sync."
+        )
+    if replicas == 1 and world > 1:
+        size = workers * each
+        raise ConfigError(
+            f"There is one replica of {plural(workers, 'stage')}, and nothing to average with. Start a multiple"
+            f" of {size} workers, such as {2 * size}, or use the policy Sync."
+        )
+    return Composition(
+        steps_together=False,
+        replicas=replicas,
+        stages=workers,
+        ranks_per_stage=each,
+        split=None if is_whole else FullShard(),
+    )
+
+
+def _under_host(wanted: Wanted) -> Composition:
+    policy, strategy = wanted.policy, wanted.strategy
+    name = type(strategy).__name__
+    if wanted.stages is not None:
+        raise ConfigError(
+            "Stages are what a host cannot lead: its workers each have a whole replica and may go at any time, and"
+            " stages need each other. Start them with potluck run or potluck train; workers that have no connection"
+            ' meet in a store, with stages.protocol.kind = "datastore".'
+        )
+    if not isinstance(strategy, NoShard | HybridShard):
+        raise ConfigError(
+            f"{name} splits one replica over all workers, and under a host each may go at any time. Use HybridShard,"
+            " whose replicas are each split over the ranks of one machine, with the policy Cadence or Async; or start"
+            " the workers as one group, with potluck run or torchrun."
+        )
+    ranks = ranks_per_worker(strategy)
+    if isinstance(policy, Sync):
+        if ranks > 1:
+            raise ConfigError(
+                f"{name} works with a host under Cadence and Async, where a node steps by itself. Under Sync each"
+                " slice's gradient is one process's. Choose another policy, or set strategy to no_shard."
+            )
+        return Composition(steps_together=True, replicas=1, stages=1, ranks_per_stage=1, split=None)
+    for switch, is_on in (("overlap", policy.overlap), ("outer", policy.outer is not None)):
+        if is_on:
+            raise ConfigError(
+                f"policy.{switch} does not work with a host yet, only among the workers of one group. Switch it off, or"
+                " start the workers with potluck run."
+            )
+    if ranks > MOST_RANKS:
+        raise ConfigError(
+            f"HybridShard has an intra_node_size of {ranks}, and a host takes nodes of at most {MOST_RANKS} ranks."
+            " Choose a smaller one."
+        )
+    split = FullShard() if ranks > 1 else None
+    return Composition(steps_together=False, replicas=1, stages=1, ranks_per_stage=ranks, split=split)
+
+
+def _insist_on_fit(wanted: Wanted, stages: Stages, *, is_whole: bool) -> None:
+    strategy = wanted.strategy
+    if wanted.offload_optimizer:
+        raise ConfigError("step.offload_optimizer does not go with stages. Leave it out, or cut into more stages.")
+    if isinstance(strategy, FullShard | ShardGradOp) and strategy.buddy:
+        raise ConfigError("strategy.buddy does not go with stages. Leave it out, and save checkpoints.")
+    if stages.schedule == "zero-bubble" and not is_whole:
+        raise ConfigError(
+            "The schedule zero-bubble cuts backwards in two, of which a split stage would not hear. Use 1f1b, or"
+            " NoShard."
+        )
+    if isinstance(stages.protocol, DataStore) and not is_whole:
+        raise ConfigError(
+            "Stages that meet in a store have no process group, over which a stage could be split. Use NoShard, or the"
+            " protocol Pipeline."
+        )
+
+
+def _only_one(policy: ApplyPolicy) -> str:
+    return f"{type(policy).__name__} averages replicas, and there is only one"
+
+
+def _node_size(strategy: ShardingStrategy, world: int) -> int:
+    """How many ranks hold one replica together, if not all of them do."""
+    if not isinstance(strategy, HybridShard):
+        return 1
+    size = strategy.intra_node_size
+    if world % size:
+        raise ConfigError(
+            f"strategy: a world of {world} ranks is no multiple of intra_node_size, which is {size}. Start a multiple"
+            f" of {size} workers, or choose an intra_node_size that divides {world}."
+        )
+    return size
+
+
+def _insist_on_replicas(policy: ApplyPolicy, strategy: ShardingStrategy, world: int) -> None:
+    """Where all ranks hold one replica there is nothing to average. One rank alone is one: it just steps."""
+    if world == 1 or isinstance(strategy, NoShard):
+        return
+    if not isinstance(strategy, HybridShard):
+        raise ConfigError(
+            f"{_only_one(policy)}: {type(strategy).__name__} splits it over all {world} workers. Use HybridShard with"
+            f" an intra_node_size that is smaller than {world} and divides it, or the policy Sync."
+        )
+    if (size := strategy.intra_node_size) == world:
+        raise ConfigError(
+            f"{_only_one(policy)}: HybridShard with an intra_node_size of {size} makes one node of all {world}"
+            f" workers. Start {2 * size} or more, choose a smaller intra_node_size, or use the policy Sync."
+        )
+
+
+def _shares(policy: Sync, lanes: int) -> tuple[float, ...]:
+    if policy.shares and len(policy.shares) != lanes:
+        raise ConfigError(
+            f"policy.shares has {plural(len(policy.shares), 'number')}, and the run {plural(lanes, 'worker')}."
+        )
+    return policy.shares
+
+
+def _is_measured(policy: Sync) -> bool:
+    return policy.balance and not policy.shares
+
+
+def _weights_of_stages(strategy: ShardingStrategy, world: int, workers: int) -> tuple[tuple[float, ...], ...]:
+    """Of all who hold each stage, in the order of their ranks."""
+    if not isinstance(strategy, FullShard | ShardGradOp) or not strategy.weights or strategy.weights == "memory":
+        return ()
+    if len(strategy.weights) != world:
+        raise ConfigError(
+            f"strategy.weights has {plural(len(strategy.weights), 'number')}, and the run"
+            f" {plural(world, 'worker')}. Give each worker its own, also where they hold different stages."
+        )
+    given = [tuple(map(float, strategy.weights[stage::workers])) for stage in range(workers)]
+    if empty := [str(stage) for stage, weights in enumerate(given) if not sum(weights)]:
+        raise ConfigError(
+            f"strategy.weights is 0 for every worker that holds stage {empty[0]}. Give one of them a part."
+        )
+    return tuple(given)

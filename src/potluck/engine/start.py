@@ -1,0 +1,156 @@
+"""How a process becomes a worker of a run: init(), and joining a host; which engine it gets.
+
+Engines are imported where one is made: each brings libraries that a run of another kind need not wait for.
+"""
+
+import os
+import socket
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from potluck.agree.policy import ApplyPolicy, Sync
+from potluck.composition import Composition, Wanted, compose, for_those_left, ranks_per_worker
+from potluck.config import checked
+from potluck.engine.engine import Engine
+from potluck.engine.replica import StepConfig
+from potluck.environment import PATIENCE_S, insist_on_patience
+from potluck.fleet.client import Client
+from potluck.fleet.invite import INVITE, Invite, read_invite
+from potluck.link.link import Alone, Link, choose_device, placed
+from potluck.link.link import connect as join_group
+from potluck.link.ranks import is_later_rank, meet
+from potluck.save.memory import my_recovery
+from potluck.shard.strategy import NoShard, ShardingStrategy
+from potluck.stages.protocol import CommunicationProtocol, Stages
+
+if TYPE_CHECKING:
+    from potluck.engine.elastic import ElasticEngine
+    from potluck.engine.node_client import NodeClient
+
+
+def init(
+    policy: ApplyPolicy = Sync(),
+    strategy: ShardingStrategy = NoShard(),
+    *,
+    stages: Stages | CommunicationProtocol | None = None,
+    step: StepConfig = StepConfig(),
+    patience_s: float = PATIENCE_S,
+) -> Engine:
+    """Joins the run that `potluck join`, `potluck run` or torchrun started; started by none, it is a run of one.
+
+    `stages`: cuts the model into stages, one to a worker; how they talk, or also how many and where it is cut.
+    """
+    checked(lambda: insist_on_patience("patience_s", patience_s))
+    if isinstance(stages, CommunicationProtocol):
+        stages = Stages(protocol=stages)
+    device = choose_device()
+    wanted = Wanted(
+        policy=policy,
+        strategy=strategy,
+        stages=stages,
+        has_host=INVITE in os.environ,
+        offload_optimizer=step.offload_optimizer,
+        on_gpu=device.type == "cuda",
+    )
+    if wanted.has_host:
+        kind, ranks = led_engine(compose(wanted)), ranks_per_worker(strategy)
+        client = connect(read_invite(None), device) if ranks == 1 or not is_later_rank() else None
+        return kind(*as_one_worker(client, device, ranks), policy=policy, strategy=strategy, step=step)
+    recovery = my_recovery()
+    if recovery is not None:
+        policy, strategy = for_those_left(policy, strategy, recovery.of_those_left)
+        wanted = replace(wanted, policy=policy, strategy=strategy)
+    if stages is not None:
+        return _in_stages(wanted, stages, device, step, patience_s)
+    link = join_group(device, patience_s)
+    answers: dict[str, Any] = {
+        "policy": policy,
+        "strategy": strategy,
+        "composition": compose(replace(wanted, world=link.world)),
+    }
+    if policy.steps_together:
+        engine = Engine(link, device, step=step, **answers)
+        engine.recovery = recovery
+        return engine
+    from potluck.engine.windows import WindowEngine
+
+    return WindowEngine(link, device, step=step, **answers)
+
+
+def _in_stages(wanted: Wanted, stages: Stages, device: torch.device, step: StepConfig, patience_s: float) -> Engine:
+    from potluck.engine.staged import StagedEngine, StagedWindowEngine
+    from potluck.save.store_run import StoreRun
+
+    depot, together = None, wanted.policy.steps_together
+    link: Link | None = None
+    if stages.store is None:
+        link = join_group(device, patience_s)
+    rank, world = (link.rank, link.world) if link is not None else placed() or (0, 1)
+    composition = compose(replace(wanted, world=world))
+    if stages.store is not None:  # only now: what is refused must not have touched it
+        depot = StoreRun(stages.store, rank, world, patience_s, keeps=together)
+        link = depot.link
+    assert link is not None
+    return (StagedEngine if together else StagedWindowEngine)(
+        link,
+        device,
+        policy=wanted.policy,
+        strategy=wanted.strategy,
+        step=step,
+        composition=composition,
+        stages=stages,
+        depot=depot,
+    )
+
+
+def connect(invite: Invite, device: torch.device) -> Client:
+    from potluck.engine.elastic import kind_of, say
+
+    client = Client(invite, name=name_of_worker(), kind=kind_of(device), say=say)
+    client.connect()
+    return client
+
+
+def name_of_worker() -> str:
+    return os.environ.get("POTLUCK_NAME") or f"{socket.gethostname()}-{os.getpid()}"
+
+
+def as_one_worker(
+    client: Client | None, device: torch.device, ranks: int
+) -> tuple["Client | NodeClient", torch.device, Link]:
+    """What an engine is made of: of one process, its client; of several, what makes them one worker of the host.
+
+    `client`: the first rank's, which has joined. The others come when it asks for them, and have none.
+    """
+    if ranks == 1:
+        assert client is not None
+        return client, device, Alone()
+    try:
+        meet(ranks)
+        torch.set_num_threads(max(1, torch.get_num_threads() // ranks))  # a worker's threads are its ranks' together
+        device = choose_device()
+        link = join_group(device, PATIENCE_S)
+        from potluck.engine.node_client import NodeClient
+
+        return NodeClient(client, link, name=name_of_worker()), device, link
+    except BaseException:
+        if client is not None:
+            client.close()
+        raise
+
+
+def led_engine(composition: Composition) -> "type[ElasticEngine]":
+    """Of a worker that a host leads: whether all take each step together, and whether it is a node of several ranks."""
+    if composition.steps_together:
+        from potluck.engine.elastic import ElasticEngine
+
+        return ElasticEngine
+    if composition.ranks_per_stage == 1:
+        from potluck.engine.elastic_windows import ElasticWindowEngine
+
+        return ElasticWindowEngine
+    from potluck.engine.elastic_nodes import NodeEngine
+
+    return NodeEngine

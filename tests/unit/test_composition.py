@@ -1,0 +1,174 @@
+"""What goes with what, over the whole table: each combination is built, or refused by a sentence.
+
+`python -m tests.unit.test_composition` prints the table into docs/composition.md.
+"""
+
+import itertools
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from potluck import composition
+from potluck.agree.policy import ApplyPolicy, Async, Cadence, Outer, Sync
+from potluck.composition import MOST_RANKS, Composition, Wanted, compose
+from potluck.errors import ConfigError
+from potluck.shard.strategy import FullShard, HybridShard, NoShard, ShardGradOp, ShardingStrategy
+from potluck.stages.protocol import DataStore, Direct, Pipeline, Stages
+
+PAGE = Path(__file__).parents[2] / "docs" / "composition.md"
+
+POLICIES: dict[str, ApplyPolicy] = {
+    "Sync": Sync(),
+    "Cadence": Cadence(),
+    "Cadence(overlap)": Cadence(overlap=True),
+    "Cadence(outer)": Cadence(outer=Outer()),
+    "Async": Async(),
+    "Async(overlap)": Async(overlap=True),
+    "Async(outer)": Async(outer=Outer()),
+}
+STRATEGIES: dict[str, ShardingStrategy] = {
+    "NoShard": NoShard(),
+    "ShardGradOp": ShardGradOp(),
+    "ShardGradOp(keep_gradients)": ShardGradOp(keep_gradients=True),
+    'ShardGradOp(weights="memory")': ShardGradOp(weights="memory"),
+    "FullShard": FullShard(),
+    'FullShard(weights="memory")': FullShard(weights="memory"),
+    "FullShard(buddy)": FullShard(buddy=True),
+    "HybridShard(1)": HybridShard(intra_node_size=1),
+    "HybridShard(2)": HybridShard(intra_node_size=2),
+}
+STAGES: dict[str, Stages | None] = {
+    "whole replicas": None,
+    "two stages, 1f1b": Stages(protocol=Pipeline(micro_batch_size=2), count=2),
+    "two stages, zero-bubble": Stages(protocol=Pipeline(micro_batch_size=2, schedule="zero-bubble"), count=2),
+    "two stages, whole batches": Stages(protocol=Direct(), count=2),
+    "two stages through a store": Stages(protocol=DataStore(url="file:///somewhere"), count=2),
+}
+PLACES = {
+    "one worker": Wanted(world=1),
+    "a group of 2": Wanted(world=2),
+    "a group of 4": Wanted(world=4),
+    "under a host": Wanted(has_host=True),
+}
+OFFLOAD = ", with offload_optimizer"
+SWITCHES = {"": {}, OFFLOAD: {"offload_optimizer": True, "on_gpu": True}}
+
+
+def everything() -> Iterator[tuple[str, str, str, Wanted]]:
+    """Each combination, with its table, its row and its column."""
+    for place, stages, switch in itertools.product(PLACES, STAGES, SWITCHES):
+        for strategy, policy in itertools.product(STRATEGIES, POLICIES):
+            wanted = replace(PLACES[place], stages=STAGES[stages], strategy=STRATEGIES[strategy], **SWITCHES[switch])
+            yield f"{place.capitalize()}, {stages}{switch}", strategy, policy, replace(wanted, policy=POLICIES[policy])
+
+
+def answer(wanted: Wanted) -> Composition | str:
+    try:
+        return compose(wanted)
+    except ConfigError as error:
+        return str(error)
+
+
+def words(found: Composition) -> str:
+    """How many replicas, of how many stages, over how many ranks each."""
+    return f"{found.replicas} x {found.stages} x {found.ranks_per_stage}"
+
+
+def page() -> str:
+    tables: dict[str, dict[str, list[str]]] = {}
+    letters: dict[str, str] = {}
+    for table, row, _, wanted in everything():
+        found = answer(wanted)
+        if isinstance(found, str):
+            cell = letters.setdefault(found, _letter(len(letters)))
+        else:
+            cell = words(found)
+        tables.setdefault(table, {}).setdefault(row, []).append(cell)
+    lines, left = [HEAD], []
+    for table, rows in tables.items():
+        cells = sorted({cell for row in rows.values() for cell in row}, key=lambda cell: (len(cell), cell))
+        if table.endswith(OFFLOAD) and rows == tables[table.removesuffix(OFFLOAD)]:
+            continue
+        if all(cell in letters.values() for cell in cells):
+            left.append(f"- {table}: {', '.join(cells)}")
+            continue
+        lines += [f"\n## {table}\n", f"| | {' | '.join(POLICIES)} |", "|---" * (len(POLICIES) + 1) + "|"]
+        lines += [f"| {row} | {' | '.join(found)} |" for row, found in rows.items()]
+    lines += ["\n## Where nothing is built\n", *left]
+    lines += ["\n## Why\n", *(f"- **{letter}**: {sentence}" for sentence, letter in letters.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _letter(number: int) -> str:
+    return chr(ord("a") + number) if number < 26 else f"a{_letter(number - 26)}"
+
+
+HEAD = """# What is built from what
+
+Printed by `python -m tests.unit.test_composition`: do not edit. Every combination of strategy, policy, stages and
+place, with and without `step.offload_optimizer` on a GPU, as `composition.py` answers it before anything is built:
+*replicas x stages x ranks that hold one stage of one replica between them*, or a letter for the reason that it is
+refused. A switch that changes nothing has no table. Under a host there are as many replicas as workers, of whom there
+may be any number. Which combinations give the numbers of one process is measured in [matrix.md](matrix.md)."""
+
+
+def test_every_combination_is_built_or_refused_by_a_sentence() -> None:
+    found = [answer(wanted) for _, _, _, wanted in everything()]
+    assert len(found) == len(POLICIES) * len(STRATEGIES) * len(STAGES) * len(PLACES) * len(SWITCHES)
+    for (_, _, _, wanted), one in zip(everything(), found, strict=True):
+        if isinstance(one, str):
+            assert (one.endswith(".") and ". " in one) or "use the Sync policy" in one, one
+        else:
+            assert one.replicas * one.stages * one.ranks_per_stage == _workers(wanted, one)
+            assert one.steps_together == (wanted.policy.kind == "sync")
+            assert (one.split is None) == (one.ranks_per_stage == 1) or isinstance(
+                one.split, HybridShard | FullShard | ShardGradOp
+            )
+
+
+def _workers(wanted: Wanted, found: Composition) -> int:
+    return found.ranks_per_stage if wanted.has_host else wanted.world
+
+
+def test_one_worker_runs_under_every_policy() -> None:
+    """A run of one is how people debug."""
+    for policy in POLICIES.values():
+        assert words(compose(Wanted(policy=policy))) == "1 x 1 x 1"
+
+
+def test_the_page_has_the_table_of_today() -> None:
+    assert PAGE.read_text(encoding="utf-8") == page()
+
+
+def test_a_host_takes_nodes_whose_files_it_takes() -> None:
+    from potluck.fleet.parcel import MAX_FILES
+
+    assert (MAX_FILES - 3) // 2 == MOST_RANKS
+
+
+def test_what_is_composed_needs_no_torch() -> None:
+    look = f"import sys, {composition.__name__}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", look]).returncode == 0
+
+
+@pytest.mark.parametrize("policy", [Cadence(), Async()])
+def test_weights_of_stages_are_those_of_their_workers(policy: ApplyPolicy) -> None:
+    stages = Stages(protocol=Direct(), count=2)
+    found = compose(Wanted(strategy=FullShard(weights=(1, 2, 3, 4)), stages=stages, world=4))
+    assert found.split_of(0) == FullShard(weights=(1.0, 3.0)) and found.split_of(1) == FullShard(weights=(2.0, 4.0))
+    with pytest.raises(ConfigError, match="splits each stage over all workers that hold it"):
+        compose(Wanted(policy=policy, strategy=FullShard(), stages=stages, world=4))
+
+
+def test_shares_are_as_many_as_lanes() -> None:
+    assert compose(Wanted(policy=Sync(shares=(2, 1)), world=2)).shares == (2, 1)
+    with pytest.raises(ConfigError, match=r"policy.shares has 2 numbers, and the run 3 workers\."):
+        compose(Wanted(policy=Sync(shares=(2, 1)), world=3))
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
