@@ -107,7 +107,7 @@ def disturb(run: Fleet, draw: random.Random) -> None:
         case "cut":
             worker.lose_connection()
         case "leave":
-            worker.wants_stop = True
+            worker.member.wants_stop = True
         case "silence":
             worker._silent_until = run.clock.now + draw.choice([0.5, 3.0, 15.0])
 

@@ -407,7 +407,7 @@ def test_a_worker_that_leaves_politely_is_told_as_such(phase: str, workers: int)
     assert faults.fired == ["leave w0"]
     (went,) = [went for went in run.told(WorkerWent) if went.name == "w0"]
     assert went.polite
-    assert run.workers["w0"].left and run.workers["w0"].error is None
+    assert run.workers["w0"].member.left and run.workers["w0"].error is None
 
 
 def test_the_last_holders_state_is_asked_for_before_it_goes() -> None:
@@ -871,7 +871,7 @@ def test_the_last_holder_does_not_go_before_its_weights_are_kept() -> None:
     assert not run.workers["w0"].done
     run.disk.is_full = False
     run.run_until(lambda: run.workers["w0"].done, limit_s=10 * PATIENCE_S)
-    assert run.workers["w0"].left and max(run.disk.states) == 3
+    assert run.workers["w0"].member.left and max(run.disk.states) == 3
     assert State.from_bytes(run.disk.states[3]).weights.tobytes() == undisturbed(3)
 
 

@@ -1,8 +1,8 @@
 """A fleet in one process, on a clock of its own: Coordinator, Mean and Journal are real, and all around them are toys.
 
-A worker does what ElasticEngine does, message by message, with a vector of a few numbers for a model. What a slice's
-gradient is depends on its rows and on the weights alone, so a run must end with the bits of undisturbed(), which knows
-nothing of a fleet. Faults are scripted, and a test proves by `fired` that its fault came about.
+A worker drives a real Member, with a vector of a few numbers for a model. What a slice's gradient is depends on its
+rows and on the weights alone, so a run must end with the bits of undisturbed(), which knows nothing of a fleet. Faults
+are scripted, and a test proves by `fired` that its fault came about.
 """
 
 import functools
@@ -22,35 +22,28 @@ import numpy.typing as npt
 
 from potluck.events import Event, WorkerCame, WorkerWent
 from potluck.fleet import coordinator as core
+from potluck.fleet import member
 from potluck.fleet.coordinator import PROTOCOL, SAVE, Coordinator, Standing
 from potluck.fleet.description import Description, Part
 from potluck.fleet.effects import Effect, StepRecord
 from potluck.fleet.journal import Journal
 from potluck.fleet.ledger import prove
 from potluck.fleet.mean import Mean, Slot
+from potluck.fleet.member import Member
 from potluck.fleet.tree import Node, children, merges, sized_rows, slice_rows
 from potluck.wire.codec import decode, encode
 from potluck.wire.messages import (
     Admitted,
     Applied,
     Committed,
-    Evaluated,
-    EvaluateNext,
-    EvaluateRange,
     Heartbeat,
     Hello,
-    Leave,
     Message,
-    Ready,
     Refusal,
-    Saved,
-    SaveDue,
-    Shutdown,
     SliceReport,
     StateBegin,
     StateChunk,
     StateMore,
-    StateRequest,
     Welcome,
     Work,
 )
@@ -710,7 +703,7 @@ Life = Generator[Sleep | Receive, Any, Any]
 
 
 class Worker:
-    """What ElasticEngine and Client do, as a generator that yields whenever it waits."""
+    """A Member on a virtual line, with a toy to compute with: a generator that yields whenever it waits."""
 
     def __init__(self, fleet: "Fleet", name: str, **options: Any) -> None:
         self.fleet = fleet
@@ -736,8 +729,7 @@ class Worker:
         self.line: Line | None = None
         self.error: str | None = None
         self.validated: dict[int, float] = {}
-        self.dead = self.done = self.left = self.stopping = self.over = self.replaying = False
-        self.wants_stop = self.finished = self.is_in = False
+        self.dead = self.done = self.stopping = self.finished = False
         self.held_off: list[float] = []
         """When the host told it to come later."""
         self.slices_computed: list[tuple[int, int]] = []
@@ -747,15 +739,10 @@ class Worker:
         """What has come; it stays here while the worker is silent."""
         self._means: dict[int, dict[int, Floats]] = {}
         self._since = 0
-        self._later: deque[Message] = deque()
-        self._asked: list[StateRequest] = []
+        self.member = Member()
+        self._welcome: Welcome | None = None
         self._told = ""
-        self._changed_at, self._changes_itself, self._is_damaged = -1, False, False
-        self._work: Work | None = None
-        self._leader = -1
-        self._worker_id = -1
-        self._save_due = 0
-        self._saved = self._unsaved = Saved(0, "", "")
+        self._arriving, self._arriving_bytes = b"", 0
         self._silent_until = 0.0
         self._waits: Sleep | Receive | None = None
         self._turn = 0
@@ -920,7 +907,7 @@ class Worker:
         if isinstance(answer, Refusal):
             raise Ended(answer.sentence)
         assert isinstance(answer, Welcome), answer
-        self._worker_id = answer.worker_id
+        self._welcome = answer
         self._beat(self.line)
 
     def _send(self, item: Any) -> None:
@@ -928,18 +915,18 @@ class Worker:
         if not self.dead:
             self.line.send(item)
 
-    # As ElasticEngine does
+    # As engine/led.py drives it
 
     def _live(self) -> Life:
         yield from self._connect()
         yield from self._present()
+        yield from self._settle()
         yield from self._train()
         if self.save_every:
             yield from self._save()
             yield from self._wait_for_saves()
-        if not self.over:
-            self._send(Leave(1, "finished"))
-            yield from self._await_goodbye()
+        if not self.member.is_over:
+            yield from self._go(self.member.finish(self.clock.now))
 
     def _train(self) -> Life:
         """Until the end, which is on the host's disk before the loop is over where it is known: till then this worker
@@ -951,157 +938,109 @@ class Worker:
                 yield from self._save()
                 yield from self._wait_for_saves()
             if self.stopping or self.state.epoch >= self.fleet.epochs:
-                self.finished = self.state.epoch >= self.fleet.epochs and self.is_in and not self.left
+                self.finished = self.state.epoch >= self.fleet.epochs and self.member.is_in and not self.member.left
                 return
 
     def _rest_of_epoch(self) -> Life:
         while not self.stopping and self.state.row < ROWS and self.state.epoch < self.fleet.epochs:
-            if self._work is None:
-                self._check_weights()
+            if (work := self.member.begin()) is None:
+                yield from self._check_weights()
             else:
-                work, self._work = self._work, None
                 yield from self._compute(work)
             yield from self._await_step()
         if self.state.row >= ROWS:
             self.state.epoch, self.state.row = self.state.epoch + 1, 0
 
-    def _present(self) -> Life:
-        yield from self._at("joined", self.state.step + 1)
-        step, self.is_in = self.state.step, False
-        self._pass_over_until(step)
-        before, self._told = self._told, digest_of(self.state.weights)
-        is_changed = before != self._told or self._is_damaged or (self._changed_at == step and not self._changes_itself)
-        digest = "" if step and is_changed else self._told
-        self._send(Ready(self.description.to_json(), step, digest, int(step > 0)))
-        while True:
-            message = yield Receive()
-            match message:
-                case Lost():
-                    yield from self._mend()
-                    return
-                case Refusal():
-                    raise Ended(message.sentence)
-                case Admitted() if message.wait:
-                    yield from self._fetch_state()
-                    return
-                case Admitted():
-                    where = json.loads(message.position)
-                    if not step and message.step == where["step"]:
-                        self.state.epoch, self.state.row = where["epoch"], where["row"]
-                    self.is_in = True
-                    return
-                case Shutdown():
-                    self.stopping = self.over = True
-                    return
-                case None | Saved():
-                    pass
-                case _:
-                    self._later.append(message)
-
-    def _mend(self) -> Life:
-        if self.over:
-            self.stopping = True
-            return
-        self._work = None
-        self._later.clear()
-        self._asked.clear()
-        yield Sleep(0.05)
-        yield from self._connect()
-        yield from self._present()
-        if self._saved.step < self._save_due and not self.over:  # what was told to the connection before may be lost
-            self._send(SaveDue(self._save_due, 2))
-
-    def _fetch_state(self) -> Life:
-        self._work, self.is_in = None, False
-        self._later.clear()
-        transfer, size, data = -1, -1, b""
-        while size < 0 or len(data) < size:
-            message = yield Receive()
-            match message:
-                case Lost():
-                    yield from self._mend()
-                    return
-                case Refusal():
-                    raise Ended(message.sentence)
-                case Shutdown():
-                    self.stopping = self.over = True
-                    return
-                case StateBegin():
-                    transfer, size, data = message.transfer, json.loads(message.header)[0][1], b""
-                case StateChunk() if message.transfer == transfer:
-                    data += bytes(message.data)
-                    if size - len(data) <= size // 2 < size - len(data) + len(message.data):
-                        yield from self._at("catching up", self.state.step)
-                case Admitted():  # the run has gone back meanwhile
-                    self._later.clear()
-                case Committed() | Work():
-                    self._later.append(message)
-        self.state = State.from_bytes(data)
-        self._save_due = 0  # of a future that may never be
-        self._changed_at, self._is_damaged = -1, False
-        self._pass_over_until(self.state.step)
-        self._later = deque(m for m in self._later if getattr(m, "step", 0) > self.state.step)
-        self.replaying = self.is_in = True
-        self._tell_applied()
-
-    def _pass_over_until(self, step: int) -> None:
-        self._since = step
-        self._means = {number: parts for number, parts in self._means.items() if number > step}
-
     def _await_step(self) -> Life:
         while True:
-            self._serve_requests()
-            message = self._later.popleft() if self._later else (yield from self._receive())
-            match message:
-                case None:
-                    return
-                case Committed() if message.step == self.state.step + 1:
-                    yield from self._commit(message)
-                    return
-                case Work() if message.step == self.state.step + 1:
-                    self._work = message
-                    return
-                case Shutdown():
-                    self.stopping = self.over = True
-                    return
+            for effect in self.member.take():
+                match effect:
+                    case member.Compute():
+                        return
+                    case member.Apply():
+                        yield from self._commit(effect.committed)
+                        return
+                    case _:
+                        yield from self._do([effect])
+            if (yield from self._pump()):
+                return
 
-    @property
-    def _is_idle(self) -> bool:
-        return self._work is None
+    def _pump(self) -> Life:
+        """One message, or none in time. Whether the run may stand elsewhere than before."""
+        turn = self.member.turn
+        item = yield Receive(self.member.wait_s(self.clock.now))
+        match item:
+            case None:
+                effects = self.member.nothing(self.clock.now)
+            case Lost():
+                effects = self.member.lost(item.why)
+            case _:
+                effects = self.member.hear(self.clock.now, item)
+        yield from self._do(effects)
+        yield from self._settle()
+        return self.member.turn != turn
 
-    def _receive(self) -> Life:
-        while True:
-            message = yield Receive(0.2)
-            match message:
-                case None:
-                    if self.wants_stop and self._is_idle:
-                        yield from self._leave_politely()
-                        return None
-                case Lost():
-                    yield from self._mend()
-                    return None
-                case Refusal():
-                    raise Ended(message.sentence)
-                case StateRequest():
-                    self._asked.append(message)
-                    self._serve_requests()
-                case Saved() if message.error:
-                    self._unsaved = message
-                    return message
-                case Saved():
-                    self._saved = message
-                    return message
-                case Admitted() if message.wait:
-                    yield from self._fetch_state()
-                    return None
-                case Admitted():
-                    pass
-                case _:
-                    return message
+    def _settle(self) -> Life:
+        """Until this worker is in the run, or out of it."""
+        while not self.member.is_settled:
+            yield from self._pump()
+        self.stopping |= self.member.is_over
+
+    def _go(self, goodbye: list[member.Effect]) -> Life:
+        yield from self._do(goodbye)
+        while not self.member.is_over:
+            yield from self._pump()
+
+    def _do(self, effects: list[member.Effect]) -> Life:
+        for effect in effects:
+            match effect:
+                case member.Send():
+                    self._send(effect.message)
+                case member.Fail():
+                    raise Ended(effect.sentence)
+                case member.Rejoin():
+                    yield Sleep(0.05)
+                    yield from self._connect()
+                    yield from self._present()
+                case member.StandAt():
+                    self.state.epoch, self.state.row = effect.epoch, effect.row
+                case member.SkipAverages():
+                    self._since = effect.step
+                    self._means = {number: parts for number, parts in self._means.items() if number > effect.step}
+                case member.ReceiveState():
+                    self._arriving, self._arriving_bytes = b"", json.loads(effect.header)[0][1]
+                case member.TakeChunk():
+                    yield from self._take_chunk(bytes(effect.data))
+                case member.Load():
+                    self.state = State.from_bytes(self._arriving)
+                    yield from self._do(self.member.loaded(self.state.step, self.state.step))
+                case member.ServeState():
+                    yield from self._send_state(effect.transfer)
+                case member.TellApplied():
+                    self._told = digest_of(self.state.weights)
+                    drift = self.drifts.get(self.state.step, 0.0)
+                    self._send(Applied(self.state.step, self._told, 0.1, 1.0, effect.fault, drift))
+                case member.LookAt():
+                    yield from self._at("evaluating", self.state.step)
+                    yield Sleep(self.slice_s)
+                    rows = float(effect.end - effect.start)
+                    yield from self._do(self.member.looked(effect, validation_of(effect.start, effect.end), rows))
+
+    def _take_chunk(self, data: bytes) -> Life:
+        self._arriving += data
+        left = self._arriving_bytes - len(self._arriving)
+        if left <= self._arriving_bytes // 2 < left + len(data):
+            yield from self._at("catching up", self.state.step)
+
+    def _present(self) -> Life:
+        yield from self._at("joined", self.state.step + 1)
+        before, self._told = self._told, digest_of(self.state.weights)
+        described, is_same = self.description.to_json(), before == self._told
+        assert self._welcome is not None
+        yield from self._do(self.member.present(self._welcome, described, self._told, is_same=is_same))
 
     def _compute_window(self, work: Work) -> Life:
         """As ElasticWindowEngine does: steps of its own, then what they changed."""
-        self.replaying = False
         started, line, (number, _) = self.clock.now, self.line, work.nodes
         (start, end) = sized_rows(work.row, map(int, work.sizes))[number]
         batches = -(-(end - start) // work.batch)
@@ -1119,7 +1058,7 @@ class Worker:
             batches,
         )
         self._send(told)
-        self._check_weights(in_step=True)
+        yield from self._check_weights(in_step=True)
         edges = np.cumsum([0, *PARTS])
         for part in range(len(PARTS)):
             values = change[edges[part] : edges[part + 1]]
@@ -1138,7 +1077,6 @@ class Worker:
         if work.batch:
             yield from self._compute_window(work)
             return
-        self.replaying = False
         started, line = self.clock.now, self.line
         nodes = [(int(a), int(b)) for a, b in zip(work.nodes[::2], work.nodes[1::2], strict=True)]
         numbers = [number for node in nodes for number in range(*node)]
@@ -1157,7 +1095,7 @@ class Worker:
         for part in range(len(PARTS)):
             yield Sleep(self.slice_s / len(PARTS))
             if part == len(PARTS) - 1:
-                self._check_weights(in_step=True)
+                yield from self._check_weights(in_step=True)
                 self._report(work.step, [], np.zeros(0), np.zeros(0), self.clock.now - started, b"\x07")
             for index, total in enumerate(sums):
                 values = total[edges[part] : edges[part + 1]]
@@ -1192,139 +1130,72 @@ class Worker:
 
     def _commit(self, committed: Committed) -> Life:
         yield from self._at("committed", self.state.step)
-        while len(self._means.get(committed.step, {})) < len(PARTS):
-            message = yield Receive()  # the averages come first, so that only a loss can be here
-            if isinstance(message, Lost):
-                yield from self._mend()
-                return
-            assert message is None, f"{self.name} got {message} before the averages of step {committed.step}"
+        if len(self._means.get(committed.step, {})) < len(PARTS):
+            return  # the averages come first, so that a loss is next
         parts = self._means.pop(committed.step)
-        self._leader = committed.leader
         mean = np.concatenate([parts[part] for part in range(len(PARTS))])
-        self._check_weights(in_step=True)
+        yield from self._check_weights(in_step=True)
+        self.member.agree(committed)
         (self.state.agree if self.is_windowed else self.state.apply)(mean, committed.rows)
         assert self.state.step == committed.step, f"{self.name} missed a step before {committed.step}"
         self.state.weights = self.update(self.state.weights)
         if self.fleet.faults.take(self.name, "applying", committed.step):
             self.state.weights[0] += 1
-        self._tell_applied()
-        if committed.stop:
-            self.stopping = True
+        yield from self._do([member.TellApplied()])
+        self.stopping |= bool(committed.stop)
         self.state.weights = self.own_code(self.state.weights)
         yield from self._at("applied", self.state.step)
-        if not self.replaying:
+        if not self.member.is_replaying:
             if self.evaluate_every and self.state.step % self.evaluate_every == 0 and not self.stopping:
                 yield from self._evaluate()
             if self.save_every and self.state.step % self.save_every == 0:
                 yield from self._save()
-        if self.wants_stop and not self.stopping:
-            yield from self._leave_politely()
+        if self.member.wants_stop and not self.stopping:
+            yield from self._go(self.member.leave(self.clock.now))
+            self.stopping = True
 
-    def _tell_applied(self) -> None:
-        drift = self.drifts.get(self.state.step, 0.0)
-        self._told = digest_of(self.state.weights)
-        self._send(Applied(self.state.step, self._told, 0.1, 1.0, "", drift))
-
-    def _check_weights(self, *, in_step: bool = False) -> None:
+    def _check_weights(self, *, in_step: bool = False) -> Life:
         if digest_of(self.state.weights) != self._told:
-            self._is_damaged |= in_step
-            self._changes_itself |= self._changed_at == self.state.step - 1
-            self._changed_at = self.state.step
-            self._tell_applied()
+            yield from self._do(self.member.changed(in_step=in_step))
 
     def _evaluate(self) -> Life:
         step = self.state.step
-        ask = EvaluateNext(step, VALIDATION_ROWS, VALIDATION_SIZE, 0, 0, 0.0, 0.0)
-        while True:
-            self._send(ask)
-            answer = yield from self._await_evaluation(step)
-            if isinstance(answer, Evaluated):
-                self.validated[step] = answer.loss_sum / answer.samples if answer.samples else math.nan
-                return
-            if answer is None:
-                if self.over or self.state.step != step:
-                    return
-                ask = EvaluateNext(step, VALIDATION_ROWS, VALIDATION_SIZE, 0, 0, 0.0, 0.0)
-                continue
-            yield from self._at("evaluating", step)
-            yield Sleep(self.slice_s)
-            start, end = answer.start, answer.end
-            rows = float(end - start)
-            ask = EvaluateNext(step, VALIDATION_ROWS, VALIDATION_SIZE, start, end, validation_of(start, end), rows)
-
-    def _await_evaluation(self, step: int) -> Life:
-        while True:
-            message = yield from self._receive()
-            match message:
-                case EvaluateRange() | Evaluated() if message.step == step:
-                    return message
-                case Shutdown():
-                    self.stopping = self.over = True
-                    return None
-                case None:
-                    return None
-                case _:
-                    self._later.append(message)
+        yield from self._do(self.member.evaluate(VALIDATION_ROWS, VALIDATION_SIZE))
+        evaluation = self.member.evaluation
+        assert evaluation is not None
+        while evaluation.loss is None:
+            yield from self._pump()
+        if not math.isnan(evaluation.loss):
+            self.validated[step] = evaluation.loss
 
     def _save(self) -> Life:
-        is_past = self.replaying and self.state.epoch < self.fleet.epochs
-        if is_past or self.left or self.over or self._save_due == self.state.step:
+        is_past = self.member.is_replaying and self.state.epoch < self.fleet.epochs
+        if is_past or self.member.left or self.member.is_over or self.member.save_due == self.state.step:
             return
-        if self._leader == self._worker_id:
+        if self.member.leads:
             yield from self._wait_for_saves(until_kept=False)
-        self._save_due = self.state.step
-        self._send(SaveDue(self.state.step, 2))
+        told, *served = self.member.save(self.clock.now, 2)
+        yield from self._do([told])
         yield from self._at("save due", self.state.step)
-        if self._leader == self._worker_id:
-            self._send_state(StateRequest(SAVE, self.state.step))
+        yield from self._do(served)
 
     def _wait_for_saves(self, *, until_kept: bool = True) -> Life:
-        while not self.left and not self.over:
-            answered = self._saved.step if until_kept else max(self._saved.step, self._unsaved.step)
-            if answered >= self._save_due:
-                return
-            message = yield from self._receive()
-            if isinstance(message, Shutdown):
-                self.stopping = self.over = True
-            elif message is not None:
-                self._later.append(message)
-            elif not self.left:
-                self._send(SaveDue(self._save_due, 2))
+        while self.member.is_saving(until_kept=until_kept):
+            yield from self._pump()
 
-    def _serve_requests(self) -> None:
-        for request in [asked for asked in self._asked if asked.step <= self.state.step]:
-            self._asked.remove(request)
-            self._send_state(request)
-
-    def _send_state(self, request: StateRequest) -> None:
+    def _send_state(self, transfer: int) -> Life:
         data, step, line = self.state.to_bytes(), self.state.step, self.line
-        self._check_weights()
+        yield from self._check_weights()
         assert line is not None
 
         def begin() -> None:
             if self.dead or self.done or not line.is_open:
                 return
             header, pieces = _packed(data)
-            line.parcels.append(Parcel(request.transfer, pieces, StateBegin(request.transfer, step, header)))
+            line.parcels.append(Parcel(transfer, pieces, StateBegin(transfer, step, header)))
             self._send_chunks(line)
 
         self.clock.after(self.pack_s, begin)
-
-    def _leave_politely(self) -> Life:
-        self.left = True
-        self._send(Leave(0, "asked to stop"))
-        yield from self._await_goodbye()
-        self.stopping = self.over = True
-
-    def _await_goodbye(self) -> Life:
-        while True:
-            message = yield Receive()
-            match message:
-                case Lost() | Shutdown():
-                    return
-                case StateRequest():
-                    self._asked.append(message)
-                    self._serve_requests()
 
     # Meeting faults
 
@@ -1344,7 +1215,7 @@ class Worker:
                 assert fault is not None
                 self._silent_until = self.clock.now + fault.seconds
             case "leave":
-                self.wants_stop = True
+                self.member.wants_stop = True
             case "cut":
                 self.lose_connection()
             case "quit":

@@ -45,6 +45,7 @@ PURE = [
     "fleet/tree.py",
     "fleet/coordinator.py",
     "fleet/effects.py",
+    "fleet/member.py",
     "fleet/membership.py",
     "fleet/description.py",
     "train/schedule.py",

@@ -1,0 +1,529 @@
+"""Member: a worker's side of the protocol, the mirror of the coordinator. A message or a local event in, effects out.
+
+It knows where this worker stands with its host: whether it is in, what it was asked for, what the host still owes it.
+What a step computes, where weights lie, how bytes travel and what time it is are for whoever drives it: engine/led.py
+with a real connection, tests/fleet/virtual.py on a virtual clock. Several ranks that are one worker each drive a Member
+of their own with the same messages, so nothing here may depend on `now` but how long to wait.
+"""
+
+import json
+import math
+from collections import deque
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from potluck.errors import ConfigError, Diverged, PotluckError
+from potluck.fleet.coordinator import SAVE
+from potluck.fleet.parcel import files_in
+from potluck.wire.messages import (
+    Admitted,
+    Committed,
+    Evaluated,
+    EvaluateNext,
+    EvaluateRange,
+    Leave,
+    Message,
+    Ready,
+    Refusal,
+    Saved,
+    SaveDue,
+    Shutdown,
+    StateBegin,
+    StateChunk,
+    StateRequest,
+    Welcome,
+    Work,
+)
+
+BEAT_S = 0.2
+"""How long to wait for a message before this worker looks whether somebody wants it to stop."""
+DIVERGED = 4
+"""A refusal's code: the loss or the weights are no numbers any more."""
+DRIFTS, DRIFT_STEPS = 4, 40
+"""A worker whose weights had to be replaced more often than DRIFTS times within DRIFT_STEPS steps ends."""
+KEEP_FIRST_S, KEEP_EVERY_S = 10.0, 60.0
+"""A loop of one's own has its run saved on the host after this long, and then about this often."""
+KEEP_SHARE = 20
+"""And not before this many times as long as the last save took."""
+
+
+class Phase(Enum):
+    AWAY = auto()
+    """Nothing has been said over this connection, or there is none."""
+    PRESENTING = auto()
+    """The host was told what this worker has built and holds."""
+    CATCHING_UP = auto()
+    """The run's weights are on their way here."""
+    IN = auto()
+    LEAVING = auto()
+    """The host knows that this worker goes, and may want its weights first."""
+    OVER = auto()
+
+
+# Effects
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Say:
+    """To the person who started this worker."""
+
+    sentence: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """This worker ends."""
+
+    kind: type[PotluckError]
+    sentence: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rejoin:
+    """The connection is lost: what was computed is of no use. Connect again, then present()."""
+
+
+@dataclass(frozen=True, slots=True)
+class StandAt:
+    """The run begins here, with the weights that this worker has built."""
+
+    epoch: int
+    row: int
+
+
+@dataclass(frozen=True, slots=True)
+class SkipAverages:
+    """Up to this step they are in the weights."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiveState:
+    """A state begins to arrive, in place of whatever has arrived of another."""
+
+    step: int
+    header: str
+
+
+@dataclass(frozen=True, slots=True)
+class TakeChunk:
+    data: bytes | memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """The state is here: put it into the model, then loaded()."""
+
+
+@dataclass(frozen=True, slots=True)
+class DropState:
+    """The rest of it will not come."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServeState:
+    """Copy the state as it is now, and send it."""
+
+    transfer: int
+
+
+@dataclass(frozen=True, slots=True)
+class TellApplied:
+    """Hash the weights, and tell the host what they came to."""
+
+    norm: float = 0.0
+    fault: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class LookAt:
+    """Evaluate these rows, then looked()."""
+
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """These slices, or this window; then take() again."""
+
+    work: Work
+
+
+@dataclass(frozen=True, slots=True)
+class Apply:
+    """The averages of this step, once all of them are here, after agree()."""
+
+    committed: Committed
+
+
+Effect = (
+    Send
+    | Say
+    | Fail
+    | Rejoin
+    | StandAt
+    | SkipAverages
+    | ReceiveState
+    | TakeChunk
+    | Load
+    | DropState
+    | ServeState
+    | TellApplied
+    | LookAt
+    | Compute
+    | Apply
+)
+
+
+@dataclass
+class Evaluation:
+    """Under way until it has a loss."""
+
+    step: int
+    rows: int
+    size: int
+    loss: float | None = None
+
+    def ask(self, start: int = 0, end: int = 0, total: float = 0.0, samples: float = 0.0) -> Send:
+        """For the next range, with what came of the last one."""
+        return Send(EvaluateNext(self.step, self.rows, self.size, start, end, total, samples))
+
+
+class Member:
+    def __init__(self) -> None:
+        self.phase = Phase.AWAY
+        self.worker_id = 0
+        self.patience_s = 10.0
+        self.version = 0
+        """Agreements so far, which is what the host calls a step."""
+        self.committed: Committed | None = None
+        """The last one that was agreed on here."""
+        self.work: Work | None = None
+        """What the loop is to compute next."""
+        self.turn = 0
+        """Changes whenever what a loop waits for may never come: it has to look where the run stands now."""
+        self.wants_stop = False
+        self.left = False
+        """This worker has left the run, which continues."""
+        self.is_in = False
+        """Since it joined, or joined again: the host has said that its weights are the run's, or has sent it those."""
+        self.is_replaying = False
+        """It has others' weights, and has computed nothing since."""
+        self.evaluation: Evaluation | None = None
+        self.save_due = 0
+        self.saved = self.unsaved = Saved(0, "", "")
+        """The last checkpoint on the host's disk; the last that it could not write, and why."""
+        self._later: deque[Work | Committed] = deque()
+        """In the order in which they came, until the loop asks for them."""
+        self._asked: list[StateRequest] = []
+        self._transfer, self._left_bytes = -1, 0
+        self._deadline = 0.0
+        self._was_asked = False
+        self._due_at = self._kept_at = self._keeping_s = 0.0
+        """When a save was asked for, when the host last had one, and how long that took."""
+        self._drifts: list[int] = []
+        """The steps at which this worker's weights were not the others'."""
+        self._changed_at = -1
+        """The version whose weights were last found changed. At two in a row, the loop itself changes them."""
+        self._changes_itself = False
+        self._is_damaged = False
+        """They changed while no code of the loop ran."""
+
+    @property
+    def is_over(self) -> bool:
+        return self.phase is Phase.OVER
+
+    @property
+    def is_settled(self) -> bool:
+        """Not on its way into the run."""
+        return self.phase in (Phase.IN, Phase.LEAVING, Phase.OVER)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this worker is the one who speaks for all of them."""
+        return self.committed is None or self.committed.leader == self.worker_id
+
+    def wait_s(self, now: float) -> float:
+        """How long to wait for the next message before nothing() is told."""
+        return max(0.0, self._deadline - now) if self.phase is Phase.LEAVING else BEAT_S
+
+    # Joining
+
+    def present(self, welcome: Welcome, description: str, digest: str, *, is_same: bool) -> list[Effect]:
+        """Connected: says what this worker has built and holds. `is_same`: the weights are those it last told of."""
+        self.phase, self.is_in = Phase.PRESENTING, False
+        self.worker_id, self.patience_s = welcome.worker_id, welcome.patience_ms / 1000
+        holds, said = self.version > 0, list[Effect]()
+        is_changed = self._is_damaged or (self._changed_at == self.version and not self._changes_itself)
+        if holds and (is_changed or not is_same):
+            digest = ""  # this host may not have heard the one that was told before
+            said.append(Say("The weights changed in this worker's memory since their last step; it gets them anew."))
+        ready = Ready(description, self.version, digest, int(holds))
+        return [SkipAverages(self.version), *said, Send(ready)]
+
+    def lost(self, why: str) -> list[Effect]:
+        """The connection is gone: joins again, and continues from wherever the run stands then."""
+        if self.phase in (Phase.LEAVING, Phase.OVER):
+            self._end()
+            return []
+        dropped: list[Effect] = [DropState()] if self.phase is Phase.CATCHING_UP else []
+        self.phase, self.work = Phase.AWAY, None
+        self._later.clear()
+        self._asked.clear()
+        self.turn += 1
+        return [*dropped, Say(f"Lost the host ({why}); joining again."), Rejoin()]
+
+    def _on_admitted(self, message: Admitted) -> list[Effect]:
+        match self.phase:
+            case Phase.CATCHING_UP:  # from somebody else, or from the disk, and maybe of an earlier step
+                self._later.clear()
+            case Phase.IN if message.wait:
+                return self._on_drift() or self._catch_up()
+            case Phase.PRESENTING if message.wait:
+                return self._catch_up()
+            case Phase.PRESENTING:
+                return self._come_in(message)
+        return []
+
+    def _come_in(self, admitted: Admitted) -> list[Effect]:
+        self.phase, self.is_in = Phase.IN, True
+        where = position_of(admitted.position)
+        begins = not self.version and admitted.step == where["step"]
+        effects: list[Effect] = [StandAt(where["epoch"], where["row"])] if begins else []
+        if self.saved.step < self.save_due:  # the answer may have been lost with the connection
+            effects.append(Send(SaveDue(self.save_due, 2)))
+        return effects + self._ask_again()
+
+    def _ask_again(self) -> list[Effect]:
+        """An evaluation that was under way begins anew, or is of weights that are no more."""
+        found = self.evaluation
+        if found is None or found.loss is not None:
+            return []
+        if found.step != self.version:
+            found.loss = math.nan
+            return []
+        return [found.ask()]
+
+    def _on_drift(self) -> list[Effect]:
+        """Weights that have drifted are sent anew; where they do so again and again, that mends nothing."""
+        self._drifts = [step for step in self._drifts if step > self.version - DRIFT_STEPS] + [self.version]
+        if len(self._drifts) <= DRIFTS:
+            return []
+        sentence = (
+            f"This worker's weights have differed from the others' {len(self._drifts)} times in"
+            f" {self.version - self._drifts[0] + 1} steps, so its loop does something else than theirs. Often it is"
+            " a learning-rate scheduler that starts anew here: give it to prepare(..., scheduler=scheduler), which"
+            " sends it to whoever joins."
+        )
+        return [Fail(ConfigError, sentence)]
+
+    def _catch_up(self) -> list[Effect]:
+        """The run's weights come from a worker that has them, or from the host's disk; the averages since then wait."""
+        self.phase, self.is_in, self.work = Phase.CATCHING_UP, False, None
+        self._transfer = -1
+        self._later.clear()
+        return []
+
+    def _on_state(self, message: StateBegin | StateChunk) -> list[Effect]:
+        effects: list[Effect]
+        if isinstance(message, StateBegin):
+            self._transfer = message.transfer
+            self._left_bytes = sum(size for _, size in files_in(message.header))
+            effects = [ReceiveState(message.step, message.header)]
+        elif message.transfer != self._transfer:
+            return []
+        else:
+            self._left_bytes -= len(message.data)
+            effects = [TakeChunk(message.data)]
+        return effects if self._left_bytes > 0 else [*effects, Load()]
+
+    def loaded(self, version: int, step: int) -> list[Effect]:
+        """The state is in the model. `step`: what a person calls it."""
+        self.version = version
+        self.save_due = self.saved.step  # what was due before is of a state that this worker no longer has
+        self._changed_at, self._is_damaged = -1, False
+        self._later = deque(message for message in self._later if message.step > version)
+        self.phase, self.is_in, self.is_replaying = Phase.IN, True, True
+        self.turn += 1
+        told: list[Effect] = [SkipAverages(version), Say(f"Got the weights of step {step}."), TellApplied()]
+        return told + self._ask_again()
+
+    # Messages
+
+    def hear(self, now: float, message: Message) -> list[Effect]:
+        if self.phase is Phase.LEAVING:
+            return self._hear_at_the_end(now, message)
+        match message:
+            case Shutdown():
+                dropped = self._drop_state()
+                self._end()
+                return dropped
+            case Refusal():
+                kind = Diverged if message.code == DIVERGED else PotluckError
+                return [
+                    *self._drop_state(),
+                    Fail(ConfigError if self.phase is Phase.PRESENTING else kind, message.sentence),
+                ]
+            case Admitted():
+                self._kept_at = self._kept_at or now
+                return self._on_admitted(message)
+            case StateBegin() | StateChunk() if self.phase is Phase.CATCHING_UP:
+                return self._on_state(message)
+            case Work() | Committed():
+                self._later.append(message)
+            case StateRequest() if self.phase is not Phase.CATCHING_UP:
+                self._asked.append(message)
+                return self._serve() if self.phase is Phase.IN else []
+            case Saved():
+                self._on_saved(now, message)
+            case EvaluateRange() | Evaluated():
+                return self._on_evaluation(message)
+        return []
+
+    def nothing(self, now: float) -> list[Effect]:
+        """Came while wait_s() passed."""
+        if self.phase is Phase.LEAVING:
+            self._end()
+        elif self.phase is Phase.IN and self.wants_stop and self.work is None:
+            return self.leave(now)
+        return []
+
+    def _drop_state(self) -> list[Effect]:
+        return [DropState()] if self.phase is Phase.CATCHING_UP else []
+
+    # Steps
+
+    def take(self) -> list[Effect]:
+        """What the loop waits for, if it is here: a step to apply, or slices to compute. Requests are served first."""
+        effects = self._serve()
+        while self._later:
+            message = self._later.popleft()
+            if message.step != self.version + 1:
+                continue
+            if isinstance(message, Committed):
+                return [*effects, Apply(message)]
+            self.work = message
+            return [*effects, Compute(message)]
+        return effects
+
+    def begin(self) -> Work | None:
+        """What there is to compute is being computed."""
+        work, self.work = self.work, None
+        if work is not None:
+            self.is_replaying = False
+        return work
+
+    def agree(self, committed: Committed) -> None:
+        self.committed, self.version = committed, committed.step
+
+    def changed(self, *, in_step: bool) -> list[Effect]:
+        """The weights are not what the host was told: a bit that flipped must not reach the others.
+
+        `in_step`: nothing has run since the last look that may change them.
+        """
+        self._is_damaged |= in_step
+        self._changes_itself |= self._changed_at == self.version - 1
+        self._changed_at = self.version
+        return [TellApplied()]
+
+    # Evaluations
+
+    def evaluate(self, rows: int, size: int) -> list[Effect]:
+        self.evaluation = Evaluation(self.version, rows, size)
+        return [self.evaluation.ask()]
+
+    def looked(self, asked: LookAt, total: float, samples: float) -> list[Effect]:
+        assert self.evaluation is not None
+        return [self.evaluation.ask(asked.start, asked.end, total, samples)]
+
+    def _on_evaluation(self, message: EvaluateRange | Evaluated) -> list[Effect]:
+        found = self.evaluation
+        if found is None or found.loss is not None or message.step != found.step:
+            return []
+        if isinstance(message, EvaluateRange):
+            return [LookAt(message.start, message.end)]
+        found.loss = message.loss_sum / message.samples if message.samples else math.nan
+        return []
+
+    # Saving
+
+    def save(self, now: float, keep_last: int) -> list[Effect]:
+        """One at a time: not while is_saving(), of the one who speaks for all."""
+        self.save_due, self._due_at = self.version, now
+        sent: list[Effect] = [Send(SaveDue(self.version, keep_last))]
+        return [*sent, ServeState(SAVE)] if self.leads else sent
+
+    def is_saving(self, *, until_kept: bool) -> bool:
+        """Whether the host has not answered yet. `until_kept`: that it cannot write is no answer then."""
+        answered = self.saved.step if until_kept else max(self.saved.step, self.unsaved.step)
+        return not self.left and not self.is_over and answered < self.save_due
+
+    def is_keep_due(self, now: float) -> bool:
+        """A loop of one's own need not think of it: the host gets a checkpoint as often as that costs little.
+
+        The worker that speaks for all decides; should it be lost, the host asks another.
+        """
+        every_s = max(KEEP_EVERY_S if self.saved.step else KEEP_FIRST_S, KEEP_SHARE * self._keeping_s)
+        return self.leads and self.saved.step >= self.save_due and now - self._kept_at > every_s
+
+    def _on_saved(self, now: float, message: Saved) -> None:
+        if message.error:
+            self.unsaved = message
+            return
+        self.saved, self._kept_at = message, now
+        self._keeping_s = now - self._due_at if self._due_at else 0.0
+        self._due_at = 0.0
+
+    def _serve(self) -> list[Effect]:
+        """Requests for a state that this worker has by now."""
+        due = [asked for asked in self._asked if asked.step <= self.version]
+        self._asked = [asked for asked in self._asked if asked.step > self.version]
+        return [ServeState(asked.transfer) for asked in due]
+
+    # The end
+
+    def leave(self, now: float) -> list[Effect]:
+        """After a step, or while there is nothing to do: nothing is computed again."""
+        self.left = True
+        return self._say_goodbye(now, Leave(0, "asked to stop"))
+
+    def finish(self, now: float) -> list[Effect]:
+        """The loop is done; the run ends when all who hold its weights are."""
+        return self._say_goodbye(now, Leave(1, "finished"))
+
+    def _say_goodbye(self, now: float, leave: Leave) -> list[Effect]:
+        self.phase, self._deadline = Phase.LEAVING, now + self.patience_s
+        return [Send(leave)]
+
+    def _hear_at_the_end(self, now: float, message: Message) -> list[Effect]:
+        match message:
+            case Shutdown():
+                self._end()
+            case StateRequest():
+                self._asked.append(message)
+                if not self._was_asked:  # it may be asked again and again, where the host cannot write
+                    self._deadline, self._was_asked = now + 10 * self.patience_s, True
+                return self._serve()
+            case Saved() if message.error:
+                self.unsaved = message
+                return [Say(f"{message.error.removesuffix('.')}. It is tried again before this worker goes.")]
+        return []
+
+    def _end(self) -> None:
+        self.phase = Phase.OVER
+        self.turn += 1
+        if self.evaluation is not None and self.evaluation.loss is None:
+            self.evaluation.loss = math.nan
+
+
+def position_of(text: str) -> dict[str, int]:
+    """Where the run stands, as the host tells it."""
+    found = json.loads(text)
+    return {name: int(found[name]) for name in ("step", "epoch", "row", "rows_seen")}
