@@ -42,10 +42,10 @@ from potluck.environment import PATIENCE_S, QUIET
 from potluck.errors import ConfigError, Diverged, Interrupted, PotluckError
 from potluck.events import EpochDone, RunEnded, RunStarted, StepDone, StepSkipped, WorkerStep
 from potluck.fleet.client import Client, Lost, Means, position_of
-from potluck.fleet.coordinator import SAVE
 from potluck.fleet.description import Description, Part, settings_of
 from potluck.fleet.invite import Invite
 from potluck.fleet.parcel import Unpacker, chunks, files_in, most_bytes, pack
+from potluck.fleet.saving import SAVE
 from potluck.fleet.tree import Node, sized_rows, slice_rows
 from potluck.link.link import Alone, Link, choose_device
 from potluck.link.link import connect as join_group

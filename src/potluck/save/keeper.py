@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from potluck.errors import CheckpointError, PotluckError
-from potluck.fleet.coordinator import Standing
 from potluck.fleet.description import MAX_WHOLE
 from potluck.fleet.parcel import Unpacker
+from potluck.fleet.run_state import Standing
 from potluck.fleet.server import OnSaved
 from potluck.save import shelf
 from potluck.save.run_folder import make_private
