@@ -119,17 +119,11 @@ class Host:
         place = Path(folder)
         identity = Identity.load_or_make(place / "identity")
         journal = Journal(place / "journal.sqlite")
-        standing = journal.standing()
-        step = standing.step if standing is not None else 0
         core = Coordinator(
             patience_s=PATIENCE_S,
             secret=identity.secret if encrypted else "",
             at_least=at_least,
-            standing=standing,
-            previous=journal.standing(step - 1) if step else None,
-            description=journal.description,
-            next_id=int(journal.fact("next worker") or 0),
-            expected=int(journal.fact("workers") or 0),
+            resumed=journal.resumed(),
         )
 
         def on_event(event: object) -> None:

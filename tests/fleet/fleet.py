@@ -350,17 +350,10 @@ def serve(
 ) -> tuple[Server, Invite, Journal]:
     identity = Identity.load_or_make(folder / "identity")
     journal = Journal(folder / "journal.sqlite")
-    standing = journal.standing()
-    step = standing.step if standing is not None else 0
     coordinator = Coordinator(
         patience_s=patience_s,
         secret=identity.secret if encrypted else "",
-        standing=standing,
-        previous=journal.standing(step - 1) if step else None,
-        description=journal.description,
-        next_id=int(journal.fact("next worker") or 0),
-        expected=int(journal.fact("workers") or 0),
-        agreed=journal.agreed(since=step - 1),
+        resumed=journal.resumed(),
         **options,
     )
 

@@ -12,10 +12,11 @@ import pytest
 
 from potluck.agree.policy import Async, Cadence, Sync
 from potluck.fleet import bounds
-from potluck.fleet.coordinator import PROTOCOL, SAVE, Coordinator
+from potluck.fleet.coordinator import PROTOCOL, Coordinator
 from potluck.fleet.description import settings_of
 from potluck.fleet.effects import AbandonStep, Effect, Finish, Record, Restore, SaveBegin, Send
 from potluck.fleet.membership import Member, Phase
+from potluck.fleet.saving import SAVE
 from potluck.wire.codec import decode, encode, is_bulk
 from potluck.wire.messages import (
     MESSAGES,
@@ -158,8 +159,8 @@ class Rogues:
                 EvaluateNext(step, 10, 3, 0, 0, 0.0, 0.0),
                 self.answer(member) or Heartbeat("w", 1),
                 SaveDue(step, draw.choice([0, 2, 2**32 - 1])),
-                StateBegin(draw.choice([SAVE, *self.core._transfers]), step, '[["state", 5]]'),
-                StateChunk(draw.choice([SAVE, *self.core._transfers]), b"xxxxx"),
+                StateBegin(draw.choice([SAVE, *self.core.transfers.under_way]), step, '[["state", 5]]'),
+                StateChunk(draw.choice([SAVE, *self.core.transfers.under_way]), b"xxxxx"),
                 Leave(draw.randint(0, 1), "") if draw.random() < 0.1 else Heartbeat("w", 1),
             ]
         )
@@ -215,7 +216,7 @@ class Rogues:
                     if effect.credit is not None and self.draw.random() < 0.8:
                         self.do(self.core.on_taken(self.now, *effect.credit))
                 case SaveBegin():
-                    assert effect.step <= self.core._latest and 1 <= effect.keep_last <= 1000
+                    assert effect.step <= self.core.run.latest and 1 <= effect.keep_last <= 1000
                     self.saving = effect.step
                 case Record():
                     self.record(effect)
@@ -237,12 +238,14 @@ class Rogues:
 
     def check(self) -> None:
         core, members = self.core, self.core.membership.members
-        assert len(core._evaluations) <= len(members) and len(core._evaluated) <= 4
-        assert len(core._digests) <= 4 and len(core._waiting) <= len(members)
-        assert all(not ready.description for _, ready in core._waiting)
-        assert {t.to for t in core._transfers.values()} <= {*members}
-        assert len(core._transfers) <= 2 * len(members) and {peer for peer, _ in core._unpaid} <= {*members}
-        assert core._saving is None or core._saving in members
+        assert len(core.evaluations.open) <= len(members) and len(core.evaluations.done) <= 4
+        assert len(core.digests.told) <= 4 and len(core.admission.waiting) <= len(members)
+        assert all(not ready.description for _, ready in core.admission.waiting)
+        assert {t.to for t in core.transfers.under_way.values()} <= {*members}
+        assert len(core.transfers.under_way) <= 2 * len(members) and {peer for peer, _ in core.uploads.unpaid} <= {
+            *members
+        }
+        assert core.saving.sender is None or core.saving.sender in members
         assert len(core.refused) < 30 and len(core._returns._known) <= 30
         for member in members.values():
             assert member.speed is None or 0 < member.speed < math.inf

@@ -24,7 +24,7 @@ from potluck.events import (
     WorkerCame,
     WorkerWent,
 )
-from potluck.fleet.coordinator import LEGAL, PROTOCOL, Coordinator, Standing
+from potluck.fleet.coordinator import LEGAL, PROTOCOL, Coordinator
 from potluck.fleet.description import BAD_BUFFERS, BUFFERS, Part, settings_of
 from potluck.fleet.effects import (
     Close,
@@ -39,6 +39,7 @@ from potluck.fleet.effects import (
     SendCheckpoint,
 )
 from potluck.fleet.membership import Phase
+from potluck.fleet.run_state import Resumed, Standing
 from potluck.wire.messages import (
     OURS,
     Admitted,
@@ -354,7 +355,7 @@ def test_a_newcomer_that_dies_while_catching_up_is_forgotten() -> None:
     run.finish()
     assert faults.fired == ["kill new"]
     assert [came.name for came in run.told(WorkerCame)] == ["w0", "w1"]
-    assert not run.core._transfers
+    assert not run.core.transfers.under_way
 
 
 def test_a_newcomer_with_the_last_holders_whole_state_goes_on_where_it_died() -> None:
@@ -950,7 +951,7 @@ def test_rows_that_could_not_be_compared_are_proved_by_their_places_alone() -> N
 
 
 def test_a_coordinator_that_knew_less_of_the_run_learns_it_from_the_first_and_holds_others_to_it() -> None:
-    core = Coordinator(patience_s=10, secret=SECRET, description=described(data={}, training={}))
+    core = Coordinator(patience_s=10, secret=SECRET, resumed=Resumed(description=described(data={}, training={})))
     effects_of(core, (1, hello()))
     assert Describe(described(), is_new=False) in effects_of(core, (1, ready()))
     assert core.description == described()
@@ -1247,8 +1248,8 @@ def test_an_evaluation_of_any_numbers_is_only_a_number() -> None:
 
 
 def test_a_newcomer_that_says_twice_that_it_is_ready_is_let_in_once() -> None:
-    core = Coordinator(patience_s=10, secret=SECRET, standing=Standing(4, 1, 16, 53), expected=1)
-    core.description = described()
+    core = Coordinator(patience_s=10, secret=SECRET, resumed=Resumed(standing=Standing(4, 1, 16, 53), expected=1))
+    core.run.description = described()
     effects_of(core, (1, hello()), (1, ready()), (1, ready()))
     core.on_heard(109.0, 1)
     assert core.on_tick(110.5) == [Restore()]
@@ -1257,14 +1258,14 @@ def test_a_newcomer_that_says_twice_that_it_is_ready_is_let_in_once() -> None:
 
 
 def test_a_run_that_goes_back_says_from_where_and_that_it_waits_first() -> None:
-    core = Coordinator(patience_s=10, secret=SECRET, standing=Standing(4, 1, 16, 53), expected=1)
-    core.description = described()
+    core = Coordinator(patience_s=10, secret=SECRET, resumed=Resumed(standing=Standing(4, 1, 16, 53), expected=1))
+    core.run.description = described()
     told = [e.event for e in effects_of(core, (1, hello()), (1, ready())) if isinstance(e, Emit)]
     assert "the weights of step 4" in told[0].name and "if nobody comes back within 10 s" in told[0].doing
     back = [e.event for e in core.restored(111.0, None) if isinstance(e, Emit)]
     assert back[0] == WentBack(from_step=4, step=0)
-    core = Coordinator(patience_s=10, secret=SECRET, standing=Standing(4, 1, 16, 53), expected=1)
-    core.description = described()
+    core = Coordinator(patience_s=10, secret=SECRET, resumed=Resumed(standing=Standing(4, 1, 16, 53), expected=1))
+    core.run.description = described()
     assert not [e for e in core.restored(111.0, Standing(4, 1, 16, 53)) if isinstance(e, Emit)]
 
 
@@ -1434,7 +1435,7 @@ def test_a_plain_peer_that_leaves_at_the_end_is_not_told_as_lost() -> None:
 
 
 def test_a_plain_peer_may_not_come_once_the_run_is_on() -> None:
-    core = Coordinator(patience_s=10, secret=SECRET, plain_peers=True, standing=Standing(3, 0, 20, 20))
+    core = Coordinator(patience_s=10, secret=SECRET, plain_peers=True, resumed=Resumed(standing=Standing(3, 0, 20, 20)))
     assert effects_of(core, (1, JoinRequest("n", 1, "cuda")))[0] == Send(1, Shutdown())
 
 
@@ -1490,9 +1491,9 @@ def test_whatever_a_worker_sends_in_whatever_phase_the_run_ends_with_the_right_w
 def test_a_checkpoint_that_is_older_than_the_one_on_the_disk_is_not_taken() -> None:
     """It was on its way when another began to lead; those who wait for the newer one would wait for ever."""
     run = Fleet(workers=2, save_every=2)
-    run.run_until(lambda: run.core._saved.step >= 2)
+    run.run_until(lambda: run.core.saving.saved.step >= 2)
     run.workers["w1"]._send(StateBegin(0, 1, '[["state", 1]]'))
     run.run_for(0.05)
     assert StateMore(0, 0) in run.workers["w1"].line.received
-    assert run.core._saved.step >= 2
+    assert run.core.saving.saved.step >= 2
     run.finish()

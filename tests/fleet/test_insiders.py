@@ -17,12 +17,15 @@ import pytest
 from potluck.errors import TheirProtocolError
 from potluck.events import Event, Stalled, WorkerWent
 from potluck.fleet.client import Client
-from potluck.fleet.coordinator import CHUNKS_AHEAD, PROTOCOL, SAVE, TOO_SOON, Coordinator, Standing
+from potluck.fleet.coordinator import PROTOCOL, TOO_SOON, Coordinator
 from potluck.fleet.description import Description
 from potluck.fleet.effects import Close, Finish, SaveBegin, Send
 from potluck.fleet.invite import INVITE, Invite
 from potluck.fleet.returns import FREE, FREE_OF_ADDRESS, MOST_KNOWN, Returns
+from potluck.fleet.run_state import Resumed, Standing
+from potluck.fleet.saving import SAVE
 from potluck.fleet.server import Server
+from potluck.fleet.uploads import CHUNKS_AHEAD
 from potluck.save import checkpoint_folder
 from potluck.save.checkpoint_receiver import CheckpointReceiver
 from potluck.wire import FrameReader, decode, encode
@@ -167,7 +170,7 @@ def test_how_long_the_run_is_is_not_for_a_newcomer_to_say() -> None:
     near = run.add("near", description=described(rows_limit=EPOCHS * ROWS - 1), at_s=0.5)
     far = run.add("far", description=described(rows_limit=1), at_s=0.6)
     run.finish()
-    assert run.core._rows_limit == EPOCHS * ROWS
+    assert run.core.run.rows_limit == EPOCHS * ROWS
     assert near.error is None  # a run that is resumed in the middle of a window may count so
     assert far.error is not None and far.error.startswith("This run ends after 2 epochs, and yours would after")
 
@@ -196,9 +199,9 @@ def test_evaluations_of_one_worker_are_at_most_one_and_do_not_disturb_the_others
         rows = 1_000 + number
         liar._send(EvaluateNext(number % 3, rows, 1 + number % 7, 0, 0, 0.0, 0.0))
     run.run_for(0.01)
-    assert len(run.core._evaluations) <= 3
+    assert len(run.core.evaluations.open) <= 3
     run.finish()
-    assert not run.core._evaluations and len(run.core._evaluated) <= 4
+    assert not run.core.evaluations.open and len(run.core.evaluations.done) <= 4
     assert run.workers["w0"].validated == Fleet(workers=1, evaluate_every=2).finish().workers["w0"].validated
 
 
@@ -216,7 +219,7 @@ def test_an_evaluation_that_no_honest_worker_asks_for_is_refused(ask: EvaluateNe
     liar = insider(run)
     liar._send(ask)
     run.run_for(0.05)
-    assert refused(liar).startswith("EvaluateNext") and not run.core._evaluations
+    assert refused(liar).startswith("EvaluateNext") and not run.core.evaluations.open
 
 
 def test_two_sets_that_are_looked_at_at_one_step_have_each_its_own_loss() -> None:
@@ -245,7 +248,7 @@ def test_hashes_of_old_steps_do_not_pile_up() -> None:
     for step in range(8):
         liar._send(Applied(step, "x", 0.1, 1.0, ""))
     run.run_for(0.01)
-    assert len(run.core._digests) <= 4
+    assert len(run.core.digests.told) <= 4
     run.finish()
 
 
@@ -275,7 +278,7 @@ def test_a_model_that_the_host_has_no_memory_for_is_refused_before_anything_is_a
     parts = [{"block": block, "component": None, "sizes": [1 << 29]} for block in range(4000)]
     table = json.loads(described().to_json())
     core = Coordinator(patience_s=10, secret=SECRET)
-    core.most_floats = 1 << 34
+    core.admission.most_floats = 1 << 34
     core.on_message(100.0, 1, hello())
     told, closed, _ = core.on_message(100.0, 1, Ready(json.dumps(table | {"parts": parts[:2000]}), 0, "", 0))
     assert isinstance(told, Send) and "has memory for the mean of 17,179,869,184" in told.message.sentence
@@ -345,12 +348,12 @@ def test_no_worker_can_have_the_hosts_checkpoints_removed(keep_last: int) -> Non
 
 def test_whoever_says_twice_that_it_is_ready_is_not_made_to_wait_for_its_own_weights() -> None:
     """Nobody holds the weights when it says so first; the second time it brings them, and is the first who is in."""
-    core = Coordinator(patience_s=10, secret=SECRET, standing=Standing(4, 1, 16, 53), expected=1)
-    core.description = described()
+    core = Coordinator(patience_s=10, secret=SECRET, resumed=Resumed(standing=Standing(4, 1, 16, 53), expected=1))
+    core.run.description = described()
     text = described().to_json()
     for message in (hello(), Ready(text, 0, "", 0), Ready(text, 4, "x", 1)):
         core.on_message(100.0, 1, message)
-    assert [member.peer for member in core.membership.holders] == [1] and not core._waiting
+    assert [member.peer for member in core.membership.holders] == [1] and not core.admission.waiting
 
 
 # Saves, and states for newcomers, that never come
@@ -373,8 +376,8 @@ def test_a_checkpoint_that_was_begun_and_never_sent_is_taken_from_another() -> N
     run.run_until(lambda: run.standing().step == 2)
     liar._send(SaveDue(2, 2))
     liar._send(StateBegin(SAVE, 2, json.dumps([["state", 100]])))
-    run.run_until(lambda: run.core._saving is not None)
-    assert run.core._saving == liar.line.peer
+    run.run_until(lambda: run.core.saving.sender is not None)
+    assert run.core.saving.sender == liar.line.peer
     run.finish(limit_s=40 * PATIENCE_S)
     assert max(run.disk.states) == STEPS
 
@@ -388,7 +391,7 @@ def test_a_leader_whose_checkpoint_was_turned_away_is_asked_for_it_again() -> No
     liar._send(SaveDue(2, 2))
     liar._send(StateBegin(SAVE, 2, json.dumps([["state", 1]])))
     run.run_until(lambda: any(StateMore(SAVE, 0) in run.workers[name].line.received for name in ("w0", "w1")))
-    assert run.core._saving == liar.line.peer and not run.disk.states
+    assert run.core.saving.sender == liar.line.peer and not run.disk.states
     liar._send(StateChunk(SAVE, b"x"))
     run.run_until(lambda: bool(run.disk.states), limit_s=PATIENCE_S)
     run.finish()

@@ -13,7 +13,7 @@ import json
 import math
 from collections import deque
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +21,17 @@ import numpy as np
 import numpy.typing as npt
 
 from potluck.events import Event, WorkerCame, WorkerWent
-from potluck.fleet import coordinator as core
+from potluck.fleet import effects as core
 from potluck.fleet import member
-from potluck.fleet.coordinator import PROTOCOL, SAVE, Coordinator, Standing
+from potluck.fleet.coordinator import PROTOCOL, TOO_SOON, Coordinator
 from potluck.fleet.description import Description, Part
 from potluck.fleet.effects import Effect, StepRecord
 from potluck.fleet.journal import Journal
 from potluck.fleet.ledger import prove
 from potluck.fleet.mean import Mean, Slot
 from potluck.fleet.member import Member
+from potluck.fleet.run_state import Standing
+from potluck.fleet.saving import SAVE
 from potluck.fleet.tree import Node, children, merges, sized_rows, slice_rows
 from potluck.wire.codec import decode, encode
 from potluck.wire.messages import (
@@ -898,7 +900,7 @@ class Worker:
             yield from self._at("connected", self.state.step + 1)
             self._send(Hello(PROTOCOL, self.fleet.secret, self.name, self.kind))
             answer = yield Receive()
-            if isinstance(answer, Refusal) and answer.code == core.TOO_SOON:
+            if isinstance(answer, Refusal) and answer.code == TOO_SOON:
                 self.held_off.append(self.clock.now)
                 self.line.close()
             elif not isinstance(answer, Lost):
@@ -1266,18 +1268,12 @@ class Fleet:
         return self.host.core
 
     def _start_host(self) -> Host:
-        standing = self.journal.standing()
-        step = standing.step if standing is not None else 0
+        resumed = replace(self.journal.resumed(), next_id=self._next_id, expected=self._expected)
         coordinator = Coordinator(
             patience_s=self.patience_s,
             secret=SECRET,
             at_least=self._at_least,
-            standing=standing,
-            previous=self.journal.standing(step - 1) if step else None,
-            description=self.journal.description,
-            next_id=self._next_id,
-            expected=self._expected,
-            agreed=self.journal.agreed(since=step - 1),
+            resumed=resumed,
         )
         return Host(self, coordinator, self.journal, self.disk)
 

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from potluck.errors import ConfigError, JournalError
-from potluck.fleet.coordinator import Standing
 from potluck.fleet.description import Description, Part
 from potluck.fleet.effects import StepRecord
 from potluck.fleet.journal import Journal, set_aside
 from potluck.fleet.ledger import prove
+from potluck.fleet.run_state import Standing
 
 pytestmark = pytest.mark.timeout(30)
 

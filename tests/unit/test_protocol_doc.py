@@ -15,7 +15,7 @@ from potluck.engine import slices
 from potluck.engine.rows import mix
 from potluck.errors import TheirProtocolError
 from potluck.events import EpochDone
-from potluck.fleet import client, coordinator, description, lobby, parcel, server
+from potluck.fleet import client, description, lobby, parcel, rounds, server, uploads
 from potluck.fleet.coordinator import LEGAL
 from potluck.fleet.description import Description
 from potluck.fleet.membership import Phase
@@ -152,7 +152,7 @@ def test_the_examples_are_what_the_code_makes_of_them() -> None:
         ("### The digest", slices.ROW_BYTES),
         ("### The description", slices.SMALL_BYTES),
         ("**A parcel**", parcel.CHUNK_BYTES),
-        ("**A parcel**", coordinator.CHUNKS_AHEAD),
+        ("**A parcel**", uploads.CHUNKS_AHEAD),
         ("## Limits", (description.ENTRENAR_BYTES - 21) // 4),
     ],
 )
@@ -173,7 +173,7 @@ def test_the_example_of_an_optimizers_state_is_what_torchs_becomes() -> None:
 
 def test_what_committed_tells_is_told() -> None:
     done = EpochDone(epoch=0, used=1, total=1, same_weights=True, sentence="")
-    assert [row[0] for row in table("key of an epoch", "meaning")] == [*coordinator._as_table(done)]
+    assert [row[0] for row in table("key of an epoch", "meaning")] == [*rounds.as_table(done)]
 
 
 def test_every_sentence_of_a_refusal_is_told() -> None:
@@ -185,10 +185,11 @@ def test_every_sentence_of_a_refusal_is_told() -> None:
 
 
 def refusals() -> Iterator[str]:
-    """The sentences that coordinator.py refuses with."""
-    for node in ast.walk(ast.parse(inspect.getsource(coordinator))):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "_refuse":
-            yield from pieces(node.args[2])
+    """The sentences that the coordinator's machines refuse with."""
+    for path in sorted(Path(uploads.__file__).parent.glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "refuse":
+                yield from pieces(node.args[2])
 
 
 def complaints() -> Iterator[str]:

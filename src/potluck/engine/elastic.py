@@ -42,9 +42,9 @@ from potluck.environment import QUIET
 from potluck.errors import ConfigError, Diverged, Interrupted, PotluckError
 from potluck.events import EpochDone, RunEnded, RunStarted, StepDone, StepSkipped, WorkerStep
 from potluck.fleet.client import Client, Lost, Means, position_of
-from potluck.fleet.coordinator import SAVE
 from potluck.fleet.description import Description, Part, settings_of
 from potluck.fleet.parcel import Unpacker, chunks, files_in, most_bytes, pack
+from potluck.fleet.saving import SAVE
 from potluck.fleet.tree import Node, sized_rows, slice_rows
 from potluck.link.link import Alone, Link
 from potluck.save import checkpoint

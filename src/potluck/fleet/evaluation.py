@@ -1,16 +1,24 @@
-"""A validation set in ranges, which those who look at it together take one by one. Pure."""
+"""Validation sets in ranges, which those who look at one together take one by one. Pure."""
 
+import math
 from array import array
 from dataclasses import dataclass, field
 
+from potluck.events import Validated
+from potluck.fleet.effects import Effect, Emit, Send
 from potluck.fleet.ledger import Range
+from potluck.fleet.membership import Look, Member, Phase
+from potluck.fleet.run_state import RunState, total_of
+from potluck.wire.messages import Evaluated, EvaluateNext, EvaluateRange
 
-Look = tuple[int, int, int]
-"""What is looked at: (step, rows, rows of a range). Whoever tells another set looks at it alone."""
 MOST_ROWS, MOST_RANGES = 1 << 48, 1 << 20
 """Each range that is done is kept as two numbers until all are: their sum must not depend on their order."""
 MOST_AT_ONE_STEP = 64
 """Sets that one worker may look at in turn without a step between them."""
+MOST_DONE = 4
+"""Results that are kept for those who ask late."""
+SLOW = 4
+"""Times what the slowest range took, beyond `patience`: then a range is given to another."""
 
 
 @dataclass
@@ -46,6 +54,96 @@ class Evaluation:
     @property
     def is_done(self) -> bool:
         return self.rows_done >= self.rows
+
+
+class Evaluations:
+    """All that are under way, and the last results."""
+
+    def __init__(self, run: RunState) -> None:
+        self._run = run
+        self.open: dict[Look, Evaluation] = {}
+        self.done: dict[Look, Evaluated] = {}
+        """The last few."""
+
+    def on_next(self, member: Member, ask: EvaluateNext) -> list[Effect]:
+        look = ask.step, ask.rows, ask.size
+        if (done := self.done.get(look)) is not None:
+            member.evaluating = None
+            return [Send(member.peer, done)]
+        if not is_plausible(ask.rows, ask.size):
+            return self._run.refuse(member.peer, "illegal", "EvaluateNext has no rows, or too many ranges.")
+        if member.phase is Phase.CATCHING_UP:  # it will have other weights; those who keep theirs look
+            return [Send(member.peer, Evaluated(ask.step, 0.0, 0.0))]
+        if not self._may_look(member, ask.step, is_new=look not in self.open):
+            return self._run.refuse(member.peer, "illegal", "EvaluateNext is of a step to come, or one of very many.")
+        effects: list[Effect] = []
+        evaluation = self.open.get(look)
+        if evaluation is not None and member.evaluating == (look, ask.start, ask.end):
+            seconds = self._run.clock - member.evaluating_since
+            evaluation.add(ask.end - ask.start, ask.loss_sum, ask.samples, seconds)
+            member.evaluating = None
+        else:
+            effects = self.give_back(member)
+            evaluation = self.open.setdefault(look, Evaluation(ask.rows, ask.size))
+        if evaluation.is_done:
+            return effects + self._end(member, look, evaluation)
+        return effects + self._give_next(member, look, evaluation)
+
+    def _may_look(self, member: Member, step: int, *, is_new: bool) -> bool:
+        """One worker keeps no more than one set open, and begins only some at one step."""
+        before, count = member.looks
+        count = (count if before == step else 0) + is_new
+        member.looks = step, count
+        return step <= self._run.latest and count <= MOST_AT_ONE_STEP
+
+    def _end(self, member: Member, look: Look, evaluation: Evaluation) -> list[Effect]:
+        step = look[0]
+        total, samples = total_of(evaluation.loss_sums), total_of(evaluation.samples)
+        done = Evaluated(step, total, samples)
+        self.done[look] = done
+        for old in list(self.done)[:-MOST_DONE]:
+            del self.done[old]
+        del self.open[look]
+        validated = Validated(step=self._run.steps.get(step, step), loss=total / samples if samples else math.nan)
+        return [Emit(validated), *(Send(peer, done) for peer in (member.peer, *evaluation.waiting))]
+
+    def _give_next(self, member: Member, look: Look, evaluation: Evaluation) -> list[Effect]:
+        found = evaluation.take()
+        if found is None:
+            evaluation.waiting.append(member.peer)
+            return []
+        member.evaluating, member.evaluating_since = (look, *found), self._run.clock
+        return [Send(member.peer, EvaluateRange(look[0], *found))]
+
+    def give_back(self, member: Member) -> list[Effect]:
+        """It looks at nothing any more: others do its range, and what nobody looks at is forgotten."""
+        for evaluation in self.open.values():
+            evaluation.waiting = [peer for peer in evaluation.waiting if peer != member.peer]
+        members = self._run.membership.members
+        effects: list[Effect] = []
+        if member.evaluating is not None:
+            (look, start, end), member.evaluating = member.evaluating, None
+            if (found := self.open.get(look)) is not None:
+                found.returned.append((start, end))
+                if found.waiting:
+                    effects = self._give_next(members[found.waiting.pop(0)], look, found)
+        busy = {m.evaluating[0] for m in members.values() if m.evaluating is not None}
+        for look in [look for look, found in self.open.items() if look not in busy and not found.waiting]:
+            del self.open[look]
+        return effects
+
+    def on_tick(self) -> list[Effect]:
+        """A range that takes far longer than any other, while somebody waits, is given to whoever waits."""
+        run = self._run
+        effects: list[Effect] = []
+        for member in [m for m in run.membership.members.values() if m.evaluating is not None]:
+            found = self.open.get(member.evaluating[0]) if member.evaluating is not None else None
+            if found is None or not found.waiting:
+                continue
+            is_slow = run.clock - member.evaluating_since > run.patience_s + SLOW * found.longest_s
+            if is_slow or run.is_silent(member):
+                effects += self.give_back(member)
+        return effects
 
 
 def is_plausible(rows: int, size: int) -> bool:

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from potluck.errors import ConfigError, JournalError, PotluckError
-from potluck.fleet.coordinator import Standing
 from potluck.fleet.description import Description
 from potluck.fleet.effects import StepRecord
 from potluck.fleet.ledger import Range
+from potluck.fleet.run_state import Resumed, Standing
 
 _TABLES = """
 CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT NOT NULL);
@@ -289,6 +289,19 @@ class Journal:
         if row >= described.rows:
             return Standing(step, epoch + 1, 0, rows_seen, [])
         return Standing(step, epoch, row, rows_seen, self.ranges(epoch, until=step))
+
+    def resumed(self, standing: Standing | None = None) -> Resumed:
+        """All that the next coordinator of this run begins with. `standing`: of a checkpoint, where this holds none."""
+        standing = standing or self.standing()
+        step = standing.step if standing is not None else 0
+        return Resumed(
+            standing=standing,
+            previous=self.standing(step - 1) if step else None,
+            description=self.description,
+            next_id=int(self.fact("next worker") or 0),
+            expected=int(self.fact("workers") or 0),
+            agreed=self.agreed(since=step - 1),
+        )
 
     def ranges(self, epoch: int, *, until: int | None = None) -> list[Range]:
         """What was trained of an epoch."""

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from potluck.errors import ConfigError, Diverged, PotluckError
-from potluck.fleet.coordinator import SAVE
 from potluck.fleet.parcel import files_in
+from potluck.fleet.saving import SAVE
 from potluck.wire.messages import (
     Admitted,
     Committed,

@@ -1,10 +1,14 @@
 """Who is in, what each is doing, and who is late. Pure: the time comes in as an argument."""
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from potluck.fleet.evaluation import Look
 from potluck.fleet.tree import Node
+
+Look = tuple[int, int, int]
+"""What is evaluated: (step, rows, rows of a range). Whoever tells another set looks at it alone."""
 
 LEAST_S = 1e-6
 """Of a slice, at the fastest."""
@@ -171,3 +175,13 @@ class Membership:
             member.evaluating_since = min(now, member.evaluating_since + seconds)
             if member.shut_at is not None:
                 member.shut_at += seconds
+
+
+def labels(members: Sequence[Member]) -> list[str]:
+    """Their names, each with its id where there are two of one name."""
+    counts = Counter(member.name for member in members)
+    return [m.name if counts[m.name] == 1 else f"{m.name} ({m.worker_id})" for m in members]
+
+
+def slices_of(nodes: Sequence[Node]) -> list[int]:
+    return [number for node in nodes for number in range(*node)]

@@ -23,7 +23,7 @@ import numpy as np
 from potluck.errors import ConfigError, PotluckError, TheirProtocolError
 from potluck.events import Event
 from potluck.fleet import effects
-from potluck.fleet.coordinator import SAVE, Coordinator, Standing
+from potluck.fleet.coordinator import Coordinator
 from potluck.fleet.description import BUFFERS, Description
 from potluck.fleet.effects import Effect, StepRecord
 from potluck.fleet.journal import Journal
@@ -31,6 +31,8 @@ from potluck.fleet.lobby import Guest, Lobby
 from potluck.fleet.mean import Mean, Slot
 from potluck.fleet.parcel import chunks, pack
 from potluck.fleet.pipe import LOOPBACK, Pipe, listen_local
+from potluck.fleet.run_state import Standing
+from potluck.fleet.saving import SAVE
 from potluck.fleet.shared import Memory, Receipts, Window
 from potluck.fleet.tree import Node
 from potluck.wire.codec import Bulk, decode, encode_parts, is_bulk, open_bulk, peek
@@ -190,7 +192,7 @@ class Server:
         )
         if saver is not None and coordinator.standing.step and (newest := saver.newest()) is not None:
             coordinator.found(newest[1].step, str(newest[0]))
-        coordinator.most_floats = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
+        coordinator.admission.most_floats = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
         if coordinator.description is not None:
             self._describe(coordinator.description)
 

@@ -131,20 +131,17 @@ class _Host:
             raise ConfigError(
                 f"{self.folder} already holds a run{at}. Go on with it by --resume, or name another folder with --out."
             )
-        described = journal.description
+        resumed = journal.resumed(standing)
+        described = resumed.description
+        if described is not None:  # how workers train may change when a run resumes; those who come now say how
+            resumed = replace(resumed, description=replace(described, training={}))
         coordinator = Coordinator(
             patience_s=args.patience_s,
             secret="" if args.insecure else identity.secret,
             recipe=args.recipe,
             at_least=args.at_least,
             plain_peers=args.insecure,
-            standing=standing,
-            previous=journal.standing(steps - 1) if steps else None,
-            # How workers train may change when a run goes on; those who come now say how.
-            description=replace(described, training={}) if described is not None else None,
-            next_id=int(journal.fact("next worker") or 0),
-            expected=int(journal.fact("workers") or 0),
-            agreed=journal.agreed(since=steps - 1),
+            resumed=resumed,
         )
         port = args.port or int(journal.fact("port") or 0) or self._port_before()
         server = Server(

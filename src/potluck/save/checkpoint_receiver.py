@@ -13,9 +13,9 @@ from typing import Any
 
 from potluck.errors import CheckpointError, PotluckError
 from potluck.files import publish, sync
-from potluck.fleet.coordinator import Standing
 from potluck.fleet.description import MAX_WHOLE
 from potluck.fleet.parcel import Unpacker
+from potluck.fleet.run_state import Standing
 from potluck.fleet.server import OnSaved
 from potluck.save import checkpoint_folder
 from potluck.save.run_folder import make_private

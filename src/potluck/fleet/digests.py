@@ -1,0 +1,132 @@
+"""What workers told of their weights after each step, and which of it is right. Pure.
+
+It only keeps account. What follows from it is decided in weights.py.
+"""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from potluck.events import Stalled
+from potluck.fleet.effects import Agreed, Effect, Emit
+from potluck.fleet.membership import Member, labels
+from potluck.fleet.run_state import RunState
+from potluck.wire.messages import Ready
+
+
+class Told(NamedTuple):
+    """What a worker said of its weights after a step."""
+
+    kind: str
+    digest: str
+    computed: bool
+    """It took the step itself, and was not given the weights."""
+
+
+class Digests:
+    def __init__(self, run: RunState, agreed: dict[int, dict[str, str]]) -> None:
+        self._run = run
+        self.told: dict[int, dict[int, Told]] = {}
+        """step -> worker id -> what it told first"""
+        self.agreed = agreed
+        """step -> kind -> the digest that is right: whoever tells another has wrong weights."""
+        self.changed: dict[int, str] = {}
+        """worker id -> another digest of the last step than it told first, before it told anything of the next."""
+        self.drifted = False
+        """Somebody's weights have, in this epoch."""
+        self.alike: set[str] = set()
+        """Kinds that have come to the same bits as another."""
+        self.apart: set[str] = set()
+        """Kinds that have not, and are compared among themselves."""
+
+    def clear(self) -> None:
+        self.told.clear()
+        self.agreed.clear()
+
+    def forget(self, step: int) -> None:
+        self.told.pop(step, None)
+        self.agreed.pop(step, None)
+
+    def forget_old(self) -> None:
+        """Of steps so old that nobody is compared by them; whoever replays them tells them one by one."""
+        for old in [step for step in self.told if step < self._run.standing.step - 2]:
+            self.forget(old)
+
+    def forget_worker(self, member: Member) -> None:
+        """Its weights are wrong, whatever it told of them."""
+        for told in self.told.values():
+            told.pop(member.worker_id, None)
+        self.changed.pop(member.worker_id, None)
+
+    @property
+    def trusted(self) -> list[Member]:
+        """Holders whose weights have not changed since they told their digest; if there is none, all holders."""
+        holders = self._run.membership.holders
+        return [m for m in holders if m.worker_id not in self.changed] or holders
+
+    def compared_as(self, kind: str) -> str:
+        """Workers of which this is the same come to the same bits from the same average: theirs are compared."""
+        if self._run.described.windowed is not None:
+            return ""  # a window's average is only subtracted, which is the same on every device
+        return kind if kind in self.apart else kind.rpartition("; ")[2]
+
+    def is_believed(self, member: Member, ready: Ready) -> bool:
+        """Whether the weights that it comes with are those that were agreed on, as far as anybody knows."""
+        agreed = self.agreed.get(ready.step, {})
+        is_unknown = self.compared_as(member.kind) not in agreed
+        return bool(ready.digest) and (is_unknown or ready.digest in agreed.values())
+
+    def agree(self, step: int, kind: str, digest: str) -> list[Effect]:
+        agreed = self.agreed.setdefault(step, {})
+        if agreed.get(kind) == digest:
+            return []
+        agreed[kind] = digest
+        return [Agreed(step, kind, digest)]
+
+    def admit(self, member: Member, ready: Ready) -> list[Effect]:
+        """It continues with the weights that it came with."""
+        self.told.setdefault(ready.step, {})[member.worker_id] = Told(member.kind, ready.digest, computed=False)
+        kind = self.compared_as(member.kind)
+        return self.agree(ready.step, kind, ready.digest) if kind not in self.agreed.get(ready.step, {}) else []
+
+    def set_apart(self, voices: Iterable[Told]) -> bool:
+        """Whether there are kinds that have never come to the bits of the others: no fault, but how they compute."""
+        kinds: dict[str, set[str]] = {}
+        for told in voices:
+            kinds.setdefault(told.digest, set()).add(told.kind)
+        sets = list(kinds.values())
+        if sum(map(len, sets)) > len(set().union(*sets)):  # one kind came to two results
+            return False
+        unlike = set().union(*sets) - self.alike
+        self.apart |= unlike
+        return bool(unlike)
+
+    def tell_compared(self) -> tuple[list[str], tuple[str, ...]]:
+        """Whose weights were compared, as parts of a sentence; and the names of those whose were not."""
+        ready = self._run.membership.ready
+        names = dict(zip((m.worker_id for m in ready), labels(ready), strict=True))
+        kinds: dict[str, list[Member]] = {}
+        for member in self._run.membership.holders:
+            kinds.setdefault(self.compared_as(member.kind), []).append(member)
+        plain = [names[m.worker_id] for m in ready if m.plain]
+        groups = [[names[m.worker_id] for m in group] for group in kinds.values() if len(group) > 1]
+        single = [group[0] for group in kinds.values() if len(group) == 1]
+        told = [f"the {len(group)} workers of one kind ({_list(group)}) hold the same weights" for group in groups]
+        if len(groups) == 1 and not single and not plain:
+            told = ["all workers hold the same weights"]
+        if self.drifted:
+            told = ["WORKERS' WEIGHTS HAD DRIFTED APART"]
+        if len(ready) == 1:
+            return told, ()
+        told += [f"{names[m.worker_id]} is alone of its kind ({m.kind}) and was not compared" for m in single]
+        told += [f"{name} is a plain peer and was not compared" for name in plain]
+        return told, tuple(sorted([*plain, *(names[m.worker_id] for m in single)]))
+
+
+def _list(names: list[str]) -> str:
+    """All of a few, the first of many."""
+    return ", ".join(names if len(names) <= 8 else [*names[:7], f"{len(names) - 7} more"])
+
+
+def tell_drift(member: Member, step: int, what: str) -> Emit:
+    doing = f"its weights after step {step} {what}"
+    return Emit(Stalled(worker=member.worker_id, name=member.name, doing=doing, seconds=0.0))

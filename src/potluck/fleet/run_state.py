@@ -1,0 +1,150 @@
+"""What the coordinator's machines share of a run: where it stands, who is in, and how a peer is parted with. Pure.
+
+Each machine has its own state beside this, and sees the others only through the calls that its constructor names.
+Whoever parts with a peer does so by close(), refuse() or shut(): so the coordinator tells every machine of it.
+"""
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from potluck.events import WorkerCame
+from potluck.fleet.description import Description
+from potluck.fleet.effects import Close, Effect, Emit, Send
+from potluck.fleet.ledger import Range
+from potluck.fleet.membership import Member, Membership
+from potluck.wire.messages import Refusal, Shutdown
+
+
+@dataclass
+class Standing:
+    """Where the run stands: what a restart resumes from."""
+
+    step: int = 0
+    epoch: int = 0
+    row: int = 0
+    rows_seen: int = 0
+    ranges: list[Range] = field(default_factory=list)
+    """Of this epoch, committed."""
+
+    def position(self) -> str:
+        return json.dumps({"step": self.step, "epoch": self.epoch, "row": self.row, "rows_seen": self.rows_seen})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resumed:
+    """What a coordinator knows of the one that led this run before it."""
+
+    standing: Standing | None = None
+    previous: Standing | None = None
+    """One step before that."""
+    description: Description | None = None
+    next_id: int = 0
+    """Of the next worker: no id is used twice."""
+    expected: int = 0
+    """How many workers were in when it ended: they may come back."""
+    agreed: dict[int, dict[str, str]] = field(default_factory=dict)
+    """Of the last steps, by kind, the digest of the right weights."""
+
+
+class RunState:
+    def __init__(
+        self, patience_s: float, resumed: Resumed, on_closed: Callable[[float, int, str], list[Effect]]
+    ) -> None:
+        described = resumed.description
+        self.patience_s = patience_s
+        self.clock = 0.0
+        """Now, as of the last call from outside."""
+        self.standing = resumed.standing or Standing()
+        self.previous = resumed.previous
+        self.ahead: Standing | None = None
+        """After the step that is being computed again: it is on record, and somebody may have applied it."""
+        self.description = described
+        self.membership = Membership(resumed.next_id)
+        self.stopping = False
+        self.finished: str | None = None
+        self.refused: Counter[str] = Counter()
+        """What was turned away, by kind."""
+        self.rows_limit = described.rows_limit if described is not None else 0
+        """Of all epochs, as the first who held the weights told it; 0: nobody knows."""
+        self.leader = -1
+        """The worker that speaks for all, as of the last committed step."""
+        self.steps: dict[int, int] = {}
+        """After each of the last windows, how many batches of the run were done."""
+        self._on_closed = on_closed
+
+    @property
+    def described(self) -> Description:
+        assert self.description is not None
+        return self.description
+
+    @property
+    def latest(self) -> int:
+        """The last step that anybody can have applied: also the one under way, if it is being computed again."""
+        return self.ahead.step if self.ahead is not None else self.standing.step
+
+    @property
+    def is_complete(self) -> bool:
+        """All rows of the run are in the weights, where it is known how many there are."""
+        return 0 < self.rows_limit <= self.standing.rows_seen
+
+    @property
+    def steps_done(self) -> int:
+        """Batches of the run. The standing's step counts agreements, and there may be several batches to one."""
+        standing = self.standing
+        if self.description is None or self.description.windowed is None:
+            return standing.step
+        return self.description.steps_at(standing.epoch, standing.row)
+
+    @property
+    def steps_total(self) -> int:
+        """Batches of the whole run; 0: nobody has said how long it is."""
+        described = self.description
+        return described.steps_at(*divmod(self.rows_limit, described.rows)) if described is not None else 0
+
+    def is_silent(self, member: Member) -> bool:
+        """Longer than two heartbeats: it may be gone, or asleep."""
+        return member.silent_s(self.clock) > self.patience_s / 2
+
+    def skip_ahead(self) -> None:
+        """The step that was being computed again counts as it is on record."""
+        if self.ahead is not None:
+            self.previous, self.standing, self.ahead = self.standing, self.ahead, None
+
+    def came(self, member: Member) -> Emit:
+        return Emit(
+            WorkerCame(
+                worker=member.worker_id,
+                name=member.name,
+                kind=member.kind,
+                step=member.applied,
+                workers=len(self.membership.ready),
+            )
+        )
+
+    # Parting with a peer
+
+    def close(self, peer: int, why: str) -> list[Effect]:
+        return [Close(peer, why), *self._on_closed(self.clock, peer, why)]
+
+    def refuse(self, peer: int, kind: str, sentence: str) -> list[Effect]:
+        """Without a sentence the peer hears nothing at all."""
+        self.refused[kind] += 1
+        told: list[Effect] = [Send(peer, Refusal(1, sentence))] if sentence else []
+        return [*told, *self.close(peer, sentence or kind)]
+
+    def shut(self, member: Member) -> list[Effect]:
+        """The run is over for it: it has `patience` to go."""
+        member.leaving = True
+        member.shut_at = self.clock if member.shut_at is None else member.shut_at
+        return [Send(member.peer, Shutdown()), *([Close(member.peer, "the run is over")] if member.plain else [])]
+
+
+def total_of(figures: Iterable[float]) -> float:
+    """Exact, whatever their order; nan where they have no sum."""
+    try:
+        return math.fsum(figures)
+    except (OverflowError, ValueError):  # inf - inf
+        return math.nan

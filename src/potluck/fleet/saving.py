@@ -1,0 +1,191 @@
+"""Checkpoints for the host's disk: when one is due, who sends it, and what is kept. Pure."""
+
+from collections.abc import Sequence
+
+from potluck.events import CheckpointFailed, CheckpointSaved
+from potluck.fleet.digests import Digests
+from potluck.fleet.effects import Effect, Emit, SaveAbort, SaveBegin, SaveChunk, Send
+from potluck.fleet.membership import Member
+from potluck.fleet.run_state import RunState
+from potluck.wire.messages import Saved, SaveDue, StateBegin, StateChunk, StateMore, StateRequest
+
+SAVE = 0
+"""The transfer that is a checkpoint for the host's disk; all others are for newcomers."""
+MOST_KEPT = 1000
+"""Checkpoints, for anybody."""
+SLOW_STATE = 4
+"""Times `patience` without a byte of a state that is wanted: then another worker is asked for it."""
+NOBODY = -1
+
+
+class Saving:
+    def __init__(self, run: RunState, digests: Digests) -> None:
+        self._run = run
+        self._digests = digests
+        self.due: SaveDue | None = None
+        self.sender: int | None = None
+        """The peer whose state is on its way to the disk."""
+        self.saved = Saved(0, "", "")
+        """The last that is on the disk."""
+        self.fault = ""
+        """Why the last one could not be written; empty once one could."""
+        self._asked = NOBODY
+        """The worker that is to send the checkpoint that is due."""
+        self._passed_over: set[int] = set()
+        """Worker ids that were to send it, and did not."""
+        self._keep_last = 1
+        """The most that a worker wanted to be kept."""
+        self._moved_at = 0.0
+        self._again_at: float | None = None
+        """A checkpoint could not be written, and is asked for again then."""
+
+    @property
+    def is_last_kept(self) -> bool:
+        return bool(self.saved.folder) and self.saved.step == self._run.standing.step
+
+    @property
+    def is_under_way(self) -> bool:
+        return self.sender is not None or self.due is not None
+
+    def found(self, step: int, folder: str) -> None:
+        """The newest checkpoint on the disk, from before this coordinator was there."""
+        if step <= self._run.standing.step:
+            self.saved = Saved(step, folder, "")
+
+    def on_restored(self) -> None:
+        """The run has gone back: what was due is not."""
+        self.due = self._again_at = None
+        if self.saved.step > self._run.standing.step:  # it turned out to be damaged
+            self.saved = Saved(0, "", "")
+
+    # When, and by whom
+
+    def on_due(self, member: Member, due: SaveDue) -> list[Effect]:
+        if self.saved.step >= due.step and self.saved.folder:
+            return [Send(member.peer, self.saved)]
+        if due.step > self._run.latest:
+            self._run.refused["due too early"] += 1
+            return []
+        self._keep_last = min(MOST_KEPT, max(self._keep_last, due.keep_last))
+        if self.due is None or due.step > self.due.step:
+            self.due, self._again_at = due, None
+            self._asked, self._moved_at = self._run.leader, self._run.clock
+        return self.ask()
+
+    def ask(self) -> list[Effect]:
+        """A checkpoint is due, and whoever was to send it is gone."""
+        holders = self._digests.trusted
+        if self.due is None or self.sender is not None or self._again_at is not None or not holders:
+            return []
+        if any(member.worker_id == self._asked for member in holders):
+            return []
+        asked = min(holders, key=lambda m: (m.worker_id in self._passed_over, m.worker_id))
+        self._asked, self._moved_at = asked.worker_id, self._run.clock
+        # What it has now, if that is news: it may be waiting for a save itself, and apply nothing before it.
+        return [Send(asked.peer, StateRequest(SAVE, max(self.saved.step + 1, asked.applied)))]
+
+    def let_go(self, member: Member) -> list[Effect]:
+        """The last who has the weights leaves them behind: those it has, for it will apply no other step."""
+        others = [m for m in self._run.membership.holders if m is not member and not m.leaving]
+        is_kept = self.saved.step >= member.applied and bool(self.saved.folder)
+        if member.is_ready and not others and member.applied and not is_kept and not self._run.stopping:
+            self.due, self._moved_at = SaveDue(member.applied, self._keep_last), self._run.clock
+            if self.sender is not None:
+                return []  # once that one is kept
+            self._again_at = None
+            self._asked = member.worker_id
+            return [Send(member.peer, StateRequest(SAVE, member.applied))]
+        return self._run.shut(member)
+
+    # On its way: see uploads.py
+
+    def may_begin(self, member: Member, begin: StateBegin) -> bool:
+        is_old = bool(self.saved.folder) and begin.step <= self.saved.step  # the leader has changed meanwhile
+        if self.sender is not None and self._asked == member.worker_id and self.sender != member.peer:
+            self._asked = NOBODY  # it is turned away now: should the one under way fail, somebody is asked anew
+        return self.due is not None and self.sender is None and member in self._digests.trusted and not is_old
+
+    def begin(self, member: Member, begin: StateBegin, total: int) -> Effect:
+        self.sender, self._asked, self._moved_at = member.peer, member.worker_id, self._run.clock
+        return SaveBegin(member.peer, begin.step, begin.header, self._keep_last)
+
+    def may_take(self, member: Member, chunk: StateChunk) -> bool:
+        return self.sender == member.peer
+
+    def take(self, member: Member, chunk: StateChunk) -> Effect:
+        self._moved_at = self._run.clock
+        return SaveChunk(member.peer, chunk.data)
+
+    def abort(self) -> list[Effect]:
+        """What has come is of no use; its sender, if it is still there, sends no more of it."""
+        sender, self.sender = self.sender, None
+        if sender is None:
+            return []
+        is_there = sender in self._run.membership.members
+        return [SaveAbort(), *([Send(sender, StateMore(SAVE, 0))] if is_there else [])]
+
+    def pass_over(self, peer: int) -> list[Effect]:
+        """It is gone, or its weights are wrong."""
+        return (self.abort() if self.sender == peer else []) + self.ask()
+
+    # What became of it
+
+    def on_saved(self, step: int, folder: str, error: str, size: int) -> list[Effect]:
+        sender, self.sender, self._asked = self.sender, None, NOBODY
+        self._passed_over.clear()
+        if error:
+            return self._on_failed(sender, Saved(step, "", error))
+        self.saved, self.fault, self._again_at = Saved(step, folder, ""), "", None
+        if self.due is not None and step >= self.due.step:
+            self.due = None
+        run, members = self._run, self._members
+        effects: list[Effect] = [Send(m.peer, self.saved) for m in members if not m.plain and not m.leaving]
+        for member in [m for m in members if m.leaving and m.shut_at is None]:
+            effects += self.let_go(member)
+        saved = CheckpointSaved(step=run.steps.get(step, step), folder=folder, stall_s=0.0, bytes=size)
+        effects.append(Emit(saved))
+        run.steps = {version: steps for version, steps in run.steps.items() if version >= step}
+        return effects + self.ask()
+
+    def _on_failed(self, sender: int | None, told: Saved) -> list[Effect]:
+        """No worker ends for it, and none that has the only copy may go: it is asked for again after a while.
+
+        A later one that is due takes its place.
+        """
+        run = self._run
+        self.fault = told.error
+        self.due = self.due or SaveDue(told.step, self._keep_last)
+        self._again_at = run.clock + run.patience_s
+        effects: list[Effect] = [Emit(CheckpointFailed(step=run.steps.get(told.step, told.step), reason=told.error))]
+        if sender in run.membership.members:  # else the rest of this one would be in the way of the next
+            effects.append(Send(sender, StateMore(SAVE, 0)))
+        return effects + [Send(m.peer, told) for m in self._members if not m.plain]
+
+    @property
+    def _members(self) -> Sequence[Member]:
+        return list(self._run.membership.members.values())
+
+    # Time
+
+    def forgive(self, seconds: float) -> None:
+        self._moved_at += seconds
+
+    def tire(self) -> list[Effect]:
+        """Whoever was to send it, and sends nothing of it, is passed over while there are others to ask."""
+        run = self._run
+        if self.due is None or self._moved_at >= run.clock - SLOW_STATE * run.patience_s:
+            return []
+        self._moved_at = run.clock
+        saving = run.membership.members.get(self.sender) if self.sender is not None else None
+        slow = saving.worker_id if saving is not None else self._asked
+        if all(holder.worker_id == slow for holder in run.membership.holders):
+            return []
+        self._passed_over.add(slow)
+        self._asked = NOBODY
+        return self.abort() + self.ask()
+
+    def ask_again(self) -> list[Effect]:
+        if self._again_at is None or self._run.clock < self._again_at or self._run.finished:
+            return []
+        self._again_at = None
+        return self.ask()

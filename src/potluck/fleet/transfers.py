@@ -1,0 +1,156 @@
+"""The run's weights on their way to newcomers, from a worker that has them or from the host's disk. Pure."""
+
+from collections import Counter
+from dataclasses import dataclass
+
+from potluck.fleet.digests import Digests
+from potluck.fleet.effects import Effect, Send, SendCheckpoint, Subscribe
+from potluck.fleet.membership import Member, Phase
+from potluck.fleet.rounds import Rounds
+from potluck.fleet.run_state import RunState
+from potluck.fleet.saving import SLOW_STATE
+from potluck.wire.messages import Admitted, StateBegin, StateChunk, StateMore, StateRequest
+
+
+@dataclass
+class Transfer:
+    """The state of one worker, on its way to another."""
+
+    number: int
+    sponsor: int | None
+    """None: the host's own disk."""
+    to: int
+    step: int
+    left: int | None = None
+    """Bytes that have yet to come from the sponsor, once it has said how many there are."""
+    moved_at: float = 0.0
+
+    @property
+    def is_whole(self) -> bool:
+        """It no longer needs its sponsor."""
+        return self.sponsor is None or self.left == 0
+
+
+class Transfers:
+    def __init__(self, run: RunState, digests: Digests, rounds: Rounds) -> None:
+        self._run = run
+        self._digests = digests
+        self._rounds = rounds
+        self.under_way: dict[int, Transfer] = {}
+        self._next = 1
+
+    @property
+    def stranded(self) -> list[Member]:
+        """Those who were being given the weights by somebody who is gone. They may have had all of them."""
+        given = {transfer.to for transfer in self.under_way.values()}
+        return [m for m in self._run.membership.inside if not m.is_ready and m.peer not in given]
+
+    def awaits_weights(self, member: Member) -> bool:
+        """It will be given others, whatever it says of those it has."""
+        return any(t.to == member.peer and not t.is_whole for t in self.under_way.values())
+
+    def catch_up(self, member: Member, avoid: int | None = None) -> list[Effect]:
+        """The weights of a worker that has them, as of the end of the step under way, and the averages since."""
+        busy = Counter(transfer.sponsor for transfer in self.under_way.values())
+        # Of its own kind if it can be: another's weights differ in their last bits, and would be taken for drift.
+        sponsor = min(
+            self._digests.trusted, key=lambda m: (m.peer == avoid, m.leaving, m.kind != member.kind, busy[m.peer])
+        )
+        now = self._rounds.now
+        after = now.step if now is not None else self._run.standing.step
+        effects, number = self._begin(sponsor.peer, member, after)
+        return [*effects, Send(sponsor.peer, StateRequest(number, after))]
+
+    def send_checkpoint(self, member: Member) -> list[Effect]:
+        effects, number = self._begin(None, member, self._run.standing.step)
+        return [*effects, SendCheckpoint(member.peer, number)]
+
+    def _begin(self, sponsor: int | None, member: Member, step: int) -> tuple[list[Effect], int]:
+        self._run.membership.set_back(member, Phase.CATCHING_UP)
+        member.since = step + 1
+        number, self._next = self._next, self._next + 1
+        self.under_way[number] = Transfer(number, sponsor, member.peer, step, moved_at=self._run.clock)
+        admitted = Admitted(step, 1, self._run.standing.position())
+        return [Send(member.peer, admitted), Subscribe(member.peer, step + 1)], number
+
+    # On their way: see uploads.py
+
+    def may_begin(self, member: Member, begin: StateBegin) -> bool:
+        transfer = self.under_way.get(begin.transfer)
+        return transfer is not None and transfer.sponsor == member.peer and transfer.left is None
+
+    def begin(self, member: Member, begin: StateBegin, total: int) -> Effect:
+        transfer = self.under_way[begin.transfer]
+        transfer.left, transfer.moved_at = total, self._run.clock
+        newcomer = self._run.membership.members[transfer.to]
+        newcomer.since = max(newcomer.since, begin.step + 1)
+        return Send(transfer.to, begin)
+
+    def may_take(self, member: Member, chunk: StateChunk) -> bool:
+        transfer = self.under_way.get(chunk.transfer)
+        return transfer is not None and transfer.sponsor == member.peer and bool(transfer.left)
+
+    def take(self, member: Member, chunk: StateChunk) -> Effect:
+        transfer = self.under_way[chunk.transfer]
+        transfer.left, transfer.moved_at = max(0, (transfer.left or 0) - len(chunk.data)), self._run.clock
+        return Send(transfer.to, chunk, credit=(member.peer, chunk.transfer))
+
+    # What ends them
+
+    def end_of(self, member: Member) -> None:
+        """It has the weights."""
+        for number in [t.number for t in self.under_way.values() if t.to == member.peer]:
+            del self.under_way[number]
+
+    def end_all(self) -> list[Effect]:
+        transfers = list(self.under_way.values())
+        self.under_way.clear()
+        return [effect for transfer in transfers for effect in self._spare_sponsor(transfer)]
+
+    def on_gone(self, peer: int) -> list[Effect]:
+        """Nobody need send to it, and those whom it was to send to get theirs from another."""
+        effects: list[Effect] = []
+        for transfer in list(self.under_way.values()):
+            if transfer.to == peer:
+                del self.under_way[transfer.number]
+                effects += self._spare_sponsor(transfer)
+            elif transfer.sponsor == peer and not transfer.is_whole:
+                del self.under_way[transfer.number]
+                newcomer = self._run.membership.members.get(transfer.to)
+                if newcomer is not None and self._run.membership.holders:
+                    effects += self.catch_up(newcomer)
+        return effects
+
+    def pass_over(self, peer: int) -> list[Effect]:
+        """Its weights are wrong: those whom it was to send them to get them from another."""
+        effects: list[Effect] = []
+        for transfer in [t for t in self.under_way.values() if t.sponsor == peer and not t.is_whole]:
+            effects += self._begin_anew(transfer)
+        return effects
+
+    def _begin_anew(self, transfer: Transfer, avoid: int | None = None) -> list[Effect]:
+        del self.under_way[transfer.number]
+        newcomer = self._run.membership.members[transfer.to]
+        return self._spare_sponsor(transfer) + self.catch_up(newcomer, avoid)
+
+    def _spare_sponsor(self, transfer: Transfer) -> list[Effect]:
+        if transfer.sponsor not in self._run.membership.members:
+            return []
+        return [Send(transfer.sponsor, StateMore(transfer.number, 0))]
+
+    def forgive(self, seconds: float) -> None:
+        for transfer in self.under_way.values():
+            transfer.moved_at += seconds
+
+    def tire(self) -> list[Effect]:
+        """Whoever was to send a state, and sends nothing of it, is passed over while there are others to ask."""
+        run = self._run
+        effects: list[Effect] = []
+        latest = run.clock - SLOW_STATE * run.patience_s
+        for transfer in list(self.under_way.values()):
+            sponsor = run.membership.members.get(transfer.sponsor) if transfer.sponsor is not None else None
+            if sponsor is None or sponsor.applied < transfer.step:
+                transfer.moved_at = run.clock
+            elif not transfer.is_whole and transfer.moved_at < latest and len(run.membership.holders) > 1:
+                effects += self._begin_anew(transfer, avoid=sponsor.peer)
+        return effects
