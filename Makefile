@@ -8,7 +8,7 @@ MINUTES ?= 60
 
 SOAK ?= --policy cadence --seeds 100 --minutes 60
 
-.PHONY: demo test test-slow chaos soak differential check fuzz bench clean
+.PHONY: demo test test-slow chaos soak differential check fuzz bench docs clean
 
 demo: $(READY)  ## three workers, one of them three times slower: Sync against Cadence, in under three minutes
 	$(BIN)/potluck demo
@@ -39,8 +39,11 @@ fuzz: $(READY)-to-fuzz  ## whatever bytes arrive: a minute, or FUZZ_SECONDS; wha
 bench: $(READY)-to-test  ## side by side with bare PyTorch; writes bench/results/
 	$(BIN)/python -m bench
 
+docs: $(READY)-to-document  ## the pages as a site: build/site/index.html; every warning is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) build/site .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 # torch is installed first and pinned: an unpinned one may bring gigabytes of CUDA along.
 $(READY): pyproject.toml constraints.txt
@@ -59,4 +62,8 @@ $(READY)-to-test: $(READY)
 
 $(READY)-to-fuzz: $(READY)-to-test
 	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[fuzz]'
+	@touch $@
+
+$(READY)-to-document: $(READY)
+	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'
 	@touch $@

@@ -36,6 +36,7 @@ def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 def main() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(1, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
+    fleet = potluck.init()
     trainer = potluck.Trainer(
         model,
         torch.optim.AdamW(model.parameters(), lr=1e-2),
@@ -44,12 +45,13 @@ def main() -> None:
         batch_size=64,
         folder="runs/sines",
         validation=Sines(500, start=1_000_000),
+        engine=fleet,
         config=FitConfig(epochs=4, schedule=ScheduleConfig(), checkpoint=CheckpointConfig(every=100)),
     )
     summary = trainer.fit(resume="--resume" in sys.argv)
-    if trainer.engine.rank == 0:
+    if fleet.rank == 0:
         print(f"validation loss {summary.validation_loss:.5f}, saved in {summary.checkpoint}")
-    trainer.engine.close()
+    fleet.close()
 
 
 if __name__ == "__main__":

@@ -18,6 +18,8 @@ from potluck.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunStarted:
+    """A run begins, or resumes."""
+
     name: str
     folder: str
     workers: int
@@ -29,7 +31,7 @@ class RunStarted:
     steps_total: int
     """0 where nobody has said how long the run is."""
     from_step: int
-    """Where a resumed run goes on; 0 for a new one."""
+    """Where a resumed run continues; 0 for a new one."""
     layout: str = ""
     """Which layers each stage of a model has that is cut, and in what order they work: lines to be shown."""
 
@@ -53,6 +55,8 @@ class WorkerStep:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepDone:
+    """A step of the run was applied, on every worker alike."""
+
     step: int
     epoch: int
     rows_seen: int
@@ -85,6 +89,8 @@ class Decided:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepSkipped:
+    """A step whose loss or gradient was not finite; all workers left it out together."""
+
     step: int
     loss: float
     in_a_row: int
@@ -93,12 +99,16 @@ class StepSkipped:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Validated:
+    """The mean loss over the validation rows."""
+
     step: int
     loss: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EpochDone:
+    """An epoch has ended, with the proof that each of its samples was used exactly once."""
+
     epoch: int
     used: int
     total: int
@@ -112,6 +122,8 @@ class EpochDone:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointSaved:
+    """A checkpoint is whole on the disk."""
+
     step: int
     folder: str
     stall_s: float
@@ -121,7 +133,7 @@ class CheckpointSaved:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointFailed:
-    """The host could not write it. Training goes on, and it is tried again."""
+    """The host could not write a checkpoint. Training continues, and the host tries again."""
 
     step: int
     reason: str
@@ -129,6 +141,8 @@ class CheckpointFailed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointPassedOver:
+    """A checkpoint that cannot be loaded, so that an older one is."""
+
     folder: str
     reason: str
 
@@ -154,6 +168,8 @@ class WorkerCame:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerWent:
+    """A worker has left, or was lost."""
+
     worker: int
     name: str
     reason: str
@@ -164,7 +180,7 @@ class WorkerWent:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recovered:
-    """Workers were lost, and the others go on from what they had kept in memory for each other."""
+    """Workers were lost, and the others continue from what they had kept in memory for each other."""
 
     step: int
     """The last one that was kept; those after it are done again."""
@@ -176,7 +192,7 @@ class Recovered:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WentBack:
-    """Nobody has the newest weights any more: the run goes on from its newest checkpoint, or begins anew."""
+    """Nobody has the newest weights any more: the run resumes from its newest checkpoint, or begins anew."""
 
     from_step: int
     """The last that was done."""
@@ -198,6 +214,8 @@ class Stalled:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunEnded:
+    """A run has finished, was interrupted, or failed."""
+
     reason: str
     """finished, interrupted, or the sentence of the error that ended it."""
     step: int

@@ -15,6 +15,11 @@ LEAST_MS = 0.001
 
 
 class ElChe:
+    """Measured speeds to batches per rank: the slowest rank does `anchor` batches, the others fill the same time.
+
+    Cadence and Async size their windows by it. By itself: report_timing() after each window, then read batch_counts.
+    """
+
     def __init__(
         self,
         world_size: int,
@@ -37,7 +42,9 @@ class ElChe:
         self.anchor = min(anchor, max_anchor)
         """Batches of the slowest rank in one window."""
         self.batch_counts = [anchor] * world_size
+        """Batches of each rank in the next window."""
         self.ms_per_batch = [0.0] * world_size
+        """Measured, and smoothed; 0: not measured yet."""
         self.overhead_target = clamp_target(overhead_target)
         self.max_anchor = max_anchor
         self.max_batch_diff = max_batch_diff
@@ -60,16 +67,16 @@ class ElChe:
 
     @property
     def anchor_wall_ms(self) -> float:
-        """How long a window is to last: the anchor, at the slowest rank's speed."""
+        """How long a window should last: `anchor` batches at the slowest rank's speed."""
         return self.anchor * max(self.ms_per_batch)
 
     @property
     def speeds(self) -> list[float]:
-        """Batches per millisecond; all alike before anything was measured."""
+        """Batches per millisecond of each rank; all equal before anything was measured."""
         return [1 / ms if ms > 0 else 0.0 for ms in self.ms_per_batch] if self.is_measured else [1.0] * self.world_size
 
     def report_timing(self, wall_ms: Sequence[float], batches: Sequence[int], sync_ms: float) -> None:
-        """After each window: how long each rank computed, how many batches it did, what agreeing cost."""
+        """Call it after each window with the time each rank computed, the batches it did, and what averaging cost."""
         for name, given in (("wall_ms", wall_ms), ("batches", batches)):
             if len(given) != self.world_size:
                 raise ValueError(f"{name} has {len(given)} numbers, and the world {self.world_size} ranks")
@@ -92,15 +99,15 @@ class ElChe:
         self.is_measured = self.is_measured or any(ms > 0 for ms in self.ms_per_batch)
 
     def nudge_anchor_down(self, factor: float) -> None:
-        """Agree more often: the replicas drift apart."""
+        """Shortens windows by `factor`, because the replicas drift apart."""
         factor = min(1.0, max(0.1, factor))
         self.anchor = min(self.anchor, max(1, math.ceil(self.anchor * factor)))
         self._count()
 
     def parts(self, total: int) -> list[int]:
-        """So many samples in proportion to speed: floored, and one of the rest to each of the fastest.
+        """`total` samples in proportion to speed: rounded down, and the fastest ranks get one more of the remainder.
 
-        As published: in floats, and a rank that was never measured counts as one of 0.001 ms a batch. Potluck itself
+        As published: in floats, and a rank that was never measured counts as one of 0.001 ms per batch. Potluck itself
         shares by `share_out`, which is exact.
         """
         if not self.is_measured:
@@ -113,7 +120,7 @@ class ElChe:
         return found
 
     def clamp_total(self, most: int) -> list[int]:
-        """The counts, scaled down if their sum is above `most`; each rank keeps at least one batch."""
+        """batch_counts, scaled down if their sum is above `most`; each rank keeps at least one batch."""
         total = sum(self.batch_counts)
         if total <= most:
             return list(self.batch_counts)

@@ -10,16 +10,16 @@ from potluck.words import insist_at_most
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sync:
-    """Every step: gradients are averaged by samples before the optimizer steps, as if one process had the batch."""
+    """Workers agree in every step: gradients are averaged by samples, as if one process had the whole batch."""
 
     kind: ClassVar[str] = "sync"
     steps_together: ClassVar[bool] = True
     """Whether all workers take each step as one."""
 
     balance: bool = True
-    """Workers of different speeds get parts of each batch in proportion, so that all finish together."""
+    """Each worker gets a part of the batch in proportion to its measured speed, so that all finish together."""
     shares: tuple[float, ...] = ()
-    """Each worker's part of every batch, in proportion, such as [3, 1], and fixed; empty: measured, or equal parts."""
+    """Fixed parts of every batch, in proportion, one number per worker, such as (3, 1). Empty: measured, or equal."""
 
     def __post_init__(self) -> None:
         if any(not (math.isfinite(share) and share > 0) for share in self.shares):
@@ -28,10 +28,12 @@ class Sync:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outer:
-    """An optimizer of the mean change of each window: SGD with Nesterov momentum, as in DiLoCo."""
+    """An outer optimizer for Cadence and Async: SGD with Nesterov momentum on each window's mean change. DiLoCo."""
 
     lr: float = 0.7
+    """The step along the mean change; 1 without momentum takes it as it is."""
     momentum: float = 0.9
+    """How much of the change of earlier windows each step keeps, in [0, 1)."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.lr) and self.lr > 0):
@@ -43,23 +45,24 @@ class Outer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Windowed:
-    """What policies have in common under which replicas step by themselves."""
+    """What Cadence and Async have in common: replicas step by themselves."""
 
     steps_together: ClassVar[bool] = False
     ends_by_clock: ClassVar[bool] = True
     """Whether a window ends at a time, whatever is done by then; else when each has done its own count of batches."""
 
     anchor: int = 10
-    """Batches of the slowest replica between two averages; more when averaging costs more than is wanted."""
+    """Batches of the slowest replica between two averages. It grows where averaging costs more than overhead_target."""
     max_anchor: int = 200
+    """The most that `anchor` may grow to."""
     overhead_target: float = 0.02
-    """The share of the time that averaging may cost; from 0.01 to 0.50."""
+    """The share of the time that averaging may cost, from 0.01 to 0.50."""
     max_batch_diff: int | None = None
-    """The most by which a replica's count of batches moves from one window to the next."""
+    """The most by which a replica's number of batches changes from one window to the next; None: no limit."""
     overlap: bool = False
-    """A window's average is formed while the next one computes, and merged at its end."""
+    """Form a window's average while the next window computes, and merge it at that window's end."""
     outer: Outer | None = None
-    """Steps along the mean change of each window, instead of taking it as it is."""
+    """Step along each window's mean change with this optimizer, instead of taking the change as it is."""
 
     @property
     def drift_limit(self) -> float | None:
@@ -76,7 +79,8 @@ class _Windowed:
 class Cadence(_Windowed):
     """Each replica steps its own optimizer; parameters are averaged once the slowest has done `anchor` batches.
 
-    Faster ones fill the same time with more batches. A replica's batch is the run's batch over the replicas.
+    Faster replicas do more batches in the same time. A replica's batch is the run's batch size divided by the number
+    of replicas.
     """
 
     kind: ClassVar[str] = "cadence"
@@ -84,13 +88,13 @@ class Cadence(_Windowed):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Async(_Windowed):
-    """As Cadence, but a window ends when each replica has done its own count of batches, and drift shortens it."""
+    """Like Cadence, but a window ends when each replica has done its own number of batches, and drift shortens it."""
 
     kind: ClassVar[str] = "async"
     ends_by_clock: ClassVar[bool] = False
 
     divergence_threshold: float = 0.05
-    """How far a replica may be from the mean, as a part of it, before rising drift halves the anchor."""
+    """How far a replica may be from the mean, as a fraction of it, before rising drift halves the anchor."""
 
     @property
     def drift_limit(self) -> float | None:

@@ -64,6 +64,8 @@ if TYPE_CHECKING:
 
 
 class Engine:
+    """The handle of a run, made by init(): what a training loop calls. A context manager that closes itself."""
+
     _loss_sum: Tensor
 
     def __init__(
@@ -94,23 +96,23 @@ class Engine:
         )
         self.events = EventLog()
         self.after_step: list[Callable[[], None]] = []
-        """Called on every worker once per step of the run, also for one in which this worker had no rows. Where workers
-        step by themselves, all steps of a window are told when it has ended and the weights are those agreed on."""
+        """Functions that are called on every worker once per step of the run, also for one in which it had no rows.
+        Under Cadence and Async they are called for all steps of a window when it has ended, with the agreed weights."""
         self.after_agreement: list[Callable[[], None]] = []
-        """Called on every worker when all hold the same weights again: after each step, or after each window."""
+        """Functions that are called on every worker when all hold the same weights again: after each step or window."""
         self.state = Kept()
-        """What you want kept beside the model: saved, sent to whoever joins, and put back by load()."""
+        """What you want kept beside the model: saved, sent to newcomers, and restored by load()."""
         self.rows_limit: int | None = None
         """The run is over at so many rows; only policies that plan several steps ahead need to know."""
         self.lr_factor: Callable[[int], float] | None = None
-        """The share of its peak that the learning rate has for the step which ends at so many rows; none: yours."""
+        """From rows seen to the share of its peak that the learning rate has; None: the rate is yours."""
         self.step_number = 0
         self._steps_done = 0
         """The same, but for while after_step is told of each step of a window."""
         self.rows_seen = 0
         self.skipped = 0
         self.stopping = False
-        """Every worker has agreed to stop after the step that is done."""
+        """Whether every worker has agreed to stop after the step that is done."""
         self.replaying = False
         """A step is applied that others have taken before this worker came."""
         self.samples_per_row = 1.0
@@ -135,7 +137,7 @@ class Engine:
         self.recovery: Recovery | None = None
         """What was left of this run after a loss: prepare() goes on from it."""
         self.last_epoch: EpochDone | None = None
-        """What was proved of the epoch that ended last."""
+        """What was proved of the last epoch: `last_epoch.sentence`."""
         self.replica: Replica | None = None
         self.loader: Loader | None = None
         self._scheduled: Scheduled | None = None
@@ -166,10 +168,12 @@ class Engine:
 
     @property
     def rank(self) -> int:
+        """Which worker this is, from 0."""
         return self.link.rank
 
     @property
     def world(self) -> int:
+        """How many workers there are."""
         return self.link.world
 
     @property
@@ -179,7 +183,7 @@ class Engine:
 
     @property
     def parameters(self) -> int:
-        """How many numbers the whole model has, whoever holds them."""
+        """How many numbers the whole model has, over all workers that hold parts of it."""
         return sum(parameter.numel() for parameter in self._prepared().model.parameters())
 
     @property
@@ -249,12 +253,18 @@ class Engine:
         loss: LossFunction | None = None,
         scheduler: LRScheduler | None = None,
     ) -> Any:
-        """Readies model and optimizer, and gives a loader of this worker's share.
+        """Prepares model and optimizer, and returns them with a loader of this worker's share of the rows.
 
-        `batch_size` is the rows of one step over all workers together, so that the numbers do not depend on how many
-        there are. Without a dataset you bring your own batches; their sizes may differ between workers.
-        `loss` is needed only where the model is cut into stages: see train().
-        `scheduler` is stepped here, once per step of the run under every policy; you do not step it.
+        Without a dataset it returns two, and you bring your own batches, whose sizes may differ between workers.
+
+        - `batch_size`: rows of one step over all workers together, so that numbers do not depend on how many there are.
+        - `micro_batch_size`: rows that go through the model at once on one worker; None: all of its share.
+        - `fetchers`: processes that fetch rows ahead of the model; 0, and under a host: rows are fetched when needed.
+        - `slices`: under a host, with Sync: the least number of parts in which a batch is handed out; None: 8.
+        - `collate`: makes a batch from a list of rows; None: as torch's DataLoader does.
+        - `seed`: where the order of rows starts from.
+        - `loss`: your loss function, needed only where the model is cut into stages: see train().
+        - `scheduler`: any LRScheduler. It is stepped here, once per step of the run under every policy; do not step it.
         """
         if self.replica is not None:
             raise ConfigError(
@@ -409,7 +419,7 @@ class Engine:
         self.backward(loss, samples=samples)
 
     def backward(self, loss: Tensor, *, samples: float, last: bool | None = None) -> None:
-        """The gradient of a mean over `samples`, weighted by them: rows, or tokens, as you count.
+        """Computes the gradient of a mean over `samples`, weighted by them: rows, or tokens, as you count.
 
         `last` says whether the next call is step(); the loader knows it, and without one it is taken to be so.
         """
@@ -567,9 +577,9 @@ class Engine:
         self._saved_last = Path(folder), standing["step"]
 
     def load(self, folder: str | Path) -> bool:
-        """Goes on from the newest whole checkpoint below `folder`, on any number of workers. False if there is none.
+        """Continues from the newest whole checkpoint below `folder`, on any number of workers. False if there is none.
 
-        A run that has just outlived a loss stays where it is.
+        A run that has just survived a loss stays where it is.
         """
         self._folder = Path(folder)
         if self._recovered is not None:
@@ -592,11 +602,11 @@ class Engine:
         return f"Stopped after step {self.step_number}."
 
     def wait_for_saves(self) -> None:
-        """Until every checkpoint is on the disk: call it on every worker."""
+        """Waits until every checkpoint is on the disk: call it on every worker."""
         self._saves.wait_together()
 
     def close(self) -> None:
-        """Ends what is still being written, and leaves the group."""
+        """Finishes what is still being written, and leaves the run."""
         if self._compiling is not None:
             self._compiling.close()
             self._compiling = None
@@ -616,7 +626,7 @@ class Engine:
         self.close()
 
     def seed_random(self, seed: int) -> None:
-        """Every worker draws its own numbers, the same in every run of this seed and this many workers."""
+        """Gives every worker its own random numbers, the same in every run with this seed and this many workers."""
         seed_everything(mix(seed, self.step_number, self.rank))
 
     # What a step is made of

@@ -40,10 +40,10 @@ class StepConfig:
     """How one step is computed."""
 
     clip: float | None = None
-    """The largest norm that the whole gradient may have; none: no limit."""
+    """The largest norm that the whole gradient may have; None: no limit."""
     precision: Precision = "fp32"
     """bf16 runs the model and the loss function under autocast; parameters, gradients and optimizer stay as they are.
-    A loop that computes its loss by itself gets the model's output in float32, unless it has autocast of its own."""
+    A loop that computes its own loss gets the model's output in float32, unless it uses autocast itself."""
     compile: bool = False
     """torch.compile for the model's repeated blocks, or for the whole model if it has none."""
     checkpoint_activations: bool = False

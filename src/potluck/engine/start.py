@@ -38,9 +38,11 @@ def init(
     step: StepConfig = StepConfig(),
     patience_s: float = PATIENCE_S,
 ) -> Engine:
-    """Joins the run that `potluck join`, `potluck run` or torchrun started; started by none, it is a run of one.
+    """Joins the run that `potluck join`, `potluck run` or torchrun started; without one of them, it is a run of one.
 
-    `stages`: cuts the model into stages, one to a worker; how they talk, or also how many and where it is cut.
+    `policy` says when workers agree, `strategy` what of the model is split over ranks, `stages` how it is cut over
+    workers, and `step` how one step is computed. `patience_s` is how long a worker of a process group may be silent
+    before the others give it up. These pages call what it returns `fleet`.
     """
     checked(lambda: insist_on_patience("patience_s", patience_s))
     if isinstance(stages, CommunicationProtocol):

@@ -45,8 +45,10 @@ MODEL, OPTIMIZER, RANDOM, KEPT = "model", "optimizer", "random", "kept"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointConfig:
+    """When a run saves, and how many checkpoints it keeps."""
+
     every: int | None = None
-    """Save after each this many steps; none: only at the end, and on Ctrl-C."""
+    """Steps between two checkpoints; None: only at the end, and on Ctrl-C."""
     keep_last: int = 2
     """How many checkpoints stay; older ones are removed once a newer one is whole."""
 

@@ -23,6 +23,8 @@ def weights_for(weights: Sequence[float] | None, world: int) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerShard:
+    """The range of the flattened parameters whose optimizer state one rank holds."""
+
     rank: int
     world_size: int
     param_start: int

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 Weights = tuple[float, ...] | Literal["memory"]
-"""Each rank's part, in proportion; or each one's free memory, as it is when the model is sharded. Empty: all alike."""
+"""One number per rank, in proportion to its part; or "memory": each device's free memory at that time. Empty: equal."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NoShard:
-    """Nothing is split: each rank is a whole replica, and full gradients are averaged between them."""
+    """Nothing is split: each rank holds a whole replica, and gradients are averaged between them. DDP."""
 
     kind: ClassVar[str] = "no_shard"
     keeps_parameters_whole: ClassVar[bool] = True
@@ -19,14 +19,14 @@ class NoShard:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Split:
-    """What strategies under which all ranks are one replica have in common."""
+    """What FullShard and ShardGradOp have in common: all ranks together are one replica."""
 
     weights: Weights = ()
-    """Parts in proportion to these numbers, or "memory" for each device's free memory; empty: all alike."""
+    """Each rank's part, in proportion: one number per rank, or "memory" for each device's free memory. Empty: equal."""
     buddy: bool = False
-    """Each rank keeps a copy of its neighbour's part in host memory, so that the run outlives the loss of one."""
+    """Each rank keeps a copy of its neighbour's part in host memory, so that the run survives the loss of a rank."""
     buddy_every: int = 10
-    """Steps between two refreshes of that copy: so many are lost at most."""
+    """Steps between two refreshes of that copy, and so the most that a loss costs."""
 
     def __post_init__(self) -> None:
         if self.weights != "memory":
@@ -49,31 +49,33 @@ class FullShard(_Split):
 class ShardGradOp(_Split):
     """Gradients and optimizer state are split, parameters are whole on every rank. ZeRO-2.
 
-    After step() they are still on their way to the other ranks: a forward waits for them, and so does state_dict(),
-    through which to read them between steps.
+    After a step the updated parameters are still on their way to the other ranks. A forward waits for them, and so does
+    state_dict(): read parameters through it between steps.
     """
 
     kind: ClassVar[str] = "shard_grad_op"
     keeps_parameters_whole: ClassVar[bool] = True
 
     keep_gradients: bool = False
-    """Split the optimizer's state alone: gradients travel once a step instead of once a micro-batch. ZeRO-1."""
+    """Split only the optimizer's state: gradients travel once per step instead of once per micro-batch. ZeRO-1."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HybridShard:
-    """Nodes of so many ranks: each holds a whole replica, split within it as by FullShard."""
+    """Each node of `intra_node_size` ranks holds a whole replica, split within the node as by FullShard. HSDP."""
 
     kind: ClassVar[str] = "hybrid_shard"
     keeps_parameters_whole: ClassVar[bool] = False
 
     intra_node_size: int = 8
+    """Ranks per node; the number of ranks must be a multiple of it."""
 
     def __post_init__(self) -> None:
         if self.intra_node_size < 1:
             raise ValueError(f"intra_node_size must be at least 1, not {self.intra_node_size}")
 
     def nodes(self, world: int) -> int:
+        """How many nodes, and so replicas, `world` ranks make; ValueError if they do not come out even."""
         if world % self.intra_node_size:
             raise ValueError(
                 f"a world of {world} ranks is no multiple of intra_node_size, which is {self.intra_node_size}"

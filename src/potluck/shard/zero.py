@@ -59,6 +59,11 @@ class _Bucket:
 
 
 class ShardedOptimizer(Sharded):
+    """ZeRO-1 and ZeRO-2 for a loop of your own: each rank steps its range of the flattened parameters.
+
+    For each step: backward(), then step(), then broadcast_updated_params().
+    """
+
     def __init__(
         self,
         model: nn.Module,

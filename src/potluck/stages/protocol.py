@@ -19,18 +19,18 @@ Schedule = Literal["1f1b", "gpipe", "interleaved", "zero-bubble"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataStore:
-    """Through a store that all can reach, and no connection between workers: a folder, or an object store."""
+    """Stages exchange objects in a folder or an object store that all can reach; workers need no connection."""
 
     kind: ClassVar[str] = "datastore"
 
     url: str = ""
-    """Where: file:///some/folder, or s3://bucket/prefix; empty, as it is published: whoever starts a run says where."""
+    """Where the store is: file:///some/folder, or s3://bucket/prefix. Empty, as published: give it before the run."""
     micro_batch_size: int | None = None
-    """Rows per micro-batch, so that several objects are under way at once; none: whole batches."""
+    """Rows per micro-batch, so that several objects are under way at once; None: whole batches."""
     keep_every: int = 20
-    """Steps after which each worker keeps its part in the store: one that is killed and started again goes on there."""
+    """Steps between two saves of each worker's part in the store, from where a killed worker resumes."""
     generation: int = 0
-    """Goes up when a run is started anew where an earlier one was cut off: what that one left is cleared away."""
+    """Raise it to start a run anew where an earlier one was cut off; what that one left is removed."""
 
     def __post_init__(self) -> None:
         if self.keep_every < 1:
@@ -45,21 +45,21 @@ class DataStore:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Direct:
-    """Whole batches, from one stage straight to the next."""
+    """Stages send whole batches straight to the next stage."""
 
     kind: ClassVar[str] = "direct"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pipeline:
-    """Micro-batches, of which several are under way, so that stages compute side by side."""
+    """Stages work on several micro-batches at once, so that all compute side by side."""
 
     kind: ClassVar[str] = "pipeline"
 
     micro_batch_size: int
-    """Rows per micro-batch; the last of a batch may be short, and the gradient is the whole batch's."""
+    """Rows per micro-batch. The last one of a batch may be shorter; the gradient is the whole batch's."""
     schedule: Schedule = "1f1b"
-    """Which forward and which backward comes next on each stage."""
+    """The order of forwards and backwards on each stage."""
 
     def __post_init__(self) -> None:
         _check_rows(self.micro_batch_size)
@@ -100,10 +100,11 @@ class Stages:
     """One model over several workers: how it is cut, and how its stages talk."""
 
     protocol: CommunicationProtocol
+    """How stages exchange activations and gradients."""
     count: int | None = None
-    """Workers that hold one replica together, each some of its layers; none: all of them, so one replica."""
+    """Workers that hold one replica between them, some layers each; None: all workers, so one replica."""
     cuts: tuple[int, ...] = ()
-    """The first layer of each stage but the first; empty: by what layers cost, and what workers can do and hold."""
+    """The first layer of each stage after the first. Empty: by what layers cost and what workers can do and hold."""
 
     def __post_init__(self) -> None:
         if isinstance(self.protocol, DataStore) and not self.protocol.url:
@@ -118,6 +119,7 @@ class Stages:
 
     @property
     def schedule(self) -> Schedule:
+        """The protocol's, or 1f1b where it has none."""
         return self.protocol.schedule if isinstance(self.protocol, Pipeline) else "1f1b"
 
     @property
@@ -127,4 +129,5 @@ class Stages:
 
     @property
     def micro_batch_size(self) -> int | None:
+        """The protocol's; None: whole batches."""
         return None if isinstance(self.protocol, Direct) else self.protocol.micro_batch_size

@@ -65,6 +65,8 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
+    """A recipe: a run of the built-in model. `potluck train` reads it from TOML, one table per field."""
+
     name: str
     """Names the run folder."""
     model: ModelConfig = ModelConfig()
@@ -77,7 +79,7 @@ class RunConfig:
     policy: ApplyPolicy = Sync()
     strategy: ShardingStrategy = NoShard()
     stages: Stages | None = None
-    """Cuts the model over several workers; none: each has all layers."""
+    """Cuts the model over several workers; None: each has all layers."""
 
     def __post_init__(self) -> None:
         if fault := name_fault(self.name):

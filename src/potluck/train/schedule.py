@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduleConfig:
-    """Up in a line, then down along a cosine."""
+    """The learning rate over a run: a linear warm-up, then a cosine down to a floor."""
 
     warmup: float = 0.02
-    """The share of the run in which the rate rises from zero to its peak."""
+    """The share of the run over which the rate rises from zero to its peak."""
     floor: float = 0.1
-    """Where the cosine ends, as a share of the peak; 1 keeps the rate flat after the warm-up."""
+    """Where the cosine ends, as a share of the peak; 1 keeps the rate constant after the warm-up."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.warmup < 1:

@@ -50,17 +50,17 @@ class FitConfig:
     max_steps: int | None = None
     """Stop after this many steps, even within an epoch."""
     validate_every: int | None = None
-    """Look at the validation loss after each this many steps; none: at the end of each epoch."""
+    """Steps between two validations; None: at the end of each epoch."""
     unit: str = "rows"
-    """What the loss function counts its samples in; only shown."""
+    """The unit in which the loss function counts samples; it is only shown."""
     schedule: ScheduleConfig | None = None
-    """How the learning rate moves; none: it stays."""
+    """How the learning rate changes over the run; None: it does not."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """When to save, and how much to keep."""
     seed: int = 0
-    """Where the order of rows, and each worker's random numbers, start from."""
+    """Seeds the order of rows and each worker's random numbers."""
     tensorboard: bool = False
-    """Also write the curves for TensorBoard, into the run folder."""
+    """Also write curves for TensorBoard into the run folder."""
     progress: bool = True
     """Show the run in the terminal."""
 
@@ -105,6 +105,15 @@ class Summary:
 
 
 class Trainer:
+    """A whole run from one call: progress, validation, checkpoints, Ctrl-C and resuming included.
+
+        Trainer(model, optimizer, dataset, loss=loss_of, batch_size=32, folder="runs/mine").fit()
+
+    `loss(model, batch)` gives the mean loss over the batch's rows, or (mean, samples) to count something else.
+    `batch_size` is the rows of one step over all workers together. `engine` is the handle that init() returned;
+    without one, the trainer calls init().
+    """
+
     def __init__(
         self,
         model: nn.Module,
@@ -155,7 +164,7 @@ class Trainer:
         return self.folder / "checkpoints"
 
     def fit(self, *, resume: bool = False) -> Summary:
-        """Trains until the end, or until Ctrl-C, which saves first. `resume` goes on from the newest checkpoint."""
+        """Trains until the end, or until Ctrl-C, which saves first. `resume` continues from the newest checkpoint."""
         engine = self.engine
         started = time.perf_counter()
         engine.told = asdict(self._run_started())
