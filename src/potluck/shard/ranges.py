@@ -51,6 +51,8 @@ class Ranges(Store):
         """A whole one, in its shape."""
         return self.read(name).reshape(self.spec(name).shape)
 
+    __getitem__ = tensor
+
     @torch.no_grad()
     def read_into(self, out: Tensor, name: str, start: int = 0) -> None:
         """Fills `out`, flat and of the tensor's own type, with its numbers from `start` on; on any device."""
