@@ -119,6 +119,12 @@ def check_part(sharded: "Sharded", model: Ranges, optimizer: Ranges, skeleton: d
     optimizer.check_whole(source)
 
 
+def load_part(sharded: "Sharded", model: Ranges, optimizer: Ranges, skeleton: dict[str, Any]) -> None:
+    """What this rank owns. Wherever parameters are kept whole, its share() tells them to the others."""
+    load_model_part(sharded, model)
+    load_optimizer_part(sharded, optimizer, skeleton)
+
+
 @torch.no_grad()
 def load_model_part(sharded: "Sharded", source: Ranges) -> None:
     """Straight into the model's own memory. Where parameters are kept whole, the others' parts are still old."""

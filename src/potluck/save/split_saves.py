@@ -158,8 +158,7 @@ def load(
             check(path, standing)
 
         def fill() -> None:
-            parts.load_model_part(sharded, sources[0])
-            parts.load_optimizer_part(sharded, sources[1], standing["optimizer"])
+            parts.load_part(sharded, sources[0], sources[1], standing["optimizer"])
 
         together(link, look)
         together(link, fill)

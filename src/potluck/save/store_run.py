@@ -45,8 +45,7 @@ class Kept:
         with tempfile.TemporaryDirectory(prefix="potluck-") as folder:
             self.files.unpack(Path(folder))
             with Ranges([Path(folder) / _file(MODEL)]) as model, Ranges([Path(folder) / _file(OPTIMIZER)]) as optimizer:
-                parts.load_model_part(sharded, model)
-                parts.load_optimizer_part(sharded, optimizer, optimizer.notes)
+                parts.load_part(sharded, model, optimizer, optimizer.notes)
         sharded.share()
         sharded.settle()
 
