@@ -140,7 +140,7 @@ class _Host:
             plain_peers=args.insecure,
             standing=standing,
             previous=journal.standing(steps - 1) if steps else None,
-            # How workers train may change when a run goes on; those who come now say how.
+            # How workers train may change when a run resumes; those who come now say how.
             description=replace(described, training={}) if described is not None else None,
             next_id=int(journal.fact("next worker") or 0),
             expected=int(journal.fact("workers") or 0),
@@ -169,7 +169,7 @@ class _Host:
         return self.identity.invite(address, self.server.port, encrypted=not self.args.insecure)
 
     def _open_journal(self) -> Journal:
-        """A damaged one is set aside where there is a checkpoint to go on from."""
+        """A damaged one is set aside where there is a checkpoint to resume from."""
         path = self.folder / "journal.sqlite"
         try:
             return Journal(path)

@@ -145,7 +145,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], notes: Mapping[str,
 
 
 class Writer:
-    """Writes snapshots in the background, one at a time, so that training goes on."""
+    """Writes snapshots in the background, one at a time, so that training continues."""
 
     def __init__(self, folder: Path, keep_last: int) -> None:
         self.folder = folder
@@ -191,5 +191,5 @@ def read(path: Path, stem: str) -> dict[str, Tensor]:
 
 
 def ranges(path: Path, body: dict[str, Any], stem: str) -> Ranges:
-    """The model, or the optimizer's state, whoever wrote it and however it was split."""
+    """The model, or the optimizer's state, however it was split when it was written."""
     return Ranges(files_of(path, body, stem))

@@ -3,7 +3,7 @@
     with Ranges(files) as source:
         source.read_into(run_of_mine, "embed.weight", start=4096)
 
-It reads what is asked for and nothing else, whoever wrote the files and however they had split the tensors.
+It reads what is asked for and nothing else, however the tensors were split when they were written.
 """
 
 from dataclasses import dataclass

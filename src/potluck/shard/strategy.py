@@ -24,7 +24,7 @@ class _Split:
     buddy: bool = False
     """Each rank keeps a copy of its neighbour's part in host memory, so that the run outlives the loss of one."""
     buddy_every: int = 10
-    """Steps between two refreshes of that copy: so many are lost at most."""
+    """Steps between two refreshes of that copy: at most this many are lost."""
 
     def __post_init__(self) -> None:
         if self.weights != "memory":
@@ -58,7 +58,7 @@ class ShardGradOp(_Split):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HybridShard:
-    """Nodes of so many ranks: each holds a whole replica, split within it as by FullShard."""
+    """Nodes of `intra_node_size` ranks: each holds a whole replica, split within it as by FullShard."""
 
     kind: ClassVar[str] = "hybrid_shard"
 
