@@ -20,6 +20,7 @@ from potluck.events import CheckpointPassedOver, CheckpointSaved, EventLog
 from potluck.link.link import Link
 from potluck.save import checkpoint, checkpoint_folder, split_saves, state
 from potluck.save.split_saves import ALL_DAMAGED, TENSORS, KeptTensors, Standing, together
+from potluck.save.together import Share, write_share, write_together
 from potluck.shard.ranges import Ranges, Spec
 
 if TYPE_CHECKING:
@@ -45,13 +46,28 @@ class Saves:
         writer.keep_last = keep_last
         writer.wait()
         started = time.perf_counter()
-        if (sharded := sharded_of(replica)) is not None:
-            split_saves.save(self._link, writer, sharded, standing, kept, self._saved, self._gone.is_set)
-            return
-        randoms = self._link.gather_bytes(state.random_state())
-        if self._link.rank == 0:
-            snapshot = take_snapshot(replica, standing, randoms, kept)
-            writer.start(snapshot, self._saved(snapshot.step, time.perf_counter() - started))
+        if (work := self._take(folder, replica, standing, kept)) is not None:
+            writer.start(work, self._saved(standing["step"], time.perf_counter() - started))
+
+    def _take(
+        self, folder: Path, replica: "Replica", standing: Standing, kept: KeptTensors
+    ) -> Callable[[], Path | None] | None:
+        """Copies what this worker writes to host memory, and returns what writes it; none if others do."""
+        rank, sharded = self._link.rank, sharded_of(replica)
+        if sharded is None:
+            randoms = self._link.gather_bytes(state.random_state())
+            if rank:
+                return None
+            whole = take_snapshot(replica, standing, randoms, kept)
+            return lambda: checkpoint.write(folder, whole)
+        aside, randoms = split_saves.agree_on_aside(self._link, folder, standing["step"])
+        share = Share(rank, sharded.collectives.world, aside)
+        if rank >= share.world:
+            return None  # a node of others holds the same parts, and writes them
+        part = split_saves.take_part(sharded, standing, randoms, share, kept)
+        if rank:
+            return lambda: write_share(share, part)
+        return lambda: write_together(folder, share, part, self._gone.is_set)
 
     def load(self, folder: Path, replica: "Replica", check: Callable[[Path, Standing], None]) -> Standing | None:
         """Puts the newest whole checkpoint into the replica and says where it stands; none if there is none.
@@ -131,8 +147,8 @@ class Saves:
 
     def _newest(self, folder: Path) -> tuple[Path, Standing] | None:
         """On rank 0."""
-        found = checkpoint.newest(folder, self._pass_over)
-        if found is None and checkpoint.holds_any(folder):
+        found = checkpoint_folder.newest(folder, self._pass_over)
+        if found is None and checkpoint_folder.holds_any(folder):
             raise CheckpointError(ALL_DAMAGED.format(folder))
         return found
 

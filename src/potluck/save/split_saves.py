@@ -4,7 +4,6 @@ What all must do alike is agreed over the link, in the foreground; the disk is w
 """
 
 import json
-import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,7 +15,7 @@ from potluck.errors import CheckpointError
 from potluck.link.link import Link
 from potluck.save import checkpoint, checkpoint_folder, parts, state
 from potluck.save.checkpoint import new_aside
-from potluck.save.together import Share, write_share, write_together
+from potluck.save.together import Share
 from potluck.shard.ranges import Ranges, Spec
 from potluck.tensor_bytes import from_bytes, to_bytes
 
@@ -58,29 +57,6 @@ def ask_first(link: Link, work: Callable[[], Any]) -> Any:
     if "refusal" in heard:
         raise CheckpointError(heard["refusal"])
     return heard["answer"]
-
-
-def save(
-    link: Link,
-    writer: checkpoint.Writer,
-    sharded: "Sharded",
-    standing: Standing,
-    kept: KeptTensors,
-    saved: Callable[[int, float], Callable[[Path], None]],
-    is_one_gone: Callable[[], bool],
-) -> None:
-    """Returns once this worker's part is in host memory. `saved`, given step and stall, makes what hears the place."""
-    started = time.perf_counter()
-    aside, randoms = agree_on_aside(link, writer.folder, standing["step"])
-    share = Share(link.rank, sharded.collectives.world, aside)
-    if share.rank >= share.world:
-        return  # a node of others holds the same parts, and writes them
-    snapshot = take_part(sharded, standing, randoms, share, kept)
-    tell = saved(snapshot.step, time.perf_counter() - started)
-    if share.rank:
-        writer.begin(lambda: write_share(share, snapshot), tell)
-    else:
-        writer.begin(lambda: write_together(writer.folder, share, snapshot, is_one_gone), tell)
 
 
 def take_part(
