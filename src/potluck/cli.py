@@ -151,7 +151,7 @@ class Host:
 
     def __call__(self) -> int:
         from potluck.launch.host import host
-        from potluck.train.arguments import host_args
+        from potluck.train.arguments import Listening, host_args
 
         return host(
             host_args(
@@ -161,12 +161,14 @@ class Host:
                 threads=self.threads,
                 out=self.out,
                 resume=self.resume,
-                host=self.host,
-                port=self.port,
-                address=self.address,
-                patience_s=self.patience,
-                at_least=self.at_least,
-                insecure=self.insecure,
+                listening=Listening(
+                    host=self.host,
+                    port=self.port,
+                    address=self.address,
+                    patience_s=self.patience,
+                    at_least=self.at_least,
+                    insecure=self.insecure,
+                ),
             )
         )
 

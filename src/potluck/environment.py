@@ -1,4 +1,4 @@
-"""What whoever started this process told it in its environment, and what this machine has."""
+"""What this process was told in its environment by its parent, and what this machine has."""
 
 import os
 

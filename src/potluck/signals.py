@@ -37,7 +37,7 @@ def on_interrupt(request_stop: Callable[[], None]) -> Iterator[None]:
 
 
 class Interrupts:
-    """Counts Ctrl-C and SIGTERM, and passes on the first. What the second means is for whoever looks at the count."""
+    """Counts Ctrl-C and SIGTERM, and passes on the first. What the second means is up to the caller."""
 
     def __init__(self, on_first: Callable[[int], None]) -> None:
         self.count = 0

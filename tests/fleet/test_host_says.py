@@ -12,7 +12,7 @@ from potluck.events import read_events
 from potluck.fleet.client import Client
 from potluck.fleet.effects import Finish, StepRecord
 from potluck.launch.host import _Host
-from potluck.train.arguments import HostArgs, host_args
+from potluck.train.arguments import HostArgs, Listening, host_args
 from potluck.wire import JoinRequest, Ready, encode
 from tests.fleet.fleet import wait_until
 from tests.unit.test_description import with_parts
@@ -23,8 +23,10 @@ LARGE = replace(LARGE, parts=LARGE.parts[:-1])  # with buffers it would be nothi
 
 def order_of(folder: Path, *, insecure: bool) -> HostArgs:
     return host_args(
-        what="demo", settings=(), workers=0, threads=None, out=str(folder), resume=False, host="127.0.0.1", port=0,
-        address=None, patience_s=20.0, at_least=9, insecure=insecure,
+        what="demo", settings=(), workers=0, threads=None, out=str(folder), resume=False,
+        listening=Listening(
+            host="127.0.0.1", port=0, address=None, patience_s=20.0, at_least=9, insecure=insecure
+        ),
     )  # fmt: skip
 
 

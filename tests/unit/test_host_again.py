@@ -10,15 +10,16 @@ from potluck.events import read_events
 from potluck.fleet.effects import Describe
 from potluck.fleet.journal import Journal
 from potluck.launch.host import _Host
-from potluck.train.arguments import host_args
+from potluck.train.arguments import Listening, host_args
 from tests.fleet.virtual import described
 
 
 def again(folder: Path, stack: ExitStack) -> _Host:
     (folder / "own.toml").write_text('name = "own"')
-    asked: dict[str, Any] = {"threads": None, "address": None, "patience_s": 1.0, "at_least": 1, "insecure": False}
-    what = {"what": str(folder / "own.toml"), "settings": (), "workers": 0, "out": str(folder), "resume": True}
-    return _Host(host_args(host="127.0.0.1", port=0, **what, **asked), stack)
+    listening = Listening(host="127.0.0.1", port=0, address=None, patience_s=1.0, at_least=1, insecure=False)
+    what = str(folder / "own.toml")
+    asked: dict[str, Any] = {"settings": (), "workers": 0, "threads": None, "out": str(folder), "resume": True}
+    return _Host(host_args(what=what, listening=listening, **asked), stack)
 
 
 def test_settings_that_changed_while_a_host_was_away_are_said_and_its_data_stay(

@@ -24,7 +24,7 @@ from potluck.launch.host import _Host
 from potluck.save import checkpoint_folder
 from potluck.save.checkpoint_receiver import CheckpointReceiver
 from potluck.save.run_folder import hold, make_run_folder, name_fault
-from potluck.train.arguments import HostArgs, host_args
+from potluck.train.arguments import HostArgs, Listening, host_args
 from tests.fleet.fleet import wait_until
 from tests.unit.test_journal import DESCRIBED, record
 
@@ -43,12 +43,7 @@ def order(what: str = "demo", *settings: str, out: str | None = None, resume: bo
         threads=None,
         out=out,
         resume=resume,
-        host="127.0.0.1",
-        port=0,
-        address=None,
-        patience_s=5.0,
-        at_least=1,
-        insecure=False,
+        listening=Listening(host="127.0.0.1", port=0, address=None, patience_s=5.0, at_least=1, insecure=False),
     )
 
 

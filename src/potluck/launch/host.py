@@ -57,7 +57,7 @@ def host(args: HostArgs) -> int:
 
 class _Host:
     def __init__(self, args: HostArgs, stack: ExitStack) -> None:
-        self.args = args
+        self.args, self.listening = args, args.listening
         self.folder = args.folder
         make_run_folder(self.folder)
         stack.enter_context(hold(self.folder))
@@ -89,10 +89,10 @@ class _Host:
 
     def run(self) -> int:
         args = self.args
-        invite = self._invite(args.address or _reachable(args.host))
+        invite = self._invite(self.listening.address or _reachable(self.listening.host))
         self._show(invite)
         self.server.start()
-        here = args.host if args.host not in ("0.0.0.0", "::") else "127.0.0.1"
+        here = self.listening.host if self.listening.host not in ("0.0.0.0", "::") else "127.0.0.1"
         pool = WorkerPool(list(args.command), args.workers, {INVITE: self._invite(here).line(), QUIET: "1"})
         self._stack.callback(pool.close)
         pool.start([f"{LOCAL}{number}" for number in range(args.local)])
@@ -136,19 +136,19 @@ class _Host:
         if described is not None:  # how workers train may change when a run resumes; those who come now say how
             resumed = replace(resumed, description=replace(described, training={}))
         coordinator = Coordinator(
-            patience_s=args.patience_s,
-            secret="" if args.insecure else identity.secret,
+            patience_s=self.listening.patience_s,
+            secret="" if self.listening.insecure else identity.secret,
             recipe=args.recipe,
-            at_least=args.at_least,
-            plain_peers=args.insecure,
+            at_least=self.listening.at_least,
+            plain_peers=self.listening.insecure,
             resumed=resumed,
         )
-        port = args.port or int(journal.fact("port") or 0) or self._port_before()
+        port = self.listening.port or int(journal.fact("port") or 0) or self._port_before()
         server = Server(
             coordinator,
-            host=args.host,
+            host=self.listening.host,
             port=port,
-            tls=None if args.insecure else identity.server_context(),
+            tls=None if self.listening.insecure else identity.server_context(),
             journal=journal,
             saver=self.receiver,
             on_event=self.events.emit,
@@ -163,10 +163,10 @@ class _Host:
         return server
 
     def _invite(self, address: str) -> Invite:
-        return self.identity.invite(address, self.server.port, encrypted=not self.args.insecure)
+        return self.identity.invite(address, self.server.port, encrypted=not self.listening.insecure)
 
     def _open_journal(self) -> Journal:
-        """A damaged one is set aside where there is a checkpoint to go on from."""
+        """A damaged one is set aside where there is a checkpoint to resume from."""
         path = self.folder / "journal.sqlite"
         try:
             return Journal(path)
@@ -196,9 +196,9 @@ class _Host:
     def _show(self, invite: Invite) -> None:
         path = self.folder / "invite"
         self._write(path.name, invite.line() + "\n", 0o600)
-        if self.args.insecure:
+        if self.listening.insecure:
             say(
-                f"INSECURE: anybody who reaches {self.args.host} port {self.server.port} can take part, read the"
+                f"INSECURE: anybody who reaches {self.listening.host} port {self.server.port} can take part, read the"
                 " weights and change them, and nothing is encrypted. Use this on a network that you trust wholly."
             )
         where = "another terminal here" if is_loopback(invite.host) else "another machine"
@@ -212,7 +212,7 @@ class _Host:
 
     def _on_described(self, description: Description) -> None:
         """Before the run: a plain peer that cannot take an average would end in the first step."""
-        if self.args.insecure and (sentence := description.too_large_for_entrenar()) is not None:
+        if self.listening.insecure and (sentence := description.too_large_for_entrenar()) is not None:
             say(sentence)
 
     def _start(self, from_step: int) -> None:

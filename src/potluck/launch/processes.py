@@ -83,7 +83,7 @@ def launch(command: list[str], config: WorkersConfig, only: int | None = None) -
 def _run_team(
     command: list[str], config: WorkersConfig, start: Start | None, only: int | None = None
 ) -> int | Recovery:
-    """The exit code; or what those who are left can go on from."""
+    """The exit code; or what those who are left can resume from."""
     with tempfile.TemporaryDirectory(prefix="potluck-") as folder:
         read_end, write_end = os.pipe()
         team: list[Worker] = []
@@ -156,7 +156,7 @@ def _forward(stream: IO[bytes], who: str) -> None:
 
 
 def _watch(team: list[Worker], start: Start | None) -> int | Recovery:
-    """Until all have ended, or one has failed and the rest have been ended; they may go on from what they had kept."""
+    """Until all have ended, or one has failed and the rest have been ended; they may resume from what they had kept."""
 
     def ask_to_stop(number: int) -> None:
         say("Finishing this step. Ctrl-C again stops at once.")
@@ -196,7 +196,7 @@ def _has_said_why(failed: list[Worker]) -> bool:
 
 
 def _recover(start: Start, lost: list[Worker]) -> Recovery | str:
-    """What those who are left can go on from, said to the person; or why they cannot."""
+    """What those who are left can resume from, said to the person; or why they cannot."""
     ranks = [worker.rank for worker in lost]
     start.lose(ranks)
     recovery = start.plan_recovery(ranks)

@@ -53,7 +53,7 @@ class Team:
 
     @property
     def blamed(self) -> Worker:
-        """Whoever failed by itself. One that only lost another, or was asked to stop, did not."""
+        """The rank that failed by itself. One that only lost another, or was asked to stop, did not."""
         excused = (0, WorkerLost.exit_code, Interrupted.exit_code)
         failed = [rank for rank in self.ranks if rank.code not in excused]
         return next(iter(failed or [rank for rank in self.ranks if rank.code]), self.ranks[0])

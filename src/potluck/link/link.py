@@ -302,7 +302,7 @@ def connect(device: torch.device, patience_s: float) -> Link:
 
 
 def placed() -> tuple[int, int] | None:
-    """This worker's rank, and how many there are, as whoever started us says; none if nobody did."""
+    """This worker's rank, and how many there are, as the program that started us says; none if there was none."""
     if RENDEZVOUS not in os.environ and "RANK" not in os.environ:
         return None
     try:

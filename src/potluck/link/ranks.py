@@ -1,4 +1,4 @@
-"""Ranks that are one worker of a host together: the first asks for the others, and whoever started it starts them.
+"""Ranks that are one worker of a host together: the first asks for the others, and its parent starts them.
 
 Only the first knows how many there must be, once it has the recipe from the host, or has reached potluck.init() in a
 script. It asks through a file, and is answered through another by what the ranks meet. Imports no torch.

@@ -97,7 +97,7 @@ class StoreGroup:
         return giving
 
     def add_up(self, number: int, own: Callable[[], Tensor], about: bytes) -> Tensor:
-        """The sum, in order of rank, whoever adds it."""
+        """The sum, in order of rank, on every rank."""
         total: Tensor | None = None
         for place, rank in enumerate(self.members):
             if rank == self._rank and not self.was_given(number):
@@ -233,7 +233,7 @@ class StoreGroups:
         self._teller.join()
         self.session.close()
         self.sums.close()
-        with suppress(PotluckError):  # whoever closes may do so because of the store
+        with suppress(PotluckError):  # the store may be why we close
             self._tell(ended=True)
             self._forget()
             self._clear_if_last()

@@ -92,8 +92,7 @@ def recover(recovery: Recovery, sharded: Sharded) -> Standing:
     source = "What the workers had kept in memory"
     with _open(recovery, MODEL) as model, _open(recovery, OPTIMIZER) as optimizer:
         parts.check_part(sharded, model, optimizer, optimizer.notes, source)
-        parts.load_model_part(sharded, model)
-        parts.load_optimizer_part(sharded, optimizer, optimizer.notes)
+        parts.load_part(sharded, model, optimizer, optimizer.notes)
     sharded.share()
     sharded.settle()
     return recovery.standing

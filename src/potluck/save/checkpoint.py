@@ -17,29 +17,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file
 from torch import Tensor
 
 from potluck.errors import CheckpointError
 from potluck.files import publish, sync
-from potluck.save.checkpoint_folder import (
-    FORMAT,
-    WRITING,
-    body_sha256,
-    check,
-    check_space,
-    files_of,
-    free_place,
-    holds_any,
-    newest,
-    prune,
-)
+from potluck.save.checkpoint_folder import FORMAT, WRITING, body_sha256, check_space, files_of, free_place, prune
+from potluck.save.checkpoint_folder import holds_any as holds_any
 from potluck.save.run_folder import make_private
 from potluck.shard.ranges import Ranges, type_name
 from potluck.shard.stored import make_header, write_all
 from potluck.tensor_bytes import buffer
 
-__all__ = ["CheckpointConfig", "Snapshot", "Writer", "check", "holds_any", "newest", "prune", "read", "write"]
 MODEL, OPTIMIZER, RANDOM, KEPT = "model", "optimizer", "random", "kept"
 
 
@@ -147,7 +135,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], notes: Mapping[str,
 
 
 class Writer:
-    """Writes snapshots in the background, one at a time, so that training goes on."""
+    """Writes snapshots in the background, one at a time, so that training continues."""
 
     def __init__(self, folder: Path, keep_last: int) -> None:
         self.folder = folder
@@ -155,12 +143,11 @@ class Writer:
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
 
-    def start(self, snapshot: Snapshot, on_saved: Callable[[Path], None]) -> None:
-        """Begins to write. Waits for the one before it, if that is still being written."""
-        self.begin(lambda: write(self.folder, snapshot), on_saved)
+    def start(self, work: Callable[[], Path | None], on_saved: Callable[[Path], None]) -> None:
+        """Begins to write; `work` says where it is, or nothing if that is another's to say.
 
-    def begin(self, work: Callable[[], Path | None], on_saved: Callable[[Path], None]) -> None:
-        """The same with any way to write one; `work` says where it is, or nothing if that is another's to say."""
+        Waits for the one before it, if that is still being written.
+        """
         self.wait()
 
         def run() -> None:
@@ -188,10 +175,6 @@ class Writer:
 # Reading
 
 
-def read(path: Path, stem: str) -> dict[str, Tensor]:
-    return load_file(path / f"{stem}.safetensors")
-
-
 def ranges(path: Path, body: dict[str, Any], stem: str) -> Ranges:
-    """The model, or the optimizer's state, whoever wrote it and however it was split."""
+    """The model, or the optimizer's state, however it was split when it was written."""
     return Ranges(files_of(path, body, stem))

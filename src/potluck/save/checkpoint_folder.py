@@ -50,7 +50,7 @@ def holds_any(folder: Path) -> bool:
 
 
 def check(path: Path, part: int = 0, parts: int = 1, tell: Callable[[int], None] | None = None) -> dict[str, Any]:
-    """The manifest's body, once every file's checksum is right; or those of one of so many parts of the files.
+    """The manifest's body, once every file's checksum is right: of all files, or of part `part` of `parts`.
 
     `tell` hears how many bytes each file had that was read.
     """

@@ -43,7 +43,7 @@ class CheckpointReceiver:
             self._queue.put((data, taken))
 
     def abort(self) -> None:
-        """Whoever sent it is gone: what has arrived is of no use."""
+        """The sender is gone: what has arrived is of no use."""
         if self._queue is not None:
             self._queue.put(None)
             self._queue = None

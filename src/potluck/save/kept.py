@@ -1,6 +1,6 @@
 """fleet.state: what a person wants kept beside the model, such as an average of its weights or the best score so far.
 
-It is saved with each checkpoint, sent to whoever joins, and put back by load(). Nothing is pickled.
+It is saved with each checkpoint, sent to each worker that joins, and put back by load(). Nothing is pickled.
 """
 
 from collections.abc import Iterator, MutableMapping

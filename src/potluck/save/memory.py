@@ -32,12 +32,12 @@ _NAME = re.compile(rf"{OWN}-(\d+)")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recovery:
-    """Some workers were lost, and the others can go on."""
+    """Some workers were lost, and the others can resume."""
 
     step: int
-    """The one that they go on from."""
+    """The step from which they resume."""
     ranks: tuple[int, ...]
-    """Those who go on, by their ranks in the first start; their place here is their new rank."""
+    """Those who resume, by their ranks in the first start; their place here is their new rank."""
     lost: tuple[int, ...]
     parts: tuple[str, ...]
     """Folders that hold the whole model and its optimizer's state between them."""
@@ -66,7 +66,7 @@ class Start:
     """What they went on from; the first start from nothing."""
 
     def plan_recovery(self, lost: Sequence[int]) -> Recovery | str:
-        """What those who are left can go on from; or why they cannot, as a sentence that is empty where all is said.
+        """What those who are left can resume from; or why they cannot, as a sentence that is empty where all is said.
 
         Nothing that a lost rank had kept is looked at.
         """
@@ -100,7 +100,7 @@ class Start:
         )
 
     def next(self, recovery: Recovery) -> "Start":
-        """Makes the folder of those who go on, and tells them there what from."""
+        """Makes the folder of those who resume, and says there what from."""
         folder = self.folder.with_name(f"start-{int(self.folder.name.removeprefix('start-')) + 1}")
         folder.mkdir()
         (folder / _RECOVERY).write_text(json.dumps(asdict(recovery)), encoding="utf-8")
@@ -147,7 +147,7 @@ def my_folder() -> Path | None:
 
 
 def my_recovery() -> Recovery | None:
-    """What this worker goes on from, if somebody was lost."""
+    """What this worker resumes from, if somebody was lost."""
     folder = my_folder()
     if folder is None or not (folder / _RECOVERY).exists():
         return None

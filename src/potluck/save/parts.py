@@ -119,6 +119,12 @@ def check_part(sharded: "Sharded", model: Ranges, optimizer: Ranges, skeleton: d
     optimizer.check_whole(source)
 
 
+def load_part(sharded: "Sharded", model: Ranges, optimizer: Ranges, skeleton: dict[str, Any]) -> None:
+    """What this rank owns. Wherever parameters are kept whole, its share() tells them to the others."""
+    load_model_part(sharded, model)
+    load_optimizer_part(sharded, optimizer, skeleton)
+
+
 @torch.no_grad()
 def load_model_part(sharded: "Sharded", source: Ranges) -> None:
     """Straight into the model's own memory. Where parameters are kept whole, the others' parts are still old."""
@@ -135,7 +141,7 @@ def load_optimizer_part(sharded: "Sharded", source: Ranges, skeleton: dict[str, 
     mine = {id(run.parameter): run for run in (*sharded.runs, *sharded.mirrors)}
     order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     index = {id(parameter): i for i, parameter in enumerate(order)}
-    settings = state.unflatten(skeleton["groups"], _Read(source))
+    settings = state.unflatten(skeleton["groups"], source)
     groups = [
         {**saved, "params": [index[id(parameter)] for parameter in group["params"]]}
         for saved, group in zip(settings, optimizer.param_groups, strict=True)
@@ -146,16 +152,6 @@ def load_optimizer_part(sharded: "Sharded", source: Ranges, skeleton: dict[str, 
     optimizer.load_state_dict({"param_groups": groups, "state": {i: each for i, each in states.items() if each}})
 
 
-class _Read:
-    """Whole tensors of a source, when they are asked for."""
-
-    def __init__(self, source: Ranges) -> None:
-        self._source = source
-
-    def __getitem__(self, name: str, /) -> Tensor:
-        return self._source.tensor(name)
-
-
 def _read_state(run: Run, source: Ranges, skeleton: dict[str, Any]) -> dict[str, Any]:
     """Of a parameter that no step has used, there is none."""
     (span,) = run.spans
@@ -164,7 +160,7 @@ def _read_state(run: Run, source: Ranges, skeleton: dict[str, Any]) -> dict[str,
         if _is_range(key, span, entry, source):
             found[key] = _read_flat(run, source, entry["tensor"])
         else:
-            found[key] = state.unflatten(entry, _Read(source))
+            found[key] = state.unflatten(entry, source)
     return found
 
 

@@ -8,6 +8,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,8 +20,8 @@ from potluck.events import CheckpointPassedOver, CheckpointSaved, EventLog
 from potluck.link.link import Link
 from potluck.save import checkpoint, checkpoint_folder, split_saves, state
 from potluck.save.split_saves import ALL_DAMAGED, TENSORS, KeptTensors, Standing, together
+from potluck.save.together import Share, write_share, write_together
 from potluck.shard.ranges import Ranges, Spec
-from potluck.tensor_bytes import from_bytes, to_bytes
 
 if TYPE_CHECKING:
     from potluck.engine.replica import Replica
@@ -45,13 +46,28 @@ class Saves:
         writer.keep_last = keep_last
         writer.wait()
         started = time.perf_counter()
-        if (sharded := sharded_of(replica)) is not None:
-            split_saves.save(self._link, writer, sharded, standing, kept, self._saved, self._gone.is_set)
-            return
-        randoms = self._link.gather_bytes(state.random_state())
-        if self._link.rank == 0:
-            snapshot = take_snapshot(replica, standing, randoms, kept)
-            writer.start(snapshot, self._saved(snapshot.step, time.perf_counter() - started))
+        if (work := self._take(folder, replica, standing, kept)) is not None:
+            writer.start(work, self._saved(standing["step"], time.perf_counter() - started))
+
+    def _take(
+        self, folder: Path, replica: "Replica", standing: Standing, kept: KeptTensors
+    ) -> Callable[[], Path | None] | None:
+        """Copies what this worker writes to host memory, and returns what writes it; none if others do."""
+        rank, sharded = self._link.rank, sharded_of(replica)
+        if sharded is None:
+            randoms = self._link.gather_bytes(state.random_state())
+            if rank:
+                return None
+            whole = take_snapshot(replica, standing, randoms, kept)
+            return lambda: checkpoint.write(folder, whole)
+        aside, randoms = split_saves.agree_on_aside(self._link, folder, standing["step"])
+        share = Share(rank, sharded.collectives.world, aside)
+        if rank >= share.world:
+            return None  # a node of others holds the same parts, and writes them
+        part = split_saves.take_part(sharded, standing, randoms, share, kept)
+        if rank:
+            return lambda: write_share(share, part)
+        return lambda: write_together(folder, share, part, self._gone.is_set)
 
     def load(self, folder: Path, replica: "Replica", check: Callable[[Path, Standing], None]) -> Standing | None:
         """Puts the newest whole checkpoint into the replica and says where it stands; none if there is none.
@@ -96,21 +112,19 @@ class Saves:
         path, standing = self._find(folder, replica, check)
         if standing is None:
             return None
-        with Ranges(checkpoint_folder.files_of(path, standing, checkpoint.MODEL) if path else ()) as source:
-            if path:
+        if path is not None:
+            with checkpoint.ranges(path, standing, checkpoint.MODEL) as source:
                 state.load_model(replica.model, source)
         replica.align()
-        with Ranges(checkpoint_folder.files_of(path, standing, checkpoint.OPTIMIZER) if path else ()) as source:
-            told = _Told(self._link, source, replica)
+        with ExitStack() as stack:
+
+            def opened(stem: str) -> _Told:
+                files = checkpoint_folder.files_of(path, standing, stem) if path is not None else ()
+                return _Told(self._link, stack.enter_context(Ranges(files)), replica)
+
+            told = opened(checkpoint.OPTIMIZER)
             state.load_optimizer(replica.optimizer, replica.names, told, standing["optimizer"])
-        if standing["workers"] == self._link.world:
-            with Ranges(checkpoint_folder.files_of(path, standing, checkpoint.RANDOM) if path else ()) as source:
-                told = _Told(self._link, source, replica)
-                randoms = [told[str(rank)] for rank in range(self._link.world)]
-            state.set_random_state(to_bytes(randoms[self._link.rank]))
-        with Ranges(checkpoint_folder.files_of(path, standing, checkpoint.KEPT) if path else ()) as source:
-            told = _Told(self._link, source, replica)
-            return standing | {TENSORS: {name: told[name] for name in told.names}}
+            return split_saves.load_beside(self._link, standing, opened)
 
     def _find(
         self, folder: Path, replica: "Replica", check: Callable[[Path, Standing], None]
@@ -119,23 +133,24 @@ class Saves:
 
         A refusal is raised on every rank alike, before anything is changed.
         """
-        path, told = None, ""
-        if self._link.rank == 0:
-            try:
-                found = checkpoint.newest(folder, self._pass_over)
-                if found is not None:
-                    path, standing = found
-                    self._check_whole(path, standing, replica)
-                    check(path, standing)
-                elif checkpoint.holds_any(folder):
-                    raise CheckpointError(ALL_DAMAGED.format(folder))
-                told = json.dumps({"standing": found and found[1] | {"path": str(found[0])}})
-            except CheckpointError as error:
-                told = json.dumps({"refusal": str(error)})
-        answer = json.loads(self._link.gather_bytes(told.encode())[0])
-        if "refusal" in answer:
-            raise CheckpointError(answer["refusal"])
-        return path, answer["standing"]
+
+        def look() -> Standing | None:
+            if (found := self._newest(folder)) is None:
+                return None
+            path, standing = found
+            self._check_whole(path, standing, replica)
+            check(path, standing)
+            return standing | {"path": str(path)}
+
+        standing: Standing | None = split_saves.ask_first(self._link, look)
+        return Path(standing["path"]) if standing is not None and self._link.rank == 0 else None, standing
+
+    def _newest(self, folder: Path) -> tuple[Path, Standing] | None:
+        """On rank 0."""
+        found = checkpoint_folder.newest(folder, self._pass_over)
+        if found is None and checkpoint_folder.holds_any(folder):
+            raise CheckpointError(ALL_DAMAGED.format(folder))
+        return found
 
     def _check_whole(self, path: Path, standing: Standing, replica: "Replica") -> None:
         """That it is of this model and this optimizer, and that nothing is missing."""
@@ -160,14 +175,10 @@ class _Told:
         self._parameters = {replica.names[id(parameter)]: parameter for parameter in held}
         mine = {name: [list(spec.shape), str(spec.dtype).removeprefix("torch.")] for name, spec in source.specs.items()}
         told = json.loads(link.gather_bytes(json.dumps(mine).encode())[0])
-        self._specs = {name: Spec(tuple(shape), getattr(torch, dtype)) for name, (shape, dtype) in told.items()}
-
-    @property
-    def names(self) -> list[str]:
-        return list(self._specs)
+        self.specs = {name: Spec(tuple(shape), getattr(torch, dtype)) for name, (shape, dtype) in told.items()}
 
     def __getitem__(self, name: str, /) -> Tensor:
-        spec = self._specs[name]
+        spec = self.specs[name]
         tensor = self._source.tensor(name) if self._link.rank == 0 else torch.empty(spec.shape, dtype=spec.dtype)
         self._link.broadcast(tensor)
         owner = self._parameters.get(name.rpartition("/")[0])
@@ -190,7 +201,6 @@ def take_snapshot(
         {
             checkpoint.MODEL: state.model_state(replica.model),
             checkpoint.OPTIMIZER: tensors,
-            checkpoint.RANDOM: {str(rank): from_bytes(data) for rank, data in enumerate(randoms)},
-            **({checkpoint.KEPT: kept} if kept else {}),
+            **split_saves.files_beside(randoms, kept),
         },
     )

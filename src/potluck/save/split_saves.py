@@ -4,11 +4,10 @@ What all must do alike is agreed over the link, in the foreground; the disk is w
 """
 
 import json
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
@@ -16,7 +15,8 @@ from potluck.errors import CheckpointError
 from potluck.link.link import Link
 from potluck.save import checkpoint, checkpoint_folder, parts, state
 from potluck.save.checkpoint import new_aside
-from potluck.save.together import Share, write_share, write_together
+from potluck.save.together import Share
+from potluck.shard.ranges import Ranges, Spec
 from potluck.tensor_bytes import from_bytes, to_bytes
 
 if TYPE_CHECKING:
@@ -45,27 +45,18 @@ def together(link: Link, work: Callable[[], None]) -> None:
         raise CheckpointError(next(sentence for sentence in told if sentence))
 
 
-def save(
-    link: Link,
-    writer: checkpoint.Writer,
-    sharded: "Sharded",
-    standing: Standing,
-    kept: KeptTensors,
-    saved: Callable[[int, float], Callable[[Path], None]],
-    is_one_gone: Callable[[], bool],
-) -> None:
-    """Returns once this worker's part is in host memory. `saved`, given step and stall, makes what hears the place."""
-    started = time.perf_counter()
-    aside, randoms = agree_on_aside(link, writer.folder, standing["step"])
-    share = Share(link.rank, sharded.collectives.world, aside)
-    if share.rank >= share.world:
-        return  # a node of others holds the same parts, and writes them
-    snapshot = take_part(sharded, standing, randoms, share, kept)
-    tell = saved(snapshot.step, time.perf_counter() - started)
-    if share.rank:
-        writer.begin(lambda: write_share(share, snapshot), tell)
-    else:
-        writer.begin(lambda: write_together(writer.folder, share, snapshot, is_one_gone), tell)
+def ask_first(link: Link, work: Callable[[], Any]) -> Any:
+    """What rank 0 finds out, as JSON, on every rank. What it refuses is raised on all."""
+    told = {}
+    if link.rank == 0:
+        try:
+            told = {"answer": work()}
+        except CheckpointError as error:
+            told = {"refusal": str(error)}
+    heard = json.loads(link.gather_bytes(json.dumps(told).encode())[0])
+    if "refusal" in heard:
+        raise CheckpointError(heard["refusal"])
+    return heard["answer"]
 
 
 def take_part(
@@ -76,34 +67,39 @@ def take_part(
     names = share.stem(checkpoint.MODEL), share.stem(checkpoint.OPTIMIZER)
     files = {names[0]: model.tensors, names[1]: optimizer.tensors}
     if share.rank == 0:
-        files[checkpoint.RANDOM] = {str(rank): from_bytes(data) for rank, data in enumerate(randoms)}
-        files |= {checkpoint.KEPT: kept} if kept else {}
+        files |= files_beside(randoms, kept)
     notes = {names[0]: model.notes, names[1]: optimizer.notes}
     return checkpoint.Snapshot(standing | {"workers": len(randoms)}, files, notes)
 
 
+def files_beside(randoms: list[bytes], kept: KeptTensors) -> dict[str, dict[str, Tensor]]:
+    """What a checkpoint holds beside the model and its optimizer: each worker's random state, and what is kept."""
+    randoms_by_rank = {str(rank): from_bytes(data) for rank, data in enumerate(randoms)}
+    return {checkpoint.RANDOM: randoms_by_rank, **({checkpoint.KEPT: kept} if kept else {})}
+
+
+def load_beside(link: Link, standing: Standing, opened: Callable[[str], "Source"]) -> Standing:
+    """The reverse. The random state is put back if there are as many workers as there were."""
+    if standing["workers"] == link.world:
+        source = opened(checkpoint.RANDOM)
+        randoms = [source[str(rank)] for rank in range(link.world)]
+        state.set_random_state(to_bytes(randoms[link.rank]))
+    kept = opened(checkpoint.KEPT)
+    return standing | {TENSORS: {name: kept[name] for name in kept.specs}}
+
+
+class Source(state.Tensors, Protocol):
+    """Tensors of a file: read here, or told by the rank that reads them."""
+
+    @property
+    def specs(self) -> Mapping[str, Spec]: ...
+
+
 def agree_on_aside(link: Link, folder: Path, step: int) -> tuple[Path, list[bytes]]:
     """A new folder that every worker sees, and everyone's random state."""
-    told: dict[str, str] = {}
-    if link.rank == 0:
-        try:
-            told = {"aside": new_aside(folder, step).name}
-        except CheckpointError as error:
-            told = {"refusal": str(error)}
-    mine = json.dumps(told).encode()
-    gathered = [_cut(data) for data in link.gather_bytes(len(mine).to_bytes(4) + mine + state.random_state())]
-    answer = json.loads(gathered[0][0])
-    if "refusal" in answer:
-        raise CheckpointError(answer["refusal"])
-    aside = folder / answer["aside"]
+    aside = folder / ask_first(link, lambda: new_aside(folder, step).name)
     together(link, lambda: _check_shared(link, folder, sees_it=aside.is_dir()))
-    return aside, [random for _, random in gathered]
-
-
-def _cut(data: bytes) -> tuple[bytes, bytes]:
-    """What comes first, behind its length, and the rest."""
-    end = 4 + int.from_bytes(data[:4])
-    return data[4:end], data[end:]
+    return aside, link.gather_bytes(state.random_state())
 
 
 def _check_shared(link: Link, folder: Path, *, sees_it: bool) -> None:
@@ -127,27 +123,24 @@ def load(
         return None
     path, standing = found
     with ExitStack() as stack:
-        sources = []
+        sources: list[Ranges] = []
+
+        def opened(stem: str) -> Ranges:
+            return stack.enter_context(checkpoint.ranges(path, standing, stem))
 
         def look() -> None:
-            for stem in (checkpoint.MODEL, checkpoint.OPTIMIZER):
-                sources.append(stack.enter_context(checkpoint.ranges(path, standing, stem)))
+            sources.extend(map(opened, (checkpoint.MODEL, checkpoint.OPTIMIZER)))
             parts.check_part(sharded, sources[0], sources[1], standing["optimizer"], str(path))
             check(path, standing)
 
         def fill() -> None:
-            parts.load_model_part(sharded, sources[0])
-            parts.load_optimizer_part(sharded, sources[1], standing["optimizer"])
+            parts.load_part(sharded, sources[0], sources[1], standing["optimizer"])
 
         together(link, look)
         together(link, fill)
-    sharded.share()
-    sharded.settle()
-    if standing["workers"] == link.world:
-        with checkpoint.ranges(path, standing, checkpoint.RANDOM) as source:
-            state.set_random_state(to_bytes(source.tensor(str(link.rank))))
-    with checkpoint.ranges(path, standing, checkpoint.KEPT) as source:
-        return standing | {TENSORS: {name: source.tensor(name) for name in source.specs}}
+        sharded.share()
+        sharded.settle()
+        return load_beside(link, standing, opened)
 
 
 def _find(link: Link, folder: Path, pass_over: Callable[[Path, str], None]) -> tuple[Path, Standing] | None:

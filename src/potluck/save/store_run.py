@@ -1,6 +1,6 @@
 """StoreRun: a store as the meeting place of a run whose workers have no connection to each other.
 
-It gives each worker its link and its channel, and keeps what the worker needs to go on after it was killed: its own
+It gives each worker its link and its channel, and keeps what the worker needs to resume after it was killed: its own
 part of the model, where it stands, and what it was told before the first step. Everything it has been sent since then
 is still in the store, so it does the same steps again and finds itself where the others wait for it.
 A store is one run's at a time (tenancy.py): before that is seen to be ours, nothing in it is changed.
@@ -45,15 +45,14 @@ class Kept:
         with tempfile.TemporaryDirectory(prefix="potluck-") as folder:
             self.files.unpack(Path(folder))
             with Ranges([Path(folder) / _file(MODEL)]) as model, Ranges([Path(folder) / _file(OPTIMIZER)]) as optimizer:
-                parts.load_model_part(sharded, model)
-                parts.load_optimizer_part(sharded, optimizer, optimizer.notes)
+                parts.load_part(sharded, model, optimizer, optimizer.notes)
         sharded.share()
         sharded.settle()
 
 
 class StoreRun:
     def __init__(self, protocol: DataStore, rank: int, world: int, patience_s: float, *, keeps: bool = True) -> None:
-        """`keeps`: a worker that is killed and started again goes on; else each object goes once it was read."""
+        """`keeps`: a worker that is killed and started again resumes; otherwise objects go once they were read."""
         self._protocol, self._patience_s = protocol, patience_s
         self.every = protocol.keep_every if keeps else None
         """Steps between two times that a worker keeps itself."""
@@ -88,7 +87,7 @@ class StoreRun:
         return self._channel
 
     def keep(self, sharded: Sharded, notes: dict[str, Any], passes: int) -> None:
-        """Killed, this worker goes on from here, and what came before may go. `passes`: of micro-batches so far."""
+        """If it is killed, this worker resumes here, and what came before may go. `passes`: of micro-batches so far."""
         self.link.log.seal()
         position = self.link.inner.position
         told = notes | {"position": position, "told": self.link.log.told, "run": self._run}

@@ -3,20 +3,18 @@
 On the disk they are the same as any other: the whole model's, in files that each hold some pieces.
 """
 
-import json
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from potluck.errors import CheckpointError
 from potluck.events import EventLog
 from potluck.link.link import Link
 from potluck.save import checkpoint_folder, split_saves, state
 from potluck.save.checkpoint import new_aside
 from potluck.save.saves import Saves
-from potluck.save.split_saves import ALL_DAMAGED, KeptTensors, Standing, take_part, together
+from potluck.save.split_saves import KeptTensors, Standing, ask_first, take_part, together
 from potluck.save.store_run import StoreRun
 from potluck.save.together import Share, write_share, write_together
 
@@ -70,31 +68,28 @@ class StoreSaves(Saves):
 
     def load(self, folder: Path, replica: "Replica", check: Callable[[Path, Standing], None]) -> Standing | None:
         """The first worker's newest whole checkpoint; the others get its files."""
-        told = {}
-        if self._link.rank == 0:
-            found = checkpoint_folder.newest(folder, self._pass_over)
-            told = {"name": found[0].name if found else None, "path": str(found[0]) if found else ""}
-            if found is None and checkpoint_folder.holds_any(folder):
-                told["refusal"] = ALL_DAMAGED.format(folder)
-            elif found is not None:
-                self._run.give_files(RESUME, found[0])
-        answer = json.loads(self._link.gather_bytes(json.dumps(told).encode())[0])
-        if "refusal" in answer:
-            raise CheckpointError(answer["refusal"])
-        if answer["name"] is None:
+
+        def give() -> str | None:
+            if (found := self._newest(folder)) is None:
+                return None
+            self._run.give_files(RESUME, found[0])
+            return str(found[0])
+
+        path = ask_first(self._link, give)
+        if path is None:
             return None
         assert replica.part is not None
         with tempfile.TemporaryDirectory(prefix="potluck-") as shared:
-            self._fetch(Path(shared), answer["name"], answer["path"])
+            self._fetch(Path(shared) / Path(path).name, path)
             standing = split_saves.load(self._link, Path(shared), replica.part, check, self._pass_over)
         if self._link.rank == 0:
             self._run.drop_files([RESUME])
         replica.remember_buffers()
-        return None if standing is None else standing | {"path": answer["path"]}
+        return None if standing is None else standing | {"path": path}
 
-    def _fetch(self, folder: Path, name: str, path: str) -> None:
+    def _fetch(self, place: Path, path: str) -> None:
         if self._link.rank == 0:
-            (folder / name).symlink_to(Path(path).absolute(), target_is_directory=True)
+            place.symlink_to(Path(path).absolute(), target_is_directory=True)
         else:
-            (folder / name).mkdir()
-            self._run.take_files(RESUME, folder / name, "the checkpoint that worker 0 goes on from")
+            place.mkdir()
+            self._run.take_files(RESUME, place, "the checkpoint that worker 0 goes on from")

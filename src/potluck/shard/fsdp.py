@@ -33,7 +33,6 @@ class FullySharded(Sharded):
         optimizer: Optimizer,
         *,
         blocks: Sequence[nn.Module],
-        device: torch.device,
         mesh: DeviceMesh,
         bf16: bool = False,
         offload: bool = False,
@@ -44,9 +43,9 @@ class FullySharded(Sharded):
         blocks = untied(model, blocks)
         self.model, self.optimizer = model, optimizer
         self.collectives = Collectives(mesh.get_group(mesh.ndim - 1))
-        self._lent = Lent() if _is_gloo(self.collectives.group, device) else None
+        self._lent = Lent() if _is_gloo(self.collectives.group, mesh.device_type) else None
         # What a reduction gives is read at once: summed over nodes, or copied to a GPU on a stream of its own.
-        self._must_wait = device.type == "cuda" or (mesh.ndim == 2 and mesh.size(0) > 1)
+        self._must_wait = mesh.device_type == "cuda" or (mesh.ndim == 2 and mesh.size(0) > 1)
         whole = dict(model.named_parameters())
         _check_dimensions(whole)
         home = homes(optimizer)
@@ -60,7 +59,7 @@ class FullySharded(Sharded):
             blocks,
             mesh=mesh,
             mp_policy=policy if bf16 else MixedPrecisionPolicy(),
-            offload_policy=CPUOffloadPolicy() if offload and device.type == "cuda" else OffloadPolicy(),
+            offload_policy=CPUOffloadPolicy() if offload and mesh.device_type == "cuda" else OffloadPolicy(),
         )
         if not mean and mesh.size() > 1:  # of one, the sum is the mean, and dividing it by 1 takes time
             for module in self._modules:
@@ -189,5 +188,5 @@ def _flat(part: Tensor) -> Tensor:
     return local_part(part).detach().view(-1)
 
 
-def _is_gloo(group: dist.ProcessGroup | None, device: torch.device) -> bool:
-    return dist.get_backend(group) == "gloo" or (device.type == "cpu" and "gloo" in str(dist.get_backend(group)))
+def _is_gloo(group: dist.ProcessGroup | None, device_type: str) -> bool:
+    return dist.get_backend(group) == "gloo" or (device_type == "cpu" and "gloo" in str(dist.get_backend(group)))

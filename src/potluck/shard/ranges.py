@@ -3,7 +3,7 @@
     with Ranges(files) as source:
         source.read_into(run_of_mine, "embed.weight", start=4096)
 
-It reads what is asked for and nothing else, whoever wrote the files and however they had split the tensors.
+It reads what is asked for and nothing else, however the tensors were split when they were written.
 """
 
 from dataclasses import dataclass
@@ -50,6 +50,8 @@ class Ranges(Store):
     def tensor(self, name: str) -> Tensor:
         """A whole one, in its shape."""
         return self.read(name).reshape(self.spec(name).shape)
+
+    __getitem__ = tensor
 
     @torch.no_grad()
     def read_into(self, out: Tensor, name: str, start: int = 0) -> None:

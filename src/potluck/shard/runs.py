@@ -41,7 +41,7 @@ COUNTERS = {"step", "eta", "mu", "mu_product"}
 SMALLEST = 1e-37
 """Of scales that float32 holds with all of its digits, as it does their inverse."""
 _MARK = "_sharded_by"
-"""On a parameter: whoever has split it."""
+"""On a parameter: what has split it."""
 
 
 @dataclass(frozen=True, slots=True)

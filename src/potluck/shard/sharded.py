@@ -26,7 +26,7 @@ class Sharded:
     mirrors: Sequence[Run] = ()
     """Runs that other ranks own too, and write: this one only reads them, such as a weight that two stages have."""
     split: dict[str, Spec]
-    """Every parameter that is split over ranks, whoever owns it, by name; what else there is, each rank has whole."""
+    """Every parameter that is split over ranks, by name, whichever rank owns it; every rank has all else whole."""
     group_names: list[list[str]]
     """The names of the whole parameters of each of the optimizer's groups, as they were given."""
     collectives: Collectives

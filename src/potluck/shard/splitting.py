@@ -99,9 +99,7 @@ def shard_over(
             mesh = _mesh(device, (many, strategy.intra_node_size) if many > 1 else (world,))
         case _:
             raise ConfigError("NoShard splits nothing.")
-    return FullySharded(
-        model, optimizer, blocks=blocks, device=device, mesh=mesh, bf16=bf16, offload=offload, mean=mean
-    )
+    return FullySharded(model, optimizer, blocks=blocks, mesh=mesh, bf16=bf16, offload=offload, mean=mean)
 
 
 def _mesh(device: torch.device, shape: tuple[int, ...]) -> DeviceMesh:

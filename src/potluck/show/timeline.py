@@ -53,7 +53,7 @@ class Timeline:
         return sum(span.busy_until_s - span.start_s for span in self.lanes[worker]) / max(self.seconds, 1e-9)
 
     def means_over(self, rows: int) -> list[Mean]:
-        """The losses, averaged over at least so many rows each, so that two runs can be compared."""
+        """The losses, averaged over at least this many rows each, so that two runs can be compared."""
         return list(_means_over(self.losses, rows))
 
 

@@ -26,7 +26,7 @@ UNFINISHED = re.compile(r"\.(?P<name>[^/]+)~[0-9a-f]{8}")
 """A file that is being written, or was when its writer died; or one that waits to be written over."""
 _SPARE = ".spare-"
 SPARES, SPARES_BYTES = 32, 1 << 28
-"""Files that are kept to be written over, in each folder: so many, or of so many bytes together."""
+"""Files that are kept to be written over, in each folder: at most this many, and this many bytes together."""
 SPARE_BYTES = 1 << 20
 """Smaller ones are not worth it."""
 _MODE = 0o664
@@ -217,7 +217,7 @@ def _is_ours(found: os.stat_result) -> bool:
 
 
 def _spares(folder: str, size: int | None = None) -> list[str]:
-    """They look like unfinished files, so whoever clears a folder clears them too."""
+    """They look like unfinished files, so they are cleared together with a folder."""
     start = _SPARE if size is None else f"{_SPARE}{size}~"
     return [name for name in os.listdir(folder) if name.startswith(start)]
 

@@ -27,7 +27,7 @@ class Head:
     """Where the object belongs: run and generation included, so that one in another's place is found out."""
     generation: int
     about: bytes
-    """For whoever reads the payload."""
+    """For the reader of the payload."""
     payload_bytes: int
     checksum: bytes
     raw: bytes
@@ -51,7 +51,7 @@ class Head:
         return Head(name, generation, about, payload_bytes, checksum, bytes(raw))
 
     def digest(self) -> "Digest":
-        """For whoever reads the payload, to be fed with it and then compared."""
+        """For the reader of the payload, to be fed with it and then compared."""
         return Digest(self.raw)
 
     def check(self, digest: "Digest") -> None:
@@ -60,7 +60,7 @@ class Head:
 
 
 class Digest:
-    """Of all of an object but the checksum itself. XXH3 is not against malice: whoever may write may also sign."""
+    """Of all of an object but the checksum itself. XXH3 is not against malice: those who may write could also sign."""
 
     def __init__(self, head: bytes) -> None:
         self._state = xxhash.xxh3_128(head[:_CHECKSUM_AT])

@@ -30,14 +30,14 @@ class StoreSession:
         self._gets = Background(_MOST_GETS, "potluck-get")
         self._clears = Background(1, "potluck-clear")
         self._failed: Future[Any] = Future()
-        """Holds the first error; whoever waits for anything waits for this too."""
+        """Holds the first error; every wait waits for this too."""
         self.start_clear(store.clear_older)
 
     def start_put(self, work: Callable[[], T]) -> "Future[T]":
         return self._watched(self._puts.start(work))
 
     def start_get(self, work: Callable[[], T]) -> "Future[T]":
-        """Its error is for whoever waits for it."""
+        """Its error is raised where it is waited for."""
         return self._gets.start(work)
 
     def start_clear(self, work: Callable[[], None]) -> None:

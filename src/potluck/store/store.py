@@ -1,6 +1,6 @@
 """Store: checked objects of one run, in a folder or an object store that its workers share.
 
-An object appears whole or not at all, and says which run, generation and key it belongs to; whoever reads it checks
+An object appears whole or not at all, and says which run, generation and key it belongs to; a reader checks
 that before taking any memory. Keys are made by us. Knows nothing of tensors: datastore.py and link/store_link.py do.
 """
 
@@ -20,7 +20,7 @@ KEY = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*(/[a-z0-9]+(-[a-z0-9]+)*){0,3}")
 MOST_KEY_BYTES = 160
 RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 CHECK_EVERY_S = 1.0
-"""How often whoever waits asks whether it is still wanted."""
+"""How often one that waits asks whether it is still wanted."""
 READS = 3
 """A store may need a moment until all its readers see the same; what is wrong three times is wrong."""
 SMALL_BYTES = 1 << 16
@@ -130,7 +130,7 @@ class Store:
                 self._clear(f"{self.run}/g{generation:06d}")
 
     def clear(self) -> None:
-        """Everything of this run. For whoever knows that it has ended."""
+        """Everything of this run. For one that knows that it has ended."""
         self._clear(self.run)
 
     def check_generation(self) -> None:

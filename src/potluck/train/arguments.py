@@ -56,6 +56,18 @@ class TrainArgs:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Listening:
+    """How a host waits for workers, and for how many."""
+
+    host: str
+    port: int
+    address: str | None
+    patience_s: float
+    at_least: int
+    insecure: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class HostArgs:
     folder: Path
     recipe: str
@@ -65,13 +77,8 @@ class HostArgs:
     workers: WorkersConfig
     local: int
     """Workers on this machine."""
-    host: str
-    port: int
-    address: str | None
-    patience_s: float
-    at_least: int
-    insecure: bool
     resume: bool
+    listening: Listening
 
 
 def data_setting(paths: Sequence[str]) -> tuple[str, ...]:
@@ -115,15 +122,10 @@ def host_args(
     threads: int | None,
     out: str | None,
     resume: bool,
-    host: str,
-    port: int,
-    address: str | None,
-    patience_s: float,
-    at_least: int,
-    insecure: bool,
+    listening: Listening,
 ) -> HostArgs:
     """What `potluck host` is asked for, checked before anything is started."""
-    if workers < 0 or at_least < 1 or not 0 <= port < 1 << 16:
+    if workers < 0 or listening.at_least < 1 or not 0 <= listening.port < 1 << 16:
         raise ConfigError("--workers is at least 0, --at-least 1, and --port below 65,536.")
     if what.endswith(".py"):
         if not Path(what).is_file():
@@ -148,20 +150,15 @@ def host_args(
     if resume and not holds_run(folder):
         raise ConfigError(f"There is no run to resume in {folder}. Leave out --resume, or name its folder with --out.")
     config = checked(lambda: WorkersConfig(count=max(1, workers), threads=threads), "Workers: ")
-    checked(lambda: insist_on_patience("--patience", patience_s))
+    checked(lambda: insist_on_patience("--patience", listening.patience_s))
     return HostArgs(
         folder=folder,
         recipe=recipe,
         command=command,
         workers=config,
         local=workers,
-        host=host,
-        port=port,
-        address=address,
-        patience_s=patience_s,
-        at_least=at_least,
-        insecure=insecure,
         resume=resume,
+        listening=listening,
     )
 
 

@@ -65,7 +65,7 @@ def plan_quotas(workers: int, slow: int, factor: float, cores: int) -> tuple[flo
 
 @contextmanager
 def slowing(workers: int, cores: int, factor: float = 3.0) -> Iterator[Slowdown]:
-    """How the last of so many workers, on so many cores, is slowed. Their control groups are there until this ends."""
+    """How the last of these workers is slowed, on these cores. Their control groups are there until this ends."""
     slowdown = Slowdown(worker=workers - 1, factor=factor)
     made: list[Path] = []
     try:
@@ -144,7 +144,7 @@ class Brake:
 
 
 class Pauses:
-    """Sleeps in proportion to the time that this process has really computed, whoever else had the cores meanwhile."""
+    """Sleeps in proportion to the time that this process has really computed, whatever else had the cores."""
 
     def __init__(
         self,
