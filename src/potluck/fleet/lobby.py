@@ -104,6 +104,10 @@ class Lobby:
                 guest.out += data
                 self._flush(guest)
 
+    def codec(self, peer: int) -> str | None:
+        guest = self._guests.get(peer)
+        return guest.codec if guest is not None else None
+
     def close(self, peer: int) -> None:
         """After what it is still to be sent."""
         with self._lock:

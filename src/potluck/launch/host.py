@@ -157,8 +157,8 @@ class _Host:
             journal=journal,
             saver=self.keeper,
             on_event=self.events.emit,
-            on_step=self._on_step,
         )
+        server.on_step = self._on_step
         server.on_described = self._on_described
         if described is not None:
             before = described.training
