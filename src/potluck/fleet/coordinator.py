@@ -53,20 +53,11 @@ PROTOCOL = 2
 TOO_SOON = 5
 """The code of a refusal after which a worker waits, and comes again."""
 
+_INSIDE = (Applied, SliceReport, EvaluateNext, SaveDue, StateBegin, StateChunk, Heartbeat, Leave)
 LEGAL: dict[Phase, tuple[type[Message], ...]] = {
     Phase.GREETED: (Ready, Heartbeat, Leave),
-    # It may have been ready before, and not know yet that its weights are to be replaced.
-    Phase.CATCHING_UP: (Applied, SliceReport, EvaluateNext, SaveDue, StateBegin, StateChunk, Heartbeat, Leave),
-    Phase.READY: (
-        SliceReport,
-        Applied,
-        EvaluateNext,
-        SaveDue,
-        StateBegin,
-        StateChunk,
-        Heartbeat,
-        Leave,
-    ),
+    Phase.CATCHING_UP: _INSIDE,  # it may have been ready before, and not know yet that its weights will be replaced
+    Phase.READY: _INSIDE,
 }
 """What a worker of ours may send. Gradients are not listed: the server takes them only where they were asked for."""
 

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from potluck.fleet.connection import Connection, Out
 from potluck.fleet.exchange import Exchange
@@ -10,15 +11,15 @@ from potluck.wire.codec import encode_parts
 from potluck.wire.messages import AverageAt, ShareMemory
 
 
+@dataclass
 class Writer:
-    def __init__(self, connection: Connection, exchange: Exchange, on_taken: Callable[[int, int], None]) -> None:
-        """`on_taken` hears of each chunk of a state that has left: of which peer it came from, and which transfer."""
-        self._connection = connection
-        self._exchange = exchange
-        self._on_taken = on_taken
+    connection: Connection
+    exchange: Exchange
+    on_taken: Callable[[int, int], None]
+    """Hears of each chunk of a state that has left: which peer it came from, and of which transfer it is."""
 
     def run(self) -> None:
-        connection = self._connection
+        connection = self.connection
         try:
             while True:
                 while connection.owed and not connection.queue:
@@ -38,18 +39,18 @@ class Writer:
         finally:
             connection.close()
             while connection.owed:
-                self._exchange.release(connection.owed.popleft())
+                self.exchange.release(connection.owed.popleft())
 
     def _settle(self) -> None:
         """Averages that the peer has taken may be written over."""
-        connection = self._connection
+        connection = self.connection
         assert connection.receipts is not None
         for _ in range(connection.receipts.wait(len(connection.owed))):
             connection.pieces += 1
-            self._exchange.release(connection.owed.popleft())
+            self.exchange.release(connection.owed.popleft())
 
     def write(self, out: Out) -> None:
-        connection = self._connection
+        connection = self.connection
         if out.raw:
             connection.pipe.send([out.raw])
         elif out.part >= 0:
@@ -60,23 +61,23 @@ class Writer:
             assert out.message is not None
             connection.send_pieces(encode_parts(out.message, connection.codec))
             if out.credit is not None:
-                self._on_taken(*out.credit)
+                self.on_taken(*out.credit)
 
     def _write_average(self, out: Out) -> None:
-        connection = self._connection
+        connection = self.connection
         if connection.receipts is not None:
             connection.owed.append(out.part)
             connection.pipe.send(encode_parts(AverageAt(out.step, out.part), connection.codec))
             return
         try:
-            message = self._exchange.average(out.step, out.part, plain=connection.plain)
+            message = self.exchange.average(out.step, out.part, plain=connection.plain)
             if message is not None:
                 connection.send_pieces(encode_parts(message, connection.codec))
         finally:
-            self._exchange.release(out.part)
+            self.exchange.release(out.part)
 
     def _share(self, message: ShareMemory) -> None:
-        connection, memory = self._connection, self._exchange.memory
+        connection, memory = self.connection, self.exchange.memory
         assert memory is not None
         connection.receipts, theirs = Receipts.pair()  # there before the peer can answer
         try:
