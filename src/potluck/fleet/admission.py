@@ -61,14 +61,14 @@ class Admission:
             effects.append(Describe(completed, is_new=False))
         if run.membership.holders and (difference := self._differing_length(described)) is not None:
             return run.refuse(member.peer, "other length", difference)
-        # Whoever says it twice is placed once: as the first who is in it would else be sent its own weights.
+        # One that says it twice is placed once: else, as the first who is in, it would be sent its own weights.
         self.forget(member.peer)
         if not run.membership.holders:  # a run that is resumed may be longer than it was; a newcomer changes nothing
             run.rows_limit = described.rows_limit
         return effects + self._place(member, replace(ready, description=""))  # it may wait, and be long
 
     def _differing_length(self, described: Description) -> str | None:
-        """Whoever ended sooner would end the run for all, and whoever ended later would wait for work for ever."""
+        """A worker that ended sooner would end the run for all; one that ended later would wait for work forever."""
         mine, theirs, rows = self.run.rows_limit, described.rows_limit, described.rows
         if not mine or not theirs or abs(mine - theirs) < rows:
             return None
@@ -123,7 +123,7 @@ class Admission:
 
     def _may_have_the_last(self) -> bool:
         """Whether the last step may come from a checkpoint, or from somebody who has yet to come back: a window that
-        is computed again has other bits, and whoever has ended with it would have other weights than the rest."""
+        is computed again has other bits, and workers that have ended with it would have other weights than the rest."""
         if self.run.described.windowed is None:
             return False
         if self.saving.is_last_kept:
@@ -177,7 +177,7 @@ class Admission:
     def on_nobody_holds(self, *, may_come_back: bool) -> list[Effect]:
         self.alone_since = self.run.clock
         effects = self.rounds.abandon()
-        self.run.skip_ahead()  # whoever comes back may have applied what was being computed again
+        self.run.skip_ahead()  # those who come back may have applied what was being computed again
         self.expected = int(may_come_back)
         return effects
 

@@ -142,7 +142,7 @@ class Coordinator:
         try:
             message = bounds.check(message, run.description)
         except TheirProtocolError as error:
-            is_secret = member is None or member.plain  # whoever has not shown its secret yet hears nothing
+            is_secret = member is None or member.plain  # a peer that has not shown its secret yet hears nothing
             return run.refuse(peer, "implausible", "" if is_secret else str(error))
         if member is None:
             match message:
@@ -236,7 +236,7 @@ class Coordinator:
         return effects + self.ending.on_gone()
 
     def _hold_off(self, member: Member) -> list[Effect]:
-        """Whoever comes and goes in a loop is let in less and less often."""
+        """A worker that comes and goes in a loop is let in less and less often."""
         times, wait_s = self._returns.went(self.run.clock, member.address, member.name, member.came_at)
         if not wait_s or self.run.finished:
             return []
@@ -332,8 +332,8 @@ class Coordinator:
         return effects + self.ending.finish()
 
     def _forgive_pause(self, now: float) -> None:
-        """This host itself may not have run: a stopped process, a sleeping laptop, a hung disk. Whoever could not be
-        heard meanwhile must not be given up for it."""
+        """This host itself may not have run: a stopped process, a sleeping laptop, a hung disk. Workers that could
+        not be heard meanwhile must not be given up for it."""
         gap = now - self._ticked_at if self._ticked_at is not None else 0.0
         self._ticked_at = now
         if gap > self.patience_s / 4:

@@ -39,7 +39,7 @@ class Ending:
 
     @property
     def _is_said_to_be_over(self) -> bool:
-        """By a worker that held the weights of the last step; whoever took another since then knows better."""
+        """By a worker that held the weights of the last step; one that took another step since then knows better."""
         return self.over_at is not None and self.over_at >= self.run.standing.step
 
     def request_stop(self) -> list[Effect]:
@@ -74,7 +74,7 @@ class Ending:
         self.over_since += seconds
 
     def tire(self) -> list[Effect]:
-        """Whoever was told to go, and whoever has nothing left to do and does not say so, keeps nobody waiting."""
+        """Workers that were told to go, or have nothing left to do and do not say so, keep nobody waiting."""
         run = self.run
         effects: list[Effect] = []
         for member in [m for m in run.membership.members.values() if m.shut_at is not None]:

@@ -133,7 +133,7 @@ class Evaluations:
         return effects
 
     def on_tick(self) -> list[Effect]:
-        """A range that takes far longer than any other, while somebody waits, is given to whoever waits."""
+        """A range that takes far longer than any other, while somebody waits, is given to one who waits."""
         run = self.run
         effects: list[Effect] = []
         for member in [m for m in run.membership.members.values() if m.evaluating is not None]:

@@ -1,8 +1,8 @@
 """Sockets, TLS and threads around coordinator.py.
 
-Newcomers knock in the lobby. Whoever takes part gets two threads: one reads its messages and lets its gradients flow
-into the mean, the other writes to it. All decisions are the coordinator's, made one at a time under one lock; the bytes
-of gradients pass outside of it.
+Newcomers knock in the lobby. A peer that takes part gets two threads: one reads its messages and lets its gradients
+flow into the mean, the other writes to it. All decisions are the coordinator's, made one at a time under one lock; the
+bytes of gradients pass outside of it.
 """
 
 import logging

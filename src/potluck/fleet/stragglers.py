@@ -18,7 +18,7 @@ class Stragglers:
     rounds: Rounds
 
     def tell(self) -> list[Effect]:
-        """Whoever keeps the others waiting is named, with what it is doing and for how long."""
+        """Workers that keep the others waiting are named, each with what it is doing and for how long."""
         run = self.run
         effects: list[Effect] = []
         late = [member for member in run.membership.members.values() if member.nodes or member.evaluating]

@@ -143,7 +143,7 @@ class Transfers:
             transfer.moved_at += seconds
 
     def tire(self) -> list[Effect]:
-        """Whoever was to send a state, and sends nothing of it, is passed over while there are others to ask."""
+        """A worker that was to send a state, and sends nothing of it, is passed over while there are others to ask."""
         run = self.run
         effects: list[Effect] = []
         latest = run.clock - SLOW_STATE * run.patience_s
