@@ -235,7 +235,7 @@ def after_telling_one(place: Path) -> None:
     def fatal(self: Any, effect: Any) -> None:
         send(self, effect)
         if isinstance(effect.message, Committed) and effect.message.step == AT_STEP and not _fired(place, "told"):
-            seat = self._seats[effect.peer]
+            seat = self.connections[effect.peer]
             while seat.queue:
                 time.sleep(0.001)
             time.sleep(0.2)
@@ -245,16 +245,16 @@ def after_telling_one(place: Path) -> None:
 
 
 def while_averages_leave(place: Path) -> None:
-    from potluck.fleet.server import Server
+    from potluck.fleet.writing import Writer
 
-    write = Server._write_out
+    write = Writer.write
 
-    def fatal(self: Any, seat: Any, out: Any) -> None:
+    def fatal(self: Any, out: Any) -> None:
         if out.part == 2 and out.step == AT_STEP and not _fired(place, "averages"):
             die(place, "averages")
-        write(self, seat, out)
+        write(self, out)
 
-    Server._write_out = fatal  # type: ignore[method-assign]
+    Writer.write = fatal  # type: ignore[method-assign]
 
 
 def while_a_newcomer_catches_up(place: Path) -> None:

@@ -370,8 +370,8 @@ def serve(
         journal=journal,
         saver=CheckpointReceiver(folder / "checkpoints", lambda path, reason: None),
         on_event=hear,
-        on_step=on_step,
     )
+    server.on_step = on_step
     return server, identity.invite("127.0.0.1", server.port, encrypted=encrypted), journal
 
 

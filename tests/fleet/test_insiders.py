@@ -551,14 +551,14 @@ def test_whoever_beats_and_does_not_read_is_closed_and_keeps_nobody_waiting() ->
     try:
         with socket.create_connection(("127.0.0.1", server.port)) as deaf:
             deaf.sendall(encode(hello()) + encode(ready()))
-            wait_until(lambda: bool(server._seats))
-            (peer,) = server._seats
+            wait_until(lambda: bool(server.connections))
+            (peer,) = server.connections
             server._send_now(peer, StateChunk(9, bytes(64 << 20)))
 
             def has_gone() -> bool:
                 with contextlib.suppress(OSError):
                     deaf.sendall(encode(Heartbeat("deaf", 0)))
-                return not server._seats
+                return not server.connections
 
             wait_until(has_gone, 20)
         (went,) = [event for event in events if isinstance(event, WorkerWent)]
@@ -575,7 +575,7 @@ def test_an_event_that_cannot_be_shown_does_not_end_the_run() -> None:
     try:
         with socket.create_connection(("127.0.0.1", server.port)) as guest:
             guest.sendall(encode(hello("é")) + encode(ready()))
-            wait_until(lambda: bool(server._seats))
+            wait_until(lambda: bool(server.connections))
             assert server.wait(0.2) is None and [m.name for m in server.core.membership.ready] == ["é"]
     finally:
         server.stop()

@@ -179,8 +179,8 @@ def test_a_worker_and_its_host_give_up_their_link_alike(tmp_path: Path, monkeypa
     client.connect()
     client.description = DESCRIBED
     client.send(Ready(DESCRIBED.to_json(), 0, "digest", 0))
-    wait_until(lambda: bool(fleet.server._seats))
-    (seat,) = fleet.server._seats.values()
+    wait_until(lambda: bool(fleet.server.connections))
+    (seat,) = fleet.server.connections.values()
     assert client._session is not None
     assert options(client._session.pipe)["USER_TIMEOUT"] == options(seat.pipe)["USER_TIMEOUT"] == 30_000
     client.close()

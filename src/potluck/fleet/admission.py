@@ -1,7 +1,7 @@
 """With which weights a worker may take part, and how the run continues while nobody has them. Pure."""
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from potluck.errors import TheirProtocolError
 from potluck.events import Stalled
@@ -17,35 +17,26 @@ from potluck.fleet.transfers import Transfers
 from potluck.wire.messages import Admitted, Ready
 
 
+@dataclass
 class Admission:
-    def __init__(
-        self,
-        run: RunState,
-        digests: Digests,
-        rounds: Rounds,
-        transfers: Transfers,
-        saving: Saving,
-        plain_peers: PlainPeers,
-        expected: int,
-    ) -> None:
-        self._run = run
-        self._digests = digests
-        self._rounds = rounds
-        self._transfers = transfers
-        self._saving = saving
-        self._plain_peers = plain_peers
-        self.expected = expected
-        """How many may come back who hold the weights, while nobody here does."""
-        self.most_floats = MAX_TOTAL
-        """What there is memory for."""
-        self.waiting: list[tuple[int, Ready]] = []
-        """Newcomers for whom nobody has the weights yet."""
-        self.is_restoring = False
-        self._alone_since: float | None = None
-        """Since when nobody holds the weights."""
+    run: RunState
+    digests: Digests
+    rounds: Rounds
+    transfers: Transfers
+    saving: Saving
+    plain_peers: PlainPeers
+    expected: int
+    """How many may come back who hold the weights, while nobody here does."""
+    most_floats: int = field(default=MAX_TOTAL, init=False)
+    """What there is memory for."""
+    waiting: list[tuple[int, Ready]] = field(default_factory=list, init=False)
+    """Newcomers for whom nobody has the weights yet."""
+    is_restoring: bool = field(default=False, init=False)
+    alone_since: float | None = field(default=None, init=False)
+    """Since when nobody holds the weights."""
 
     def on_ready(self, member: Member, ready: Ready) -> list[Effect]:
-        run = self._run
+        run = self.run
         if run.finished:
             return run.shut(member)
         try:
@@ -62,7 +53,7 @@ class Admission:
         effects: list[Effect] = []
         if run.description is None:
             run.description = described
-            effects += [Describe(described), *self._plain_peers.on_described()]
+            effects += [Describe(described), *self.plain_peers.on_described()]
         elif (difference := run.description.difference(described)) is not None:
             return run.refuse(member.peer, "wrong model", difference)
         elif (completed := run.description.completed(described)) != run.description:
@@ -70,15 +61,15 @@ class Admission:
             effects.append(Describe(completed, is_new=False))
         if run.membership.holders and (difference := self._differing_length(described)) is not None:
             return run.refuse(member.peer, "other length", difference)
-        # Whoever says it twice is placed once: as the first who is in it would else be sent its own weights.
+        # One that says it twice is placed once: else, as the first who is in, it would be sent its own weights.
         self.forget(member.peer)
         if not run.membership.holders:  # a run that is resumed may be longer than it was; a newcomer changes nothing
             run.rows_limit = described.rows_limit
         return effects + self._place(member, replace(ready, description=""))  # it may wait, and be long
 
     def _differing_length(self, described: Description) -> str | None:
-        """Whoever ended sooner would end the run for all, and whoever ended later would wait for work for ever."""
-        mine, theirs, rows = self._run.rows_limit, described.rows_limit, described.rows
+        """A worker that ended sooner would end the run for all; one that ended later would wait for work forever."""
+        mine, theirs, rows = self.run.rows_limit, described.rows_limit, described.rows
         if not mine or not theirs or abs(mine - theirs) < rows:
             return None
         return f"This run ends after {mine / rows:g} epochs, and yours would after {theirs / rows:g}. Ask for as many."
@@ -90,26 +81,26 @@ class Admission:
 
     def _place(self, member: Member, ready: Ready) -> list[Effect]:
         """Whether a worker that has built its model may continue with its own weights, or where it gets the run's."""
-        run, step = self._run, self._run.standing.step
-        holds = bool(ready.holds) and self._digests.is_believed(member, ready)
+        run, step = self.run, self.run.standing.step
+        holds = bool(ready.holds) and self.digests.is_believed(member, ready)
         if not run.membership.holders:
             return self._place_first(member, ready, holds)
         is_window = run.described.windowed is not None  # one that is computed again has other bits
         if holds and run.ahead is not None and ready.step == run.ahead.step and not is_window:
             return self._admit(member, ready, since=ready.step + 1)
-        known = self._digests.told.get(ready.step, {})
+        known = self.digests.told.get(ready.step, {})
         same = any(ready.digest == told.digest for told in known.values())
         if ready.step == step and (same or (holds and not known and not is_window)):
             return self._admit(member, ready, since=step + 1)
-        return self._transfers.catch_up(member)
+        return self.transfers.catch_up(member)
 
     def _place_first(self, member: Member, ready: Ready, holds: bool) -> list[Effect]:
         """Where nobody else holds the weights."""
-        run = self._run
+        run = self.run
         if holds and run.previous is not None and ready.step == run.previous.step and not self._may_have_the_last():
             # The step after it is on record, but nobody came back who had applied it: it is computed again.
             if run.described.windowed is not None:
-                self._digests.forget(run.standing.step)
+                self.digests.forget(run.standing.step)
             run.ahead, run.standing, run.previous = run.standing, run.previous, None
         step = run.standing.step
         is_origin = not ready.holds and step == 0
@@ -123,8 +114,8 @@ class Admission:
                 f" {ready.step}. Start this worker again.",
             )
         self.waiting.append((member.peer, ready))
-        if self._alone_since is None:
-            self._alone_since = run.clock
+        if self.alone_since is None:
+            self.alone_since = run.clock
         effects: list[Effect] = []
         if ready.holds and not holds:
             effects.append(tell_drift(member, ready.step, "are not those that were agreed on"))
@@ -132,61 +123,61 @@ class Admission:
 
     def _may_have_the_last(self) -> bool:
         """Whether the last step may come from a checkpoint, or from somebody who has yet to come back: a window that
-        is computed again has other bits, and whoever has ended with it would have other weights than the rest."""
-        if self._run.described.windowed is None:
+        is computed again has other bits, and workers that have ended with it would have other weights than the rest."""
+        if self.run.described.windowed is None:
             return False
-        if self._saving.is_last_kept:
+        if self.saving.is_last_kept:
             return True
         came = 1 + sum(bool(theirs.holds) for _, theirs in self.waiting)
-        return came < self.expected and self._waited_s < self._run.patience_s
+        return came < self.expected and self._waited_s < self.run.patience_s
 
     @property
     def _waited_s(self) -> float:
-        return self._run.clock - self._alone_since if self._alone_since is not None else 0.0
+        return self.run.clock - self.alone_since if self.alone_since is not None else 0.0
 
     def _tell_nobody_holds(self, member: Member) -> Emit:
         """Else a newcomer would see a host that stands still and says nothing."""
         doing = (
-            f"{member.name} has joined and needs them; if nobody comes back within {self._run.patience_s:.0f} s, the"
+            f"{member.name} has joined and needs them; if nobody comes back within {self.run.patience_s:.0f} s, the"
             " run continues from its newest checkpoint"
         )
-        name = f"a worker that has the weights of step {self._run.steps_done}"
+        name = f"a worker that has the weights of step {self.run.steps_done}"
         return Emit(Stalled(worker=member.worker_id, name=name, doing=doing, seconds=0.0))
 
     def _admit(self, member: Member, ready: Ready, since: int) -> list[Effect]:
         member.applied, member.since = ready.step, since
         return [
-            *self._digests.admit(member, ready),
-            Send(member.peer, Admitted(ready.step, 0, self._run.standing.position())),
+            *self.digests.admit(member, ready),
+            Send(member.peer, Admitted(ready.step, 0, self.run.standing.position())),
             Subscribe(member.peer, since),
             *self.take_in(member),
         ]
 
     def take_in(self, member: Member) -> list[Effect]:
         """It holds the run's weights, and takes part."""
-        self._run.membership.admit(member)
-        self._alone_since = None
-        effects: list[Effect] = [self._run.came(member)]
-        effects += self._rounds.give_orphans()
-        effects += self._rounds.start() + self._saving.ask()
+        self.run.membership.admit(member)
+        self.alone_since = None
+        effects: list[Effect] = [self.run.came(member)]
+        effects += self.rounds.give_orphans()
+        effects += self.rounds.start() + self.saving.ask()
         for other, theirs in self._take_waiting():
             effects += self._place(other, theirs)
-        for other in self._transfers.stranded:
-            effects += self._transfers.catch_up(other)
+        for other in self.transfers.stranded:
+            effects += self.transfers.catch_up(other)
         return effects
 
     def _take_waiting(self) -> Iterator[tuple[Member, Ready]]:
         waiting, self.waiting = self.waiting, []
         for peer, ready in waiting:
-            if (member := self._run.membership.members.get(peer)) is not None:
+            if (member := self.run.membership.members.get(peer)) is not None:
                 yield member, ready
 
     # While nobody has them
 
     def on_nobody_holds(self, *, may_come_back: bool) -> list[Effect]:
-        self._alone_since = self._run.clock
-        effects = self._rounds.abandon()
-        self._run.skip_ahead()  # whoever comes back may have applied what was being computed again
+        self.alone_since = self.run.clock
+        effects = self.rounds.abandon()
+        self.run.skip_ahead()  # those who come back may have applied what was being computed again
         self.expected = int(may_come_back)
         return effects
 
@@ -194,31 +185,31 @@ class Admission:
         """Those who were in when this host, or their connection, was lost have not come back."""
         if not self.expected:
             return False
-        if self._alone_since is None:
-            self._alone_since = self._run.clock
-        return self._waited_s > self._run.patience_s
+        if self.alone_since is None:
+            self.alone_since = self.run.clock
+        return self._waited_s > self.run.patience_s
 
     def forgive(self, seconds: float) -> None:
-        if self._alone_since is not None:
-            self._alone_since = min(self._run.clock, self._alone_since + seconds)
+        if self.alone_since is not None:
+            self.alone_since = min(self.run.clock, self.alone_since + seconds)
 
     def on_tick(self) -> list[Effect]:
-        run = self._run
-        is_anybody_waiting = bool(self.waiting or self._transfers.stranded) and not run.finished
+        run = self.run
+        is_anybody_waiting = bool(self.waiting or self.transfers.stranded) and not run.finished
         if not is_anybody_waiting or run.membership.holders or self.is_restoring:
             return []
-        if self.expected and self._waited_s < run.patience_s and not self._saving.is_last_kept:
+        if self.expected and self._waited_s < run.patience_s and not self.saving.is_last_kept:
             return []
         return self._go_on_without_them()
 
     def _go_on_without_them(self) -> list[Effect]:
         """Nobody came who has the last step: from a checkpoint, or from the step before if somebody has that."""
-        run = self._run
+        run = self.run
         self.expected = 0
-        step = run.previous.step if run.previous is not None and not self._saving.is_last_kept else -1
+        step = run.previous.step if run.previous is not None and not self.saving.is_last_kept else -1
         for peer, ready in self.waiting:
             member = run.membership.members[peer]
-            if ready.holds and ready.step == step and self._digests.is_believed(member, ready):
+            if ready.holds and ready.step == step and self.digests.is_believed(member, ready):
                 self.waiting.remove((peer, ready))
                 return self._place(member, ready)
         return self.restore()
@@ -230,14 +221,14 @@ class Admission:
     def on_restored(self, *, had: bool) -> list[Effect]:
         """`had`: there was a checkpoint; else the run begins anew."""
         effects: list[Effect] = []
-        for member in self._transfers.stranded:
+        for member in self.transfers.stranded:
             if had:
-                effects += self._transfers.send_checkpoint(member)
+                effects += self.transfers.send_checkpoint(member)
             else:  # it comes again, with the weights that it made itself
-                effects += self._run.close(member.peer, "the run begins anew")
+                effects += self.run.close(member.peer, "the run begins anew")
         for newcomer, ready in self._take_waiting():
-            if had and not self._run.membership.holders:
-                effects += self._transfers.send_checkpoint(newcomer)
+            if had and not self.run.membership.holders:
+                effects += self.transfers.send_checkpoint(newcomer)
             else:
                 effects += self._place(newcomer, ready)
         return effects

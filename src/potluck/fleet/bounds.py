@@ -19,27 +19,24 @@ LEAST_BUSY_S, MOST_BUSY_S = 1e-6, 1e9
 """Of one piece of work: speeds are quotients of these, and shares are quotients of speeds."""
 
 
+_MOST: dict[type[Message], dict[str, int]] = {
+    Hello: {"name": MOST_NAME, "kind": MOST_NAME},
+    JoinRequest: {"node_id": MOST_NAME, "backend": MOST_NAME},
+    Ready: {"digest": MOST_NAME},
+    Applied: {"digest": MOST_NAME, "fault": MOST_TEXT},
+    Leave: {"reason": MOST_TEXT},
+    StateBegin: {"header": MOST_HEADER},
+}
+"""Characters of each text that is kept, told or compared."""
+
+
 def check(message: Message, described: Description | None) -> Message:
     """The message as it may be looked at; TheirProtocolError says which part of it no honest worker sends."""
-    match message:
-        case Hello():
-            _insist_on_short("Hello.name", message.name, MOST_NAME)
-            _insist_on_short("Hello.kind", message.kind, MOST_NAME)
-        case JoinRequest():
-            _insist_on_short("JoinRequest.node_id", message.node_id, MOST_NAME)
-            _insist_on_short("JoinRequest.backend", message.backend, MOST_NAME)
-        case Ready():
-            _insist_on_short("Ready.digest", message.digest, MOST_NAME)
-        case Applied():
-            _insist_on_short("Applied.digest", message.digest, MOST_NAME)
-            _insist_on_short("Applied.fault", message.fault, MOST_TEXT)
-        case Leave():
-            _insist_on_short("Leave.reason", message.reason, MOST_TEXT)
-        case StateBegin():
-            _insist_on_short("StateBegin.header", message.header, MOST_HEADER)
-        case SliceReport():
-            return _check_report(message, described)
-    return message
+    for name, most in _MOST.get(type(message), {}).items():
+        if (length := len(getattr(message, name))) > most:
+            whose = f"{type(message).__name__}.{name}"
+            raise TheirProtocolError(f"{whose} has {length:,} characters, and at most {most:,} are taken.")
+    return _check_report(message, described) if isinstance(message, SliceReport) else message
 
 
 def _check_report(report: SliceReport, described: Description | None) -> SliceReport:
@@ -51,8 +48,3 @@ def _check_report(report: SliceReport, described: Description | None) -> SliceRe
     rows = described.rows if described is not None else 0
     busy_s = max(report.busy_s, LEAST_BUSY_S) if report.busy_s else 0.0
     return replace(report, busy_s=busy_s, batches=min(report.batches, rows))
-
-
-def _insist_on_short(name: str, text: str, most: int) -> None:
-    if len(text) > most:
-        raise TheirProtocolError(f"{name} has {len(text):,} characters, and at most {most:,} are taken.")

@@ -53,20 +53,11 @@ PROTOCOL = 2
 TOO_SOON = 5
 """The code of a refusal after which a worker waits, and comes again."""
 
+_INSIDE = (Applied, SliceReport, EvaluateNext, SaveDue, StateBegin, StateChunk, Heartbeat, Leave)
 LEGAL: dict[Phase, tuple[type[Message], ...]] = {
     Phase.GREETED: (Ready, Heartbeat, Leave),
-    # It may have been ready before, and not know yet that its weights are to be replaced.
-    Phase.CATCHING_UP: (Applied, SliceReport, EvaluateNext, SaveDue, StateBegin, StateChunk, Heartbeat, Leave),
-    Phase.READY: (
-        SliceReport,
-        Applied,
-        EvaluateNext,
-        SaveDue,
-        StateBegin,
-        StateChunk,
-        Heartbeat,
-        Leave,
-    ),
+    Phase.CATCHING_UP: _INSIDE,  # it may have been ready before, and not know yet that its weights will be replaced
+    Phase.READY: _INSIDE,
 }
 """What a worker of ours may send. Gradients are not listed: the server takes them only where they were asked for."""
 
@@ -151,7 +142,7 @@ class Coordinator:
         try:
             message = bounds.check(message, run.description)
         except TheirProtocolError as error:
-            is_secret = member is None or member.plain  # whoever has not shown its secret yet hears nothing
+            is_secret = member is None or member.plain  # a peer that has not shown its secret yet hears nothing
             return run.refuse(peer, "implausible", "" if is_secret else str(error))
         if member is None:
             match message:
@@ -245,7 +236,7 @@ class Coordinator:
         return effects + self.ending.on_gone()
 
     def _hold_off(self, member: Member) -> list[Effect]:
-        """Whoever comes and goes in a loop is let in less and less often."""
+        """A worker that comes and goes in a loop is let in less and less often."""
         times, wait_s = self._returns.went(self.run.clock, member.address, member.name, member.came_at)
         if not wait_s or self.run.finished:
             return []
@@ -341,8 +332,8 @@ class Coordinator:
         return effects + self.ending.finish()
 
     def _forgive_pause(self, now: float) -> None:
-        """This host itself may not have run: a stopped process, a sleeping laptop, a hung disk. Whoever could not be
-        heard meanwhile must not be given up for it."""
+        """This host itself may not have run: a stopped process, a sleeping laptop, a hung disk. Workers that could
+        not be heard meanwhile must not be given up for it."""
         gap = now - self._ticked_at if self._ticked_at is not None else 0.0
         self._ticked_at = now
         if gap > self.patience_s / 4:

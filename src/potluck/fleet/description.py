@@ -77,7 +77,7 @@ class Description:
     training: dict[str, Any] = field(default_factory=dict)
     """What every worker's step does alike beside all this: the optimizer and its settings, clipping, the schedule."""
     rows_limit: int = 0
-    """The run is over at so many rows of all its epochs; 0: when the workers say so. It may differ between workers."""
+    """The run is over after N rows of all its epochs; 0: when the workers say so. It may differ between workers."""
     state_bytes: int = 0
     """What the model's weights and buffers take, those included that are not trained; 0: not told."""
     in_pairs: bool = False

@@ -28,7 +28,7 @@ class Digests:
         self.told: dict[int, dict[int, Told]] = {}
         """step -> worker id -> what it told first"""
         self.agreed = agreed
-        """step -> kind -> the digest that is right: whoever tells another has wrong weights."""
+        """step -> kind -> the digest that is right: a worker that tells another has wrong weights."""
         self.changed: dict[int, str] = {}
         """worker id -> another digest of the last step than it told first, before it told anything of the next."""
         self.drifted = False
@@ -47,7 +47,7 @@ class Digests:
         self.agreed.pop(step, None)
 
     def forget_old(self) -> None:
-        """Of steps so old that nobody is compared by them; whoever replays them tells them one by one."""
+        """Of steps so old that nobody is compared by them; a worker that replays them tells them one by one."""
         for old in [step for step in self.told if step < self._run.standing.step - 2]:
             self.forget(old)
 

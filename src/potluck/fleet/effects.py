@@ -26,8 +26,14 @@ class StepRecord:
     """(first row, last + 1, worker id)"""
 
 
+class Effect:
+    """Each is one of the classes below."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
-class Send:
+class Send(Effect):
     peer: int
     message: Message
     credit: tuple[int, int] | None = None
@@ -35,13 +41,13 @@ class Send:
 
 
 @dataclass(frozen=True, slots=True)
-class Close:
+class Close(Effect):
     peer: int
     why: str
 
 
 @dataclass(frozen=True, slots=True)
-class Describe:
+class Describe(Effect):
     """The run is known now: its gradients' sizes above all."""
 
     description: Description
@@ -50,7 +56,7 @@ class Describe:
 
 
 @dataclass(frozen=True, slots=True)
-class BeginStep:
+class BeginStep(Effect):
     step: int
     slices: int
     nodes: int
@@ -58,14 +64,14 @@ class BeginStep:
 
 
 @dataclass(frozen=True, slots=True)
-class Widen:
+class Widen(Effect):
     """Somebody sends several nodes of the step under way after all."""
 
     step: int
 
 
 @dataclass(frozen=True, slots=True)
-class Expect:
+class Expect(Effect):
     """The peer will send these nodes: for each part in turn, each of them."""
 
     peer: int
@@ -76,7 +82,7 @@ class Expect:
 
 
 @dataclass(frozen=True, slots=True)
-class Discard:
+class Discard(Effect):
     """Whatever the peer still sends of this node is of no use."""
 
     peer: int
@@ -84,19 +90,19 @@ class Discard:
 
 
 @dataclass(frozen=True, slots=True)
-class SetScale:
+class SetScale(Effect):
     step: int
     scale: float
     loss: float
 
 
 @dataclass(frozen=True, slots=True)
-class AbandonStep:
+class AbandonStep(Effect):
     pass
 
 
 @dataclass(frozen=True, slots=True)
-class Subscribe:
+class Subscribe(Effect):
     """The peer gets every average from this step on."""
 
     peer: int
@@ -104,14 +110,14 @@ class Subscribe:
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class Record(Effect):
     """To be on the disk before anything that follows it is sent."""
 
     step: StepRecord
 
 
 @dataclass(frozen=True, slots=True)
-class Agreed:
+class Agreed(Effect):
     """The digest of the right weights after a step, of workers of a kind."""
 
     step: int
@@ -120,12 +126,12 @@ class Agreed:
 
 
 @dataclass(frozen=True, slots=True)
-class Emit:
+class Emit(Effect):
     event: Event
 
 
 @dataclass(frozen=True, slots=True)
-class StepApplied:
+class StepApplied(Effect):
     """The first worker has applied a step: now all of it is known."""
 
     record: StepRecord
@@ -135,7 +141,7 @@ class StepApplied:
 
 
 @dataclass(frozen=True, slots=True)
-class SaveBegin:
+class SaveBegin(Effect):
     peer: int
     step: int
     header: str
@@ -143,23 +149,23 @@ class SaveBegin:
 
 
 @dataclass(frozen=True, slots=True)
-class SaveChunk:
+class SaveChunk(Effect):
     peer: int
     data: bytes | memoryview
 
 
 @dataclass(frozen=True, slots=True)
-class SaveAbort:
+class SaveAbort(Effect):
     pass
 
 
 @dataclass(frozen=True, slots=True)
-class Restore:
+class Restore(Effect):
     """Nobody holds the weights: go back to the newest checkpoint and tell by restored()."""
 
 
 @dataclass(frozen=True, slots=True)
-class SendCheckpoint:
+class SendCheckpoint(Effect):
     """The checkpoint that the run was restored from, to a newcomer."""
 
     peer: int
@@ -167,32 +173,8 @@ class SendCheckpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class Finish:
+class Finish(Effect):
     """The run is over."""
 
     reason: str
     failed: bool = False
-
-
-Effect = (
-    Send
-    | Close
-    | Describe
-    | BeginStep
-    | Widen
-    | Expect
-    | Discard
-    | SetScale
-    | AbandonStep
-    | Subscribe
-    | Record
-    | Agreed
-    | Emit
-    | StepApplied
-    | SaveBegin
-    | SaveChunk
-    | SaveAbort
-    | Restore
-    | SendCheckpoint
-    | Finish
-)

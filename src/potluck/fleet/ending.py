@@ -1,5 +1,7 @@
 """When the run is over: because it is complete, because somebody stops it, or because nobody is left. Pure."""
 
+from dataclasses import dataclass, field
+
 from potluck.fleet.admission import Admission
 from potluck.fleet.effects import Effect, Finish
 from potluck.fleet.evaluation import Evaluations
@@ -10,55 +12,53 @@ from potluck.fleet.saving import Saving
 from potluck.wire.messages import Leave
 
 
+@dataclass
 class Ending:
-    def __init__(
-        self, run: RunState, rounds: Rounds, saving: Saving, evaluations: Evaluations, admission: Admission
-    ) -> None:
-        self._run = run
-        self._rounds = rounds
-        self._saving = saving
-        self._evaluations = evaluations
-        self._admission = admission
-        self._over_at: int | None = None
-        """The step after which a worker said that the run is over."""
-        self._over_since = 0.0
+    run: RunState
+    rounds: Rounds
+    saving: Saving
+    evaluations: Evaluations
+    admission: Admission
+    over_at: int | None = field(default=None, init=False)
+    """The step after which a worker said that the run is over."""
+    over_since: float = field(default=0.0, init=False)
 
     def on_leave(self, member: Member, leave: Leave) -> list[Effect]:
         """It goes. That it has finished ends the run for all only once nobody else who holds the weights is at work."""
-        run = self._run
+        run = self.run
         member.leaving = True
         is_last = member.is_ready and member.applied >= run.standing.step
         # Of a run whose length nobody told, only the workers know.
         may_be_over = run.stopping or not run.rows_limit or run.is_complete
         if not (leave.finished and is_last and may_be_over):
-            return self._saving.let_go(member)
-        self._over_at, self._over_since = run.standing.step, run.clock
+            return self.saving.let_go(member)
+        self.over_at, self.over_since = run.standing.step, run.clock
         if any(not m.leaving for m in run.membership.holders):
             return run.shut(member)
         return self._end()
 
     @property
     def _is_said_to_be_over(self) -> bool:
-        """By a worker that held the weights of the last step; whoever took another since then knows better."""
-        return self._over_at is not None and self._over_at >= self._run.standing.step
+        """By a worker that held the weights of the last step; one that took another step since then knows better."""
+        return self.over_at is not None and self.over_at >= self.run.standing.step
 
     def request_stop(self) -> list[Effect]:
         """The step under way is the last, and is saved."""
-        self._run.stopping = True
-        return self._interrupt() if self._rounds.now is None else []
+        self.run.stopping = True
+        return self._interrupt() if self.rounds.now is None else []
 
     def _interrupt(self) -> list[Effect]:
         """There is no step under way to wait for."""
         told = self._end()
-        return told if self._run.membership.holders else [*told, Finish("interrupted")]
+        return told if self.run.membership.holders else [*told, Finish("interrupted")]
 
     def _end(self) -> list[Effect]:
-        run = self._run
+        run = self.run
         run.finished = run.finished or ("interrupted" if run.stopping else "finished")
         return [effect for member in list(run.membership.members.values()) for effect in run.shut(member)]
 
     def on_gone(self) -> list[Effect]:
-        run = self._run
+        run = self.run
         effects: list[Effect] = []
         if run.stopping and not run.finished and not run.membership.holders:
             effects += self._interrupt()
@@ -67,15 +67,15 @@ class Ending:
         return effects + self.finish()
 
     def finish(self) -> list[Effect]:
-        is_over = self._run.finished is not None and not self._run.membership.members
-        return [Finish(self._run.finished or "")] if is_over else []
+        is_over = self.run.finished is not None and not self.run.membership.members
+        return [Finish(self.run.finished or "")] if is_over else []
 
     def forgive(self, seconds: float) -> None:
-        self._over_since += seconds
+        self.over_since += seconds
 
     def tire(self) -> list[Effect]:
-        """Whoever was told to go, and whoever has nothing left to do and does not say so, keeps nobody waiting."""
-        run = self._run
+        """Workers that were told to go, or have nothing left to do and do not say so, keep nobody waiting."""
+        run = self.run
         effects: list[Effect] = []
         for member in [m for m in run.membership.members.values() if m.shut_at is not None]:
             if run.clock - (member.shut_at or 0.0) > run.patience_s:
@@ -84,16 +84,16 @@ class Ending:
         self._end_without_them()
         if run.finished or not self._is_said_to_be_over or not (run.stopping or run.rows_limit):
             return effects
-        if self._saving.is_under_way or self._evaluations.open:
-            self._over_since = run.clock
-        elif run.clock - self._over_since > run.patience_s:
+        if self.saving.is_under_way or self.evaluations.open:
+            self.over_since = run.clock
+        elif run.clock - self.over_since > run.patience_s:
             effects += self._end()
         return effects
 
     def _end_without_them(self) -> None:
         """All is done and kept, and those who may come back to say so have not: they may have ended, and nobody else
         need come."""
-        run = self._run
-        is_done = run.is_complete and self._saving.is_last_kept
-        if not run.finished and not run.membership.members and is_done and self._admission.has_waited_in_vain():
+        run = self.run
+        is_done = run.is_complete and self.saving.is_last_kept
+        if not run.finished and not run.membership.members and is_done and self.admission.has_waited_in_vain():
             run.finished = "finished"

@@ -56,14 +56,14 @@ class Evaluation:
         return self.rows_done >= self.rows
 
 
+@dataclass
 class Evaluations:
     """All that are under way, and the last results."""
 
-    def __init__(self, run: RunState) -> None:
-        self._run = run
-        self.open: dict[Look, Evaluation] = {}
-        self.done: dict[Look, Evaluated] = {}
-        """The last few."""
+    run: RunState
+    open: dict[Look, Evaluation] = field(default_factory=dict, init=False)
+    done: dict[Look, Evaluated] = field(default_factory=dict, init=False)
+    """The last few."""
 
     def on_next(self, member: Member, ask: EvaluateNext) -> list[Effect]:
         look = ask.step, ask.rows, ask.size
@@ -71,15 +71,15 @@ class Evaluations:
             member.evaluating = None
             return [Send(member.peer, done)]
         if not is_plausible(ask.rows, ask.size):
-            return self._run.refuse(member.peer, "illegal", "EvaluateNext has no rows, or too many ranges.")
+            return self.run.refuse(member.peer, "illegal", "EvaluateNext has no rows, or too many ranges.")
         if member.phase is Phase.CATCHING_UP:  # it will have other weights; those who keep theirs look
             return [Send(member.peer, Evaluated(ask.step, 0.0, 0.0))]
         if not self._may_look(member, ask.step, is_new=look not in self.open):
-            return self._run.refuse(member.peer, "illegal", "EvaluateNext is of a step to come, or one of very many.")
+            return self.run.refuse(member.peer, "illegal", "EvaluateNext is of a step to come, or one of very many.")
         effects: list[Effect] = []
         evaluation = self.open.get(look)
         if evaluation is not None and member.evaluating == (look, ask.start, ask.end):
-            seconds = self._run.clock - member.evaluating_since
+            seconds = self.run.clock - member.evaluating_since
             evaluation.add(ask.end - ask.start, ask.loss_sum, ask.samples, seconds)
             member.evaluating = None
         else:
@@ -94,7 +94,7 @@ class Evaluations:
         before, count = member.looks
         count = (count if before == step else 0) + is_new
         member.looks = step, count
-        return step <= self._run.latest and count <= MOST_AT_ONE_STEP
+        return step <= self.run.latest and count <= MOST_AT_ONE_STEP
 
     def _end(self, member: Member, look: Look, evaluation: Evaluation) -> list[Effect]:
         step = look[0]
@@ -104,7 +104,7 @@ class Evaluations:
         for old in list(self.done)[:-MOST_DONE]:
             del self.done[old]
         del self.open[look]
-        validated = Validated(step=self._run.steps.get(step, step), loss=total / samples if samples else math.nan)
+        validated = Validated(step=self.run.steps.get(step, step), loss=total / samples if samples else math.nan)
         return [Emit(validated), *(Send(peer, done) for peer in (member.peer, *evaluation.waiting))]
 
     def _give_next(self, member: Member, look: Look, evaluation: Evaluation) -> list[Effect]:
@@ -112,14 +112,14 @@ class Evaluations:
         if found is None:
             evaluation.waiting.append(member.peer)
             return []
-        member.evaluating, member.evaluating_since = (look, *found), self._run.clock
+        member.evaluating, member.evaluating_since = (look, *found), self.run.clock
         return [Send(member.peer, EvaluateRange(look[0], *found))]
 
     def give_back(self, member: Member) -> list[Effect]:
         """It looks at nothing any more: others do its range, and what nobody looks at is forgotten."""
         for evaluation in self.open.values():
             evaluation.waiting = [peer for peer in evaluation.waiting if peer != member.peer]
-        members = self._run.membership.members
+        members = self.run.membership.members
         effects: list[Effect] = []
         if member.evaluating is not None:
             (look, start, end), member.evaluating = member.evaluating, None
@@ -133,8 +133,8 @@ class Evaluations:
         return effects
 
     def on_tick(self) -> list[Effect]:
-        """A range that takes far longer than any other, while somebody waits, is given to whoever waits."""
-        run = self._run
+        """A range that takes far longer than any other, while somebody waits, is given to one who waits."""
+        run = self.run
         effects: list[Effect] = []
         for member in [m for m in run.membership.members.values() if m.evaluating is not None]:
             found = self.open.get(member.evaluating[0]) if member.evaluating is not None else None

@@ -1,7 +1,7 @@
 """The coordinator's durable record: which steps are committed, by whom, and what the run is. SQLite.
 
-A step is on the disk before any worker hears of it, so a coordinator that is killed goes on from here. One coordinator
-at a time: the file is held as long as it is open, and the system lets go of it however the process ends.
+A step is on the disk before any worker hears of it, so the next coordinator resumes from here if this one is killed.
+One coordinator at a time: the file is held as long as it is open, and the system releases it however the process ends.
 
 Every row has a checksum, and one fact, the seal, says how many there are: what comes back from a disk is what was
 written, or is refused when the journal is opened. A file beside it counts the writes, since SQLite itself drops the end
@@ -324,7 +324,7 @@ class Journal:
 
 
 def set_aside(path: Path) -> Path:
-    """A damaged journal, for whoever wants to look into it: all of its files get another name."""
+    """A damaged journal, for people who want to look into it: all of its files get another name."""
     aside = path.with_name(f"damaged-{path.name}")
     for ending in ("", "-wal", "-shm", "-writes"):
         with suppress(FileNotFoundError):

@@ -24,7 +24,7 @@ UNKNOWN_BYTES = 4096
 KNOWN_BYTES = 4 << 20
 """The longest of one that has: a description of a model."""
 CROWD, BREATH_S = 32, 0.02
-"""With more guests than this, they are looked after so many seconds apart: each waking of this thread costs those who
+"""With more guests than this, they are looked after this many seconds apart: each waking of this thread costs those who
 train more than what it does for one guest."""
 MOST_UNKNOWN = 512
 """More strangers than this at once: the oldest goes."""
@@ -104,6 +104,10 @@ class Lobby:
                 guest.out += data
                 self._flush(guest)
 
+    def codec(self, peer: int) -> str | None:
+        guest = self._guests.get(peer)
+        return guest.codec if guest is not None else None
+
     def close(self, peer: int) -> None:
         """After what it is still to be sent."""
         with self._lock:
@@ -119,7 +123,7 @@ class Lobby:
                 guest.reader.limit_bytes = KNOWN_BYTES
 
     def take_out(self, peer: int) -> Guest | None:
-        """It goes on to the floor: from now on its socket is somebody else's."""
+        """It takes part from now on: its socket is somebody else's."""
         with self._lock:
             guest = self._guests.pop(peer, None)
             if guest is not None:

@@ -1,9 +1,9 @@
 """The weighted mean of a step's payloads, formed while their bytes still arrive.
 
 Payloads are taken in chunks. A chunk of a node waits for the same chunk of its sibling, is added to it, and the sum
-goes on as the parent's; the root's is the mean. Whoever comes second adds, and the additions, like the sockets' reads,
-run outside the interpreter lock. A worker that is lost in the middle of a payload leaves its finished chunks: whoever
-computes its slices again sends the same bits, of which the first part is passed over.
+continues as the parent's; the root's is the mean. The second of two to come adds, and the additions, like the sockets'
+reads, run outside the interpreter lock. A worker that is lost in the middle of a payload leaves its finished chunks:
+the one that computes its slices again sends the same bits, of which the first part is passed over.
 Knows nothing of sockets: bytes are written into space(), and taken by filled().
 """
 
@@ -110,7 +110,7 @@ class Mean:
                 self._change.notify_all()
 
     def hold(self, part: int, receivers: int) -> None:
-        """So many have yet to be sent this part's mean; it is not overwritten before release() by each."""
+        """`receivers` have yet to be sent this part's mean; it is not overwritten before release() by each."""
         with self._change:
             self._unsent[part] += receivers
 

@@ -8,7 +8,7 @@ from enum import Enum, auto
 from potluck.fleet.tree import Node
 
 Look = tuple[int, int, int]
-"""What is evaluated: (step, rows, rows of a range). Whoever tells another set looks at it alone."""
+"""What is evaluated: (step, rows, rows of a range). A worker that names another set looks at it alone."""
 
 LEAST_S = 1e-6
 """Of a slice, at the fastest."""

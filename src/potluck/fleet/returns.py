@@ -12,7 +12,7 @@ FREE, FREE_OF_ADDRESS = 3, 30
 FIRST_WAIT_S = 0.5
 """After that, twice as long each time, up to `patience`."""
 MOST_KNOWN = 4096
-"""Whoever went first is forgotten first."""
+"""Those who went first are forgotten first."""
 _NUMBER = re.compile(r"-\d+$")
 
 Who = tuple[str, str]
@@ -52,7 +52,7 @@ class Returns:
         if visits.short > free:
             longer = min(64, visits.short - free - 1)
             visits.until = now + min(self._patience_s, FIRST_WAIT_S * 2**longer)
-        self._known[who] = visits  # the last in order: whoever went first is forgotten first
+        self._known[who] = visits  # the last in order: see MOST_KNOWN
         if len(self._known) > MOST_KNOWN:
             del self._known[next(iter(self._known))]
         return visits

@@ -1,7 +1,7 @@
 """What the coordinator's machines share of a run: where it stands, who is in, and how a peer is parted with. Pure.
 
 Each machine has its own state beside this, and sees the others only through the calls that its constructor names.
-Whoever parts with a peer does so by close(), refuse() or shut(): so the coordinator tells every machine of it.
+A machine parts with a peer by close(), refuse() or shut(): through them the coordinator tells every other machine.
 """
 
 import json

@@ -73,7 +73,7 @@ class Saving:
         return self.ask()
 
     def ask(self) -> list[Effect]:
-        """A checkpoint is due, and whoever was to send it is gone."""
+        """Asks another worker, if a checkpoint is due and the one that was to send it is gone."""
         holders = self._digests.trusted
         if self.due is None or self.sender is not None or self._again_at is not None or not holders:
             return []
@@ -171,7 +171,7 @@ class Saving:
         self._moved_at += seconds
 
     def tire(self) -> list[Effect]:
-        """Whoever was to send it, and sends nothing of it, is passed over while there are others to ask."""
+        """A worker that was to send it, and sends nothing of it, is passed over while there are others to ask."""
         run = self._run
         if self.due is None or self._moved_at >= run.clock - SLOW_STATE * run.patience_s:
             return []

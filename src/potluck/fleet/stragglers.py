@@ -1,5 +1,7 @@
 """Those who keep the others waiting: they are named, and others do what they owe. Pure, and without a state."""
 
+from dataclasses import dataclass
+
 from potluck.events import Stalled
 from potluck.fleet.effects import Effect, Emit
 from potluck.fleet.membership import Member, slices_of
@@ -10,14 +12,14 @@ LONG = 4
 """A worker that takes this many times longer than expected is no longer waited for, where others have nothing to do."""
 
 
+@dataclass
 class Stragglers:
-    def __init__(self, run: RunState, rounds: Rounds) -> None:
-        self._run = run
-        self._rounds = rounds
+    run: RunState
+    rounds: Rounds
 
     def tell(self) -> list[Effect]:
-        """Whoever keeps the others waiting is named, with what it is doing and for how long."""
-        run = self._run
+        """Workers that keep the others waiting are named, each with what it is doing and for how long."""
+        run = self.run
         effects: list[Effect] = []
         late = [member for member in run.membership.members.values() if member.nodes or member.evaluating]
         # What the others send is held back until it is wanted: those who are silent are waited for, or else those who
@@ -33,59 +35,59 @@ class Stragglers:
         return effects
 
     def _stalled(self, member: Member, is_silent: bool, seconds: float, then: str = "") -> Emit:
-        doing = f"{'silent while ' * is_silent}{member.doing(self._run.standing.step)}"
+        doing = f"{'silent while ' * is_silent}{member.doing(self.run.standing.step)}"
         return Emit(Stalled(worker=member.worker_id, name=member.name, doing=doing, seconds=seconds, then=then))
 
     def _waited_since(self, member: Member) -> float:
-        now = self._rounds.now
+        now = self.rounds.now
         if member.evaluating:
             return member.evaluating_since
         if now is None or not now.batch:
             return member.working_since
         # A window may be long: nobody is late before another is done.
-        return max(member.working_since, now.first_report if now.first_report is not None else self._run.clock)
+        return max(member.working_since, now.first_report if now.first_report is not None else self.run.clock)
 
     def relieve(self) -> list[Effect]:
         """What a worker owes and does not deliver is given to those who have nothing left to do, before patience is
         over where it is silent. It stays in, and is given work again once it has applied the step."""
-        under, holders = self._rounds.now, self._run.membership.holders
+        under, holders = self.rounds.now, self.run.membership.holders
         if under is None:
             return []
         for member in [m for m in holders if m.is_computing and self._delivers_nothing(m)]:
             able = [m for m in holders if m is not member and m.since <= under.step and not m.leaving]
             # Those who were relieved themselves have nothing to do either, and must not be relied on.
-            if any(not m.is_computing and m.relieved < under.step and not self._run.is_silent(m) for m in able):
+            if any(not m.is_computing and m.relieved < under.step and not self.run.is_silent(m) for m in able):
                 return self._relieve(under.step, member)  # one at a time: the next may have been given this one's part
         return []
 
     def _delivers_nothing(self, member: Member) -> bool:
         """It is silent, or takes far longer than it should, though its heart beats."""
-        if self._run.is_silent(member):
+        if self.run.is_silent(member):
             return True
-        patience_s, expected_s = self._run.patience_s, self._expected_s(member)
+        patience_s, expected_s = self.run.patience_s, self._expected_s(member)
         most_s = max(patience_s, LONG * (patience_s if expected_s is None else expected_s))
-        return self._run.clock - self._waited_since(member) > most_s
+        return self.run.clock - self._waited_since(member) > most_s
 
     def _expected_s(self, member: Member) -> float | None:
         """How long its part of the step under way should take, by its own speed or that of the slowest other; none
         where nobody's is known yet: a first step may be slow."""
-        known = [m.speed for m in self._run.membership.holders if m.speed]
+        known = [m.speed for m in self.run.membership.holders if m.speed]
         speed = member.speed or min(known, default=0.0)
         return self._amount(member) / speed if speed else None
 
     def _amount(self, member: Member) -> float:
         """What it has yet to deliver: slices, or where workers step by themselves, rows."""
-        under, numbers = self._rounds.now, slices_of(member.nodes)
+        under, numbers = self.rounds.now, slices_of(member.nodes)
         if under is None:
             return 0.0
         return sum(under.bounds[n][1] - under.bounds[n][0] for n in numbers) if under.batch else len(numbers)
 
     def _relieve(self, step: int, member: Member) -> list[Effect]:
-        run = self._run
+        run = self.run
         is_silent = run.is_silent(member)
         seconds = member.silent_s(run.clock) if is_silent else run.clock - member.working_since
         stalled = self._stalled(member, is_silent, seconds, f"the others compute its part of step {step}")
         doing = member.doing(run.standing.step)
         member.relieved, member.relieved_amount, member.relieved_of = step, self._amount(member), doing
         member.warned_at = run.clock
-        return [stalled, *self._rounds.take_away(member, avoid=member.peer)]
+        return [stalled, *self.rounds.take_away(member, avoid=member.peer)]

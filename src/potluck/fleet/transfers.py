@@ -1,7 +1,7 @@
 """The run's weights on their way to newcomers, from a worker that has them or from the host's disk. Pure."""
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from potluck.fleet.digests import Digests
 from potluck.fleet.effects import Effect, Send, SendCheckpoint, Subscribe
@@ -31,19 +31,19 @@ class Transfer:
         return self.sponsor is None or self.left == 0
 
 
+@dataclass
 class Transfers:
-    def __init__(self, run: RunState, digests: Digests, rounds: Rounds) -> None:
-        self._run = run
-        self._digests = digests
-        self._rounds = rounds
-        self.under_way: dict[int, Transfer] = {}
-        self._next = 1
+    run: RunState
+    digests: Digests
+    rounds: Rounds
+    under_way: dict[int, Transfer] = field(default_factory=dict, init=False)
+    next_number: int = field(default=1, init=False)
 
     @property
     def stranded(self) -> list[Member]:
         """Those who were being given the weights by somebody who is gone. They may have had all of them."""
         given = {transfer.to for transfer in self.under_way.values()}
-        return [m for m in self._run.membership.inside if not m.is_ready and m.peer not in given]
+        return [m for m in self.run.membership.inside if not m.is_ready and m.peer not in given]
 
     def awaits_weights(self, member: Member) -> bool:
         """It will be given others, whatever it says of those it has."""
@@ -54,23 +54,23 @@ class Transfers:
         busy = Counter(transfer.sponsor for transfer in self.under_way.values())
         # Of its own kind if it can be: another's weights differ in their last bits, and would be taken for drift.
         sponsor = min(
-            self._digests.trusted, key=lambda m: (m.peer == avoid, m.leaving, m.kind != member.kind, busy[m.peer])
+            self.digests.trusted, key=lambda m: (m.peer == avoid, m.leaving, m.kind != member.kind, busy[m.peer])
         )
-        now = self._rounds.now
-        after = now.step if now is not None else self._run.standing.step
+        now = self.rounds.now
+        after = now.step if now is not None else self.run.standing.step
         effects, number = self._begin(sponsor.peer, member, after)
         return [*effects, Send(sponsor.peer, StateRequest(number, after))]
 
     def send_checkpoint(self, member: Member) -> list[Effect]:
-        effects, number = self._begin(None, member, self._run.standing.step)
+        effects, number = self._begin(None, member, self.run.standing.step)
         return [*effects, SendCheckpoint(member.peer, number)]
 
     def _begin(self, sponsor: int | None, member: Member, step: int) -> tuple[list[Effect], int]:
-        self._run.membership.set_back(member, Phase.CATCHING_UP)
+        self.run.membership.set_back(member, Phase.CATCHING_UP)
         member.since = step + 1
-        number, self._next = self._next, self._next + 1
-        self.under_way[number] = Transfer(number, sponsor, member.peer, step, moved_at=self._run.clock)
-        admitted = Admitted(step, 1, self._run.standing.position())
+        number, self.next_number = self.next_number, self.next_number + 1
+        self.under_way[number] = Transfer(number, sponsor, member.peer, step, moved_at=self.run.clock)
+        admitted = Admitted(step, 1, self.run.standing.position())
         return [Send(member.peer, admitted), Subscribe(member.peer, step + 1)], number
 
     # On their way: see uploads.py
@@ -81,8 +81,8 @@ class Transfers:
 
     def begin(self, member: Member, begin: StateBegin, total: int) -> Effect:
         transfer = self.under_way[begin.transfer]
-        transfer.left, transfer.moved_at = total, self._run.clock
-        newcomer = self._run.membership.members[transfer.to]
+        transfer.left, transfer.moved_at = total, self.run.clock
+        newcomer = self.run.membership.members[transfer.to]
         newcomer.since = max(newcomer.since, begin.step + 1)
         return Send(transfer.to, begin)
 
@@ -92,7 +92,7 @@ class Transfers:
 
     def take(self, member: Member, chunk: StateChunk) -> Effect:
         transfer = self.under_way[chunk.transfer]
-        transfer.left, transfer.moved_at = max(0, (transfer.left or 0) - len(chunk.data)), self._run.clock
+        transfer.left, transfer.moved_at = max(0, (transfer.left or 0) - len(chunk.data)), self.run.clock
         return Send(transfer.to, chunk, credit=(member.peer, chunk.transfer))
 
     # What ends them
@@ -116,8 +116,8 @@ class Transfers:
                 effects += self._spare_sponsor(transfer)
             elif transfer.sponsor == peer and not transfer.is_whole:
                 del self.under_way[transfer.number]
-                newcomer = self._run.membership.members.get(transfer.to)
-                if newcomer is not None and self._run.membership.holders:
+                newcomer = self.run.membership.members.get(transfer.to)
+                if newcomer is not None and self.run.membership.holders:
                     effects += self.catch_up(newcomer)
         return effects
 
@@ -130,11 +130,11 @@ class Transfers:
 
     def _begin_anew(self, transfer: Transfer, avoid: int | None = None) -> list[Effect]:
         del self.under_way[transfer.number]
-        newcomer = self._run.membership.members[transfer.to]
+        newcomer = self.run.membership.members[transfer.to]
         return self._spare_sponsor(transfer) + self.catch_up(newcomer, avoid)
 
     def _spare_sponsor(self, transfer: Transfer) -> list[Effect]:
-        if transfer.sponsor not in self._run.membership.members:
+        if transfer.sponsor not in self.run.membership.members:
             return []
         return [Send(transfer.sponsor, StateMore(transfer.number, 0))]
 
@@ -143,8 +143,8 @@ class Transfers:
             transfer.moved_at += seconds
 
     def tire(self) -> list[Effect]:
-        """Whoever was to send a state, and sends nothing of it, is passed over while there are others to ask."""
-        run = self._run
+        """A worker that was to send a state, and sends nothing of it, is passed over while there are others to ask."""
+        run = self.run
         effects: list[Effect] = []
         latest = run.clock - SLOW_STATE * run.patience_s
         for transfer in list(self.under_way.values()):

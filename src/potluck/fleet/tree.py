@@ -22,7 +22,7 @@ def children(node: Node) -> tuple[Node, Node]:
 
 
 def path(slices: int, node: Node) -> list[Node]:
-    """From the root of a tree of so many slices down to the node, both included. ValueError if it has no such node."""
+    """From the root of a tree of N slices down to the node, both included. ValueError if it has no such node."""
     found: list[Node] = [(0, slices)]
     while found[-1] != node:
         if found[-1][1] - found[-1][0] < 2:

@@ -1,6 +1,7 @@
 """States that workers send, to newcomers or to the host's disk: what is taken of them, and how far ahead. Pure."""
 
 from collections import Counter
+from dataclasses import dataclass, field
 
 from potluck.errors import TheirProtocolError
 from potluck.fleet.effects import Effect, Send
@@ -15,19 +16,19 @@ CHUNKS_AHEAD = 4
 """Of a state: may be on their way before the first has left here."""
 
 
+@dataclass
 class Uploads:
-    def __init__(self, run: RunState, saving: Saving, transfers: Transfers) -> None:
-        self._run = run
-        self._saving = saving
-        self._transfers = transfers
-        self.unpaid: Counter[tuple[int, int]] = Counter()
-        """(peer, transfer) -> chunks that came from it and have not left here."""
+    run: RunState
+    saving: Saving
+    transfers: Transfers
+    unpaid: Counter[tuple[int, int]] = field(default_factory=Counter, init=False)
+    """(peer, transfer) -> chunks that came from it and have not left here."""
 
     def _whose(self, transfer: int) -> Saving | Transfers:
-        return self._saving if transfer == SAVE else self._transfers
+        return self.saving if transfer == SAVE else self.transfers
 
     def on_begin(self, member: Member, begin: StateBegin) -> list[Effect]:
-        run, whose = self._run, self._whose(begin.transfer)
+        run, whose = self.run, self._whose(begin.transfer)
         if not whose.may_begin(member, begin):
             return [Send(member.peer, StateMore(begin.transfer, 0))]
         try:
@@ -51,7 +52,7 @@ class Uploads:
             return []
         self.unpaid[member.peer, chunk.transfer] += 1
         if self.unpaid[member.peer, chunk.transfer] > 2 * CHUNKS_AHEAD:  # what an ended one was allowed may be left
-            return self._run.refuse(member.peer, "illegal", "StateChunk came before StateMore allowed it.")
+            return self.run.refuse(member.peer, "illegal", "StateChunk came before StateMore allowed it.")
         return [whose.take(member, chunk)]
 
     def on_taken(self, peer: int, transfer: int) -> list[Effect]:
@@ -60,7 +61,7 @@ class Uploads:
             self.unpaid[peer, transfer] -= 1
         else:
             del self.unpaid[peer, transfer]
-        return [Send(peer, StateMore(transfer, 1))] if peer in self._run.membership.members else []
+        return [Send(peer, StateMore(transfer, 1))] if peer in self.run.membership.members else []
 
     def on_gone(self, peer: int) -> None:
         for key in [key for key in self.unpaid if key[0] == peer]:

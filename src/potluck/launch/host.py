@@ -152,8 +152,8 @@ class _Host:
             journal=journal,
             saver=self.receiver,
             on_event=self.events.emit,
-            on_step=self._on_step,
         )
+        server.on_step = self._on_step
         server.on_described = self._on_described
         if described is not None:
             before = described.training

@@ -1,0 +1,257 @@
+"""The thread that reads from one peer that takes part: messages for the coordinator, gradients into the mean.
+
+Gradients are taken where they were asked for, in the order in which they were, and after the report of their slices.
+"""
+
+import os
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from potluck.errors import TheirProtocolError
+from potluck.fleet.connection import Connection, Expected
+from potluck.fleet.effects import Effect
+from potluck.fleet.exchange import CONTROL_BYTES, Exchange
+from potluck.fleet.mean import Mean, Slot
+from potluck.fleet.shared import Window
+from potluck.wire.codec import Bulk, decode, is_bulk, open_bulk, peek
+from potluck.wire.messages import (
+    BlockGradientPayload,
+    GradientPayload,
+    NonBlockGradientPayload,
+    PartAt,
+    ShareMemory,
+)
+from potluck.wire.words import heard
+
+HEAD_BYTES = 64
+"""Enough of a payload to know what it is."""
+
+
+class Reader:
+    def __init__(self, connection: Connection, exchange: Exchange) -> None:
+        self._connection = connection
+        self._exchange = exchange
+        self._core = exchange.core
+
+    @property
+    def _mean(self) -> Mean:
+        if self._exchange.mean is None:
+            raise TheirProtocolError("A gradient came before the run was described.")
+        return self._exchange.mean
+
+    def run(self) -> None:
+        why = "it closed the connection"
+        np.seterr(over="ignore", invalid="ignore")  # of this thread: what is not finite is found, and told
+        try:
+            while self._read_message():
+                pass
+        except TheirProtocolError as error:
+            why = str(error)
+            self._core.refused["malformed"] += 1
+        except OSError as error:
+            why = f"the connection broke: {error.strerror or error}"
+        finally:  # also after a fault of ours: a peer without a reader would keep averages from being released
+            self._exchange.lost(self._connection, self._connection.blamed or why)
+
+    def _read_message(self) -> bool:
+        connection, layout = self._connection, self._exchange.layout
+        prefix = bytearray(4)
+        if not connection.pipe.receive_all(memoryview(prefix)):
+            return False
+        connection.heard_at = time.monotonic()
+        length = int.from_bytes(prefix, "big")
+        limit = layout.plain_limit_bytes if connection.plain else layout.limit_bytes
+        if length > limit:
+            raise TheirProtocolError(f"A frame of {length:,} bytes is longer than {limit:,}, the most here.")
+        head = memoryview(bytearray(min(length, HEAD_BYTES)))
+        connection.fill(head)
+        if is_bulk(peek(head, connection.codec)):
+            self._read_bulk(head, length)
+            return True
+        message = heard(decode(connection.fill_after(head, length), connection.codec))
+        if isinstance(message, PartAt):
+            self._read_part_at(message)
+        elif isinstance(message, ShareMemory):
+            self._look_in()
+        elif connection.closing_at is None:
+            self._exchange.act(lambda now: self._core.on_message(now, connection.peer, message))
+        return True
+
+    # Gradients
+
+    def _read_bulk(self, head: memoryview, length: int) -> None:
+        connection, mean = self._connection, self._mean
+        bulk = open_bulk(head, length, connection.codec)
+        while bulk is None:  # component_sizes come first in the other encoding, and may be many
+            if len(head) >= min(length, CONTROL_BYTES):
+                raise TheirProtocolError("A payload's head is longer than any that is taken.")
+            head = connection.fill_after(head, min(length, 2 * len(head)))
+            bulk = open_bulk(head, length, connection.codec)
+        over = head[bulk.start :]
+        if bulk.message is GradientPayload:
+            self._read_whole(mean, bulk, over, length)
+        elif bulk.message in (BlockGradientPayload, NonBlockGradientPayload):
+            self._read_part(bulk, over, length)
+        else:
+            raise TheirProtocolError(f"{bulk.message.__name__} is not for a worker to send.")
+
+    def _read_part(self, bulk: Bulk, over: memoryview, length: int) -> None:
+        connection, layout = self._connection, self._exchange.layout
+        is_block = bulk.message is BlockGradientPayload
+        key = ("block", bulk.fields["block_idx"]) if is_block else ("component", bulk.fields["component"])
+        part = layout.parts.get(key)
+        if part is None:
+            raise TheirProtocolError(f"This run's model has no {key[0]} {key[1]}.")
+        if connection.blocks is None:
+            with self._exchange.lock:
+                self._exchange.send_by_parts(connection)
+        expected, slot = self._open_next(bulk.fields["step"], part, bulk.count)
+        try:
+            over = self._pour(slot, over)
+            tail = connection.fill_after(over, length - bulk.start - 4 * bulk.count)
+            sizes = (bulk.fields | bulk.finish(tail)).get("component_sizes")
+            if sizes is not None and not np.array_equal(sizes, layout.tails[part]):
+                raise TheirProtocolError("component_sizes are not those of this run's model.")
+        finally:
+            self._shut(slot)
+        if expected is None or slot.revoked:
+            return
+        if expected.at == len(layout.tails) if connection.plain else part == len(layout.tails) - 1:
+            self._payload_done(expected, slot)
+
+    def _read_whole(self, mean: Mean, bulk: Bulk, over: memoryview, length: int) -> None:
+        """A plain peer's whole gradient, in the order of the model's parameters."""
+        connection, forward = self._connection, self._exchange.layout.forward
+        total = sum(mean.sizes[part] for part in forward)
+        if bulk.count != total:
+            raise TheirProtocolError(f"The payload has {bulk.count:,} gradients, and the model has {total:,}.")
+        connection.blocks = False
+        with self._exchange.lock:
+            expected = self._next_expected(bulk.fields["step"], None)
+        left = length - bulk.start - 4 * bulk.count
+
+        def note_loss(over: memoryview) -> None:
+            tail = bulk.finish(connection.fill_after(over, left))
+            if expected is not None:
+                step, node, loss = expected.step, expected.nodes[0], float(tail["loss"])
+                self._exchange.act(lambda now: self._core.on_plain_loss(now, connection.peer, step, node, loss))
+
+        for index, part in enumerate(forward):
+            is_last = index == len(forward) - 1
+            with self._exchange.lock:
+                slot = self._open(expected, part, mean.sizes[part])
+            try:
+                over = self._pour(slot, over, before_last=note_loss if is_last else None)
+            finally:
+                self._shut(slot)
+            if slot.revoked and expected is not None:
+                expected.useless.add(expected.nodes[0])
+        if expected is not None:
+            self._payload_done(expected, slot)
+
+    def _pour(
+        self, slot: Slot, over: memoryview, before_last: Callable[[memoryview], None] | None = None
+    ) -> memoryview:
+        """Gradients from the socket into the mean. `over`: those that came with the head; what is left of them.
+
+        `before_last` is called with what is left before the last of them reach the mean.
+        """
+        connection = self._connection
+        while not slot.is_full:
+            connection.held = True
+            space = slot.space()
+            connection.held = False
+            have = min(len(over), len(space))
+            space[:have] = over[:have]
+            over = over[have:]
+            connection.fill(space[have:])
+            if before_last is not None and slot.is_last_chunk:
+                before_last(over)
+            connection.held = True  # it may wait for a slow receiver of the step before
+            slot.filled()
+            connection.held = False
+        return over
+
+    # Gradients of a process of this machine, where they lie
+
+    def _look_in(self) -> None:
+        """A worker of this machine shows where its gradients will lie."""
+        connection = self._connection
+        descriptors = connection.pipe.take_descriptors()
+        if connection.receipts is None or connection.window is not None or len(descriptors) != 1:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            raise TheirProtocolError("It shares memory that it was not asked for.")
+        connection.window = Window(descriptors[0])
+
+    def _read_part_at(self, at: PartAt) -> None:
+        connection, mean, last = self._connection, self._exchange.mean, len(self._exchange.layout.tails) - 1
+        if connection.window is None or connection.receipts is None or mean is None or at.part > last:
+            raise TheirProtocolError("It tells of a part that it does not share.")
+        count = mean.sizes[at.part]
+        values = connection.window.floats(at.offset, count)
+        expected, slot = self._open_next(at.step, at.part, count)
+        try:
+            connection.held = True
+            slot.take(values)
+        finally:
+            connection.held = False
+            self._shut(slot)
+        connection.receipts.give()
+        if expected is not None and at.part == last and not slot.revoked:
+            self._payload_done(expected, slot)
+
+    # Which of those that it was asked for
+
+    def _open_next(self, step: int, part: int, count: int) -> tuple[Expected | None, Slot]:
+        """Both in one: a peer that is closed in between would have nothing to be revoked."""
+        with self._exchange.lock:
+            expected = self._next_expected(step, part)
+            return expected, self._open(expected, part, count)
+
+    def _next_expected(self, step: int, part: int | None) -> Expected | None:
+        """Which of the payloads that it was asked for this is; none if it was not asked for it. Under the lock."""
+        connection, core, parts = self._connection, self._core, len(self._exchange.layout.tails)
+        if not connection.expected or connection.expected[0].step != step:
+            core.refused["stale payload"] += 1
+            return None
+        first = connection.expected[0]
+        if part is None:
+            connection.expected.popleft()
+            return first
+        wanted, index = divmod(first.at, len(first.nodes))
+        node = first.nodes[index if not connection.plain else 0]
+        if part in first.came if connection.plain else part != wanted:
+            core.refused["foreign payload"] += 1
+            return None
+        if node not in first.useless and not core.has_reported(connection.peer, node):
+            core.refused["payload before its report"] += 1
+            return None
+        first.at += 1
+        first.came.add(part)
+        if first.at == len(first.nodes) * parts:
+            connection.expected.popleft()
+        return Expected(step, (node,), (first.weights[0],), first.at, useless=first.useless)
+
+    def _open(self, expected: Expected | None, part: int, count: int) -> Slot:
+        peer, mean = self._connection.peer, self._mean
+        if expected is None or expected.nodes[0] in expected.useless:
+            return mean.open(peer, -1, part, (0, 1), count)
+        slot = mean.open(peer, expected.step, part, expected.nodes[0], count, expected.weights[0])
+        self._connection.slot = slot
+        return slot
+
+    def _shut(self, slot: Slot) -> None:
+        self._connection.slot = None
+        slot.close()
+
+    def _payload_done(self, expected: Expected, slot: Slot) -> None:
+        node, peer = expected.nodes[0], self._connection.peer
+
+        def tell(now: float) -> list[Effect]:  # of a step that was begun anew it would be taken for the next attempt's
+            return self._core.on_payload(now, peer, expected.step, node) if slot.is_current else []
+
+        if node not in expected.useless:
+            self._exchange.act(tell)
