@@ -124,7 +124,7 @@ def test_every_combination_is_built_or_refused_by_a_sentence() -> None:
             assert (one.endswith(".") and ". " in one) or "use the Sync policy" in one, one
         else:
             assert one.replicas * one.stages * one.ranks_per_stage == _workers(wanted, one)
-            assert one.steps_together == (wanted.policy.kind == "sync")
+            assert (one.window is None) == (wanted.policy.kind == "sync")
             assert (one.split is None) == (one.ranks_per_stage == 1) or isinstance(
                 one.split, HybridShard | FullShard | ShardGradOp
             )
