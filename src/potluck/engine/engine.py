@@ -21,7 +21,7 @@ import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn, overload
+from typing import TYPE_CHECKING, Any, NoReturn, overload
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +38,7 @@ from potluck.engine.layers import WholeLayers
 from potluck.engine.loader import BatchConfig, Loader
 from potluck.engine.losses import LossFunction, insist_on_mean
 from potluck.engine.replica import Replica, StepConfig, find_batch_norm, insist_on_memory
-from potluck.engine.rounds import Collate, Layers
+from potluck.engine.rounds import Collate
 from potluck.engine.rows import as_dataset
 from potluck.engine.run_state import RunState
 from potluck.engine.scheduled import Scheduled
@@ -52,6 +52,9 @@ from potluck.shard.strategy import NoShard, ShardingStrategy
 from potluck.signals import on_interrupt
 from potluck.words import plural
 
+if TYPE_CHECKING:
+    from potluck.engine.staged import StagedLayers
+
 
 class Engine(RunState):
     def __init__(
@@ -63,7 +66,7 @@ class Engine(RunState):
         strategy: ShardingStrategy = NoShard(),
         step: StepConfig = StepConfig(),
         composition: Composition | None = None,
-        layers: Callable[["Engine"], Layers] = WholeLayers,
+        layers: Callable[["Engine"], "WholeLayers | StagedLayers"] = WholeLayers,
     ) -> None:
         """`composition`: what the run is made of, if whoever makes this has composed it already."""
         super().__init__(link, device, policy=policy, strategy=strategy, step=step, composition=composition)

@@ -40,7 +40,9 @@ from potluck.shard.strategy import NoShard, ShardingStrategy
 from potluck.words import plural
 
 if TYPE_CHECKING:
-    from potluck.engine.rounds import Layers, Rounds
+    from potluck.engine.layers import WholeLayers
+    from potluck.engine.rounds import Rounds
+    from potluck.engine.staged import StagedLayers
     from potluck.shard.sharded import Sharded
 
 
@@ -60,7 +62,7 @@ class Tally:
 
 class RunState:
     rounds: "Rounds"
-    layers: "Layers"
+    layers: "WholeLayers | StagedLayers"
     tally: Tally
 
     def __init__(

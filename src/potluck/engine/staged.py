@@ -186,7 +186,6 @@ class StagedLayers:
         engine.is_restored = self._depot.kept is not None
 
     def make_replica(self, model: nn.Module, optimizer: Optimizer, rounds: Rounds, options: dict[str, Any]) -> Replica:
-        """`options`: what prepare() was given of the data: batch_size, dataset, loss and collate."""
         engine, places = self._engine, self.places
         draft = Draft(self._stages, places, engine.device, options["batch_size"])
         plan = self._plan = draft.agree(model, options["loss"], options["dataset"], options["collate"])
