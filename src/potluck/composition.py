@@ -9,7 +9,7 @@ is printed in docs/composition.md.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from potluck.agree.policy import ApplyPolicy, Sync
+from potluck.agree.policy import ApplyPolicy, Sync, Windowed
 from potluck.errors import ConfigError
 from potluck.shard.strategy import FullShard, HybridShard, NoShard, ShardGradOp, ShardingStrategy
 from potluck.stages.protocol import DataStore, Stages
@@ -37,8 +37,8 @@ class Wanted:
 class Composition:
     """What is built. `replicas * stages * ranks_per_stage` is the number of workers."""
 
-    steps_together: bool
-    """Whether all workers take each step as one; else replicas step by themselves, and agree once a window."""
+    window: Windowed | None
+    """Replicas step by themselves, and agree once a window by this policy; none: all workers take each step as one."""
     replicas: int
     """Under a host: how many there are is not known, and this is 1."""
     stages: int
@@ -57,11 +57,6 @@ class Composition:
     """Whether those parts follow measured speeds."""
     buddy_every: int = 0
     """After how many steps each rank refreshes its copy of its neighbour's part; 0: there are no such copies."""
-
-    @property
-    def lanes(self) -> int:
-        """Among how many each batch is shared out."""
-        return self.replicas * self.ranks_per_stage
 
     @property
     def node_size(self) -> int:
@@ -111,7 +106,7 @@ def _over_group(wanted: Wanted) -> Composition:
         splits_all = isinstance(strategy, FullShard | ShardGradOp)
         each = world if splits_all else each
         return Composition(
-            steps_together=True,
+            window=None,
             replicas=world // each,
             stages=1,
             ranks_per_stage=each,
@@ -125,7 +120,7 @@ def _over_group(wanted: Wanted) -> Composition:
     if buddy_every:
         raise ConfigError("strategy.buddy keeps copies between steps of all workers together: use the Sync policy.")
     return Composition(
-        steps_together=False,
+        window=policy,
         replicas=world // each,
         stages=1,
         ranks_per_stage=each,
@@ -149,7 +144,7 @@ def _in_stages(wanted: Wanted, stages: Stages) -> Composition:
     if isinstance(policy, Sync):
         splits_all = isinstance(strategy, FullShard | ShardGradOp)
         return Composition(
-            steps_together=True,
+            window=None,
             replicas=1 if splits_all else replicas,
             stages=workers,
             ranks_per_stage=replicas if splits_all else each,
@@ -171,7 +166,7 @@ def _in_stages(wanted: Wanted, stages: Stages) -> Composition:
             f" of {size} workers, such as {2 * size}, or use the policy Sync."
         )
     return Composition(
-        steps_together=False,
+        window=policy,
         replicas=replicas,
         stages=workers,
         ranks_per_stage=each,
@@ -201,7 +196,7 @@ def _under_host(wanted: Wanted) -> Composition:
                 f"{name} works with a host under Cadence and Async, where a node steps by itself. Under Sync each"
                 " slice's gradient is one process's. Choose another policy, or set strategy to no_shard."
             )
-        return Composition(steps_together=True, replicas=1, stages=1, ranks_per_stage=1, split=None)
+        return Composition(window=None, replicas=1, stages=1, ranks_per_stage=1, split=None)
     for switch, is_on in (("overlap", policy.overlap), ("outer", policy.outer is not None)):
         if is_on:
             raise ConfigError(
@@ -214,7 +209,7 @@ def _under_host(wanted: Wanted) -> Composition:
             " Choose a smaller one."
         )
     split = FullShard() if ranks > 1 else None
-    return Composition(steps_together=False, replicas=1, stages=1, ranks_per_stage=ranks, split=split)
+    return Composition(window=policy, replicas=1, stages=1, ranks_per_stage=ranks, split=split)
 
 
 def _insist_on_fit(wanted: Wanted, stages: Stages, *, is_whole: bool) -> None:

@@ -192,9 +192,10 @@ class Log:
             self.proofs.append([event.used, event.total, event.same_weights])
 
     def told(self) -> Told:
-        nodes = getattr(self.fleet, "_nodes", None)
+        made = self.fleet.composition
+        ranks = made.stages * made.node_size
         return {
-            "replica": nodes.number if nodes is not None else 0,
+            "replica": self.fleet.link.rank // ranks if made.window is not None else 0,
             "lane": self.fleet.lane,
             "windows": self.windows[:-1],
             "epochs": self.epochs,

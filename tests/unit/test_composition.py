@@ -3,6 +3,7 @@
 `python -m tests.unit.test_composition` prints the table into docs/composition.md.
 """
 
+import ast
 import itertools
 import subprocess
 import sys
@@ -124,7 +125,7 @@ def test_every_combination_is_built_or_refused_by_a_sentence() -> None:
             assert (one.endswith(".") and ". " in one) or "use the Sync policy" in one, one
         else:
             assert one.replicas * one.stages * one.ranks_per_stage == _workers(wanted, one)
-            assert one.steps_together == (wanted.policy.kind == "sync")
+            assert (one.window is None) == (wanted.policy.kind == "sync")
             assert (one.split is None) == (one.ranks_per_stage == 1) or isinstance(
                 one.split, HybridShard | FullShard | ShardGradOp
             )
@@ -168,6 +169,25 @@ def test_shares_are_as_many_as_lanes() -> None:
     assert compose(Wanted(policy=Sync(shares=(2, 1)), world=2)).shares == (2, 1)
     with pytest.raises(ConfigError, match=r"policy.shares has 2 numbers, and the run 3 workers\."):
         compose(Wanted(policy=Sync(shares=(2, 1)), world=3))
+
+
+KINDS = {
+    *("Sync", "Cadence", "Async", "NoShard", "FullShard", "ShardGradOp", "HybridShard"),
+    *("Link", "GroupLink", "StoreLink", "Alone", "Loader", "SliceLoader"),
+}
+STILL = {"engine/elastic.py", "engine/elastic_nodes.py"}
+"""Until a host's workers have rounds of their own."""
+
+
+def test_only_the_composition_asks_which_kind_an_answer_is() -> None:
+    source = Path(composition.__file__).parent
+    found = set()
+    for path in source.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            is_asked = isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance"
+            if is_asked and KINDS & {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}:
+                found.add(path.relative_to(source).as_posix())
+    assert found - {"composition.py"} == STILL
 
 
 if __name__ == "__main__":

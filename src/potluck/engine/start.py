@@ -6,7 +6,7 @@ Engines are imported where one is made: each brings libraries that a run of anot
 import os
 import socket
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -67,43 +67,34 @@ def init(
     if stages is not None:
         return _in_stages(wanted, stages, device, step, patience_s)
     link = join_group(device, patience_s)
-    answers: dict[str, Any] = {
-        "policy": policy,
-        "strategy": strategy,
-        "composition": compose(replace(wanted, world=link.world)),
-    }
+    composition = compose(replace(wanted, world=link.world))
+    engine = Engine(link, device, policy=policy, strategy=strategy, step=step, composition=composition)
     if policy.steps_together:
-        engine = Engine(link, device, step=step, **answers)
         engine.recovery = recovery
-        return engine
-    from potluck.engine.windows import WindowEngine
-
-    return WindowEngine(link, device, step=step, **answers)
+    return engine
 
 
 def _in_stages(wanted: Wanted, stages: Stages, device: torch.device, step: StepConfig, patience_s: float) -> Engine:
-    from potluck.engine.staged import StagedEngine, StagedWindowEngine
+    from potluck.engine.staged import StagedLayers
     from potluck.save.store_run import StoreRun
 
-    depot, together = None, wanted.policy.steps_together
+    depot: StoreRun | None = None
     link: Link | None = None
     if stages.store is None:
         link = join_group(device, patience_s)
     rank, world = (link.rank, link.world) if link is not None else placed() or (0, 1)
     composition = compose(replace(wanted, world=world))
     if stages.store is not None:  # only now: what is refused must not have touched it
-        depot = StoreRun(stages.store, rank, world, patience_s, keeps=together)
+        depot = StoreRun(stages.store, rank, world, patience_s, keeps=wanted.policy.steps_together)
         link = depot.link
-    assert link is not None
-    return (StagedEngine if together else StagedWindowEngine)(
+    return Engine(
         link,
         device,
         policy=wanted.policy,
         strategy=wanted.strategy,
         step=step,
         composition=composition,
-        stages=stages,
-        depot=depot,
+        layers=lambda engine: StagedLayers(engine, stages, depot),
     )
 
 
@@ -145,7 +136,7 @@ def as_one_worker(
 
 def led_engine(composition: Composition) -> "type[ElasticEngine]":
     """Of a worker that a host leads: whether all take each step together, and whether it is a node of several ranks."""
-    if composition.steps_together:
+    if composition.window is None:
         from potluck.engine.elastic import ElasticEngine
 
         return ElasticEngine

@@ -1,6 +1,6 @@
-"""The engine of replicas that step by themselves and agree once a window: Cadence and Async over a process group.
+"""Windows: replicas step by themselves, and agree once a window. Cadence and Async among the workers of one group.
 
-The same two doors, Trainer and your own loop, run on it unchanged. The loader gives this replica's batches; each
+The loader gives this replica's batches; each
 step() is one of its own optimizer. The last step() of its part of the window agrees with the others: parameters are
 averaged by samples, and everybody decides alike what the next window is.
 A replica is one rank, or under HybridShard a node of several: they take each step as one, and each averages its part.
@@ -10,31 +10,31 @@ A replica is one rank, or under HybridShard a node of several: they take each st
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from potluck.agree.policy import Windowed
 from potluck.agree.pulse import decide_alone
-from potluck.agree.windows import Decision, Pool, Report, Windows, after
-from potluck.composition import Composition
+from potluck.agree.windows import Decision, Pool, Report, after
+from potluck.agree.windows import Windows as WindowPlanner
 from potluck.engine.averages import Averages
 from potluck.engine.buffers import SavedBuffers
-from potluck.engine.engine import Engine
 from potluck.engine.loader import BatchConfig, Loader, MicroBatch, SliceLoader, even_batches, plan_step
 from potluck.engine.losses import STEP_TOO_EARLY
-from potluck.engine.replica import Replica, StepConfig
+from potluck.engine.replica import Replica
+from potluck.engine.rounds import Collate
 from potluck.engine.rows import mix
 from potluck.errors import ConfigError
 from potluck.events import Decided, StepDone, StepSkipped, WorkerStep
-from potluck.link.link import Alone, Link, Rows
-from potluck.link.nodes import Nodes, make_nodes
+from potluck.link.link import Alone, Rows
+from potluck.link.nodes import make_nodes
 from potluck.save.saves import Standing
-from potluck.shard.strategy import FullShard, NoShard, ShardingStrategy
+
+if TYPE_CHECKING:
+    from potluck.engine.engine import Engine
 
 NEARLY = 0.9
 """Of its part: whoever may go on beyond it says here already that nobody need wait for it."""
@@ -67,24 +67,14 @@ class WindowPulse(NamedTuple):
     wants_stop: float = 0.0
 
 
-class WindowEngine(Engine):
-    policy: Windowed
-
-    def __init__(
-        self,
-        link: Link | None = None,
-        device: torch.device | None = None,
-        *,
-        policy: Windowed,
-        strategy: ShardingStrategy = NoShard(),
-        step: StepConfig = StepConfig(),
-        composition: Composition | None = None,
-    ) -> None:
-        super().__init__(link, device, policy=policy, strategy=strategy, step=step, composition=composition)
-        self.version = 0
-        """Agreements so far."""
-        self._nodes = self._make_nodes()
-        self._windows = Windows(policy, self._nodes.names, may_be_alone=True)
+class Windows:
+    def __init__(self, engine: "Engine") -> None:
+        assert engine.composition.window is not None
+        self._engine = engine
+        self._policy = engine.composition.window
+        composed = engine.composition
+        self._nodes = make_nodes(engine.link, composed.stages * composed.node_size)
+        self._planner = WindowPlanner(self._policy, self._nodes.names, may_be_alone=True)
         self._pool = Pool([])
         self._taken: list[list[tuple[int, int]]] = []
         self._decision: Decision | None = None
@@ -105,68 +95,61 @@ class WindowEngine(Engine):
 
     # Preparing
 
-    def _make_nodes(self) -> Nodes:
-        return make_nodes(self.link, self.composition.stages * self.composition.node_size)
-
-    def _make_replica(self, model: nn.Module, optimizer: Optimizer) -> Replica:
-        replica = self._new_replica(model, optimizer)
-        self._average_with(replica)
-        return replica
-
-    def _new_replica(self, model: nn.Module, optimizer: Optimizer) -> Replica:
-        nodes, arguments = self._nodes, (model, optimizer, self.link, self.device, self.config)
-        if nodes.size == 1:
-            return Replica(*arguments, within=nodes.within)
-        from potluck.engine.sharded import ShardedReplica
-
-        return ShardedReplica(*arguments, strategy=FullShard(), within=nodes.within, across=nodes.across)
-
-    def _average_with(self, replica: Replica) -> None:
-        nodes = self._nodes
-        self._averages = Averages(replica.parts(), nodes.across, self.policy.outer, within=nodes.within)
-        self._buffers = SavedBuffers(replica.model)
-
-    def prepare(self, model: nn.Module, optimizer: Optimizer, dataset: Any = None, **options: Any) -> Any:
+    def insist_on_data(self, dataset: Any) -> None:
         if dataset is None:
             raise ConfigError(
-                f"Under {type(self.policy).__name__} each worker does as many batches as it can, so they must come from"
-                " one dataset. Pass it to prepare(), and iterate over the loader that it gives."
+                f"Under {type(self._policy).__name__} each worker does as many batches as it can, so they must come"
+                " from one dataset. Pass it to prepare(), and iterate over the loader that it gives."
             )
-        return super().prepare(model, optimizer, dataset, **options)
 
-    def _make_loader(
-        self, dataset: Any, batch: BatchConfig, seed: int, collate: Callable[[list[Any]], Any] | None
-    ) -> Loader:
-        loader = SliceLoader(dataset, batch, shares=(1.0,), rank=0, device=self.device, seed=seed, collate=collate)
-        self._insist_on_same_data(loader)
+    def make_replica(self, model: nn.Module, optimizer: Optimizer) -> Replica:
+        engine, nodes = self._engine, self._nodes
+        link = engine.link if engine.layers.is_whole else nodes.across
+        within = nodes.within if engine.layers.is_whole else engine.layers.shards
+        arguments = (model, optimizer, link, engine.device, engine.config)
+        if engine.composition.split is None:
+            return Replica(*arguments, within=within)
+        from potluck.engine.sharded import ShardedReplica
+
+        return ShardedReplica(*arguments, strategy=engine.composition.split, within=within, across=nodes.across)
+
+    def begin(self, replica: Replica) -> None:
+        nodes = self._nodes
+        self._averages = Averages(replica.parts(), nodes.across, self._policy.outer, within=nodes.within)
+        self._buffers = SavedBuffers(replica.model)
+
+    def make_loader(self, dataset: Any, batch: BatchConfig, seed: int, collate: Collate) -> Loader:
+        options: dict[str, Any] = {"device": self._engine.device, "seed": seed, "collate": collate}
+        loader = self._loader = SliceLoader(dataset, batch, shares=(1.0,), rank=0, **options)
+        self._engine._insist_on_same_data(loader)
         loader.plan = self._plan
         loader.seed_of = lambda micro: mix(loader.seed, loader.position.epoch, micro.start)
         return loader
 
-    def load(self, folder: str | Path) -> bool:
-        found = super().load(folder)
-        self._averages.begin_anew()
-        return found
+    has_fixed_shares = True
+
+    def keep_shares(self) -> None:
+        """Parts of a window are decided anew for each."""
 
     # A window
 
     def _plan(self) -> Iterator[MicroBatch]:
         """This replica's micro-batches of the rest of the epoch, or until the run stops."""
-        loader = self._loader()
+        loader = self._loader
         if not self._pool.rows:  # else a pass before stopped in the middle of the epoch
             self._pool = _rest_of_epoch(loader)
-        while self._pool.rows and not self.stopping:
+        while self._pool.rows and not self._engine.stopping:
             yield from self._open_window(loader)
             if self._is_open:  # this replica had no rows of it
                 self._end_window(loader)
-        self._settle()
+        self.settle()
 
     def _open_window(self, loader: SliceLoader) -> Iterator[MicroBatch]:
-        rows_left = min(self._pool.rows, (self.rows_limit or 1 << 62) - self.rows_seen)
+        rows_left = min(self._pool.rows, (self._engine.rows_limit or 1 << 62) - self._engine.rows_seen)
         nodes = self._nodes
         own_rows = -(-loader.batch.size // nodes.count)
-        decision = self._windows.decide(rows_left, own_rows)
-        in_pairs = self._batch_norm is not None and own_rows > 1
+        decision = self._planner.decide(rows_left, own_rows)
+        in_pairs = self._engine._batch_norm is not None and own_rows > 1
         if in_pairs:
             decision, self._taken = self._pool.take_in_pairs(decision, rows_left)
         else:
@@ -176,9 +159,9 @@ class WindowEngine(Engine):
         self._window, self._window_started = WindowPulse(), time.perf_counter()
         self._all_done = None
         self._buffers_before = self._buffers.copy()
-        if self._scheduled is not None:
-            self._scheduled.begin_window()
-        self._start_of_step()
+        if self._engine._scheduled is not None:
+            self._engine._scheduled.begin_window()
+        self._engine._start_of_step()
         batches = [
             batch
             for part in self._taken[nodes.number]
@@ -200,10 +183,10 @@ class WindowEngine(Engine):
                 return
 
     def _plan_batch(self, start: int, end: int, batch: BatchConfig) -> list[MicroBatch]:
-        """This rank's part of one of its replica's batches."""
-        nodes = self._nodes
-        together = {"in_step": nodes.size > 1, "in_pairs": self._batch_norm is not None}
-        return plan_step(start, end, batch, (1.0,) * nodes.size, nodes.within.rank, **together)
+        """This worker's part of one of its replica's batches: of those who hold the same stage of it, each has one."""
+        engine, size = self._engine, self._engine.composition.node_size
+        together = {"in_step": size > 1, "in_pairs": engine._batch_norm is not None}
+        return plan_step(start, end, batch, (1.0,) * size, engine.link.rank % size, **together)
 
     def _is_over(self, decision: Decision) -> bool:
         """After each batch. The ranks of a node have heard it with their last step."""
@@ -232,15 +215,15 @@ class WindowEngine(Engine):
 
         So a loop that takes just as many batches as there are has agreed on all of them.
         """
-        replica = self._prepared()
-        if not self._is_last:
-            micro = self._loader().current
-            if micro is not None and micro.last and micro is not self._trained:
+        replica = self._engine._prepared()
+        if not self._engine.tally.is_last:
+            micro = self._loader.current
+            if micro is not None and micro.last and micro is not self._engine._trained:
                 raise ConfigError(STEP_TOO_EARLY)
             return None
         replica.unseal()
         done, norm = self._finish_batch(replica)
-        verdict = decide_alone(done.samples, done.loss_sum, norm, self._unit, self.config.clip)
+        verdict = decide_alone(done.samples, done.loss_sum, norm, self._engine._unit, self._engine.config.clip)
         is_good, before = verdict.fault is None, self._window
         self._window = before._replace(
             samples=before.samples + done.samples * is_good,
@@ -249,63 +232,60 @@ class WindowEngine(Engine):
             batches=before.batches + 1,
             skipped=before.skipped + (not is_good),
         )
-        event = self._apply_alone(verdict, self._nodes.names[self._nodes.number])
+        event = self._engine._apply_alone(verdict, self._nodes.names[self._nodes.number])
         if is_good:
             replica.average_buffers(self._own_samples / done.samples)
             self._lr, self._norm = float(replica.optimizer.param_groups[0]["lr"]), verdict.norm
-        self._start_of_step()
+        self._engine._start_of_step()
         assert self._decision is not None
         if not self._has_more or self._is_over(self._decision):
-            self._end_window(self._loader())
+            self._end_window(self._loader)
         return event
 
     def _finish_batch(self, replica: Replica) -> tuple[NodePulse, float]:
         """What the ranks of this node did together in the batch that ends, and the norm of their gradient's sum."""
-        self._own_samples = self._samples
+        tally, layers = self._engine.tally, self._engine.layers
+        self._own_samples = tally.samples
         if self._nodes.size == 1:
-            _, norm, loss_sum = self._reduce(replica)
-            return NodePulse(self._samples, loss_sum, self._rows), norm
+            _, norm, loss_sum = layers.reduce(replica)
+            return NodePulse(tally.samples, loss_sum, tally.rows), norm
         assert self._decision is not None
         replica.start_sums()
-        loss_sum = self._loss_sum.item()
+        loss_sum = tally.loss_sum.item()
         is_over = self._nodes.within.rank == 0 and self._sees_end(
             self._decision, self._window.batches + 1, self._window.rows + self._batch_rows
         )
-        told = self._nodes.within.start_gather(NodePulse(self._samples, loss_sum, self._rows, is_over))
-        _, norm, _ = self._reduce(replica)
+        told = self._nodes.within.start_gather(NodePulse(tally.samples, loss_sum, tally.rows, is_over))
+        _, norm, _ = layers.reduce(replica)
         pulses = [NodePulse(*row) for row in told.wait()]
         self._node_is_over = bool(pulses[0].is_over)
-        self._own_samples = self._samples_among(pulses)
+        self._own_samples = layers.samples_in_node([pulse.samples for pulse in pulses])
         return NodePulse(*(sum(column) for column in zip(*pulses, strict=True))), norm
 
-    def _samples_among(self, pulses: list[NodePulse]) -> float:
-        """Of its node's pulses, over which samples this rank's gradient is."""
-        return self._samples
-
-    def _rows_of_schedule(self) -> int:
+    def rows_of_schedule(self) -> int:
         """As if all replicas were as far in the window as this one."""
         assert self._decision is not None
         mine, whole = self._decision.rows[self._nodes.number], sum(self._decision.rows)
         done = min(1.0, self._window.rows / mine) if mine else 1.0
-        return self.rows_seen + round(done * whole)
+        return self._engine.rows_seen + round(done * whole)
 
     def _end_window(self, loader: SliceLoader) -> None:
         self._is_open = False
         self._close_window(loader)
-        if not self._pool.rows or self.stopping:
-            self._settle()
+        if not self._pool.rows or self._engine.stopping:
+            self.settle()
 
     def _close_window(self, loader: SliceLoader) -> None:
         assert self._decision is not None
-        if self.device.type == "cuda":
+        if self._engine.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
         busy_s = time.perf_counter() - self._window_started
         mine = self._window._replace(
-            busy_s=busy_s, sync_s=self._sync_s, divergence=self._drift, wants_stop=self._wants_stop
+            busy_s=busy_s, sync_s=self._sync_s, divergence=self._drift, wants_stop=self._engine._wants_stop
         )
         if self._decision.until_s is None:
             self._own_part_done(self._decision).wait()
-        pulses = _by_node([WindowPulse(*row) for row in self.link.gather_rows(mine)], self._nodes.size)
+        pulses = _by_node([WindowPulse(*row) for row in self._engine.link.gather_rows(mine)], self._nodes.size)
         started = time.perf_counter()
         samples = sum(pulse.samples for pulse in pulses)
         self._weight = mine.samples / samples if samples else 1 / self._nodes.count
@@ -313,17 +293,18 @@ class WindowEngine(Engine):
         self._sync_s = time.perf_counter() - started
         for pulse, taken in zip(pulses, self._taken, strict=True):
             self._pool.give_back(after(taken, int(pulse.rows)))
-        self._windows.report(
+        self._planner.report(
             [Report(wall_s=p.busy_s, batches=int(p.batches), divergence=p.divergence) for p in pulses],
             max(pulse.sync_s for pulse in pulses),
         )
-        self.version += 1
-        steps_before = self.step_number
-        self.skipped += sum(int(pulse.skipped) for pulse in pulses)
+        self._engine.version += 1
+        steps_before = self._engine.step_number
+        self._engine.skipped += sum(int(pulse.skipped) for pulse in pulses)
         self._count_rows(loader, sum(int(pulse.rows) for pulse in pulses))
-        self.stopping = any(pulse.wants_stop for pulse in pulses)
-        self.events.emit(self._tell_window(loader, pulses, samples))
-        self._tell_agreed(steps_before)
+        self._engine.stopping = any(pulse.wants_stop for pulse in pulses)
+        self._engine.events.emit(self._tell_window(loader, pulses, samples))
+        self._engine._tell_agreed(steps_before)
+        self._engine.layers.end_of_window()
 
     def _merge(self) -> None:
         """The mean of all replicas; or, with overlap, the one that was begun at the end of the window before.
@@ -331,32 +312,32 @@ class WindowEngine(Engine):
         Buffers do not overlap: they are small, and not all of them have a mean.
         """
         self._buffers.average(self._nodes.across, self._weight, self._buffers_before)
-        if not self.policy.overlap:
+        if not self._policy.overlap:
             self._drift = self._averages.agree(self._weight)
         else:
             if self._averages.is_pending:
                 self._drift = self._averages.finish()
             self._averages.start(self._weight)
-        self._prepared().on_parts_written()
+        self._engine._prepared().on_parts_written()
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """All replicas are equal after this, also with overlap. Called on every worker alike."""
         if self._averages.is_pending:
             self._drift = self._averages.finish()
             self._averages.agree(self._weight)
-            self._prepared().on_parts_written()
+            self._engine._prepared().on_parts_written()
 
     def _count_rows(self, loader: SliceLoader, rows: int) -> None:
-        self.rows_seen += rows
-        self.step_number += loader.pass_rows(rows)
+        self._engine.rows_seen += rows
+        self._engine.step_number += loader.pass_rows(rows)
 
     def _emit_decision(self, decision: Decision) -> None:
-        self.events.emit(
+        self._engine.events.emit(
             Decided(
-                step=self.step_number,
+                step=self._engine.step_number,
                 rows=decision.rows,
                 reason=decision.reason,
-                version=self.version,
+                version=self._engine.version,
                 anchor=decision.anchor,
                 divergence=self._drift,
             )
@@ -365,9 +346,9 @@ class WindowEngine(Engine):
     def _tell_window(self, loader: SliceLoader, pulses: list[WindowPulse], samples: float) -> StepDone:
         longest = max(pulse.busy_s for pulse in pulses)
         return StepDone(
-            step=self.step_number,
+            step=self._engine.step_number,
             epoch=loader.position.epoch,
-            rows_seen=self.rows_seen,
+            rows_seen=self._engine.rows_seen,
             samples=samples,
             loss=sum(pulse.loss_sum for pulse in pulses) / samples if samples else math.nan,
             lr=self._lr,
@@ -385,27 +366,17 @@ class WindowEngine(Engine):
             ),
         )
 
-    # What needs all replicas to be one
+    # Where the run stands
 
-    def evaluate(self, *arguments: Any, **options: Any) -> float:
-        self._settle()
-        return super().evaluate(*arguments, **options)
+    def on_loaded(self) -> None:
+        self._averages.begin_anew()
 
-    def save(self, folder: str | Path, *, keep_last: int = 2) -> None:
-        self._settle()
-        super().save(folder, keep_last=keep_last)
+    def standing(self) -> Standing:
+        return {"left": [list(part) for part in self._loader.left_after(self._pool.ranges)]}
 
-    def _standing(self) -> Standing:
-        return super()._standing() | {"left": [list(part) for part in self._loader().left_after(self._pool.ranges)]}
-
-    def _stand_at(self, standing: Standing) -> None:
-        super()._stand_at(standing)
-        self._loader().forget()
-        self._pool = _rest_of_epoch(self._loader())
-
-    def _loader(self) -> SliceLoader:
-        assert isinstance(self.loader, SliceLoader)
-        return self.loader
+    def stand(self) -> None:
+        self._loader.forget()
+        self._pool = _rest_of_epoch(self._loader)
 
 
 def _rest_of_epoch(loader: SliceLoader) -> Pool:

@@ -1,0 +1,134 @@
+"""WholeLayers: how rows go through a replica of which this worker has all layers, if perhaps parts of their numbers.
+
+StagedLayers (staged.py) answers the same calls where a replica is cut; what each is for is said here.
+"""
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from potluck.agree.pulse import Pulse, worker_steps
+from potluck.engine.loader import Loader
+from potluck.engine.losses import LossFunction, loss_and_samples
+from potluck.engine.replica import Replica
+from potluck.engine.rounds import Rounds
+from potluck.events import WorkerStep
+from potluck.link.link import Alone, Link
+from potluck.save.saves import Standing
+
+if TYPE_CHECKING:
+    from potluck.engine.engine import Engine
+
+
+class WholeLayers:
+    is_whole = True
+    place = 0
+    """Which of a replica's stages are here."""
+    shards: Link = Alone()
+    """Those who hold the same stages of our replica: each some part."""
+
+    def __init__(self, engine: "Engine") -> None:
+        self._engine = engine
+
+    @property
+    def lanes(self) -> int:
+        """Among how many each batch is shared out."""
+        return self._engine.world
+
+    @property
+    def lane(self) -> int:
+        """Which of them this worker is."""
+        return self._engine.rank
+
+    @property
+    def peers(self) -> Link:
+        """All who hold the same layers as this worker, of any replica."""
+        return self._engine.link
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers the whole model has, whoever holds them."""
+        return sum(parameter.numel() for parameter in self._engine._prepared().model.parameters())
+
+    def check(self, dataset: Any, loss: LossFunction | None, micro_size: int | None) -> int | None:
+        """Refuses what prepare() was not given. How many rows go through the model at once."""
+        return micro_size
+
+    def introduce(self, model: nn.Module, optimizer: Optimizer, dataset: Any, about: dict[str, Any]) -> None:
+        """Before anything is said to the others. `about`: batch_size, seed, and perhaps the run's name and folder."""
+
+    def make_replica(self, model: nn.Module, optimizer: Optimizer, rounds: Rounds, options: dict[str, Any]) -> Replica:
+        """Called once. `options`: what prepare() was given of the data: batch_size, dataset, loss and collate."""
+        return rounds.make_replica(model, optimizer)
+
+    def settle_in(self) -> None:
+        """prepare() is done."""
+
+    def train(self, loss_of: LossFunction, batch: Any) -> None:
+        loss, samples = loss_and_samples(self._engine._prepared().loss(loss_of, batch), batch)
+        self._engine.backward(loss, samples=samples)
+
+    def insist_on_backward(self) -> None:
+        """Whether a loop may call backward() by itself."""
+
+    def reduce(self, replica: Replica) -> tuple[float, float, float]:
+        """Ends the sums over all ranks: (seconds waited for them, the gradient's norm, this worker's loss sum)."""
+        engine = self._engine
+        wait_s = replica.finish()
+        started = time.perf_counter()
+        norm, loss_sum = torch.stack([replica.norm().to(engine.device), engine.tally.loss_sum]).tolist()
+        if engine.device.type == "cuda" and engine.world > 1:  # there, finish() only put the sums in line
+            wait_s += time.perf_counter() - started
+        return wait_s, norm, loss_sum
+
+    def times(self, busy_s: float, optimizer_s: float) -> tuple[float, float]:
+        """How long this worker computed of a step, and how long it sent to other stages."""
+        return busy_s, 0.0
+
+    def lane_pulses(self, pulses: list[Pulse]) -> list[Pulse]:
+        """One for each lane."""
+        return pulses
+
+    def worker_steps(self, pulses: list[Pulse], took_s: float) -> tuple[WorkerStep, ...]:
+        return worker_steps(pulses, took_s)
+
+    def samples_of_lane(self, pulses: list[Pulse]) -> float:
+        """Over which samples this worker's gradient is, from the pulses of all workers."""
+        return self._engine.tally.samples
+
+    def samples_in_node(self, samples: Sequence[float]) -> float:
+        """The same, from the samples of each rank of this worker's replica."""
+        return self._engine.tally.samples
+
+    def fingerprint(self, replica: Replica) -> str:
+        return replica.fingerprint()
+
+    def look(self, loss_of: LossFunction, loader: Loader) -> tuple[float, float]:
+        """The sum of the losses of this worker's rows, and over how many samples it is. Nothing is trained."""
+        total = count = 0.0
+        for batch in loader.once():
+            loss, samples = loss_and_samples(self._engine._prepared().loss(loss_of, batch), batch)
+            if samples and loader.current is not None and loader.current.counts:
+                total += loss.item() * samples
+                count += samples
+        return total, count
+
+    def standing(self) -> Standing:
+        """What a checkpoint keeps of this."""
+        return {}
+
+    def on_saved(self) -> None:
+        """A checkpoint is in host memory."""
+
+    def end_of_step(self) -> None:
+        """Of all workers together."""
+
+    def end_of_window(self) -> None:
+        """All replicas have agreed."""
+
+    def close(self, *, has_failed: bool) -> None:
+        """This worker leaves the run."""
