@@ -926,7 +926,8 @@ class Worker:
             yield from self._save()
             yield from self._wait_for_saves()
         if not self.member.is_over:
-            yield from self._go(self.member.finish(self.clock.now))
+            yield from self._do(self.member.finish(self.clock.now))
+            yield from self._settle()
 
     def _train(self) -> Life:
         """Until the end, which is on the host's disk before the loop is over where it is known: till then this worker
@@ -966,30 +967,27 @@ class Worker:
                 return
 
     def _pump(self) -> Life:
-        """One message, or none in time. Whether the run may stand elsewhere than before."""
+        """One message, or none in time, and what it leads to. Whether the run may stand elsewhere than before."""
         turn = self.member.turn
-        item = yield Receive(self.member.wait_s(self.clock.now))
-        match item:
-            case None:
-                effects = self.member.nothing(self.clock.now)
-            case Lost():
-                effects = self.member.lost(item.why)
-            case _:
-                effects = self.member.hear(self.clock.now, item)
-        yield from self._do(effects)
+        yield from self._hear()
         yield from self._settle()
         return self.member.turn != turn
 
     def _settle(self) -> Life:
         """Until this worker is in the run, or out of it."""
         while not self.member.is_settled:
-            yield from self._pump()
+            yield from self._hear()
         self.stopping |= self.member.is_over
 
-    def _go(self, goodbye: list[member.Effect]) -> Life:
-        yield from self._do(goodbye)
-        while not self.member.is_over:
-            yield from self._pump()
+    def _hear(self) -> Life:
+        item = yield Receive(self.member.wait_s(self.clock.now))
+        match item:
+            case None:
+                yield from self._do(self.member.nothing(self.clock.now))
+            case Lost():
+                yield from self._do(self.member.lost(item.why))
+            case _:
+                yield from self._do(self.member.hear(self.clock.now, item))
 
     def _do(self, effects: list[member.Effect]) -> Life:
         for effect in effects:
@@ -1151,8 +1149,8 @@ class Worker:
             if self.save_every and self.state.step % self.save_every == 0:
                 yield from self._save()
         if self.member.wants_stop and not self.stopping:
-            yield from self._go(self.member.leave(self.clock.now))
-            self.stopping = True
+            yield from self._do(self.member.leave(self.clock.now))
+            yield from self._settle()
 
     def _check_weights(self, *, in_step: bool = False) -> Life:
         if digest_of(self.state.weights) != self._told:

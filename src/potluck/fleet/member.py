@@ -242,8 +242,8 @@ class Member:
 
     @property
     def is_settled(self) -> bool:
-        """Not on its way into the run."""
-        return self.phase in (Phase.IN, Phase.LEAVING, Phase.OVER)
+        """Not on its way into the run, nor out of it: a loop may continue, or end."""
+        return self.phase in (Phase.IN, Phase.OVER)
 
     @property
     def leads(self) -> bool:
@@ -271,7 +271,7 @@ class Member:
     def lost(self, why: str) -> list[Effect]:
         """The connection is gone: joins again, and continues from wherever the run stands then."""
         if self.phase in (Phase.LEAVING, Phase.OVER):
-            self._end()
+            self.end()
             return []
         dropped: list[Effect] = [DropState()] if self.phase is Phase.CATCHING_UP else []
         self.phase, self.work = Phase.AWAY, None
@@ -363,7 +363,7 @@ class Member:
         match message:
             case Shutdown():
                 dropped = self._drop_state()
-                self._end()
+                self.end()
                 return dropped
             case Refusal():
                 kind = Diverged if message.code == DIVERGED else PotluckError
@@ -390,7 +390,7 @@ class Member:
     def nothing(self, now: float) -> list[Effect]:
         """Came while wait_s() passed."""
         if self.phase is Phase.LEAVING:
-            self._end()
+            self.end()
         elif self.phase is Phase.IN and self.wants_stop and self.work is None:
             return self.leave(now)
         return []
@@ -505,7 +505,7 @@ class Member:
     def _hear_at_the_end(self, now: float, message: Message) -> list[Effect]:
         match message:
             case Shutdown():
-                self._end()
+                self.end()
             case StateRequest():
                 self._asked.append(message)
                 if not self._was_asked:  # it may be asked again and again, where the host cannot write
@@ -516,7 +516,7 @@ class Member:
                 return [Say(f"{message.error.removesuffix('.')}. It is tried again before this worker goes.")]
         return []
 
-    def _end(self) -> None:
+    def end(self) -> None:
         self.phase = Phase.OVER
         self.turn += 1
         if self.evaluation is not None and self.evaluation.loss is None:
