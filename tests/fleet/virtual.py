@@ -180,6 +180,8 @@ class VirtualClock:
 
     def __init__(self) -> None:
         self.now = 100.0
+        self.after_each: Callable[[], None] = lambda: None
+        """Called after whatever happens."""
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._count = itertools.count()
 
@@ -198,6 +200,7 @@ class VirtualClock:
                 return False
             self.now, _, call = heapq.heappop(self._heap)
             call()
+            self.after_each()
         return True
 
 
@@ -343,12 +346,21 @@ class Line:
     """The host has parted from it, and still reads what comes, as a server's thread does until the socket is closed."""
     parcels: list[Parcel] = field(default_factory=list)
     received: list[Any] = field(default_factory=list)
+    cut_until: float = 0.0
+    """Nothing gets through before then; nothing of it is lost."""
+    last_up: float = 0.0
+    last_down: float = 0.0
 
     def send(self, item: Any) -> None:
         """From the worker."""
         if self.is_open:
             item = _travelled(item) if isinstance(item, Message) else item
-            self.clock.after(self.latency_s, lambda: self._arrive(item))
+            self.last_up = self._arrival(self.last_up)
+            self.clock.at(self.last_up, lambda: self._arrive(item))
+
+    def _arrival(self, last: float) -> float:
+        """After whatever was sent before, also where the link has become faster."""
+        return max(self.clock.now + self.latency_s, self.cut_until, last)
 
     def close(self, why: str = "it closed the connection") -> None:
         """By the worker, or by its end."""
@@ -364,7 +376,8 @@ class Line:
             if self.is_open:
                 self.on_down(self, item)
 
-        self.clock.after(self.latency_s, arrive)
+        self.last_down = self._arrival(self.last_down)
+        self.clock.at(self.last_down, arrive)
 
     def _arrive(self, item: Any) -> None:
         self.up.append(item)
@@ -384,6 +397,7 @@ class Disk:
         self.is_checkpoint: Callable[[bytes], bool] = lambda data: True
         """As the keeper finds by its checksums and its manifest."""
         self.is_full = False
+        self.late_s = 0.01
         self.refused: list[int] = []
         """Steps that it had no room for."""
         self._arriving: tuple[int, int, Callable[..., None]] | None = None
@@ -552,6 +566,7 @@ class Host:
                     self._send_average(line, self.step, part)
             case core.Record():
                 self.journal.record(effect.step)
+                self.fleet.on_record(effect.step)
             case core.Agreed():
                 self.journal.agree(effect.step, effect.kind, effect.digest)
             case core.Emit():
@@ -650,7 +665,7 @@ class Host:
             if self.is_up:
                 self.act(self.core.on_saved(self.fleet.clock.now, step, folder, error, size, theirs=theirs))
 
-        self.fleet.clock.after(0.01, tell)
+        self.fleet.clock.after(self.disk.late_s, tell)
 
     def _restore(self, now: float) -> None:
         self.fleet.restores += 1
@@ -1247,6 +1262,8 @@ class Fleet:
         self.secret = SECRET
         self.events: list[Event] = []
         self.records: list[StepRecord] = []
+        self.on_record: Callable[[StepRecord], None] = lambda record: None
+        """Called when the journal has it."""
         self.workers: dict[str, Worker] = {}
         self.restores = 0
         self.journal = Journal(Path(journal))
