@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from potluck.events import Event, WorkerCame, WorkerWent
 from potluck.fleet import coordinator as core
-from potluck.fleet import member
+from potluck.fleet import member_effects as effects
 from potluck.fleet.coordinator import PROTOCOL, SAVE, Coordinator, Standing
 from potluck.fleet.description import Description, Part
 from potluck.fleet.effects import Effect, StepRecord
@@ -468,8 +468,8 @@ class Host:
     def is_paused(self) -> bool:
         return self.fleet.clock.now < self.paused_until
 
-    def act(self, effects: list[Effect]) -> None:
-        for effect in effects:
+    def act(self, found: list[Effect]) -> None:
+        for effect in found:
             self._do(effect)
         self._wake_held()
 
@@ -971,9 +971,9 @@ class Worker:
         while True:
             for effect in self.member.take():
                 match effect:
-                    case member.Compute():
+                    case effects.Compute():
                         return
-                    case member.Apply():
+                    case effects.Apply():
                         yield from self._commit(effect.committed)
                         return
                     case _:
@@ -1004,36 +1004,36 @@ class Worker:
             case _:
                 yield from self._do(self.member.hear(self.clock.now, item))
 
-    def _do(self, effects: list[member.Effect]) -> Life:
-        for effect in effects:
+    def _do(self, found: list[effects.Effect]) -> Life:
+        for effect in found:
             match effect:
-                case member.Send():
+                case effects.Send():
                     self._send(effect.message)
-                case member.Fail():
+                case effects.Fail():
                     raise Ended(effect.sentence)
-                case member.Rejoin():
+                case effects.Rejoin():
                     yield Sleep(0.05)
                     yield from self._connect()
                     yield from self._present()
-                case member.StandAt():
+                case effects.StandAt():
                     self.state.epoch, self.state.row = effect.epoch, effect.row
-                case member.SkipAverages():
+                case effects.SkipAverages():
                     self._since = effect.step
                     self._means = {number: parts for number, parts in self._means.items() if number > effect.step}
-                case member.ReceiveState():
+                case effects.ReceiveState():
                     self._arriving, self._arriving_bytes = b"", json.loads(effect.header)[0][1]
-                case member.TakeChunk():
+                case effects.TakeChunk():
                     yield from self._take_chunk(bytes(effect.data))
-                case member.Load():
+                case effects.Load():
                     self.state = State.from_bytes(self._arriving)
                     yield from self._do(self.member.loaded(self.state.step, self.state.step))
-                case member.ServeState():
+                case effects.ServeState():
                     yield from self._send_state(effect.transfer)
-                case member.TellApplied():
+                case effects.TellApplied():
                     self._told = digest_of(self.state.weights)
                     drift = self.drifts.get(self.state.step, 0.0)
                     self._send(Applied(self.state.step, self._told, 0.1, 1.0, effect.fault, drift))
-                case member.LookAt():
+                case effects.LookAt():
                     yield from self._at("evaluating", self.state.step)
                     yield Sleep(self.slice_s)
                     rows = float(effect.end - effect.start)
@@ -1154,7 +1154,7 @@ class Worker:
         self.state.weights = self.update(self.state.weights)
         if self.fleet.faults.take(self.name, "applying", committed.step):
             self.state.weights[0] += 1
-        yield from self._do([member.TellApplied()])
+        yield from self._do([effects.TellApplied()])
         self.stopping |= bool(committed.stop)
         self.state.weights = self.own_code(self.state.weights)
         yield from self._at("applied", self.state.step)

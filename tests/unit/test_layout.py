@@ -44,6 +44,7 @@ PURE = [
     "fleet/coordinator.py",
     "fleet/effects.py",
     "fleet/member.py",
+    "fleet/member_effects.py",
     "fleet/membership.py",
     "fleet/description.py",
     "train/schedule.py",

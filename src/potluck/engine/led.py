@@ -18,10 +18,11 @@ from torch import Tensor
 
 from potluck.engine.node_client import NodeClient
 from potluck.errors import Diverged
-from potluck.fleet import member as effects
+from potluck.fleet import member_effects as effects
 from potluck.fleet.client import Client, Lost, Means
 from potluck.fleet.description import Description
-from potluck.fleet.member import Effect, Member
+from potluck.fleet.member import Member
+from potluck.fleet.member_effects import Effect
 from potluck.fleet.parcel import Unpacker, chunks, most_bytes, pack
 from potluck.fleet.phases import reach
 from potluck.link.link import Link
