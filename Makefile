@@ -8,7 +8,7 @@ MINUTES ?= 60
 
 SOAK ?= --policy cadence --seeds 100 --minutes 60
 
-.PHONY: demo test test-slow chaos soak differential check fuzz bench docs clean
+.PHONY: demo test test-slow chaos soak simulate differential check fuzz bench docs clean
 
 demo: $(READY)  ## three workers, one of them three times slower: Sync against Cadence, in under three minutes
 	$(BIN)/potluck demo
@@ -24,6 +24,9 @@ chaos: $(READY)-to-test  ## workers and coordinators killed, stopped, joined and
 
 soak: $(READY)-to-test  ## random schedules of real processes, by default under Cadence: 100, or an hour of them; SOAK="--policy sync"
 	$(BIN)/python -m tests.fleet.soak $(SOAK)
+
+simulate: $(READY)-to-test  ## whole fleets on a virtual clock, with any fault: an hour, or MINUTES; new ones each day
+	$(BIN)/python -m tests.fleet.simulation --minutes $(MINUTES)
 
 differential: $(READY)-to-test  ## random runs against a judge in plain PyTorch: an hour, or MINUTES; new ones each time
 	$(BIN)/python -m tests.differential --minutes $(MINUTES) --seed $$(date +%s)

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from bench.ranks import CPU_ONLY
-from potluck.fleet import client
+from potluck.fleet import door
 from potluck.fleet.client import Client, Lost
 from potluck.fleet.coordinator import Coordinator
 from potluck.fleet.description import Description, Part
@@ -159,7 +159,7 @@ class Helper:
         parts = tuple(Part(len(counts) - 1 - index, None, (count,)) for index, count in enumerate(counts))
         found = Invite.parse(invite)
         if found.pin is not None:  # encryption is measured as between two machines: on one there would be none
-            client.connect_local = lambda port: None  # type: ignore[assignment]
+            door.connect_local = lambda port: None  # type: ignore[assignment]
         self.client = Client(found, name=f"helper {number}", kind="helper", say=lambda text: None)
         self.client.connect()
         self.client.description = Description(

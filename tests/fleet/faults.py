@@ -1,77 +1,55 @@
 """Ways to end a worker, or a coordinator, at a certain point. Each leaves a file to prove that it happened."""
 
+import itertools
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from potluck.fleet import phases
 from tests.fleet.fleet import Fault, die, stop
 
 AT_STEP = 4
 
 
-def _when(engine: Any) -> bool:
-    return bool(engine.step_number + 1 == AT_STEP)
+def at(phase: str, call: Callable[..., None]) -> None:
+    """Whenever a worker reaches this phase."""
+
+    def listen(reached: str, step: int, **what: Any) -> None:
+        if reached == phase:
+            call(step, **what)
+
+    phases.listeners.append(listen)
+
+
+def _end_at(phase: str, place: Path, end: Any, what: str, step: int | None = AT_STEP, count: int = 1) -> None:
+    """The count-th time that it is reached in that step, or in any."""
+    times = itertools.count(1)
+
+    def reached(at: int, **found: Any) -> None:
+        if step in (None, at) and next(times) == count:
+            end(place, what)
+
+    at(phase, reached)
 
 
 def at_connecting(place: Path, end: Any = die) -> None:
     """Connected, and nothing said yet."""
-    from potluck.fleet import client
-
-    def pipe(connection: Any) -> Any:
-        end(place, "connected")
-
-    client.Pipe = pipe  # type: ignore[misc,assignment]
+    _end_at("connected", place, end, "connected", step=None)
 
 
 def at_joining(place: Path, end: Any = die) -> None:
     """Welcomed, but not ready."""
-    from potluck.engine.elastic import ElasticEngine
-
-    ElasticEngine._present = lambda self: end(place, "joined")  # type: ignore[method-assign]
+    _end_at("joined", place, end, "joined", step=None)
 
 
 def in_forward(place: Path, end: Any = die) -> None:
-    from potluck.engine.elastic import ElasticEngine
-
-    backward = ElasticEngine.backward
-
-    def fatal(self: Any, loss: Any, **options: Any) -> None:
-        if _when(self) and self._loader().current.number == 0:
-            end(place, "forward")
-        backward(self, loss, **options)
-
-    ElasticEngine.backward = fatal  # type: ignore[method-assign]
+    _end_at("forward", place, end, "forward")
 
 
 def in_backward(place: Path, end: Any = die) -> None:
     """The report is sent, and some parts of the gradient, but not all."""
-    from potluck.engine.slices import SliceSums
-
-    complete = SliceSums._complete
-
-    def fatal(self: Any, buffer: Any) -> None:
-        if self.is_last_slice and self._completed == 1 and self.fatal_engine()._description and self.counted():
-            end(place, "backward")
-        complete(self, buffer)
-
-    _watch_steps(SliceSums)
-    SliceSums._complete = fatal  # type: ignore[method-assign]
-
-
-def _watch_steps(kind: Any) -> None:
-    """Lets SliceSums know which step it is in."""
-    from potluck.engine.elastic import ElasticEngine
-
-    engines: list[Any] = []
-    begin = ElasticEngine._begin_work
-
-    def noted(self: Any, work: Any) -> None:
-        engines[:] = [self]
-        begin(self, work)
-
-    ElasticEngine._begin_work = noted  # type: ignore[method-assign]
-    kind.fatal_engine = lambda self: engines[0]
-    kind.counted = lambda self: _when(engines[0])
+    _end_at("part", place, end, "backward", count=2)
 
 
 def half_a_payload_sent(place: Path, end: Any = die) -> None:
@@ -94,36 +72,17 @@ def half_a_payload_sent(place: Path, end: Any = die) -> None:
 
 def all_sent(place: Path, end: Any = die) -> None:
     """Every part is sent: the average could be on its way."""
-    from potluck.engine.elastic import ElasticEngine
 
-    wait = ElasticEngine._await_step
-
-    def fatal(self: Any) -> Any:
-        if _when(self) and self._reports and self._slice_done:
-            self.client.flush()
+    def ended(step: int, engine: Any) -> None:
+        if step == AT_STEP:
+            engine.client.flush()
             end(place, "sent")
-        return wait(self)
 
-    ElasticEngine._await_step = fatal  # type: ignore[method-assign]
+    at("sent", ended)
 
 
 def half_an_average_received(place: Path, end: Any = die) -> None:
-    from potluck.fleet.client import Client
-
-    read = Client._read_average
-    seen = []
-
-    def fatal(self: Any, pipe: Any, head: Any, length: int) -> None:
-        from potluck.wire.codec import open_bulk
-
-        bulk = open_bulk(head, length, "bincode")
-        if bulk is not None and bulk.fields["step"] == AT_STEP:
-            seen.append(1)
-            if len(seen) == 2:
-                end(place, "average")
-        read(self, pipe, head, length)
-
-    Client._read_average = fatal  # type: ignore[method-assign]
+    _end_at("average", place, end, "average", count=2)
 
 
 def a_payload_shown(place: Path, end: Any = die) -> None:
@@ -143,16 +102,7 @@ def a_payload_shown(place: Path, end: Any = die) -> None:
 
 def an_average_seen(place: Path, end: Any = die) -> None:
     """The host waits for the receipt of an average, and must not wait for ever."""
-    from potluck.fleet.client import Client
-
-    take = Client._take_average
-
-    def fatal(self: Any, session: Any, at: Any) -> None:
-        if at.step == AT_STEP and at.part == 1:
-            end(place, "seen")
-        take(self, session, at)
-
-    Client._take_average = fatal  # type: ignore[method-assign]
+    _end_at("average seen", place, end, "seen", count=2)
 
 
 def while_applying(place: Path, end: Any = die) -> None:
@@ -173,13 +123,13 @@ def while_applying(place: Path, end: Any = die) -> None:
 
 def while_saving(place: Path, end: Any = die) -> None:
     """In the middle of sending its state to the host's disk."""
-    from potluck.engine import elastic
+    from potluck.engine import led
 
     def fatal(folder: Path, header: str) -> Any:
         yield b"x"
         end(place, "saving")
 
-    elastic.chunks = fatal
+    led.chunks = fatal
 
 
 def _is_payload_of(parts: Any, step: int) -> bool:
@@ -312,95 +262,53 @@ def sends_huge(place: Path) -> None:
 
 
 def _spoil(place: Path, value: float) -> None:
-    from potluck.engine.elastic import ElasticEngine
-
-    send = ElasticEngine._send_part
-
-    def spoiled(self: Any, part: int, gradients: Any) -> None:
-        if _when(self) and part == 1:
+    def spoiled(step: int, engine: Any, part: int, gradients: Any) -> None:
+        if step == AT_STEP and part == 1:
             (place / "fired-spoiled").write_text("x")
-            gradients = gradients.clone()
             gradients[3] = value
-        send(self, part, gradients)
 
-    ElasticEngine._send_part = spoiled  # type: ignore[method-assign]
+    at("part", spoiled)
 
 
 def drifts(place: Path) -> None:
     """A bit of its weights flips after a step."""
-    from potluck.engine.elastic import ElasticEngine
 
-    tell = ElasticEngine._tell_applied
-
-    def drifted(self: Any, norm: float, fault: str) -> None:
-        if self.step_number == AT_STEP and not _fired(place, "drifted"):
+    def drifted(step: int, engine: Any) -> None:
+        if step == AT_STEP and not _fired(place, "drifted"):
             (place / "fired-drifted").write_text("x")
-            self.replica.trained[0].data.view(-1)[5] += 1e-6
-        tell(self, norm, fault)
+            engine.replica.trained[0].data.view(-1)[5] += 1e-6
 
-    ElasticEngine._tell_applied = drifted  # type: ignore[method-assign]
+    at("applied", drifted)
 
 
-def _flip(engine: Any, place: Path) -> None:
+def _flip_at(phase: str, place: Path, step: int | None = AT_STEP) -> None:
     """A bit of its weights, in memory, and once."""
     import torch
 
-    if not _fired(place, "flipped"):
-        (place / "fired-flipped").write_text("x")
-        engine.replica.trained[0].data.view(-1).view(torch.int32)[5] ^= 1 << 20
+    def flipped(at: int, engine: Any) -> None:
+        if step in (None, at) and not _fired(place, "flipped"):
+            (place / "fired-flipped").write_text("x")
+            engine.replica.trained[0].data.view(-1).view(torch.int32)[5] ^= 1 << 20
+
+    at(phase, flipped)
 
 
 def flips_after_applied(place: Path) -> None:
-    from potluck.engine.elastic import ElasticEngine
-
-    tell = ElasticEngine._tell_applied
-
-    def flipped(self: Any, norm: float, fault: str) -> None:
-        tell(self, norm, fault)
-        if self.version == AT_STEP:
-            _flip(self, place)
-
-    ElasticEngine._tell_applied = flipped  # type: ignore[method-assign]
+    _flip_at("told", place)
 
 
 def flips_while_computing(place: Path) -> None:
-    from potluck.engine.elastic import ElasticEngine
-
-    begin = ElasticEngine._begin_work
-
-    def flipped(self: Any, work: Any) -> None:
-        begin(self, work)
-        if work.step == AT_STEP:
-            _flip(self, place)
-
-    ElasticEngine._begin_work = flipped  # type: ignore[method-assign]
+    _flip_at("computing", place)
 
 
 def flips_while_waiting(place: Path) -> None:
     """Its gradient has left."""
-    from potluck.engine.elastic import ElasticEngine
-
-    wait = ElasticEngine._await_step
-
-    def flipped(self: Any) -> Any:
-        if self.version + 1 == AT_STEP and self._reports and self._slice_done:
-            _flip(self, place)
-        return wait(self)
-
-    ElasticEngine._await_step = flipped  # type: ignore[method-assign]
+    _flip_at("sent", place)
 
 
 def flips_before_joining_again(place: Path) -> None:
     """The host is gone, and this worker's weights are no longer what it told that one."""
-    from potluck.engine.elastic import ElasticEngine
-
-    mend = ElasticEngine._mend
-
-    def flipped(self: Any, why: str) -> None:
-        _flip(self, place)
-        mend(self, why)
-
-    ElasticEngine._mend = flipped  # type: ignore[method-assign]
+    _flip_at("lost", place, step=None)
 
 
 FLIPS: dict[str, Fault] = {

@@ -137,11 +137,11 @@ def _work(invite: str, folder: str, name: str, fault: Fault | None, options: dic
     try:
         import potluck
         from potluck.engine import slices
-        from potluck.fleet import client
+        from potluck.fleet import door
 
         slices.SMALL_BYTES = 1024  # so that this small model, too, has several parts
         if not options.get("shared"):
-            client.connect_local = lambda port: None  # as a worker on another machine
+            door.connect_local = lambda port: None  # as a worker on another machine
         if fault is not None:
             fault(place)
         engine = potluck.init(options.get("policy", potluck.Sync()), options.get("strategy", potluck.NoShard()))

@@ -32,7 +32,13 @@ def seeds(count: int) -> list[int]:
     return list(range(first, first + count))
 
 
-def live(seed: int, policy: str) -> Fleet:
+def live(
+    seed: int,
+    policy: str,
+    *,
+    disturb: Callable[[Fleet, random.Random], None] | None = None,
+    on_start: Callable[[Fleet], object] = lambda run: None,
+) -> Fleet:
     """Fast and slow workers on near and far machines; some saves and evaluations are always under way."""
     draw = random.Random(seed)
     epochs = draw.randint(3, 4)
@@ -46,14 +52,17 @@ def live(seed: int, policy: str) -> Fleet:
         "description": described(policy=policy, settings=settings, rows_limit=epochs * ROWS),
     }
     run = Fleet(at_least=1, epochs=epochs, patience_s=draw.choice([2.0, PATIENCE_S]))
+    on_start(run)
     for number in range(draw.randint(1, 4)):
         run.add(f"w{number}", **any_machine(draw), **habits)
         script_any_faults(run.faults, f"w{number}", draw)
-    live_through(run, draw, habits)
+    live_through(run, draw, habits, disturb or disturb_anybody)
     return run
 
 
-def live_through(run: Fleet, draw: random.Random, habits: dict[str, Any]) -> None:
+def live_through(
+    run: Fleet, draw: random.Random, habits: dict[str, Any], disturb: Callable[[Fleet, random.Random], None]
+) -> None:
     """Others come, and some are disturbed, until the run has ended well."""
     for number in range(draw.randint(0, 14)):
         run.run_for(draw.random() * 1.5)
@@ -90,7 +99,7 @@ def script_any_faults(faults: FaultScript, name: str, draw: random.Random) -> No
         faults.kill(name, at_step=draw.randint(1, 6), phase=draw.choice([*while_working, "half", "parcel"]))
 
 
-def disturb(run: Fleet, draw: random.Random) -> None:
+def disturb_anybody(run: Fleet, draw: random.Random) -> None:
     """Somebody, right now: whatever it is doing."""
     alive = [worker for worker in run.workers.values() if worker.line is not None and not worker.dead]
     what = draw.choice(["kill", "cut", "leave", "silence", "crash", "pause"])

@@ -56,9 +56,9 @@ ALLOWED = ("The run has ended", "Nobody listens", "begins anew")
 
 
 def soon_gives_up(place: Path) -> None:
-    from potluck.fleet import client
+    from potluck.fleet import door
 
-    client.NOBODY_S, client.GIVE_UP = 20.0, 20  # times patience
+    door.NOBODY_S, door.GIVE_UP = 20.0, 20  # times patience
 
 
 def tell_decision(place: str, event: Event) -> None:

@@ -138,9 +138,9 @@ def test_a_host_keeps_a_checkpoint_of_its_own_accord_and_its_last_worker_may_be_
 
 
 def keep_often(place: Path) -> None:
-    from potluck.engine import elastic
+    from potluck.fleet import member
 
-    elastic.KEEP_FIRST_S = elastic.KEEP_EVERY_S = elastic.KEEP_SHARE = 0
+    member.KEEP_FIRST_S = member.KEEP_EVERY_S = member.KEEP_SHARE = 0
 
 
 @pytest.mark.parametrize("counts_itself", [False, True])

@@ -30,6 +30,7 @@ from tests.fleet.test_fleet_windows import (
     SHORT,
     assert_close,
     check_ledger,
+    in_a_window,
     judge,
     rows_of,
     save_and_look_at_every_batch,
@@ -150,20 +151,6 @@ def test_no_rank_ever_holds_the_whole_models_change_nor_its_state(tmp_path: Path
 # Coming and going
 
 
-def in_a_window(place: Path) -> None:
-    """As a rank of a node: some of its batches are done, in the second window."""
-    from potluck.engine.elastic_windows import ElasticWindowEngine
-
-    step = ElasticWindowEngine._step_alone
-
-    def fatal(self: Any, replica: Any) -> Any:
-        if self.version == 1 and self._batches == 1:
-            die(place, "window")
-        return step(self, replica)
-
-    ElasticWindowEngine._step_alone = fatal  # type: ignore[method-assign]
-
-
 def between_two_parts(place: Path) -> None:
     """The report and one part are sent."""
     from potluck.engine.node_parts import NodeParts
@@ -282,7 +269,7 @@ def stopped_at_the_second_means(place: Path) -> None:
     from potluck.engine.elastic_nodes import NodeEngine
     from potluck.engine.node_client import NodeClient
 
-    take_in, hash_weights = NodeClient._take_in, NodeEngine._hash_weights
+    take_in, hash_weights = NodeClient._take_in, NodeEngine.hash_weights
 
     def stopped(self: Any, step: int, part: int, floats: Any) -> None:
         if step == 2 and not (place / "fired-means").exists():
@@ -297,7 +284,7 @@ def stopped_at_the_second_means(place: Path) -> None:
         return found
 
     NodeClient._take_in = stopped  # type: ignore[method-assign]
-    NodeEngine._hash_weights = noted  # type: ignore[method-assign]
+    NodeEngine.hash_weights = noted  # type: ignore[method-assign]
 
 
 def test_a_node_that_was_given_up_applies_the_means_that_had_come(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from potluck.errors import ConfigError
 from potluck.events import CheckpointSaved, Decided, Validated, WorkerCame, WorkerWent
 from potluck.save.checkpoint import CheckpointConfig
 from potluck.train.schedule import ScheduleConfig
+from tests.fleet.faults import at
 from tests.fleet.fleet import BATCH, EPOCHS, ROWS, STEPS, Fleet, build, die, start_coordinator, wait_until
 from tests.odd import BIG, SEEN, assert_constant
 
@@ -178,32 +179,24 @@ def test_saving_and_looking_within_a_window_see_what_was_agreed_on(tmp_path: Pat
 
 def in_a_window(place: Path) -> None:
     """Some of its batches are done, in the second window."""
-    from potluck.engine.elastic_windows import ElasticWindowEngine
 
-    step = ElasticWindowEngine._step_alone
-
-    def fatal(self: Any, replica: Any) -> Any:
-        if self.version == 1 and self._batches == 1:
+    def fatal(step: int, engine: Any, done: int) -> None:
+        if step == 2 and done == 1:
             die(place, "window")
-        return step(self, replica)
 
-    ElasticWindowEngine._step_alone = fatal  # type: ignore[method-assign]
+    at("batch", fatal)
 
 
 def while_sending(place: Path) -> None:
     """The report and one part are sent."""
-    from potluck.engine.elastic_windows import ElasticWindowEngine
 
-    send = ElasticWindowEngine._send_part
-
-    def fatal(self: Any, part: int, changed: Any) -> None:
-        if self.version == 1 and part == 1:
-            self.client.flush()
+    def fatal(step: int, engine: Any, part: int, gradients: Any) -> None:
+        if step == 2 and part == 1:
+            engine.client.flush()
             time.sleep(0.05)
             die(place, "sending")
-        send(self, part, changed)
 
-    ElasticWindowEngine._send_part = fatal  # type: ignore[method-assign]
+    at("part", fatal)
 
 
 @pytest.mark.parametrize(
@@ -314,15 +307,7 @@ def check_ledger(folder: Path) -> None:
 
 
 def every_batch_takes(place: Path, seconds: float) -> None:
-    from potluck.engine.elastic_windows import ElasticWindowEngine
-
-    step = ElasticWindowEngine._step_alone
-
-    def slow(self: Any, replica: Any) -> Any:
-        time.sleep(seconds)
-        return step(self, replica)
-
-    ElasticWindowEngine._step_alone = slow  # type: ignore[method-assign]
+    at("batch", lambda step, **what: time.sleep(seconds))
 
 
 def test_a_slow_worker_soon_gets_fewer_rows_in_proportion(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from potluck.errors import ConfigError, WorkerLost
-from potluck.fleet import client as client_module
+from potluck.fleet import door
 from potluck.fleet.client import Client, Lost
 from potluck.fleet.invite import Identity, Invite
 from potluck.wire import Welcome, encode
@@ -135,7 +135,7 @@ def test_a_worker_that_joins_while_the_host_is_started_again_waits_for_it(encryp
 
 
 def test_a_worker_where_nobody_listens_hears_so_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "NOBODY_S", -1)
+    monkeypatch.setattr(door, "NOBODY_S", -1)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     with pytest.raises(ConfigError, match="Nobody listens at"):
@@ -143,7 +143,7 @@ def test_a_worker_where_nobody_listens_hears_so_in_the_end(monkeypatch: pytest.M
 
 
 def test_a_worker_gives_up_in_the_end_where_an_impostor_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "GIVE_UP", 0.05)  # times a patience of 10 s
+    monkeypatch.setattr(door, "GIVE_UP", 0.05)  # times a patience of 10 s
     with impostor(0, Identity.load_or_make(tmp_path / "stranger").server_context()) as thief:
         ours = Identity.load_or_make(tmp_path / "ours").invite("127.0.0.1", thief.port, encrypted=True)
         with pytest.raises(WorkerLost, match=r"The host has not been back .* is not the host that invited you"):
@@ -156,7 +156,7 @@ def test_a_worker_gives_up_in_the_end_where_an_impostor_stays(tmp_path: Path, mo
 def test_an_invite_of_an_early_potluck_never_sends_its_secret_over_tcp(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client_module, "GIVE_UP", 0.02)
+    monkeypatch.setattr(door, "GIVE_UP", 0.02)
     _, invite = start_coordinator(tmp_path, encrypted=True)
     early = Invite.parse(replace(invite, pin=None).line())
     client = helper(early, [])
@@ -173,7 +173,7 @@ def test_a_cut_invite_is_refused_wherever_it_is_used() -> None:
 
 
 def test_an_open_way_to_another_machine_is_told_to_the_one_who_joins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "GIVE_UP", -1)
+    monkeypatch.setattr(door, "GIVE_UP", -1)
     said: list[str] = []
     with pytest.raises((WorkerLost, ConfigError)):
         helper(Invite("no-such-host.invalid", 1, "", None), said).connect()
@@ -187,8 +187,8 @@ def test_an_open_way_to_another_machine_is_told_to_the_one_who_joins(monkeypatch
 def test_a_host_that_takes_a_connection_and_says_nothing_does_not_keep_a_worker_for_ever(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(client_module, "ANSWER_S", 0.1)
-    monkeypatch.setattr(client_module, "GIVE_UP", -1)
+    monkeypatch.setattr(door, "ANSWER_S", 0.1)
+    monkeypatch.setattr(door, "GIVE_UP", -1)
     monkeypatch.setattr(Client, "patience_s", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         client = helper(Invite("127.0.0.1", silent.getsockname()[1], "", None), [])

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from potluck.events import Event, WorkerCame, WorkerWent
 from potluck.fleet import effects as core
-from potluck.fleet import member
+from potluck.fleet import member_effects as effects
 from potluck.fleet.coordinator import PROTOCOL, TOO_SOON, Coordinator
 from potluck.fleet.description import Description, Part
 from potluck.fleet.effects import Effect, StepRecord
@@ -182,6 +182,8 @@ class VirtualClock:
 
     def __init__(self) -> None:
         self.now = 100.0
+        self.after_each: Callable[[], None] = lambda: None
+        """Called after whatever happens."""
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._count = itertools.count()
 
@@ -200,6 +202,7 @@ class VirtualClock:
                 return False
             self.now, _, call = heapq.heappop(self._heap)
             call()
+            self.after_each()
         return True
 
 
@@ -345,12 +348,21 @@ class Line:
     """The host has parted from it, and still reads what comes, as a server's thread does until the socket is closed."""
     parcels: list[Parcel] = field(default_factory=list)
     received: list[Any] = field(default_factory=list)
+    cut_until: float = 0.0
+    """Nothing gets through before then; nothing of it is lost."""
+    last_up: float = 0.0
+    last_down: float = 0.0
 
     def send(self, item: Any) -> None:
         """From the worker."""
         if self.is_open:
             item = _travelled(item) if isinstance(item, Message) else item
-            self.clock.after(self.latency_s, lambda: self._arrive(item))
+            self.last_up = self._arrival(self.last_up)
+            self.clock.at(self.last_up, lambda: self._arrive(item))
+
+    def _arrival(self, last: float) -> float:
+        """After whatever was sent before, also where the link has become faster."""
+        return max(self.clock.now + self.latency_s, self.cut_until, last)
 
     def close(self, why: str = "it closed the connection") -> None:
         """By the worker, or by its end."""
@@ -366,7 +378,8 @@ class Line:
             if self.is_open:
                 self.on_down(self, item)
 
-        self.clock.after(self.latency_s, arrive)
+        self.last_down = self._arrival(self.last_down)
+        self.clock.at(self.last_down, arrive)
 
     def _arrive(self, item: Any) -> None:
         self.up.append(item)
@@ -386,6 +399,7 @@ class Disk:
         self.is_checkpoint: Callable[[bytes], bool] = lambda data: True
         """As the keeper finds by its checksums and its manifest."""
         self.is_full = False
+        self.late_s = 0.01
         self.refused: list[int] = []
         """Steps that it had no room for."""
         self._arriving: tuple[int, int, Callable[..., None]] | None = None
@@ -456,8 +470,8 @@ class Host:
     def is_paused(self) -> bool:
         return self.fleet.clock.now < self.paused_until
 
-    def act(self, effects: list[Effect]) -> None:
-        for effect in effects:
+    def act(self, found: list[Effect]) -> None:
+        for effect in found:
             self._do(effect)
         self._wake_held()
 
@@ -554,6 +568,7 @@ class Host:
                     self._send_average(line, self.step, part)
             case core.Record():
                 self.journal.record(effect.step)
+                self.fleet.on_record(effect.step)
             case core.Agreed():
                 self.journal.agree(effect.step, effect.kind, effect.digest)
             case core.Emit():
@@ -652,7 +667,7 @@ class Host:
             if self.is_up:
                 self.act(self.core.on_saved(self.fleet.clock.now, step, folder, error, size, theirs=theirs))
 
-        self.fleet.clock.after(0.01, tell)
+        self.fleet.clock.after(self.disk.late_s, tell)
 
     def _restore(self, now: float) -> None:
         self.fleet.restores += 1
@@ -928,7 +943,8 @@ class Worker:
             yield from self._save()
             yield from self._wait_for_saves()
         if not self.member.is_over:
-            yield from self._go(self.member.finish(self.clock.now))
+            yield from self._do(self.member.finish(self.clock.now))
+            yield from self._settle()
 
     def _train(self) -> Life:
         """Until the end, which is on the host's disk before the loop is over where it is known: till then this worker
@@ -957,9 +973,9 @@ class Worker:
         while True:
             for effect in self.member.take():
                 match effect:
-                    case member.Compute():
+                    case effects.Compute():
                         return
-                    case member.Apply():
+                    case effects.Apply():
                         yield from self._commit(effect.committed)
                         return
                     case _:
@@ -968,61 +984,58 @@ class Worker:
                 return
 
     def _pump(self) -> Life:
-        """One message, or none in time. Whether the run may stand elsewhere than before."""
+        """One message, or none in time, and what it leads to. Whether the run may stand elsewhere than before."""
         turn = self.member.turn
-        item = yield Receive(self.member.wait_s(self.clock.now))
-        match item:
-            case None:
-                effects = self.member.nothing(self.clock.now)
-            case Lost():
-                effects = self.member.lost(item.why)
-            case _:
-                effects = self.member.hear(self.clock.now, item)
-        yield from self._do(effects)
+        yield from self._hear()
         yield from self._settle()
         return self.member.turn != turn
 
     def _settle(self) -> Life:
         """Until this worker is in the run, or out of it."""
         while not self.member.is_settled:
-            yield from self._pump()
+            yield from self._hear()
         self.stopping |= self.member.is_over
 
-    def _go(self, goodbye: list[member.Effect]) -> Life:
-        yield from self._do(goodbye)
-        while not self.member.is_over:
-            yield from self._pump()
+    def _hear(self) -> Life:
+        item = yield Receive(self.member.wait_s(self.clock.now))
+        match item:
+            case None:
+                yield from self._do(self.member.nothing(self.clock.now))
+            case Lost():
+                yield from self._do(self.member.lost(item.why))
+            case _:
+                yield from self._do(self.member.hear(self.clock.now, item))
 
-    def _do(self, effects: list[member.Effect]) -> Life:
-        for effect in effects:
+    def _do(self, found: list[effects.Effect]) -> Life:
+        for effect in found:
             match effect:
-                case member.Send():
+                case effects.Send():
                     self._send(effect.message)
-                case member.Fail():
+                case effects.Fail():
                     raise Ended(effect.sentence)
-                case member.Rejoin():
+                case effects.Rejoin():
                     yield Sleep(0.05)
                     yield from self._connect()
                     yield from self._present()
-                case member.StandAt():
+                case effects.StandAt():
                     self.state.epoch, self.state.row = effect.epoch, effect.row
-                case member.SkipAverages():
+                case effects.SkipAverages():
                     self._since = effect.step
                     self._means = {number: parts for number, parts in self._means.items() if number > effect.step}
-                case member.ReceiveState():
+                case effects.ReceiveState():
                     self._arriving, self._arriving_bytes = b"", json.loads(effect.header)[0][1]
-                case member.TakeChunk():
+                case effects.TakeChunk():
                     yield from self._take_chunk(bytes(effect.data))
-                case member.Load():
+                case effects.Load():
                     self.state = State.from_bytes(self._arriving)
                     yield from self._do(self.member.loaded(self.state.step, self.state.step))
-                case member.ServeState():
+                case effects.ServeState():
                     yield from self._send_state(effect.transfer)
-                case member.TellApplied():
+                case effects.TellApplied():
                     self._told = digest_of(self.state.weights)
                     drift = self.drifts.get(self.state.step, 0.0)
                     self._send(Applied(self.state.step, self._told, 0.1, 1.0, effect.fault, drift))
-                case member.LookAt():
+                case effects.LookAt():
                     yield from self._at("evaluating", self.state.step)
                     yield Sleep(self.slice_s)
                     rows = float(effect.end - effect.start)
@@ -1143,7 +1156,7 @@ class Worker:
         self.state.weights = self.update(self.state.weights)
         if self.fleet.faults.take(self.name, "applying", committed.step):
             self.state.weights[0] += 1
-        yield from self._do([member.TellApplied()])
+        yield from self._do([effects.TellApplied()])
         self.stopping |= bool(committed.stop)
         self.state.weights = self.own_code(self.state.weights)
         yield from self._at("applied", self.state.step)
@@ -1153,8 +1166,8 @@ class Worker:
             if self.save_every and self.state.step % self.save_every == 0:
                 yield from self._save()
         if self.member.wants_stop and not self.stopping:
-            yield from self._go(self.member.leave(self.clock.now))
-            self.stopping = True
+            yield from self._do(self.member.leave(self.clock.now))
+            yield from self._settle()
 
     def _check_weights(self, *, in_step: bool = False) -> Life:
         if digest_of(self.state.weights) != self._told:
@@ -1251,6 +1264,8 @@ class Fleet:
         self.secret = SECRET
         self.events: list[Event] = []
         self.records: list[StepRecord] = []
+        self.on_record: Callable[[StepRecord], None] = lambda record: None
+        """Called when the journal has it."""
         self.workers: dict[str, Worker] = {}
         self.restores = 0
         self.journal = Journal(Path(journal))

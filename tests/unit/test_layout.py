@@ -46,6 +46,7 @@ PURE = [
     "fleet/coordinator.py",
     "fleet/effects.py",
     "fleet/member.py",
+    "fleet/member_effects.py",
     "fleet/description.py",
     "fleet/digests.py",
     "fleet/ending.py",

@@ -174,7 +174,7 @@ def test_averages_that_nobody_has_taken_yet_stay_what_they_were_when_the_host_ha
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As of a node that was stopped for longer than the host waits: it applies what it was sent, then joins again."""
-    monkeypatch.setattr("potluck.fleet.client.connect_local", lambda port: None)
+    monkeypatch.setattr("potluck.fleet.door.connect_local", lambda port: None)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         hung_up = threading.Event()
         host = threading.Thread(target=averages_of_a_host_that_hangs_up, args=(listener, hung_up), daemon=True)

@@ -15,7 +15,7 @@ from potluck.engine import slices
 from potluck.engine.rows import mix
 from potluck.errors import TheirProtocolError
 from potluck.events import EpochDone
-from potluck.fleet import client, description, exchange, lobby, parcel, rounds, uploads
+from potluck.fleet import description, door, exchange, lobby, parcel, rounds, uploads
 from potluck.fleet.coordinator import LEGAL
 from potluck.fleet.description import Description
 from potluck.fleet.membership import Phase
@@ -119,7 +119,7 @@ def test_every_field_of_a_description_is_told() -> None:
         lobby.KNOWN_BYTES,
         lobby.MOST_UNKNOWN,
         exchange.CONTROL_BYTES,
-        client.CONTROL_BYTES,
+        door.CONTROL_BYTES,
         description.MAX_PARTS,
         description.MAX_FLOATS,
         parcel.MAX_FILES,

@@ -98,9 +98,9 @@ class NodeEngine(ElasticWindowEngine):
         self.client.wants_stop = True
 
     def _on_stop(self) -> None:
-        self._wants_stop = True
+        super().request_stop()
 
-    def _hash_weights(self) -> tuple[str, Tensor]:
+    def hash_weights(self) -> tuple[str, Tensor]:
         """Of the whole replica, as of one that is not split: each rank adds what its numbers come to."""
         sharded = self._sharded()
         held, sums = held_numbers(sharded), []
@@ -113,18 +113,18 @@ class NodeEngine(ElasticWindowEngine):
         told = torch.cat([told, *(sums_of(buffer).cpu() for buffer in self._changes.agreed_buffers)])
         return hash_sums([told]), told
 
-    def _glance(self) -> Tensor:
+    def glance(self) -> Tensor:
         # In the middle of a window what all began with is not laid out as the parameters are.
-        return self._told if self._changes.is_open else self._hash_weights()[1]
+        return self.led.last_glance if self._changes.is_open else self.hash_weights()[1]
 
-    def _start_snapshot(self, folder: Path) -> Callable[[], Path | None]:
+    def start_snapshot(self, folder: Path) -> Callable[[], Path | None]:
         """Each rank its own part, into a folder that all of them see."""
         with self._changes.as_agreed():
             aside, _ = agree_on_aside(self.link, folder, self.step_number)
             share = Share(self.link.rank, self.link.world, aside)
             standing, kept = self._take_standing()
             snapshot = take_part(self._sharded(), standing, [], share, kept)
-            self._check_weights()
+            self.led.check_weights()
         if share.rank:
             return lambda: write_share(share, snapshot)
-        return lambda: write_together(folder, share, snapshot, lambda: self._over)
+        return lambda: write_together(folder, share, snapshot, lambda: self._is_over)

@@ -31,6 +31,7 @@ from potluck.engine.slices import insist_on_float32, plan_parts
 from potluck.errors import ConfigError
 from potluck.events import StepDone, StepSkipped
 from potluck.fleet.description import Part
+from potluck.fleet.phases import reach
 from potluck.fleet.tree import Node
 from potluck.shard.blocks import find_blocks
 from potluck.wire.messages import Committed, SliceReport, Work
@@ -191,7 +192,7 @@ class ElasticWindowEngine(ElasticEngine):
         return self._changes.described
 
     def _make_changes(self, replica: Replica) -> Changes:
-        return Changes(replica.model, find_blocks(replica.model), self._make_room(replica))
+        return Changes(replica.model, find_blocks(replica.model), self._sender.make_room(replica.model))
 
     def _seed_of(self, micro: MicroBatch) -> int:
         """Of the rows, so that whoever takes over a part draws the same."""
@@ -220,20 +221,20 @@ class ElasticWindowEngine(ElasticEngine):
             return
         self.save("", keep_last=1)
         self.wait_for_saves()
-        if self.left or not self._is_in:  # the run may yet end elsewhere, or has
+        if self.left or not self.led.member.is_in:  # the run may yet end elsewhere, or has
             words = (
                 self.last_words() if self.left else "The run has ended without this worker; the host has its weights."
             )
             self.close()
             raise self.interrupted(words)
-        if not self._is_at_the_end and not self._over:
+        if not self._is_at_the_end and not self._is_over:
             self.stopping = False  # whoever stopped it had seen the end
 
     # A window
 
     def _begin_nodes(self, nodes: list[Node]) -> None:
         (node,) = nodes
-        self._slices = [node[0]]
+        self._number = node[0]
         self._own = self._bounds[node[0]]
         self._whole = self._bounds[-1][1] - self._bounds[0][0]
         self._batches = 0
@@ -252,14 +253,14 @@ class ElasticWindowEngine(ElasticEngine):
 
     def _parts_of(self, work: Work) -> Iterator[MicroBatch]:
         """This worker's batches, one after the other, each in micro-batches."""
-        session, batch, shares = self.client.session, self._loader().batch, (1.0,) * self.link.world
+        turn, batch, shares = self.led.member.turn, self._loader().batch, (1.0,) * self.link.world
         in_pairs = self._batch_norm is not None
         for number, (first, end) in enumerate(even_batches(*self._own, work.batch, batch.size, in_pairs=in_pairs)):
             self._batch_end = end
             options = {"in_step": self._prepared().in_step, "in_pairs": in_pairs}
             for micro in plan_step(first, end, batch, shares, self.link.rank, **options):
                 yield replace(micro, number=number)
-                if session is not self.client.session or self.stopping or self.version >= work.step:
+                if self._is_void(work, turn):
                     self._changes.forget()
                     return
             if self._batches <= number:
@@ -271,7 +272,7 @@ class ElasticWindowEngine(ElasticEngine):
     def backward(self, loss: Tensor, *, samples: float, last: bool | None = None) -> None:
         replica, micro = self._prepared(), self._loader().current
         loss = insist_on_mean(loss, samples)
-        if micro is None or not self._joined:
+        if micro is None or not self.led.has_joined:
             raise ConfigError("Under a host, batches come from the loader that prepare() gave. Iterate over that.")
         last = micro.last if last is None else last and micro.last
         replica.arm(last=last)
@@ -296,10 +297,12 @@ class ElasticWindowEngine(ElasticEngine):
             return None
         self._prepared().unseal()
         self._done_rows = self._batch_end - self._own[0]
+        reach("batch", self.version + 1, engine=self, done=self._batches)
         skipped = self._step_alone(self._prepared())
         if self._batch_end < self._own[1]:
             return skipped
         self._send_changes()
+        reach("sent", self.version + 1, engine=self)
         return self._await_step()
 
     def _step_alone(self, replica: Replica) -> StepSkipped | None:
@@ -327,24 +330,23 @@ class ElasticWindowEngine(ElasticEngine):
         return self.rows_seen + round(self._whole * self._done_rows / (self._own[1] - self._own[0]))
 
     def _send_changes(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.current_stream().synchronize()  # else busy would be the time to launch kernels
+        self._sender.synchronize()
         busy_s = time.perf_counter() - self._work_started
         # Steps that were skipped weigh what they would have, so that a part weighs the same whoever does it.
         loss = self._good_loss / self._good_samples * self._samples if self._good_samples else math.nan
         self.client.send(
             SliceReport(
                 self.version + 1,
-                np.array(self._slices, "<u4"),
+                np.array([self._number], "<u4"),
                 np.array([self._samples], "<f8"),
                 np.array([loss], "<f8"),
                 busy_s,
                 b"",
                 self._batches,
-                self._changes.exact() if self._slices == [0] else b"",
+                self._changes.exact() if self._number == 0 else b"",
             )
         )
-        self._check_weights(in_step=True)  # what the window began with, which its change is counted from
+        self.led.check_weights(in_step=True)  # what the window began with, which its change is counted from
         for part, changed in self._changes.finish(self._samples * self._unit):
             self._send_part(part, changed)
 
@@ -364,7 +366,7 @@ class ElasticWindowEngine(ElasticEngine):
         weights = [starts.get(id(parameter), parameter) for parameter in self._prepared().model.parameters()]
         return [*weights, *self._changes.agreed_buffers]
 
-    def _forget_work(self) -> None:
+    def forget_work(self) -> None:
         self._prepared().drop()
         self._changes.forget()
 
@@ -379,9 +381,9 @@ class ElasticWindowEngine(ElasticEngine):
             return super().evaluate(loss_of, dataset, batch_size)
 
     def save(self, folder: str | Path, *, keep_last: int = 2) -> None:
-        if not self.version or self._save_due < self.version:
+        if not self.version or self.led.member.save_due < self.version:
             super().save(folder, keep_last=keep_last)
 
-    def _start_snapshot(self, folder: Path) -> Callable[[], Path | None]:
+    def start_snapshot(self, folder: Path) -> Callable[[], Path | None]:
         with self._changes.as_agreed():
-            return super()._start_snapshot(folder)
+            return super().start_snapshot(folder)

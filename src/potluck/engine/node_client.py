@@ -17,8 +17,9 @@ import torch
 
 from potluck.engine.node_parts import NodeParts
 from potluck.errors import ConfigError, PotluckError, WorkerLost
-from potluck.fleet.client import CONTROL_BYTES, AverageHere, Client, Floats, Lost, Means
+from potluck.fleet.client import AverageHere, Client, Floats, Lost, Means
 from potluck.fleet.description import Description
+from potluck.fleet.door import CONTROL_BYTES
 from potluck.link.link import Link
 from potluck.wire.codec import decode, encode
 from potluck.wire.messages import Admitted, Message, StateChunk, Welcome

@@ -102,7 +102,7 @@ class RunState:
         """The run is over at so many rows; only policies that plan several steps ahead need to know."""
         self.lr_factor: Callable[[int], float] | None = None
         """The share of its peak that the learning rate has for the step which ends at so many rows; none: yours."""
-        self.version = 0
+        self._version = 0
         """Agreements so far."""
         self.step_number = 0
         self._steps_done = 0
@@ -158,6 +158,11 @@ class RunState:
         self._stand_in = ExitStack()
         """Puts back what the forward of a row that does not count has changed in buffers."""
         self._start_of_step()
+
+    @property
+    def version(self) -> int:
+        """Agreements so far."""
+        return self._version
 
     @property
     def rank(self) -> int:

@@ -184,7 +184,7 @@ class Steps:
         engine.copies.tell()
         engine.events.emit(event)
         engine._insist_on_progress(event)
-        engine.version += 1
+        engine._version += 1
         self._share_anew(engine.layers.lane_pulses(pulses))
         engine._tell_agreed(engine.step_number - 1)
         engine.copies.refresh_if_due()

@@ -297,7 +297,7 @@ class Windows:
             [Report(wall_s=p.busy_s, batches=int(p.batches), divergence=p.divergence) for p in pulses],
             max(pulse.sync_s for pulse in pulses),
         )
-        self._engine.version += 1
+        self._engine._version += 1
         steps_before = self._engine.step_number
         self._engine.skipped += sum(int(pulse.skipped) for pulse in pulses)
         self._count_rows(loader, sum(int(pulse.rows) for pulse in pulses))

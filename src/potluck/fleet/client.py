@@ -4,10 +4,7 @@ One thread reads, one writes; the training thread calls what is here and never t
 lost is made again by whoever waits for the next message. Knows nothing of torch: gradients are numpy arrays.
 """
 
-import json
-import random
 import socket
-import ssl
 import threading
 import time
 from collections import deque
@@ -17,13 +14,14 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from potluck.errors import ConfigError, PotluckError, TheirProtocolError, WorkerLost
-from potluck.fleet.coordinator import PROTOCOL, TOO_SOON
+from potluck.errors import PotluckError, TheirProtocolError
 from potluck.fleet.description import Description
-from potluck.fleet.invite import Invite, check_pin, client_context
-from potluck.fleet.pipe import LOOPBACK, Pipe, connect_local
-from potluck.fleet.shared import CAN_SHARE, Memory, Receipts, Window
-from potluck.wire.codec import decode, encode_parts, is_bulk, open_bulk, peek
+from potluck.fleet.door import Door, fill, read_message
+from potluck.fleet.invite import Invite
+from potluck.fleet.phases import reach
+from potluck.fleet.pipe import Pipe
+from potluck.fleet.shared import Memory, Receipts, Window
+from potluck.wire.codec import encode_parts, open_bulk
 from potluck.wire.messages import (
     Admitted,
     AverageAt,
@@ -31,36 +29,18 @@ from potluck.wire.messages import (
     AveragedNonBlockGradient,
     BlockGradientPayload,
     Heartbeat,
-    Hello,
     Message,
     NonBlockGradientPayload,
     PartAt,
-    Refusal,
     ShareMemory,
     StateChunk,
     StateMore,
     Welcome,
 )
-from potluck.wire.words import heard
 
 Floats = npt.NDArray[np.float32]
-HEAD_BYTES = 64
-CONTROL_BYTES = 64 << 20
-FIRST_WAIT_S, LONGEST_WAIT_S, LONGEST_HELD_OFF_S = 0.05, 0.5, 5.0
 SHARED_TIMES = 8
 """How many gradients a worker's shared memory has room for: sums of nodes wait there too. Unused pages cost nothing."""
-ANSWER_S = 10.0
-"""How long a host may take to answer, at least; then the next attempt begins."""
-GIVE_UP = 20
-"""Times `patience` without a host: then the worker ends."""
-NOBODY_S = 30.0
-"""How long one that has never been in waits where nobody listens: a host that is started again takes a while."""
-SILENT_CLOSES = 3
-"""In a row, by a host that has shown who it is: the invite's secret is wrong. A host that is killed does it once."""
-
-
-class HeldOff(OSError):
-    """The host is there, and wants this worker to come later: it has come and gone too often."""
 
 
 @dataclass
@@ -125,20 +105,9 @@ class _Session:
             self.receipts.close()
 
 
-class _ClosedInSilence(ConnectionResetError):
-    """After this worker's first words. The host does so where the secret is wrong, and where it ends."""
-
-
-class _NotTheHost(ConnectionError):
-    """Who answers is not whom the invite names, or does not speak as a host does."""
-
-
 class Client:
     def __init__(self, invite: Invite, *, name: str, kind: str, say: Callable[[str], None]) -> None:
-        invite.insist_on_pin()
-        self.invite = invite
         self.name = name
-        self.kind = kind
         self.say = say
         self.welcome: Welcome | None = None
         self.description: Description | None = None
@@ -150,15 +119,13 @@ class Client:
         """Where averages lie that are taken one by one."""
         self._takes_one_by_one = self._is_one_here = False
         self._since = 0
-        self._backoff_s = FIRST_WAIT_S
-        self._draw = random.Random()
         self.is_closed = False
-        self._is_here = CAN_SHARE and invite.host in (*LOOPBACK, "localhost")
+        self._door = Door(invite, name=name, kind=kind, say=say)
         self._memory: Memory | None = None
 
     def make_room(self, floats: int) -> None:
         """For gradients of so many numbers in memory that a host on this machine can read; before ready to train."""
-        if self._is_here:
+        if self._door.is_here:
             self._memory = Memory(SHARED_TIMES * floats)
 
     def allocate(self, floats: int) -> Floats:
@@ -181,125 +148,16 @@ class Client:
     # Connecting
 
     def connect(self, *, again: bool = False) -> Welcome:
-        """Joins, or joins again after a loss: with waits that grow, and differ from worker to worker."""
-        started, told, closes = time.monotonic(), "", 0
-        if self.invite.is_open and not again:
-            self.say(
-                f"INSECURE: the way to {self.invite.host} is not encrypted. Anybody on it can read and change what is"
-                " trained. Go on only if you trust that network wholly."
-            )
-        while True:
-            try:
-                return self._connect_once(again=again)
-            except (OSError, ssl.SSLError) as error:
-                waited = time.monotonic() - started
-                closes = closes + 1 if isinstance(error, _ClosedInSilence) else 0
-                if not again:
-                    self._insist_on_right_invite(error, closes, waited)
-                if waited > GIVE_UP * self.patience_s:
-                    raise WorkerLost(f"The host has not been back for {waited:.0f} s: {error}.") from None
-                is_held_off = isinstance(error, HeldOff)
-                if (is_held_off or waited > 1.0) and (trouble := self._trouble(error)) != told:
-                    self.say(trouble)
-                    told = trouble
-                time.sleep(self._backoff_s * self._draw.uniform(0.5, 1.0))
-                self._backoff_s = min(LONGEST_HELD_OFF_S if is_held_off else LONGEST_WAIT_S, self._backoff_s * 2)
-
-    def _insist_on_right_invite(self, error: OSError, closes: int, waited: float) -> None:
-        """Of a worker that has never been in: what is wrong may be what it was given."""
-        if closes >= SILENT_CLOSES and self.invite.secret:
-            raise ConfigError(
-                "The host closed the connection without a word, again and again: the invite's secret is not (or no"
-                " longer) the right one. Ask for a new invite."
-            ) from None
-        if isinstance(error, ConnectionRefusedError | _ClosedInSilence) and waited > NOBODY_S:
-            raise ConfigError(
-                f"Nobody listens at {self.invite.host} port {self.invite.port}. Is the host running, and is the invite"
-                " its newest?"
-            ) from None
-
-    def _trouble(self, error: OSError) -> str:
-        if isinstance(error, HeldOff):
-            return str(error)
-        where = f"{self.invite.host}:{self.invite.port}"
-        if isinstance(error, ConnectionRefusedError | _ClosedInSilence):
-            return f"The host at {where} is not there yet; trying again."
-        if isinstance(error, ssl.SSLError | _NotTheHost) and not isinstance(error, ssl.SSLEOFError):
-            return f"At {where} is not the host that invited this worker, so it is told nothing; trying again."
-        return f"The host at {where} does not answer; trying again."
-
-    def _connect_once(self, *, again: bool) -> Welcome:
-        connection = self._reach_host()
-        try:
-            if isinstance(connection, ssl.SSLSocket):
-                check_pin(connection, self.invite)
-            pipe = Pipe(connection)
-            pipe.give_up_link(self.patience_s)
-            pipe.send(encode_parts(Hello(PROTOCOL, self.invite.secret, self.name, self.kind)))
-            answer = self._first_answer(pipe)
-            if not isinstance(answer, Welcome):
-                raise TheirProtocolError(f"The host answered with a {type(answer).__name__}.")
-        except TheirProtocolError as error:
-            connection.close()
-            if again:  # the host was there: whoever has its place now will go
-                raise _NotTheHost(str(error)) from None
-            raise ConfigError(str(error)) from None
-        except BaseException:
-            connection.close()
-            raise
-        self.welcome = answer
+        """Joins, or joins again after a loss."""
+        pipe, self.welcome = self._door.connect(self.patience_s, again=again)
         pipe.give_up_link(self.patience_s)
-        self._backoff_s = FIRST_WAIT_S
         with self._change:
             self._session = session = _Session(pipe)
             self._means.clear()
             self._is_one_here = False
         for target, name in ((self._read, "client reader"), (self._write, "client writer")):
             threading.Thread(target=target, args=(session,), name=name, daemon=True).start()
-        return answer
-
-    def _reach_host(self) -> socket.socket:
-        """By a socket of this machine, where the system tells whose process is at its other end; else over TCP.
-
-        Anybody may listen on a port that the host has left. So over TCP the secret is told to nobody but the owner of
-        the pinned certificate.
-        """
-        local = connect_local(self.invite.port) if self._is_here else None
-        if local is not None:
-            return local
-        if self.invite.secret and self.invite.pin is None:
-            raise ConnectionRefusedError("an invite without a pin is for processes of the host's machine and user")
-        connection = socket.create_connection((self.invite.host, self.invite.port), timeout=ANSWER_S)
-        if connection.getsockname() == connection.getpeername():
-            # Where nobody listens on a port of this machine, the system may choose that very port for this end.
-            connection.close()
-            raise ConnectionRefusedError("it reached itself")
-        if self.invite.pin is None:
-            return connection
-        try:
-            return client_context().wrap_socket(connection, server_hostname=self.invite.host)
-        except BaseException:
-            connection.close()
-            raise
-
-    def _first_answer(self, pipe: Pipe) -> Message:
-        # Somebody who takes the connection and says nothing must not keep us for ever.
-        timer = threading.Timer(max(ANSWER_S, self.patience_s), pipe.close)
-        timer.daemon = True
-        timer.start()
-        try:
-            answer = self._read_message(pipe)
-        except (ConnectionResetError, ConnectionAbortedError):
-            answer = None
-        finally:
-            timer.cancel()
-        if pipe.is_closed:
-            raise TimeoutError("it takes connections, and does not answer")
-        if answer is None:
-            raise _ClosedInSilence("the host closed the connection")
-        if isinstance(answer, Refusal):
-            raise HeldOff(answer.sentence) if answer.code == TOO_SOON else ConfigError(answer.sentence)
-        return answer
+        return self.welcome
 
     def close(self) -> None:
         """Once everything queued has left."""
@@ -427,7 +285,7 @@ class Client:
     def _read(self, session: _Session) -> None:
         why = "the host closed the connection"
         try:
-            while (message := self._read_message(session.pipe, session)) is not None:
+            while (message := read_message(session.pipe, self._read_average)) is not None:
                 self._take_in(session, message)
         except (OSError, PotluckError) as error:
             why = str(error)
@@ -460,25 +318,6 @@ class Client:
                 session.inbox.append(message)
             self._change.notify_all()
 
-    def _read_message(self, pipe: Pipe, session: _Session | None = None) -> Message | None:
-        """The next message that is no average; those go where they belong."""
-        while True:
-            prefix = bytearray(4)
-            if not pipe.receive_all(memoryview(prefix)):
-                return None
-            length = int.from_bytes(prefix, "big")
-            head = memoryview(bytearray(min(length, HEAD_BYTES)))
-            _fill(pipe, head)
-            if session is not None and is_bulk(peek(head, "bincode")):
-                self._read_average(pipe, head, length)
-                continue
-            if length > CONTROL_BYTES:
-                raise TheirProtocolError(f"The host sent a frame of {length:,} bytes.")
-            payload = memoryview(bytearray(length))
-            payload[: len(head)] = head
-            _fill(pipe, payload[len(head) :])
-            return heard(decode(payload))
-
     def _read_average(self, pipe: Pipe, head: memoryview, length: int) -> None:
         bulk = open_bulk(head, length, "bincode")
         assert bulk is not None and self.description is not None
@@ -492,15 +331,16 @@ class Client:
         if key not in keys or bulk.count != self.description.parts[keys.index(key)].floats:
             raise TheirProtocolError(f"The host sent {bulk.count:,} averages for {key[0]} {key[1]}.")
         index, step = keys.index(key), bulk.fields["step"]
+        reach("average", step, part=index)
         means = self._means_of(step)
         space = means.parts[index].view(np.uint8).data
         over = head[bulk.start :]
         have = min(len(over), len(space))
         space[:have] = over[:have]
-        _fill(pipe, space[have:])
+        fill(pipe, space[have:])
         tail = memoryview(bytearray(length - bulk.start - 4 * bulk.count))
         tail[: len(over) - have] = over[have:]
-        _fill(pipe, tail[len(over) - have :])
+        fill(pipe, tail[len(over) - have :])
         bulk.finish(tail)
         self._arrived(means, index)
 
@@ -520,6 +360,7 @@ class Client:
     def _take_average(self, session: _Session, at: AverageAt) -> None:
         if at.part >= len(session.averages) or session.receipts is None:
             raise TheirProtocolError("The host tells of an average that it does not share.")
+        reach("average seen", at.step, part=at.part)
         means = self._means_of(at.step)
         np.copyto(means.parts[at.part], session.averages[at.part])
         session.receipts.give()
@@ -642,14 +483,3 @@ class Client:
                 parcel.credit -= 1
                 return StateChunk(parcel.transfer, data)
         return None
-
-
-def _fill(pipe: Pipe, space: memoryview) -> None:
-    if len(space) and not pipe.receive_all(space):
-        raise ConnectionResetError("it ended in the middle of a message")
-
-
-def position_of(text: str) -> dict[str, int]:
-    """Where the run stands, as the host tells it."""
-    found = json.loads(text)
-    return {name: int(found[name]) for name in ("step", "epoch", "row", "rows_seen")}

@@ -13,6 +13,24 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from potluck.errors import ConfigError, Diverged, PotluckError
+from potluck.fleet.member_effects import (
+    Apply,
+    Compute,
+    DropState,
+    Effect,
+    Fail,
+    Load,
+    LookAt,
+    ReceiveState,
+    Rejoin,
+    Say,
+    Send,
+    ServeState,
+    SkipAverages,
+    StandAt,
+    TakeChunk,
+    TellApplied,
+)
 from potluck.fleet.parcel import files_in
 from potluck.fleet.saving import SAVE
 from potluck.wire.messages import (
@@ -58,128 +76,6 @@ class Phase(Enum):
     LEAVING = auto()
     """The host knows that this worker goes, and may want its weights first."""
     OVER = auto()
-
-
-# Effects
-
-
-@dataclass(frozen=True, slots=True)
-class Send:
-    message: Message
-
-
-@dataclass(frozen=True, slots=True)
-class Say:
-    """To the person who started this worker."""
-
-    sentence: str
-
-
-@dataclass(frozen=True, slots=True)
-class Fail:
-    """This worker ends."""
-
-    kind: type[PotluckError]
-    sentence: str
-
-
-@dataclass(frozen=True, slots=True)
-class Rejoin:
-    """The connection is lost: what was computed is of no use. Connect again, then present()."""
-
-
-@dataclass(frozen=True, slots=True)
-class StandAt:
-    """The run begins here, with the weights that this worker has built."""
-
-    epoch: int
-    row: int
-
-
-@dataclass(frozen=True, slots=True)
-class SkipAverages:
-    """Up to this step they are in the weights."""
-
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
-class ReceiveState:
-    """A state begins to arrive, in place of whatever has arrived of another."""
-
-    step: int
-    header: str
-
-
-@dataclass(frozen=True, slots=True)
-class TakeChunk:
-    data: bytes | memoryview
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """The state is here: put it into the model, then loaded()."""
-
-
-@dataclass(frozen=True, slots=True)
-class DropState:
-    """The rest of it will not come."""
-
-
-@dataclass(frozen=True, slots=True)
-class ServeState:
-    """Copy the state as it is now, and send it."""
-
-    transfer: int
-
-
-@dataclass(frozen=True, slots=True)
-class TellApplied:
-    """Hash the weights, and tell the host what they came to."""
-
-    norm: float = 0.0
-    fault: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class LookAt:
-    """Evaluate these rows, then looked()."""
-
-    start: int
-    end: int
-
-
-@dataclass(frozen=True, slots=True)
-class Compute:
-    """These slices, or this window; then take() again."""
-
-    work: Work
-
-
-@dataclass(frozen=True, slots=True)
-class Apply:
-    """The averages of this step, once all of them are here, after agree()."""
-
-    committed: Committed
-
-
-Effect = (
-    Send
-    | Say
-    | Fail
-    | Rejoin
-    | StandAt
-    | SkipAverages
-    | ReceiveState
-    | TakeChunk
-    | Load
-    | DropState
-    | ServeState
-    | TellApplied
-    | LookAt
-    | Compute
-    | Apply
-)
 
 
 @dataclass
@@ -242,8 +138,8 @@ class Member:
 
     @property
     def is_settled(self) -> bool:
-        """Not on its way into the run."""
-        return self.phase in (Phase.IN, Phase.LEAVING, Phase.OVER)
+        """Not on its way into the run, nor out of it: a loop may continue, or end."""
+        return self.phase in (Phase.IN, Phase.OVER)
 
     @property
     def leads(self) -> bool:
@@ -271,7 +167,7 @@ class Member:
     def lost(self, why: str) -> list[Effect]:
         """The connection is gone: joins again, and continues from wherever the run stands then."""
         if self.phase in (Phase.LEAVING, Phase.OVER):
-            self._end()
+            self.end()
             return []
         dropped: list[Effect] = [DropState()] if self.phase is Phase.CATCHING_UP else []
         self.phase, self.work = Phase.AWAY, None
@@ -363,7 +259,7 @@ class Member:
         match message:
             case Shutdown():
                 dropped = self._drop_state()
-                self._end()
+                self.end()
                 return dropped
             case Refusal():
                 kind = Diverged if message.code == DIVERGED else PotluckError
@@ -390,7 +286,7 @@ class Member:
     def nothing(self, now: float) -> list[Effect]:
         """Came while wait_s() passed."""
         if self.phase is Phase.LEAVING:
-            self._end()
+            self.end()
         elif self.phase is Phase.IN and self.wants_stop and self.work is None:
             return self.leave(now)
         return []
@@ -505,7 +401,7 @@ class Member:
     def _hear_at_the_end(self, now: float, message: Message) -> list[Effect]:
         match message:
             case Shutdown():
-                self._end()
+                self.end()
             case StateRequest():
                 self._asked.append(message)
                 if not self._was_asked:  # it may be asked again and again, where the host cannot write
@@ -516,7 +412,7 @@ class Member:
                 return [Say(f"{message.error.removesuffix('.')}. It is tried again before this worker goes.")]
         return []
 
-    def _end(self) -> None:
+    def end(self) -> None:
         self.phase = Phase.OVER
         self.turn += 1
         if self.evaluation is not None and self.evaluation.loss is None:

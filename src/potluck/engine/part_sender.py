@@ -1,0 +1,50 @@
+"""PartSender: parts of a gradient, or of what a window changed, on their way to a host; off a GPU beside the work."""
+
+import torch
+from torch import Tensor, nn
+
+from potluck.engine.buckets import Allocate
+from potluck.engine.node_client import NodeClient
+from potluck.fleet.client import Client
+
+
+class PartSender:
+    def __init__(self, client: Client | NodeClient, device: torch.device) -> None:
+        self._client = client
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None
+        self._hosted: list[Tensor] = []
+        """In host memory, until they have left."""
+
+    def make_room(self, model: nn.Module) -> Allocate | None:
+        """For tensors that a host on this machine can read where they are."""
+        if self._device.type != "cpu":
+            return None
+        self._client.make_room(sum(p.numel() for p in model.parameters() if p.requires_grad))
+        return lambda total, like: torch.from_numpy(self._client.allocate(total))
+
+    def begin(self) -> None:
+        """What was sent before must not change under the sender's hands."""
+        self._client.flush()
+        self._hosted = []
+
+    def synchronize(self) -> None:
+        """Else the time that work took would be the time to launch its kernels."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+
+    def send(self, step: int, part: int, numbers: Tensor) -> None:
+        if numbers.device.type == "cpu":
+            self._client.send_part(step, part, numbers.numpy())
+            return
+        # The copy runs beside the backward; the sender waits for it, and the backward does not.
+        stream = self._stream = self._stream or torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+        with torch.cuda.stream(stream):
+            host.copy_(numbers, non_blocking=True)
+        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        copied.record(stream)
+        numbers.record_stream(stream)
+        self._hosted.append(host)
+        self._client.send_part(step, part, host.numpy(), before=copied.synchronize)
