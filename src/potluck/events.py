@@ -284,7 +284,7 @@ class EventFile:
             self._file.flush()
         except OSError as error:
             raise ConfigError(
-                f"Cannot write to {self._file.name}: {error.strerror}. Free some space, then continue with --resume."
+                f"Cannot write to {self._file.name}: {error.strerror}. Free some space, then go on with --resume."
             ) from None
 
     def close(self) -> None:

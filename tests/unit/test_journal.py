@@ -306,7 +306,7 @@ def test_a_flipped_bit_changes_nothing_or_is_told(how: str, flips: int, in_memor
         try:
             assert what_it_tells(copy) == expected, where
         except JournalError as error:
-            assert "is damaged" in str(error) and "continue from the newest checkpoint" in str(error), where
+            assert "is damaged" in str(error) and "go on from the newest checkpoint" in str(error), where
             told += 1
     assert told > flips // 12
 
@@ -370,9 +370,7 @@ def test_a_full_disk_is_a_sentence_and_what_was_there_stays(journal: Journal, pa
     journal.record(record(1))
     (pages,) = journal._base.execute("PRAGMA page_count").fetchone()
     journal._base.execute(f"PRAGMA max_page_count = {pages}")
-    sentence = (
-        r"^Cannot write to the journal .*: database or disk is full. Free some space, then continue with --resume.$"
-    )
+    sentence = r"^Cannot write to the journal .*: database or disk is full. Free some space, then go on with --resume.$"
     with pytest.raises(ConfigError, match=sentence):
         journal.record(record(2, workers=({"name": "x" * 100_000},)))
     with pytest.raises(ConfigError, match=sentence):

@@ -462,7 +462,7 @@ class ElasticEngine(Engine):
                 f"This worker's weights have differed from the others' {len(self._drifts)} times in"
                 f" {self.version - self._drifts[0] + 1} steps, so its loop does something else than theirs. Often it is"
                 " a learning-rate scheduler that starts anew here: give it to prepare(..., scheduler=scheduler), which"
-                " sends it to newcomers."
+                " sends it to whoever joins."
             )
 
     @property
@@ -863,7 +863,7 @@ class ElasticEngine(Engine):
         fault = self._unsaved.error if self._unsaved.step > self._saved.step else ""
         if self.left:
             lost = f" {fault.removesuffix('.')}, and this worker may have had the only weights." if fault else ""
-            return f"Left the run after step {self.step_number}; it continues without this worker.{lost}"
+            return f"Left the run after step {self.step_number}; it goes on without this worker.{lost}"
         return f"The host stopped the run after step {self.step_number}, {fault or 'and has saved it.'}"
 
     def wait_for_saves(self) -> None:

@@ -441,7 +441,7 @@ class Engine:
         where = " Nothing was saved: name a folder for that, as in fleet.epochs(3, 'runs/mine')."
         if folder is not None:
             self._save_once(folder)
-            where = f" Saved in {folder}, from where fleet.load() continues."
+            where = f" Saved in {folder}, from where fleet.load() goes on."
         raise self.interrupted(f"Stopped after step {self.step_number}.{where}")
 
     def _end_well(self, folder: Path | None) -> None:
@@ -996,7 +996,7 @@ class Engine:
         if self.loader is not None and standing["rows_in_epoch"] not in (0, self.loader.rows):
             raise CheckpointError(
                 f"{path} stands in an epoch of {plural(standing['rows_in_epoch'], 'row')}, and the data now has"
-                f" {self.loader.rows:,}. Continue with the same data, or start anew in another folder."
+                f" {self.loader.rows:,}. Go on with the same data, or start anew in another folder."
             )
 
     def _tell_of_changes(self, standing: Standing, loader: Loader) -> None:
@@ -1006,7 +1006,7 @@ class Engine:
         if where is not None:
             changes.append(
                 f"The data are OTHER DATA than those this run was trained on up to step {step}: as many rows, but"
-                f" {where}. It continues with them. If that is not what you want, stop it, and give it the data it had."
+                f" {where}. It goes on with them. If that is not what you want, stop it, and give it the data it had."
             )
         if standing["seed"] != loader.seed:
             changes.append(

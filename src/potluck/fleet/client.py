@@ -186,7 +186,7 @@ class Client:
         if self.invite.is_open and not again:
             self.say(
                 f"INSECURE: the way to {self.invite.host} is not encrypted. Anybody on it can read and change what is"
-                " trained. Continue only if you fully trust that network."
+                " trained. Go on only if you trust that network wholly."
             )
         while True:
             try:

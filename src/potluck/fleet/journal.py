@@ -87,7 +87,7 @@ class Journal:
                 return ConfigError(f"Cannot open the journal {self.path}: {told}.")
         reason = told.removesuffix(".") or type(error).__name__
         return JournalError(
-            f"{self.path} is damaged ({reason}). Remove it to continue from the newest checkpoint with --resume."
+            f"{self.path} is damaged ({reason}). Remove it to go on from the newest checkpoint with --resume."
         )
 
     def _open(self, is_new: bool) -> None:
@@ -174,7 +174,7 @@ class Journal:
             self._kept, self._steps = before
             if isinstance(error, sqlite3.OperationalError):
                 raise ConfigError(
-                    f"Cannot write to the journal {self.path}: {error}. Free some space, then continue with --resume."
+                    f"Cannot write to the journal {self.path}: {error}. Free some space, then go on with --resume."
                 ) from None
             raise
         self._writes += 1

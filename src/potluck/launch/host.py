@@ -134,7 +134,7 @@ class _Host:
         if not order.resume and (steps or shelf.holds_any(self.keeper.folder)):
             at = f", at step {steps}" if steps else ""
             raise ConfigError(
-                f"{self.folder} already holds a run{at}. Continue it with --resume, or name another folder with --out."
+                f"{self.folder} already holds a run{at}. Go on with it by --resume, or name another folder with --out."
             )
         described = journal.description
         coordinator = Coordinator(
@@ -183,7 +183,7 @@ class _Host:
             if newest is None:
                 raise
             why = str(error).partition(". Remove it")[0]
-            say(f"{why}. It is now {set_aside(path).name}, and the run continues from {newest[0].name}.")
+            say(f"{why}. It is now {set_aside(path).name}, and the run goes on from {newest[0].name}.")
             return Journal(path)
 
     def _port_before(self) -> int:
@@ -331,7 +331,7 @@ class _Host:
             say(f"{fault.removesuffix('.')}. What was trained after the newest checkpoint is lost.")
         if finish.reason == "interrupted":
             what = f"{self.folder}/run.toml" if self.order.recipe else self.order.command[0]
-            again = f" Continue with: potluck host {what} --out {self.folder} --resume" if saved else ""
+            again = f" Go on with: potluck host {what} --out {self.folder} --resume" if saved else ""
             say(f"Stopped after step {step}.{saved or ' Nothing was saved.'}{again}")
             return Interrupted.exit_code
         loss = f", loss {self.loss:.4f}" if self.loss is not None else ""

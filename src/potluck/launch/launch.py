@@ -195,9 +195,9 @@ def _recover(start: Start, lost: list[Worker]) -> Recovery | str:
     recovery = start.plan_recovery(ranks)
     if isinstance(recovery, Recovery):
         left = len(recovery.ranks)
-        verb, they = ("continues", "it") if left == 1 else ("continue", "they")
+        go, they = ("goes", "it") if left == 1 else ("go", "they")
         fates = " ".join(f"Worker {worker.rank} {_fate(worker)}." for worker in lost)
-        _say(f"{fates} {plural(left, 'worker')} {verb} from step {recovery.step}, which {they} had kept in memory.")
+        _say(f"{fates} {plural(left, 'worker')} {go} on from step {recovery.step}, which {they} had kept in memory.")
     return recovery
 
 

@@ -57,7 +57,7 @@ class Request:
         while not self._answer.exists():
             if time.monotonic() > deadline:
                 raise WorkerLost(
-                    f"The command that started this worker has not started its other ranks within {ANSWER_S:.0f} s."
+                    f"Whoever started this worker has not started its other ranks within {ANSWER_S:.0f} s."
                 )
             time.sleep(POLL_S)
         return dict(json.loads(self._answer.read_text(encoding="utf-8")))

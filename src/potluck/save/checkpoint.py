@@ -111,7 +111,7 @@ def failures_told(folder: Path, aside: Path, step: int) -> Iterator[None]:
         reason = getattr(error, "strerror", None) or str(error).removesuffix(".")
         raise CheckpointError(
             f"Cannot write the checkpoint of step {step} to {folder}: {reason}. Checkpoints that were there"
-            " are whole. Free some space or choose another folder with --out, then continue with --resume."
+            " are whole. Free some space or choose another folder with --out, then go on with --resume."
         ) from None
 
 

@@ -96,4 +96,4 @@ class StoreSaves(Saves):
             (folder / name).symlink_to(Path(path).absolute(), target_is_directory=True)
         else:
             (folder / name).mkdir()
-            self._depot.take_files(RESUME, folder / name, "the checkpoint that worker 0 resumes from")
+            self._depot.take_files(RESUME, folder / name, "the checkpoint that worker 0 goes on from")

@@ -139,7 +139,7 @@ class Store:
         if newest > self.generation:
             raise StoreError(
                 f"Run {self.run} is in its generation {newest}, and this worker still in {self.generation}: the others"
-                " continued without it. Start it again to join them."
+                " went on without it. Start it again to join them."
             )
 
     def close(self) -> None:
@@ -223,7 +223,7 @@ class Claim:
             store.put_bytes(self._key, self._id, new=not self.was_held)
         except Exists:
             raise StoreError(
-                f"Two workers began as {who} of run {store.run} at the same time. The other continues; start this one"
+                f"Two workers began as {who} of run {store.run} at the same time. The other goes on; start this one"
                 " only if that one ends."
             ) from None
 

@@ -88,7 +88,7 @@ def _another(store: Store, run: dict[str, Any], tenant: Tenant, what: str) -> St
     sentence = (
         f"{store.url} is where another run meets: {run['name']} ({run['id']}, begun {run['begun']}), and this is"
         f" {tenant.name}: {what}. Nothing of it was touched. Give this run a place of its own with stages.protocol.url;"
-        " or continue the other one by starting it just as it was. If that is over for good, set"
+        " or go on with the other by starting it just as it was. If that is over for good, set"
         f" stages.protocol.generation to {store.generation + 1}: it ends the other, and clears away what it left."
     )
     return StoreError("".join(character if character.isprintable() else "?" for character in sentence))

@@ -182,7 +182,7 @@ def ask_for_files(paths: Sequence[str]) -> ConfigError:
         aside.write_text(json.dumps(list(paths)), encoding="utf-8")
         aside.rename(place)
     return ConfigError(
-        f"The host's recipe names files for this machine to read: {shown[:2000]}. Nothing was read: the host of a run"
+        f"The host's recipe names files for this machine to read: {shown[:2000]}. Nothing was read: whoever leads a run"
         " learns what is in the data that others train it on. Name what you want to train on yourself, with"
         " potluck join --data PATH INVITE."
     )

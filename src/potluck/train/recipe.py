@@ -125,7 +125,7 @@ def cook(config: RunConfig, order: Order, engine: Engine) -> tuple[Summary, GPT]
     except Interrupted as error:
         if engine.is_led:
             raise
-        raise Interrupted(f"{error} Continue with: potluck train {folder}/run.toml --out {folder} --resume") from None
+        raise Interrupted(f"{error} Go on with: potluck train {folder}/run.toml --out {folder} --resume") from None
 
 
 def main(arguments: list[str]) -> None:
@@ -258,7 +258,7 @@ def _run_folder(config: RunConfig, order: Order, engine: Engine) -> Path | str:
         return wanted
     if taken and order.out:
         raise ConfigError(
-            f"{wanted} already holds a run. Continue it with --resume, or name another folder with --out."
+            f"{wanted} already holds a run. Go on with it by --resume, or name another folder with --out."
         )
     numbered = (wanted.with_name(f"{wanted.name}-{number}") for number in itertools.count(2))
     return wanted if not taken else next(path for path in numbered if not holds_run(path))

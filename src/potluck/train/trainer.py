@@ -336,7 +336,7 @@ class Trainer:
     def _open_folder(self, stack: ExitStack, *, resume: bool) -> list[Listener]:
         """What listens on rank 0; the stack closes it."""
         if not resume and holds_any(self.checkpoints):
-            raise ConfigError(f"{self.folder} already holds a run. Resume it, or name another folder.")
+            raise ConfigError(f"{self.folder} already holds a run. Go on with it by resuming, or name another folder.")
         make_run_folder(self.folder)
         _insist_on_room(self.folder, 3 * sum(p.nbytes for p in self.model.parameters()))
         stack.enter_context(hold(self.folder))
