@@ -81,11 +81,9 @@ def init(
     step: StepConfig = StepConfig(),
     patience_s: float = PATIENCE_S,
 ) -> "Engine":
-    """Joins the run that `potluck join`, `potluck run` or torchrun started; without one of them, it is a run of one.
+    """Joins the run that `potluck join`, `potluck run` or torchrun started; started by none, it is a run of one.
 
-    `policy` says when workers agree, `strategy` what of the model is split over ranks, `stages` how it is cut over
-    workers, and `step` how one step is computed. `patience_s` is how long a worker of a process group may be silent
-    before the others give it up. These pages call what it returns `fleet`.
+    `stages`: cuts the model into stages, one to a worker; how they talk, or also how many and where it is cut.
     """
     checked(lambda: insist_on_patience("patience_s", patience_s))
     device = choose_device()
@@ -129,8 +127,6 @@ def _for_those_left(
 
 
 class Engine:
-    """The handle of a run, made by init(): what a training loop calls. A context manager that closes itself."""
-
     _loss_sum: Tensor
 
     def __init__(
@@ -149,23 +145,23 @@ class Engine:
         self.config = step
         self.events = EventLog()
         self.after_step: list[Callable[[], None]] = []
-        """Functions that are called on every worker once per step of the run, also for one in which it had no rows.
-        Under Cadence and Async they are called for all steps of a window when it has ended, with the agreed weights."""
+        """Called on every worker once per step of the run, also for one in which this worker had no rows. Where workers
+        step by themselves, all steps of a window are told when it has ended and the weights are those agreed on."""
         self.after_agreement: list[Callable[[], None]] = []
-        """Functions that are called on every worker when all hold the same weights again: after each step or window."""
+        """Called on every worker when all hold the same weights again: after each step, or after each window."""
         self.state = Kept()
-        """What you want kept beside the model: saved, sent to newcomers, and restored by load()."""
+        """What you want kept beside the model: saved, sent to whoever joins, and put back by load()."""
         self.rows_limit: int | None = None
         """The run is over at so many rows; only policies that plan several steps ahead need to know."""
         self.lr_factor: Callable[[int], float] | None = None
-        """From rows seen to the share of its peak that the learning rate has; None: the rate is yours."""
+        """The share of its peak that the learning rate has for the step which ends at so many rows; none: yours."""
         self.step_number = 0
         self._steps_done = 0
         """The same, but for while after_step is told of each step of a window."""
         self.rows_seen = 0
         self.skipped = 0
         self.stopping = False
-        """Whether every worker has agreed to stop after the step that is done."""
+        """Every worker has agreed to stop after the step that is done."""
         self.replaying = False
         """A step is applied that others have taken before this worker came."""
         self.samples_per_row = 1.0
@@ -190,7 +186,7 @@ class Engine:
         self.recovery: Recovery | None = None
         """What was left of this run after a loss: prepare() goes on from it."""
         self.last_epoch: EpochDone | None = None
-        """What was proved of the last epoch: `last_epoch.sentence`."""
+        """What was proved of the epoch that ended last."""
         self.replica: Replica | None = None
         self.loader: Loader | None = None
         self._scheduled: Scheduled | None = None
@@ -221,12 +217,10 @@ class Engine:
 
     @property
     def rank(self) -> int:
-        """Which worker this is, from 0."""
         return self.link.rank
 
     @property
     def world(self) -> int:
-        """How many workers there are."""
         return self.link.world
 
     @property
@@ -236,7 +230,7 @@ class Engine:
 
     @property
     def parameters(self) -> int:
-        """How many numbers the whole model has, over all workers that hold parts of it."""
+        """How many numbers the whole model has, whoever holds them."""
         return sum(parameter.numel() for parameter in self._prepared().model.parameters())
 
     @property
@@ -306,18 +300,12 @@ class Engine:
         loss: LossFunction | None = None,
         scheduler: LRScheduler | None = None,
     ) -> Any:
-        """Prepares model and optimizer, and returns them with a loader of this worker's share of the rows.
+        """Readies model and optimizer, and gives a loader of this worker's share.
 
-        Without a dataset it returns two, and you bring your own batches, whose sizes may differ between workers.
-
-        - `batch_size`: rows of one step over all workers together, so that numbers do not depend on how many there are.
-        - `micro_batch_size`: rows that go through the model at once on one worker; None: all of its share.
-        - `fetchers`: processes that fetch rows ahead of the model; 0, and under a host: rows are fetched when needed.
-        - `slices`: under a host, with Sync: the least number of parts in which a batch is handed out; None: 8.
-        - `collate`: makes a batch from a list of rows; None: as torch's DataLoader does.
-        - `seed`: where the order of rows starts from.
-        - `loss`: your loss function, needed only where the model is cut into stages: see train().
-        - `scheduler`: any LRScheduler. It is stepped here, once per step of the run under every policy; do not step it.
+        `batch_size` is the rows of one step over all workers together, so that the numbers do not depend on how many
+        there are. Without a dataset you bring your own batches; their sizes may differ between workers.
+        `loss` is needed only where the model is cut into stages: see train().
+        `scheduler` is stepped here, once per step of the run under every policy; you do not step it.
         """
         if self.replica is not None:
             raise ConfigError(
@@ -472,7 +460,7 @@ class Engine:
         self.backward(loss, samples=samples)
 
     def backward(self, loss: Tensor, *, samples: float, last: bool | None = None) -> None:
-        """Computes the gradient of a mean over `samples`, weighted by them: rows, or tokens, as you count.
+        """The gradient of a mean over `samples`, weighted by them: rows, or tokens, as you count.
 
         `last` says whether the next call is step(); the loader knows it, and without one it is taken to be so.
         """
@@ -630,9 +618,9 @@ class Engine:
         self._saved_last = Path(folder), standing["step"]
 
     def load(self, folder: str | Path) -> bool:
-        """Continues from the newest whole checkpoint below `folder`, on any number of workers. False if there is none.
+        """Goes on from the newest whole checkpoint below `folder`, on any number of workers. False if there is none.
 
-        A run that has just survived a loss stays where it is.
+        A run that has just outlived a loss stays where it is.
         """
         self._folder = Path(folder)
         if self._recovered is not None:
@@ -655,11 +643,11 @@ class Engine:
         return f"Stopped after step {self.step_number}."
 
     def wait_for_saves(self) -> None:
-        """Waits until every checkpoint is on the disk: call it on every worker."""
+        """Until every checkpoint is on the disk: call it on every worker."""
         self._saves.wait_together()
 
     def close(self) -> None:
-        """Finishes what is still being written, and leaves the run."""
+        """Ends what is still being written, and leaves the group."""
         if self._compiling is not None:
             self._compiling.close()
             self._compiling = None
@@ -679,7 +667,7 @@ class Engine:
         self.close()
 
     def seed_random(self, seed: int) -> None:
-        """Gives every worker its own random numbers, the same in every run with this seed and this many workers."""
+        """Every worker draws its own numbers, the same in every run of this seed and this many workers."""
         seed_everything(mix(seed, self.step_number, self.rank))
 
     # What a step is made of
