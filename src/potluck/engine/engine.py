@@ -134,18 +134,12 @@ class Engine(RunState):
         loss: LossFunction | None = None,
         scheduler: LRScheduler | None = None,
     ) -> Any:
-        """Prepares model and optimizer, and returns them with a loader of this worker's share of the rows.
+        """Readies model and optimizer, and gives a loader of this worker's share.
 
-        Without a dataset it returns two, and you bring your own batches, whose sizes may differ between workers.
-
-        - `batch_size`: rows of one step over all workers together, so that numbers do not depend on how many there are.
-        - `micro_batch_size`: rows that go through the model at once on one worker; None: all of its share.
-        - `fetchers`: processes that fetch rows ahead of the model; 0, and under a host: rows are fetched when needed.
-        - `slices`: under a host, with Sync: the least number of parts in which a batch is handed out; None: 8.
-        - `collate`: makes a batch from a list of rows; None: as torch's DataLoader does.
-        - `seed`: where the order of rows starts from.
-        - `loss`: your loss function, needed only where the model is cut into stages: see train().
-        - `scheduler`: any LRScheduler. It is stepped here, once per step of the run under every policy; do not step it.
+        `batch_size` is the rows of one step over all workers together, so that the numbers do not depend on how many
+        there are. Without a dataset you bring your own batches; their sizes may differ between workers.
+        `loss` is needed only where the model is cut into stages: see train().
+        `scheduler` is stepped here, once per step of the run under every policy; you do not step it.
         """
         if self.replica is not None:
             raise ConfigError(
@@ -291,7 +285,7 @@ class Engine(RunState):
         self.layers.train(loss_of, batch)
 
     def backward(self, loss: Tensor, *, samples: float, last: bool | None = None) -> None:
-        """Computes the gradient of a mean over `samples`, weighted by them: rows, or tokens, as you count.
+        """The gradient of a mean over `samples`, weighted by them: rows, or tokens, as you count.
 
         `last` says whether the next call is step(); the loader knows it, and without one it is taken to be so.
         """
@@ -365,9 +359,9 @@ class Engine(RunState):
         self.layers.on_saved()
 
     def load(self, folder: str | Path) -> bool:
-        """Continues from the newest whole checkpoint below `folder`, on any number of workers. False if there is none.
+        """Goes on from the newest whole checkpoint below `folder`, on any number of workers. False if there is none.
 
-        A run that has just survived a loss stays where it is.
+        A run that has just outlived a loss stays where it is.
         """
         self._folder = Path(folder)
         if self.copies.has_just_recovered:
@@ -391,7 +385,7 @@ class Engine(RunState):
         return f"Stopped after step {self.step_number}."
 
     def wait_for_saves(self) -> None:
-        """Waits until every checkpoint is on the disk: call it on every worker."""
+        """Until every checkpoint is on the disk: call it on every worker."""
         self._saves.wait_together()
 
     def close(self) -> None:

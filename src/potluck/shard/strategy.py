@@ -26,7 +26,7 @@ class _Split:
     buddy: bool = False
     """Each rank keeps a copy of its neighbour's part in host memory, so that the run survives the loss of a rank."""
     buddy_every: int = 10
-    """Steps between two refreshes of that copy, and so the most that a loss costs."""
+    """Steps between two refreshes of that copy: at most this many are lost."""
 
     def __post_init__(self) -> None:
         if self.weights != "memory":
@@ -62,7 +62,7 @@ class ShardGradOp(_Split):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HybridShard:
-    """Each node of `intra_node_size` ranks holds a whole replica, split within the node as by FullShard. HSDP."""
+    """Nodes of `intra_node_size` ranks: each holds a whole replica, split within it as by FullShard."""
 
     kind: ClassVar[str] = "hybrid_shard"
     keeps_parameters_whole: ClassVar[bool] = False
