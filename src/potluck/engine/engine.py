@@ -174,15 +174,18 @@ class Engine(RunState):
         self.loader = self._make_loader(dataset, batch, seed, collate)
         if self.config.compile and not (self.rounds.has_fixed_shares and self.loader.is_even):
             expect_any_rows(self.replica.model)
-        if self._batch_norm is not None:
-            self._warn_of_single_rows(self._batch_norm, self.loader)
-        self.loader.on_epoch_end = self._end_of_epoch
-        self.loader.on_stand_in = lambda: self._stand_in.enter_context(self._prepared().buffers_kept())
-        self.loader.is_stopped = lambda: self.stopping
+        self._listen_to(self.loader)
         self.copies.begin()
         self.start()
         self.layers.settle_in()
         return self.replica.model, optimizer, self.loader
+
+    def _listen_to(self, loader: Loader) -> None:
+        if self._batch_norm is not None:
+            self._warn_of_single_rows(self._batch_norm, loader)
+        loader.on_epoch_end = self._end_of_epoch
+        loader.on_stand_in = lambda: self._stand_in.enter_context(self._prepared().buffers_kept())
+        loader.is_stopped = lambda: self.stopping
 
     def _insist_on_slices(self, slices: int) -> None:
         self.notice("batch.slices has no effect here: it cuts the batches that a host hands out.")
