@@ -302,7 +302,7 @@ def test_nobody_leaves_before_the_checkpoint_is_on_the_disk(place: Path) -> None
         .replace("every=100", "every=10**9")
     )
     slow = (
-        "import time\nfrom potluck.train import checkpoint\nwrite = checkpoint.write\n"
+        "import time\nfrom potluck.save import checkpoint\nwrite = checkpoint.write\n"
         "def slow_write(*arguments):\n    time.sleep(5)\n    return write(*arguments)\n"
         "checkpoint.write = slow_write\n"
     )
