@@ -17,7 +17,7 @@ from potluck.fleet.invite import INVITE
 from potluck.launch.join import _says_yes
 from potluck.launch.join import join as join_command
 from potluck.train import recipe, text
-from potluck.train.arguments import FILES_ASKED, WorkersConfig, ask_for_files, data_setting, host_args
+from potluck.train.arguments import FILES_ASKED, Listening, WorkersConfig, ask_for_files, data_setting, host_args
 from potluck.train.model import GPT, ModelConfig
 from tests.bare import Tell, Worker
 from tests.fleet.fleet import close_all, serve
@@ -178,7 +178,7 @@ def test_workers_of_the_host_itself_read_what_its_own_command_line_says(tmp_path
     (tmp_path / "own.toml").write_text(f"{RECIPE}[data]\npaths = ['my text']\n")
     asked: dict[str, Any] = {
         "what": str(tmp_path / "own.toml"), "workers": 1, "threads": None, "out": None, "resume": False,
-        "host": "127.0.0.1", "port": 0, "address": None, "patience_s": 1.0, "at_least": 1, "insecure": False,
+        "listening": Listening(host="127.0.0.1", port=0, address=None, patience_s=1.0, at_least=1, insecure=False),
     }  # fmt: skip
     kind, settings = host_args(settings=(), **asked).command
     assert kind == "--join" and json.loads(settings) == ['data.paths=["my text"]']

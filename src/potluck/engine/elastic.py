@@ -498,7 +498,7 @@ class ElasticEngine(Engine):
     def _start_of_step(self) -> None:
         """Slices begin one by one; there is nothing to do for a whole step."""
 
-    def say(self, sentence: str) -> None:
+    def _say(self, sentence: str) -> None:
         self.client.say(sentence)
 
     def _standing(self) -> dict[str, Any]:
