@@ -20,6 +20,7 @@ from potluck.errors import ConfigError, PotluckError
 from potluck.fleet.description import BUFFERS, Part
 from potluck.link.link import Link
 from potluck.stages.changes import Seat, on_copies
+from potluck.tensor_bytes import raw
 
 LARGEST_FLOAT64 = torch.finfo(torch.float64).max
 LARGEST_ON_THE_WIRE = 1e30
@@ -114,10 +115,10 @@ class SavedBuffers:
                 change, has_none = _compare(buffer.double(), was.double(), largest)
                 moved.append(change)
                 if has_none.any():
-                    odd[f"{index}"] = _raw(buffer[has_none])
+                    odd[f"{index}"] = raw(buffer[has_none])
                     odd[f"{index} where"] = torch.from_numpy(np.packbits(has_none.cpu().numpy().reshape(-1)))
-            elif not torch.equal(_raw(buffer), _raw(was)):
-                odd[f"{index}"] = _raw(buffer)
+            elif not torch.equal(raw(buffer), raw(was)):
+                odd[f"{index}"] = raw(buffer)
         return BufferChanges(moved, save({key: raw.cpu() for key, raw in odd.items()}) if odd else b"")
 
     def for_host(self, before: Sequence[Tensor], weight: float) -> tuple[Tensor, bytes]:
@@ -144,8 +145,8 @@ class SavedBuffers:
             if change is not None:
                 was, change = values[index], change.to(values[index].device).view(self._specs[index][0]).double()
                 values[index] = torch.where(change == 0, was, (was.double() + change).to(was.dtype))
-        for index, where, raw in self._unpack(exact):
-            value = raw.to(values[index].device).view(values[index].dtype)
+        for index, where, found in self._unpack(exact):
+            value = found.to(values[index].device).view(values[index].dtype)
             if where is None:
                 values[index] = value.view(self._specs[index][0])
             else:
@@ -211,11 +212,6 @@ def _compare(now: Tensor, was: Tensor, largest: float) -> tuple[Tensor, Tensor]:
 
 def _real(buffer: Tensor | None) -> Tensor:
     return torch.view_as_real(buffer) if buffer is not None and buffer.is_complex() else buffer  # type: ignore[return-value]
-
-
-def _raw(tensor: Tensor) -> Tensor:
-    """Its bytes."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _put_in_place(module: nn.Module, key: str, value: Tensor) -> Tensor:

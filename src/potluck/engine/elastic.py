@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,6 @@ from torch.optim import Optimizer
 from potluck.agree.policy import ApplyPolicy, Sync
 from potluck.agree.pulse import Verdict, decide_mean
 from potluck.engine.engine import Engine
-from potluck.engine.joined_view import JoinedView
 from potluck.engine.led import Led
 from potluck.engine.loader import BatchConfig, Loader, MicroBatch, Position, SliceLoader
 from potluck.engine.losses import STEP_TOO_EARLY, insist_on_mean, loss_and_samples
@@ -49,6 +48,9 @@ from potluck.shard.strategy import FullShard, NoShard, ShardingStrategy
 from potluck.signals import on_interrupt
 from potluck.wire.messages import Committed, Work
 from potluck.wire.words import clean_all
+
+if TYPE_CHECKING:
+    from potluck.engine.joined_view import JoinedView
 
 
 class ElasticEngine(Engine):
@@ -269,6 +271,8 @@ class ElasticEngine(Engine):
         if not self.led.has_joined:
             self.led.join()
             if not self.has_trainer and self.speaks and not self._is_over:
+                from potluck.engine.joined_view import JoinedView  # only a person who looks waits for rich
+
                 self._view = JoinedView(self, self._loader().batch.size)
 
     def _begin_run(self) -> None:
@@ -507,7 +511,3 @@ class ElasticEngine(Engine):
     def _stand_at(self, standing: dict[str, Any]) -> None:
         self._was_moved |= standing["epoch"] != self._loader().position.epoch
         super()._stand_at(standing)
-
-
-def say(sentence: str) -> None:
-    print(f"potluck: {sentence}", file=sys.stderr, flush=True)

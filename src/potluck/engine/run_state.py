@@ -5,7 +5,6 @@ Everything here is the same on every worker, or is made so. Knows nothing of how
 
 import json
 import os
-import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -37,7 +36,7 @@ from potluck.save.memory import Recovery
 from potluck.save.saves import TENSORS, KeptTensors, Saves, Standing, sharded_of
 from potluck.save.state import tensors_json, tensors_of_json
 from potluck.shard.strategy import NoShard, ShardingStrategy
-from potluck.words import plural
+from potluck.words import plural, say
 
 if TYPE_CHECKING:
     from potluck.engine.layers import WholeLayers
@@ -195,7 +194,7 @@ class RunState:
     def interrupted(self, sentence: str) -> Interrupted:
         """An error to raise. Our launcher says its sentence; where there is none, it is said here."""
         if self.speaks and LAST_WORDS not in os.environ:
-            print(f"potluck: {sentence}", file=sys.stderr, flush=True)
+            say(sentence)
         return Interrupted(sentence)
 
     def notice(self, sentence: str) -> None:
@@ -205,7 +204,7 @@ class RunState:
 
     def _say(self, sentence: str) -> None:
         if self.speaks:
-            print(f"potluck: {sentence}", file=sys.stderr, flush=True)
+            say(sentence)
 
     def _prepared(self) -> Replica:
         if self.replica is None:

@@ -99,8 +99,8 @@ def _in_stages(wanted: Wanted, stages: Stages, device: torch.device, step: StepC
 
 
 def connect(invite: Invite, device: torch.device) -> Client:
-    from potluck.engine.elastic import say
     from potluck.engine.kinds import kind_of
+    from potluck.words import say
 
     client = Client(invite, name=name_of_worker(), kind=kind_of(device), say=say)
     client.connect()
