@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from potluck.engine import slices
-from potluck.engine.elastic_windows import Changes
+from potluck.engine.changes import Changes
 from potluck.engine.replica import find_blocks
 from potluck.errors import ConfigError
 
