@@ -6,10 +6,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from potluck.agree.divergence import Divergence
 from potluck.agree.policy import ApplyPolicy, Async, Cadence, Outer, Sync
 from potluck.agree.shares import share_out
-from potluck.agree.windows import Decision, Pool, Report, Windows, after
+from potluck.agree.windows import Decision, Divergence, Pool, Report, Windows, after
 from potluck.engine.loader import even_batches
 from potluck.errors import ConfigError
 

@@ -17,8 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from potluck.errors import TheirProtocolError, WorkerLost
-from potluck.stages.buffers import Buffers
-from potluck.stages.channel import WHAT, Label
+from potluck.stages.channel import WHAT, Buffers, Label
 from potluck.store.tensors import MAX_DIMENSIONS, Header
 from potluck.tensor_bytes import raw, to_bytes
 

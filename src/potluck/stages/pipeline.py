@@ -23,7 +23,6 @@ class Stage(Protocol):
     def forward(self, micro: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """What goes to the next stage; of the last stage, what the backward starts from: one number, or nothing, where
         the micro-batch has no samples."""
-        ...
 
     def weights(self) -> Sequence[nn.Parameter]: ...
 

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from potluck.errors import ConfigError
-from potluck.stages.between import Crossing, Ear, Inputs
-from potluck.stages.forms import arguments, fill, has_form, pick, put, tensors_in, with_arguments
+from potluck.stages.forms import Crossing, Ear, Inputs, arguments, fill, has_form, pick, put, tensors_in, with_arguments
 from potluck.stages.plan import Form
 
 Activation = tuple[Tensor, ...]
