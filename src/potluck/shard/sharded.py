@@ -73,7 +73,7 @@ class Sharded:
         norm = total_norm(self.gradients())
         if self.collectives.world == 1:
             return norm
-        square = norm.cpu().double().square()
+        square = norm.double().square()
         self.collectives.start_sum(square).wait()
         return square.sqrt()
 

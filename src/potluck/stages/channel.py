@@ -1,7 +1,8 @@
 """Channel: what the stages of one replica say to each other. Named tensors, whichever way they travel.
 
 Every tensor is announced by a Header, which the receiver checks before it takes any memory. Knows no way to travel:
-direct.py and datastore.py do. Buffers are the memory for what is received."""
+direct.py and datastore.py do. Buffers are the memory for what is received.
+"""
 
 import weakref
 from collections import deque

@@ -2,7 +2,8 @@
 
 Most models do nothing between their layers. Others add a residual, scale it, or drop some of it: `x = x + block(x)`.
 Then a cut lies behind an operation rather than behind a layer. `Ear` hears those operations while the model runs, and
-both stages find the cut by the operation's name and its place in the code."""
+both stages find the cut by the operation's name and its place in the code.
+"""
 
 import itertools
 import sys
@@ -14,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves
 
 from potluck.errors import ConfigError
 from potluck.stages.plan import Form, Layer
@@ -83,9 +84,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 def all_tensors(value: Any) -> list[Tensor]:
     """Also in whatever else torch knows to take apart, such as what models of Hugging Face return."""
-    found: list[Tensor] = []
-    tree_map(lambda one: found.append(one) if isinstance(one, Tensor) else None, value)
-    return found
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def pick(form: Form, value: Any, what: str) -> list[Tensor]:

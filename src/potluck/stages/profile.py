@@ -1,26 +1,28 @@
 """survey: a model's layers, found by running it once, and proven by running it once more, cut after every layer.
 
 measure: what each of them costs, run as a stage of its own. Both leave the model, its buffers, its gradients and the
-random generators as they were."""
+random generators as they were.
+"""
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from potluck.errors import ConfigError
 from potluck.stages.chain import Chain, find_chain, parameters_of
 from potluck.stages.changes import buffers_outside, check_one, copies, differing
 from potluck.stages.cut import LossOf, Stage, cut
 from potluck.stages.forms import all_tensors
-from potluck.stages.plan import Layer, Plan, table, tell_bytes
+from potluck.stages.plan import Layer, Plan, table
 from potluck.stages.seats import Activation, generators_of
 from potluck.stages.watch import SEED, Crossings, Watch
+from potluck.words import size
 
 
 def survey(model: nn.Module, loss_of: LossOf, batch: Any) -> tuple[Layer, ...]:
@@ -176,7 +178,7 @@ class Profile:
         rows = [("layer", "", "", "parameters", "ms", "kept/row", "sent/row")]
         for number, layer in enumerate(self.layers):
             counts = (f"{layer.parameters:,}", f"{layer.seconds * 1000:.2f}")
-            sizes = (tell_bytes(layer.kept_bytes), tell_bytes(layer.sent_bytes) if layer.output else "-")
+            sizes = (size(layer.kept_bytes), size(layer.sent_bytes) if layer.output else "-")
             rows.append((str(number), layer.name, "", *counts, *sizes))
         return table(rows)
 
@@ -240,44 +242,36 @@ def _measure_layer(
         return tensor
 
     trained = [parameter for parameter in stage.model.parameters() if parameter.requires_grad]
-    clock = _Clock(stage._device(activation))
+    device, started_s = stage._device(activation), 0.0
+
+    def start() -> None:
+        nonlocal started_s
+        started_s = _now_s(device)
+
     times: list[float] = []
     until_s = time.perf_counter() + at_least_s
     while len(times) <= repeats or time.perf_counter() < until_s:
         given = tuple(tensor.clone().requires_grad_(tensor.is_floating_point()) for tensor in activation)
-        stage._now.on_enter = clock.start
-        if not times:  # the first warms up, and its bytes are counted
-            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-                result = stage.run(loss_of, batch, given, seed=SEED)
-        else:
+        stage._now.on_enter = start
+        # The first warms up, and its bytes are counted.
+        counting = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+        with nullcontext() if times else counting:
             result = stage.run(loss_of, batch, given, seed=SEED)
         stage._now.on_enter = None
         outputs = [one for one in all_tensors(result) if one.requires_grad]
         inputs = [*trained, *(one for one in given if one.requires_grad)]
         if outputs and inputs:
             torch.autograd.grad(outputs, inputs, [torch.ones_like(one) for one in outputs], allow_unused=True)
-        times.append(clock.seconds())
+        times.append(_now_s(device) - started_s)
     return result, times[1:], sum(kept.values())
 
 
-class _Clock:
-    """Of a device that may run behind."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._started_s = 0.0
-
-    def start(self) -> None:
-        self._started_s = self._now_s()
-
-    def seconds(self) -> float:
-        return self._now_s() - self._started_s
-
-    def _now_s(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter()
+def _now_s(device: torch.device) -> float:
+    """A GPU may run behind."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def _moved(value: Any, device: torch.device) -> Any:
-    return tree_map(lambda one: one.to(device) if isinstance(one, Tensor) else one, value)
+    return tree_map_only(Tensor, lambda one: one.to(device), value)

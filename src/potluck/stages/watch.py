@@ -3,7 +3,8 @@
 Crossings: where the model can be cut between two layers, and what would go from one stage to the next. A cut lies
 behind a layer, or behind one of the operations that the model's own forward does after it: wherever all that is still
 needed was made by them. `x = x + block(x)` is cut behind the sum, since there only x is needed. What was made from
-parameters alone, by no layer, need not travel: every stage that uses it computes it anew."""
+parameters alone, by no layer, need not travel: every stage that uses it computes it anew.
+"""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from potluck.errors import ConfigError
 from potluck.stages.chain import Chain
@@ -189,9 +190,7 @@ class Watch:
         self.events.append(Event(name, self.done, is_layer, form, behind, parameters, counted))
         numbers = iter(range(len(tensors)))
 
-        def sever(one: Any) -> Any:
-            if not isinstance(one, Tensor):
-                return one
+        def sever(one: Tensor) -> Tensor:
             index = next(numbers)
             # A view must stay one, and one without a graph has none to sever; but a layer's is used by what follows.
             if not one.is_floating_point() or not (is_layer or (one.requires_grad and not one._is_view())):
@@ -201,7 +200,7 @@ class Watch:
             self._kept.append(leaf)  # its id has to stay its own
             return leaf.clone()
 
-        return tree_map(sever, output)
+        return tree_map_only(Tensor, sever, output)
 
     def _end(self, result: Any) -> None:
         """The loss function has returned."""

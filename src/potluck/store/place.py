@@ -1,7 +1,8 @@
 """Place: where a store keeps its objects, and how its url is read; folder.py and bucket.py are the two there are.
 
 An object is a head of fixed size that says whose it is, and bytes, with one checksum of both. What the bytes mean is
-not known here."""
+not known here.
+"""
 
 import re
 import struct
