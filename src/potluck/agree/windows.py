@@ -13,7 +13,7 @@ from potluck.agree.elche import LEAST_TARGET, MOST_TARGET
 from potluck.agree.policy import Windowed, make_elche
 from potluck.agree.shares import share_out
 from potluck.errors import ConfigError
-from potluck.words import plural
+from potluck.words import check_at_least, plural
 
 RISING = 3
 """Windows in a row in which it rose."""
@@ -23,8 +23,7 @@ class Divergence:
     """Takes each window's largest |own - mean| / |mean| over the replicas."""
 
     def __init__(self, threshold: float) -> None:
-        if not threshold >= 0:
-            raise ValueError(f"a divergence threshold must be at least 0, not {threshold}")
+        check_at_least(0, threshold=threshold)
         self.threshold = threshold
         self._last: deque[float] = deque(maxlen=RISING + 1)
 

@@ -11,7 +11,7 @@ from itertools import accumulate
 from potluck.errors import ConfigError
 from potluck.stages.plan import HasLayers, Layer, Plan, tuple_of
 from potluck.stages.schedule import in_flight
-from potluck.words import size
+from potluck.words import check_at_least, size
 
 FROZEN_BYTES = 4
 """Of a parameter that is not trained."""
@@ -29,8 +29,7 @@ class Device:
     def __post_init__(self) -> None:
         if not 0 < self.speed < math.inf:
             raise ValueError(f"speed must be above 0, not {self.speed}")
-        if self.memory_bytes is not None and self.memory_bytes < 1:
-            raise ValueError(f"memory_bytes must be at least 1, not {self.memory_bytes}; leave it out for no limit")
+        check_at_least(1, memory_bytes=self.memory_bytes)
 
 
 def balance(
