@@ -28,7 +28,8 @@ from potluck.fleet.server import Server
 from potluck.fleet.uploads import CHUNKS_AHEAD
 from potluck.save import checkpoint_folder
 from potluck.save.checkpoint_receiver import CheckpointReceiver
-from potluck.wire import FrameReader, decode, encode
+from potluck.wire.codec import decode, encode
+from potluck.wire.frames import FrameReader
 from potluck.wire.messages import (
     Applied,
     EvaluateNext,

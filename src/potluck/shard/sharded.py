@@ -4,8 +4,10 @@ For each step: arm and backward, once or many times; then finish, and step or dr
 """
 
 from collections.abc import Sequence, Set
+from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -13,6 +15,27 @@ from potluck.shard.collectives import Collectives
 from potluck.shard.norm import total_norm
 from potluck.shard.ranges import Spec
 from potluck.shard.runs import Run, held_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class SplitRequest:
+    """A model and its optimizer that are to be split, and how, and over whom."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    device: torch.device
+    blocks: Sequence[nn.Module] = ()
+    """Modules that are whole only while they compute, one at a time."""
+    mean: bool = True
+    """Gradients are averaged over the ranks, and not summed."""
+    bf16: bool = False
+    """To compute in."""
+    offload: bool = False
+    """Each rank steps its part in host memory, and has its optimizer's state there."""
+    group: dist.ProcessGroup | None = None
+    """The ranks that hold it between them; none: all there are."""
+    nodes: dist.ProcessGroup | None = None
+    """If `group` is one node of several: the ranks of our place in each."""
 
 
 class Sharded:
@@ -73,7 +96,7 @@ class Sharded:
         norm = total_norm(self.gradients())
         if self.collectives.world == 1:
             return norm
-        square = norm.cpu().double().square()
+        square = norm.double().square()
         self.collectives.start_sum(square).wait()
         return square.sqrt()
 
