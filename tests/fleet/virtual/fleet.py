@@ -12,8 +12,9 @@ from potluck.fleet.journal import Journal
 from potluck.fleet.ledger import prove
 from potluck.fleet.run_state import Standing
 from tests.fleet.virtual.clock import VirtualClock
+from tests.fleet.virtual.disk import Disk
 from tests.fleet.virtual.faults import FaultScript
-from tests.fleet.virtual.host import Disk, Host
+from tests.fleet.virtual.host import Host
 from tests.fleet.virtual.line import Line
 from tests.fleet.virtual.toy import BATCH, EPOCHS, PATIENCE_S, ROWS, SECRET, State, undisturbed
 from tests.fleet.virtual.worker import Worker
@@ -145,11 +146,11 @@ class Fleet:
             for m in self.core.membership.members.values()
         ]
         workers = [
-            f"{w.name}: step {w.state.step}, waits for {w._waits}, inbox {list(w._inbox)[:2]}, error {w.error}"
+            f"{w.name}: step {w.state.step}, waits for {w.waits}, inbox {list(w.inbox)[:2]}, error {w.error}"
             for w in self.workers.values()
-            if not w.dead and not w.done
+            if w.is_alive
         ]
-        held = [line.peer for line in self.host.lines.values() if line.held]
+        held = [line.peer for line in self.host.lines.values() if line.connection and line.connection.held]
         under = self.core.now
         step = f"{under.step} with {len(under.reports)} reports of {under.slices} slices" if under else "none"
         return (
