@@ -24,14 +24,13 @@ class Changes:
         own: Callable[[nn.Parameter], list[Tensor]] = lambda parameter: [parameter.data],
     ) -> None:
         """`own`: the memory of what is here of a parameter; of one that is split it may be a part, or nothing."""
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        insist_on_float32(trained)
         self._buffers = SavedBuffers(model)
         planned = plan_parts(model, blocks)
         self.described = tuple(part for part, _ in planned) + self._buffers.parts
         self.planned = [parameters for _, parameters in planned]
         """The parameters of each part."""
         self._parameters = [[piece for each in parameters for piece in own(each)] for _, parameters in planned]
+        insist_on_float32([piece for pieces in self._parameters for piece in pieces])
         self._flats = [(allocate or _zeros)(sum(map(Tensor.numel, of)), of[0]) for of in self._parameters]
         """While a window is open, the parameters that it began with; then what it changed, weighted."""
         self._before: list[Tensor] = []

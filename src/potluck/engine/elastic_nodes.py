@@ -33,7 +33,6 @@ class NodeEngine(ElasticWindowEngine):
     def _make_changes(self, replica: Replica) -> Changes:
         assert hasattr(replica, "sharded")
         changes = NodeChanges(replica, self.link, self.client)  # type: ignore[arg-type]
-        self.client.parts = changes.parts
         self.client.on_stop = self._on_stop
         return changes
 

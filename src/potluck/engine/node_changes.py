@@ -1,16 +1,13 @@
 """What a window changed in a replica that several ranks of one machine hold between them."""
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from potluck.engine.changes import Changes
 from potluck.engine.node_client import NodeClient
-from potluck.engine.node_parts import NodeParts, Stretch
-from potluck.fleet.description import BUFFERS
-from potluck.link.link import GroupLink, Link
+from potluck.link.link import Link
 from potluck.shard.blocks import find_blocks
 
 if TYPE_CHECKING:
@@ -22,21 +19,20 @@ class NodeChanges(Changes):
     """What a window changed in a replica that is split: each rank has what it holds, and the first sends the parts."""
 
     def __init__(self, replica: "ShardedReplica", link: Link, client: NodeClient) -> None:
-        model, blocks = replica.model, find_blocks(replica.model)
-        held = held_numbers(replica.sharded)
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
-        super().__init__(model, blocks, own=lambda each: [numbers for _, numbers in held[names[id(each)]]])
-        own = [_stretches([held[names[id(each)]] for each in part], part) for part in self.planned]
-        own += [[(0, part.floats)] for part in self._buffers.parts]
-        most = max(part.floats for part in self.described if part.component != BUFFERS)
-        client.make_room(most)
-        assert isinstance(link, GroupLink)
-        self.parts = NodeParts(link, self.described, own, lambda floats: torch.from_numpy(client.allocate(floats)))
-        self._link, self._client = link, client
+        model, sharded = replica.model, replica.sharded
+        # Of one of which this rank has nothing, no numbers: a part has a device all the same.
+        nothing = torch.empty(0, device=replica.device)
+        super().__init__(
+            model,
+            find_blocks(model),
+            own=lambda each: [run.parameter.data.view(-1) for _, run in sharded.held_of([each])] or [nothing],
+        )
+        held = [sharded.held_of(part) for part in self.planned]
+        self.parts = client.collect_parts(self.described[: len(held)], held, self.described[len(held) :])
+        self._link = link
         self._share = replica.on_parts_written
 
     def _whole(self, index: int, changed: Tensor) -> Tensor | None:
-        self._client.flush()  # the part before lies where this one is put together
         return self.parts.collect(index, changed)
 
     def _of_replica(self, squares: list[float]) -> list[float]:
@@ -55,13 +51,4 @@ def held_numbers(sharded: "Sharded") -> dict[str, list[tuple[int, Tensor]]]:
     where = next((numbers.device for pieces in found.values() for _, numbers in pieces), torch.device("cpu"))
     for name, spec in sharded.split.items():
         found.setdefault(name, [(0, torch.empty(0, dtype=spec.dtype, device=where))])
-    return found
-
-
-def _stretches(held: Sequence[list[tuple[int, Tensor]]], parameters: Sequence[nn.Parameter]) -> list[Stretch]:
-    """Where in a part of these parameters, end to end, the held numbers are."""
-    found, at = [], 0
-    for parameter, pieces in zip(parameters, held, strict=True):
-        found += [(at + start, at + start + numbers.numel()) for start, numbers in pieces]
-        at += parameter.numel()
     return found
