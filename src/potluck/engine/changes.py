@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from potluck.engine.averages import difference_, finite_norm
 from potluck.engine.buckets import Allocate, split_like
 from potluck.engine.buffers import SavedBuffers
-from potluck.engine.slices import insist_on_float32, plan_parts
+from potluck.engine.slices import digest_and_glance, glance, insist_on_float32, plan_parts
 
 
 class Changes:
@@ -26,6 +26,7 @@ class Changes:
         """`own`: the memory of what is here of a parameter; of one that is split it may be a part, or nothing."""
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         insist_on_float32(trained)
+        self._model = model
         self._buffers = SavedBuffers(model)
         planned = plan_parts(model, blocks)
         self.described = tuple(part for part, _ in planned) + self._buffers.parts
@@ -60,6 +61,17 @@ class Changes:
     @property
     def agreed_buffers(self) -> list[Tensor]:
         return self._before if self.is_open else self._buffers.now()
+
+    def _agreed(self) -> list[Tensor]:
+        starts = self.starts()
+        return [*(starts.get(id(parameter), parameter) for parameter in self._model.parameters()), *self.agreed_buffers]
+
+    def hash_weights(self) -> tuple[str, Tensor]:
+        """The digest of what all agreed on last, and a glance at it."""
+        return digest_and_glance(self._agreed())
+
+    def glance(self) -> Tensor:
+        return glance(self._agreed())
 
     def exact(self) -> bytes:
         """What the window changed in buffers that have no mean. Before finish()."""

@@ -1,5 +1,6 @@
 """What a window changed in a replica that several ranks of one machine hold between them."""
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -9,8 +10,9 @@ from torch import Tensor, nn
 from potluck.engine.changes import Changes
 from potluck.engine.node_client import NodeClient
 from potluck.engine.node_parts import NodeParts, Stretch
+from potluck.engine.slices import hash_sums, sums_of, sums_of_piece
 from potluck.fleet.description import BUFFERS
-from potluck.link.link import GroupLink, Link
+from potluck.link.link import GroupLink
 from potluck.shard.blocks import find_blocks
 
 if TYPE_CHECKING:
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 class NodeChanges(Changes):
     """What a window changed in a replica that is split: each rank has what it holds, and the first sends the parts."""
 
-    def __init__(self, replica: "ShardedReplica", link: Link, client: NodeClient) -> None:
+    def __init__(self, replica: "ShardedReplica", link: GroupLink, client: NodeClient) -> None:
         model, blocks = replica.model, find_blocks(replica.model)
         held = held_numbers(replica.sharded)
         names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -30,10 +32,12 @@ class NodeChanges(Changes):
         own += [[(0, part.floats)] for part in self._buffers.parts]
         most = max(part.floats for part in self.described if part.component != BUFFERS)
         client.make_room(most)
-        assert isinstance(link, GroupLink)
         self.parts = NodeParts(link, self.described, own, lambda floats: torch.from_numpy(client.allocate(floats)))
+        client.parts = self.parts
         self._link, self._client = link, client
-        self._share = replica.on_parts_written
+        self._sharded, self._share = replica.sharded, replica.on_parts_written
+        self._told = torch.zeros(0)
+        """What a glance gave with the last digest."""
 
     def _whole(self, index: int, changed: Tensor) -> Tensor | None:
         self._client.flush()  # the part before lies where this one is put together
@@ -44,6 +48,26 @@ class NodeChanges(Changes):
 
     def _on_written(self) -> None:
         self._share()
+
+    def hash_weights(self) -> tuple[str, Tensor]:
+        """Of the whole replica, as of one that is not split: each rank adds what its numbers come to."""
+        self._told = self._sums()
+        return hash_sums([self._told]), self._told
+
+    def glance(self) -> Tensor:
+        # In the middle of a window what all began with is not laid out as the parameters are.
+        return self._told if self.is_open else self._sums()
+
+    def _sums(self) -> Tensor:
+        sharded, sums = self._sharded, []
+        held = held_numbers(sharded)
+        for name, _ in sharded.model.named_parameters():
+            size = math.prod(sharded.split[name].shape)
+            pieces = [sums_of_piece(numbers, start, size).cpu() for start, numbers in held[name]]
+            sums.append(torch.stack(pieces).sum(dim=0))
+        told = torch.cat(sums)
+        self._link.start_sum(told).wait()
+        return torch.cat([told, *(sums_of(buffer).cpu() for buffer in self.agreed_buffers)])
 
 
 def held_numbers(sharded: "Sharded") -> dict[str, list[tuple[int, Tensor]]]:
