@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
-from potluck.agree.policy import ApplyPolicy, Async, Cadence, Sync, Windowed
+from potluck.agree.policy import ApplyPolicy, Async, Cadence, Outer, Sync, Windowed
 from potluck.agree.terms import BUILD, SAME_DATA, Fingerprint, check_fingerprint, differing_data, differing_settings
 from potluck.errors import TheirProtocolError
 from potluck.wire.words import clean_all
@@ -35,6 +35,8 @@ _SETTINGS = {
     Cadence.kind: ("anchor", "max_anchor", "overhead_target", "max_batch_diff"),
     Async.kind: ("anchor", "max_anchor", "overhead_target", "max_batch_diff", "divergence_threshold"),
 }
+_SWITCHES = ("overlap", "outer")
+"""Told where they are set: an older version, or a journal of one, has none of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +90,7 @@ class Description:
     @property
     def windowed(self) -> Windowed | None:
         """The policy, if workers step by themselves under it; none under Sync."""
-        kind = _WINDOWED.get(self.policy)
-        return kind(**self.settings) if kind is not None else None
+        return _made(self.policy, self.settings) if self.policy in _WINDOWED else None
 
     def steps_at(self, epoch: int, row: int) -> int:
         """How many batches of the run are done at this place, the last maybe in part."""
@@ -201,21 +202,38 @@ _MAY_DIFFER = ("data", "training", "settings", "told", "rows_limit", "state_byte
 
 def settings_of(policy: ApplyPolicy) -> dict[str, Any]:
     """What a description tells of a policy."""
-    return {name: getattr(policy, name) for name in _SETTINGS.get(policy.kind, ())}
+    told = {name: getattr(policy, name) for name in _SETTINGS.get(policy.kind, ())}
+    switched = {name: value for name in _SWITCHES if (value := getattr(policy, name, None))}
+    return told | {name: asdict(value) if name == "outer" else value for name, value in switched.items()}
+
+
+def _made(policy: str, settings: dict[str, Any]) -> Windowed:
+    outer = {"outer": Outer(**settings["outer"])} if "outer" in settings else {}
+    return _WINDOWED[policy](**settings | outer)
 
 
 def _check_settings(policy: str, settings: Any) -> None:
     names = _SETTINGS.get(policy)
-    if names is None or not isinstance(settings, dict) or {*settings} != {*names}:
+    switches = _SWITCHES if policy in _WINDOWED else ()
+    if names is None or not isinstance(settings, dict) or {*settings} - {*switches} != {*names}:
         raise ValueError("policy is sync, cadence or async, with all of its settings and no others")
     for name, value in settings.items():
         if name in ("overhead_target", "divergence_threshold"):
-            if not isinstance(value, int | float) or isinstance(value, bool) or abs(value) > MAX_WHOLE:
-                raise ValueError(f"{repr(value)[:40]} is no number")
-        else:
+            _number(value)
+        elif name == "outer":
+            for number in value.values():
+                _number(number)
+        elif name != "overlap":
             _whole(value, none=name == "max_batch_diff")
+        elif value is not True:
+            raise ValueError("overlap is told where it is on")
     if policy in _WINDOWED:
-        _WINDOWED[policy](**settings)
+        _made(policy, settings)
+
+
+def _number(value: Any) -> None:
+    if not isinstance(value, int | float) or isinstance(value, bool) or abs(value) > MAX_WHOLE:
+        raise ValueError(f"{repr(value)[:40]} is no number")
 
 
 def _whole(value: Any, *, none: bool = False) -> int | None:
