@@ -170,7 +170,7 @@ MALFORMED = {
     "overhead_target a string": changed(policy="async", settings=WINDOWED.settings | {"overhead_target": "0.1"}),
     "overhead_target infinite": changed(policy="async", settings=WINDOWED.settings | {"overhead_target": float("inf")}),
     "threshold NaN": changed(policy="async", settings=WINDOWED.settings | {"divergence_threshold": float("nan")}),
-    "overlap told where it is off": changed(policy="async", settings=WINDOWED.settings | {"overlap": False}),
+    "overlap a number": changed(policy="async", settings=WINDOWED.settings | {"overlap": 1}),
     "outer a list": changed(policy="async", settings=WINDOWED.settings | {"outer": [0.7, 0.9]}),
     "outer with more": changed(policy="async", settings=WINDOWED.settings | {"outer": {"lr": 0.7, "more": 1}}),
     "outer with a switch": changed(policy="async", settings=WINDOWED.settings | {"outer": {"lr": True}}),
@@ -283,7 +283,7 @@ def test_a_difference_is_a_sentence(change: dict[str, Any], sentence: str) -> No
         ("anchor", 5, "This run has policy.anchor = 10, and you have 5."),
         ("max_batch_diff", None, "This run has policy.max_batch_diff = 3, and you have None."),
         ("divergence_threshold", 0.1, "This run has policy.divergence_threshold = 0.05, and you have 0.1."),
-        ("overlap", True, "This run has policy.overlap = None, and you have True."),
+        ("overlap", True, "This run has policy.overlap = False, and you have True."),
         ("outer", {"lr": 0.5}, "This run has policy.outer = None, and you have {'lr': 0.5}."),
     ],
 )

@@ -35,8 +35,8 @@ _SETTINGS = {
     Cadence.kind: ("anchor", "max_anchor", "overhead_target", "max_batch_diff"),
     Async.kind: ("anchor", "max_anchor", "overhead_target", "max_batch_diff", "divergence_threshold"),
 }
-_SWITCHES = ("overlap", "outer")
-"""Told where they are set: an older version, or a journal of one, has none of them."""
+_SWITCHES: dict[str, Any] = {"overlap": False, "outer": None}
+"""Of the same policies, told only where they are not this: what an older version tells and expects has none of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +184,8 @@ class Description:
             if name not in _MAY_DIFFER and mine != theirs:
                 otherwise = f"This run has {name} = {mine}, and you have {theirs}"
                 return f"{words.get(name, otherwise)}. {BUILD}"
-        changed = {f"policy.{name}": pair for name, pair in differing_settings(self.settings, other.settings).items()}
+        ours, others = _SWITCHES | self.settings, _SWITCHES | other.settings
+        changed = {f"policy.{name}": pair for name, pair in differing_settings(ours, others).items()}
         for name, (mine, theirs) in (changed | differing_settings(self.training, other.training)).items():
             return f"This run has {name} = {mine}, and you have {theirs}. {BUILD}"
         if (where := differing_data(self.data, other.data)) is not None:
@@ -202,9 +203,10 @@ _MAY_DIFFER = ("data", "training", "settings", "told", "rows_limit", "state_byte
 
 def settings_of(policy: ApplyPolicy) -> dict[str, Any]:
     """What a description tells of a policy."""
-    told = {name: getattr(policy, name) for name in _SETTINGS.get(policy.kind, ())}
-    switched = {name: value for name in _SWITCHES if (value := getattr(policy, name, None))}
-    return told | {name: asdict(value) if name == "outer" else value for name, value in switched.items()}
+    found = {name: getattr(policy, name) for name in _SETTINGS.get(policy.kind, ())}
+    switched = {name: getattr(policy, name) for name in _SWITCHES if found}
+    found |= {name: value for name, value in switched.items() if value != _SWITCHES[name]}
+    return found | ({"outer": asdict(found["outer"])} if "outer" in found else {})
 
 
 def _made(policy: str, settings: dict[str, Any]) -> Windowed:
@@ -214,8 +216,8 @@ def _made(policy: str, settings: dict[str, Any]) -> Windowed:
 
 def _check_settings(policy: str, settings: Any) -> None:
     names = _SETTINGS.get(policy)
-    switches = _SWITCHES if policy in _WINDOWED else ()
-    if names is None or not isinstance(settings, dict) or {*settings} - {*switches} != {*names}:
+    switches = {*_SWITCHES} if names else set()
+    if names is None or not isinstance(settings, dict) or {*settings} - switches != {*names}:
         raise ValueError("policy is sync, cadence or async, with all of its settings and no others")
     for name, value in settings.items():
         if name in ("overhead_target", "divergence_threshold"):
@@ -225,8 +227,8 @@ def _check_settings(policy: str, settings: Any) -> None:
                 _number(number)
         elif name != "overlap":
             _whole(value, none=name == "max_batch_diff")
-        elif value is not True:
-            raise ValueError("overlap is told where it is on")
+        elif not isinstance(value, bool):
+            raise ValueError(f"{repr(value)[:40]} is neither true nor false")
     if policy in _WINDOWED:
         _made(policy, settings)
 
