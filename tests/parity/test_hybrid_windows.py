@@ -146,8 +146,8 @@ def look_and_stop() -> dict[str, Any]:
             fleet.backward(F.mse_loss(model(x), y), samples=len(x))
             fleet.step()
             rates.append(optimizer.param_groups[0]["lr"])
-        for part in fleet.run.replica.parts():
-            part.zero_()
+        for run in fleet.run.replica.owned():
+            run.parameter.data.zero_()
         fleet.run.replica.on_parts_written()
         return {
             "losses": losses,

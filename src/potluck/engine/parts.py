@@ -45,13 +45,12 @@ def in_stages(run: RunState, depot: "StoreRun | None") -> Parts:
 
 def under_host(run: RunState, client: "Client | NodeClient") -> Parts:
     """A worker of a host; the link is of the ranks that are this worker together."""
-    from potluck.engine.changes import Changes
     from potluck.engine.host_keeper import HostKeeper
     from potluck.engine.led_rounds import LedRounds
-    from potluck.engine.node_changes import NodeChanges
+    from potluck.engine.means import HostMean
+    from potluck.engine.node_mean import NodeMean
     from potluck.engine.slice_steps import SliceSteps
     from potluck.engine.window_steps import WindowSteps
-    from potluck.shard.blocks import find_blocks
 
     layers, composed = WholeLayers(run), run.composition
     keeper = HostKeeper(run, layers, client)
@@ -60,9 +59,9 @@ def under_host(run: RunState, client: "Client | NodeClient") -> Parts:
         if composed.window is None:
             return SliceSteps(run, replica, keeper.led, sender)
         if composed.split is None:
-            changes = Changes(replica.model, find_blocks(replica.model), sender.make_room(replica.model))
+            mean = HostMean(sender.send, sender.begin, sender.make_room(replica.model))
         else:
-            changes = NodeChanges(replica, run.link, client)  # type: ignore[arg-type]
-        return WindowSteps(run, layers, keeper.led, sender, changes)
+            mean = NodeMean(sender.send, sender.begin, run.link, client)  # type: ignore[arg-type]
+        return WindowSteps(run, layers, keeper.led, sender, mean)
 
     return Parts(layers, LedRounds(run, layers, keeper, make_work), keeper)

@@ -1,14 +1,19 @@
 """A replica that is split over ranks: the strategies of shard/, behind what an engine asks of a replica."""
 
 import hashlib
+import math
 import time
+from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from potluck.engine.replica import Replica, as_bytes, find_batch_norm
+from potluck.engine.replica import Agreed, Replica, as_bytes, find_batch_norm
+from potluck.engine.weight_hash import hash_sums, sums_of, sums_of_piece
 from potluck.errors import ConfigError
 from potluck.link.link import Alone, Link
+from potluck.shard.runs import Run, Span
 from potluck.shard.sharded import Sharded
 from potluck.shard.splitting import shard_over
 from potluck.shard.strategy import ShardingStrategy
@@ -66,13 +71,42 @@ class ShardedReplica(Replica):
             raise ConfigError(f"strategy: {error}.") from None
         self.sharded.asks = False  # workers' pulses say whether any has left a parameter unused
         self.names = {id(run.parameter): f"run {index}" for index, run in enumerate(self.sharded.runs)}
+        self.outer.names = self.names
         self.trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+    def held(self) -> dict[str, list[Run]]:
+        sharded = self.sharded
+        found: dict[str, list[Run]] = {}
+        for run in (*sharded.runs, *sharded.rest):
+            found.setdefault(run.spans[0].name, []).append(run)
+        where = next((run.parameter.device for runs in found.values() for run in runs), torch.device("cpu"))
+        for name, spec in sharded.split.items():
+            empty = nn.Parameter(torch.empty(0, dtype=spec.dtype, device=where), requires_grad=False)
+            found.setdefault(name, [Run(empty, (Span(name, spec.shape, 0, 0),))])
+        return found
+
+    def owned(self) -> list[Run]:
         names = {name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
         # A frozen parameter may be the optimizer's all the same; averaging it could change its last bit.
-        self._parts = [run.parameter.data for run in self.sharded.runs if run.spans[0].name in names]
+        return [run for run in self.sharded.runs if run.spans[0].name in names]
 
-    def parts(self) -> list[Tensor]:
-        return self._parts
+    def hash_weights(self, agreed: Agreed, buffers: Sequence[Tensor]) -> tuple[str, Tensor]:
+        """Of the whole replica, as of one that is not split: each rank adds what its numbers come to."""
+        found = self.glance(agreed, buffers)
+        return hash_sums([found]), found
+
+    def glance(self, agreed: Agreed, buffers: Sequence[Tensor]) -> Tensor:
+        held, sums = self.held(), []
+        for name, _ in self.model.named_parameters():
+            size = math.prod(self.sharded.split[name].shape)
+            pieces = [
+                sums_of_piece(agreed.get(id(run.parameter), run.parameter.data), run.spans[0].start, size).cpu()
+                for run in held[name]
+            ]
+            sums.append(torch.stack(pieces).sum(dim=0))
+        told = torch.cat(sums)
+        self.link.start_sum(told).wait()
+        return torch.cat([told, *(sums_of(buffer).cpu() for buffer in buffers)])
 
     def on_parts_written(self) -> None:
         self.sharded.share()
@@ -131,7 +165,7 @@ class ShardedReplica(Replica):
         if not hasattr(self, "sharded"):
             super().align()
         elif self._across.world > 1:
-            for tensor in [*self._parts, *self._buffers.now()]:
+            for tensor in [*(run.parameter.data for run in self.owned()), *self._buffers.now()]:
                 self._across.broadcast(tensor)
             self.on_parts_written()
 

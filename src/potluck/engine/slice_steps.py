@@ -14,7 +14,7 @@ from potluck.engine.part_sender import PartSender
 from potluck.engine.replica import Replica
 from potluck.engine.rows import mix
 from potluck.engine.run_state import RunState
-from potluck.engine.slices import SliceSums, digest_and_glance, glance
+from potluck.engine.slices import SliceSums
 from potluck.errors import ConfigError
 from potluck.events import StepSkipped
 from potluck.fleet.description import Part
@@ -125,10 +125,10 @@ class SliceSteps:
         return nullcontext()
 
     def hash_weights(self) -> tuple[str, Tensor]:
-        return digest_and_glance(self._agreed_tensors())
+        return self._replica.hash_weights({}, self.sums.agreed_buffers)
 
     def glance(self) -> Tensor:
-        return glance(self._agreed_tensors())
+        return self._replica.glance({}, self.sums.agreed_buffers)
 
     def start_anew(self) -> None:
         self.sums.start_anew()
@@ -137,9 +137,6 @@ class SliceSteps:
         """The model is again as it was agreed on."""
         self.sums.reset()
         self.sums.restore_buffers()
-
-    def _agreed_tensors(self) -> list[Tensor]:
-        return [*self._replica.model.parameters(), *self.sums.agreed_buffers]
 
     def _send(self, report: SliceReport) -> None:
         self._led.client.send(report)

@@ -13,17 +13,19 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from potluck.agree.pulse import Verdict
-from potluck.engine.changes import Changes
 from potluck.engine.layers import Layers
 from potluck.engine.led import Led
 from potluck.engine.loader import MicroBatch, even_batches, plan_step
 from potluck.engine.local_steps import backward, end_batch, step_alone
+from potluck.engine.means import HostMean
 from potluck.engine.part_sender import PartSender
 from potluck.engine.rows import mix
 from potluck.engine.run_state import RunState
+from potluck.engine.window_delta import WindowDelta
 from potluck.errors import ConfigError
 from potluck.events import StepSkipped
 from potluck.fleet.description import Part
@@ -34,17 +36,25 @@ from potluck.wire.messages import Committed, SliceReport, Work
 class WindowSteps:
     is_repeatable = False
 
-    def __init__(self, run: RunState, layers: Layers, led: Led, sender: PartSender, changes: Changes) -> None:
+    def __init__(self, run: RunState, layers: Layers, led: Led, sender: PartSender, mean: HostMean) -> None:
         self._run = run
         self._layers = layers
         self._led = led
         self._sender = sender
-        self._changes = changes
-        self.divergence = self._norm = 0.0
+        self._mean = mean
+        assert run.composition.window is not None
+        self._delta = WindowDelta(run.prepared(), mean, run.composition.window.outer, within=run.link)
+        self._norm = 0.0
+        self._told = torch.zeros(0)
+        """What a glance gave with the last digest."""
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        return self._changes.described
+        return self._mean.described
+
+    @property
+    def divergence(self) -> float:
+        return self._delta.drift
 
     def seed_of(self, seed: int, micro: MicroBatch) -> int:
         return mix(seed, self._led.member.version + 1, micro.start)
@@ -56,7 +66,7 @@ class WindowSteps:
         self._whole = bounds[-1][1] - bounds[0][0]
         self._batches = 0
         self._samples = self._good_samples = self._good_loss = 0.0
-        self._changes.begin()
+        self._delta.begin()
         if self._run.scheduled is not None:
             self._run.scheduled.begin_window()
         self._run.start_of_step()
@@ -75,7 +85,7 @@ class WindowSteps:
             for micro in plan_step(first, end, loader.batch, shares, run.link.rank, **together):
                 yield replace(micro, number=number)
                 if is_void():
-                    self._changes.forget()
+                    self._delta.forget()
                     return
             if self._batches <= number:
                 raise ConfigError(
@@ -124,12 +134,11 @@ class WindowSteps:
                 busy_s,
                 b"",
                 self._batches,
-                self._changes.exact() if self._number == 0 else b"",
+                self._delta.exact() if self._number == 0 else b"",
             )
         )
         led.check_weights(in_step=True)  # what the window began with, which its change is counted from
-        for part, changed in self._changes.finish(self._samples * self._run.unit):
-            self._sender.send(part, changed)
+        self._delta.end(self._samples * self._run.unit)
 
     def count_rows(self, rows: int) -> None:
         assert self._run.loader is not None
@@ -137,24 +146,28 @@ class WindowSteps:
 
     def agree(self, committed: Committed, means: list[Tensor]) -> Verdict:
         """The mean of what all changed, from where all began."""
-        self.divergence = self._changes.apply(means, bytes(committed.buffers))
+        self._mean.take(means, bytes(committed.buffers))
+        self._delta.apply()
         return Verdict(committed.samples, committed.loss, self._norm, 1.0, None)
 
     # What all agreed on
 
     def hash_weights(self) -> tuple[str, Tensor]:
-        return self._changes.hash_weights()
+        digest, self._told = self._run.prepared().hash_weights(self._delta.agreed(), self._delta.agreed_buffers)
+        return digest, self._told
 
     def glance(self) -> Tensor:
-        return self._changes.glance()
+        if self._run.link.world > 1 and not self._delta.is_agreed:
+            return self._told  # to look costs the ranks a sum, and a look comes soon
+        return self._run.prepared().glance(self._delta.agreed(), self._delta.agreed_buffers)
 
     def as_agreed(self) -> AbstractContextManager[None]:
-        return self._changes.as_agreed()
+        return self._delta.as_agreed()
 
     def forget(self) -> None:
         self._run.prepared().drop()
-        self._changes.forget()
+        self._delta.forget()
 
     def start_anew(self) -> None:
         self._run.prepared().drop()
-        self._changes.start_anew()
+        self._delta.start_anew()
