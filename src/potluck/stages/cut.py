@@ -57,10 +57,6 @@ class Stage:
     _now: "Pass" = field(repr=False)
 
     @property
-    def is_first(self) -> bool:
-        return self.index == 0
-
-    @property
     def is_last(self) -> bool:
         return self.index == len(self.plan.stages) - 1
 
