@@ -51,7 +51,7 @@ class StoreLink(Link):
         return self._groups.position
 
     def stand_at(self, position: Mapping[str, int]) -> None:
-        """Goes on from a position that was saved. Before anything else, and before the parts are made again."""
+        """Continues from a position that was saved. Before anything else, and before the parts are made again."""
         self._groups.stand_at(position)
 
     def durable(self, position: Mapping[str, int] | None = None) -> None:
@@ -154,7 +154,7 @@ class _Gather(_Operation):
 
 
 class Log:
-    """What workers told each other before the first step. A worker that starts again hears it from here."""
+    """What this worker heard from the others before the first step. If it starts again, it hears the same from here."""
 
     def __init__(self) -> None:
         self.told: list[Any] = []

@@ -50,7 +50,7 @@ def model_part(sharded: "Sharded", *, copies: bool = True) -> Pieces:
     for run in (*sharded.runs, *sharded.rest):
         for span, numbers in run.cut(run.parameter.detach()):
             pieces.add(span.name, span, numbers)
-    # On every rank: fully_shard's state_dict() also lets go of what is gathered, and whoever kept it after a forward
+    # On every rank: fully_shard's state_dict() also lets go of what is gathered, and a rank that kept it after a forward
     # without a backward would not gather it again together with the others.
     whole = whole_tensors(sharded)
     if sharded.collectives.rank == 0:

@@ -89,7 +89,7 @@ def load_beside(link: Link, standing: Standing, opened: Callable[[str], "Source"
 
 
 class Source(state.Tensors, Protocol):
-    """Tensors of a file: read here, or told by the rank that reads them."""
+    """Tensors of a file: read here, or sent by the rank that reads them."""
 
     @property
     def specs(self) -> Mapping[str, Spec]: ...

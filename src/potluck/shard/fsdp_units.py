@@ -34,7 +34,7 @@ class FullyShardedUnits:
         before_sum: Callable[[object], None],
         gathers_ahead: bool,
     ) -> None:
-        """`over`: all ranks that sum with each other, in one dimension or two. `before_sum`: told the unit.
+        """`over`: all ranks that sum with each other, in one dimension or two. `before_sum`: is called with the unit.
 
         `gathers_ahead`: in a forward, begin a block's gather while the one before it computes.
         """

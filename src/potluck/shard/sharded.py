@@ -112,7 +112,7 @@ class Sharded:
         raise NotImplementedError
 
     def share(self) -> None:
-        """After step(), or when this rank's runs were written: wherever parameters are kept whole, they are told."""
+        """After step(), or when this rank's runs were written: where parameters are kept whole, sends them the new numbers."""
 
     def settle(self) -> None:
         """Until all that share() began has arrived."""

@@ -116,7 +116,7 @@ def _means_over(losses: list[Mean], rows: int) -> Iterator[Mean]:
 
 
 def _joined(parts: list[Mean]) -> Mean:
-    """A step whose loss nobody told counts by its rows alone."""
+    """A step whose loss is not known counts by its rows alone."""
     told = [part for part in parts if math.isfinite(part.loss)]
     weight = sum(part.rows for part in told)
     loss = sum(part.rows * part.loss for part in told) / max(weight, 1) if told else math.nan
@@ -124,9 +124,9 @@ def _joined(parts: list[Mean]) -> Mean:
 
 
 SYNC, CADENCE = "#d55e00", "#0072b2"
-"""Told apart by colour-blind eyes, and in print."""
+"""Colour-blind eyes can distinguish them, and so can print."""
 MOST_LINES = 60
-"""More windows than these are not told apart, and have no lines between them."""
+"""With more windows than this, no lines are drawn between them: nobody could distinguish them."""
 
 
 def draw_losses(events: Path, picture: Path) -> Path:

@@ -166,7 +166,7 @@ class Trainer:
         engine = self.engine
         started = time.perf_counter()
         engine.told = asdict(self._run_started())
-        outlived = engine.recovery is not None or engine.is_restored  # then it stands where it goes on already
+        outlived = engine.recovery is not None or engine.is_restored  # then it stands where it resumes already
         resume = resume or outlived
         with self._listening(resume=resume), on_interrupt(engine.request_stop):
             if not (outlived or ((resume or engine.is_led) and self._load())):
