@@ -92,7 +92,10 @@ class Train:
     settings: Settings = field(default_factory=list)
 
     def __call__(self) -> int:
-        return _train(self.recipe, self.data, self.workers, self.out, self.settings, resume=self.resume, only=self.only)
+        workers = () if self.workers is None else (f"workers.count={self.workers}",)
+        settings = (*self.settings, *data_setting(self.data), *workers)
+        args = TrainArgs(recipe=self.recipe, settings=settings, out=self.out, resume=self.resume)
+        return launch(["--recipe", json.dumps(to_dict(args))], workers_of(args), self.only)
 
 
 @dataclass
@@ -281,22 +284,6 @@ def main() -> None:
 
 def _names() -> list[str]:
     return [next(info.name for info in each.__metadata__ if hasattr(info, "name")) for each in get_args(COMMANDS)]
-
-
-def _train(
-    recipe: str,
-    data: tuple[str, ...],
-    workers: int | None,
-    out: str | None,
-    settings: list[str],
-    *,
-    resume: bool,
-    only: int | None,
-) -> int:
-    extra = list(data_setting(data))
-    extra += [f"workers.count={workers}"] if workers is not None else []
-    args = TrainArgs(recipe=recipe, settings=(*settings, *extra), out=out, resume=resume)
-    return launch(["--recipe", json.dumps(to_dict(args))], workers_of(args), only)
 
 
 def _workers_config(count: int, threads: int | None) -> WorkersConfig:

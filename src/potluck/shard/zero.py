@@ -214,11 +214,6 @@ class ShardedOptimizer(Sharded):
 
     share, settle = broadcast_updated_params, wait  # what every way to split calls them
 
-    @torch.no_grad()
-    def drop(self) -> None:
-        self.finish()
-        self._forget()
-
     def _parameters(self) -> list[Tensor]:
         return [self.flat]
 
