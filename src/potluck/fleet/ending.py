@@ -29,7 +29,7 @@ class Ending:
         effects = self.rounds.take_away(member) + self.evaluations.give_back(member)
         if all(m.leaving for m in self.run.membership.holders):
             effects += self.rounds.abandon()  # nobody computes it: whoever comes gets the weights as they are
-        effects += self.admission.transfers.pass_over(member.peer, beyond=member.applied)
+        effects += self.weights.transfers.pass_over(member.peer, beyond=member.applied)
         return effects + self._part_with(member, leave)
 
     def _part_with(self, member: Member, leave: Leave) -> list[Effect]:
