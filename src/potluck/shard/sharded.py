@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from potluck.shard.collectives import Collectives
 from potluck.shard.norm import total_norm
 from potluck.shard.ranges import Spec
-from potluck.shard.runs import Run, Span, held_bytes, scaling
+from potluck.shard.runs import Run, held_bytes, scaling
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,21 +75,6 @@ class Sharded:
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             if (known := first.setdefault(id(parameter), name)) != name and known in self.split:
                 found[name] = known
-        return found
-
-    def held_of(self, parameters: Sequence[nn.Parameter]) -> list[tuple[int, Run]]:
-        """What this rank holds of these, laid end to end, and where in that it begins. The first has what is whole."""
-        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
-        runs: dict[str, list[Run]] = {}
-        for run in (*self.runs, *self.rest):
-            runs.setdefault(run.spans[0].name, []).append(run)
-        found, at = [], 0
-        for parameter in parameters:
-            name, size = names[id(parameter)], parameter.numel()
-            if name not in self.split and size and self.collectives.rank == 0:
-                found.append((at, Run(parameter, (Span(name, tuple(parameter.shape), 0, size),))))
-            found += [(at + run.spans[0].start, run) for run in runs.get(name, ())]
-            at += size
         return found
 
     def arm(self, *, last: bool) -> None:
