@@ -41,7 +41,6 @@ PURE = [
     "store/place.py",
     "stages/protocol.py",
     "wire/*.py",
-    "fleet/admission.py",
     "fleet/bounds.py",
     "fleet/coordinator.py",
     "fleet/effects.py",
@@ -62,7 +61,6 @@ PURE = [
     "fleet/stragglers.py",
     "fleet/transfers.py",
     "fleet/tree.py",
-    "fleet/uploads.py",
     "fleet/weights.py",
     "train/schedule.py",
 ]

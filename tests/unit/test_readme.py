@@ -4,10 +4,12 @@ import contextlib
 import dataclasses
 import inspect
 import io
+import os
 import re
 import shlex
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tyro
@@ -99,6 +101,22 @@ def test_the_first_run_gives_the_same_losses_on_one_worker_and_on_two() -> None:
     mine, theirs = ([float(loss) for loss in re.findall(r"loss ([\d.]+)\.", said)] for said in (alone, first))
     assert len(mine) == 3 and mine == pytest.approx(theirs, abs=2e-3)
     assert mine[-1] < 0.5 * mine[0]
+
+
+def last_samples(code: str, folder: str) -> float:
+    os.chdir(folder)
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(code, "guide", "exec"), names)
+    return float(names["fleet"].last_step.samples)
+
+
+def test_the_guides_trainer_and_loop_run_and_count_rows(tmp_path: Path) -> None:
+    whole, trainer = blocks(FIRST_RUN, "python")
+    begin = whole.split("fleet = ")[0]
+    scheduler = "scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)\n"
+    (loop,) = blocks(FIRST_RUN.with_name("your-own-loop.md"), "python")
+    for code in (begin + trainer, begin + scheduler + loop):
+        assert run_ranks(1, last_samples, code, str(tmp_path)) == [32.0]
 
 
 def test_the_api_page_names_every_public_thing_of_a_loop() -> None:

@@ -91,7 +91,7 @@ def test_a_workers_name_reaches_the_hosts_events_cleaned(tmp_path: Path) -> None
 
 def test_a_hosts_refusal_reaches_the_joiner_cleaned(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path)
-    fleet.server.core.run.finished = "over\x1b[2J"
+    fleet.server.core.finished = "over\x1b[2J"
     client = Client(fleet.invite, name="w", kind="cpu", say=lambda sentence: None)
     with pytest.raises(Exception, match=r"The run has ended: over\?\[2J"):
         client.connect()

@@ -316,7 +316,7 @@ class _Host:
             say(finish.reason)
             return 1
         saved = self._saved()
-        fault = self.server.core.save_fault
+        fault = self.server.core.saving.fault
         if fault:  # what is saved is older than what was trained
             say(f"{fault.removesuffix('.')}. What was trained after the newest checkpoint is lost.")
         if finish.reason == "interrupted":

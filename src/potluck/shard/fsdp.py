@@ -8,7 +8,7 @@ has; where ranks run other modules than the rest, it adds up what does not belon
 begin its collectives in an order that all ranks share (passes.py). This is the one place that knows its insides.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 from typing import Any
 
@@ -291,6 +291,8 @@ class FullySharded(Sharded):
         parts = {name: part for name, part in model.named_parameters() if isinstance(part, DTensor)}
         self.split = {name: Spec(shapes[name], part.dtype) for name, part in parts.items()}
         self._point_optimizer(parts, number, held)
+        self._is_loaded = False
+        """Whether the gradient came from elsewhere, and not from backwards."""
 
     def _split(self, blocks: Sequence[nn.Module], **options: Any) -> None:
         # One of no numbers stays as it is: torch cannot sum it.
@@ -358,8 +360,21 @@ class FullySharded(Sharded):
         if self._units is not None and not self._units.has_ended:
             self._units.take_part()
 
+    @property
+    def used(self) -> Set[str]:
+        return self._units.used if self._units is not None else self.split.keys()
+
+    @torch.no_grad()
+    def load(self, gradients: Sequence[Tensor | None]) -> None:
+        self.drop()
+        for run, gradient in zip(self.runs, gradients, strict=True):
+            run.parameter.grad = None if gradient is None else gradient.to(run.parameter.device).view_as(run.parameter)
+        self._is_loaded = True
+
     @torch.no_grad()
     def finish(self) -> None:
+        if self._is_loaded:
+            return
         self.end_backward()
         if self._lent is not None:
             self._lent.finish()
@@ -382,6 +397,7 @@ class FullySharded(Sharded):
         self._forget()
 
     def _forget(self) -> None:
+        self._is_loaded = False
         for run, source in zip(self.runs, self._sources, strict=True):
             run.parameter.grad = source.grad = None
         self._summed.clear()

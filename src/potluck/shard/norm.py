@@ -25,6 +25,14 @@ def total_norm(tensors: Sequence[Tensor]) -> Tensor:
     return torch.tensor(_norm_in_float64(tensors), dtype=torch.float64)
 
 
+@torch.no_grad()
+def norms_of(tensors: Sequence[Tensor]) -> Tensor:
+    """Of each by itself, to the bit as total_norm() has them before it takes them together."""
+    is_foreach = tensors[0].is_cuda
+    found = torch._foreach_norm(list(tensors)) if is_foreach else [torch.linalg.vector_norm(t) for t in tensors]
+    return torch.stack(list(found))
+
+
 def _norm_in_float64(tensors: Sequence[Tensor]) -> float:
     pieces = [piece for tensor in tensors for piece in torch.split(tensor.detach().reshape(-1), AT_ONCE)]
     return math.sqrt(sum(float(piece.double().square().sum()) for piece in pieces))

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from potluck.shard.collectives import Collectives
 from potluck.shard.norm import total_norm
 from potluck.shard.ranges import Spec
-from potluck.shard.runs import Run, held_bytes, scaling
+from potluck.shard.runs import Run, Span, held_bytes, scaling
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +77,21 @@ class Sharded:
                 found[name] = known
         return found
 
+    def held_of(self, parameters: Sequence[nn.Parameter]) -> list[tuple[int, Run]]:
+        """What this rank holds of these, laid end to end, and where in that it begins. The first has what is whole."""
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        runs: dict[str, list[Run]] = {}
+        for run in (*self.runs, *self.rest):
+            runs.setdefault(run.spans[0].name, []).append(run)
+        found, at = [], 0
+        for parameter in parameters:
+            name, size = names[id(parameter)], parameter.numel()
+            if name not in self.split and size and self.collectives.rank == 0:
+                found.append((at, Run(parameter, (Span(name, tuple(parameter.shape), 0, size),))))
+            found += [(at + run.spans[0].start, run) for run in runs.get(name, ())]
+            at += size
+        return found
+
     def arm(self, *, last: bool) -> None:
         """Before each backward. `last`: the step comes after it."""
 
@@ -102,6 +117,25 @@ class Sharded:
 
     def gradients(self) -> list[Tensor]:
         return [run.parameter.grad for run in self.runs if run.parameter.grad is not None]
+
+    @property
+    def used(self) -> Set[str]:
+        """Parameters that got a gradient in this step: on this rank, or already known to on another. After finish()."""
+        raise NotImplementedError
+
+    def run_gradients(self) -> list[Tensor | None]:
+        """The whole gradient of each of this rank's runs. After finish()."""
+        return [run.parameter.grad for run in self.runs]
+
+    @torch.no_grad()
+    def load(self, gradients: Sequence[Tensor | None]) -> None:
+        """The gradient of each of this rank's runs, from elsewhere: step() steps on it. None: nobody has used it."""
+        self.drop()
+        for place, gradient in zip(self.run_gradients(), gradients, strict=True):
+            assert place is not None
+            place.zero_() if gradient is None else place.copy_(gradient.view_as(place))
+        pairs = zip(self.runs, gradients, strict=True)
+        self._idle = {run.spans[0].name for run, gradient in pairs if gradient is None}
 
     @torch.no_grad()
     def step(self, scale: float = 1.0) -> None:

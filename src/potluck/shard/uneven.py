@@ -17,7 +17,7 @@ or run them in another order, passes.py keeps the ranks together.
 Why this is not torch's fully_shard: docs/decisions/0012-uneven-shards-have-their-own-engine.md.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from functools import partial
 from typing import Any
 
@@ -109,6 +109,10 @@ class UnevenShards(Sharded):
         self._used.clear()
         self._idle = frozenset()
         self._in_backward, self._current = False, None
+
+    @property
+    def used(self) -> Set[str]:
+        return self._used
 
     @property
     def has_unused(self) -> bool:
