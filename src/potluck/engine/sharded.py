@@ -78,7 +78,7 @@ class ShardedReplica(Replica):
         where = next((run.parameter.device for runs in found.values() for run in runs), torch.device("cpu"))
         for name, spec in sharded.split.items():
             empty = nn.Parameter(torch.empty(0, dtype=spec.dtype, device=where), requires_grad=False)
-            found.setdefault(name, [Run(empty, (Span(name, spec.shape, 0, 0),))])
+            found.setdefault(name, [Run(empty, Span(name, spec.shape, 0, 0))])
         return found
 
     def owned(self) -> list[Run]:

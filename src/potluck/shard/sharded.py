@@ -82,13 +82,13 @@ class Sharded:
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         runs: dict[str, list[Run]] = {}
         for run in (*self.runs, *self.rest):
-            runs.setdefault(run.spans[0].name, []).append(run)
+            runs.setdefault(run.span.name, []).append(run)
         found, at = [], 0
         for parameter in parameters:
             name, size = names[id(parameter)], parameter.numel()
             if name not in self.split and size and self.collectives.rank == 0:
-                found.append((at, Run(parameter, (Span(name, tuple(parameter.shape), 0, size),))))
-            found += [(at + run.spans[0].start, run) for run in runs.get(name, ())]
+                found.append((at, Run(parameter, Span(name, tuple(parameter.shape), 0, size))))
+            found += [(at + run.span.start, run) for run in runs.get(name, ())]
             at += size
         return found
 
@@ -135,7 +135,7 @@ class Sharded:
             assert place is not None
             place.zero_() if gradient is None else place.copy_(gradient.view_as(place))
         pairs = zip(self.runs, gradients, strict=True)
-        self._idle = {run.spans[0].name for run, gradient in pairs if gradient is None}
+        self._idle = {run.span.name for run, gradient in pairs if gradient is None}
 
     @torch.no_grad()
     def step(self, scale: float = 1.0) -> None:
@@ -179,7 +179,7 @@ class Sharded:
         """The optimizer's step, which sees no gradient of what no rank has used: no state of it, no count of steps."""
         if self.asks:
             self.drop_unused()
-        idle = [run.parameter for run in self.runs if run.spans[0].name in self._idle] if self._idle else []
+        idle = [run.parameter for run in self.runs if run.span.name in self._idle] if self._idle else []
         kept = [parameter.grad for parameter in idle]
         for parameter in idle:
             parameter.grad = None
