@@ -120,7 +120,7 @@ class Sharded:
             assert place is not None
             place.zero_() if gradient is None else place.copy_(gradient.view_as(place))
         pairs = zip(self.runs, gradients, strict=True)
-        self._idle = {run.spans[0].name for run, gradient in pairs if gradient is None}
+        self._idle = {run.span.name for run, gradient in pairs if gradient is None}
 
     @torch.no_grad()
     def step(self, scale: float = 1.0) -> None:
@@ -164,7 +164,7 @@ class Sharded:
         """The optimizer's step, which sees no gradient of what no rank has used: no state of it, no count of steps."""
         if self.asks:
             self.drop_unused()
-        idle = [run.parameter for run in self.runs if run.spans[0].name in self._idle] if self._idle else []
+        idle = [run.parameter for run in self.runs if run.span.name in self._idle] if self._idle else []
         kept = [parameter.grad for parameter in idle]
         for parameter in idle:
             parameter.grad = None
