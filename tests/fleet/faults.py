@@ -195,7 +195,7 @@ def after_telling_one(place: Path) -> None:
 
 
 def while_averages_leave(place: Path) -> None:
-    from potluck.fleet.writing import Writer
+    from potluck.fleet.exchange import Writer
 
     write = Writer.write
 

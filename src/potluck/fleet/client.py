@@ -4,6 +4,7 @@ One thread reads, one writes; the training thread calls what is here and never t
 lost is made again by whoever waits for the next message. Knows nothing of torch: gradients are numpy arrays.
 """
 
+import itertools
 import socket
 import threading
 import time
@@ -15,13 +16,13 @@ import numpy as np
 import numpy.typing as npt
 
 from potluck.errors import PotluckError, TheirProtocolError
+from potluck.fleet.connection import Connection, Layout, part_of
 from potluck.fleet.description import Description
-from potluck.fleet.door import Door, fill, read_message
+from potluck.fleet.door import CONTROL_BYTES, Door
 from potluck.fleet.invite import Invite
 from potluck.fleet.phases import reach
-from potluck.fleet.pipe import Pipe
 from potluck.fleet.shared import Memory, Receipts, Window
-from potluck.wire.codec import encode_parts, open_bulk
+from potluck.wire.codec import encode_parts, is_bulk, peek
 from potluck.wire.messages import (
     Admitted,
     AverageAt,
@@ -72,19 +73,17 @@ class Means:
 @dataclass
 class _Parcel:
     transfer: int
-    begin: Message | None
-    """Until it has left."""
-    chunks: Iterator[bytes]
-    credit: int = 0
+    messages: Iterator[Message]
+    done: Callable[[], None]
+    credit: int = 1
+    """Messages that may leave: the first need not be asked for."""
     cancelled: bool = False
-    done: Callable[[], None] = lambda: None
 
 
-@dataclass
-class _Session:
-    """One connection's threads and queues."""
+@dataclass(eq=False)
+class _Session(Connection):
+    """One connection's queues."""
 
-    pipe: Pipe
     inbox: deque[Message | Lost | AverageHere] = field(default_factory=deque)
     outbox: deque[tuple[Message, Callable[[], None] | None]] = field(default_factory=deque)
     parcels: list[_Parcel] = field(default_factory=list)
@@ -92,17 +91,10 @@ class _Session:
     lost: str | None = None
     is_broken: bool = False
     """Nothing can be sent any more: the reader will know why, and must not wait for anything else."""
-    receipts: Receipts | None = None
-    """Of a host on this machine, with which memory is shared."""
     averages: list[Floats] = field(default_factory=list)
     """Where the host forms them."""
     shows: bool = False
     """Whether the host has been shown this worker's memory."""
-
-    def close(self) -> None:
-        self.pipe.close()
-        if self.receipts is not None:
-            self.receipts.close()
 
 
 class Client:
@@ -110,7 +102,8 @@ class Client:
         self.name = name
         self.say = say
         self.welcome: Welcome | None = None
-        self.description: Description | None = None
+        self._description: Description | None = None
+        self._layout = Layout()
         self._session: _Session | None = None
         self._change = threading.Condition()
         self._means: dict[int, Means] = {}
@@ -136,6 +129,15 @@ class Client:
     def take_averages_one_by_one(self) -> None:
         """From now on they come among the messages, and the next is read when one is released: never all of a step."""
         self._takes_one_by_one = True
+
+    @property
+    def description(self) -> Description | None:
+        """What this worker trains; of use to read averages by."""
+        return self._description
+
+    @description.setter
+    def description(self, described: Description) -> None:
+        self._description, self._layout = described, Layout.of(described)
 
     @property
     def patience_s(self) -> float:
@@ -213,7 +215,8 @@ class Client:
             if not isinstance(session, _Session) or session is not self._session or session.lost is not None:
                 done()
                 return
-            session.parcels.append(_Parcel(transfer, begin, chunks, done=done))
+            messages = itertools.chain([begin], (StateChunk(transfer, data) for data in chunks))
+            session.parcels.append(_Parcel(transfer, messages, done))
             self._change.notify_all()
 
     def flush(self) -> None:
@@ -254,8 +257,7 @@ class Client:
             while True:
                 found = self._means.get(step)
                 if found is not None and not found.missing:
-                    for old in [number for number in self._means if number <= step]:
-                        del self._means[old]
+                    self._forget_until(step)
                     return found
                 if session.lost is not None:
                     return None
@@ -277,16 +279,21 @@ class Client:
         """Averages up to this step are already in the weights."""
         with self._change:
             self._since = step
-            for old in [number for number in self._means if number <= step]:
-                del self._means[old]
+            self._forget_until(step)
+
+    def _forget_until(self, step: int) -> None:
+        self._means = {number: means for number, means in self._means.items() if number > step}
 
     # Threads
 
     def _read(self, session: _Session) -> None:
         why = "the host closed the connection"
         try:
-            while (message := read_message(session.pipe, self._read_average)) is not None:
-                self._take_in(session, message)
+            for head, length in session.frames(lambda: max(CONTROL_BYTES, self._layout.limit_bytes)):
+                if is_bulk(peek(head, session.codec)):
+                    self._read_average(session, head, length)
+                else:
+                    self._take_in(session, session.read_message(head, length))
         except (OSError, PotluckError) as error:
             why = str(error)
         with self._change:
@@ -318,30 +325,19 @@ class Client:
                 session.inbox.append(message)
             self._change.notify_all()
 
-    def _read_average(self, pipe: Pipe, head: memoryview, length: int) -> None:
-        bulk = open_bulk(head, length, "bincode")
-        assert bulk is not None and self.description is not None
-        if bulk.message is AveragedBlockGradient:
-            key = ("block", bulk.fields["block_idx"])
-        elif bulk.message is AveragedNonBlockGradient:
-            key = ("component", bulk.fields["component"])
-        else:
+    def _read_average(self, session: _Session, head: memoryview, length: int) -> None:
+        bulk, over = session.read_bulk(head, length)
+        assert self.description is not None
+        if bulk.message not in (AveragedBlockGradient, AveragedNonBlockGradient):
             raise TheirProtocolError(f"The host sent a {bulk.message.__name__}.")
-        keys = [part.key for part in self.description.parts]
-        if key not in keys or bulk.count != self.description.parts[keys.index(key)].floats:
+        key, step = part_of(bulk), bulk.fields["step"]
+        index = self._layout.parts.get(key)
+        if index is None or bulk.count != self.description.parts[index].floats:
             raise TheirProtocolError(f"The host sent {bulk.count:,} averages for {key[0]} {key[1]}.")
-        index, step = keys.index(key), bulk.fields["step"]
         reach("average", step, part=index)
         means = self._means_of(step)
-        space = means.parts[index].view(np.uint8).data
-        over = head[bulk.start :]
-        have = min(len(over), len(space))
-        space[:have] = over[:have]
-        fill(pipe, space[have:])
-        tail = memoryview(bytearray(length - bulk.start - 4 * bulk.count))
-        tail[: len(over) - have] = over[have:]
-        fill(pipe, tail[len(over) - have :])
-        bulk.finish(tail)
+        over = session.fill(means.parts[index].view(np.uint8).data, over)
+        bulk.finish(session.fill_after(over, length - bulk.start - 4 * bulk.count))
         self._arrived(means, index)
 
     def _share(self, session: _Session, message: ShareMemory) -> None:
@@ -461,25 +457,17 @@ class Client:
 
     def _next_chunk(self, session: _Session) -> Message | None:
         """Of parcels with one number, one after the other: else credit for one would be taken for another's."""
-        begun: set[int] = set()
+        waiting: set[int] = set()
         for parcel in list(session.parcels):
-            if parcel.transfer in begun:
+            if parcel.transfer in waiting:
                 continue
-            if parcel.cancelled:
+            message = next(parcel.messages, None) if parcel.credit and not parcel.cancelled else None
+            if message is not None:
+                parcel.credit -= 1
+                return message
+            if parcel.credit or parcel.cancelled:
                 session.parcels.remove(parcel)
                 parcel.done()
-                continue
-            begun.add(parcel.transfer)
-            if parcel.begin is not None:
-                begin, parcel.begin = parcel.begin, None
-                return begin
-            if parcel.credit:
-                data = next(parcel.chunks, None)
-                if data is None:
-                    session.parcels.remove(parcel)
-                    parcel.done()
-                    begun.discard(parcel.transfer)
-                    continue
-                parcel.credit -= 1
-                return StateChunk(parcel.transfer, data)
+            else:
+                waiting.add(parcel.transfer)
         return None

@@ -43,8 +43,8 @@ class Unpacker:
             raise TheirProtocolError(f"A parcel of {self.total:,} bytes is larger than {limit_bytes:,}, the most here.")
         folder.mkdir(parents=True, exist_ok=True)
         self._file: IO[bytes] | None = None
-        self._index = -1
         self._left = 0
+        self._rest = iter(self.files)
         self._open_next()
 
     @property
@@ -71,17 +71,12 @@ class Unpacker:
 
     def _open_next(self) -> None:
         """Also makes files of no bytes."""
-        while True:
-            if self._file is not None:
-                self._file.close()
-                self._file = None
-            self._index += 1
-            if self._index == len(self.files):
+        self.close()
+        for name, size in self._rest:
+            self._file, self._left = (self.folder / name).open("wb"), size
+            if size:
                 return
-            name, self._left = self.files[self._index]
-            self._file = (self.folder / name).open("wb")
-            if self._left:
-                return
+            self.close()
 
 
 def files_in(header: str, limit: int = MAX_FILES) -> list[tuple[str, int]]:
