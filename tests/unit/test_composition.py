@@ -175,7 +175,7 @@ KINDS = {
     *("Sync", "Cadence", "Async", "NoShard", "FullShard", "ShardGradOp", "HybridShard"),
     *("Link", "GroupLink", "StoreLink", "Alone", "Loader", "SliceLoader"),
 }
-STILL = {"engine/elastic.py", "engine/elastic_nodes.py"}
+STILL = {"engine/elastic.py"}
 """Until a host's workers have rounds of their own."""
 
 

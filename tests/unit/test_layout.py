@@ -38,7 +38,7 @@ PURE = [
     "shard/optimizer_shard.py",
     "stages/plan.py",
     "stages/balance.py",
-    "store/objects.py",
+    "store/place.py",
     "stages/protocol.py",
     "wire/*.py",
     "fleet/bounds.py",

@@ -31,7 +31,7 @@ from potluck.engine.node_client import NodeClient
 from potluck.engine.part_sender import PartSender
 from potluck.engine.range_losses import RangeLosses
 from potluck.engine.replica import Replica, StepConfig
-from potluck.engine.rows import as_dataset, mix
+from potluck.engine.rows import as_dataset
 from potluck.engine.slice_steps import SliceSteps
 from potluck.engine.slices import describe_model, digest_and_glance, glance
 from potluck.environment import QUIET
@@ -168,7 +168,7 @@ class ElasticEngine(Engine):
         return self._steps.sums.described
 
     def _seed_of(self, micro: MicroBatch) -> int:
-        return mix(self._loader().seed, self.version + 1, self._steps.slices[micro.number])
+        return self._steps.seed_of(micro, self._loader().seed)
 
     # The loop
 

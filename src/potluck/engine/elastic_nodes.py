@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from potluck.engine.changes import Changes
 from potluck.engine.elastic_windows import ElasticWindowEngine
-from potluck.engine.node_changes import NodeChanges, held_numbers
+from potluck.engine.means import HostMean
 from potluck.engine.node_client import NodeClient
+from potluck.engine.node_mean import NodeMean
 from potluck.engine.replica import Replica
 from potluck.engine.slices import hash_sums, sums_of, sums_of_piece
 from potluck.save.split_saves import agree_on_aside, take_part
@@ -30,12 +30,9 @@ class NodeEngine(ElasticWindowEngine):
     def _computers(self) -> int:
         return self.link.world
 
-    def _make_changes(self, replica: Replica) -> Changes:
-        assert hasattr(replica, "sharded")
-        changes = NodeChanges(replica, self.link, self.client)  # type: ignore[arg-type]
-        self.client.parts = changes.parts
+    def _make_mean(self, replica: Replica) -> HostMean:
         self.client.on_stop = self._on_stop
-        return changes
+        return NodeMean(self._send_part, self._sender.begin, self.client)
 
     def request_stop(self) -> None:
         """All ranks hear of it with what they hear next."""
@@ -47,23 +44,26 @@ class NodeEngine(ElasticWindowEngine):
     def hash_weights(self) -> tuple[str, Tensor]:
         """Of the whole replica, as of one that is not split: each rank adds what its numbers come to."""
         sharded = self._sharded()
-        held, sums = held_numbers(sharded), []
+        held, agreed, sums = self._prepared().held(), self._delta.agreed(), []
         for name, _ in sharded.model.named_parameters():
             size = math.prod(sharded.split[name].shape)
-            pieces = [sums_of_piece(numbers, start, size).cpu() for start, numbers in held[name]]
+            pieces = [
+                sums_of_piece(agreed.get(id(run.parameter), run.parameter.data), run.spans[0].start, size).cpu()
+                for run in held[name]
+            ]
             sums.append(torch.stack(pieces).sum(dim=0))
         told = torch.cat(sums)
         self.link.start_sum(told).wait()
-        told = torch.cat([told, *(sums_of(buffer).cpu() for buffer in self._changes.agreed_buffers)])
+        told = torch.cat([told, *(sums_of(buffer).cpu() for buffer in self._delta.agreed_buffers)])
         return hash_sums([told]), told
 
     def glance(self) -> Tensor:
         # In the middle of a window what all began with is not laid out as the parameters are.
-        return self.led.last_glance if self._changes.is_open else self.hash_weights()[1]
+        return self.led.last_glance if not self._delta.is_agreed else self.hash_weights()[1]
 
     def start_snapshot(self, folder: Path) -> Callable[[], Path | None]:
         """Each rank its own part, into a folder that all of them see."""
-        with self._changes.as_agreed():
+        with self._delta.as_agreed():
             aside, _ = agree_on_aside(self.link, folder, self.step_number)
             share = Share(self.link.rank, self.link.world, aside)
             standing, kept = self._take_standing()

@@ -18,18 +18,18 @@ import torch
 from torch import Tensor, nn
 
 from potluck.agree.pulse import Verdict, decide_alone
-from potluck.engine.changes import Changes
 from potluck.engine.elastic import ElasticEngine
 from potluck.engine.loader import MicroBatch, even_batches, plan_step
 from potluck.engine.losses import STEP_TOO_EARLY, insist_on_mean
+from potluck.engine.means import HostMean
 from potluck.engine.replica import Replica
 from potluck.engine.rows import mix
+from potluck.engine.window_delta import WindowDelta
 from potluck.errors import ConfigError
 from potluck.events import StepDone, StepSkipped
 from potluck.fleet.description import Part
 from potluck.fleet.phases import reach
 from potluck.fleet.tree import Node
-from potluck.shard.blocks import find_blocks
 from potluck.wire.messages import Committed, SliceReport, Work
 
 
@@ -41,12 +41,13 @@ class ElasticWindowEngine(ElasticEngine):
         )
 
     def _make_parts(self, replica: Replica) -> tuple[Part, ...]:
-        self._changes = self._make_changes(replica)
+        self._mean = self._make_mean(replica)
+        self._delta = WindowDelta(replica, self._mean, within=self.link)
         self._norm = 0.0
-        return self._changes.described
+        return self._mean.described
 
-    def _make_changes(self, replica: Replica) -> Changes:
-        return Changes(replica.model, find_blocks(replica.model), self._sender.make_room(replica.model))
+    def _make_mean(self, replica: Replica) -> HostMean:
+        return HostMean(self._send_part, self._sender.begin, self._sender.make_room(replica.model))
 
     def _seed_of(self, micro: MicroBatch) -> int:
         """Of the rows, so that whoever takes over a part draws the same."""
@@ -94,7 +95,7 @@ class ElasticWindowEngine(ElasticEngine):
         self._batches = 0
         self._samples = self._good_samples = self._good_loss = 0.0
         self._done_rows = 0
-        self._changes.begin()
+        self._delta.begin()
         if self._scheduled is not None:
             self._scheduled.begin_window()
         self._begin_batch()
@@ -115,7 +116,7 @@ class ElasticWindowEngine(ElasticEngine):
             for micro in plan_step(first, end, batch, shares, self.link.rank, **options):
                 yield replace(micro, number=number)
                 if self._is_void(work, turn):
-                    self._changes.forget()
+                    self._delta.forget()
                     return
             if self._batches <= number:
                 raise ConfigError(
@@ -197,12 +198,11 @@ class ElasticWindowEngine(ElasticEngine):
                 busy_s,
                 b"",
                 self._batches,
-                self._changes.exact() if self._number == 0 else b"",
+                self._delta.exact() if self._number == 0 else b"",
             )
         )
         self.led.check_weights(in_step=True)  # what the window began with, which its change is counted from
-        for part, changed in self._changes.finish(self._samples * self._unit):
-            self._send_part(part, changed)
+        self._delta.end(self._samples * self._unit)
 
     def _count_rows(self, rows: int) -> None:
         self.step_number += self._loader().pass_rows(rows)
@@ -211,27 +211,29 @@ class ElasticWindowEngine(ElasticEngine):
         self, committed: Committed, means: list[Tensor], told: dict[str, Any], started: float
     ) -> tuple[StepDone | StepSkipped, Verdict]:
         """The mean of what all changed, from where all began."""
-        self._divergence = self._changes.apply(means, bytes(committed.buffers))
+        self._mean.take(means, bytes(committed.buffers))
+        self._delta.apply()
+        self._divergence = self._delta.drift
         verdict = Verdict(committed.samples, committed.loss, self._norm, 1.0, None)
         return self._tell_step(verdict, told, started), verdict
 
     def _agreed_tensors(self) -> list[Tensor]:
-        starts = self._changes.starts()
-        weights = [starts.get(id(parameter), parameter) for parameter in self._prepared().model.parameters()]
-        return [*weights, *self._changes.agreed_buffers]
+        agreed = self._delta.agreed()
+        weights = [agreed.get(id(parameter), parameter) for parameter in self._prepared().model.parameters()]
+        return [*weights, *self._delta.agreed_buffers]
 
     def forget_work(self) -> None:
         self._prepared().drop()
-        self._changes.forget()
+        self._delta.forget()
 
     def _start_anew(self) -> None:
         self._prepared().drop()
-        self._changes.start_anew()
+        self._delta.start_anew()
 
     # What needs all workers to be one
 
     def evaluate(self, loss_of: Callable[[nn.Module, Any], Any], dataset: Any, batch_size: int) -> float:
-        with self._changes.as_agreed():
+        with self._delta.as_agreed():
             return super().evaluate(loss_of, dataset, batch_size)
 
     def save(self, folder: str | Path, *, keep_last: int = 2) -> None:
@@ -239,5 +241,5 @@ class ElasticWindowEngine(ElasticEngine):
             super().save(folder, keep_last=keep_last)
 
     def start_snapshot(self, folder: Path) -> Callable[[], Path | None]:
-        with self._changes.as_agreed():
+        with self._delta.as_agreed():
             return super().start_snapshot(folder)

@@ -27,7 +27,7 @@ from potluck.errors import ConfigError
 from potluck.link.link import Link
 from potluck.shard.blocks import find_blocks, is_staged
 from potluck.shard.norm import total_norm
-from potluck.shard.runs import can_skip, held_bytes, in_host_memory, scaling, state_at, step_unless
+from potluck.shard.runs import Run, Span, can_skip, held_bytes, in_host_memory, scaling, state_at, step_unless
 
 if TYPE_CHECKING:
     from potluck.shard.sharded import Sharded
@@ -178,12 +178,19 @@ class Replica:
         if self.config.offload_optimizer:
             self._on_host = OnHost(self.optimizer, self.names)
 
-    def parts(self) -> list[Tensor]:
-        """The memory of what this rank holds of the parameters that are trained: here all of them."""
-        return [parameter.data for parameter in self.model.parameters() if parameter.requires_grad]
+    def held(self) -> dict[str, list[Run]]:
+        """By a parameter's name: what this rank holds of it, here all. Of which it holds none, an empty run."""
+        return {
+            name: [Run(parameter, (Span(name, tuple(parameter.shape), 0, parameter.numel()),))]
+            for name, parameter in self.model.named_parameters()
+        }
+
+    def owned(self) -> list[Run]:
+        """What this rank holds of the parameters that are trained."""
+        return [run for runs in self.held().values() for run in runs if run.parameter.requires_grad]
 
     def on_parts_written(self) -> None:
-        """Called by whoever wrote into parts()."""
+        """Called by whoever wrote into what is held."""
 
     def arm(self, *, last: bool) -> None:
         """Before each backward: only the step's last backward talks to the other ranks."""

@@ -6,7 +6,7 @@ Engines are imported where one is made: each brings libraries that a run of anot
 import os
 import socket
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -18,7 +18,7 @@ from potluck.engine.replica import StepConfig
 from potluck.environment import PATIENCE_S, insist_on_patience
 from potluck.fleet.client import Client
 from potluck.fleet.invite import INVITE, Invite, read_invite
-from potluck.link.link import Alone, Link, choose_device, placed
+from potluck.link.link import Alone, GroupLink, Link, choose_device, placed
 from potluck.link.link import connect as join_group
 from potluck.link.ranks import is_later_rank, meet
 from potluck.save.memory import my_recovery
@@ -125,7 +125,7 @@ def as_one_worker(
         meet(ranks)
         torch.set_num_threads(max(1, torch.get_num_threads() // ranks))  # a worker's threads are its ranks' together
         device = choose_device()
-        link = join_group(device, PATIENCE_S)
+        link = cast(GroupLink, join_group(device, PATIENCE_S))
         from potluck.engine.node_client import NodeClient
 
         return NodeClient(client, link, name=name_of_worker()), device, link

@@ -4,7 +4,6 @@ One thread reads, one writes; the training thread calls what is here and never t
 lost is made again by whoever waits for the next message. Knows nothing of torch: gradients are numpy arrays.
 """
 
-import itertools
 import socket
 import threading
 import time
@@ -20,6 +19,7 @@ from potluck.fleet.connection import Connection, Layout, part_of
 from potluck.fleet.description import Description
 from potluck.fleet.door import CONTROL_BYTES, Door
 from potluck.fleet.invite import Invite
+from potluck.fleet.parcel import Parcels
 from potluck.fleet.phases import reach
 from potluck.fleet.shared import Memory, Receipts, Window
 from potluck.wire.codec import encode_parts, is_bulk, peek
@@ -34,7 +34,6 @@ from potluck.wire.messages import (
     NonBlockGradientPayload,
     PartAt,
     ShareMemory,
-    StateChunk,
     StateMore,
     Welcome,
 )
@@ -70,23 +69,13 @@ class Means:
     """A part may come twice, if the step was begun anew; it is the same bits then."""
 
 
-@dataclass
-class _Parcel:
-    transfer: int
-    messages: Iterator[Message]
-    done: Callable[[], None]
-    credit: int = 1
-    """Messages that may leave: the first need not be asked for."""
-    cancelled: bool = False
-
-
 @dataclass(eq=False)
 class _Session(Connection):
     """One connection's queues."""
 
     inbox: deque[Message | Lost | AverageHere] = field(default_factory=deque)
     outbox: deque[tuple[Message, Callable[[], None] | None]] = field(default_factory=deque)
-    parcels: list[_Parcel] = field(default_factory=list)
+    parcels: Parcels = field(default_factory=Parcels)
     unsent: int = 0
     lost: str | None = None
     is_broken: bool = False
@@ -215,8 +204,7 @@ class Client:
             if not isinstance(session, _Session) or session is not self._session or session.lost is not None:
                 done()
                 return
-            messages = itertools.chain([begin], (StateChunk(transfer, data) for data in chunks))
-            session.parcels.append(_Parcel(transfer, messages, done))
+            session.parcels.add(transfer, begin, chunks, done)
             self._change.notify_all()
 
     def flush(self) -> None:
@@ -298,9 +286,7 @@ class Client:
             why = str(error)
         with self._change:
             session.lost = why
-            for parcel in session.parcels:
-                parcel.done()
-            session.parcels.clear()
+            session.parcels.drop()
             self._change.notify_all()
         session.close()
 
@@ -313,11 +299,7 @@ class Client:
             return
         with self._change:
             if isinstance(message, StateMore):
-                for parcel in session.parcels:
-                    if parcel.transfer == message.transfer:
-                        parcel.credit += message.chunks
-                        parcel.cancelled = not message.chunks
-                        break
+                session.parcels.on_more(message)
             elif not isinstance(message, Heartbeat):
                 if isinstance(message, Admitted) and message.wait:
                     self._means.clear()  # other weights will come, and other averages after them
@@ -443,7 +425,7 @@ class Client:
             while session.lost is None and session is self._session:
                 if session.outbox:
                     return session.outbox.popleft()
-                if (chunk := self._next_chunk(session)) is not None:
+                if (chunk := session.parcels.next()) is not None:
                     session.unsent += 1
                     return chunk, None
                 left = until - time.monotonic()
@@ -453,21 +435,4 @@ class Client:
                 if self.is_closed:
                     return None
                 self._change.wait(left)
-        return None
-
-    def _next_chunk(self, session: _Session) -> Message | None:
-        """Of parcels with one number, one after the other: else credit for one would be taken for another's."""
-        waiting: set[int] = set()
-        for parcel in list(session.parcels):
-            if parcel.transfer in waiting:
-                continue
-            message = next(parcel.messages, None) if parcel.credit and not parcel.cancelled else None
-            if message is not None:
-                parcel.credit -= 1
-                return message
-            if parcel.credit or parcel.cancelled:
-                session.parcels.remove(parcel)
-                parcel.done()
-            else:
-                waiting.add(parcel.transfer)
         return None

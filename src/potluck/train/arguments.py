@@ -16,10 +16,10 @@ import tomli_w
 from potluck.config import checked, from_dict, parse_toml
 from potluck.environment import PATIENCE_S, insist_on_patience
 from potluck.errors import ConfigError
-from potluck.files import write_whole
+from potluck.files import first_free, write_whole
 from potluck.save.run_folder import holds_run, name_fault
 from potluck.train.slowdown import Slowdown
-from potluck.words import insist_at_most
+from potluck.words import check_at_least, insist_at_most
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,10 +32,7 @@ class WorkersConfig:
     """How long a worker may be silent before the others give it up. A dead one is noticed at once."""
 
     def __post_init__(self) -> None:
-        if self.count < 1:
-            raise ValueError(f"count must be at least 1, not {self.count}")
-        if self.threads is not None and self.threads < 1:
-            raise ValueError(f"threads must be at least 1, not {self.threads}")
+        check_at_least(1, count=self.count, threads=self.threads)
         insist_at_most("count", self.count, 1 << 12, "each is a process; one for each GPU, or for each core, is usual")
         insist_at_most("threads", self.threads, 1 << 12, "more than the cores of this machine help nobody")
         insist_on_patience("patience_s", self.patience_s)
@@ -146,7 +143,7 @@ def host_args(
         recipe, command = tomli_w.dumps(table), ("--join", json.dumps(own))
     folder = Path(out) if out else Path("runs") / name
     if out is None and not resume:
-        folder = _free_folder(folder)
+        folder = first_free(folder, holds_run)  # a new run never takes over a folder that holds one
     if resume and not holds_run(folder):
         raise ConfigError(f"There is no run to resume in {folder}. Leave out --resume, or name its folder with --out.")
     config = checked(lambda: WorkersConfig(count=max(1, workers), threads=threads), "Workers: ")
@@ -160,15 +157,6 @@ def host_args(
         resume=resume,
         listening=listening,
     )
-
-
-def _free_folder(wanted: Path) -> Path:
-    """A new run never takes over a folder that holds one."""
-    number, found = 2, wanted
-    while holds_run(found):
-        found = wanted.with_name(f"{wanted.name}-{number}")
-        number += 1
-    return found
 
 
 def ask_for_files(paths: Sequence[str]) -> ConfigError:

@@ -4,7 +4,6 @@ RunConfig joins the dataclasses that live beside their owners; `train_recipe` bu
 worker of the run calls `main` with the same arguments.
 """
 
-import itertools
 import json
 import math
 import os
@@ -22,21 +21,21 @@ from potluck.engine.loader import BatchConfig
 from potluck.engine.node_client import NodeClient
 from potluck.engine.replica import StepConfig
 from potluck.engine.start import as_one_worker, connect, init, led_engine
-from potluck.environment import machine_bytes, usable_cores
+from potluck.environment import free_memory_bytes, machine_bytes, usable_cores
 from potluck.errors import ConfigError, Interrupted
 from potluck.events import Event, RunStarted
-from potluck.files import write_whole
+from potluck.files import first_free, write_whole
 from potluck.fleet.client import Client
 from potluck.fleet.invite import read_invite
 from potluck.link.link import Alone, Link, choose_device
 from potluck.link.ranks import is_later_rank
 from potluck.save.run_folder import holds_run, name_fault
-from potluck.shard.strategy import NoShard, ShardingStrategy, bytes_per_parameter
+from potluck.shard.strategy import NoShard, ShardingStrategy
 from potluck.stages.protocol import Stages
 from potluck.train.arguments import TrainArgs, WorkersConfig, ask_for_files, find_recipe
 from potluck.train.model import GPT, ModelConfig, next_token_loss
 from potluck.train.slowdown import Brake
-from potluck.train.text import DataConfig, free_memory_bytes, read_windows
+from potluck.train.text import DataConfig, read_windows
 from potluck.train.trainer import FitConfig, Summary, Trainer
 from potluck.wire.words import clean
 from potluck.words import count, insist_at_most, plural, size
@@ -199,7 +198,7 @@ def _check_memory(config: RunConfig, engine: Engine, rows: int) -> None:
     # Weights, gradients and AdamW's two means, in fp32; each rank's share of what the strategy splits.
     stages = engine.world // engine.lanes
     world = engine.lanes if stages > 1 else engine.link.world
-    for_model = int(config.model.parameters * bytes_per_parameter(config.strategy, world) / stages)
+    for_model = int(config.model.parameters * config.strategy.bytes_per_parameter(world) / stages)
     at_once = _rows_at_once(config, engine, rows)
     step = config.step
     kept = config.model.activations(at_once, checkpointed=step.checkpoint_activations, compiled=step.compile)
@@ -247,19 +246,17 @@ def _run_folder(config: RunConfig, args: TrainArgs, engine: Engine) -> Path | st
     if engine.recovery is not None and engine.recovery.standing["folder"] is not None:
         return str(engine.recovery.standing["folder"])
     wanted = Path(args.out) if args.out else Path("runs") / config.name
-    taken = holds_run(wanted)
     if args.resume:
         if not (wanted / "checkpoints").exists():
             raise ConfigError(
                 f"There is no run to resume in {wanted}. Leave out --resume, or name its folder with --out."
             )
         return wanted
-    if taken and args.out:
+    if args.out and holds_run(wanted):
         raise ConfigError(
             f"{wanted} already holds a run. Go on with it by --resume, or name another folder with --out."
         )
-    numbered = (wanted.with_name(f"{wanted.name}-{number}") for number in itertools.count(2))
-    return wanted if not taken else next(path for path in numbered if not holds_run(path))
+    return first_free(wanted, holds_run)
 
 
 def _optimizer(model: GPT, config: OptimizerConfig) -> torch.optim.Optimizer:

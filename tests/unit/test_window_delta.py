@@ -1,15 +1,18 @@
 """What a window changed in a model: it travels as parts, and the model goes back and forth to the bit."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from potluck.engine import slices
-from potluck.engine.changes import Changes
-from potluck.engine.replica import find_blocks
+from potluck.engine.means import HostMean
+from potluck.engine.replica import Replica, StepConfig
+from potluck.engine.window_delta import WindowDelta
 from potluck.errors import ConfigError
+from potluck.link.link import Alone
 
 
 def make_model(seed: int = 0) -> nn.Module:
@@ -28,6 +31,23 @@ def train(model: nn.Module, seed: int) -> None:
     optimizer.zero_grad()
 
 
+class Worker:
+    """A model, and what its windows send to a host."""
+
+    def __init__(self, model: nn.Module | None = None, **options: Any) -> None:
+        self.model = model or make_model()
+        optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.sent: list[torch.Tensor] = []
+        self.mean = HostMean(lambda part, numbers: self.sent.append(numbers.clone()), self.sent.clear)
+        replica = Replica(self.model, optimizer, Alone(), torch.device("cpu"), StepConfig())
+        self.delta = WindowDelta(replica, self.mean, **options)
+
+    def apply(self, means: list[torch.Tensor], exact: bytes = b"") -> float:
+        self.mean.take(means, exact)
+        self.delta.apply()
+        return self.delta.drift
+
+
 def state(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
@@ -38,21 +58,23 @@ def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
 
 def test_the_mean_of_changes_is_the_mean_of_models(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slices, "SMALL_BYTES", 64)
-    models = [make_model() for _ in range(2)]
+    workers = [Worker() for _ in range(2)]
+    models = [worker.model for worker in workers]
     start = state(models[0])
-    every = [Changes(model, find_blocks(model)) for model in models]
-    ends, sent, exact, weights = [], [], [], [3.0, 1.0]
-    for number, (model, changes) in enumerate(zip(models, every, strict=True)):
-        changes.begin()
+    ends, exact, weights = [], [], [3.0, 1.0]
+    for number, worker in enumerate(workers):
+        worker.delta.begin()
         for step in range(2):
-            train(model, 10 * number + step)
-        ends.append(state(model))
-        exact.append(changes.exact())
-        sent.append([value.clone() for _, value in changes.finish(weights[number])])
-        assert_same(state(model), start)  # whoever asks for the state gets what was agreed on
-    assert [len(value) for value in sent[0]] == [part.floats for part in every[0].described] and len(sent[0]) > 2
+            train(worker.model, 10 * number + step)
+        ends.append(state(worker.model))
+        exact.append(worker.delta.exact())
+        worker.delta.end(weights[number])
+        assert_same(state(worker.model), start)  # whoever asks for the state gets what was agreed on
+    sent = [worker.sent for worker in workers]
+    assert [len(value) for value in sent[0]] == [part.floats for part in workers[0].mean.described]
+    assert len(sent[0]) > 2
     means = [(a + b) / sum(weights) for a, b in zip(*sent, strict=True)]
-    told = [changes.apply(means, exact[0]) for changes in every]
+    told = [worker.apply(means, exact[0]) for worker in workers]
     assert_same(state(models[0]), state(models[1]))
     expected = {name: (3 * ends[0][name] + ends[1][name]) / 4 for name in start}
     for name, found in state(models[0]).items():
@@ -65,19 +87,16 @@ def test_the_mean_of_changes_is_the_mean_of_models(monkeypatch: pytest.MonkeyPat
 
 
 def test_whoever_replays_subtracts_and_was_nowhere_else() -> None:
-    model = make_model()
-    changes = Changes(model, find_blocks(model))
-    before = state(model)
-    means = [torch.ones(part.floats) for part in changes.described]
-    assert changes.apply(means) == 0.0
+    worker = Worker()
+    model, before = worker.model, state(worker.model)
+    assert worker.apply([torch.ones(part.floats) for part in worker.mean.described]) == 0.0
     for name, p in model.named_parameters():
         assert torch.equal(p, before[name] - 1 if p.requires_grad else before[name])
 
 
 def test_a_window_that_is_lost_leaves_no_trace() -> None:
-    model = make_model()
-    changes = Changes(model, find_blocks(model))
-    before = state(model)
+    worker = Worker()
+    model, changes, before = worker.model, worker.delta, state(worker.model)
     changes.begin()
     train(model, 1)
     changes.forget()
@@ -87,9 +106,8 @@ def test_a_window_that_is_lost_leaves_no_trace() -> None:
 
 
 def test_in_the_middle_of_a_window_others_see_what_was_agreed_on() -> None:
-    model = make_model()
-    changes = Changes(model, find_blocks(model))
-    agreed = state(model)
+    worker = Worker()
+    model, changes, agreed = worker.model, worker.delta, state(worker.model)
     changes.begin()
     train(model, 1)
     own = state(model)
@@ -106,4 +124,4 @@ def test_in_the_middle_of_a_window_others_see_what_was_agreed_on() -> None:
 
 def test_parameters_that_cannot_travel_are_refused() -> None:
     with pytest.raises(ConfigError, match="travel to a host as float32"):
-        Changes(nn.Linear(2, 2).double(), [])
+        Worker(nn.Linear(2, 2).double())
