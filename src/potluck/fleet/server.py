@@ -68,8 +68,8 @@ class Server:
         host: str,
         port: int,
         tls: ssl.SSLContext | None,
-        journal: Journal | None = None,
-        saver: Saver | None = None,
+        journal: Journal,
+        saver: Saver,
         on_event: Callable[[Event], None] = lambda event: None,
     ) -> None:
         self.core = coordinator
@@ -98,7 +98,7 @@ class Server:
             on_closed=lambda guest, why: self._act(lambda now: self.core.on_closed(now, guest.peer, why)),
             new_peer=itertools.count(1).__next__,
         )
-        if saver is not None and coordinator.standing.step and (newest := saver.newest()) is not None:
+        if coordinator.standing.step and (newest := saver.newest()) is not None:
             coordinator.found(newest[1].step, str(newest[0]))
         coordinator.weights.most_floats = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
         if coordinator.description is not None:
@@ -156,20 +156,20 @@ class Server:
                 self._describe(effect)
             case effects.Subscribe():
                 self._subscribe(effect)
-            case effects.Record() if self.journal is not None:
+            case effects.Record():
                 self.journal.record(effect.step)
-            case effects.Agreed() if self.journal is not None:
+            case effects.Agreed():
                 self.journal.agree(effect.step, effect.kind, effect.digest)
             case effects.Emit():
                 _tell(lambda: self.on_event(effect.event))
             case effects.StepApplied():
                 _tell(lambda: self.on_step(effect.record, effect.lr, effect.norm, effect.fault))
             case effects.SaveBegin():
-                self._save_begin(effect)
-            case effects.SaveChunk() if self.saver is not None:
+                self.saver.begin(effect.step, effect.header, effect.keep_last, self._on_saved)
+            case effects.SaveChunk():
                 peer = effect.peer
                 self.saver.feed(effect.data, lambda: self.exchange.taken(peer, SAVE))
-            case effects.SaveAbort() if self.saver is not None:
+            case effects.SaveAbort():
                 self.saver.abort()
             case effects.Restore():
                 self._restore()
@@ -182,8 +182,7 @@ class Server:
                 self.exchange.do(effect)
 
     def _describe(self, effect: effects.Describe) -> None:
-        if self.journal is not None:
-            self.journal.keep("description", effect.description.to_json())
+        self.journal.keep("description", effect.description.to_json())
         if effect.is_new:
             self.exchange.describe(effect.description)
             self.on_described(effect.description)
@@ -192,13 +191,12 @@ class Server:
 
     def _restore(self) -> None:
         """Back to the newest checkpoint, which the ledger then ends with."""
-        found = self.saver.newest() if self.saver is not None else None
-        standing = found[1] if found is not None else None
-        if standing is not None and self.journal is not None:  # it knows who computed what, unless it was removed
-            standing = self.journal.standing(standing.step) or standing
-        self._restored = (found[0], found[1].step) if found is not None else None
-        if self.journal is not None:
-            self.journal.rewind(standing.step if standing is not None else 0)
+        found = self.saver.newest()
+        standing = None
+        if found is not None:
+            self._restored = found[0], found[1].step
+            standing = self.journal.standing(found[1].step) or found[1]  # it knows who computed what
+        self.journal.rewind(standing.step if standing is not None else 0)
         self._act(lambda now: self.core.restored(now, standing))
 
     def _send_checkpoint(self, peer: int, transfer: int) -> None:
@@ -217,14 +215,8 @@ class Server:
             with self._lock:
                 self._close(peer)
 
-    def _save_begin(self, effect: effects.SaveBegin) -> None:
-        def on_saved(step: int, folder: str, error: str, size: int, theirs: bool) -> None:
-            self._act(lambda now: self.core.on_saved(now, step, folder, error, size, theirs=theirs))
-
-        if self.saver is None:
-            on_saved(effect.step, "", "This host keeps no checkpoints.", 0, False)
-            return
-        self.saver.begin(effect.step, effect.header, effect.keep_last, on_saved)
+    def _on_saved(self, step: int, folder: str, error: str, size: int, theirs: bool) -> None:
+        self._act(lambda now: self.core.on_saved(now, step, folder, error, size, theirs=theirs))
 
     # Peers
 
