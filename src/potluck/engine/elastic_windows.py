@@ -42,7 +42,8 @@ class ElasticWindowEngine(ElasticEngine):
 
     def _make_parts(self, replica: Replica) -> tuple[Part, ...]:
         self._mean = self._make_mean(replica)
-        self._delta = WindowDelta(replica, self._mean, within=self.link)
+        assert self.composition.window is not None
+        self._delta = WindowDelta(replica, self._mean, self.composition.window.outer, within=self.link)
         self._norm = 0.0
         return self._mean.described
 

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map_only
 from potluck.engine.buckets import Buckets
 from potluck.engine.buffers import SavedBuffers, is_expanded
 from potluck.engine.compiling import AnyRows
+from potluck.engine.outer_state import OuterState
 from potluck.engine.seal import Seal
 from potluck.errors import ConfigError
 from potluck.link.link import Link
@@ -132,6 +133,7 @@ class Replica:
         optimizer.zero_grad = lambda set_to_none=True: None  # type: ignore[method-assign]
         self._is_stepping = False
         optimizer.register_step_pre_hook(lambda *told: self._insist_on_own_step())
+        self.outer = OuterState(optimizer, self.names)
         self._add_group = optimizer.add_param_group
         optimizer.add_param_group = self._add_param_group  # type: ignore[method-assign]
 

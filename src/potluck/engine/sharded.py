@@ -68,6 +68,7 @@ class ShardedReplica(Replica):
             raise ConfigError(f"strategy: {error}.") from None
         self.sharded.asks = False  # workers' pulses say whether any has left a parameter unused
         self.names = {id(run.parameter): f"run {index}" for index, run in enumerate(self.sharded.runs)}
+        self.outer.names = self.names
         self.trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
     def held(self) -> dict[str, list[Run]]:

@@ -22,6 +22,8 @@ from potluck.engine.replica import Replica
 from potluck.link.link import Alone, Link
 from potluck.shard.norm import total_norm
 
+MOMENTUM, START = "outer_momentum", "outer_start"
+
 
 class Drift:
     """How far a replica is from the mean, as a part of it."""
@@ -80,6 +82,7 @@ class WindowDelta:
             if overlap or (outer is not None and not mean.of_changes):
                 flat.start = flat.another()
             flat.agreed = flat.another() if overlap and mean.of_changes else flat.start
+            flat.momentum = flat.another() if outer is not None else flat.sum
         self.start_anew()
 
     @torch.no_grad()
@@ -220,13 +223,32 @@ class WindowDelta:
             self._go_back()
         self._clear()
 
+    @torch.no_grad()
     def start_anew(self) -> None:
-        """The model's state has been replaced."""
+        """The model's state has been replaced, and with it what the outer optimizer keeps."""
         self._clear()
         for flat in self._flats if self._outer is not None else ():
+            flat.momentum.zero_()
             if not self._mean.of_changes:
                 flat.copy_to(flat.start)
-            flat.momentum = torch.zeros_like(flat.sum)
+            self._take_outer(flat)
+        self._replica.outer.loaded = {}
+
+    def _take_outer(self, flat: Flat) -> None:
+        """What was loaded; and from here on, what is saved."""
+        outer = self._replica.outer
+        momenta, starts = split_like(flat.momentum, flat.tensors), split_like(flat.start, flat.tensors)
+        for run, momentum, start in zip(flat.runs, momenta, starts, strict=True):
+            name = outer.names.get(id(run.parameter), "")
+            loaded, kept = outer.loaded.get(name, {}), {MOMENTUM: momentum}
+            if MOMENTUM in loaded:
+                momentum.copy_(loaded[MOMENTUM])
+            if start.dtype != run.parameter.dtype:  # it has digits that the parameter has not
+                kept[START] = start
+                if START in loaded and torch.equal(loaded[START].to(start).to(run.parameter.dtype), run.parameter.data):
+                    start.copy_(loaded[START])
+            if name:
+                outer.kept[name] = kept
 
     def _clear(self) -> None:
         self.is_open = self.is_pending = False
