@@ -47,6 +47,16 @@ Out = Annotated[
     str | None,
     tyro.conf.arg(metavar="FOLDER", help="The run folder.", help_behavior_hint="(default: runs/NAME, numbered)"),
 ]
+
+Ranks = Annotated[
+    int | None,
+    tyro.conf.arg(
+        metavar="N",
+        help="Processes that hold each worker's model together, where the strategy splits it.",
+        help_behavior_hint="(default: one for each GPU)",
+    ),
+]
+
 Only = Annotated[
     int | None,
     tyro.conf.arg(
@@ -133,6 +143,7 @@ class Host:
         int, tyro.conf.arg(aliases=["-n"], metavar="N", help="Workers on this machine; 0: only those who join.")
     ] = 1
     threads: Threads = None
+    ranks: Ranks = None
     out: Out = None
     resume: Annotated[bool, tyro.conf.arg(help="Continue the run of the run folder.")] = False
     host: Annotated[
@@ -161,6 +172,7 @@ class Host:
                 settings=(*self.settings, *data_setting(self.data)),
                 workers=self.workers,
                 threads=self.threads,
+                ranks=self.ranks,
                 out=self.out,
                 resume=self.resume,
                 listening=Listening(
@@ -198,11 +210,12 @@ class Join:
     ] = field(default_factory=list)
     workers: Count = 1
     threads: Threads = None
+    ranks: Ranks = None
 
     def __call__(self, *arguments: str) -> int:
         from potluck.launch.join import join
 
-        config = _workers_config(self.workers, self.threads)
+        config = _workers_config(self.workers, self.threads, self.ranks)
         return join(self.invite, list(arguments), config, data_setting(self.data))
 
 
@@ -286,8 +299,8 @@ def _names() -> list[str]:
     return [next(info.name for info in each.__metadata__ if hasattr(info, "name")) for each in get_args(COMMANDS)]
 
 
-def _workers_config(count: int, threads: int | None) -> WorkersConfig:
-    return checked(lambda: WorkersConfig(count=count, threads=threads), "Workers: ")
+def _workers_config(count: int, threads: int | None, ranks: int | None = None) -> WorkersConfig:
+    return checked(lambda: WorkersConfig(count=count, threads=threads, ranks=ranks), "Workers: ")
 
 
 def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
@@ -296,7 +309,7 @@ def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
         return arguments, []
     index = 1
     while index < len(arguments) and arguments[index].startswith("-") and arguments[index] != "-":
-        index += 2 if arguments[index] in ("-n", "--workers", "--threads", "--data", "--only") else 1
+        index += 2 if arguments[index] in ("-n", "--workers", "--threads", "--ranks", "--data", "--only") else 1
     return arguments[: index + 1], arguments[index + 1 :]
 
 

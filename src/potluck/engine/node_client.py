@@ -15,7 +15,7 @@ from enum import IntEnum, auto
 
 import torch
 
-from potluck.engine.node_parts import NodeParts
+from potluck.engine.node_parts import NodeParts, stretches_of
 from potluck.errors import ConfigError, PotluckError, WorkerLost
 from potluck.fleet.client import AverageHere, Client, Floats, Lost, Means
 from potluck.fleet.description import Description, Part
@@ -80,6 +80,10 @@ class NodeClient:
     @property
     def patience_s(self) -> float:
         return self.welcome.patience_ms / 1000
+
+    def ask_to_stop(self) -> None:
+        """All ranks hear of it with what they hear next."""
+        self.wants_stop = True
 
     def say(self, sentence: str) -> None:
         """Once for the node."""
@@ -146,14 +150,13 @@ class NodeClient:
     def collect_parts(
         self,
         parts: Sequence[Part],
-        held: Sequence[Sequence[tuple[int, Run]]],
+        held: Sequence[Sequence[Run]],
         buffers: Sequence[Part],
         norms_on: torch.device | None = None,
     ) -> NodeParts:
         """How parts are put together here, and their means handed out. `held`: what this rank holds of each of them;
         of `buffers` it has all."""
-        own = [[(start, start + run.spans[0].size) for start, run in pieces] for pieces in held]
-        own += [[(0, part.floats)] for part in buffers]
+        own = [*map(stretches_of, held), *([(0, part.floats)] for part in buffers)]
         if self._client is not None:
             self._client.make_room(max(part.floats for part in parts))
         self.parts = NodeParts(

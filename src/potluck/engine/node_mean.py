@@ -1,7 +1,6 @@
 """NodeMean: the mean that a host forms of a replica which several ranks of one machine hold between them."""
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from torch import Tensor
 
@@ -10,7 +9,6 @@ from potluck.engine.flats import Flat
 from potluck.engine.means import HostMean
 from potluck.engine.node_client import NodeClient
 from potluck.engine.replica import Replica
-from potluck.shard.runs import Run
 
 
 class NodeMean(HostMean):
@@ -22,7 +20,7 @@ class NodeMean(HostMean):
 
     def lay_out(self, replica: Replica, buffers: SavedBuffers) -> list[Flat]:
         flats = super().lay_out(replica, buffers)
-        held = [list(zip(_starts(flat.runs), flat.runs, strict=True)) for flat in flats]
+        held = [flat.runs for flat in flats]
         self._parts = self._client.collect_parts(self.described[: len(flats)], held, buffers.parts)
         return flats
 
@@ -30,14 +28,3 @@ class NodeMean(HostMean):
         whole = self._parts.collect(index, numbers)
         if whole is not None:
             super().start(index, whole)
-
-
-def _starts(runs: Sequence[Run]) -> list[int]:
-    """Where in a part, its parameters end to end, the held numbers begin."""
-    found, at = [], 0
-    for place, run in enumerate(runs):
-        (span,) = run.spans
-        if place and runs[place - 1].spans[0].name != span.name:
-            at += math.prod(runs[place - 1].spans[0].shape)
-        found.append(at + span.start)
-    return found

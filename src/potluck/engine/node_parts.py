@@ -5,6 +5,7 @@ each rank its own numbers. Only one part is whole at a time, in memory that the 
 """
 
 import json
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -14,6 +15,7 @@ from potluck.errors import PotluckError
 from potluck.fleet.description import BUFFERS, Part
 from potluck.link.link import GroupLink
 from potluck.shard.norm import norms_of
+from potluck.shard.runs import Run
 
 Stretch = tuple[int, int]
 """Numbers of a part, from the first up to and without the last."""
@@ -76,6 +78,17 @@ class NodeParts:
             if rank:
                 self._link.start_send(_join(whole, stretches, norms), rank).wait()
         return _join(whole, held[0], norms)
+
+
+def stretches_of(runs: Sequence[Run]) -> list[Stretch]:
+    """Where in a part, its parameters end to end, these runs of each of them lie."""
+    found, at = [], 0
+    for index, run in enumerate(runs):
+        span = run.span
+        if index and runs[index - 1].span.name != span.name:
+            at += math.prod(runs[index - 1].span.shape)
+        found.append((at + span.start, at + span.end))
+    return found
 
 
 def _length(stretches: Sequence[Stretch]) -> int:

@@ -34,12 +34,13 @@ class SplitGradients:
         insist_on_float32([sharded.split[name] for name in self._trained if name in sharded.split])
         self._used: set[str] = set()
         planned = plan_parts(model, find_blocks(model))
-        held = [sharded.held_of(parameters) for _, parameters in planned]
-        numbers = {id(run): number for number, run in enumerate(sharded.runs)}
-        self._runs = [[numbers[id(run)] for _, run in own] for own in held]
-        """Of each part: which of this rank's runs are in it, one after the other."""
-        self._sizes = [[run.spans[0].size for _, run in own] for own in held]
         self._names = [[names[id(parameter)] for parameter in parameters] for _, parameters in planned]
+        found = replica.held()
+        held = [[run for name in part for run in found[name]] for part in self._names]
+        numbers = {id(run): number for number, run in enumerate(sharded.runs)}
+        self._runs = [[numbers.get(id(run)) for run in own] for own in held]
+        """Of each part: which of this rank's runs are in it, one after the other; none for one that has no numbers."""
+        self._sizes = [[run.span.size for run in own] for own in held]
         pairs = zip(planned, self._sizes, strict=True)
         self.parts = [PartSums(part, torch.zeros(sum(sizes), device=replica.device)) for (part, _), sizes in pairs]
         self._collected = client.collect_parts([part for part, _ in planned], held, buffers, norms_on=replica.device)
@@ -61,7 +62,7 @@ class SplitGradients:
         gradients = sharded.run_gradients()
         for sums, runs, sizes in zip(self.parts, self._runs, self._sizes, strict=True):
             for place, number in zip(torch.split(sums.flat, sizes), runs, strict=True):
-                found = gradients[number]
+                found = gradients[number] if number is not None else None
                 place.zero_() if found is None else place.copy_(found.view(-1))
         sharded.drop()
         for _ in self.parts:
@@ -85,7 +86,8 @@ class SplitGradients:
             *pieces, told = torch.split(mean, [*sizes, len(names)])
             norms |= dict(zip(names, told, strict=True))
             for number, piece in zip(runs, pieces, strict=True):
-                gradients[number] = piece if sharded.runs[number].spans[0].name in was_used else None
+                if number is not None and sharded.runs[number].span.name in was_used:
+                    gradients[number] = piece
         sharded.load(gradients)
         # From the norms of whole parameters, in the model's order: the bits of a replica that one process has.
         counted = [norms[name] for name in self._trained if name in was_used]

@@ -90,6 +90,8 @@ class Client:
     def __init__(self, invite: Invite, *, name: str, kind: str, say: Callable[[str], None]) -> None:
         self.name = name
         self.say = say
+        self.on_stop: Callable[[], None] = lambda: None
+        """Called when this worker was asked to stop."""
         self.welcome: Welcome | None = None
         self._description: Description | None = None
         self._layout = Layout()
@@ -118,6 +120,9 @@ class Client:
     def take_averages_one_by_one(self) -> None:
         """From now on they come among the messages, and the next is read when one is released: never all of a step."""
         self._takes_one_by_one = True
+
+    def ask_to_stop(self) -> None:
+        self.on_stop()
 
     @property
     def description(self) -> Description | None:
@@ -398,13 +403,16 @@ class Client:
                     session.pipe.send_descriptors(encode_parts(message), [self._memory.descriptor])
                     session.shows = True
                 else:
-                    session.pipe.send(encode_parts(message))
+                    parts = encode_parts(message)
+                    reach("sending", getattr(message, "step", 0), message=message, pipe=session.pipe, parts=parts)
+                    session.pipe.send(parts)
                 sent += 1
                 owed += isinstance(message, PartAt)
                 if owed and session.outbox:
                     continue
                 while owed:  # what lies in shared memory has left when the host has taken it
                     assert session.receipts is not None
+                    reach("shown", getattr(message, "step", 0))
                     owed -= session.receipts.wait(owed)
                 with self._change:
                     session.unsent -= sent

@@ -18,6 +18,7 @@ from potluck.fleet.coordinator import Coordinator
 from potluck.fleet.description import BUFFERS, Description
 from potluck.fleet.effects import Effect
 from potluck.fleet.mean import Mean, Slot
+from potluck.fleet.phases import reach
 from potluck.fleet.shared import Memory, Receipts, Window
 from potluck.fleet.tree import Node
 from potluck.wire.codec import encode_parts
@@ -325,6 +326,7 @@ class Writer:
 
     def _write_average(self, out: Out) -> None:
         connection = self.connection
+        reach("average leaves", out.step, part=out.part)
         if connection.receipts is not None:
             connection.owed.append(out.part)
             connection.pipe.send(encode_parts(AverageAt(out.step, out.part), connection.codec))

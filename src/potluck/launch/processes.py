@@ -21,7 +21,7 @@ from typing import IO
 
 from potluck.environment import LAST_WORDS, ONLY, PARENT_PIPE, RENDEZVOUS, machine_bytes, usable_cores
 from potluck.errors import ConfigError, Interrupted, WorkerLost
-from potluck.link.ranks import NODE, Request
+from potluck.link.ranks import NODE, RANKS, Request
 from potluck.save.memory import MEMORY, Recovery, Start, first_start
 from potluck.signals import Interrupts
 from potluck.train.arguments import WorkersConfig
@@ -324,6 +324,7 @@ class WorkerPool:
         self._folder = tempfile.TemporaryDirectory(prefix="potluck-")
         self._read_end, self._write_end = os.pipe()
         self._environment = worker_environment(config) | environment | {PARENT_PIPE: str(self._read_end)}
+        self._environment |= {RANKS: str(config.ranks)} if config.ranks is not None else {}
         for name in (RENDEZVOUS, "WORLD_SIZE"):  # of a group that started us: our workers are in none
             self._environment.pop(name, None)
         self._teams: list[Team] = []
@@ -331,7 +332,7 @@ class WorkerPool:
     def start(self, names: list[str]) -> None:
         for number, name in enumerate(names):
             request = Request(Path(self._folder.name) / f"ranks-{number}")
-            environment = self._environment | {"POTLUCK_NAME": name}
+            environment = self._environment | {"POTLUCK_NAME": name, "LOCAL_WORLD_SIZE": str(len(names))}
             first = self._start(number, environment | {NODE: str(request.place)})
             self._teams.append(Team([first], environment, request))
 

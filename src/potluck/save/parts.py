@@ -45,8 +45,7 @@ class Pieces:
 def model_part(sharded: Sharded, *, copies: bool = True) -> Pieces:
     pieces = Pieces(copies=copies)
     for run in (*sharded.runs, *sharded.rest):
-        for span, numbers in run.cut(run.parameter.detach()):
-            pieces.add(span.name, span, numbers)
+        pieces.add(run.span.name, run.span, run.parameter.detach().view(-1))
     # On every rank: fully_shard's state_dict() also lets go of what is gathered. A rank that kept it, after a forward
     # without a backward, would not gather it again together with the others.
     whole = whole_tensors(sharded)
@@ -86,18 +85,16 @@ def whole_tensors(sharded: Sharded) -> dict[str, Tensor]:
 
 
 def _add_state(pieces: Pieces, said: dict[str, Any], run: Run, known: dict[str, Any]) -> None:
-    flat = {key: value for key, value in known.items() if _is_flat(value, run)}
+    span, flat = run.span, {key: value for key, value in known.items() if _is_flat(value, run)}
     for key, value in flat.items():
-        for span, numbers in run.cut(value):
-            pieces.add(f"{span.name}/{key}", span, numbers)
-    for span in run.spans:
-        if span.start == 0:  # once for each parameter
-            of_all: dict[str, Tensor] = {}
-            rest = {str(key): value for key, value in known.items() if key not in flat}
-            told = state.flatten(rest, span.name, of_all)["dict"]
-            for name, tensor in of_all.items():
-                pieces.add_whole(name, tensor)
-            said[span.name] = {"dict": told | {key: {"tensor": f"{span.name}/{key}"} for key in flat}}
+        pieces.add(f"{span.name}/{key}", span, value.view(-1))
+    if span.start == 0:  # once for each parameter
+        of_all: dict[str, Tensor] = {}
+        rest = {str(key): value for key, value in known.items() if key not in flat}
+        told = state.flatten(rest, span.name, of_all)["dict"]
+        for name, tensor in of_all.items():
+            pieces.add_whole(name, tensor)
+        said[span.name] = {"dict": told | {key: {"tensor": f"{span.name}/{key}"} for key in flat}}
 
 
 def _is_flat(value: Any, run: Run) -> bool:
@@ -128,8 +125,7 @@ def load_part(sharded: Sharded, model: Ranges, optimizer: Ranges, skeleton: dict
 def load_model_part(sharded: Sharded, source: Ranges) -> None:
     """Straight into the model's own memory. Where parameters are kept whole, the others' parts are still old."""
     for run in (*sharded.runs, *sharded.mirrors, *sharded.rest):
-        for span, numbers in run.cut(run.parameter.detach()):
-            source.read_into(numbers, span.name, span.start)
+        source.read_into(run.parameter.detach().view(-1), run.span.name, run.span.start)
     for name, tensor in whole_tensors(sharded).items():
         source.fill(tensor, name)
 
@@ -153,7 +149,7 @@ def load_optimizer_part(sharded: Sharded, source: Ranges, skeleton: dict[str, An
 
 def _read_state(run: Run, source: Ranges, skeleton: dict[str, Any]) -> dict[str, Any]:
     """Of a parameter that no step has used, there is none."""
-    (span,) = run.spans
+    span = run.span
     found: dict[str, Any] = {}
     for key, entry in skeleton.get(span.name, {"dict": {}})["dict"].items():
         if _is_range(key, span, entry, source):
@@ -172,7 +168,7 @@ def _is_range(key: str, span: Span, entry: Any, source: Ranges) -> bool:
 
 @torch.no_grad()
 def _read_flat(run: Run, source: Ranges, name: str) -> Tensor:
-    (span,) = run.spans
+    span = run.span
     flat = torch.empty(span.size, dtype=source.spec(name).dtype, device=run.parameter.device)
     source.read_into(flat, name, span.start)
     return flat.view_as(run.parameter)

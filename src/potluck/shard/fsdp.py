@@ -329,9 +329,8 @@ class FullySharded(Sharded):
         for name, part in parts.items():
             if not local_part(part).numel():
                 continue
-            run = Run(
-                nn.Parameter(_flat(part), requires_grad=name in number), (self._span(name, self.split[name].shape),)
-            )
+            parameter = nn.Parameter(_flat(part), requires_grad=name in number)
+            run = Run(parameter, self._span(name, self.split[name].shape))
             if name not in number:
                 self.rest.append(run)
             else:
@@ -379,7 +378,7 @@ class FullySharded(Sharded):
         if self._lent is not None:
             self._lent.finish()
         for run, source in zip(self.runs, self._sources, strict=True):
-            name = run.spans[0].name
+            name = run.span.name
             if name in self.always_used:
                 source.grad = torch.zeros_like(source) if source.grad is None else source.grad
             elif self._units is not None and name not in self._units.used:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from potluck.shard.collectives import Collectives
 from potluck.shard.norm import total_norm
 from potluck.shard.ranges import Spec
-from potluck.shard.runs import Run, Span, held_bytes, scaling
+from potluck.shard.runs import Run, held_bytes, scaling
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,21 +77,6 @@ class Sharded:
                 found[name] = known
         return found
 
-    def held_of(self, parameters: Sequence[nn.Parameter]) -> list[tuple[int, Run]]:
-        """What this rank holds of these, laid end to end, and where in that it begins. The first has what is whole."""
-        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
-        runs: dict[str, list[Run]] = {}
-        for run in (*self.runs, *self.rest):
-            runs.setdefault(run.spans[0].name, []).append(run)
-        found, at = [], 0
-        for parameter in parameters:
-            name, size = names[id(parameter)], parameter.numel()
-            if name not in self.split and size and self.collectives.rank == 0:
-                found.append((at, Run(parameter, (Span(name, tuple(parameter.shape), 0, size),))))
-            found += [(at + run.spans[0].start, run) for run in runs.get(name, ())]
-            at += size
-        return found
-
     def arm(self, *, last: bool) -> None:
         """Before each backward. `last`: the step comes after it."""
 
@@ -135,7 +120,7 @@ class Sharded:
             assert place is not None
             place.zero_() if gradient is None else place.copy_(gradient.view_as(place))
         pairs = zip(self.runs, gradients, strict=True)
-        self._idle = {run.spans[0].name for run, gradient in pairs if gradient is None}
+        self._idle = {run.span.name for run, gradient in pairs if gradient is None}
 
     @torch.no_grad()
     def step(self, scale: float = 1.0) -> None:
@@ -179,7 +164,7 @@ class Sharded:
         """The optimizer's step, which sees no gradient of what no rank has used: no state of it, no count of steps."""
         if self.asks:
             self.drop_unused()
-        idle = [run.parameter for run in self.runs if run.spans[0].name in self._idle] if self._idle else []
+        idle = [run.parameter for run in self.runs if run.span.name in self._idle] if self._idle else []
         kept = [parameter.grad for parameter in idle]
         for parameter in idle:
             parameter.grad = None
