@@ -15,7 +15,7 @@ from potluck.engine import slices
 from potluck.engine.rows import mix
 from potluck.errors import TheirProtocolError
 from potluck.events import EpochDone
-from potluck.fleet import description, door, exchange, lobby, parcel, rounds, transfers
+from potluck.fleet import connection, description, door, lobby, parcel, rounds, transfers
 from potluck.fleet.coordinator import LEGAL
 from potluck.fleet.description import Description
 from potluck.fleet.membership import Phase
@@ -118,7 +118,7 @@ def test_every_field_of_a_description_is_told() -> None:
         lobby.UNKNOWN_BYTES,
         lobby.KNOWN_BYTES,
         lobby.MOST_UNKNOWN,
-        exchange.CONTROL_BYTES,
+        connection.CONTROL_BYTES,
         door.CONTROL_BYTES,
         description.MAX_PARTS,
         description.MAX_FLOATS,
