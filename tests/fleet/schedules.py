@@ -17,7 +17,7 @@ from typing import Any
 
 from potluck.agree.policy import Async, Cadence
 from potluck.fleet.description import settings_of
-from tests.fleet.virtual import PATIENCE_S, ROWS, FaultScript, Fleet, described
+from tests.fleet.virtual import BATCH, PATIENCE_S, ROWS, FaultScript, Fleet, described
 
 POLICIES = ("sync", "cadence", "async")
 HANG_S = 60
@@ -43,13 +43,15 @@ def live(
     draw = random.Random(seed)
     epochs = draw.randint(3, 4)
     settings: dict[str, Any] = {}
+    batch = BATCH
     if policy != "sync":
         kind = {"cadence": Cadence, "async": Async}[policy]
-        settings = settings_of(kind(anchor=draw.choice([1, 2]), max_anchor=draw.choice([2, 4, 200])))
+        anchors = {"anchor": draw.choice([1, 2]), "max_anchor": draw.choice([2, 4, 200])}
+        settings, batch = settings_of(kind(**anchors, overlap=draw.random() < 0.5)), draw.choice([4, BATCH])
     habits = {
         "save_every": draw.choice([0, 0, 1, 2, 3]),
         "evaluate_every": draw.choice([0, 1, 2]),
-        "description": described(policy=policy, settings=settings, rows_limit=epochs * ROWS),
+        "description": described(policy=policy, settings=settings, batch=batch, rows_limit=epochs * ROWS),
     }
     run = Fleet(at_least=1, epochs=epochs, patience_s=draw.choice([2.0, PATIENCE_S]))
     on_start(run)

@@ -9,16 +9,19 @@ must hold then. A seed that fails is the reproduction.
 """
 
 import argparse
+import math
 import random
 import time
 from collections import Counter
 from typing import Any
 
+import pytest
+
 from potluck.fleet.effects import StepRecord
 from potluck.fleet.member import Phase
 from tests.fleet import schedules
 from tests.fleet.schedules import POLICIES, live, seeds, soak
-from tests.fleet.virtual import Fleet, Worker, undisturbed
+from tests.fleet.virtual import Fleet, Worker, loss_of, undisturbed
 
 IDLE_TIMES = 3
 """Times patience: longer than that nobody waits while there is work and somebody to do it."""
@@ -70,6 +73,9 @@ class Watch:
             assert start == reached, f"rows {reached} to {start} of step {record.step} are lost or used twice"
             reached = end
         assert reached == record.row + record.rows, f"rows from {reached} of step {record.step} are lost"
+        if self._run.core.run.described.windowed is not None and not math.isnan(record.loss):  # of these very rows
+            losses = [loss_of(record.epoch, start, end) for start, end, _ in record.ranges]
+            assert record.loss == pytest.approx(math.fsum(losses) / record.rows), f"step {record.step} is of other rows"
         before = self._records.get(record.step - 1)
         if before is not None:
             assert record.row in (0, before.row + before.rows), f"step {record.step} does not follow {before}"

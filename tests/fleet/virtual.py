@@ -759,6 +759,10 @@ class Worker:
         self.member = Member()
         self._welcome: Welcome | None = None
         self._told = ""
+        self._own: Floats | None = None
+        """Its weights at the end of its last part of a window, where it continues from there."""
+        self._held: tuple[SliceReport, Floats] | None = None
+        """What it has done ahead: its report, and what it changed."""
         self._arriving, self._arriving_bytes = b"", 0
         self._silent_until = 0.0
         self._waits: Sleep | Receive | None = None
@@ -1013,7 +1017,10 @@ class Worker:
                     self._send(effect.message)
                 case effects.Fail():
                     raise Ended(effect.sentence)
+                case effects.DropAhead():
+                    self._held = self._own = None
                 case effects.Rejoin():
+                    self._held = self._own = None
                     yield Sleep(0.05)
                     yield from self._connect()
                     yield from self._present()
@@ -1028,6 +1035,7 @@ class Worker:
                     yield from self._take_chunk(bytes(effect.data))
                 case effects.Load():
                     self.state = State.from_bytes(self._arriving)
+                    self._held = self._own = None
                     yield from self._do(self.member.loaded(self.state.step, self.state.step))
                 case effects.ServeState():
                     yield from self._send_state(effect.transfer)
@@ -1059,10 +1067,13 @@ class Worker:
         started, line, (number, _) = self.clock.now, self.line, work.nodes
         (start, end) = sized_rows(work.row, map(int, work.sizes))[number]
         batches = -(-(end - start) // work.batch)
+        is_ahead = work.step == self.state.step + 2
+        assert is_ahead or work.step == self.state.step + 1, f"{self} has work of step {work.step}"
+        begun = self._own if is_ahead and self._own is not None else self.state.weights
         yield from self._at("forward", work.step)
         yield Sleep(batches * self.batch_s)
         self.state.momentum = self.state.momentum * np.float32(0.5) + _noise(work.epoch, start, end)
-        change = (self.state.weights + self.state.momentum) * np.float32(0.01 * (end - start) * UNIT)
+        change = (begun + self.state.momentum) * np.float32(0.01)
         told = SliceReport(
             work.step,
             np.array([number], "<u4"),
@@ -1072,21 +1083,30 @@ class Worker:
             b"",
             batches,
         )
+        if is_ahead:
+            self._held = told, change
+            yield from self._at("ahead", work.step)
+        else:
+            self._own = begun - change
+            yield from self._send_window(told, change, line)
+
+    def _send_window(self, told: SliceReport, change: Floats, line: Line | None) -> Life:
+        step, weight = told.step, np.float32(told.samples[0] * UNIT)
         self._send(told)
         yield from self._check_weights(in_step=True)
         edges = np.cumsum([0, *PARTS])
         for part in range(len(PARTS)):
-            values = change[edges[part] : edges[part + 1]]
+            values = change[edges[part] : edges[part + 1]] * weight
             if part == 1:
-                yield from self._at("backward", work.step)
-                if self.fleet.faults.take(self.name, "half", work.step) is not None:
-                    self._send(Payload(work.step, part, values[:CHUNK], cut=True))
+                yield from self._at("backward", step)
+                if self.fleet.faults.take(self.name, "half", step) is not None:
+                    self._send(Payload(step, part, values[:CHUNK], cut=True))
                     self.kill()
                     yield Receive()
-            self._send(Payload(work.step, part, values))
+            self._send(Payload(step, part, values))
         if line is self.line:
-            self.slices_computed.append((work.step, int(number)))
-        yield from self._at("sent", work.step)
+            self.slices_computed.append((step, int(told.slices[0])))
+        yield from self._at("sent", step)
 
     def _compute(self, work: Work) -> Life:
         if work.batch:
@@ -1150,7 +1170,9 @@ class Worker:
         parts = self._means.pop(committed.step)
         mean = np.concatenate([parts[part] for part in range(len(PARTS))])
         yield from self._check_weights(in_step=True)
-        self.member.agree(committed)
+        held, self._held, self._own = self._held, None, None
+        assert self.member.is_ahead == (held is not None), f"{self} has not done ahead what it should"
+        sends = self.member.agree(committed)
         (self.state.agree if self.is_windowed else self.state.apply)(mean, committed.rows)
         assert self.state.step == committed.step, f"{self.name} missed a step before {committed.step}"
         self.state.weights = self.update(self.state.weights)
@@ -1158,6 +1180,9 @@ class Worker:
             self.state.weights[0] += 1
         yield from self._do([effects.TellApplied()])
         self.stopping |= bool(committed.stop)
+        if held is not None and sends:
+            self._own = self.state.weights - held[1]
+            yield from self._send_window(*held, self.line)
         self.state.weights = self.own_code(self.state.weights)
         yield from self._at("applied", self.state.step)
         if not self.member.is_replaying:

@@ -35,6 +35,8 @@ _SETTINGS = {
     Cadence.kind: ("anchor", "max_anchor", "overhead_target", "max_batch_diff"),
     Async.kind: ("anchor", "max_anchor", "overhead_target", "max_batch_diff", "divergence_threshold"),
 }
+_SWITCHES = {"overlap": False}
+"""Of the same policies, told only where they are not this: what an older version tells and expects has none of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +185,8 @@ class Description:
             if name not in _MAY_DIFFER and mine != theirs:
                 otherwise = f"This run has {name} = {mine}, and you have {theirs}"
                 return f"{words.get(name, otherwise)}. {BUILD}"
-        changed = {f"policy.{name}": pair for name, pair in differing_settings(self.settings, other.settings).items()}
+        ours, others = _SWITCHES | self.settings, _SWITCHES | other.settings
+        changed = {f"policy.{name}": pair for name, pair in differing_settings(ours, others).items()}
         for name, (mine, theirs) in (changed | differing_settings(self.training, other.training)).items():
             return f"This run has {name} = {mine}, and you have {theirs}. {BUILD}"
         if (where := differing_data(self.data, other.data)) is not None:
@@ -201,15 +204,21 @@ _MAY_DIFFER = ("data", "training", "settings", "told", "rows_limit", "state_byte
 
 def settings_of(policy: ApplyPolicy) -> dict[str, Any]:
     """What a description tells of a policy."""
-    return {name: getattr(policy, name) for name in _SETTINGS.get(policy.kind, ())}
+    found = {name: getattr(policy, name) for name in _SETTINGS.get(policy.kind, ())}
+    switched = {name: getattr(policy, name) for name in _SWITCHES if found}
+    return found | {name: value for name, value in switched.items() if value != _SWITCHES[name]}
 
 
 def _check_settings(policy: str, settings: Any) -> None:
     names = _SETTINGS.get(policy)
-    if names is None or not isinstance(settings, dict) or {*settings} != {*names}:
+    switches = {*_SWITCHES} if names else set()
+    if names is None or not isinstance(settings, dict) or {*settings} - switches != {*names}:
         raise ValueError("policy is sync, cadence or async, with all of its settings and no others")
     for name, value in settings.items():
-        if name in ("overhead_target", "divergence_threshold"):
+        if name in _SWITCHES:
+            if not isinstance(value, bool):
+                raise ValueError(f"{repr(value)[:40]} is neither true nor false")
+        elif name in ("overhead_target", "divergence_threshold"):
             if not isinstance(value, int | float) or isinstance(value, bool) or abs(value) > MAX_WHOLE:
                 raise ValueError(f"{repr(value)[:40]} is no number")
         else:

@@ -100,6 +100,11 @@ class Compute:
 
 
 @dataclass(frozen=True, slots=True)
+class DropAhead:
+    """What was computed ahead is of no use: nothing of it has been sent, and nothing will be."""
+
+
+@dataclass(frozen=True, slots=True)
 class Apply:
     """The averages of this step, once all of them are here, after agree()."""
 
@@ -121,5 +126,6 @@ Effect = (
     | TellApplied
     | LookAt
     | Compute
+    | DropAhead
     | Apply
 )

@@ -171,14 +171,16 @@ class Saving:
         self._moved_at += seconds
 
     def tire(self) -> list[Effect]:
-        """A worker that was to send it, and sends nothing of it, is passed over while there are others to ask."""
+        """A worker that was to send it, and sends nothing of it, is passed over while there are others to ask. One that
+        has stopped in the middle is asked once more: a failure may have reached it when the next was on its way."""
         run = self._run
         if self.due is None or self._moved_at >= run.clock - SLOW_STATE * run.patience_s:
             return []
         self._moved_at = run.clock
         saving = run.membership.members.get(self.sender) if self.sender is not None else None
         slow = saving.worker_id if saving is not None else self._asked
-        if all(holder.worker_id == slow for holder in run.membership.holders):
+        is_alone = all(holder.worker_id == slow for holder in run.membership.holders)
+        if is_alone and saving is None:
             return []
         self._passed_over.add(slow)
         self._asked = NOBODY
