@@ -197,12 +197,11 @@ def _under_host(wanted: Wanted) -> Composition:
                 " slice's gradient is one process's. Choose another policy, or set strategy to no_shard."
             )
         return Composition(window=None, replicas=1, stages=1, ranks_per_stage=1, split=None)
-    for switch, is_on in (("overlap", policy.overlap), ("outer", policy.outer is not None)):
-        if is_on:
-            raise ConfigError(
-                f"policy.{switch} does not work with a host yet, only among the workers of one group. Switch it off, or"
-                " start the workers with potluck run."
-            )
+    if policy.overlap:
+        raise ConfigError(
+            "policy.overlap does not work with a host yet, only among the workers of one group. Switch it off, or start"
+            " the workers with potluck run."
+        )
     if ranks > MOST_RANKS:
         raise ConfigError(
             f"HybridShard has an intra_node_size of {ranks}, and a host takes nodes of at most {MOST_RANKS} ranks."

@@ -149,8 +149,8 @@ def look_and_stop() -> dict[str, Any]:
             fleet.backward(F.mse_loss(model(x), y), samples=len(x))
             fleet.step()
             rates.append(optimizer.param_groups[0]["lr"])
-        for part in fleet.replica.parts():
-            part.zero_()
+        for run in fleet.replica.owned():
+            run.parameter.data.zero_()
         fleet.replica.on_parts_written()
         return {
             "losses": losses,

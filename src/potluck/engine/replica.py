@@ -22,12 +22,13 @@ from torch.utils._pytree import tree_map_only
 from potluck.engine.buckets import Buckets
 from potluck.engine.buffers import SavedBuffers, is_expanded
 from potluck.engine.compiling import AnyRows
+from potluck.engine.outer_state import OuterState
 from potluck.engine.seal import Seal
 from potluck.errors import ConfigError
 from potluck.link.link import Link
 from potluck.shard.blocks import find_blocks, is_staged
 from potluck.shard.norm import total_norm
-from potluck.shard.runs import can_skip, held_bytes, in_host_memory, scaling, state_at, step_unless
+from potluck.shard.runs import Run, Span, can_skip, held_bytes, in_host_memory, scaling, state_at, step_unless
 
 if TYPE_CHECKING:
     from potluck.shard.sharded import Sharded
@@ -132,6 +133,7 @@ class Replica:
         optimizer.zero_grad = lambda set_to_none=True: None  # type: ignore[method-assign]
         self._is_stepping = False
         optimizer.register_step_pre_hook(lambda *told: self._insist_on_own_step())
+        self.outer = OuterState(optimizer, self.names)
         self._add_group = optimizer.add_param_group
         optimizer.add_param_group = self._add_param_group  # type: ignore[method-assign]
 
@@ -178,12 +180,19 @@ class Replica:
         if self.config.offload_optimizer:
             self._on_host = OnHost(self.optimizer, self.names)
 
-    def parts(self) -> list[Tensor]:
-        """The memory of what this rank holds of the parameters that are trained: here all of them."""
-        return [parameter.data for parameter in self.model.parameters() if parameter.requires_grad]
+    def held(self) -> dict[str, list[Run]]:
+        """By a parameter's name: what this rank holds of it, here all. Of which it holds none, an empty run."""
+        return {
+            name: [Run(parameter, (Span(name, tuple(parameter.shape), 0, parameter.numel()),))]
+            for name, parameter in self.model.named_parameters()
+        }
+
+    def owned(self) -> list[Run]:
+        """What this rank holds of the parameters that are trained."""
+        return [run for runs in self.held().values() for run in runs if run.parameter.requires_grad]
 
     def on_parts_written(self) -> None:
-        """Called by whoever wrote into parts()."""
+        """Called by whoever wrote into what is held."""
 
     def arm(self, *, last: bool) -> None:
         """Before each backward: only the step's last backward talks to the other ranks."""

@@ -4,11 +4,13 @@ import hashlib
 import time
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from potluck.engine.replica import Replica, as_bytes, find_batch_norm
 from potluck.errors import ConfigError
 from potluck.link.link import Alone, Link
+from potluck.shard.runs import Run, Span
 from potluck.shard.sharded import Sharded
 from potluck.shard.splitting import shard_over
 from potluck.shard.strategy import ShardingStrategy
@@ -66,13 +68,24 @@ class ShardedReplica(Replica):
             raise ConfigError(f"strategy: {error}.") from None
         self.sharded.asks = False  # workers' pulses say whether any has left a parameter unused
         self.names = {id(run.parameter): f"run {index}" for index, run in enumerate(self.sharded.runs)}
+        self.outer.names = self.names
         self.trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+    def held(self) -> dict[str, list[Run]]:
+        sharded = self.sharded
+        found: dict[str, list[Run]] = {}
+        for run in (*sharded.runs, *sharded.rest):
+            found.setdefault(run.spans[0].name, []).append(run)
+        where = next((run.parameter.device for runs in found.values() for run in runs), torch.device("cpu"))
+        for name, spec in sharded.split.items():
+            empty = nn.Parameter(torch.empty(0, dtype=spec.dtype, device=where), requires_grad=False)
+            found.setdefault(name, [Run(empty, (Span(name, spec.shape, 0, 0),))])
+        return found
+
+    def owned(self) -> list[Run]:
         names = {name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
         # A frozen parameter may be the optimizer's all the same; averaging it could change its last bit.
-        self._parts = [run.parameter.data for run in self.sharded.runs if run.spans[0].name in names]
-
-    def parts(self) -> list[Tensor]:
-        return self._parts
+        return [run for run in self.sharded.runs if run.spans[0].name in names]
 
     def on_parts_written(self) -> None:
         self.sharded.share()
@@ -131,7 +144,7 @@ class ShardedReplica(Replica):
         if not hasattr(self, "sharded"):
             super().align()
         elif self._across.world > 1:
-            for tensor in [*self._parts, *self._buffers.now()]:
+            for tensor in [*(run.parameter.data for run in self.owned()), *self._buffers.now()]:
                 self._across.broadcast(tensor)
             self.on_parts_written()
 

@@ -20,13 +20,13 @@ from torch.optim import Optimizer
 from potluck.agree.pulse import decide_alone
 from potluck.agree.windows import Decision, Pool, Report, after
 from potluck.agree.windows import Windows as WindowPlanner
-from potluck.engine.averages import Averages
-from potluck.engine.buffers import SavedBuffers
 from potluck.engine.loader import BatchConfig, Loader, MicroBatch, SliceLoader, even_batches, plan_step
 from potluck.engine.losses import STEP_TOO_EARLY
+from potluck.engine.means import LinkMean
 from potluck.engine.replica import Replica
 from potluck.engine.rounds import Collate
 from potluck.engine.rows import mix
+from potluck.engine.window_delta import WindowDelta
 from potluck.errors import ConfigError
 from potluck.events import Decided, StepDone, StepSkipped, WorkerStep
 from potluck.link.link import Alone, Rows
@@ -85,7 +85,7 @@ class Windows:
         """Whether a window is under way: its last step closes it."""
         self._has_more = False
         """Whether the batch that is under way is not the last of this replica's part."""
-        self._sync_s = self._drift = 0.0
+        self._sync_s = 0.0
         self._weight = 1 / self._nodes.count
         self._lr = self._norm = 0.0
         self._batch_rows = 0
@@ -114,9 +114,9 @@ class Windows:
         return ShardedReplica(*arguments, strategy=engine.composition.split, within=within, across=nodes.across)
 
     def begin(self, replica: Replica) -> None:
-        nodes = self._nodes
-        self._averages = Averages(replica.parts(), nodes.across, self._policy.outer, within=nodes.within)
-        self._buffers = SavedBuffers(replica.model)
+        policy, nodes = self._policy, self._nodes
+        mean = LinkMean(nodes.across)
+        self._delta = WindowDelta(replica, mean, policy.outer, overlap=policy.overlap, within=nodes.within)
 
     def make_loader(self, dataset: Any, batch: BatchConfig, seed: int, collate: Collate) -> Loader:
         options: dict[str, Any] = {"device": self._engine.device, "seed": seed, "collate": collate}
@@ -158,7 +158,7 @@ class Windows:
         self._emit_decision(decision)
         self._window, self._window_started = WindowPulse(), time.perf_counter()
         self._all_done = None
-        self._buffers_before = self._buffers.copy()
+        self._delta.begin()
         if self._engine._scheduled is not None:
             self._engine._scheduled.begin_window()
         self._engine._start_of_step()
@@ -281,7 +281,7 @@ class Windows:
             torch.cuda.current_stream().synchronize()
         busy_s = time.perf_counter() - self._window_started
         mine = self._window._replace(
-            busy_s=busy_s, sync_s=self._sync_s, divergence=self._drift, wants_stop=self._engine._wants_stop
+            busy_s=busy_s, sync_s=self._sync_s, divergence=self._delta.drift, wants_stop=self._engine._wants_stop
         )
         if self._decision.until_s is None:
             self._own_part_done(self._decision).wait()
@@ -307,25 +307,19 @@ class Windows:
         self._engine.layers.end_of_window()
 
     def _merge(self) -> None:
-        """The mean of all replicas; or, with overlap, the one that was begun at the end of the window before.
-
-        Buffers do not overlap: they are small, and not all of them have a mean.
-        """
-        self._buffers.average(self._nodes.across, self._weight, self._buffers_before)
+        """The mean of all replicas; or, with overlap, the one that was begun at the end of the window before."""
+        if self._delta.is_pending:
+            self._delta.apply()
+        self._delta.end(self._weight)
         if not self._policy.overlap:
-            self._drift = self._averages.agree(self._weight)
-        else:
-            if self._averages.is_pending:
-                self._drift = self._averages.finish()
-            self._averages.start(self._weight)
-        self._engine._prepared().on_parts_written()
+            self._delta.apply()
 
     def settle(self) -> None:
         """All replicas are equal after this, also with overlap. Called on every worker alike."""
-        if self._averages.is_pending:
-            self._drift = self._averages.finish()
-            self._averages.agree(self._weight)
-            self._engine._prepared().on_parts_written()
+        if self._delta.is_pending:
+            self._delta.apply()
+            self._delta.end(self._weight, exactly=True)
+            self._delta.apply()
 
     def _count_rows(self, loader: SliceLoader, rows: int) -> None:
         self._engine.rows_seen += rows
@@ -339,7 +333,7 @@ class Windows:
                 reason=decision.reason,
                 version=self._engine.version,
                 anchor=decision.anchor,
-                divergence=self._drift,
+                divergence=self._delta.drift,
             )
         )
 
@@ -369,7 +363,7 @@ class Windows:
     # Where the run stands
 
     def on_loaded(self) -> None:
-        self._averages.begin_anew()
+        self._delta.start_anew()
 
     def standing(self) -> Standing:
         return {"left": [list(part) for part in self._loader.left_after(self._pool.ranges)]}

@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
-from potluck.agree.policy import ApplyPolicy, Async, Cadence, Sync, Windowed
+from potluck.agree.policy import ApplyPolicy, Async, Cadence, Outer, Sync, Windowed
 from potluck.agree.terms import BUILD, SAME_DATA, Fingerprint, check_fingerprint, differing_data, differing_settings
 from potluck.errors import TheirProtocolError
 from potluck.wire.words import clean_all
@@ -35,7 +35,7 @@ _SETTINGS = {
     Cadence.kind: ("anchor", "max_anchor", "overhead_target", "max_batch_diff"),
     Async.kind: ("anchor", "max_anchor", "overhead_target", "max_batch_diff", "divergence_threshold"),
 }
-_SWITCHES = {"overlap": False}
+_SWITCHES: dict[str, Any] = {"overlap": False, "outer": None}
 """Of the same policies, told only where they are not this: what an older version tells and expects has none of them."""
 
 
@@ -90,8 +90,7 @@ class Description:
     @property
     def windowed(self) -> Windowed | None:
         """The policy, if workers step by themselves under it; none under Sync."""
-        kind = _WINDOWED.get(self.policy)
-        return kind(**self.settings) if kind is not None else None
+        return _made(self.policy, self.settings) if self.policy in _WINDOWED else None
 
     def steps_at(self, epoch: int, row: int) -> int:
         """How many batches of the run are done at this place, the last maybe in part."""
@@ -206,7 +205,13 @@ def settings_of(policy: ApplyPolicy) -> dict[str, Any]:
     """What a description tells of a policy."""
     found = {name: getattr(policy, name) for name in _SETTINGS.get(policy.kind, ())}
     switched = {name: getattr(policy, name) for name in _SWITCHES if found}
-    return found | {name: value for name, value in switched.items() if value != _SWITCHES[name]}
+    found |= {name: value for name, value in switched.items() if value != _SWITCHES[name]}
+    return found | ({"outer": asdict(found["outer"])} if "outer" in found else {})
+
+
+def _made(policy: str, settings: dict[str, Any]) -> Windowed:
+    outer = {"outer": Outer(**settings["outer"])} if "outer" in settings else {}
+    return _WINDOWED[policy](**settings | outer)
 
 
 def _check_settings(policy: str, settings: Any) -> None:
@@ -215,16 +220,22 @@ def _check_settings(policy: str, settings: Any) -> None:
     if names is None or not isinstance(settings, dict) or {*settings} - switches != {*names}:
         raise ValueError("policy is sync, cadence or async, with all of its settings and no others")
     for name, value in settings.items():
-        if name in _SWITCHES:
-            if not isinstance(value, bool):
-                raise ValueError(f"{repr(value)[:40]} is neither true nor false")
-        elif name in ("overhead_target", "divergence_threshold"):
-            if not isinstance(value, int | float) or isinstance(value, bool) or abs(value) > MAX_WHOLE:
-                raise ValueError(f"{repr(value)[:40]} is no number")
-        else:
+        if name in ("overhead_target", "divergence_threshold"):
+            _number(value)
+        elif name == "outer":
+            for number in value.values():
+                _number(number)
+        elif name != "overlap":
             _whole(value, none=name == "max_batch_diff")
+        elif not isinstance(value, bool):
+            raise ValueError(f"{repr(value)[:40]} is neither true nor false")
     if policy in _WINDOWED:
-        _WINDOWED[policy](**settings)
+        _made(policy, settings)
+
+
+def _number(value: Any) -> None:
+    if not isinstance(value, int | float) or isinstance(value, bool) or abs(value) > MAX_WHOLE:
+        raise ValueError(f"{repr(value)[:40]} is no number")
 
 
 def _whole(value: Any, *, none: bool = False) -> int | None:

@@ -67,9 +67,11 @@ def optimizer_part(sharded: "Sharded", *, copies: bool = True) -> Pieces:
     """Its notes are what state.optimizer_state says, of this rank's part: all ranks' notes together are the whole."""
     pieces = Pieces(copies=copies)
     said: dict[str, Any] = {}
+    known = sharded.optimizer.state_dict()["state"]
+    place = {id(p): i for i, p in enumerate(p for group in sharded.optimizer.param_groups for p in group["params"])}
     for run in sharded.runs:
-        if run.parameter in sharded.optimizer.state:
-            _add_state(pieces, said, run, sharded.optimizer.state[run.parameter])
+        if place.get(id(run.parameter)) in known:
+            _add_state(pieces, said, run, known[place[id(run.parameter)]])
     pieces.notes["state"] = said
     if sharded.collectives.rank == 0:
         pieces.notes["class"] = type(sharded.optimizer).__name__
