@@ -262,6 +262,6 @@ def test_a_report_of_a_window_to_come_is_turned_away() -> None:
     run.run_until(lambda: run.core.now is not None and run.core.now.step == 2)
     worker = run.workers["w0"]
     early = SliceReport(3, np.array([0], "<u4"), np.array([4.0]), np.array([1.0]), 0.1, b"", 1)
-    worker._send(early)
+    worker.send(early)
     run.finish()
     assert run.core.refused["stale report"] == 1
