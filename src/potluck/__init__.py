@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from potluck.agree.elche import ElChe
     from potluck.agree.policy import ApplyPolicy, Async, Cadence, Outer, Sync
     from potluck.engine.engine import Engine
-    from potluck.engine.replica import StepConfig
     from potluck.engine.start import init
+    from potluck.engine.switches import StepConfig
     from potluck.save.checkpoint import CheckpointConfig
     from potluck.shard.optimizer_shard import OptimizerShard
     from potluck.shard.strategy import FullShard, HybridShard, NoShard, ShardGradOp, ShardingStrategy
@@ -47,7 +47,7 @@ _HOMES = {
     "ShardedOptimizer": "shard.zero",
     "ShardingStrategy": "shard.strategy",
     "Stages": "stages.protocol",
-    "StepConfig": "engine.replica",
+    "StepConfig": "engine.switches",
     "Sync": "agree.policy",
     "Trainer": "train.trainer",
     "init": "engine.start",

@@ -77,6 +77,44 @@ def compose(wanted: Wanted) -> Composition:
     return _in_stages(wanted, wanted.stages) if wanted.stages is not None else _over_group(wanted)
 
 
+def check_data(
+    wanted: Wanted, *, has_data: bool, has_loss: bool, micro_size: int | None, slices: int | None
+) -> int | None:
+    """What prepare() was given: refuses what cannot be. How many rows go through the model at once."""
+    policy, stages = wanted.policy, wanted.stages
+    if stages is not None:
+        return _check_data_of_stages(stages, has_all=has_data and has_loss, micro_size=micro_size)
+    if not has_data and wanted.has_host:
+        raise ConfigError("Under a host, give prepare() the dataset and a batch_size: its rows are shared out there.")
+    if not has_data and not policy.steps_together:
+        raise ConfigError(
+            f"Under {type(policy).__name__} each worker does as many batches as it can, so they must come from one"
+            " dataset. Pass it to prepare(), and iterate over the loader that it gives."
+        )
+    if slices is not None and wanted.has_host and not policy.steps_together:
+        raise ConfigError(
+            f"batch.slices cuts a batch on which all workers step together, as under the Sync policy. Under"
+            f" {type(policy).__name__} each gets rows by its speed: leave batch.slices out."
+        )
+    return micro_size
+
+
+def _check_data_of_stages(stages: Stages, *, has_all: bool, micro_size: int | None) -> int | None:
+    if not has_all:
+        raise ConfigError(
+            "A model that is cut into stages is prepared with its data and its loss function: prepare(model,"
+            " optimizer, dataset, batch_size=..., loss=loss_of), where loss_of(model, batch) gives the mean loss."
+        )
+    wanted = stages.micro_batch_size
+    if micro_size is not None and micro_size != wanted:
+        told = "whole batches" if wanted is None else f"micro-batches of {plural(wanted, 'row')}"
+        raise ConfigError(
+            f"stages.protocol asks for {told}, and batch.micro_size for {plural(micro_size, 'row')}. Leave"
+            " out the latter: stages.protocol.micro_batch_size says how a batch is cut."
+        )
+    return wanted
+
+
 def ranks_per_worker(strategy: ShardingStrategy) -> int:
     """Under a host: how many processes of one machine are one worker."""
     return strategy.intra_node_size if isinstance(strategy, HybridShard) else 1
@@ -152,7 +190,8 @@ def _in_stages(wanted: Wanted, stages: Stages) -> Composition:
             splits_all=splits_all,
             weights=_weights_of_stages(strategy, world, workers),
             shares=_shares(policy, world // workers),
-            is_measured=_is_measured(policy),
+            # A worker that is killed and started again there has not measured what the others have.
+            is_measured=_is_measured(policy) and not isinstance(stages.protocol, DataStore),
         )
     if isinstance(strategy, FullShard | ShardGradOp):
         raise ConfigError(

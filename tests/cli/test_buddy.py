@@ -69,9 +69,9 @@ if __name__ == "__main__":
             mark("dies in a refresh")
             os.kill(os.getpid(), signal.SIGKILL)
         passes(self, name, *arguments)
-    if fleet.recovery is None and when == "refresh":
+    if fleet.run.recovery is None and when == "refresh":
         Buddies._pass_on = die
-    is_first = fleet.recovery is None and when == "step"
+    is_first = fleet.run.recovery is None and when == "step"
     heard, whole = train(fleet, 2, stop_at if is_first else lambda step: None)
     if fleet.rank == 0:
         with open("heard.json", "w") as file:

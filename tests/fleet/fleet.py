@@ -150,7 +150,7 @@ def _work(invite: str, folder: str, name: str, fault: Fault | None, options: dic
 
         def on_step(engine: Any) -> None:
             save_every = options.get("save_every")
-            if save_every and not engine.replaying and engine.step_number % save_every == 0:
+            if save_every and not engine.run.replaying and engine.step_number % save_every == 0:
                 engine.save(place)
             if options.get("slow_s"):
                 time.sleep(options["slow_s"])

@@ -159,9 +159,9 @@ def test_steps_that_are_not_finite_are_skipped_where_they_occur(tmp_path: Path) 
 
 def save_and_look_at_every_batch(place: Path) -> None:
     """As an own loop might that was written for steps that all take together."""
-    from potluck.engine.elastic_windows import ElasticWindowEngine
+    from potluck.engine.engine import Engine
 
-    step = ElasticWindowEngine.step
+    step = Engine.step
 
     def busy(self: Any) -> Any:
         found = step(self)
@@ -171,7 +171,7 @@ def save_and_look_at_every_batch(place: Path) -> None:
             self.evaluate(lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]), (x[:9], y[:9]), 4)
         return found
 
-    ElasticWindowEngine.step = busy  # type: ignore[method-assign]
+    Engine.step = busy  # type: ignore[method-assign]
 
 
 def test_saving_and_looking_within_a_window_see_what_was_agreed_on(tmp_path: Path) -> None:
@@ -187,7 +187,7 @@ def test_saving_and_looking_within_a_window_see_what_was_agreed_on(tmp_path: Pat
 def in_a_window(place: Path) -> None:
     """Some of its batches are done, in the second window."""
 
-    def fatal(step: int, engine: Any, done: int) -> None:
+    def fatal(step: int, worker: Any, done: int) -> None:
         if step == 2 and done == 1:
             die(place, "window")
 
@@ -197,9 +197,9 @@ def in_a_window(place: Path) -> None:
 def while_sending(place: Path) -> None:
     """The report and one part are sent."""
 
-    def fatal(step: int, engine: Any, part: int, gradients: Any) -> None:
+    def fatal(step: int, worker: Any, part: int, gradients: Any) -> None:
         if step == 2 and part == 1:
-            engine.client.flush()
+            worker.client.flush()
             time.sleep(0.05)
             die(place, "sending")
 

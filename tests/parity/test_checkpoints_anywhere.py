@@ -115,7 +115,7 @@ def plain(upto: int) -> dict[str, Tensor]:
 
 def look(fleet: potluck.Engine) -> dict[str, Any]:
     """All that the replica holds: the model whole, and this rank's optimizer state with where it belongs."""
-    replica = fleet.replica
+    replica = fleet.run.replica
     assert replica is not None
     sharded = getattr(replica, "sharded", None)
     if sharded is not None:

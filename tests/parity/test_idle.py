@@ -216,7 +216,7 @@ def test_what_a_skipped_step_did_not_use_is_stepped_by_the_next(strategy: Shardi
             loss_of(judge, rows_of(step), step).backward()
             optimizer.step()
     assert fleet.skipped == 1
-    sharded = getattr(fleet.replica, "sharded", None)
+    sharded = getattr(fleet.run.replica, "sharded", None)
     own = dict(model.named_parameters()) if sharded is None else {r.spans[0].name: r.parameter for r in sharded.runs}
     for name, expected in judge.named_parameters():
         torch.testing.assert_close(own[name].detach().view_as(expected), expected.detach(), rtol=1e-12, atol=1e-12)

@@ -243,7 +243,7 @@ def skipping(strategy: Any) -> dict[str, Any]:
         same = all(torch.equal(value, before[name]) for name, value in whole(model).items())
         fleet.backward(loss_of(model, data(fleet.device)[:3]), samples=3)
         fleet.step()
-        fleet.replica.sharded.settle()  # type: ignore[union-attr]
+        fleet.run.replica.sharded.settle()  # type: ignore[union-attr]
         return {"skipped": isinstance(event, StepSkipped), "same": same, "weights": whole(model)}
 
 
@@ -313,7 +313,7 @@ def bytes_held(strategy: Any) -> dict[str, Any]:
         model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
         given = list(model.parameters())
         fleet.prepare(model, torch.optim.AdamW(model.parameters()))
-        replica = fleet.replica
+        replica = fleet.run.replica
         for _ in range(2):
             fleet.backward(model(torch.ones(2, 64, device=fleet.device)).square().mean(), samples=2)
             replica.unseal()  # type: ignore[union-attr]

@@ -181,7 +181,7 @@ def train(case: dict[str, Any], upto: int, folder: str = "") -> dict[str, Any]:
 
 def parts_of(fleet: potluck.Engine) -> list[Any]:
     """What this worker has of each parameter, whoever else has it: [name, first number, numbers]."""
-    replica = fleet.replica
+    replica = fleet.run.replica
     assert replica is not None
     part: Any = replica.part or getattr(replica, "sharded", None)
     if part is None:

@@ -13,8 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 import potluck
 from potluck import Direct, ShardGradOp, Stages, Sync
-from potluck.engine.replica import StepConfig, find_blocks, switch_on
+from potluck.engine.replica import find_blocks
 from potluck.engine.sharded import shard_over
+from potluck.engine.switches import StepConfig, switch_on
 from potluck.errors import ConfigError
 from potluck.link.link import connect
 from potluck.shard import splitting
@@ -436,7 +437,7 @@ def led(weights: Any) -> dict[str, Any]:
     for batch in loader:
         engine.backward(model(batch).square().mean(), samples=len(batch))
         losses.append(engine.step().loss)
-    held = engine._prepared().sharded
+    held = engine.run.prepared().sharded
     engine.close()
     return {"losses": torch.tensor(losses), "kind": type(held).__name__, "held": held.memory_bytes()["state"]}
 

@@ -175,8 +175,6 @@ KINDS = {
     *("Sync", "Cadence", "Async", "NoShard", "FullShard", "ShardGradOp", "HybridShard"),
     *("Link", "GroupLink", "StoreLink", "Alone", "Loader", "SliceLoader"),
 }
-STILL = {"engine/elastic.py", "engine/elastic_nodes.py"}
-"""Until a host's workers have rounds of their own."""
 
 
 def test_only_the_composition_asks_which_kind_an_answer_is() -> None:
@@ -185,7 +183,7 @@ def test_only_the_composition_asks_which_kind_an_answer_is() -> None:
     found = {
         path.relative_to(source).as_posix() for path in source.rglob("*.py") if asked.search(path.read_text("utf-8"))
     }
-    assert found - {"composition.py"} == STILL
+    assert found == {"composition.py"}
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from potluck.engine.replica import StepConfig, switch_on
+from potluck.engine.switches import StepConfig, switch_on
 from potluck.errors import ConfigError
 from potluck.shard.blocks import find_blocks
 from potluck.stages.balance import Device, balance

@@ -80,6 +80,10 @@ class NodeClient:
     def patience_s(self) -> float:
         return self.welcome.patience_ms / 1000
 
+    def ask_to_stop(self) -> None:
+        """All ranks hear of it with what they hear next."""
+        self.wants_stop = True
+
     def say(self, sentence: str) -> None:
         """Once for the node."""
         if self._client is not None:

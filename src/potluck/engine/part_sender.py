@@ -4,13 +4,13 @@ import torch
 from torch import Tensor, nn
 
 from potluck.engine.buckets import Allocate
-from potluck.engine.node_client import NodeClient
-from potluck.fleet.client import Client
+from potluck.engine.led import Led
 
 
 class PartSender:
-    def __init__(self, client: Client | NodeClient, device: torch.device) -> None:
-        self._client = client
+    def __init__(self, led: Led, device: torch.device) -> None:
+        self._led = led
+        self._client = led.client
         self._device = device
         self._stream: torch.cuda.Stream | None = None
         self._hosted: list[Tensor] = []
@@ -33,7 +33,10 @@ class PartSender:
         if self._device.type == "cuda":
             torch.cuda.current_stream().synchronize()
 
-    def send(self, step: int, part: int, numbers: Tensor) -> None:
+    def send(self, part: int, numbers: Tensor) -> None:
+        """Of the step that is under way."""
+        self._led.reach("part", part=part, gradients=numbers)
+        step = self._led.member.version + 1
         if numbers.device.type == "cpu":
             self._client.send_part(step, part, numbers.numpy())
             return

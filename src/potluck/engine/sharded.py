@@ -1,13 +1,16 @@
 """A replica that is split over ranks: the strategies of shard/, behind what an engine asks of a replica."""
 
 import hashlib
+import math
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from potluck.engine.replica import Replica, as_bytes, find_batch_norm
+from potluck.engine.replica import Agreed, Replica, as_bytes, find_batch_norm
+from potluck.engine.weight_hash import hash_sums, sums_of, sums_of_piece
 from potluck.errors import ConfigError
 from potluck.link.link import Alone, Link
 from potluck.shard.runs import Run, Span
@@ -86,6 +89,24 @@ class ShardedReplica(Replica):
         names = {name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
         # A frozen parameter may be the optimizer's all the same; averaging it could change its last bit.
         return [run for run in self.sharded.runs if run.spans[0].name in names]
+
+    def hash_weights(self, agreed: Agreed, buffers: Sequence[Tensor]) -> tuple[str, Tensor]:
+        """Of the whole replica, as of one that is not split: each rank adds what its numbers come to."""
+        found = self.glance(agreed, buffers)
+        return hash_sums([found]), found
+
+    def glance(self, agreed: Agreed, buffers: Sequence[Tensor]) -> Tensor:
+        held, sums = self.held(), []
+        for name, _ in self.model.named_parameters():
+            size = math.prod(self.sharded.split[name].shape)
+            pieces = [
+                sums_of_piece(agreed.get(id(run.parameter), run.parameter.data), run.spans[0].start, size).cpu()
+                for run in held[name]
+            ]
+            sums.append(torch.stack(pieces).sum(dim=0))
+        told = torch.cat(sums)
+        self.link.start_sum(told).wait()
+        return torch.cat([told, *(sums_of(buffer).cpu() for buffer in buffers)])
 
     def on_parts_written(self) -> None:
         self.sharded.share()

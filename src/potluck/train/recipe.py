@@ -20,8 +20,8 @@ from potluck.config import from_dict, from_toml, to_toml
 from potluck.engine.engine import Engine
 from potluck.engine.loader import BatchConfig
 from potluck.engine.node_client import NodeClient
-from potluck.engine.replica import StepConfig
 from potluck.engine.start import as_one_worker, connect, init, led_engine
+from potluck.engine.switches import StepConfig
 from potluck.environment import machine_bytes, usable_cores
 from potluck.errors import ConfigError, Interrupted
 from potluck.events import Event, RunStarted
@@ -94,7 +94,7 @@ def train_recipe(config: RunConfig, args: TrainArgs, engine: Engine) -> tuple[Su
     """Trains the recipe in its run folder. Called on every worker."""
     training, validation = read_windows(config.data, config.model.context)
     _check_memory(config, engine, len(training))
-    engine.samples_per_row = float(config.model.context)
+    engine.run.caller.samples_per_row = float(config.model.context)
     torch.manual_seed(config.fit.seed)
     model = GPT(config.model)
     optimizer = _optimizer(model, config.optimizer)
@@ -120,7 +120,7 @@ def train_recipe(config: RunConfig, args: TrainArgs, engine: Engine) -> tuple[Su
         engine=engine,
         config=replace(config.fit, unit="tokens"),
     )
-    if engine.keeps_folder:
+    if engine.keeper.keeps_folder:
         engine.events.listeners.append(lambda event: _keep_recipe(event, folder, config))
     try:
         return trainer.fit(resume=args.resume), model
@@ -143,10 +143,11 @@ def main(arguments: list[str]) -> None:
         patience_s=config.workers.patience_s,
     ) as engine:
         summary, model = train_recipe(config, args, engine)
-        if engine.keeps_folder and args.summary != "none":
+        if engine.keeper.keeps_folder and args.summary != "none":
             from potluck.train.summary import show_summary
 
-            is_split = engine.replica is not None and (engine.replica.gathers or config.stages is not None)
+            replica = engine.run.replica
+            is_split = replica is not None and (replica.gathers or config.stages is not None)
             show_summary(summary, model, args, epochs=config.fit.epochs, is_split=is_split)
 
 
@@ -174,13 +175,13 @@ def join(arguments: list[str]) -> None:
             raise ask_for_files(config.data.paths)
         _check_little(config)
         wanted = Wanted(policy=config.policy, strategy=config.strategy, stages=config.stages, has_host=True)
-        kind = led_engine(compose(wanted))
+        compose(wanted)
         if isinstance(client, Client):
             joined = as_one_worker(client, device, ranks_per_worker(config.strategy))
     except BaseException:
         client.close()
         raise
-    with kind(*joined, policy=config.policy, strategy=config.strategy, step=config.step) as engine:
+    with led_engine(*joined, wanted, config.step) as engine:
         train_recipe(config, TrainArgs(recipe="the host's"), engine)
 
 
@@ -197,9 +198,8 @@ def _check_little(config: RunConfig) -> None:
 def _check_memory(config: RunConfig, engine: Engine, rows: int) -> None:
     """A model or a batch that cannot fit is refused, with figures, before the system ends somebody for it."""
     # Weights, gradients and AdamW's two means, in fp32; each rank's share of what the strategy splits.
-    stages = engine.world // engine.lanes
-    world = engine.lanes if stages > 1 else engine.link.world
-    for_model = int(config.model.parameters * bytes_per_parameter(config.strategy, world) / stages)
+    stages = engine.link.world // engine.layers.lanes
+    for_model = int(config.model.parameters * bytes_per_parameter(config.strategy, engine.layers.lanes) / stages)
     at_once = _rows_at_once(config, engine, rows)
     step = config.step
     kept = config.model.activations(at_once, checkpointed=step.checkpoint_activations, compiled=step.compile)
@@ -230,7 +230,7 @@ def _rows_at_once(config: RunConfig, engine: Engine, rows: int) -> int:
     """That go through a worker's part of the model together."""
     if config.stages is not None:
         return min(config.stages.micro_batch_size or config.batch.size, config.batch.size, rows)
-    parts = config.batch.slice_count if engine.is_led else engine.lanes
+    parts = config.batch.slice_count if engine.is_led else engine.layers.lanes
     return min(config.batch.micro_size or config.batch.size, -(-min(config.batch.size, rows) // parts))
 
 
@@ -242,10 +242,10 @@ def _keep_recipe(event: Event, folder: Path, config: RunConfig) -> None:
 
 def _run_folder(config: RunConfig, args: TrainArgs, engine: Engine) -> Path | str:
     """Rank 0 decides. A new run never takes over a folder that holds one; one that outlived a loss has its own."""
-    if engine.rank != 0 or engine.is_restored:
+    if engine.rank != 0 or engine.run.is_restored:
         return ""
-    if engine.recovery is not None and engine.recovery.standing["folder"] is not None:
-        return str(engine.recovery.standing["folder"])
+    if engine.run.recovery is not None and engine.run.recovery.standing["folder"] is not None:
+        return str(engine.run.recovery.standing["folder"])
     wanted = Path(args.out) if args.out else Path("runs") / config.name
     taken = holds_run(wanted)
     if args.resume:
