@@ -236,10 +236,10 @@ def _under_host(wanted: Wanted) -> Composition:
                 " slice's gradient is one process's. Choose another policy, or set strategy to no_shard."
             )
         return Composition(window=None, replicas=1, stages=1, ranks_per_stage=1, split=None)
-    if policy.overlap:
+    if policy.overlap and ranks > 1:
         raise ConfigError(
-            "policy.overlap does not work with a host yet, only among the workers of one group. Switch it off, or start"
-            " the workers with potluck run."
+            "With policy.overlap a host's averages come while a worker computes, and the ranks of a node, which take"
+            " them one by one, have nowhere to keep them. Switch it off, or set strategy to no_shard."
         )
     if ranks > MOST_RANKS:
         raise ConfigError(

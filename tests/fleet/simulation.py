@@ -40,7 +40,7 @@ def simulate(seed: int, policy: str, told: Counter[str]) -> Fleet:
     if policy != "sync":
         kind = {"cadence": Cadence, "async": Async}[policy]
         anchors = {"anchor": draw.choice([1, 2]), "max_anchor": draw.choice([2, 4, 200])}
-        settings, batch = settings_of(kind(**anchors, overlap=draw.random() < 0.5)), draw.choice([4, BATCH])
+        settings, batch = settings_of(kind(**anchors, overlap=draw.random() < 0.5)), draw.choice([8, BATCH])
     habits = {
         "save_every": draw.choice([0, 0, 1, 2, 3]),
         "evaluate_every": draw.choice([0, 0, 1, 2]),

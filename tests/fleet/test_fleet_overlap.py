@@ -17,6 +17,7 @@ from potluck.save.checkpoint import CheckpointConfig
 from tests.fleet.faults import at
 from tests.fleet.fleet import BATCH, EPOCHS, ROWS, Fleet, Worker, assert_same, build, die, start_coordinator
 from tests.fleet.test_fleet_windows import PHASES_OF_HOST, assert_close, check_ledger, rows_of
+from tests.fleet.test_fleet_windows import judge as judge_that_waits
 from tests.odd import assert_constant
 
 pytestmark = pytest.mark.timeout(90)
@@ -87,6 +88,9 @@ def test_windows_are_what_replicas_compute_that_continue_from_their_own_end(
     weights = fleet.finish()  # the same on all of them, and each row used once
     assert all((tmp_path / f"ahead-{each}").exists() for each in seconds)
     assert_close(weights, judge(fleet))
+    if len(seconds) > 1:
+        with pytest.raises(AssertionError):  # nor is it what replicas compute that wait for each mean
+            assert_close(weights, judge_that_waits(fleet))
     assert len(fleet.records) > 2 * EPOCHS
     assert all(rows_of(fleet, f"w{number}") for number in range(len(seconds)))
     assert fleet.server.core.refused.total() == 0

@@ -391,7 +391,8 @@ class Rounds:
         if under.decision is not None:
             run.steps[standing.step] = run.steps_done
         holders = run.membership.holders
-        run.leader = holders[0].worker_id if holders else 0
+        run.leaders[under.step] = holders[0].worker_id if holders else 0
+        run.leaders.pop(under.step - 3, None)
         effects: list[Effect] = [Record(record), *self._tell_committed(under, record, epoch)]
         if epoch is not None:
             effects.append(Emit(epoch))
@@ -441,7 +442,7 @@ class Rounds:
             under.samples,
             under.loss,
             bytes(under.used),
-            run.leader,
+            run.leaders[under.step],
             int(run.stopping),
             json.dumps(told),
             under.buffers,
