@@ -66,16 +66,28 @@ def simulate(seed: int, policy: str, told: Counter[str]) -> Fleet:
 
 def _live_through(run: Fleet, storm: Storm, habits: dict[str, Any]) -> None:
     """Faults, often or seldom, and then none, until the run has ended well."""
-    draw, gap_s = storm.draw, storm.draw.choice([0.05, 0.2, 0.6])
-    for _ in range(draw.choice([5, 20, 60])):
-        run.run_for(draw.expovariate(1 / gap_s))
-        if run.host.finish is not None:
-            break
-        storm.blow()
-    run.add("last", at_s=5 * run.patience_s, **habits)
-    run.finish(limit_s=500)
+    draw = storm.draw
+    storm.rage(draw.choice([5, 20, 60]), gap_s=draw.choice([0.05, 0.2, 0.6]))
+    if draw.random() < 0.5:  # the end is where most has gone wrong
+        run.clock.run(lambda: run.is_near_the_end or not run.is_anybody_alive, limit_s=20 * run.patience_s)
+        storm.rage(draw.choice([3, 10, 20]), gap_s=draw.choice([0.02, 0.1, 0.3]))
+    if draw.random() < 0.3:
+        run.clock.run(lambda: run.is_done or run.host.finish is not None, limit_s=20 * run.patience_s)
+        storm.end(gap_s=draw.choice([0.01, 0.1, 0.5]))
+    while run.host.finish is None:
+        run.run_until(lambda: run.host.finish is not None or not run.is_anybody_alive, limit_s=500)
+        _start_another(run, habits)
+    run.finish(limit_s=0)
     errors = {worker.error for worker in run.workers.values() if worker.error is not None}
     assert all(any(allowed in error for allowed in ALLOWED) for error in errors), errors
+
+
+def _start_another(run: Fleet, habits: dict[str, Any]) -> None:
+    """Where nobody is left; of a run that is done and kept, the host finds out by itself that it is."""
+    run.clock.run(lambda: run.host.finish is not None, limit_s=4 * run.patience_s)
+    if run.host.finish is None:
+        assert not (run.is_done and run.host.is_up), f"all is done, and the host waits: {run.describe()}"
+        run.add(f"last{len(run.workers)}", **habits)
 
 
 class Outcome(NamedTuple):

@@ -33,12 +33,13 @@ from potluck.events import (
     StepDone,
     Validated,
 )
-from potluck.save.checkpoint import CheckpointConfig, holds_any
+from potluck.save.checkpoint import CheckpointConfig
+from potluck.save.checkpoint_folder import holds_any
 from potluck.save.run_folder import hold, make_run_folder
 from potluck.show.progress import Progress
 from potluck.signals import on_interrupt
 from potluck.train.schedule import ScheduleConfig
-from potluck.words import insist_at_most, plural, size
+from potluck.words import check_at_least, insist_at_most, plural, size
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,10 +66,7 @@ class FitConfig:
     """Show the run in the terminal."""
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "max_steps", "validate_every"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, not {value}")
+        check_at_least(1, epochs=self.epochs, max_steps=self.max_steps, validate_every=self.validate_every)
         insist_at_most("epochs", self.epochs, 10**6, "to end a run after some steps, set fit.max_steps")
         insist_at_most("max_steps", self.max_steps, 10**12, "leave it out for no limit but the epochs")
         if not 0 <= self.seed < 1 << 63:
@@ -169,12 +167,12 @@ class Trainer:
         engine = self.engine
         started = time.perf_counter()
         self._caller.told = asdict(self._run_started())
-        outlived = engine.run.recovery is not None or engine.run.is_restored  # then it stands where it goes on already
+        outlived = engine.run.recovery is not None or engine.run.is_restored  # then it stands where it resumes already
         resume = resume or outlived
         with self._listening(resume=resume), on_interrupt(engine.request_stop):
             if not (outlived or ((resume or engine.is_led) and self._load())):
                 engine.seed_random(self.config.seed)
-            self._emit_start()
+            engine.events.emit(self._run_started())
             reason = "failed"
             try:
                 self._run()
@@ -284,9 +282,6 @@ class Trainer:
         if self._saved_at != self.engine.step_number:
             self._saved_at = self._caller.memo["saved_at"] = self.engine.step_number
             self.engine.save(self.checkpoints, keep_last=self.config.checkpoint.keep_last)
-
-    def _emit_start(self) -> None:
-        self.engine.events.emit(self._run_started())
 
     def _run_started(self) -> RunStarted:
         engine = self.engine

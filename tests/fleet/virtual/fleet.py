@@ -191,6 +191,19 @@ class Fleet:
             return worker.weights == right
         return np.allclose(worker.state.weights, np.frombuffer(right, np.float32), rtol=1e-3, atol=1e-4)
 
+    @property
+    def is_anybody_alive(self) -> bool:
+        return any(worker.is_alive for worker in self.workers.values())
+
+    @property
+    def is_near_the_end(self) -> bool:
+        return self.host.finish is not None or self.standing().rows_seen >= self.epochs * ROWS - BATCH
+
+    @property
+    def is_done(self) -> bool:
+        """All is trained, and kept."""
+        return self.core.run.is_complete and self.core.saving.is_last_kept
+
     def standing(self) -> Standing:
         return self.core.standing
 

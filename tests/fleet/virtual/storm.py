@@ -43,6 +43,20 @@ class Storm:
             (self.lose_checkpoint, 1),
         ]
 
+    def rage(self, count: int, gap_s: float) -> None:
+        """So many faults, until the run has ended."""
+        for _ in range(count):
+            self.run.run_for(self.draw.expovariate(1 / gap_s))
+            if self.run.host.finish is not None:
+                return
+            self.blow()
+
+    def end(self, gap_s: float) -> None:
+        """The host dies when all is done, and may not have been told to everybody."""
+        self.run.run_for(self.draw.expovariate(1 / gap_s))
+        if self.run.host.finish is None and self.crash_host():
+            self.told["crash_host"] += 1
+
     def blow(self) -> None:
         """One fault, now."""
         fault = self.draw.choices(*zip(*self._kinds, strict=True))[0]

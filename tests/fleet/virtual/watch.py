@@ -7,6 +7,7 @@ from potluck.events import Event, WorkerWent
 from potluck.fleet.effects import StepRecord
 from potluck.fleet.member import Phase
 from potluck.fleet.membership import Member
+from potluck.fleet.stragglers import LONG
 from tests.fleet.virtual.fleet import Fleet
 from tests.fleet.virtual.line import Line
 from tests.fleet.virtual.process import Receive
@@ -23,7 +24,7 @@ class Watch:
         self._records: dict[int, StepRecord] = {}
         self._seen: dict[str, tuple[int, int]] = {}
         """Of each worker, the version that was compared, in which of the run's lives."""
-        self._idle_since = run.clock.now
+        self._idle_since = self._waiting_since = run.clock.now
         self.events = 0
         run.on_record = self._on_record
         run.on_event = self._on_event
@@ -53,7 +54,7 @@ class Watch:
         if is_host_awake and run.core.now is not None:
             self._look_for_idleness(run.core.membership.ready)
         else:
-            self._idle_since = run.clock.now
+            self._idle_since = self._waiting_since = run.clock.now
 
     def _look_at_weights(self, worker: Worker, agreed: dict[int, Worker]) -> None:
         """All of whom the host knows that they took a step hold the same weights after it."""
@@ -67,12 +68,16 @@ class Watch:
         assert worker.is_windowed or self._run.is_undisturbed(worker), f"{worker} has not the weights of one machine"
 
     def _look_for_idleness(self, ready: Sequence[Member]) -> None:
-        """While a step is under way, somebody who is there, and stays, owes something of it."""
-        run, staying = self._run, [member for member in ready if not member.leaving]
-        is_idle = staying and not any(member.nodes or member.evaluating for member in staying)
-        if not is_idle or run.host.finish is not None:
-            self._idle_since = run.clock.now
-        assert run.clock.now - self._idle_since < IDLE_TIMES * run.patience_s, f"all wait: {run.describe()}"
+        """While a step is under way, somebody who is there, and stays, owes something of it; and nobody who could
+        compute waits for long for one that computes nothing."""
+        run, now = self._run, self._run.clock.now
+        staying = [member for member in ready if not member.leaving]
+        if not staying or any(member.nodes or member.evaluating for member in staying):
+            self._idle_since = now
+        if not any(_is_free(run, member) for member in staying) or not any(m.is_computing for m in staying):
+            self._waiting_since = now
+        assert now - self._idle_since < IDLE_TIMES * run.patience_s, f"all wait: {run.describe()}"
+        assert now - self._waiting_since < 2 * LONG * run.patience_s, f"some wait: {run.describe()}"
 
     def _look_at_transfers(self, members: dict[int, Member]) -> None:
         """Nobody waits for weights from a worker that will never have them: one that leaves takes no other step."""
@@ -126,6 +131,13 @@ class Watch:
         assert done.rows_seen == run.epochs * ROWS, f"{done.rows_seen} rows were seen, of {run.epochs * ROWS}"
         assert run.lost_at or sorted(self._records) == list(range(1, last + 1))
         assert not run.core.refused["drifted"], "weights were taken for wrong"
+
+
+def _is_free(run: Fleet, member: Member) -> bool:
+    """It can compute, is heard, and was given nothing of the step under way, or has sent it."""
+    under = run.core.now
+    is_able = not member.plain and under is not None and member.since <= under.step and member.relieved < under.step
+    return is_able and not member.nodes and not run.core.run.is_silent(member)
 
 
 def _knows_nothing(worker: Worker, line: Line) -> bool:
