@@ -44,6 +44,15 @@ Out = Annotated[
     tyro.conf.arg(metavar="FOLDER", help="The run folder.", help_behavior_hint="(default: runs/NAME, numbered)"),
 ]
 
+Ranks = Annotated[
+    int | None,
+    tyro.conf.arg(
+        metavar="N",
+        help="Processes that hold each worker's model together, where the strategy splits it.",
+        help_behavior_hint="(default: one for each GPU)",
+    ),
+]
+
 Only = Annotated[
     int | None,
     tyro.conf.arg(
@@ -131,6 +140,7 @@ class Host:
     threads: Annotated[
         int | None, tyro.conf.arg(metavar="N", help="Threads of each worker, instead of an even share of the cores.")
     ] = None
+    ranks: Ranks = None
     out: Out = None
     resume: Annotated[bool, tyro.conf.arg(help="Continue the run of the run folder.")] = False
     host: Annotated[
@@ -159,6 +169,7 @@ class Host:
                 settings=(*self.settings, *data_setting(self.data)),
                 workers=self.workers,
                 threads=self.threads,
+                ranks=self.ranks,
                 out=self.out,
                 resume=self.resume,
                 listening=Listening(
@@ -198,11 +209,12 @@ class Join:
     threads: Annotated[
         int | None, tyro.conf.arg(metavar="N", help="Threads of each worker, instead of an even share of the cores.")
     ] = None
+    ranks: Ranks = None
 
     def __call__(self, *arguments: str) -> int:
         from potluck.launch.join import join
 
-        config = _workers_config(self.workers, self.threads)
+        config = _workers_config(self.workers, self.threads, self.ranks)
         return join(self.invite, list(arguments), config, data_setting(self.data))
 
 
@@ -302,8 +314,8 @@ def _train(
     return launch(["--recipe", json.dumps(to_dict(args))], workers_of(args), only)
 
 
-def _workers_config(count: int, threads: int | None) -> WorkersConfig:
-    return checked(lambda: WorkersConfig(count=count, threads=threads), "Workers: ")
+def _workers_config(count: int, threads: int | None, ranks: int | None = None) -> WorkersConfig:
+    return checked(lambda: WorkersConfig(count=count, threads=threads, ranks=ranks), "Workers: ")
 
 
 def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
@@ -312,7 +324,7 @@ def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
         return arguments, []
     index = 1
     while index < len(arguments) and arguments[index].startswith("-") and arguments[index] != "-":
-        index += 2 if arguments[index] in ("-n", "--workers", "--threads", "--data", "--only") else 1
+        index += 2 if arguments[index] in ("-n", "--workers", "--threads", "--ranks", "--data", "--only") else 1
     return arguments[: index + 1], arguments[index + 1 :]
 
 

@@ -27,7 +27,7 @@ class Wanted:
     strategy: ShardingStrategy = NoShard()
     stages: Stages | None = None
     world: int = 1
-    """Workers of the run; under a host it is not known, and does not matter."""
+    """Workers of the run. Under a host that is not known: then the ranks of this worker, one machine's."""
     has_host: bool = False
     offload_optimizer: bool = False
     on_gpu: bool = False
@@ -115,9 +115,19 @@ def _check_data_of_stages(stages: Stages, *, has_all: bool, micro_size: int | No
     return wanted
 
 
-def ranks_per_worker(strategy: ShardingStrategy) -> int:
-    """Under a host: how many processes of one machine are one worker."""
-    return strategy.intra_node_size if isinstance(strategy, HybridShard) else 1
+def ranks_per_worker(strategy: ShardingStrategy, here: int, asked: int | None = None) -> int:
+    """Under a host: how many processes of one machine are one worker. `here`: where that is the machine's affair;
+    `asked`: by its owner."""
+    if not isinstance(strategy, NoShard | HybridShard):
+        return here
+    ranks = strategy.intra_node_size if isinstance(strategy, HybridShard) else 1
+    if asked not in (None, ranks):
+        why = f"has an intra_node_size of {ranks}" if isinstance(strategy, HybridShard) else "keeps a replica on one"
+        raise ConfigError(
+            f"--ranks is {asked}, and {type(strategy).__name__} {why}. Leave out --ranks, or use FullShard or"
+            " ShardGradOp, with which each worker has as many ranks as its machine gives it."
+        )
+    return ranks
 
 
 def for_those_left(
@@ -134,11 +144,7 @@ def for_those_left(
 def _over_group(wanted: Wanted) -> Composition:
     policy, strategy, world = wanted.policy, wanted.strategy, wanted.world
     buddy_every = strategy.buddy_every if isinstance(strategy, FullShard | ShardGradOp) and strategy.buddy else 0
-    if wanted.offload_optimizer and wanted.on_gpu and isinstance(strategy, FullShard) and strategy.weights:
-        raise ConfigError(
-            "step.offload_optimizer does not go with FullShard's weights. Leave one of them out, or use"
-            " ShardGradOp(weights=...)."
-        )
+    _insist_on_offload(wanted, strategy)
     each = _node_size(strategy, world)
     if isinstance(policy, Sync):
         splits_all = isinstance(strategy, FullShard | ShardGradOp)
@@ -215,39 +221,48 @@ def _in_stages(wanted: Wanted, stages: Stages) -> Composition:
 
 def _under_host(wanted: Wanted) -> Composition:
     policy, strategy = wanted.policy, wanted.strategy
-    name = type(strategy).__name__
     if wanted.stages is not None:
         raise ConfigError(
             "Stages are what a host cannot lead: its workers each have a whole replica and may go at any time, and"
             " stages need each other. Start them with potluck run or potluck train; workers that have no connection"
             ' meet in a store, with stages.protocol.kind = "datastore".'
         )
-    if not isinstance(strategy, NoShard | HybridShard):
+    ranks = ranks_per_worker(strategy, wanted.world)
+    if ranks > MOST_RANKS:
         raise ConfigError(
-            f"{name} splits one replica over all workers, and under a host each may go at any time. Use HybridShard,"
-            " whose replicas are each split over the ranks of one machine, with the policy Cadence or Async; or start"
-            " the workers as one group, with potluck run or torchrun."
+            f"A worker of {ranks} ranks is more than a host takes, which is {MOST_RANKS}. Choose a smaller"
+            f" {'intra_node_size' if isinstance(strategy, HybridShard) else '--ranks'}."
         )
-    ranks = ranks_per_worker(strategy)
-    if isinstance(policy, Sync):
-        if ranks > 1:
-            raise ConfigError(
-                f"{name} works with a host under Cadence and Async, where a node steps by itself. Under Sync each"
-                " slice's gradient is one process's. Choose another policy, or set strategy to no_shard."
-            )
-        return Composition(window=None, replicas=1, stages=1, ranks_per_stage=1, split=None)
-    if policy.overlap:
+    if isinstance(strategy, FullShard | ShardGradOp):
+        _insist_on_one_worker(wanted, strategy, ranks)
+    if not isinstance(policy, Sync) and policy.overlap:
         raise ConfigError(
             "policy.overlap does not work with a host yet, only among the workers of one group. Switch it off, or start"
             " the workers with potluck run."
         )
-    if ranks > MOST_RANKS:
+    split = FullShard() if isinstance(strategy, HybridShard) else strategy
+    return Composition(
+        window=None if isinstance(policy, Sync) else policy,
+        replicas=1,
+        stages=1,
+        ranks_per_stage=ranks,
+        split=split if ranks > 1 else None,
+    )
+
+
+def _insist_on_one_worker(wanted: Wanted, strategy: FullShard | ShardGradOp, ranks: int) -> None:
+    """Under a host: what a strategy says of ranks is said of those of each worker."""
+    if strategy.buddy:
         raise ConfigError(
-            f"HybridShard has an intra_node_size of {ranks}, and a host takes nodes of at most {MOST_RANKS} ranks."
-            " Choose a smaller one."
+            "strategy.buddy keeps copies for when a rank is lost. Under a host that ends its worker, and every other"
+            " worker has a whole replica. Leave it out."
         )
-    split = FullShard() if ranks > 1 else None
-    return Composition(window=policy, replicas=1, stages=1, ranks_per_stage=ranks, split=split)
+    if strategy.weights and strategy.weights != "memory" and len(strategy.weights) != ranks:
+        raise ConfigError(
+            f"strategy.weights has {plural(len(strategy.weights), 'number')}, and this worker {plural(ranks, 'rank')}."
+            ' Give each of its ranks one, start it with as many by --ranks, or use weights="memory".'
+        )
+    _insist_on_offload(wanted, strategy)
 
 
 def _insist_on_fit(wanted: Wanted, stages: Stages, *, is_whole: bool) -> None:
@@ -265,6 +280,14 @@ def _insist_on_fit(wanted: Wanted, stages: Stages, *, is_whole: bool) -> None:
         raise ConfigError(
             "Stages that meet in a store have no process group, over which a stage could be split. Use NoShard, or the"
             " protocol Pipeline."
+        )
+
+
+def _insist_on_offload(wanted: Wanted, strategy: ShardingStrategy) -> None:
+    if wanted.offload_optimizer and wanted.on_gpu and isinstance(strategy, FullShard) and strategy.weights:
+        raise ConfigError(
+            "step.offload_optimizer does not go with FullShard's weights. Leave one of them out, or use"
+            " ShardGradOp(weights=...)."
         )
 
 

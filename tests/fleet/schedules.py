@@ -116,9 +116,9 @@ def disturb_anybody(run: Fleet, draw: random.Random) -> None:
         case "cut":
             worker.lose_connection()
         case "leave":
-            worker.member.wants_stop = True
+            worker.ask_to_leave()
         case "silence":
-            worker._silent_until = run.clock.now + draw.choice([0.5, 3.0, 15.0])
+            worker.clock.stop(draw.choice([0.5, 3.0, 15.0]))
 
 
 @contextlib.contextmanager

@@ -82,7 +82,7 @@ class Watch:
         """
         run, ready = self._run, self._run.core.membership.ready
         is_idle = run.core.now is not None and ready and not any(member.nodes or member.evaluating for member in ready)
-        if not is_idle or run.host.is_paused or not run.host.is_up or run.host.finish is not None:
+        if not is_idle or run.host.clock.is_stopped or not run.host.is_up or run.host.finish is not None:
             self._idle_since = run.clock.now
         assert run.clock.now - self._idle_since < IDLE_TIMES * run.patience_s, f"all wait: {run.describe()}"
 
@@ -96,7 +96,7 @@ def disturb(run: Fleet, draw: random.Random) -> str:
             return "link"
         case "cut off" if lines:
             for line in draw.sample(lines, draw.randint(1, len(lines))):
-                line.cut_until = run.clock.now + draw.choice([0.5, 3.0, 15.0])
+                line.cut(draw.choice([0.5, 3.0, 15.0]), run.patience_s)
             return "cut off"
         case "disk":
             run.disk.is_full = True

@@ -298,7 +298,7 @@ def test_a_pause_of_the_host_does_not_hide_who_is_really_gone(at_s: float) -> No
     run = Fleet(workers=3)
     run.run_for(at_s)
     run.host.pause(3 * PATIENCE_S)
-    run.workers["w1"]._silent_until = math.inf
+    run.workers["w1"].clock.stop(math.inf)
     run.finish()
     assert [went.name for went in run.told(WorkerWent) if not went.polite] in (["w1"], [])
     assert run.workers["w0"].weights == undisturbed()
@@ -364,7 +364,7 @@ def test_a_newcomer_with_the_last_holders_whole_state_goes_on_where_it_died() ->
     newcomer = run.add("new", at_s=1.5)
     run.run_until(lambda: newcomer.line is not None)
     run.run_until(lambda: any(isinstance(m, StateBegin) for m in newcomer.line.received))
-    newcomer._silent_until = run.clock.now + 1.0
+    newcomer.clock.stop(1.0)
     run.run_for(0.5)
     run.workers["w0"].kill()
     run.finish()
@@ -478,7 +478,7 @@ def test_a_run_waits_patience_for_those_who_hold_its_weights() -> None:
     run = Fleet(workers=2, save_every=2)
     run.run_until(lambda: run.standing().step == 3)
     for worker in run.workers.values():
-        worker._silent_until = run.clock.now + PATIENCE_S + 5
+        worker.clock.stop(PATIENCE_S + 5)
     run.add("fresh", at_s=PATIENCE_S + 2)
     run.finish()
     assert run.restores == 0
@@ -489,7 +489,7 @@ def test_a_worker_with_weights_of_a_forgotten_run_is_told_so() -> None:
     """It held step 3 when all the others were lost at step 5, and nothing was saved."""
     run = Fleet(workers=2, at_least=1, slice_s=1.0)
     run.run_until(lambda: run.standing().step == 2)
-    run.workers["w1"]._silent_until = run.clock.now + 60
+    run.workers["w1"].clock.stop(60)
     run.run_until(lambda: run.standing().step == 5)
     run.workers["w0"].kill()
     run.run_until(lambda: run.workers["w1"].done, limit_s=100)
@@ -575,7 +575,7 @@ def half_heard(**options: Any) -> Fleet:
 
 def test_a_worker_one_ahead_of_the_step_that_is_computed_again_waits_for_the_others() -> None:
     run = half_heard()
-    run.workers["w0"]._silent_until = run.clock.now + 0.95
+    run.workers["w0"].clock.stop(0.95)
     run.run_until(lambda: run.core.now is not None and run.core.now.step == 3 and len(run.core.membership.ready) == 2)
     assert run.member("w0").applied == 3
     run.finish()
@@ -585,7 +585,7 @@ def test_a_worker_one_ahead_of_the_step_that_is_computed_again_waits_for_the_oth
 
 def test_a_worker_one_step_behind_catches_up_with_one_that_is_not() -> None:
     run = half_heard()
-    run.workers["w1"]._silent_until = run.clock.now + 1.3
+    run.workers["w1"].clock.stop(1.3)
     run.finish()
     assert run.restores == 0
 
@@ -593,7 +593,7 @@ def test_a_worker_one_step_behind_catches_up_with_one_that_is_not() -> None:
 def test_the_one_ahead_may_come_after_the_one_behind_is_lost() -> None:
     """What was being computed again is on record, so that the one who has applied it can go on."""
     run = half_heard()
-    run.workers["w0"]._silent_until = run.clock.now + 5
+    run.workers["w0"].clock.stop(5)
     run.run_until(lambda: run.core.now is not None and run.core.now.step == 3 and len(run.core.membership.ready) == 1)
     run.workers["w1"].kill()
     run.finish(limit_s=200)
@@ -603,7 +603,7 @@ def test_the_one_ahead_may_come_after_the_one_behind_is_lost() -> None:
 def test_the_one_ahead_goes_on_alone_if_the_one_behind_is_lost() -> None:
     """Nobody is left who could compute the step again, and nobody needs it."""
     run = half_heard()
-    run.workers["w0"]._silent_until = run.clock.now + 0.95
+    run.workers["w0"].clock.stop(0.95)
     run.run_until(lambda: run.core.now is not None and run.core.now.step == 3 and len(run.core.membership.ready) == 2)
     run.workers["w1"].kill()
     run.finish(limit_s=200)
@@ -750,7 +750,7 @@ def test_a_worker_that_drifted_saves_nothing_and_sponsors_nobody() -> None:
 def test_a_digest_of_a_step_that_is_not_committed_condemns_nobody() -> None:
     run = Fleet(workers=2)
     run.run_until(lambda: run.standing().step == 1)
-    run.workers["w0"]._send(Applied(4, "a digest of nothing", 0.1, 1.0, ""))
+    run.workers["w0"].send(Applied(4, "a digest of nothing", 0.1, 1.0, ""))
     run.finish()
     assert run.core.refused["drifted"] == 0
 
@@ -848,7 +848,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_nobody_and_the_next_one_is_tri
     assert run.disk.refused == [2] and sorted(run.disk.states) == [4, 6]
     (told,) = run.told(CheckpointFailed)
     assert told.step == 2 and told.reason.endswith("step 2: No space left on device")
-    assert run.core.save_fault == ""
+    assert run.core.saving.fault == ""
 
 
 def test_the_last_checkpoint_is_tried_until_there_is_room() -> None:
@@ -858,10 +858,10 @@ def test_the_last_checkpoint_is_tried_until_there_is_room() -> None:
     run.run_until(lambda: len(run.disk.refused) >= 3, limit_s=10 * PATIENCE_S)
     assert run.disk.refused == [STEPS] * 3 and run.host.finish is None
     assert all(not worker.done for worker in run.workers.values())
-    assert run.core.save_fault
+    assert run.core.saving.fault
     run.disk.is_full = False
     run.finish(limit_s=10 * PATIENCE_S)
-    assert list(run.disk.states) == [STEPS] and run.core.save_fault == ""
+    assert list(run.disk.states) == [STEPS] and run.core.saving.fault == ""
 
 
 def test_the_last_holder_does_not_go_before_its_weights_are_kept() -> None:
@@ -1168,7 +1168,7 @@ def test_reports_that_are_late_or_foreign_are_refused_counted_and_change_nothing
     run.run_until(
         lambda: bool(faults.fired) and "w1" in faults.fired[-1] if when != "waiting" else run.standing().step == 2
     )
-    run.workers["w1"]._send(wrong(2 if when != "waiting" else 3))
+    run.workers["w1"].send(wrong(2 if when != "waiting" else 3))
     run.finish()
     assert run.core.refused == {kind: 1}
     assert run.workers["w1"].error is None
@@ -1179,7 +1179,7 @@ def test_a_report_sent_twice_counts_once() -> None:
     run = Fleet(workers=2, faults=faults)
     run.run_until(lambda: bool(faults.fired))
     before = dict(run.core.now.reports)
-    run.workers["w1"]._send(report(2, [4, 5, 6, 7], samples=100.0, loss=7.0))
+    run.workers["w1"].send(report(2, [4, 5, 6, 7], samples=100.0, loss=7.0))
     run.run_for(0.1)
     assert run.core.now.reports == before and len(before) == SLICES
     run.finish()
@@ -1191,7 +1191,7 @@ def test_gradients_that_nobody_asked_for_go_nowhere() -> None:
     run.run_until(lambda: bool(faults.fired))
     wrong = np.full(5, 1e30, np.float32)
     for step, part in ((2, 0), (2, 2), (1, 0), (7, 1)):
-        run.workers["w1"]._send(Payload(step, part, wrong[: PARTS[part]]))
+        run.workers["w1"].send(Payload(step, part, wrong[: PARTS[part]]))
     run.finish()
     assert run.core.refused.total() == 4
 
@@ -1249,7 +1249,7 @@ def test_an_evaluation_of_any_numbers_is_only_a_number() -> None:
 
 def test_a_newcomer_that_says_twice_that_it_is_ready_is_let_in_once() -> None:
     core = Coordinator(patience_s=10, secret=SECRET, resumed=Resumed(standing=Standing(4, 1, 16, 53), expected=1))
-    core.run.description = described()
+    core.description = described()
     effects_of(core, (1, hello()), (1, ready()), (1, ready()))
     core.on_heard(109.0, 1)
     assert core.on_tick(110.5) == [Restore()]
@@ -1259,13 +1259,13 @@ def test_a_newcomer_that_says_twice_that_it_is_ready_is_let_in_once() -> None:
 
 def test_a_run_that_goes_back_says_from_where_and_that_it_waits_first() -> None:
     core = Coordinator(patience_s=10, secret=SECRET, resumed=Resumed(standing=Standing(4, 1, 16, 53), expected=1))
-    core.run.description = described()
+    core.description = described()
     told = [e.event for e in effects_of(core, (1, hello()), (1, ready())) if isinstance(e, Emit)]
     assert "the weights of step 4" in told[0].name and "if nobody comes back within 10 s" in told[0].doing
     back = [e.event for e in core.restored(111.0, None) if isinstance(e, Emit)]
     assert back[0] == WentBack(from_step=4, step=0)
     core = Coordinator(patience_s=10, secret=SECRET, resumed=Resumed(standing=Standing(4, 1, 16, 53), expected=1))
-    core.run.description = described()
+    core.description = described()
     assert not [e for e in core.restored(111.0, Standing(4, 1, 16, 53)) if isinstance(e, Emit)]
 
 
@@ -1492,7 +1492,7 @@ def test_a_checkpoint_that_is_older_than_the_one_on_the_disk_is_not_taken() -> N
     """It was on its way when another began to lead; those who wait for the newer one would wait for ever."""
     run = Fleet(workers=2, save_every=2)
     run.run_until(lambda: run.core.saving.saved.step >= 2)
-    run.workers["w1"]._send(StateBegin(0, 1, '[["state", 1]]'))
+    run.workers["w1"].send(StateBegin(0, 1, '[["state", 1]]'))
     run.run_for(0.05)
     assert StateMore(0, 0) in run.workers["w1"].line.received
     assert run.core.saving.saved.step >= 2

@@ -25,10 +25,11 @@ from potluck.fleet.returns import FREE, FREE_OF_ADDRESS, MOST_KNOWN, Returns
 from potluck.fleet.run_state import Resumed, Standing
 from potluck.fleet.saving import SAVE
 from potluck.fleet.server import Server
-from potluck.fleet.uploads import CHUNKS_AHEAD
+from potluck.fleet.transfers import CHUNKS_AHEAD
 from potluck.save import checkpoint_folder
 from potluck.save.checkpoint_receiver import CheckpointReceiver
-from potluck.wire import FrameReader, decode, encode
+from potluck.wire.codec import decode, encode
+from potluck.wire.frames import FrameReader
 from potluck.wire.messages import (
     Applied,
     EvaluateNext,
@@ -170,7 +171,7 @@ def test_how_long_the_run_is_is_not_for_a_newcomer_to_say() -> None:
     near = run.add("near", description=described(rows_limit=EPOCHS * ROWS - 1), at_s=0.5)
     far = run.add("far", description=described(rows_limit=1), at_s=0.6)
     run.finish()
-    assert run.core.run.rows_limit == EPOCHS * ROWS
+    assert run.core.rows_limit == EPOCHS * ROWS
     assert near.error is None  # a run that is resumed in the middle of a window may count so
     assert far.error is not None and far.error.startswith("This run ends after 2 epochs, and yours would after")
 
@@ -197,7 +198,7 @@ def test_evaluations_of_one_worker_are_at_most_one_and_do_not_disturb_the_others
     run.run_until(lambda: run.standing().step >= 2)
     for number in range(60):
         rows = 1_000 + number
-        liar._send(EvaluateNext(number % 3, rows, 1 + number % 7, 0, 0, 0.0, 0.0))
+        liar.send(EvaluateNext(number % 3, rows, 1 + number % 7, 0, 0, 0.0, 0.0))
     run.run_for(0.01)
     assert len(run.core.evaluations.open) <= 3
     run.finish()
@@ -217,7 +218,7 @@ def test_evaluations_of_one_worker_are_at_most_one_and_do_not_disturb_the_others
 def test_an_evaluation_that_no_honest_worker_asks_for_is_refused(ask: EvaluateNext) -> None:
     run = Fleet(workers=2)
     liar = insider(run)
-    liar._send(ask)
+    liar.send(ask)
     run.run_for(0.05)
     assert refused(liar).startswith("EvaluateNext") and not run.core.evaluations.open
 
@@ -246,7 +247,7 @@ def test_hashes_of_old_steps_do_not_pile_up() -> None:
     liar = insider(run, kind="of its own")
     run.run_until(lambda: run.standing().step >= 8)
     for step in range(8):
-        liar._send(Applied(step, "x", 0.1, 1.0, ""))
+        liar.send(Applied(step, "x", 0.1, 1.0, ""))
     run.run_for(0.01)
     assert len(run.core.digests.told) <= 4
     run.finish()
@@ -268,7 +269,7 @@ def test_hashes_of_old_steps_do_not_pile_up() -> None:
 def test_texts_and_figures_that_no_honest_worker_sends_are_refused_by_name(message: Message) -> None:
     run = Fleet(workers=2)
     liar = insider(run)
-    liar._send(message)
+    liar.send(message)
     run.run_for(0.05)
     assert refused(liar).startswith(type(message).__name__) and run.core.refused["implausible"] == 1
     run.finish()
@@ -278,7 +279,7 @@ def test_a_model_that_the_host_has_no_memory_for_is_refused_before_anything_is_a
     parts = [{"block": block, "component": None, "sizes": [1 << 29]} for block in range(4000)]
     table = json.loads(described().to_json())
     core = Coordinator(patience_s=10, secret=SECRET)
-    core.admission.most_floats = 1 << 34
+    core.weights.most_floats = 1 << 34
     core.on_message(100.0, 1, hello())
     told, closed, _ = core.on_message(100.0, 1, Ready(json.dumps(table | {"parts": parts[:2000]}), 0, "", 0))
     assert isinstance(told, Send) and "has memory for the mean of 17,179,869,184" in told.message.sentence
@@ -301,8 +302,8 @@ def test_a_checkpoint_that_cannot_be_this_runs_is_refused_before_a_byte_is_writt
     run = Fleet(workers=2, save_every=4)
     liar = insider(run, save_every=0)
     run.run_until(lambda: run.standing().step == 1)
-    liar._send(SaveDue(1, 2))
-    liar._send(begin)
+    liar.send(SaveDue(1, 2))
+    liar.send(begin)
     run.run_for(0.01)
     assert why in refused(liar)
     run.finish()
@@ -312,7 +313,7 @@ def test_a_checkpoint_that_cannot_be_this_runs_is_refused_before_a_byte_is_writt
 def test_a_checkpoint_that_nobody_wants_is_not_taken() -> None:
     run = Fleet(workers=2)
     liar = insider(run)
-    liar._send(StateBegin(SAVE, 0, json.dumps([["state", 1]])))
+    liar.send(StateBegin(SAVE, 0, json.dumps([["state", 1]])))
     run.run_for(0.01)
     assert StateMore(SAVE, 0) in liar.line.received and not run.disk.states
     run.finish()
@@ -324,10 +325,10 @@ def test_chunks_that_nobody_allowed_do_not_pile_up() -> None:
     run.run_until(lambda: run.standing().step >= 1)
     held: list[object] = []
     run.core.on_taken = lambda now, peer, transfer: held.append(peer) or []  # a disk that is slower than the sender
-    liar._send(SaveDue(1, 2))
-    liar._send(StateBegin(SAVE, 1, json.dumps([["state", 100]])))
+    liar.send(SaveDue(1, 2))
+    liar.send(StateBegin(SAVE, 1, json.dumps([["state", 100]])))
     for _ in range(50):
-        liar._send(StateChunk(SAVE, b"x"))
+        liar.send(StateChunk(SAVE, b"x"))
     run.run_for(0.01)
     assert len(held) == 2 * CHUNKS_AHEAD and "before StateMore allowed it" in refused(liar)
 
@@ -349,11 +350,11 @@ def test_no_worker_can_have_the_hosts_checkpoints_removed(keep_last: int) -> Non
 def test_whoever_says_twice_that_it_is_ready_is_not_made_to_wait_for_its_own_weights() -> None:
     """Nobody holds the weights when it says so first; the second time it brings them, and is the first who is in."""
     core = Coordinator(patience_s=10, secret=SECRET, resumed=Resumed(standing=Standing(4, 1, 16, 53), expected=1))
-    core.run.description = described()
+    core.description = described()
     text = described().to_json()
     for message in (hello(), Ready(text, 0, "", 0), Ready(text, 4, "x", 1)):
         core.on_message(100.0, 1, message)
-    assert [member.peer for member in core.membership.holders] == [1] and not core.admission.waiting
+    assert [member.peer for member in core.membership.holders] == [1] and not core.weights.waiting
 
 
 # Saves, and states for newcomers, that never come
@@ -374,8 +375,8 @@ def test_a_checkpoint_that_was_begun_and_never_sent_is_taken_from_another() -> N
     run = Fleet(workers=2, save_every=2)
     liar = insider(run, save_every=0)
     run.run_until(lambda: run.standing().step == 2)
-    liar._send(SaveDue(2, 2))
-    liar._send(StateBegin(SAVE, 2, json.dumps([["state", 100]])))
+    liar.send(SaveDue(2, 2))
+    liar.send(StateBegin(SAVE, 2, json.dumps([["state", 100]])))
     run.run_until(lambda: run.core.saving.sender is not None)
     assert run.core.saving.sender == liar.line.peer
     run.finish(limit_s=40 * PATIENCE_S)
@@ -388,11 +389,11 @@ def test_a_leader_whose_checkpoint_was_turned_away_is_asked_for_it_again() -> No
     run.disk.is_checkpoint = lambda data: len(data) > 1
     liar = insider(run, save_every=0)
     run.run_until(lambda: run.standing().step == 2)
-    liar._send(SaveDue(2, 2))
-    liar._send(StateBegin(SAVE, 2, json.dumps([["state", 1]])))
+    liar.send(SaveDue(2, 2))
+    liar.send(StateBegin(SAVE, 2, json.dumps([["state", 1]])))
     run.run_until(lambda: any(StateMore(SAVE, 0) in run.workers[name].line.received for name in ("w0", "w1")))
     assert run.core.saving.sender == liar.line.peer and not run.disk.states
-    liar._send(StateChunk(SAVE, b"x"))
+    liar.send(StateChunk(SAVE, b"x"))
     run.run_until(lambda: bool(run.disk.states), limit_s=PATIENCE_S)
     run.finish()
 
@@ -402,9 +403,9 @@ def test_what_is_no_checkpoint_costs_its_sender_the_run_and_nobody_else_anything
     run.disk.is_checkpoint = lambda data: len(data) > 1
     liar = insider(run, save_every=0)
     run.run_until(lambda: run.standing().step == 2)
-    liar._send(SaveDue(2, 2))
-    liar._send(StateBegin(SAVE, 2, json.dumps([["state", 1]])))
-    liar._send(StateChunk(SAVE, b"x"))
+    liar.send(SaveDue(2, 2))
+    liar.send(StateBegin(SAVE, 2, json.dumps([["state", 1]])))
+    liar.send(StateChunk(SAVE, b"x"))
     run.run_until(lambda: run.core.refused["bad checkpoint"] == 1, limit_s=5)
     run.finish()
     assert "no checkpoint" in refused(liar)

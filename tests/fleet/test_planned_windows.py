@@ -139,7 +139,7 @@ def behind_a_host_that_died(first_is_back_s: float) -> tuple[Fleet, bytes]:
     was = first.weights
     run.crash_host(back_after_s=0.2)
     second.lose_connection()
-    first._silent_until = run.clock.now + first_is_back_s
+    first.clock.stop(first_is_back_s)
     run.run_until(lambda: second.state.step >= 2)
     return run, was
 

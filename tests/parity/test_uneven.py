@@ -20,6 +20,7 @@ from potluck.errors import ConfigError
 from potluck.link.link import connect
 from potluck.shard import splitting
 from potluck.shard.optimizer_shard import OptimizerShard
+from potluck.shard.sharded import SplitRequest
 from potluck.shard.strategy import FullShard
 from potluck.shard.uneven import UnevenShards
 from tests.parity.test_zero import data, slow_down
@@ -99,7 +100,7 @@ def plain(name: str, clip: float = 1.0) -> dict[str, Tensor]:
 
 
 def split(model: nn.Module, optimizer: Any, weights: Any = None, **options: Any) -> UnevenShards:
-    return UnevenShards(model, optimizer, blocks=find_blocks(model), device=CPU, weights=weights, mean=False, **options)
+    return UnevenShards(SplitRequest(model, optimizer, CPU, find_blocks(model), mean=False, **options), weights)
 
 
 def whole(sharded: UnevenShards) -> dict[str, Tensor]:

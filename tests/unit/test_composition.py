@@ -53,7 +53,8 @@ PLACES = {
     "one worker": Wanted(world=1),
     "a group of 2": Wanted(world=2),
     "a group of 4": Wanted(world=4),
-    "under a host": Wanted(has_host=True),
+    "under a host, one rank to a worker": Wanted(has_host=True),
+    "under a host, two ranks to this worker": Wanted(has_host=True, world=2),
 }
 OFFLOAD = ", with offload_optimizer"
 SWITCHES = {"": {}, OFFLOAD: {"offload_optimizer": True, "on_gpu": True}}

@@ -22,9 +22,8 @@ from potluck.stages.balance import Device, balance
 from potluck.stages.chain import find_chain
 from potluck.stages.cut import cut, owners
 from potluck.stages.plan import Plan
-from potluck.stages.profile import measure
+from potluck.stages.profile import measure, survey
 from potluck.stages.seats import seed_of
-from potluck.stages.survey import survey
 from potluck.train.model import GPT, ModelConfig, next_token_loss
 
 Case = tuple[nn.Module, Callable[[nn.Module, Any], Any], Callable[[int], Any]]

@@ -21,8 +21,7 @@ from potluck.errors import PotluckError, StoreError, TheirProtocolError, WorkerL
 from potluck.stages.channel import WHAT, Label
 from potluck.stages.datastore import StoreChannel, key_of, label_of
 from potluck.store import bucket
-from potluck.store.objects import HEAD_BYTES, Damaged, Head, seal
-from potluck.store.place import Exists, bucket_of, folder_of
+from potluck.store.place import HEAD_BYTES, Damaged, Exists, Head, bucket_of, folder_of, seal
 from potluck.store.sessions import Claim
 from potluck.store.store import KEY, MOST_KEY_BYTES, Patience, Store
 from potluck.store.tensors import DTYPES

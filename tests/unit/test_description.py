@@ -15,7 +15,8 @@ from potluck.agree.policy import Async, Cadence, Outer, Sync
 from potluck.errors import TheirProtocolError
 from potluck.fleet import description
 from potluck.fleet.description import BUFFERS, MAX_FLOATS, Description, Part, settings_of
-from potluck.wire import AveragedBlockGradient, AveragedGradient, AveragedNonBlockGradient, encode
+from potluck.wire.codec import encode
+from potluck.wire.messages import AveragedBlockGradient, AveragedGradient, AveragedNonBlockGradient
 
 DESCRIBED = Description(
     parts=(Part(1, None, (3, 4)), Part(0, None, (3, 4)), Part(None, 2, (12,)), Part(None, BUFFERS, (1, 0))),

@@ -3,16 +3,43 @@
 Everybody who hears the same reports decides the same, so that ranks of a process group need nobody to lead them.
 """
 
+import itertools
 import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from potluck.agree.divergence import Divergence
 from potluck.agree.elche import LEAST_TARGET, MOST_TARGET
 from potluck.agree.policy import Windowed, make_elche
 from potluck.agree.shares import share_out
 from potluck.errors import ConfigError
-from potluck.words import plural
+from potluck.words import check_at_least, plural
+
+RISING = 3
+"""Windows in a row in which it rose."""
+
+
+class Divergence:
+    """Takes each window's largest |own - mean| / |mean| over the replicas."""
+
+    def __init__(self, threshold: float) -> None:
+        check_at_least(0, threshold=threshold)
+        self.threshold = threshold
+        self._last: deque[float] = deque(maxlen=RISING + 1)
+
+    def report(self, value: float) -> bool:
+        """Whether it has risen three windows running, and is above the threshold now; then it starts anew."""
+        if not math.isfinite(value):
+            value = math.inf
+        self._last.append(value)
+        found = list(self._last)
+        is_rising = len(found) == RISING + 1 and all(a < b for a, b in itertools.pairwise(found))
+        if is_rising and value > self.threshold:
+            self._last.clear()
+            self._last.append(value)
+            return True
+        return False
+
 
 SPARE = 0.25
 """Of its part that a replica may do beyond it, if it turns out to be faster."""

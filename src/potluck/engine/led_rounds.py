@@ -25,13 +25,14 @@ from potluck.engine.part_sender import PartSender
 from potluck.engine.replica import Replica
 from potluck.engine.rounds import Collate, insist_on_same_data
 from potluck.engine.run_state import RunState
-from potluck.engine.slices import describe_model
+from potluck.engine.slices import describe_model, state_specs
 from potluck.engine.steps import make_replica
 from potluck.errors import ConfigError
 from potluck.events import EpochDone, StepDone, StepSkipped, WorkerStep
 from potluck.fleet.client import Means
 from potluck.fleet.description import Description, settings_of
 from potluck.fleet.tree import sized_rows, slice_rows
+from potluck.save.saves import sharded_of
 from potluck.signals import on_interrupt
 from potluck.wire.messages import Committed, Work
 from potluck.wire.words import clean_all
@@ -76,9 +77,11 @@ class LedRounds:
         loader = self._loader = SliceLoader(dataset, batch, **options)
         insist_on_same_data(run, loader)  # the ranks of a worker among themselves
         model, policy = run.prepared().model, run.wanted.policy
+        sharded = sharded_of(run.prepared())
+        split = sharded.split if sharded is not None else None
         self._keeper.description = Description(
             parts=self._work.parts,
-            model=describe_model(model),
+            model=describe_model(model, split),
             rows=loader.rows,
             batch=batch.size,
             slices=batch.slice_count if run.batch_norm is None else batch.slices_in_pairs,
@@ -87,7 +90,7 @@ class LedRounds:
             samples_per_row=run.caller.samples_per_row,
             policy=type(policy).kind,
             settings=settings_of(policy),
-            state_bytes=sum(tensor.nbytes for tensor in model.state_dict().values()),
+            state_bytes=sum(spec.nbytes for spec in state_specs(model, split).values()),
             in_pairs=run.batch_norm is not None,
             data=run.data or {},
             told={},

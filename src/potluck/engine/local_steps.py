@@ -20,6 +20,8 @@ class BatchDone(NamedTuple):
     samples: float
     loss_sum: float
     rows: float
+    has_unused: float = 0.0
+    """Whether some parameter got no gradient on this rank."""
     is_over: float = 0.0
     """Whether the window ends with this step: the first rank's word. Whoever went on alone would wait for ever."""
 
@@ -62,12 +64,15 @@ def end_batch(
     replica.unseal()
     if within.world == 1:
         _, norm, loss_sum = layers.reduce(replica)
-        done, own = BatchDone(tally.samples, loss_sum, tally.rows, is_over), tally.samples
+        done, own = BatchDone(tally.samples, loss_sum, tally.rows, is_over=is_over), tally.samples
     else:
         replica.start_sums()
-        told = within.start_gather(BatchDone(tally.samples, tally.loss_sum.item(), tally.rows, is_over))
+        mine = BatchDone(tally.samples, tally.loss_sum.item(), tally.rows, replica.has_unused, is_over)
+        told = within.start_gather(mine)
         _, norm, _ = layers.reduce(replica)
         every = [BatchDone(*row) for row in told.wait()]
+        if any(each.has_unused for each in every):
+            replica.drop_unused()
         own = layers.samples_in_node([each.samples for each in every])
         done = BatchDone(*(sum(column) for column in zip(*every, strict=True)))._replace(is_over=every[0].is_over)
     return done, own, decide_alone(done.samples, done.loss_sum, norm, run.unit, run.config.clip)

@@ -116,12 +116,12 @@ class HostMean:
 
     def lay_out(self, replica: Replica, buffers: SavedBuffers) -> list[Flat]:
         model = replica.model
-        insist_on_float32([parameter for parameter in model.parameters() if parameter.requires_grad])
         planned = plan_parts(model, find_blocks(model))
         self.described = tuple(part for part, _ in planned) + buffers.parts
         held = replica.held()
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         runs: list[list[Run]] = [[run for each in of for run in held[names[id(each)]]] for _, of in planned]
+        insist_on_float32([run.parameter for each in runs for run in each])
         return [Flat(each, self._allocate) for each in runs]
 
     def beside(self) -> AbstractContextManager[object]:

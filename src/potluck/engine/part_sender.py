@@ -1,10 +1,13 @@
 """PartSender: parts of a gradient, or of what a window changed, on their way to a host; off a GPU beside the work."""
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
 from potluck.engine.buckets import Allocate
 from potluck.engine.led import Led
+from potluck.fleet.client import Client
 
 
 class PartSender:
@@ -20,8 +23,9 @@ class PartSender:
         """For tensors that a host on this machine can read where they are."""
         if self._device.type != "cpu":
             return None
-        self._client.make_room(sum(p.numel() for p in model.parameters() if p.requires_grad))
-        return lambda total, like: torch.from_numpy(self._client.allocate(total))
+        client = cast(Client, self._client)  # ranks that hold a replica together have room for parts of it
+        client.make_room(sum(p.numel() for p in model.parameters() if p.requires_grad))
+        return lambda total, like: torch.from_numpy(client.allocate(total))
 
     def begin(self) -> None:
         """What was sent before must not change under the sender's hands."""

@@ -45,23 +45,31 @@ def in_stages(run: RunState, depot: "StoreRun | None") -> Parts:
 
 def under_host(run: RunState, client: "Client | NodeClient") -> Parts:
     """A worker of a host; the link is of the ranks that are this worker together."""
+    from potluck.engine.buffers import SavedBuffers
     from potluck.engine.host_keeper import HostKeeper
     from potluck.engine.led_rounds import LedRounds
     from potluck.engine.means import HostMean
     from potluck.engine.node_mean import NodeMean
     from potluck.engine.slice_steps import SliceSteps
+    from potluck.engine.slices import Gradients, WholeGradients
+    from potluck.engine.split_gradients import SplitGradients
     from potluck.engine.window_steps import WindowSteps
 
     layers, composed = WholeLayers(run), run.composition
     keeper = HostKeeper(run, layers, client)
 
+    def make_gradients(replica: Replica, sender: "PartSender") -> Gradients:
+        if composed.split is None:
+            return WholeGradients(replica, sender.make_room(replica.model))
+        return SplitGradients(replica, client, SavedBuffers(replica.model).parts)  # type: ignore[arg-type]
+
     def make_work(replica: Replica, sender: "PartSender") -> "LedWork":
         if composed.window is None:
-            return SliceSteps(run, replica, keeper.led, sender)
+            return SliceSteps(run, replica, keeper.led, sender, make_gradients(replica, sender))
         if composed.split is None:
             mean = HostMean(sender.send, sender.begin, sender.make_room(replica.model))
         else:
-            mean = NodeMean(sender.send, sender.begin, run.link, client)  # type: ignore[arg-type]
+            mean = NodeMean(sender.send, sender.begin, client)  # type: ignore[arg-type]
         return WindowSteps(run, layers, keeper.led, sender, mean)
 
     return Parts(layers, LedRounds(run, layers, keeper, make_work), keeper)

@@ -1,7 +1,6 @@
 """A replica that is split over ranks: the strategies of shard/, behind what an engine asks of a replica."""
 
 import hashlib
-import math
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -80,9 +79,14 @@ class ShardedReplica(Replica):
         for run in (*sharded.runs, *sharded.rest):
             found.setdefault(run.spans[0].name, []).append(run)
         where = next((run.parameter.device for runs in found.values() for run in runs), torch.device("cpu"))
-        for name, spec in sharded.split.items():
-            empty = nn.Parameter(torch.empty(0, dtype=spec.dtype, device=where), requires_grad=False)
-            found.setdefault(name, [Run(empty, (Span(name, spec.shape, 0, 0),))])
+        for name, parameter in self.model.named_parameters():
+            shape, is_here = tuple(parameter.shape), name not in sharded.split and self.within.rank == 0
+            if name not in found and is_here:  # every rank has all of it, and one must be the first
+                found[name] = [Run(parameter, (Span(name, shape, 0, parameter.numel()),))]
+            elif name not in found:
+                dtype = sharded.split[name].dtype if name in sharded.split else parameter.dtype
+                empty = nn.Parameter(torch.empty(0, dtype=dtype, device=where), requires_grad=False)
+                found[name] = [Run(empty, (Span(name, shape, 0, 0),))]
         return found
 
     def owned(self) -> list[Run]:
@@ -97,14 +101,13 @@ class ShardedReplica(Replica):
 
     def glance(self, agreed: Agreed, buffers: Sequence[Tensor]) -> Tensor:
         held, sums = self.held(), []
-        for name, _ in self.model.named_parameters():
-            size = math.prod(self.sharded.split[name].shape)
+        for name, parameter in self.model.named_parameters():
             pieces = [
-                sums_of_piece(agreed.get(id(run.parameter), run.parameter.data), run.spans[0].start, size).cpu()
+                sums_of_piece(agreed.get(id(run.parameter), run.parameter.data), run.spans[0].start, parameter.numel())
                 for run in held[name]
             ]
-            sums.append(torch.stack(pieces).sum(dim=0))
-        told = torch.cat(sums)
+            sums.append(torch.stack(pieces).sum(dim=0).to(self.device))
+        told = torch.cat(sums).cpu()
         self.link.start_sum(told).wait()
         return torch.cat([told, *(sums_of(buffer).cpu() for buffer in buffers)])
 

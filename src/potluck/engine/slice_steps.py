@@ -3,41 +3,44 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 
 import numpy as np
 from torch import Tensor
 
 from potluck.agree.pulse import Verdict, decide_mean
 from potluck.engine.led import Led
-from potluck.engine.loader import MicroBatch
+from potluck.engine.loader import BatchConfig, MicroBatch, plan_step
 from potluck.engine.part_sender import PartSender
 from potluck.engine.replica import Replica
 from potluck.engine.rows import mix
 from potluck.engine.run_state import RunState
-from potluck.engine.slices import SliceSums
+from potluck.engine.slices import Gradients, SliceSums
 from potluck.errors import ConfigError
 from potluck.events import StepSkipped
 from potluck.fleet.description import Part
 from potluck.fleet.tree import Node
-from potluck.shard.blocks import find_blocks
 from potluck.wire.messages import Committed, SliceReport, Work
+
+ANY_ROWS = BatchConfig(size=1 << 31)
+"""A slice goes through the model at once, however many rows it has."""
 
 
 class SliceSteps:
     is_repeatable = True
     divergence = 0.0
 
-    def __init__(self, run: RunState, replica: Replica, led: Led, sender: PartSender) -> None:
+    def __init__(self, run: RunState, replica: Replica, led: Led, sender: PartSender, gradients: Gradients) -> None:
         self._run = run
         self._replica = replica
         self._led = led
         self._sender = sender
-        room = sender.make_room(replica.model)
-        self.sums = SliceSums(replica.model, find_blocks(replica.model), sender.send, room)
+        self.sums = SliceSums(replica.model, gradients, replica.link, sender.send)
         self.sums.before_last_part = self._send_used
         self.sums.send_exact = self._send_exact
         self.slices: list[int] = []
         self._reports: dict[int, tuple[float, float]] = {}
+        """Of each slice: the samples of this rank's rows, and the sum of their losses."""
         self._loss = self._samples = 0.0
         self.is_done = True
         """step() was called for the slice that was given out last."""
@@ -48,7 +51,9 @@ class SliceSteps:
         return self.sums.described
 
     def seed_of(self, seed: int, micro: MicroBatch) -> int:
-        return mix(seed, self._step, self.slices[micro.number])
+        """Of the slice; the ranks of one worker each draw numbers of their own."""
+        rank = self._replica.link.rank
+        return mix(seed, self._step, self.slices[micro.number], *([rank + 1] if rank else []))
 
     def begin(self, nodes: list[Node], bounds: Sequence[tuple[int, int]]) -> None:
         self._reports, self._bounds = {}, bounds
@@ -56,7 +61,8 @@ class SliceSteps:
         self._started = time.perf_counter()
 
     def micro_batches(self, work: Work, is_void: Callable[[], bool]) -> Iterator[MicroBatch]:
-        """One for each slice, until all are done or of no use any more."""
+        """One for each slice, until all are done or of no use any more. Of several ranks, each gets some of its rows,
+        or some that do not count."""
         for index, number in enumerate(self.slices):
             if is_void():
                 return
@@ -65,12 +71,18 @@ class SliceSteps:
             self._replica.disarm()
             self._loss = self._samples = 0.0
             self.is_done = False
-            yield MicroBatch(start, end, index == len(self.slices) - 1, work.row + work.rows, number=index)
+            is_last = index == len(self.slices) - 1
+            yield replace(self._own_rows(start, end), last=is_last, step_end=work.row + work.rows, number=index)
             if not self.is_done:
                 raise ConfigError(
                     f"The slice of rows {start} to {end} was given out, but step() was not called after it."
                     " Call backward() and step() for every batch of the loader."
                 )
+
+    def _own_rows(self, start: int, end: int) -> MicroBatch:
+        link, in_pairs = self._replica.link, self._run.batch_norm is not None
+        (own,) = plan_step(start, end, ANY_ROWS, (1.0,) * link.world, link.rank, in_step=True, in_pairs=in_pairs)
+        return own
 
     def backward(self, micro: MicroBatch, loss: Tensor, samples: float, last: bool | None) -> None:
         """`last`: of this slice, of which a loop may give several."""
@@ -78,6 +90,8 @@ class SliceSteps:
         if micro.number == 0:
             self._led.reach("forward")
         self._replica.arm(last=last)
+        self._run.stand_in.close()
+        samples = samples if micro.counts else 0.0
         if samples:
             self._loss += loss.detach().item() * samples
             self._samples += samples
@@ -88,8 +102,9 @@ class SliceSteps:
         self.sums.arm(communicate=last)
         if samples:
             (loss * (samples * unit)).backward()  # type: ignore[no-untyped-call]
+        self._replica.end_backward()
         if last:
-            self.sums.finish_slice(self._samples * unit)
+            self.sums.finish_slice(self._samples, unit)
             self._run.trained = micro
         self._replica.seal()
 
@@ -106,8 +121,7 @@ class SliceSteps:
     def agree(self, committed: Committed, means: list[Tensor]) -> Verdict:
         """The mean gradient goes to the optimizer, or all skip it."""
         run, sums = self._run, self.sums
-        sums.load(means, bytes(committed.used))
-        norm = float(self._replica.norm().item())
+        norm = sums.load(means, bytes(committed.used))
         verdict = decide_mean(committed.samples, committed.loss, norm, 1.0, run.config.clip)
         if verdict.fault is not None:
             sums.restore_buffers()
@@ -143,7 +157,8 @@ class SliceSteps:
 
     def _send_report(self) -> None:
         numbers = np.array(list(self._reports), "<u4")
-        found = np.array(list(self._reports.values()), "<f8").reshape(-1, 2)
+        mine = [number for report in self._reports.values() for number in report]
+        found = np.sum(np.array(self._replica.link.gather_rows(mine), "<f8"), axis=0).reshape(-1, 2)
         self._send(SliceReport(self._step, numbers, found[:, 0].copy(), found[:, 1].copy(), 0.0, b""))
 
     def _send_used(self) -> None:

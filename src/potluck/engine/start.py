@@ -3,7 +3,7 @@
 import os
 import socket
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -16,9 +16,9 @@ from potluck.engine.switches import StepConfig
 from potluck.environment import PATIENCE_S, insist_on_patience
 from potluck.fleet.client import Client
 from potluck.fleet.invite import INVITE, Invite, read_invite
-from potluck.link.link import Alone, Link, choose_device, placed
+from potluck.link.link import Alone, GroupLink, Link, choose_device, placed
 from potluck.link.link import connect as join_group
-from potluck.link.ranks import is_later_rank, meet
+from potluck.link.ranks import asked_ranks, is_later_rank, meet, ranks_here
 from potluck.save.memory import my_recovery
 from potluck.shard.strategy import NoShard, ShardingStrategy
 from potluck.stages.protocol import CommunicationProtocol, Stages
@@ -54,9 +54,10 @@ def init(
         on_gpu=device.type == "cuda",
     )
     if wanted.has_host:
+        ranks = ranks_per_worker(strategy, ranks_here(torch.cuda.device_count()), asked_ranks())
+        wanted = replace(wanted, world=ranks)
         compose(wanted)  # what is refused must not have joined
-        ranks = ranks_per_worker(strategy)
-        client = connect(read_invite(None), device) if ranks == 1 or not is_later_rank() else None
+        client = connect(read_invite(None), device, ranks) if ranks == 1 or not is_later_rank() else None
         return led_engine(*as_one_worker(client, device, ranks), wanted, step)
     recovery = my_recovery()
     if recovery is not None:
@@ -87,11 +88,11 @@ def _in_stages(wanted: Wanted, stages: Stages, device: torch.device, step: StepC
     return Engine(link, device, step=step, wanted=wanted, parts=lambda run: in_stages(run, depot))
 
 
-def connect(invite: Invite, device: torch.device) -> Client:
+def connect(invite: Invite, device: torch.device, ranks: int) -> Client:
     from potluck.engine.kinds import kind_of
     from potluck.words import say
 
-    client = Client(invite, name=name_of_worker(), kind=kind_of(device), say=say)
+    client = Client(invite, name=name_of_worker(), kind=kind_of(device, ranks), say=say)
     client.connect()
     return client
 
@@ -114,7 +115,7 @@ def as_one_worker(
         meet(ranks)
         torch.set_num_threads(max(1, torch.get_num_threads() // ranks))  # a worker's threads are its ranks' together
         device = choose_device()
-        link = join_group(device, PATIENCE_S)
+        link = cast(GroupLink, join_group(device, PATIENCE_S))
         from potluck.engine.node_client import NodeClient
 
         return NodeClient(client, link, name=name_of_worker()), device, link

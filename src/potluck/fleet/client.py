@@ -18,6 +18,7 @@ from potluck.errors import PotluckError, TheirProtocolError
 from potluck.fleet.description import Description
 from potluck.fleet.door import Door, fill, read_message
 from potluck.fleet.invite import Invite
+from potluck.fleet.parcel import Parcels
 from potluck.fleet.phases import reach
 from potluck.fleet.pipe import Pipe
 from potluck.fleet.shared import Memory, Receipts, Window
@@ -33,7 +34,6 @@ from potluck.wire.messages import (
     NonBlockGradientPayload,
     PartAt,
     ShareMemory,
-    StateChunk,
     StateMore,
     Welcome,
 )
@@ -70,24 +70,13 @@ class Means:
 
 
 @dataclass
-class _Parcel:
-    transfer: int
-    begin: Message | None
-    """Until it has left."""
-    chunks: Iterator[bytes]
-    credit: int = 0
-    cancelled: bool = False
-    done: Callable[[], None] = lambda: None
-
-
-@dataclass
 class _Session:
     """One connection's threads and queues."""
 
     pipe: Pipe
     inbox: deque[Message | Lost | AverageHere] = field(default_factory=deque)
     outbox: deque[tuple[Message, Callable[[], None] | None]] = field(default_factory=deque)
-    parcels: list[_Parcel] = field(default_factory=list)
+    parcels: Parcels = field(default_factory=Parcels)
     unsent: int = 0
     lost: str | None = None
     is_broken: bool = False
@@ -218,7 +207,7 @@ class Client:
             if not isinstance(session, _Session) or session is not self._session or session.lost is not None:
                 done()
                 return
-            session.parcels.append(_Parcel(transfer, begin, chunks, done=done))
+            session.parcels.add(transfer, begin, chunks, done)
             self._change.notify_all()
 
     def flush(self) -> None:
@@ -296,9 +285,7 @@ class Client:
             why = str(error)
         with self._change:
             session.lost = why
-            for parcel in session.parcels:
-                parcel.done()
-            session.parcels.clear()
+            session.parcels.drop()
             self._change.notify_all()
         session.close()
 
@@ -311,11 +298,7 @@ class Client:
             return
         with self._change:
             if isinstance(message, StateMore):
-                for parcel in session.parcels:
-                    if parcel.transfer == message.transfer:
-                        parcel.credit += message.chunks
-                        parcel.cancelled = not message.chunks
-                        break
+                session.parcels.on_more(message)
             elif not isinstance(message, Heartbeat):
                 if isinstance(message, Admitted) and message.wait:
                     self._means.clear()  # other weights will come, and other averages after them
@@ -452,7 +435,7 @@ class Client:
             while session.lost is None and session is self._session:
                 if session.outbox:
                     return session.outbox.popleft()
-                if (chunk := self._next_chunk(session)) is not None:
+                if (chunk := session.parcels.next()) is not None:
                     session.unsent += 1
                     return chunk, None
                 left = until - time.monotonic()
@@ -462,29 +445,4 @@ class Client:
                 if self.is_closed:
                     return None
                 self._change.wait(left)
-        return None
-
-    def _next_chunk(self, session: _Session) -> Message | None:
-        """Of parcels with one number, one after the other: else credit for one would be taken for another's."""
-        begun: set[int] = set()
-        for parcel in list(session.parcels):
-            if parcel.transfer in begun:
-                continue
-            if parcel.cancelled:
-                session.parcels.remove(parcel)
-                parcel.done()
-                continue
-            begun.add(parcel.transfer)
-            if parcel.begin is not None:
-                begin, parcel.begin = parcel.begin, None
-                return begin
-            if parcel.credit:
-                data = next(parcel.chunks, None)
-                if data is None:
-                    session.parcels.remove(parcel)
-                    parcel.done()
-                    begun.discard(parcel.transfer)
-                    continue
-                parcel.credit -= 1
-                return StateChunk(parcel.transfer, data)
         return None

@@ -148,13 +148,12 @@ class Mean:
         if len(self._free) < MOST_FREE:
             self._free.append(buffer)
 
-    def _wait_for_turn(self, slot: "Slot", index: int) -> None:
+    def _wait_for_turn(self, slot: "Slot") -> None:
         """Until the chunk is near enough to the first unfinished one: so memory has a bound, however many send."""
-        assert slot.step is not None
-        if index < slot.step.low + slot.step.window:
+        if slot.has_turn:
             return
         with self._change:
-            while self._is_current(slot) and slot.step is not None and index >= slot.step.low + slot.step.window:
+            while not slot.has_turn:
                 self._change.wait(1.0)
 
     def _is_current(self, slot: "Slot") -> bool:
@@ -262,6 +261,14 @@ class Slot:
         return self._mean._is_current(self)
 
     @property
+    def has_turn(self) -> bool:
+        """Whether space() returns at once."""
+        step = self.step
+        if step is None or self._mean._base[self.part] + self._number < step.low + step.window:
+            return True
+        return not self.is_current
+
+    @property
     def is_full(self) -> bool:
         return self._left == 0
 
@@ -277,7 +284,7 @@ class Slot:
 
     def space(self) -> memoryview:
         """Where the next chunk's bytes go. May wait until there is room for it."""
-        self._wait_for_turn()
+        self._mean._wait_for_turn(self)
         return self._buffer[: self.count].view(np.uint8).data
 
     def filled(self) -> None:
@@ -286,7 +293,7 @@ class Slot:
     def take(self, values: Floats) -> None:
         """The whole payload, from where it lies; it stays as it is meanwhile."""
         while not self.is_full:
-            self._wait_for_turn()
+            self._mean._wait_for_turn(self)
             start = self._number * self._mean.chunk
             self._take_in(values[start : start + self.count])
 
@@ -298,10 +305,6 @@ class Slot:
                 self._buffer = self._mean._take_buffer()
         self._number += 1
         self._left -= len(chunk)
-
-    def _wait_for_turn(self) -> None:
-        if self.step is not None:
-            self._mean._wait_for_turn(self, self._mean._base[self.part] + self._number)
 
     def close(self) -> None:
         """Gives its memory back; call it however the payload ended."""

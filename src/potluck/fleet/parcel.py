@@ -5,11 +5,13 @@ Knows nothing of what is in the files; a checkpoint's own checksums are checked 
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 from potluck.errors import TheirProtocolError
+from potluck.wire.messages import Message, StateChunk, StateMore
 
 CHUNK_BYTES = 1 << 20
 MAX_FILES = 64
@@ -103,3 +105,64 @@ def files_in(header: str, limit: int = MAX_FILES) -> list[tuple[str, int]]:
 def most_bytes(model_bytes: int) -> int:
     """Of the parcel with the state of a model whose weights and buffers take so many; nobody is trusted with more."""
     return STATE_TIMES * model_bytes + STATE_BYTES
+
+
+@dataclass
+class _Outgoing:
+    transfer: int
+    begin: Message | None
+    """Until it has left."""
+    chunks: Iterator[bytes]
+    done: Callable[[], None]
+    credit: int = 0
+    cancelled: bool = False
+
+
+class Parcels:
+    """What leaves over one connection, chunk by chunk, as the other end takes them."""
+
+    def __init__(self) -> None:
+        self._all: list[_Outgoing] = []
+
+    def add(self, transfer: int, begin: Message, chunks: Iterator[bytes], done: Callable[[], None]) -> None:
+        self._all.append(_Outgoing(transfer, begin, chunks, done))
+
+    def on_more(self, more: StateMore) -> None:
+        """The other end takes more chunks of the first parcel of that number, or wants no more of it."""
+        for parcel in self._all:
+            if parcel.transfer == more.transfer:
+                parcel.credit += more.chunks
+                parcel.cancelled = not more.chunks
+                break
+
+    def next(self) -> Message | None:
+        """Of parcels with one number, one after the other: else credit for one would be taken for another's."""
+        begun: set[int] = set()
+        for parcel in list(self._all):
+            if parcel.transfer in begun:
+                continue
+            if parcel.cancelled:
+                self._end(parcel)
+                continue
+            begun.add(parcel.transfer)
+            if parcel.begin is not None:
+                begin, parcel.begin = parcel.begin, None
+                return begin
+            if parcel.credit:
+                data = next(parcel.chunks, None)
+                if data is None:
+                    self._end(parcel)
+                    begun.discard(parcel.transfer)
+                    continue
+                parcel.credit -= 1
+                return StateChunk(parcel.transfer, data)
+        return None
+
+    def _end(self, parcel: _Outgoing) -> None:
+        self._all.remove(parcel)
+        parcel.done()
+
+    def drop(self) -> None:
+        """The connection is gone."""
+        for parcel in list(self._all):
+            self._end(parcel)

@@ -41,38 +41,30 @@ class Link(Protocol):
     @property
     def group(self) -> dist.ProcessGroup | None:
         """None: the default one, or no process group at all."""
-        ...
 
     def part(self, groups: Sequence[Sequence[int]]) -> "Link":
         """A link of that group of our ranks in which we are. Every rank calls this with the same groups."""
-        ...
 
     def start_sum(self, tensor: Tensor) -> Pending:
         """Begins to replace `tensor` by its sum over all ranks. Every rank starts the same sums in the same order."""
-        ...
 
     def gather_rows(self, row: Sequence[float]) -> list[list[float]]:
         """Every rank's row of numbers, in order of rank."""
-        ...
 
     def start_gather(self, row: Sequence[float]) -> Rows:
         """The same, while other things travel."""
-        ...
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
         """Every rank's bytes, in order of rank."""
-        ...
 
     def broadcast(self, tensor: Tensor) -> None:
         """Replaces `tensor` by rank 0's."""
-        ...
 
     def start_pass(self, out: Tensor, heard: Tensor) -> Pending:
         """Begins to send bytes to the next rank, and to fill `heard` with those of the rank before. In host memory.
 
         Either may be empty, where the other side's is.
         """
-        ...
 
     def close(self) -> None: ...
 

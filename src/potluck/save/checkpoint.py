@@ -22,11 +22,11 @@ from torch import Tensor
 from potluck.errors import CheckpointError
 from potluck.files import publish, sync
 from potluck.save.checkpoint_folder import FORMAT, WRITING, body_sha256, check_space, files_of, free_place, prune
-from potluck.save.checkpoint_folder import holds_any as holds_any
 from potluck.save.run_folder import make_private
 from potluck.shard.ranges import Ranges, type_name
 from potluck.shard.stored import make_header, write_all
 from potluck.tensor_bytes import buffer
+from potluck.words import check_at_least
 
 MODEL, OPTIMIZER, RANDOM, KEPT = "model", "optimizer", "random", "kept"
 
@@ -41,10 +41,7 @@ class CheckpointConfig:
     """How many checkpoints stay; older ones are removed once a newer one is whole."""
 
     def __post_init__(self) -> None:
-        if self.every is not None and self.every < 1:
-            raise ValueError(f"every must be at least 1 step, not {self.every}")
-        if self.keep_last < 1:
-            raise ValueError(f"keep_last must be at least 1, not {self.keep_last}")
+        check_at_least(1, every=self.every, keep_last=self.keep_last)
 
 
 @dataclass

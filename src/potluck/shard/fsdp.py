@@ -4,7 +4,7 @@ The optimizer is pointed at this rank's own memory, as plain tensors: it need no
 DTensor's overhead. Between ranks of Gloo our own collectives are used (collectives.py), on all others torch's.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from potluck.errors import ConfigError
 from potluck.shard.blocks import untied
@@ -21,27 +20,17 @@ from potluck.shard.collectives import Collectives, Lent, lend, local_part, sum_g
 from potluck.shard.fsdp_units import FullyShardedUnits
 from potluck.shard.ranges import Spec
 from potluck.shard.runs import Run, Span, check_elementwise, claim, group_names, homes, repoint, scaling
-from potluck.shard.sharded import Sharded
+from potluck.shard.sharded import Sharded, SplitRequest
 
 
 class FullySharded(Sharded):
     in_step = gathers = cuts_alike = True
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        *,
-        blocks: Sequence[nn.Module],
-        mesh: DeviceMesh,
-        bf16: bool = False,
-        offload: bool = False,
-        mean: bool = True,
-    ) -> None:
-        """`mesh`: of one dimension, or of two: nodes, and the ranks of each. `mean`: instead of a sum of gradients."""
+    def __init__(self, wanted: SplitRequest, mesh: DeviceMesh) -> None:
+        """`mesh`: of one dimension, or of two: nodes, and the ranks of each."""
+        self.model, self.optimizer = model, optimizer = wanted.model, wanted.optimizer
         check_elementwise(optimizer)
-        blocks = untied(model, blocks)
-        self.model, self.optimizer = model, optimizer
+        blocks = untied(model, wanted.blocks)
         self.collectives = Collectives(mesh.get_group(mesh.ndim - 1))
         self._lent = Lent() if _is_gloo(self.collectives.group, mesh.device_type) else None
         # What a reduction gives is read at once: summed over nodes, or copied to a GPU on a stream of its own.
@@ -58,10 +47,10 @@ class FullySharded(Sharded):
         self._split(
             blocks,
             mesh=mesh,
-            mp_policy=policy if bf16 else MixedPrecisionPolicy(),
-            offload_policy=CPUOffloadPolicy() if offload and mesh.device_type == "cuda" else OffloadPolicy(),
+            mp_policy=policy if wanted.bf16 else MixedPrecisionPolicy(),
+            offload_policy=CPUOffloadPolicy() if wanted.offload and mesh.device_type == "cuda" else OffloadPolicy(),
         )
-        if not mean and mesh.size() > 1:  # of one, the sum is the mean, and dividing it by 1 takes time
+        if not wanted.mean and mesh.size() > 1:  # of one, the sum is the mean, and dividing it by 1 takes time
             for module in self._modules:
                 sum_gradients(module)
         self._units = self._in_order(blocks, mesh) if mesh.size() > 1 else None
@@ -70,6 +59,8 @@ class FullySharded(Sharded):
         parts = {name: part for name, part in model.named_parameters() if isinstance(part, DTensor)}
         self.split = {name: Spec(shapes[name], part.dtype) for name, part in parts.items()}
         self._point_optimizer(parts, number, held)
+        self._is_loaded = False
+        """Whether the gradient came from elsewhere, and not from backwards."""
 
     def _split(self, blocks: Sequence[nn.Module], **options: Any) -> None:
         # One of no numbers stays as it is: torch cannot sum it.
@@ -137,8 +128,21 @@ class FullySharded(Sharded):
         if self._units is not None and not self._units.has_ended:
             self._units.take_part()
 
+    @property
+    def used(self) -> Set[str]:
+        return self._units.used if self._units is not None else self.split.keys()
+
+    @torch.no_grad()
+    def load(self, gradients: Sequence[Tensor | None]) -> None:
+        self.drop()
+        for run, gradient in zip(self.runs, gradients, strict=True):
+            run.parameter.grad = None if gradient is None else gradient.to(run.parameter.device).view_as(run.parameter)
+        self._is_loaded = True
+
     @torch.no_grad()
     def finish(self) -> None:
+        if self._is_loaded:
+            return
         self.end_backward()
         if self._lent is not None:
             self._lent.finish()
@@ -168,6 +172,7 @@ class FullySharded(Sharded):
         self._forget()
 
     def _forget(self) -> None:
+        self._is_loaded = False
         for run, source in zip(self.runs, self._sources, strict=True):
             run.parameter.grad = source.grad = None
         self._summed.clear()

@@ -10,7 +10,7 @@ Parameters lie end to end in one flat tensor, in the model's order, and each ran
 With `keep_gradients` each rank has its whole gradient until the step, as ZeRO-1 says, and it travels once a step.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -163,6 +163,18 @@ class ShardedOptimizer(Sharded):
     @property
     def has_unused(self) -> bool:
         return len(self._arrived) < len(self.parameters)
+
+    @property
+    def used(self) -> Set[str]:
+        return {self._names[id(self.parameters[index])] for index in self._arrived}
+
+    def run_gradients(self) -> list[Tensor | None]:
+        return list(torch.split(self.gradient, [run.parameter.numel() for run in self.runs]))
+
+    @torch.no_grad()
+    def load(self, gradients: Sequence[Tensor | None]) -> None:
+        super().load(gradients)
+        self._is_summed = True
 
     def drop_unused(self) -> None:
         used = [index in self._arrived for index in range(len(self.parameters))]

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from potluck.errors import ConfigError
-from potluck.stages.between import Crossing, Way
 from potluck.stages.chain import Chain, chain_of, parameters_of
 from potluck.stages.changes import left_alone, seats_of_buffers
+from potluck.stages.forms import Crossing, Way
 from potluck.stages.plan import Layer, Plan, count_sent
 from potluck.stages.seats import (
     AbsentLayer,

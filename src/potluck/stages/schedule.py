@@ -40,11 +40,6 @@ def per_worker(schedule: Schedule) -> int:
     return 2 if schedule == "interleaved" else 1
 
 
-def home(stage: int, workers: int) -> int:
-    """The worker that has a stage."""
-    return stage % workers
-
-
 @cache
 def plan_orders(schedule: Schedule, workers: int, micros: int) -> tuple[Order, ...]:
     """For each worker what it does, in order. Any number of micro-batches of at least 1."""

@@ -19,8 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from potluck.errors import StoreError
-from potluck.store.objects import HEAD_BYTES, ObjectWriter
-from potluck.store.place import Exists, Missing, Unreachable
+from potluck.store.place import HEAD_BYTES, Exists, Missing, ObjectWriter, Unreachable
 
 UNFINISHED = re.compile(r"\.(?P<name>[^/]+)~[0-9a-f]{8}")
 """A file that is being written, or was when its writer died; or one that waits to be written over."""

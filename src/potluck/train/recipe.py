@@ -4,7 +4,6 @@ RunConfig joins the dataclasses that live beside their owners; `train_recipe` bu
 worker of the run calls `main` with the same arguments.
 """
 
-import itertools
 import json
 import math
 import os
@@ -22,21 +21,21 @@ from potluck.engine.loader import BatchConfig
 from potluck.engine.node_client import NodeClient
 from potluck.engine.start import as_one_worker, connect, init, led_engine
 from potluck.engine.switches import StepConfig
-from potluck.environment import machine_bytes, usable_cores
+from potluck.environment import free_memory_bytes, machine_bytes, usable_cores
 from potluck.errors import ConfigError, Interrupted
 from potluck.events import Event, RunStarted
-from potluck.files import write_whole
+from potluck.files import first_free, write_whole
 from potluck.fleet.client import Client
 from potluck.fleet.invite import read_invite
 from potluck.link.link import Alone, Link, choose_device
-from potluck.link.ranks import is_later_rank
+from potluck.link.ranks import asked_ranks, is_later_rank, ranks_here
 from potluck.save.run_folder import holds_run, name_fault
-from potluck.shard.strategy import NoShard, ShardingStrategy, bytes_per_parameter
+from potluck.shard.strategy import NoShard, ShardingStrategy
 from potluck.stages.protocol import Stages
 from potluck.train.arguments import TrainArgs, WorkersConfig, ask_for_files, find_recipe
 from potluck.train.model import GPT, ModelConfig, next_token_loss
 from potluck.train.slowdown import Brake
-from potluck.train.text import DataConfig, free_memory_bytes, read_windows
+from potluck.train.text import DataConfig, read_windows
 from potluck.train.trainer import FitConfig, Summary, Trainer
 from potluck.wire.words import clean
 from potluck.words import count, insist_at_most, plural, size
@@ -157,7 +156,7 @@ def join(arguments: list[str]) -> None:
     device, is_first = choose_device(), not is_later_rank()
     joined: tuple[Client | NodeClient, torch.device, Link]
     if is_first:
-        joined = connect(read_invite(None), device), device, Alone()
+        joined = connect(read_invite(None), device, asked_ranks() or 1), device, Alone()
     else:
         joined = as_one_worker(None, device, int(os.environ["WORLD_SIZE"]))
     client = joined[0]
@@ -174,10 +173,19 @@ def join(arguments: list[str]) -> None:
         if config.data.paths and not settings:
             raise ask_for_files(config.data.paths)
         _check_little(config)
-        wanted = Wanted(policy=config.policy, strategy=config.strategy, stages=config.stages, has_host=True)
+        ranks = ranks_per_worker(config.strategy, ranks_here(torch.cuda.device_count()), asked_ranks())
+        wanted = Wanted(
+            policy=config.policy,
+            strategy=config.strategy,
+            stages=config.stages,
+            world=ranks,
+            has_host=True,
+            offload_optimizer=config.step.offload_optimizer,
+            on_gpu=device.type == "cuda",
+        )
         compose(wanted)
         if isinstance(client, Client):
-            joined = as_one_worker(client, device, ranks_per_worker(config.strategy))
+            joined = as_one_worker(client, device, ranks)
     except BaseException:
         client.close()
         raise
@@ -187,7 +195,7 @@ def join(arguments: list[str]) -> None:
 
 def _check_little(config: RunConfig) -> None:
     """What a host's recipe may make this machine do."""
-    ranks, most = ranks_per_worker(config.strategy), max(4, usable_cores(), torch.cuda.device_count())
+    ranks, most = ranks_per_worker(config.strategy, 1), max(4, usable_cores(), torch.cuda.device_count())
     if ranks > most:
         raise ConfigError(
             f"The host's recipe wants {ranks} processes on this machine for one worker (strategy.intra_node_size), and"
@@ -199,7 +207,7 @@ def _check_memory(config: RunConfig, engine: Engine, rows: int) -> None:
     """A model or a batch that cannot fit is refused, with figures, before the system ends somebody for it."""
     # Weights, gradients and AdamW's two means, in fp32; each rank's share of what the strategy splits.
     stages = engine.link.world // engine.layers.lanes
-    for_model = int(config.model.parameters * bytes_per_parameter(config.strategy, engine.layers.lanes) / stages)
+    for_model = int(config.model.parameters * config.strategy.bytes_per_parameter(engine.layers.lanes) / stages)
     at_once = _rows_at_once(config, engine, rows)
     step = config.step
     kept = config.model.activations(at_once, checkpointed=step.checkpoint_activations, compiled=step.compile)
@@ -247,19 +255,17 @@ def _run_folder(config: RunConfig, args: TrainArgs, engine: Engine) -> Path | st
     if engine.run.recovery is not None and engine.run.recovery.standing["folder"] is not None:
         return str(engine.run.recovery.standing["folder"])
     wanted = Path(args.out) if args.out else Path("runs") / config.name
-    taken = holds_run(wanted)
     if args.resume:
         if not (wanted / "checkpoints").exists():
             raise ConfigError(
                 f"There is no run to resume in {wanted}. Leave out --resume, or name its folder with --out."
             )
         return wanted
-    if taken and args.out:
+    if args.out and holds_run(wanted):
         raise ConfigError(
             f"{wanted} already holds a run. Go on with it by --resume, or name another folder with --out."
         )
-    numbered = (wanted.with_name(f"{wanted.name}-{number}") for number in itertools.count(2))
-    return wanted if not taken else next(path for path in numbered if not holds_run(path))
+    return first_free(wanted, holds_run)
 
 
 def _optimizer(model: GPT, config: OptimizerConfig) -> torch.optim.Optimizer:

@@ -33,12 +33,13 @@ from potluck.events import (
     StepDone,
     Validated,
 )
-from potluck.save.checkpoint import CheckpointConfig, holds_any
+from potluck.save.checkpoint import CheckpointConfig
+from potluck.save.checkpoint_folder import holds_any
 from potluck.save.run_folder import hold, make_run_folder
 from potluck.show.progress import Progress
 from potluck.signals import on_interrupt
 from potluck.train.schedule import ScheduleConfig
-from potluck.words import insist_at_most, plural, size
+from potluck.words import check_at_least, insist_at_most, plural, size
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,10 +66,7 @@ class FitConfig:
     """Show the run in the terminal."""
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "max_steps", "validate_every"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, not {value}")
+        check_at_least(1, epochs=self.epochs, max_steps=self.max_steps, validate_every=self.validate_every)
         insist_at_most("epochs", self.epochs, 10**6, "to end a run after some steps, set fit.max_steps")
         insist_at_most("max_steps", self.max_steps, 10**12, "leave it out for no limit but the epochs")
         if not 0 <= self.seed < 1 << 63:

@@ -1,0 +1,47 @@
+"""The host's disk in a virtual fleet: it may be full, late, and lose what it had."""
+
+import json
+from collections.abc import Callable
+
+
+class Disk:
+    """The host's checkpoints."""
+
+    def __init__(self) -> None:
+        self.states: dict[int, bytes] = {}
+        self.is_checkpoint: Callable[[bytes], bool] = lambda data: True
+        """As the receiver finds by its checksums and its manifest."""
+        self.is_full = False
+        self.late_s = 0.01
+        self.refused: list[int] = []
+        """Steps that it had no room for."""
+        self._arriving: tuple[int, int, Callable[..., None]] | None = None
+        self._data = b""
+
+    @property
+    def newest(self) -> int | None:
+        return max(self.states, default=None)
+
+    def begin(self, step: int, header: str, on_saved: Callable[..., None]) -> None:
+        self._arriving, self._data = (step, json.loads(header)[0][1], on_saved), b""
+
+    def feed(self, data: bytes) -> None:
+        if self._arriving is None:  # of the next one, which was refused meanwhile
+            return
+        step, size, on_saved = self._arriving
+        self._data += data
+        if len(self._data) >= size:
+            assert len(self._data) == size
+            self._arriving = None
+            if not self.is_checkpoint(self._data):
+                on_saved(step, "", "it is no checkpoint", 0, theirs=True)
+                return
+            if self.is_full:
+                self.refused.append(step)
+                on_saved(step, "", f"The host cannot keep the checkpoint of step {step}: No space left on device", 0)
+                return
+            self.states[step] = self._data
+            on_saved(step, f"step-{step:08d}", "", size)
+
+    def abort(self) -> None:
+        self._arriving = None

@@ -1,0 +1,159 @@
+"""A host, its workers, and what is between them, on one clock."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from potluck.events import Event, WorkerCame, WorkerWent
+from potluck.fleet.coordinator import Coordinator
+from potluck.fleet.effects import StepRecord
+from potluck.fleet.journal import Journal
+from potluck.fleet.ledger import prove
+from potluck.fleet.run_state import Standing
+from tests.fleet.virtual.clock import VirtualClock
+from tests.fleet.virtual.disk import Disk
+from tests.fleet.virtual.faults import FaultScript
+from tests.fleet.virtual.host import Host
+from tests.fleet.virtual.line import Line
+from tests.fleet.virtual.toy import BATCH, EPOCHS, PATIENCE_S, ROWS, SECRET, State, undisturbed
+from tests.fleet.virtual.worker import Worker
+
+
+class Fleet:
+    def __init__(
+        self,
+        *,
+        workers: int = 0,
+        faults: FaultScript | None = None,
+        patience_s: float = PATIENCE_S,
+        epochs: int = EPOCHS,
+        at_least: int | None = None,
+        journal: Path | str = ":memory:",
+        **options: Any,
+    ) -> None:
+        """`workers` are called w0, w1, ..., come at once, and each has the `options`."""
+        self.clock = VirtualClock()
+        self.faults = faults or FaultScript()
+        self.patience_s = patience_s
+        self.epochs = epochs
+        self.secret = SECRET
+        self.events: list[Event] = []
+        self.records: list[StepRecord] = []
+        self.on_record: Callable[[StepRecord], None] = lambda record: None
+        """Called when the journal has it."""
+        self.workers: dict[str, Worker] = {}
+        self.restores = 0
+        self.journal = Journal(Path(journal))
+        self.disk = Disk()
+        self._at_least = at_least if at_least is not None else max(1, workers)
+        self._next_peer = 0
+        self._expected = 0
+        self._next_id = 0
+        self.host = self._start_host()
+        for number in range(workers):
+            self.add(f"w{number}", **options)
+
+    @property
+    def core(self) -> Coordinator:
+        return self.host.core
+
+    def _start_host(self) -> Host:
+        resumed = replace(self.journal.resumed(), next_id=self._next_id, expected=self._expected)
+        coordinator = Coordinator(
+            patience_s=self.patience_s,
+            secret=SECRET,
+            at_least=self._at_least,
+            resumed=resumed,
+        )
+        return Host(self, coordinator, self.journal, self.disk)
+
+    def crash_host(self, back_after_s: float = 1.0) -> None:
+        """The coordinator dies; another goes on from its journal."""
+        self._next_id = self.core.membership.next_id
+        self.host.crash()
+
+        def come_back() -> None:
+            self.host = self._start_host()
+
+        self.clock.after(back_after_s, come_back)
+
+    def add(self, name: str, *, at_s: float = 0.0, **options: Any) -> Worker:
+        worker = self.workers[name] = Worker(self, name, **options)
+        self.clock.after(at_s, worker.start)
+        return worker
+
+    def connect(self, on_down: Callable[[Line, Any], None], latency_s: float = 0.001) -> Line:
+        self._next_peer += 1
+        line = Line(self.clock, self.host, self._next_peer, on_down, latency_s)
+        self.host.accept(line)
+        return line
+
+    def stranger(self) -> Line:
+        """A connection that the test speaks on by itself. What comes back is in `received`."""
+        return self.connect(lambda line, item: None)
+
+    def hear(self, event: Event) -> None:
+        self.events.append(event)
+        if isinstance(event, WorkerCame | WorkerWent):  # as the host's journal has it
+            self._expected = len(self.core.membership.ready)
+
+    def told(self, kind: type[Event]) -> list[Any]:
+        return [event for event in self.events if isinstance(event, kind)]
+
+    def member(self, name: str) -> Any:
+        return next((m for m in self.core.membership.members.values() if m.name == name), None)
+
+    def run_until(self, condition: Callable[[], bool], limit_s: float = 1000.0) -> None:
+        assert self.clock.run(condition, limit_s), f"it did not come about in {limit_s} s: {self.describe()}"
+
+    def run_for(self, seconds: float) -> None:
+        self.clock.run(lambda: False, seconds)
+
+    def finish(self, limit_s: float = 2000.0) -> "Fleet":
+        """Until the run is over, as it should be: the same weights everywhere, and each row used once."""
+        self.run_until(lambda: self.host.finish is not None, limit_s)
+        assert self.host.finish is not None and not self.host.finish.failed, self.host.finish
+        self.run_for(1.0)
+        self.assert_right()
+        return self
+
+    def assert_right(self) -> None:
+        for epoch in range(self.epochs):
+            assert prove(self.journal.ranges(epoch), ROWS).holds, prove(self.journal.ranges(epoch), ROWS)
+        described = self.core.description
+        if described is not None and described.windowed is not None:
+            end = self.standing().step  # a run that began anew has another, and other weights
+            last = [w for w in self.workers.values() if (w.state.epoch, w.state.step) == (self.epochs, end)]
+            if described.rows_limit:  # then whoever has finished has what is kept; one that was killed may have less
+                last = [worker for worker in self.workers.values() if worker.finished]
+                assert {w.weights for w in last} == {State.from_bytes(self.disk.states[end]).weights.tobytes()}, last
+            assert last and len({worker.weights for worker in last}) == 1, [w.state for w in self.workers.values()]
+            return
+        steps = self.epochs * -(-ROWS // BATCH)
+        ended = [worker for worker in self.workers.values() if worker.state.step == steps]
+        assert ended, f"nobody saw the end: {[(w.name, w.state.step, w.error) for w in self.workers.values()]}"
+        for worker in ended:
+            assert worker.weights == undisturbed(steps), f"{worker.name} has other weights"
+        assert self.journal.steps() == list(range(1, steps + 1))
+
+    def standing(self) -> Standing:
+        return self.core.standing
+
+    def describe(self) -> str:
+        members = [
+            f"{m.name}: {m.phase.name}, {m.doing(self.core.standing.step)}, {m.nodes}"
+            for m in self.core.membership.members.values()
+        ]
+        workers = [
+            f"{w.name}: step {w.state.step}, waits for {w.waits}, inbox {list(w.inbox)[:2]}, error {w.error}"
+            for w in self.workers.values()
+            if w.is_alive
+        ]
+        held = [line.peer for line in self.host.lines.values() if line.connection and line.connection.held]
+        under = self.core.now
+        step = f"{under.step} with {len(under.reports)} reports of {under.slices} slices" if under else "none"
+        return (
+            f"step {self.core.standing.step}, under way {step}; members {members}; workers {workers}; held {held};"
+            f" refused {dict(self.core.refused)}; fired {self.faults.fired}, pending {self.faults.pending}"
+        )

@@ -1,0 +1,269 @@
+"""What server.py does with the effects, without sockets and threads; the exchange of gradients is real."""
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+
+from potluck.fleet import effects
+from potluck.fleet.connection import Connection, Out
+from potluck.fleet.coordinator import Coordinator
+from potluck.fleet.description import Description
+from potluck.fleet.effects import Effect
+from potluck.fleet.exchange import Exchange
+from potluck.fleet.journal import Journal
+from potluck.fleet.mean import Mean
+from potluck.fleet.pipe import Pipe
+from potluck.fleet.reading import Reader
+from potluck.fleet.saving import SAVE
+from potluck.wire.messages import Message, StateBegin, StateChunk
+from tests.fleet.virtual.clock import ProcessClock
+from tests.fleet.virtual.disk import Disk
+from tests.fleet.virtual.line import Average, Line, Lost, Payload, packed
+from tests.fleet.virtual.toy import CHUNK, PARTS, TICK_S
+
+if TYPE_CHECKING:
+    from tests.fleet.virtual.fleet import Fleet
+
+
+class _Wire(Connection):
+    """A peer that takes part, at the end of a line: what is put in its queue leaves at once."""
+
+    def __init__(self, line: Line, exchange: Exchange, *, plain: bool, since: int) -> None:
+        super().__init__(line.peer, cast(Pipe, None), "bincode", plain, since, 0.0)
+        self._line = line
+        self._exchange = exchange
+
+    def put(self, out: Out) -> None:
+        mean = self._exchange.mean
+        if out.part < 0:
+            self._line.send_down(out.message)
+            return
+        assert mean is not None
+        self._line.send_down(Average(out.step, out.part, mean.results[out.part].copy()))
+        self._exchange.release(out.part)
+
+    def close(self) -> None:
+        pass
+
+
+class _Pourer(Reader):
+    """Takes payloads where they were asked for, and never waits: a payload whose turn has not come is tried again."""
+
+    def pour(self, item: Payload) -> bool:
+        """A payload into the mean, chunk by chunk. Whether all of it is: else it waits for its turn."""
+        if item.slot is None:
+            item.expected, item.slot = self._open_next(item.step, item.part, PARTS[item.part])
+        slot = item.slot
+        while len(item.gradients):
+            if not slot.has_turn:
+                return False
+            count = min(slot.count, len(item.gradients))
+            if count < slot.count:  # the rest never came
+                break
+            slot.space()[:] = item.gradients[:count].tobytes()
+            item.gradients = item.gradients[count:]
+            with np.errstate(over="ignore", invalid="ignore"):
+                slot.filled()
+        self._shut(slot)
+        expected, connection = item.expected, self._connection
+        is_last = item.part == len(PARTS) - 1 if not connection.plain else expected and expected.at == len(PARTS)
+        if not item.cut and expected is not None and not slot.revoked and is_last:
+            self._payload_done(expected, slot)
+        return True
+
+
+class Host:
+    def __init__(self, fleet: "Fleet", coordinator: Coordinator, journal: Journal, disk: Disk) -> None:
+        self.fleet = fleet
+        self.core = coordinator
+        self.journal = journal
+        self.disk = disk
+        self.lines: dict[int, Line] = {}
+        self.clock = ProcessClock(fleet.clock)
+        self.exchange = Exchange(coordinator, self._decide, threading.RLock(), is_local=False)
+        self.is_up = True
+        self.reads_first = False
+        """Whether, on waking, it reads what has come before its clock ticks."""
+        self.finish: effects.Finish | None = None
+        if coordinator.description is not None:
+            self._describe(coordinator.description)
+        if disk.newest is not None and coordinator.standing.step:
+            coordinator.found(disk.newest, "a folder")
+        self._tick()
+
+    def accept(self, line: Line) -> None:
+        self.lines[line.peer] = line
+
+    def crash(self) -> None:
+        self.is_up = False
+        for line in self.lines.values():
+            line.send_down(Lost("the host is gone"))
+
+    def pause(self, seconds: float) -> None:
+        """It is stopped, as by SIGSTOP."""
+        self.clock.stop(seconds)
+
+    # Deciding and doing
+
+    def _decide(self, decide: Callable[[float], list[Effect]]) -> None:
+        self.act(decide(self.clock.now))
+
+    def act(self, found: list[Effect]) -> None:
+        for effect in found:
+            self._do(effect)
+        self._wake_held()
+
+    def _do(self, effect: Effect) -> None:
+        now, line = self.clock.now, self.lines.get(getattr(effect, "peer", -1))
+        match effect:
+            case effects.Send():
+                self._send(line, effect)
+            case effects.Close() if line is not None:
+                self._close(line, effect.why)
+            case effects.Describe():
+                self.journal.keep("description", effect.description.to_json())
+                if effect.is_new:
+                    self._describe(effect.description)
+            case effects.Subscribe() if line is not None:
+                self._subscribe(line, effect.since)
+            case effects.Record():
+                self.journal.record(effect.step)
+                self.fleet.on_record(effect.step)
+            case effects.Agreed():
+                self.journal.agree(effect.step, effect.kind, effect.digest)
+            case effects.Emit():
+                self.fleet.hear(effect.event)
+            case effects.StepApplied():
+                self.fleet.records.append(effect.record)
+            case effects.SaveBegin():
+                self.disk.begin(effect.step, effect.header, self._on_saved)
+            case effects.SaveChunk():
+                self.disk.feed(bytes(effect.data))
+                self.act(self.core.on_taken(now, effect.peer, SAVE))
+            case effects.SaveAbort():
+                self.disk.abort()
+            case effects.Restore():
+                self._restore(now)
+            case effects.SendCheckpoint() if line is not None:
+                self._send_checkpoint(line, effect.transfer)
+            case effects.Finish():
+                self.finish = self.finish or effect
+            case _:
+                self.exchange.do(effect)
+
+    def _send(self, line: Line | None, effect: effects.Send) -> None:
+        if line is not None:
+            line.send_down(effect.message)
+            if effect.credit is not None:
+                self.act(self.core.on_taken(self.clock.now, *effect.credit))
+
+    def _describe(self, description: Description) -> None:
+        """With a mean that takes so few numbers at a time that even a toy's parts arrive in several."""
+        self.exchange.describe(description)
+        made = self.exchange.mean
+        assert made is not None
+        mean = self.exchange.mean = Mean(made.sizes, chunk=CHUNK)
+        mean.on_part, mean.on_done, mean.on_bad = made.on_part, made.on_done, made.on_bad
+
+    def _subscribe(self, line: Line, since: int) -> None:
+        if line.connection is not None:
+            line.connection.since = since
+            return
+        plain = self.core.membership.members[line.peer].plain
+        line.connection = _Wire(line, self.exchange, plain=plain, since=since)
+        self.exchange.connections[line.peer] = line.connection
+        self.exchange.send_by_parts(line.connection)
+
+    # Peers
+
+    def read(self, line: Line) -> None:
+        """What has arrived, up to a payload that must wait for its turn."""
+        if self.clock.is_stopped:
+            late_s = 0.0 if self.reads_first else 0.001
+            self.fleet.clock.at(self.clock.stopped_until + late_s, functools.partial(self.read, line))
+            return
+        while line.up and self.is_up and self.lines.get(line.peer) is line:
+            item = line.up[0]
+            if isinstance(item, Payload) and not self._pour(line, item):
+                return
+            line.up.popleft()
+            self.core.on_heard(self.clock.now, line.peer)
+            if isinstance(item, Lost):
+                self._lost(line, item.why)
+            elif isinstance(item, Message) and not line.closing:
+                self.act(self.core.on_message(self.clock.now, line.peer, item))
+
+    def _pour(self, line: Line, item: Payload) -> bool:
+        if line.connection is None:
+            return True
+        before, line.connection.held = len(item.gradients), False
+        is_poured = _Pourer(line.connection, self.exchange).pour(item)
+        line.connection.held = not is_poured
+        if len(item.gradients) < before:
+            self._wake_held()
+        return is_poured
+
+    def _wake_held(self) -> None:
+        for line in self.lines.values():
+            if line.connection is not None and line.connection.held:
+                self.fleet.clock.after(0.0, functools.partial(self.read, line))
+
+    def _close(self, line: Line, why: str) -> None:
+        line.send_down(Lost(why))
+        line.closing = True
+        if line.connection is not None:
+            line.connection.revoke()
+        self.fleet.clock.after(0.5, functools.partial(self._lost, line, why))
+
+    def _lost(self, line: Line, why: str) -> None:
+        if self.lines.pop(line.peer, None) is None or not self.is_up:
+            return
+        if line.connection is not None:
+            self.exchange.lost(line.connection, why)
+        else:
+            self.act(self.core.on_closed(self.clock.now, line.peer, why))
+
+    def _tick(self) -> None:
+        if not self.is_up:
+            return
+        if self.clock.is_stopped:
+            late_s = 0.001 if self.reads_first else 0.0
+            self.fleet.clock.at(self.clock.stopped_until + late_s, self._tick)
+            return
+        for line in self.lines.values():
+            if line.connection is not None and line.connection.held:  # its bytes are not being read, on purpose
+                self.core.on_heard(self.clock.now, line.peer)
+        self.act(self.core.on_tick(self.clock.now))
+        self.fleet.clock.after(TICK_S, self._tick)
+
+    # Checkpoints
+
+    def _on_saved(self, step: int, folder: str, error: str, size: int, *, theirs: bool = False) -> None:
+        def tell() -> None:
+            if self.clock.is_stopped:
+                self.fleet.clock.at(self.clock.stopped_until, tell)
+            elif self.is_up:
+                self.act(self.core.on_saved(self.clock.now, step, folder, error, size, theirs=theirs))
+
+        self.fleet.clock.after(self.disk.late_s, tell)
+
+    def _restore(self, now: float) -> None:
+        self.fleet.restores += 1
+        assert self.fleet.restores < 20, "the run is restored again and again"
+        newest = self.disk.newest
+        standing = self.journal.standing(newest) if newest is not None else None
+        self.journal.rewind(standing.step if standing is not None else 0)
+        self.act(self.core.restored(now, standing))
+
+    def _send_checkpoint(self, line: Line, transfer: int) -> None:
+        step = self.disk.newest
+        if step is None:  # it was removed meanwhile
+            self._close(line, "the checkpoint is gone")
+            return
+        header, pieces = packed(self.disk.states[step])
+        line.send_down(StateBegin(transfer, step, header))
+        for piece in pieces:
+            line.send_down(StateChunk(transfer, piece))

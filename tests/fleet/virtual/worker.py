@@ -1,0 +1,362 @@
+"""A worker of a virtual fleet: a real Member, driven as engine/led.py drives it, with a toy to compute with."""
+
+import json
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from potluck.fleet import member_effects as effects
+from potluck.fleet.description import Description
+from potluck.fleet.ledger import Range
+from potluck.fleet.member import Member, Phase
+from potluck.wire.messages import Applied, Committed, SliceReport, Work
+from tests.fleet.virtual.client import Client
+from tests.fleet.virtual.faults import Fault
+from tests.fleet.virtual.line import Lost, Payload
+from tests.fleet.virtual.process import Ended, Life, Receive, Sleep
+from tests.fleet.virtual.task import Task
+from tests.fleet.virtual.toy import (
+    CHUNK,
+    PARTS,
+    ROWS,
+    VALIDATION_ROWS,
+    VALIDATION_SIZE,
+    Floats,
+    State,
+    described,
+    digest_of,
+    fresh_weights,
+    loss_of,
+    validation_of,
+)
+
+if TYPE_CHECKING:
+    from tests.fleet.virtual.fleet import Fleet
+
+
+class Worker(Client):
+    def __init__(self, fleet: "Fleet", name: str, **options: Any) -> None:
+        super().__init__(fleet, name, options.pop("latency_s", 0.001), options.pop("kind", "cpu"))
+        self.slice_s: float = options.pop("slice_s", 0.1)
+        self.evaluate_every: int = options.pop("evaluate_every", 0)
+        self.save_every: int = options.pop("save_every", 0)
+        self.pack_s: float = options.pop("pack_s", 0.005)
+        self.description: Description = options.pop("description", None) or described()
+        self.state = State(weights=options.pop("weights", fresh_weights()))
+        self.drifts: dict[int, float] = options.pop("drifts", {})
+        """step -> what it tells of how far it was from the others"""
+        self.batch_s: float = options.pop("batch_s", 0.1)
+        """Of a step of its own."""
+        self.own_code: Callable[[Floats], Floats] = options.pop("own_code", lambda weights: weights)
+        """What its loop does to the weights between two steps."""
+        self.update: Callable[[Floats], Floats] = options.pop("update", lambda weights: weights)
+        """What its device does to them in each."""
+        assert not options, f"unknown options {options}"
+        self.may_differ = self.is_windowed or fleet.faults.flips
+        self.member = Member()
+        self.validated: dict[int, float] = {}
+        self.stopping = self.finished = False
+        self.slices_computed: list[tuple[int, int]] = []
+        """(step, slice)"""
+        self.doing: Work | None = None
+        """What it is computing."""
+        self._told = ""
+        self._arriving, self._arriving_bytes = b"", 0
+
+    def __repr__(self) -> str:
+        place = f"step {self.state.step}, epoch {self.state.epoch}, row {self.state.row}"
+        return f"{self.name}: {place}, {digest_of(self.state.weights)}"
+
+    @property
+    def is_windowed(self) -> bool:
+        return self.description.windowed is not None
+
+    @property
+    def weights(self) -> bytes:
+        return self.state.weights.tobytes()
+
+    @property
+    def is_at_the_end(self) -> bool:
+        return self.state.epoch >= self.fleet.epochs
+
+    def ask_to_leave(self) -> None:
+        self.member.wants_stop = True
+        self.poke()
+
+    # The loop
+
+    def live(self) -> Life:
+        yield from self.join()
+        yield from self._present()
+        yield from self._settle()
+        yield from self._train()
+        if self.save_every:
+            yield from self._save()
+            yield from self._wait_for_saves()
+        if not self.member.is_over:
+            yield from self._do(self.member.finish(self.clock.now))
+            yield from self._settle()
+
+    def _train(self) -> Life:
+        """Until the end, which is on the host's disk before the loop is over where it is known: till then this worker
+        may be put back, and train on."""
+        while True:
+            while not self.stopping and not self.is_at_the_end:
+                yield from self._rest_of_epoch()
+            if not self.stopping and self.description.rows_limit:
+                yield from self._save()
+                yield from self._wait_for_saves()
+            if self.stopping or self.is_at_the_end:
+                self.finished = self.is_at_the_end and self.member.is_in and not self.member.left
+                return
+
+    def _rest_of_epoch(self) -> Life:
+        while self._has_rows():
+            if (work := self.member.begin()) is None:
+                yield from self._check_weights()
+            else:
+                self.doing = work
+                yield from self._compute(work)
+                self.doing = None
+            yield from self._await_step()
+        if self.state.row >= ROWS:
+            self.state.epoch, self.state.row = self.state.epoch + 1, 0
+
+    def _has_rows(self) -> bool:
+        """A worker that is given the last weights may be put at the beginning of an epoch that nobody trains."""
+        return not self.stopping and self.state.row < ROWS and not self.is_at_the_end
+
+    def _await_step(self) -> Life:
+        while True:
+            for effect in self.member.take():
+                match effect:
+                    case effects.Compute():
+                        return
+                    case effects.Apply():
+                        yield from self._commit(effect.committed)
+                        return
+                    case _:
+                        yield from self._do([effect])
+            if (yield from self._pump()):
+                return
+
+    def _pump(self) -> Life:
+        """One message, or none in time, and what it leads to. Whether the run may stand elsewhere than before."""
+        turn = self.member.turn
+        yield from self._hear()
+        yield from self._settle()
+        return self.member.turn != turn
+
+    def _settle(self) -> Life:
+        """Until this worker is in the run, or out of it."""
+        while not self.member.is_settled:
+            yield from self._hear()
+        self.stopping |= self.member.is_over
+
+    def _hear(self) -> Life:
+        # A real worker looks every fifth of a second whether it is to stop; this one is poked.
+        waits = self.member.phase is Phase.LEAVING or self.member.wants_stop
+        item = yield Receive(self.member.wait_s(self.clock.now) if waits else None)
+        match item:
+            case None:
+                yield from self._do(self.member.nothing(self.clock.now))
+            case Lost():
+                yield from self._do(self.member.lost(item.why))
+            case _:
+                yield from self._do(self.member.hear(self.clock.now, item))
+
+    def _do(self, found: list[effects.Effect]) -> Life:
+        for effect in found:
+            match effect:
+                case effects.Send():
+                    self.send(effect.message)
+                case effects.Fail():
+                    raise Ended(effect.sentence)
+                case effects.Rejoin():
+                    yield Sleep(0.05)
+                    yield from self.join()
+                    yield from self._present()
+                case effects.StandAt():
+                    self.state.epoch, self.state.row = effect.epoch, effect.row
+                case effects.SkipAverages():
+                    self.pass_over_until(effect.step)
+                case effects.ReceiveState():
+                    self._arriving, self._arriving_bytes = b"", json.loads(effect.header)[0][1]
+                case effects.TakeChunk():
+                    yield from self._take_chunk(bytes(effect.data))
+                case effects.Load():
+                    self.state = State.from_bytes(self._arriving)
+                    yield from self._do(self.member.loaded(self.state.step, self.state.step))
+                case effects.ServeState():
+                    yield from self._serve(effect.transfer)
+                case effects.TellApplied():
+                    self._told = digest_of(self.state.weights)
+                    drift = self.drifts.get(self.state.step, 0.0)
+                    self.send(Applied(self.state.step, self._told, 0.1, 1.0, effect.fault, drift))
+                case effects.LookAt():
+                    yield from self._at("evaluating", self.state.step)
+                    yield Sleep(self.slice_s)
+                    rows = float(effect.end - effect.start)
+                    yield from self._do(self.member.looked(effect, validation_of(effect.start, effect.end), rows))
+
+    def _present(self) -> Life:
+        yield from self._at("joined", self.state.step + 1)
+        before, self._told = self._told, digest_of(self.state.weights)
+        described, is_same = self.description.to_json(), before == self._told
+        assert self.welcome is not None
+        yield from self._do(self.member.present(self.welcome, described, self._told, is_same=is_same))
+
+    # Steps
+
+    def _compute(self, work: Work) -> Life:
+        """The reports of a step go before its gradients; of a window the whole is reported, and then sent."""
+        task, line, started = Task(work, self.state), self.line, self.clock.now
+        yield from self._at("forward", work.step)
+        yield Sleep(self.batch_s * task.batches if work.batch else self.slice_s * (len(task.numbers) - 1))
+        losses = [
+            math.inf
+            if self.fleet.faults.take(self.name, "loss", work.step, n)
+            else loss_of(work.epoch, *task.bounds[n])
+            for n in task.numbers
+        ]
+        samples = np.array([task.bounds[n][1] - task.bounds[n][0] for n in task.numbers], "<f8")
+        numbers, told = np.array(task.numbers, "<u4"), np.array(losses, "<f8")
+        took_s = self.clock.now - started if work.batch else 0.0
+        self.send(SliceReport(work.step, numbers, samples, told, took_s, b"", task.batches))
+        if work.batch:
+            yield from self._check_weights(in_step=True)
+        sums = task.sums(lambda number: self.fleet.faults.take(self.name, "gradient", work.step, number) is not None)
+        for part in range(len(PARTS)):
+            if not work.batch:
+                yield from self._backward(work, part, started)
+            yield from self._send_part(work.step, part, [total[part] for total in sums])
+        if line is self.line:
+            self.slices_computed += [(work.step, number) for number in task.numbers]
+        yield from self._at("sent", work.step)
+
+    def _loss_of(self, work: Work, number: int, rows: Range) -> float:
+        is_bad = self.fleet.faults.take(self.name, "loss", work.step, number) is not None
+        return math.inf if is_bad else loss_of(work.epoch, *rows)
+
+    def _backward(self, work: Work, part: int, started: float) -> Life:
+        """Of the last slice, during which the sums of the parts that are done leave."""
+        yield Sleep(self.slice_s / len(PARTS))
+        if part == len(PARTS) - 1:
+            yield from self._check_weights(in_step=True)
+            nothing = np.zeros(0)
+            self.send(
+                SliceReport(work.step, nothing.astype("<u4"), nothing, nothing, self.clock.now - started, b"\x07")
+            )
+
+    def _send_part(self, step: int, part: int, sums: list[Floats]) -> Life:
+        for index, values in enumerate(sums):
+            if part == 1 and index == 0:
+                yield from self._at("backward", step)
+                if self.fleet.faults.take(self.name, "half", step) is not None:
+                    self.send(Payload(step, part, values[:CHUNK], cut=True))
+                    self.kill()
+                    yield Receive()
+            self.send(Payload(step, part, values))
+
+    def _commit(self, committed: Committed) -> Life:
+        yield from self._at("committed", self.state.step)
+        if (parts := self.take_means(committed.step)) is None:
+            return
+        yield from self._check_weights(in_step=True)
+        self.member.agree(committed)
+        (self.state.agree if self.is_windowed else self.state.apply)(np.concatenate(parts), committed.rows)
+        assert self.state.step == committed.step, f"{self.name} missed a step before {committed.step}"
+        self.state.weights = self.update(self.state.weights)
+        if self.fleet.faults.take(self.name, "applying", committed.step):
+            self.state.weights[0] += 1
+        yield from self._do([effects.TellApplied()])
+        self.stopping |= bool(committed.stop)
+        self.state.weights = self.own_code(self.state.weights)
+        yield from self._at("applied", self.state.step)
+        if not self.member.is_replaying:
+            if self.evaluate_every and self.state.step % self.evaluate_every == 0 and not self.stopping:
+                yield from self._evaluate()
+            if self.save_every and self.state.step % self.save_every == 0:
+                yield from self._save()
+        if self.member.wants_stop and not self.stopping:
+            yield from self._do(self.member.leave(self.clock.now))
+            yield from self._settle()
+
+    def _check_weights(self, *, in_step: bool = False) -> Life:
+        if digest_of(self.state.weights) != self._told:
+            yield from self._do(self.member.changed(in_step=in_step))
+
+    # Looking, saving, giving
+
+    def _evaluate(self) -> Life:
+        step = self.state.step
+        yield from self._do(self.member.evaluate(VALIDATION_ROWS, VALIDATION_SIZE))
+        evaluation = self.member.evaluation
+        assert evaluation is not None
+        while evaluation.loss is None:
+            yield from self._pump()
+        if not math.isnan(evaluation.loss):
+            self.validated[step] = evaluation.loss
+
+    def _save(self) -> Life:
+        is_past = self.member.is_replaying and not self.is_at_the_end
+        if is_past or self.member.left or self.member.is_over or self.member.save_due == self.state.step:
+            return
+        if self.member.leads:
+            yield from self._wait_for_saves(until_kept=False)
+        told, *served = self.member.save(self.clock.now, 2)
+        yield from self._do([told])
+        yield from self._at("save due", self.state.step)
+        yield from self._do(served)
+
+    def _wait_for_saves(self, *, until_kept: bool = True) -> Life:
+        while self.member.is_saving(until_kept=until_kept):
+            yield from self._pump()
+
+    def _serve(self, transfer: int) -> Life:
+        data, step, line = self.state.to_bytes(), self.state.step, self.line
+        yield from self._check_weights()
+        assert line is not None
+        self.fleet.clock.after(self.pack_s, lambda: self.send_parcel(line, transfer, step, data))
+
+    def _take_chunk(self, data: bytes) -> Life:
+        self._arriving += data
+        left = self._arriving_bytes - len(self._arriving)
+        if left <= self._arriving_bytes // 2 < left + len(data):
+            yield from self._at("catching up", self.state.step)
+
+    # Meeting faults
+
+    def reach(self, phase: str) -> Life:
+        yield from self._at(phase, self.state.step + 1)
+
+    def on_half_sent(self) -> None:
+        self._meet("parcel", self.state.step)
+
+    def _at(self, phase: str, step: int) -> Life:
+        fault = self._meet(phase, step)
+        if self.dead:
+            yield Receive()
+        if fault is not None and fault.kind in ("stall", "silence"):
+            yield Sleep(fault.seconds)
+
+    def _meet(self, phase: str, step: int) -> Fault | None:
+        fault = self.fleet.faults.take(self.name, phase, step)
+        match fault.kind if fault is not None else None:
+            case "kill":
+                self.kill()
+            case "silence":
+                assert fault is not None
+                self.clock.stop(fault.seconds)
+            case "leave":
+                self.member.wants_stop = True
+            case "cut":
+                self.lose_connection()
+            case "quit":
+                self.stopping = True
+            case "flip":
+                self.state.weights = self.state.weights.copy()
+                self.state.weights.view(np.uint32)[3] ^= 1 << 22
+        return fault
