@@ -1,4 +1,4 @@
-"""What this process was told in its environment by its parent, and what this machine has."""
+"""What the environment tells a process of its parent, and what this machine has."""
 
 import os
 from contextlib import suppress

@@ -263,7 +263,7 @@ class EventFile:
             ) from None
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # what could not be written has been told
+        with contextlib.suppress(OSError):  # what could not be written has been said
             self._file.close()
 
     def _end_torn_line(self, path: Path) -> None:

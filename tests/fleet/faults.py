@@ -1,12 +1,14 @@
 """Ways to end a worker, or a coordinator, at a certain point. Each leaves a file to prove that it happened."""
 
 import itertools
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from potluck.fleet import phases
+from potluck.wire.messages import BlockGradientPayload, Committed, NonBlockGradientPayload, StateChunk
 from tests.fleet.fleet import Fault, die, stop
 
 AT_STEP = 4
@@ -53,21 +55,15 @@ def in_backward(place: Path, end: Any = die) -> None:
 
 
 def half_a_payload_sent(place: Path, end: Any = die) -> None:
-    from potluck.fleet.pipe import Pipe
-
-    send = Pipe.send
-
-    def fatal(self: Any, parts: Any) -> None:
-        if _is_payload_of(parts, AT_STEP):
+    def half(step: int, message: Any, pipe: Any, parts: list[Any]) -> None:
+        is_payload = isinstance(message, BlockGradientPayload | NonBlockGradientPayload)
+        if is_payload and step == AT_STEP and not _fired(place, "half"):
             joined = b"".join(bytes(part) for part in parts)
-            half = len(joined) // 2
-            send(self, [joined[:half]])
-            if not _fired(place, "half"):
-                end(place, "half")
-            parts = [joined[half:]]  # once it may go on
-        send(self, parts)
+            pipe.send([joined[: len(joined) // 2]])
+            end(place, "half")
+            parts[:] = [joined[len(joined) // 2 :]]  # once it may continue
 
-    Pipe.send = fatal  # type: ignore[method-assign]
+    at("sending", half)
 
 
 def all_sent(place: Path, end: Any = die) -> None:
@@ -87,17 +83,7 @@ def half_an_average_received(place: Path, end: Any = die) -> None:
 
 def a_payload_shown(place: Path, end: Any = die) -> None:
     """The host has been told where a payload lies, and may be reading it."""
-    from potluck.fleet.shared import Receipts
-
-    wait, told = Receipts.wait, []
-
-    def fatal(self: Any, most: int) -> int:
-        told.append(most)
-        if len(told) == 2 * AT_STEP:
-            end(place, "shown")
-        return wait(self, most)
-
-    Receipts.wait = fatal  # type: ignore[method-assign]
+    _end_at("shown", place, end, "shown")
 
 
 def an_average_seen(place: Path, end: Any = die) -> None:
@@ -123,20 +109,7 @@ def while_applying(place: Path, end: Any = die) -> None:
 
 def while_saving(place: Path, end: Any = die) -> None:
     """In the middle of sending its state to the host's disk."""
-    from potluck.engine import led
-
-    def fatal(folder: Path, header: str) -> Any:
-        yield b"x"
-        end(place, "saving")
-
-    led.chunks = fatal
-
-
-def _is_payload_of(parts: Any, step: int) -> bool:
-    import struct
-
-    head = bytes(parts[1]) if len(parts) > 2 else b""
-    return len(head) == 4 and struct.unpack("<I", head)[0] == 7 and struct.unpack("<Q", bytes(parts[2]))[0] == step
+    _end_at("chunk", place, end, "saving", step=None, count=2)
 
 
 PHASES: dict[str, Fault] = {
@@ -166,75 +139,50 @@ STOPS: dict[str, Fault] = {name: partial(fault, end=stop) for name, fault in PHA
 
 
 def before_recording(place: Path) -> None:
-    _around_journal(place, "before", before=True)
+    _die_at("recording", place, "before")
 
 
-def after_recording(place: Path) -> None:
-    _around_journal(place, "after", before=False)
+def after_recording(place: Path, step: int = AT_STEP) -> None:
+    _die_at("recorded", place, "after", step)
 
 
 def after_telling_one(place: Path) -> None:
     """One worker knows that the step is committed, and the other does not."""
-    import time
 
-    from potluck.fleet.server import Server
-    from potluck.wire.messages import Committed
-
-    send = Server._send
-
-    def fatal(self: Any, effect: Any) -> None:
-        send(self, effect)
-        if isinstance(effect.message, Committed) and effect.message.step == AT_STEP and not _fired(place, "told"):
-            seat = self.connections[effect.peer]
-            while seat.queue:
+    def told(step: int, message: Any, connection: Any) -> None:
+        if isinstance(message, Committed) and step == AT_STEP and not _fired(place, "told"):
+            while connection.queue:
                 time.sleep(0.001)
             time.sleep(0.2)
             die(place, "told")
 
-    Server._send = fatal  # type: ignore[method-assign]
+    at("queued", told)
 
 
 def while_averages_leave(place: Path) -> None:
-    from potluck.fleet.writing import Writer
-
-    write = Writer.write
-
-    def fatal(self: Any, out: Any) -> None:
-        if out.part == 2 and out.step == AT_STEP and not _fired(place, "averages"):
+    def leaves(step: int, part: int) -> None:
+        if part == 2 and step == AT_STEP and not _fired(place, "averages"):
             die(place, "averages")
-        write(self, out)
 
-    Writer.write = fatal  # type: ignore[method-assign]
+    at("average leaves", leaves)
 
 
 def while_a_newcomer_catches_up(place: Path) -> None:
-    from potluck.fleet.server import Server
-    from potluck.wire.messages import StateChunk
-
-    send = Server._send
-
-    def fatal(self: Any, effect: Any) -> None:
-        if isinstance(effect.message, StateChunk) and not _fired(place, "catching"):
+    def queued(step: int, message: Any, connection: Any) -> None:
+        if isinstance(message, StateChunk) and not _fired(place, "catching"):
             die(place, "catching")
-        send(self, effect)
 
-    Server._send = fatal  # type: ignore[method-assign]
+    at("queued", queued)
 
 
-def _around_journal(place: Path, what: str, *, before: bool) -> None:
-    from potluck.fleet.journal import Journal
+def _die_at(phase: str, place: Path, what: str, at_step: int = AT_STEP) -> None:
+    """Once: the next coordinator records that step again."""
 
-    record = Journal.record
-
-    def fatal(self: Any, found: Any) -> None:
-        fires = found.step == AT_STEP and not _fired(place, what)
-        if fires and before:
-            die(place, what)
-        record(self, found)
-        if fires:
+    def reached(step: int) -> None:
+        if step == at_step and not _fired(place, what):
             die(place, what)
 
-    Journal.record = fatal  # type: ignore[method-assign]
+    at(phase, reached)
 
 
 def _fired(place: Path, what: str) -> bool:

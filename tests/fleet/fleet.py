@@ -193,7 +193,7 @@ def whole_state(model: nn.Module, sharded: Any) -> dict[str, torch.Tensor]:
     for name in sharded.split if sharded is not None else ():
         whole = torch.zeros(found[name].numel(), dtype=sharded.split[name].dtype)
         for run in (*sharded.runs, *sharded.rest):
-            (span,) = run.spans
+            span = run.span
             if span.name == name:
                 whole[span.start : span.end] = run.parameter.detach().reshape(-1)
         dist.all_reduce(whole)

@@ -1,125 +1,117 @@
-"""Whole runs on a virtual clock, one seed one run: the real coordinator, members, journal and windows, and any fault.
+"""Whole runs on a virtual clock, one seed one run: the real coordinator, members, journal and planner, and any fault.
 
     python -m tests.fleet.simulation --minutes 60
     python -m tests.fleet.simulation --policy cadence --first 17 --seeds 1
 
 Somebody is killed, joins, leaves, is stopped or cut off all the time; the host dies, and is stopped beyond patience;
-links become slow; its disk is full, or late. After each event what must always hold is looked at, and at the end what
-must hold then. A seed that fails is the reproduction.
+clocks leap; links become slow; disks are full, or late, or lose what they had; plain peers take part. After each event
+what must always hold is looked at, and at the end what must hold then. A seed that fails is the reproduction.
 """
 
 import argparse
+import multiprocessing
+import os
 import random
 import time
+import traceback
 from collections import Counter
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
-from potluck.fleet.effects import StepRecord
-from potluck.fleet.member import Phase
-from tests.fleet import schedules
-from tests.fleet.schedules import POLICIES, live, seeds, soak
-from tests.fleet.virtual import Fleet, Worker, undisturbed
+from potluck.agree.policy import Async, Cadence
+from potluck.fleet.description import settings_of
+from tests.fleet.seeds import POLICIES, hurried, seeds
+from tests.fleet.virtual import ROWS, Fleet, described
+from tests.fleet.virtual.storm import Storm
+from tests.fleet.virtual.watch import Watch
 
-IDLE_TIMES = 3
-"""Times patience: longer than that nobody waits while there is work and somebody to do it."""
-
-
-class Watch:
-    """What must hold after each event of a run, whatever happened."""
-
-    def __init__(self, run: Fleet) -> None:
-        self._run = run
-        self._records: dict[int, StepRecord] = {}
-        self._seen: dict[str, tuple[int, int]] = {}
-        """Of each worker, the version that was compared, in which of the run's lives."""
-        self._idle_since = run.clock.now
-        self.events = 0
-        run.on_record = self._on_record
-        run.clock.after_each = self._look
-
-    def _look(self) -> None:
-        self.events += 1
-        ready = {member.peer: member for member in self._run.core.membership.ready}
-        agreed: dict[int, Worker] = {}
-        for worker in self._run.workers.values():
-            if worker.dead or worker.done or worker.member.phase is not Phase.IN or worker.line is None:
-                continue
-            assert worker.member.version == worker.state.step, f"{worker} thinks it is at {worker.member.version}"
-            member = ready.get(worker.line.peer)
-            if member is not None and member.applied == worker.state.step:
-                self._look_at_weights(worker, agreed)
-        self._look_for_idleness()
-
-    def _look_at_weights(self, worker: Worker, agreed: dict[int, Worker]) -> None:
-        """All of whom the host knows that they took a step hold the same weights after it."""
-        step = worker.state.step
-        other = agreed.setdefault(step, worker)
-        now = (step, self._run.restores)
-        if self._seen.get(worker.name) == now and self._seen.get(other.name) == now:
-            return
-        self._seen[worker.name] = now
-        assert other.weights == worker.weights, f"{other} and {worker} differ"
-        if not worker.is_windowed:
-            assert worker.weights == undisturbed(step), f"{worker} has not the weights of one machine"
-
-    def _on_record(self, record: StepRecord) -> None:
-        """Every row of the step was reported by somebody, and by one; and it follows the step before."""
-        self._records[record.step] = record
-        reached = record.row
-        for start, end, _ in sorted(record.ranges):
-            assert start == reached, f"rows {reached} to {start} of step {record.step} are lost or used twice"
-            reached = end
-        assert reached == record.row + record.rows, f"rows from {reached} of step {record.step} are lost"
-        before = self._records.get(record.step - 1)
-        if before is not None:
-            assert record.row in (0, before.row + before.rows), f"step {record.step} does not follow {before}"
-            assert record.rows_seen == before.rows_seen + record.rows
-
-    def _look_for_idleness(self) -> None:
-        """While a step is under way, somebody who is there owes something of it.
-
-        One that leaves owes what it was given until the host lets it go, which may take as long as a disk is full.
-        """
-        run, ready = self._run, self._run.core.membership.ready
-        is_idle = run.core.now is not None and ready and not any(member.nodes or member.evaluating for member in ready)
-        if not is_idle or run.host.clock.is_stopped or not run.host.is_up or run.host.finish is not None:
-            self._idle_since = run.clock.now
-        assert run.clock.now - self._idle_since < IDLE_TIMES * run.patience_s, f"all wait: {run.describe()}"
-
-
-def disturb(run: Fleet, draw: random.Random) -> str:
-    """Somebody, or the host, right now: whatever it is doing."""
-    lines = list(run.host.lines.values())
-    match draw.choice(["link", "cut off", "disk", "late disk", "other", "other", "other"]):
-        case "link" if lines:
-            draw.choice(lines).latency_s = draw.choice([0.001, 0.1, 1.0, 3.0])
-            return "link"
-        case "cut off" if lines:
-            for line in draw.sample(lines, draw.randint(1, len(lines))):
-                line.cut(draw.choice([0.5, 3.0, 15.0]), run.patience_s)
-            return "cut off"
-        case "disk":
-            run.disk.is_full = True
-            run.clock.after(draw.choice([0.5, 3.0, 15.0]), lambda: setattr(run.disk, "is_full", False))
-            return "disk"
-        case "late disk":
-            run.disk.late_s = draw.choice([0.01, 0.5, 3.0])
-            return "late disk"
-    schedules.disturb_anybody(run, draw)
-    return "other"
+HANG_S = 60
+"""Of real time: no run takes a second."""
+ALLOWED = ("has ended", "begins anew")
+"""What a worker may end with that comes too late, or whose weights nobody has any more."""
 
 
 def simulate(seed: int, policy: str, told: Counter[str]) -> Fleet:
     """The run of a seed. What was done to it, and how much happened, is added to `told`."""
-
-    def disturbed(run: Fleet, draw: random.Random) -> None:
-        told[disturb(run, draw)] += 1
-
-    watches: list[Watch] = []
-    run = live(seed, policy, disturb=disturbed, on_start=lambda found: watches.append(Watch(found)))
-    told["scripted"] += len(run.faults.fired)
-    told["events"] += watches[0].events
+    draw = random.Random(seed)
+    epochs = draw.randint(2, 6)
+    settings: dict[str, Any] = {}
+    if policy != "sync":
+        kind = {"cadence": Cadence, "async": Async}[policy]
+        settings = settings_of(kind(anchor=draw.choice([1, 2]), max_anchor=draw.choice([2, 4, 200])))
+    habits = {
+        "save_every": draw.choice([0, 0, 1, 2, 3]),
+        "evaluate_every": draw.choice([0, 0, 1, 2]),
+        "description": described(policy=policy, settings=settings, rows_limit=epochs * ROWS),
+    }
+    plain = draw.choice([0, 0, 0, 1, 2])
+    run = Fleet(at_least=1, epochs=epochs, patience_s=draw.choice([2.0, 4.0]), plain_peers=plain > 0)
+    watch, storm = Watch(run), Storm(run, draw, habits)
+    try:
+        for number in range(plain):
+            run.add_plain(f"plain{number}", batch_s=draw.choice([0.02, 0.3]))
+        for _ in range(draw.randint(1, 4)):
+            storm.join()
+        _live_through(run, storm, habits)
+        watch.finish()
+    finally:
+        told.update(storm.told)
+        told["scripted"] += len(run.faults.fired)
+        told["events"] += watch.events
+        run.journal.close()
     return run
+
+
+def _live_through(run: Fleet, storm: Storm, habits: dict[str, Any]) -> None:
+    """Faults, often or seldom, and then none, until the run has ended well."""
+    draw = storm.draw
+    storm.rage(draw.choice([5, 20, 60]), gap_s=draw.choice([0.05, 0.2, 0.6]))
+    if draw.random() < 0.5:  # the end is where most has gone wrong
+        run.clock.run(lambda: run.is_near_the_end or not run.is_anybody_alive, limit_s=20 * run.patience_s)
+        storm.rage(draw.choice([3, 10, 20]), gap_s=draw.choice([0.02, 0.1, 0.3]))
+    if draw.random() < 0.3:
+        run.clock.run(lambda: run.is_done or run.host.finish is not None, limit_s=20 * run.patience_s)
+        storm.end(gap_s=draw.choice([0.01, 0.1, 0.5]))
+    while run.host.finish is None:
+        run.run_until(lambda: run.host.finish is not None or not run.is_anybody_alive, limit_s=500)
+        _start_another(run, habits)
+    run.finish(limit_s=0)
+    errors = {worker.error for worker in run.workers.values() if worker.error is not None}
+    assert all(any(allowed in error for allowed in ALLOWED) for error in errors), errors
+
+
+def _start_another(run: Fleet, habits: dict[str, Any]) -> None:
+    """Where nobody is left; of a run that is done and kept, the host finds out by itself that it is."""
+    run.clock.run(lambda: run.host.finish is not None, limit_s=4 * run.patience_s)
+    if run.host.finish is None:
+        assert not (run.is_done and run.host.is_up), f"all is done, and the host waits: {run.describe()}"
+        run.add(f"last{len(run.workers)}", **habits)
+
+
+class Outcome(NamedTuple):
+    seed: int
+    policy: str
+    told: Counter[str]
+    wrong: str
+
+
+def _live(job: tuple[int, str]) -> Outcome:
+    seed, policy = job
+    told = Counter[str]()
+    try:
+        with hurried(HANG_S):
+            simulate(seed, policy, told)
+    except Exception:
+        return Outcome(seed, policy, told, traceback.format_exc()[-3000:])
+    return Outcome(seed, policy, told, "")
+
+
+def _jobs(first: int, count: int, policies: tuple[str, ...], deadline: float) -> Iterator[tuple[int, str]]:
+    for seed in range(first, first + count):
+        for policy in policies:
+            if time.monotonic() > deadline:
+                return
+            yield seed, policy
 
 
 def main() -> None:
@@ -128,18 +120,38 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=10**9)
     parser.add_argument("--first", type=int, default=seeds(1)[0], help="the first seed; today's, if it is not given")
     parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes; as many as there are cores")
     asked = parser.parse_args()
-    deadline, told, runs, wrong = time.monotonic() + 60 * asked.minutes, Counter[str](), 0, list[Any]()
-    for seed in range(asked.first, asked.first + asked.seeds):
-        if time.monotonic() > deadline:
-            break
-        for policy in [asked.policy] if asked.policy else POLICIES:
+    policies = (asked.policy,) if asked.policy else POLICIES
+    started = said = time.monotonic()
+    told, runs, wrong = Counter[str](), 0, list[str]()
+    jobs = _jobs(asked.first, asked.seeds, policies, started + 60 * asked.minutes)
+    with multiprocessing.get_context("fork").Pool(asked.jobs) as pool:
+        for outcome in pool.imap_unordered(_live, jobs, chunksize=1):
             runs += 1
-            if soak([seed], lambda number, policy=policy: simulate(number, policy, told)):  # type: ignore[misc]
-                wrong.append((policy, seed))
-    events, faults = told.pop("events", 0), told.total()
-    print(f"{runs} runs from seed {asked.first}: {faults:,} faults in {events:,} events, {len(wrong)} wrong {wrong}")
+            told += outcome.told
+            if outcome.wrong:
+                again = f"python -m tests.fleet.simulation --policy {outcome.policy} --first {outcome.seed} --seeds 1"
+                wrong.append(again)
+                print(
+                    f"{outcome.wrong}\nSEED {outcome.seed} under {outcome.policy} is wrong. Again:\n    {again}",
+                    flush=True,
+                )
+            if time.monotonic() - said > 10:
+                said = time.monotonic()
+                _say(told, runs, wrong, said - started)
+    _say(told, runs, wrong, time.monotonic() - started)
+    print(", ".join(f"{count:,} {kind}" for kind, count in told.most_common()))
     raise SystemExit(bool(wrong))
+
+
+def _say(told: Counter[str], runs: int, wrong: list[str], seconds: float) -> None:
+    events, faults = told["events"], told.total() - told["events"]
+    print(
+        f"{seconds:.0f} s: {runs:,} runs ({runs / seconds:.1f} a second), {faults:,} faults in {events:,} events,"
+        f" {len(wrong)} wrong",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

@@ -31,7 +31,6 @@ from potluck.engine.rows import mix
 from potluck.events import Decided, Event
 from potluck.fleet.journal import Journal
 from potluck.fleet.ledger import prove
-from tests.fleet import schedules
 from tests.fleet.fleet import (
     BATCH,
     EPOCHS,
@@ -45,7 +44,7 @@ from tests.fleet.fleet import (
     start_node,
     wait_until,
 )
-from tests.fleet.schedules import POLICIES, seeds
+from tests.fleet.seeds import POLICIES, seeds, soak
 from tests.fleet.test_undisturbed import plain_run
 
 PATIENCE_S = 1.5
@@ -290,7 +289,7 @@ def main() -> None:
             begun.append(seed)
             live(seed, asked.policy)
 
-    wrong = schedules.soak(numbers, live_in_time, LONGEST_S)
+    wrong = soak(numbers, live_in_time, LONGEST_S)
     print(f"{asked.policy}: {len(begun)} schedules from seed {numbers[0]}, {len(wrong)} wrong {wrong}", flush=True)
     raise SystemExit(bool(wrong))
 

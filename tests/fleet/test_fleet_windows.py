@@ -18,7 +18,7 @@ from potluck.errors import ConfigError
 from potluck.events import CheckpointSaved, Decided, Validated, WorkerCame, WorkerWent
 from potluck.save.checkpoint import CheckpointConfig
 from potluck.train.schedule import ScheduleConfig
-from tests.fleet.faults import at
+from tests.fleet.faults import after_recording, at
 from tests.fleet.fleet import BATCH, EPOCHS, ROWS, STEPS, Fleet, build, die, start_coordinator, wait_until
 from tests.odd import BIG, SEEN, assert_constant
 
@@ -282,21 +282,7 @@ def test_a_coordinator_killed_after_its_record_loses_and_repeats_nothing(outer: 
     check_ledger(tmp_path)
 
 
-def _after_recording(place: Path) -> None:
-    """As faults.after_recording, in the third window."""
-    from potluck.fleet.journal import Journal
-
-    record = Journal.record
-
-    def fatal(self: Any, found: Any) -> None:
-        record(self, found)
-        if found.step == 3 and not (place / "fired-after").exists():
-            die(place, "after")
-
-    Journal.record = fatal  # type: ignore[method-assign]
-
-
-PHASES_OF_HOST = _after_recording
+PHASES_OF_HOST = partial(after_recording, step=3)
 
 
 def check_ledger(folder: Path) -> None:

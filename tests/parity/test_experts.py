@@ -190,7 +190,7 @@ def stepped(engine: Engine) -> dict[str, float]:
     found = {}
     for run in engine.run.sharded().runs:
         state = engine.run.sharded().optimizer.state.get(run.parameter, {})
-        found |= {span.name: float(state["step"]) for span in run.spans if "step" in state}
+        found |= {run.span.name: float(state["step"])} if "step" in state else {}
     return found
 
 
@@ -201,9 +201,8 @@ def weights(engine: Engine) -> dict[str, Tensor]:
     for name, spec in sharded.split.items():
         whole = torch.zeros(spec.shape, dtype=torch.float64).view(-1)
         for run in (*sharded.runs, *sharded.rest):
-            for span, part in run.cut(run.parameter.detach()):
-                if span.name == name:
-                    whole[span.start : span.end] = part
+            if run.span.name == name:
+                whole[run.span.start : run.span.end] = run.parameter.detach().view(-1)
         sharded.collectives.start_sum(whole).wait()
         found[name] = whole.view(spec.shape)
     return found

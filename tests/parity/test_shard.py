@@ -133,7 +133,7 @@ def one_process(kind: str, clip: float | None = None) -> dict[str, Any]:
 
 def _delay_collectives() -> None:
     """Each rank's pieces of work arrive late, and not in the order in which they began."""
-    begin = collectives._begun
+    start = collectives.Collectives._start
 
     class Late:
         def __init__(self, work: Any) -> None:
@@ -143,7 +143,7 @@ def _delay_collectives() -> None:
             time.sleep(0.0005 * (1 + dist.get_rank()))
             self._work.wait()
 
-    collectives._begun = lambda work: Late(begin(work))  # type: ignore[assignment,return-value]
+    collectives.Collectives._start = lambda *given, **options: Late(start(*given, **options))  # type: ignore[method-assign]
 
 
 def assert_same(found: dict[str, Any], judge: dict[str, Any], what: str, atol: float = 2e-6) -> None:

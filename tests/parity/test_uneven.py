@@ -107,8 +107,7 @@ def whole(sharded: UnevenShards) -> dict[str, Tensor]:
     """All that is trained, from its owners."""
     found = {name: torch.zeros(p.shape) for name, p in trained(sharded.model)}
     for run in sharded.runs:
-        for span, part in run.cut(run.parameter.detach()):
-            found[span.name].view(-1)[span.start : span.end] += part
+        found[run.span.name].view(-1)[run.span.start : run.span.end] += run.parameter.detach().view(-1)
     if sharded.collectives.world > 1:
         for tensor in found.values():
             dist.all_reduce(tensor)

@@ -84,9 +84,9 @@ def stretches_of(runs: Sequence[Run]) -> list[Stretch]:
     """Where in a part, its parameters end to end, these runs of each of them lie."""
     found, at = [], 0
     for index, run in enumerate(runs):
-        (span,) = run.spans
-        if index and runs[index - 1].spans[0].name != span.name:
-            at += math.prod(runs[index - 1].spans[0].shape)
+        span = run.span
+        if index and runs[index - 1].span.name != span.name:
+            at += math.prod(runs[index - 1].span.shape)
         found.append((at + span.start, at + span.end))
     return found
 

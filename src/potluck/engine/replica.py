@@ -155,7 +155,7 @@ class Replica:
     def held(self) -> dict[str, list[Run]]:
         """By a parameter's name: what this rank holds of it, here all. Of which it holds none, an empty run."""
         return {
-            name: [Run(parameter, (Span(name, tuple(parameter.shape), 0, parameter.numel()),))]
+            name: [Run(parameter, Span(name, tuple(parameter.shape), 0, parameter.numel()))]
             for name, parameter in self.model.named_parameters()
         }
 

@@ -77,22 +77,22 @@ class ShardedReplica(Replica):
         sharded = self.sharded
         found: dict[str, list[Run]] = {}
         for run in (*sharded.runs, *sharded.rest):
-            found.setdefault(run.spans[0].name, []).append(run)
+            found.setdefault(run.span.name, []).append(run)
         where = next((run.parameter.device for runs in found.values() for run in runs), torch.device("cpu"))
         for name, parameter in self.model.named_parameters():
             shape, is_here = tuple(parameter.shape), name not in sharded.split and self.within.rank == 0
             if name not in found and is_here:  # every rank has all of it, and one must be the first
-                found[name] = [Run(parameter, (Span(name, shape, 0, parameter.numel()),))]
+                found[name] = [Run(parameter, Span(name, shape, 0, parameter.numel()))]
             elif name not in found:
                 dtype = sharded.split[name].dtype if name in sharded.split else parameter.dtype
                 empty = nn.Parameter(torch.empty(0, dtype=dtype, device=where), requires_grad=False)
-                found[name] = [Run(empty, (Span(name, shape, 0, 0),))]
+                found[name] = [Run(empty, Span(name, shape, 0, 0))]
         return found
 
     def owned(self) -> list[Run]:
         names = {name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
         # A frozen parameter may be the optimizer's all the same; averaging it could change its last bit.
-        return [run for run in self.sharded.runs if run.spans[0].name in names]
+        return [run for run in self.sharded.runs if run.span.name in names]
 
     def hash_weights(self, agreed: Agreed, buffers: Sequence[Tensor]) -> tuple[str, Tensor]:
         """Of the whole replica, as of one that is not split: each rank adds what its numbers come to."""
@@ -103,7 +103,7 @@ class ShardedReplica(Replica):
         held, sums = self.held(), []
         for name, parameter in self.model.named_parameters():
             pieces = [
-                sums_of_piece(agreed.get(id(run.parameter), run.parameter.data), run.spans[0].start, parameter.numel())
+                sums_of_piece(agreed.get(id(run.parameter), run.parameter.data), run.span.start, parameter.numel())
                 for run in held[name]
             ]
             sums.append(torch.stack(pieces).sum(dim=0).to(self.device))

@@ -40,7 +40,7 @@ class SplitGradients:
         numbers = {id(run): number for number, run in enumerate(sharded.runs)}
         self._runs = [[numbers.get(id(run)) for run in own] for own in held]
         """Of each part: which of this rank's runs are in it, one after the other; none for one that has no numbers."""
-        self._sizes = [[run.spans[0].size for run in own] for own in held]
+        self._sizes = [[run.span.size for run in own] for own in held]
         pairs = zip(planned, self._sizes, strict=True)
         self.parts = [PartSums(part, torch.zeros(sum(sizes), device=replica.device)) for (part, _), sizes in pairs]
         self._collected = client.collect_parts([part for part, _ in planned], held, buffers, norms_on=replica.device)
@@ -86,7 +86,7 @@ class SplitGradients:
             *pieces, told = torch.split(mean, [*sizes, len(names)])
             norms |= dict(zip(names, told, strict=True))
             for number, piece in zip(runs, pieces, strict=True):
-                if number is not None and sharded.runs[number].spans[0].name in was_used:
+                if number is not None and sharded.runs[number].span.name in was_used:
                     gradients[number] = piece
         sharded.load(gradients)
         # From the norms of whole parameters, in the model's order: the bits of a replica that one process has.

@@ -408,13 +408,16 @@ class Client:
                     session.pipe.send_descriptors(encode_parts(message), [self._memory.descriptor])
                     session.shows = True
                 else:
-                    session.pipe.send(encode_parts(message))
+                    parts = encode_parts(message)
+                    reach("sending", getattr(message, "step", 0), message=message, pipe=session.pipe, parts=parts)
+                    session.pipe.send(parts)
                 sent += 1
                 owed += isinstance(message, PartAt)
                 if owed and session.outbox:
                     continue
                 while owed:  # what lies in shared memory has left when the host has taken it
                     assert session.receipts is not None
+                    reach("shown", getattr(message, "step", 0))
                     owed -= session.receipts.wait(owed)
                 with self._change:
                     session.unsent -= sent

@@ -24,9 +24,17 @@ class Ending:
     over_since: float = field(default=0.0, init=False)
 
     def on_leave(self, member: Member, leave: Leave) -> list[Effect]:
-        """It goes. That it has finished ends the run for all only once nobody else who holds the weights is at work."""
-        run = self.run
+        """It goes, and others do at once what it was given since: it may have to stay, while its state is saved."""
         member.leaving = True
+        effects = self.rounds.take_away(member) + self.evaluations.give_back(member)
+        if all(m.leaving for m in self.run.membership.holders):
+            effects += self.rounds.abandon()  # nobody computes it: whoever comes gets the weights as they are
+        effects += self.weights.transfers.pass_over(member.peer, beyond=member.applied)
+        return effects + self._part_with(member, leave)
+
+    def _part_with(self, member: Member, leave: Leave) -> list[Effect]:
+        """That it has finished ends the run for all only once nobody else who holds the weights is at work."""
+        run = self.run
         is_last = member.is_ready and member.applied >= run.standing.step
         # Of a run whose length nobody told, only the workers know.
         may_be_over = run.stopping or not run.rows_limit or run.is_complete

@@ -23,6 +23,7 @@ from potluck.errors import ConfigError, JournalError, PotluckError
 from potluck.fleet.description import Description
 from potluck.fleet.effects import StepRecord
 from potluck.fleet.ledger import Range
+from potluck.fleet.phases import reach
 from potluck.fleet.run_state import Resumed, Standing
 
 _TABLES = """
@@ -222,6 +223,7 @@ class Journal:
             "loss": float(record.loss) if record.loss == record.loss else None,
             "workers": json.dumps(record.workers),
         }
+        reach("recording", record.step)
         with self._writing():
             there = self._base.execute("SELECT count(*) FROM steps WHERE step = ?", (record.step,)).fetchone()[0]
             self._base.execute("DELETE FROM ranges WHERE step = ?", (record.step,))
@@ -231,6 +233,7 @@ class Journal:
                 "INSERT INTO ranges VALUES (?, ?, ?, ?)", [(record.step, *found) for found in record.ranges]
             )
             self._steps += 1 - there
+        reach("recorded", record.step)
 
     def agree(self, step: int, kind: str, digest: str) -> None:
         """The right weights' digest. It need not outlive the machine, only this process: so nothing waits for it."""

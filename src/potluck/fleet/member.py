@@ -146,6 +146,11 @@ class Member:
         """Whether this worker is the one who speaks for all of them."""
         return self.committed is None or self.committed.leader == self.worker_id
 
+    @property
+    def has_more(self) -> bool:
+        """Whether something has come that the loop has not asked for yet."""
+        return bool(self._later)
+
     def wait_s(self, now: float) -> float:
         """How long to wait for the next message before nothing() is told."""
         return max(0.0, self._deadline - now) if self.phase is Phase.LEAVING else BEAT_S

@@ -1,5 +1,6 @@
 """Who is in, what each is doing, and who is late. Pure: the time comes in as an argument."""
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -83,8 +84,9 @@ class Member:
         return now - self.heard_at
 
     def measure(self, slices: float, busy_s: float) -> None:
-        """`busy_s` is what it told: one that claims to need no time at all would be given everything, for ever."""
-        if busy_s > 0:
+        """`busy_s` is what it told: one that claims to need no time at all would be given everything, for ever. Of no
+        slices, nothing is learned."""
+        if 0 < busy_s < math.inf and slices:
             speed = slices / max(busy_s, LEAST_S * slices)
             self.speed = speed if self.speed is None else 0.7 * self.speed + 0.3 * speed
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import IO
 
 from potluck.errors import TheirProtocolError
+from potluck.fleet.phases import reach
 from potluck.wire.messages import Message, StateChunk, StateMore
 
 CHUNK_BYTES = 1 << 20
@@ -30,6 +31,7 @@ def chunks(folder: Path, header: str) -> Iterator[bytes]:
     for name, _ in json.loads(header):
         with (folder / name).open("rb") as file:
             while data := file.read(CHUNK_BYTES):
+                reach("chunk", 0)
                 yield data
 
 

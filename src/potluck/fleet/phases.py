@@ -1,4 +1,4 @@
-"""Where a worker is in its work, told to whoever wants to know: tests end it, stop it or change its weights there."""
+"""Where a worker or its host is in its work, told to tests, which end it, stop it or change its weights there."""
 
 from collections.abc import Callable
 from typing import Any

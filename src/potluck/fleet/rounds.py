@@ -145,12 +145,11 @@ class Rounds:
         """Nodes that have lost their worker, to the others, within the same step."""
         under, holders = self.now, self._run.membership.holders
         assert under is not None
-        able = [m for m in holders if m.since <= under.step]
-        able = [m for m in able if not m.leaving] or able
+        able = [m for m in holders if m.since <= under.step and not m.leaving]  # who leaves computes nothing any more
         able = [m for m in able if m.relieved < under.step] or able
         able = [m for m in able if m.peer != avoid] or able
-        if not able and self._run.ahead is not None and holders:  # they have applied what was being computed again
-            self._run.skip_ahead()
+        if not able and self._run.ahead is not None and any(m.since > under.step for m in holders):
+            self._run.skip_ahead()  # they have applied what was being computed again
             return self.begin_anew()
         if not able:
             under.orphans += nodes
@@ -368,6 +367,7 @@ class Rounds:
         for member in run.membership.members.values():
             for number in slices_of(member.nodes):
                 under.computed_by.setdefault(number, member.worker_id)
+            member.nodes = []  # all is in the sums: it owes nothing, also where no other step follows
         by = {number: under.computed_by.get(number, under.reports[number].worker_id) for number in under.reports}
         ranges = tuple((*under.bounds[number], by[number]) for number in sorted(by))
         workers = tuple(

@@ -26,6 +26,7 @@ from potluck.fleet.exchange import Exchange
 from potluck.fleet.journal import Journal
 from potluck.fleet.lobby import Guest, Lobby
 from potluck.fleet.parcel import chunks, pack
+from potluck.fleet.phases import reach
 from potluck.fleet.pipe import LOOPBACK, Pipe, listen_local
 from potluck.fleet.reading import Reader
 from potluck.fleet.run_state import Standing
@@ -270,6 +271,7 @@ class Server:
         connection = self.connections.get(effect.peer)
         if connection is not None:
             connection.put(Out(effect.message, credit=effect.credit))
+            reach("queued", getattr(effect.message, "step", 0), message=effect.message, connection=connection)
         else:
             codec = self._lobby.codec(effect.peer) or "bincode"
             self._lobby.send(effect.peer, b"".join(encode_parts(effect.message, codec)))

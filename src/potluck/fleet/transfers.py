@@ -170,11 +170,12 @@ class Transfers:
                     effects += self.catch_up(newcomer)
         return effects
 
-    def pass_over(self, peer: int) -> list[Effect]:
-        """Its weights are wrong: those whom it was to send them to get them from another."""
+    def pass_over(self, peer: int, beyond: int = -1) -> list[Effect]:
+        """Its weights are wrong, or it takes no step beyond that one: others send theirs to those whom it was to."""
         effects: list[Effect] = []
         for transfer in [t for t in self.under_way.values() if t.sponsor == peer and not t.is_whole]:
-            effects += self._begin_anew(transfer)
+            if transfer.step > beyond:
+                effects += self._begin_anew(transfer)
         return effects
 
     def _begin_anew(self, transfer: Transfer, avoid: int | None = None) -> list[Effect]:

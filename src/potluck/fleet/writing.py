@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from potluck.fleet.connection import Connection, Out
 from potluck.fleet.exchange import Exchange
+from potluck.fleet.phases import reach
 from potluck.fleet.shared import Receipts
 from potluck.wire.codec import encode_parts
 from potluck.wire.messages import AverageAt, ShareMemory
@@ -65,6 +66,7 @@ class Writer:
 
     def _write_average(self, out: Out) -> None:
         connection = self.connection
+        reach("average leaves", out.step, part=out.part)
         if connection.receipts is not None:
             connection.owed.append(out.part)
             connection.pipe.send(encode_parts(AverageAt(out.step, out.part), connection.codec))

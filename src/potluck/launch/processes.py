@@ -1,7 +1,7 @@
 """Workers on this machine: starts them, watches over them, and tells what became of them.
 
 Imports no torch. A worker that fails ends the others within seconds, and its last words are said once; where they had
-kept copies of each other's parts in memory, those who are left are then started anew and go on from there. When we
+kept copies of each other's parts in memory, those who are left are then started anew and resume from there. When we
 ourselves are killed, however, the workers see our pipe close and end too.
 """
 
@@ -203,9 +203,9 @@ def _recover(start: Start, lost: list[Worker]) -> Recovery | str:
     recovery = start.plan_recovery(ranks)
     if isinstance(recovery, Recovery):
         left = len(recovery.ranks)
-        go, they = ("goes", "it") if left == 1 else ("go", "they")
+        do, they = ("continues", "it") if left == 1 else ("continue", "they")
         fates = " ".join(f"Worker {worker.rank} {_fate(worker)}." for worker in lost)
-        say(f"{fates} {plural(left, 'worker')} {go} on from step {recovery.step}, which {they} had kept in memory.")
+        say(f"{fates} {plural(left, 'worker')} {do} from step {recovery.step}, which {they} had kept in memory.")
     return recovery
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from potluck.link.link import Done, Here, Pending, Rows
+from potluck.link.link import Done, Here, Link, Pending, Rows
 from potluck.link.store_group import EVERYBODY, Position, StoreGroup, StoreGroups
 from potluck.store.sessions import StoreSession
 from potluck.store.store import Store
@@ -21,10 +21,8 @@ from potluck.store.tensors import about_of, start_to_host
 from potluck.tensor_bytes import buffer
 
 
-class StoreLink:
+class StoreLink(Link):
     """All workers of a run, or a part of them. Ranks are given, not found."""
-
-    group = None
 
     def __init__(self, store: Store, rank: int, world: int, *, keeps: bool = False) -> None:
         """`keeps`: nothing is deleted before all ranks have called durable() behind it."""
@@ -37,7 +35,6 @@ class StoreLink:
         self._parts = 0
 
     def part(self, groups: Sequence[Sequence[int]]) -> "StoreLink":
-        """A link of that group of our ranks in which we are. Every rank calls this with the same groups."""
         assert self._group.name == EVERYBODY, "groups are of the whole world's ranks"
         mine = next((index for index, ranks in enumerate(groups) if self.rank in ranks), None)
         assert mine is not None, f"no group holds rank {self.rank}"
@@ -54,7 +51,7 @@ class StoreLink:
         return self._groups.position
 
     def stand_at(self, position: Mapping[str, int]) -> None:
-        """Goes on from a position that was saved. Before anything else, and before the parts are made again."""
+        """Continues from a position that was saved. Before anything else, and before the parts are made again."""
         self._groups.stand_at(position)
 
     def durable(self, position: Mapping[str, int] | None = None) -> None:
@@ -79,9 +76,6 @@ class StoreLink:
                 tensor.detach().copy_(total)
 
         return _Operation(self._group, number, finish)
-
-    def gather_rows(self, row: Sequence[float]) -> list[list[float]]:
-        return self.start_gather(row).wait()
 
     def start_gather(self, row: Sequence[float]) -> Rows:
         number, gathered = self._start_gather(struct.pack(f"<{len(row)}d", *row))
@@ -160,7 +154,7 @@ class _Gather(_Operation):
 
 
 class Log:
-    """What workers told each other before the first step. A worker that starts again hears it from here."""
+    """What this worker heard from the others before the first step. If it starts again, it hears the same from here."""
 
     def __init__(self) -> None:
         self.told: list[Any] = []
@@ -217,10 +211,12 @@ class Door:
         return self._links[number]
 
 
-class ReplayedLink:
-    """A StoreLink whose operations before the first step are heard from a log, when a worker starts again."""
+class ReplayedLink(Link):
+    """A StoreLink whose operations before the first step are heard from a log, when a worker starts again.
 
-    group = None
+    Before that step workers tell each other what they are and how the model is cut. One that was killed kept what it
+    was told, and hears the same again, while the others are long past it.
+    """
 
     def __init__(self, rank: int, world: int, log: Log, door: Door, number: int = 0) -> None:
         self.rank, self.world, self.log, self.door, self._number = rank, world, log, door, number

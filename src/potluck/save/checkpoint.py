@@ -9,9 +9,9 @@ import hashlib
 import json
 import os
 import shutil
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -137,8 +137,8 @@ class Writer:
     def __init__(self, folder: Path, keep_last: int) -> None:
         self.folder = folder
         self.keep_last = keep_last
-        self._thread: threading.Thread | None = None
-        self._error: Exception | None = None
+        self._thread = ThreadPoolExecutor(1, "checkpoint writer")
+        self._writing: Future[None] | None = None
 
     def start(self, work: Callable[[], Path | None], on_saved: Callable[[Path], None]) -> None:
         """Begins to write; `work` says where it is, or nothing if that is another's to say.
@@ -146,27 +146,18 @@ class Writer:
         Waits for the one before it, if that is still being written.
         """
         self.wait()
+        self._writing = self._thread.submit(self._write, work, on_saved)
 
-        def run() -> None:
-            try:
-                place = work()
-                if place is not None:
-                    prune(self.folder, self.keep_last, place)
-                    on_saved(place)
-            except Exception as error:  # raised by the next wait(), where somebody hears of it
-                self._error = error
-
-        self._thread = threading.Thread(target=run, name="checkpoint writer")
-        self._thread.start()
+    def _write(self, work: Callable[[], Path | None], on_saved: Callable[[Path], None]) -> None:
+        if (place := work()) is not None:
+            prune(self.folder, self.keep_last, place)
+            on_saved(place)
 
     def wait(self) -> None:
         """Until nothing is being written. Raises what the writing raised."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
 
 
 # Reading

@@ -22,10 +22,10 @@ from potluck.save import checkpoint, checkpoint_folder, split_saves, state
 from potluck.save.split_saves import ALL_DAMAGED, TENSORS, KeptTensors, Standing, together
 from potluck.save.together import Share, write_share, write_together
 from potluck.shard.ranges import Ranges, Spec
+from potluck.shard.sharded import Sharded
 
 if TYPE_CHECKING:
     from potluck.engine.replica import Replica
-    from potluck.shard.sharded import Sharded
 
 __all__ = ["TENSORS", "KeptTensors", "Saves", "Standing", "take_snapshot"]
 
@@ -191,7 +191,7 @@ class _Told:
         return tensor.to(owner.device) if owner is not None and is_like_it else tensor  # none waits in host memory
 
 
-def sharded_of(replica: "Replica") -> "Sharded | None":
+def sharded_of(replica: "Replica") -> Sharded | None:
     """What this worker holds of a model that is split; none if it has all of it."""
     return replica.part or getattr(replica, "sharded", None)
 

@@ -15,6 +15,11 @@ STATE_BYTES = 2 * 4
 """Of one parameter: Adam's two means, in float32."""
 
 
+def check_weights(weights: Sequence[float]) -> None:
+    if any(not (math.isfinite(weight) and weight >= 0) for weight in weights) or not sum(weights) > 0:
+        raise ValueError(f"weights must be numbers of at least 0, and not all 0, not {list(weights)}")
+
+
 def weights_for(weights: Sequence[float] | None, world: int) -> list[float]:
     """One for each rank; none given: all alike."""
     if weights is not None and len(weights) != world:
@@ -45,8 +50,7 @@ class OptimizerShard:
         """Shares in proportion to the weights, such as each device's free memory."""
         if not weights:
             raise ValueError("a world needs at least one rank, not 0")
-        if any(not (math.isfinite(weight) and weight >= 0) for weight in weights) or not sum(weights) > 0:
-            raise ValueError(f"weights must be numbers of at least 0, and not all 0, not {list(weights)}")
+        check_weights(weights)
         if not 0 <= rank < len(weights):
             raise ValueError(f"there is no rank {rank} in a world of {len(weights)}")
         check_at_least(0, total_params=total_params)

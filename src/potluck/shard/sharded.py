@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from potluck.shard.collectives import Collectives
 from potluck.shard.norm import total_norm
 from potluck.shard.ranges import Spec
-from potluck.shard.runs import Run, held_bytes
+from potluck.shard.runs import Run, held_bytes, scaling
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,18 +120,28 @@ class Sharded:
             assert place is not None
             place.zero_() if gradient is None else place.copy_(gradient.view_as(place))
         pairs = zip(self.runs, gradients, strict=True)
-        self._idle = {run.spans[0].name for run, gradient in pairs if gradient is None}
+        self._idle = {run.span.name for run, gradient in pairs if gradient is None}
 
+    @torch.no_grad()
     def step(self, scale: float = 1.0) -> None:
         """Steps this rank's runs, on their gradients times `scale`."""
-        raise NotImplementedError
+        self.finish()
+        with scaling(self.optimizer, self.gradients(), scale):
+            self._step_used()
+        self._forget()
 
+    @torch.no_grad()
     def drop(self) -> None:
         """Forgets the gradient: this step is skipped."""
+        self.finish()
+        self._forget()
+
+    def _forget(self) -> None:
+        """The next step begins."""
         raise NotImplementedError
 
     def share(self) -> None:
-        """After step(), or when this rank's runs were written: wherever parameters are kept whole, they are told."""
+        """After step(), or when this rank's runs were written: sends new parameters to where they are kept whole."""
 
     def settle(self) -> None:
         """Until all that share() began has arrived."""
@@ -154,7 +164,7 @@ class Sharded:
         """The optimizer's step, which sees no gradient of what no rank has used: no state of it, no count of steps."""
         if self.asks:
             self.drop_unused()
-        idle = [run.parameter for run in self.runs if run.spans[0].name in self._idle] if self._idle else []
+        idle = [run.parameter for run in self.runs if run.span.name in self._idle] if self._idle else []
         kept = [parameter.grad for parameter in idle]
         for parameter in idle:
             parameter.grad = None

@@ -1,10 +1,10 @@
 """ShardingStrategy: what of a replica is split over its ranks."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from potluck.shard.optimizer_shard import check_weights
 from potluck.words import check_at_least
 
 Weights = tuple[float, ...] | Literal["memory"]
@@ -36,10 +36,8 @@ class _Split:
     """Steps between two refreshes of that copy: at most this many are lost."""
 
     def __post_init__(self) -> None:
-        if self.weights != "memory":
-            weights = tuple(self.weights)
-            if any(not (math.isfinite(weight) and weight >= 0) for weight in weights) or (weights and not sum(weights)):
-                raise ValueError(f"weights must be numbers of at least 0, and not all 0, not {list(weights)}")
+        if self.weights and self.weights != "memory":
+            check_weights(self.weights)
         check_at_least(1, buddy_every=self.buddy_every)
 
     def weights_over(self, free_bytes: Callable[[], list[float]]) -> list[float] | None:

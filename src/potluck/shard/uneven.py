@@ -31,7 +31,7 @@ from potluck.shard.collectives import Collectives
 from potluck.shard.optimizer_shard import weights_for
 from potluck.shard.passes import Passes
 from potluck.shard.ranges import Spec
-from potluck.shard.runs import Run, check_elementwise, claim, group_names, homes, repoint, run_of, scaling
+from potluck.shard.runs import Run, check_elementwise, claim, group_names, homes, repoint, run_of
 from potluck.shard.sharded import Sharded, SplitRequest
 from potluck.shard.units import Home, Member, Placement, Stretch, Sum, Unit
 
@@ -94,18 +94,6 @@ class UnevenShards(Sharded):
 
     def gradients(self) -> list[Tensor]:
         return [home.gradient for home in self._homes.values() if home.gradient is not None]
-
-    @torch.no_grad()
-    def step(self, scale: float = 1.0) -> None:
-        self.finish()
-        with scaling(self.optimizer, self.gradients(), scale):
-            self._step_used()
-        self._forget()
-
-    @torch.no_grad()
-    def drop(self) -> None:
-        self.finish()
-        self._forget()
 
     def share(self) -> None:
         """What was gathered before the runs were written is out of date."""

@@ -205,12 +205,6 @@ class ShardedOptimizer(Sharded):
         self._idle = frozenset()
         self._is_summed = False
 
-    def share(self) -> None:
-        self.broadcast_updated_params()
-
-    def settle(self) -> None:
-        self.wait()
-
     @torch.no_grad()
     def broadcast_updated_params(self) -> None:
         """Begins to send each owner's range to all; a layer's forward waits for its own parameters alone."""
@@ -230,11 +224,7 @@ class ShardedOptimizer(Sharded):
             pending.wait()
         self._updates.clear()
 
-    @torch.no_grad()
-    def drop(self) -> None:
-        """Forgets the gradient: this step is skipped."""
-        self.finish()
-        self._forget()
+    share, settle = broadcast_updated_params, wait  # what every way to split calls them
 
     def _parameters(self) -> list[Tensor]:
         return [self.flat]

@@ -57,10 +57,6 @@ class Stage:
     _now: "Pass" = field(repr=False)
 
     @property
-    def is_first(self) -> bool:
-        return self.index == 0
-
-    @property
     def is_last(self) -> bool:
         return self.index == len(self.plan.stages) - 1
 
@@ -248,7 +244,7 @@ def _crossing(plan: Plan, index: int, number: int, place: int) -> Crossing:
 
 
 def _place_parts(chain: Chain, now: Pass, replaced: dict[int, nn.Module]) -> None:
-    """What each module around the chain does counts as one operation, whoever stands in for it."""
+    """What each module around the chain does counts as one operation, also if a stand-in does it."""
     for name, part in chain.parts.items():
         if isinstance(part, nn.Module) and not isinstance(getattr(replaced.get(id(part)), "_seat", None), Booth):
             here = replaced.get(id(part), part)

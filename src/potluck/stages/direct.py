@@ -70,7 +70,7 @@ class GroupChannel:
     """Among the workers of one lane, who are the ranks of `group`. Stage s is with worker s % workers."""
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device, *, rank: int, workers: int) -> None:
-        """`rank`: ours in the group, of so many workers. One alone needs no group."""
+        """`rank`: ours in the group. One worker alone needs no group."""
         self._group = group
         self._device = device
         self._rank = rank

@@ -98,7 +98,7 @@ def _layers(model: nn.Module, chain: Chain, watch: Watch, crossings: Crossings) 
             counted += parameters_of(chain.parts[name])
         counted = list({id(parameter): parameter for parameter in counted}.values())
         if module is None and not counted:
-            continue  # nothing to own: whoever has the chain's end runs what there is
+            continue  # nothing to own: the stage at that end of the chain runs what there is
         name = module or ("before" if place == 0 else "after")
         end = crossings.ends[place] if place <= len(links) else None
         yield Layer(

@@ -23,6 +23,7 @@ class DataStore:
     """Stages exchange objects in a folder or an object store that all can reach; workers need no connection."""
 
     kind: ClassVar[str] = "datastore"
+    schedule: ClassVar[Schedule] = "1f1b"
 
     url: str = ""
     """Where the store is: file:///some/folder, or s3://bucket/prefix. Empty, as published: give it before the run."""
@@ -48,6 +49,8 @@ class Direct:
     """Stages send whole batches straight to the next stage."""
 
     kind: ClassVar[str] = "direct"
+    schedule: ClassVar[Schedule] = "1f1b"
+    micro_batch_size: ClassVar[None] = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,8 +121,7 @@ class Stages:
 
     @property
     def schedule(self) -> Schedule:
-        """The protocol's, or 1f1b where it has none."""
-        return self.protocol.schedule if isinstance(self.protocol, Pipeline) else "1f1b"
+        return self.protocol.schedule
 
     @property
     def store(self) -> DataStore | None:
@@ -129,4 +131,4 @@ class Stages:
     @property
     def micro_batch_size(self) -> int | None:
         """The protocol's; None: whole batches."""
-        return None if isinstance(self.protocol, Direct) else self.protocol.micro_batch_size
+        return self.protocol.micro_batch_size

@@ -193,13 +193,6 @@ def simulate(
     return tuple(map(tuple, told))
 
 
-def idle_share(timed: Sequence[Sequence[Timed]]) -> float:
-    """The part of the time that workers wait, from the first action to the last."""
-    length = max(each[-1].end for each in timed)
-    busy = sum(step.end - step.start for each in timed for step in each)
-    return 1 - busy / (length * len(timed)) if length else 0.0
-
-
 def expected_idle_share(workers: int, micros: int) -> float:
     """Of gpipe and 1f1b with equal stages: (p - 1) / (m + p - 1)."""
     return (workers - 1) / (micros + workers - 1)

@@ -191,7 +191,7 @@ class Seat:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Booth:
-    """The place of a module around the chain: to whoever hears what the model does, it is one operation."""
+    """The place of a module around the chain, which counts as one operation of the model's forward."""
 
     now: Pass
     name: str

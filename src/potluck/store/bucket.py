@@ -68,7 +68,7 @@ class Bucket:
         digest = writer.digest()
         for part in writer.payload:
             digest.update(part)
-        parts, limit = [memoryview(writer.head(digest.value())), *writer.payload], self._whole_bytes
+        parts, limit = [memoryview(writer.head(digest.digest())), *writer.payload], self._whole_bytes
         pieces = [part[at : at + limit] for part in parts for at in range(0, len(part), limit)]
         with self._troubles(name):
             try:

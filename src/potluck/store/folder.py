@@ -231,7 +231,7 @@ def _write_all(descriptor: int, writer: ObjectWriter) -> None:
         digest.update(chunk)
         _write_at(descriptor, [chunk], at)
         at += len(chunk)
-    _write_at(descriptor, [memoryview(writer.head(digest.value())), first], 0)
+    _write_at(descriptor, [memoryview(writer.head(digest.digest())), first], 0)
 
 
 def _write_at(descriptor: int, parts: list[memoryview], at: int) -> None:

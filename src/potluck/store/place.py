@@ -61,27 +61,20 @@ class Head:
         about = bytes(raw[_FIXED.size + name_bytes :][:about_bytes])
         return Head(name, generation, about, payload_bytes, checksum, bytes(raw))
 
-    def digest(self) -> "Digest":
+    def digest(self) -> xxhash.xxh3_128:
         """For the reader of the payload, to be fed with it and then compared."""
-        return Digest(self.raw)
+        return _digest(self.raw)
 
-    def check(self, digest: "Digest") -> None:
-        if digest.value() != self.checksum:
+    def check(self, digest: xxhash.xxh3_128) -> None:
+        if digest.digest() != self.checksum:
             raise Damaged("its checksum is wrong")
 
 
-class Digest:
+def _digest(head: bytes) -> xxhash.xxh3_128:
     """Of all of an object but the checksum itself. XXH3 is not against malice: those who may write could also sign."""
-
-    def __init__(self, head: bytes) -> None:
-        self._state = xxhash.xxh3_128(head[:_CHECKSUM_AT])
-        self._state.update(head[_FIXED.size :])
-
-    def update(self, payload: memoryview) -> None:
-        self._state.update(payload)
-
-    def value(self) -> bytes:
-        return self._state.digest()
+    state = xxhash.xxh3_128(head[:_CHECKSUM_AT])
+    state.update(head[_FIXED.size :])
+    return state
 
 
 class ObjectWriter:
@@ -94,8 +87,8 @@ class ObjectWriter:
         self.size = HEAD_BYTES + sum(len(part) for part in payload)
         self._fixed = (_MAGIC, VERSION, len(name), len(about), generation, self.size - HEAD_BYTES)
 
-    def digest(self) -> Digest:
-        return Digest(self.head(bytes(16)))
+    def digest(self) -> xxhash.xxh3_128:
+        return _digest(self.head(bytes(16)))
 
     def head(self, checksum: bytes) -> bytes:
         return (_FIXED.pack(*self._fixed, checksum) + self._words).ljust(HEAD_BYTES, b"\x00")
@@ -105,15 +98,6 @@ class ObjectWriter:
         for part in self.payload:
             for start in range(0, len(part), CHUNK_BYTES):
                 yield part[start : start + CHUNK_BYTES]
-
-
-def seal(name: str, generation: int, about: bytes, payload: Sequence[memoryview]) -> bytes:
-    """The head of an object with that payload."""
-    writer = ObjectWriter(name, generation, about, payload)
-    digest = writer.digest()
-    for chunk in writer.chunks():
-        digest.update(chunk)
-    return writer.head(digest.value())
 
 
 LIMIT_BYTES = 1 << 34

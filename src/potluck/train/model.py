@@ -141,7 +141,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def write(self, start: Tensor, length: int, *, temperature: float = 1.0, seed: int = 0) -> Tensor:
-        """Goes on from `start` (a row of tokens) for `length` more, each drawn from the model's own distribution."""
+        """Continues `start` (a row of tokens) by `length` more, each drawn from the model's own distribution."""
         draw = torch.Generator().manual_seed(seed)
         tokens = start
         was_training = self.training

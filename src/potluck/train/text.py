@@ -110,7 +110,7 @@ def _check_room(files: Sequence[Path], limit: int) -> None:
     """Text that would not fit is refused before the system ends somebody for it."""
     total = 0
     for file in files:
-        with contextlib.suppress(OSError):  # told when it is read
+        with contextlib.suppress(OSError):  # said when it is read
             total += file.stat().st_size
     needed, free = COPIES * min(total, limit), free_memory_bytes()
     if needed > free:

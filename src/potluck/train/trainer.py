@@ -167,12 +167,12 @@ class Trainer:
         engine = self.engine
         started = time.perf_counter()
         self._caller.told = asdict(self._run_started())
-        outlived = engine.run.recovery is not None or engine.run.is_restored  # then it stands where it goes on already
+        outlived = engine.run.recovery is not None or engine.run.is_restored  # then it stands where it resumes already
         resume = resume or outlived
         with self._listening(resume=resume), on_interrupt(engine.request_stop):
             if not (outlived or ((resume or engine.is_led) and self._load())):
                 engine.seed_random(self.config.seed)
-            self._emit_start()
+            engine.events.emit(self._run_started())
             reason = "failed"
             try:
                 self._run()
@@ -282,9 +282,6 @@ class Trainer:
         if self._saved_at != self.engine.step_number:
             self._saved_at = self._caller.memo["saved_at"] = self.engine.step_number
             self.engine.save(self.checkpoints, keep_last=self.config.checkpoint.keep_last)
-
-    def _emit_start(self) -> None:
-        self.engine.events.emit(self._run_started())
 
     def _run_started(self) -> RunStarted:
         engine = self.engine

@@ -334,7 +334,7 @@ class StateChunk(Message):
 
 
 class StateMore(Message):
-    """coordinator -> worker: so many more chunks may be on their way."""
+    """coordinator -> worker: this many more chunks may be on their way."""
 
     transfer: U64
     chunks: U32

@@ -3,6 +3,9 @@
 import json
 from collections.abc import Callable
 
+from potluck.fleet.run_state import Standing
+from tests.fleet.virtual.toy import ROWS, State
+
 
 class Disk:
     """The host's checkpoints."""
@@ -21,6 +24,15 @@ class Disk:
     @property
     def newest(self) -> int | None:
         return max(self.states, default=None)
+
+    @property
+    def standing(self) -> Standing | None:
+        """Where the run stood at the newest, as its manifest says."""
+        if self.newest is None:
+            return None
+        state = State.from_bytes(self.states[self.newest])
+        epoch, row = (state.epoch + 1, 0) if state.row >= ROWS else (state.epoch, state.row)
+        return Standing(state.step, epoch, row, epoch * ROWS + row, [(0, row)] if row else [])
 
     def begin(self, step: int, header: str, on_saved: Callable[..., None]) -> None:
         self._arriving, self._data = (step, json.loads(header)[0][1], on_saved), b""

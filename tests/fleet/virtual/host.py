@@ -88,6 +88,7 @@ class Host:
         self.reads_first = False
         """Whether, on waking, it reads what has come before its clock ticks."""
         self.finish: effects.Finish | None = None
+        self._restored: int | None = None
         if coordinator.description is not None:
             self._describe(coordinator.description)
         if disk.newest is not None and coordinator.standing.step:
@@ -175,7 +176,8 @@ class Host:
         plain = self.core.membership.members[line.peer].plain
         line.connection = _Wire(line, self.exchange, plain=plain, since=since)
         self.exchange.connections[line.peer] = line.connection
-        self.exchange.send_by_parts(line.connection)
+        if not plain:
+            self.exchange.send_by_parts(line.connection)
 
     # Peers
 
@@ -199,6 +201,8 @@ class Host:
     def _pour(self, line: Line, item: Payload) -> bool:
         if line.connection is None:
             return True
+        if line.connection.blocks is None:
+            self.exchange.send_by_parts(line.connection)
         before, line.connection.held = len(item.gradients), False
         is_poured = _Pourer(line.connection, self.exchange).pour(item)
         line.connection.held = not is_poured
@@ -252,15 +256,15 @@ class Host:
 
     def _restore(self, now: float) -> None:
         self.fleet.restores += 1
-        assert self.fleet.restores < 20, "the run is restored again and again"
-        newest = self.disk.newest
-        standing = self.journal.standing(newest) if newest is not None else None
+        assert self.fleet.restores < 100, "the run is restored again and again"
+        newest = self._restored = self.disk.newest
+        standing = (self.journal.standing(newest) or self.disk.standing) if newest is not None else None
         self.journal.rewind(standing.step if standing is not None else 0)
         self.act(self.core.restored(now, standing))
 
     def _send_checkpoint(self, line: Line, transfer: int) -> None:
-        step = self.disk.newest
-        if step is None:  # it was removed meanwhile
+        step = self._restored
+        if step not in self.disk.states:  # it was removed meanwhile: the newcomer comes again
             self._close(line, "the checkpoint is gone")
             return
         header, pieces = packed(self.disk.states[step])

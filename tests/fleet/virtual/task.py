@@ -26,7 +26,7 @@ class Task:
 
     def sums(self, is_bad: Callable[[int], bool]) -> list[list[Floats]]:
         """For each node, and each part. `is_bad`: one number of what this slice gives is none."""
-        return [_in_parts(self._change(is_bad) if self._work.batch else self._sum(node, is_bad)) for node in self.nodes]
+        return [in_parts(self._change(is_bad) if self._work.batch else self._sum(node, is_bad)) for node in self.nodes]
 
     def _sum(self, node: Node, is_bad: Callable[[int], bool]) -> Floats:
         """As SliceSums adds them: each slice into the sums that are waiting for it."""
@@ -55,6 +55,6 @@ def _spoil(values: Floats, is_bad: bool) -> None:
         values[PARTS[0] + 1] = np.nan
 
 
-def _in_parts(values: Floats) -> list[Floats]:
+def in_parts(values: Floats) -> list[Floats]:
     edges = np.cumsum([0, *PARTS])
     return [values[edges[part] : edges[part + 1]] for part in range(len(PARTS))]

@@ -57,7 +57,8 @@ class Worker(Client):
         self.may_differ = self.is_windowed or fleet.faults.flips
         self.member = Member()
         self.validated: dict[int, float] = {}
-        self.stopping = self.finished = False
+        self.stopping = False
+        self.finished_at: float | None = None
         self.slices_computed: list[tuple[int, int]] = []
         """(step, slice)"""
         self.doing: Work | None = None
@@ -109,7 +110,8 @@ class Worker(Client):
                 yield from self._save()
                 yield from self._wait_for_saves()
             if self.stopping or self.is_at_the_end:
-                self.finished = self.is_at_the_end and self.member.is_in and not self.member.left
+                if self.is_at_the_end and self.member.is_in and not self.member.left:
+                    self.finished_at = self.fleet.clock.now
                 return
 
     def _rest_of_epoch(self) -> Life:

@@ -1,0 +1,142 @@
+"""What must hold after each event of a virtual run, whatever happened; it is found out by no code of the fleet."""
+
+from collections.abc import Sequence
+
+from potluck.events import Event, WorkerWent
+from potluck.fleet.effects import StepRecord
+from potluck.fleet.member import Phase
+from potluck.fleet.membership import Member
+from potluck.fleet.stragglers import LONG
+from tests.fleet.virtual.fleet import Fleet
+from tests.fleet.virtual.line import Line
+from tests.fleet.virtual.process import Receive
+from tests.fleet.virtual.toy import ROWS
+from tests.fleet.virtual.worker import Worker
+
+IDLE_TIMES = 3
+"""Times patience: longer than that nobody waits while there is work and somebody to do it."""
+
+
+class Watch:
+    def __init__(self, run: Fleet) -> None:
+        self._run = run
+        self._records: dict[int, StepRecord] = {}
+        self._seen: dict[str, tuple[int, int]] = {}
+        """Of each worker, the version that was compared, in which of the run's lives."""
+        self._idle_since = self._waiting_since = run.clock.now
+        self.events = 0
+        run.on_record = self._on_record
+        run.on_event = self._on_event
+        run.clock.after_each = self._look
+
+    # After each event
+
+    def _look(self) -> None:
+        self.events += 1
+        run = self._run
+        members, agreed = run.core.membership.members, dict[int, Worker]()
+        is_host_awake = run.host.is_up and not run.host.clock.is_stopped
+        for worker in run.workers.values():
+            if worker.dead or worker.done or worker.member.phase is not Phase.IN or worker.line is None:
+                continue
+            assert worker.member.version == worker.state.step, f"{worker} thinks it is at {worker.member.version}"
+            member = members.get(worker.line.peer)
+            if member is None or not member.is_ready:
+                continue
+            if member.applied == worker.state.step:
+                self._look_at_weights(worker, agreed)
+            if member.nodes and is_host_awake and isinstance(worker.waits, Receive):
+                is_told = not _knows_nothing(worker, worker.line)
+                assert is_told, f"{worker} does not know of {member.nodes}: {run.describe()}"
+        if is_host_awake:
+            self._look_at_transfers(members)
+        if is_host_awake and run.core.now is not None:
+            self._look_for_idleness(run.core.membership.ready)
+        else:
+            self._idle_since = self._waiting_since = run.clock.now
+
+    def _look_at_weights(self, worker: Worker, agreed: dict[int, Worker]) -> None:
+        """All of whom the host knows that they took a step hold the same weights after it."""
+        step = worker.state.step
+        other = agreed.setdefault(step, worker)
+        now = (step, self._run.restores)
+        if self._seen.get(worker.name) == now and self._seen.get(other.name) == now:
+            return
+        self._seen[worker.name] = now
+        assert other.weights == worker.weights, f"{other} and {worker} differ"
+        assert worker.is_windowed or self._run.is_undisturbed(worker), f"{worker} has not the weights of one machine"
+
+    def _look_for_idleness(self, ready: Sequence[Member]) -> None:
+        """While a step is under way, somebody who is there, and stays, owes something of it; and nobody who could
+        compute waits for long for one that computes nothing."""
+        run, now = self._run, self._run.clock.now
+        staying = [member for member in ready if not member.leaving]
+        if not staying or any(member.nodes or member.evaluating for member in staying):
+            self._idle_since = now
+        if not any(_is_free(run, member) for member in staying) or not any(m.is_computing for m in staying):
+            self._waiting_since = now
+        assert now - self._idle_since < IDLE_TIMES * run.patience_s, f"all wait: {run.describe()}"
+        assert now - self._waiting_since < 2 * LONG * run.patience_s, f"some wait: {run.describe()}"
+
+    def _look_at_transfers(self, members: dict[int, Member]) -> None:
+        """Nobody waits for weights from a worker that will never have them: one that leaves takes no other step."""
+        for transfer in self._run.core.transfers.under_way.values():
+            sponsor = members.get(transfer.sponsor) if transfer.sponsor is not None else None
+            if sponsor is not None and sponsor.leaving and not transfer.is_whole:
+                latest = self._run.standing().step
+                assert transfer.step <= max(sponsor.applied, latest), f"{transfer} is from {sponsor}"
+
+    # What the host does
+
+    def _on_record(self, record: StepRecord) -> None:
+        """Every row of the step was reported by somebody, and by one; and it follows the step before."""
+        for later in [step for step in self._records if step >= record.step]:
+            del self._records[later]  # the run has gone back: they never were
+        reached = record.row
+        for start, end, _ in sorted(record.ranges):
+            assert start == reached, f"rows {reached} to {start} of step {record.step} are lost or used twice"
+            reached = end
+        assert reached == record.row + record.rows, f"rows from {reached} of step {record.step} are lost"
+        before = self._records.get(record.step - 1)
+        place = (
+            (before.epoch * ROWS + before.row + before.rows) if before is not None else record.rows_seen - record.rows
+        )
+        assert record.epoch * ROWS + record.row == place, f"{record} does not follow {before}"
+        assert record.rows_seen == place + record.rows
+        self._records[record.step] = record
+
+    def _on_event(self, event: Event) -> None:
+        """Nobody is given up for a silence of the host's own: of its bytes, none came for a long time."""
+        if not isinstance(event, WorkerWent) or "silent for" not in event.reason:
+            return
+        run = self._run
+        for worker in run.workers.values():
+            line = worker.line
+            if line is not None and worker.member.worker_id == event.worker and not worker.dead and not worker.done:
+                quiet_s = run.clock.now - line.arrived_at
+                assert quiet_s > run.patience_s / 2, f"{worker} is given up, and was heard of {quiet_s:.2f} s ago"
+
+    # At the end
+
+    def finish(self) -> None:
+        """Every row of every epoch was used once, by the record of what the host wrote down."""
+        run = self._run
+        last = max(self._records)
+        done = self._records[last]
+        assert done.rows_seen == run.epochs * ROWS, f"{done.rows_seen} rows were seen, of {run.epochs * ROWS}"
+        assert run.lost_at or sorted(self._records) == list(range(1, last + 1))
+        assert not run.core.refused["drifted"], "weights were taken for wrong"
+
+
+def _is_free(run: Fleet, member: Member) -> bool:
+    """It can compute, is heard, and was given nothing of the step under way, or has sent it."""
+    under = run.core.now
+    is_able = not member.plain and under is not None and member.since <= under.step and member.relieved < under.step
+    return is_able and not member.nodes and not run.core.run.is_silent(member)
+
+
+def _knows_nothing(worker: Worker, line: Line) -> bool:
+    """It waits, nothing is on its way to it or from it, and it has been given nothing that it could do."""
+    is_waiting = not (worker.inbox or worker.unread or line.coming_down or line.coming_up or line.up)
+    has_work = worker.member.work is not None or worker.member.has_more
+    return is_waiting and line.is_open and not line.closing and not has_work and not worker.clock.is_stopped
