@@ -140,13 +140,12 @@ class LedRounds:
     def _parts_of(self, work: Work) -> Iterator[MicroBatch]:
         run, member = self._run, self._led.member
         run.replaying = False
-        self._sender.begin()
         nodes = [(int(a), int(b)) for a, b in zip(work.nodes[::2], work.nodes[1::2], strict=True)]
         bounds = slice_rows(work.row, work.rows, work.slices)
         if len(work.sizes):
             bounds = sized_rows(work.row, map(int, work.sizes))
-        self._work.begin(nodes, bounds)
-        self._led.reach("computing")
+        self._work.begin(work, nodes, bounds)
+        self._led.reach("computing", work.step)
         turn = member.turn
         return self._work.micro_batches(
             work, is_void=lambda: turn != member.turn or run.stopping or member.version >= work.step
@@ -166,10 +165,7 @@ class LedRounds:
         if micro is None or micro is not self._run.trained:
             raise ConfigError(STEP_TOO_EARLY)
         is_over, skipped = self._work.step(micro)
-        if not is_over:
-            return skipped
-        self._led.reach("sent")
-        return self._await_step()
+        return self._await_step() if is_over else skipped
 
     def _await_step(self) -> StepDone | StepSkipped | None:
         """Until a step is committed and applied, or there is work, or the run stops."""
@@ -184,7 +180,7 @@ class LedRounds:
         tensors = [torch.from_numpy(part) for part in means.parts]
         led.client.flush()
         led.check_weights(in_step=True)  # after this step nobody could say whose weights went wrong before it
-        led.member.agree(committed)
+        sends = led.member.agree(committed)
         steps_before = run.step_number
         run.rows_seen += committed.rows
         self._work.count_rows(committed.rows)
@@ -192,6 +188,7 @@ class LedRounds:
         event = self._step_done(verdict, told, started)
         led.client.give_back(means)
         led.tell_applied(verdict.norm, verdict.fault or "")
+        self._work.send_ahead(is_wanted=sends)
         if told.get("epoch") is not None:
             run.last_epoch = EpochDone(**told["epoch"])
         run.tell(event)

@@ -26,7 +26,7 @@ class LedWork(Protocol):
     def divergence(self) -> float:
         """Of this worker from the others at the last agreement, where each steps by itself."""
 
-    def begin(self, nodes: list[Node], bounds: Sequence[tuple[int, int]]) -> None:
+    def begin(self, work: Work, nodes: list[Node], bounds: Sequence[tuple[int, int]]) -> None:
         """`bounds`: the rows of each slice. `nodes`: which of them are ours, as parts of the tree."""
 
     def micro_batches(self, work: Work, is_void: Callable[[], bool]) -> Iterator[MicroBatch]:
@@ -38,13 +38,17 @@ class LedWork(Protocol):
     def backward(self, micro: MicroBatch, loss: Tensor, samples: float, last: bool | None) -> None: ...
 
     def step(self, micro: MicroBatch) -> tuple[bool, StepSkipped | None]:
-        """Whether all of the work is done; a step of our own that was skipped."""
+        """Whether all of the work is done, and sent if it is of the round under way; a step of our own that was
+        skipped."""
 
     def count_rows(self, rows: int) -> None:
         """Of all workers together, in the round that is agreed on."""
 
     def agree(self, committed: Committed, means: list[Tensor]) -> Verdict:
         """What all sent, as its mean, becomes everybody's; or all leave it."""
+
+    def send_ahead(self, *, is_wanted: bool) -> None:
+        """After agree(): what was done of the next round meanwhile, if anything was."""
 
     def hash_weights(self) -> tuple[str, Tensor]:
         """The digest of what all workers agreed on last, as it is in this worker's memory, and a glance at it."""
