@@ -15,7 +15,7 @@ from potluck.engine.rows import mix
 from potluck.events import CheckpointSaved, Validated, WorkerCame, WorkerWent
 from potluck.save.checkpoint import CheckpointConfig
 from tests.fleet.faults import at
-from tests.fleet.fleet import BATCH, EPOCHS, ROWS, Fleet, Worker, assert_same, build, die, start_coordinator
+from tests.fleet.fleet import BATCH, EPOCHS, ROWS, STEPS, Fleet, Worker, assert_same, build, die, start_coordinator
 from tests.fleet.test_fleet_windows import PHASES_OF_HOST, assert_close, check_ledger, rows_of
 from tests.fleet.test_fleet_windows import judge as judge_that_waits
 from tests.odd import assert_constant
@@ -160,11 +160,13 @@ def test_a_worker_that_is_killed_loses_nothing(what: str, fault: Any, count: int
 
 def test_a_worker_that_joins_in_mid_run_takes_part(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path)
-    fleet.add("first", policy=CADENCE, slow_s=0.15, hold_at=3)
+    epochs = 6
+    longer = {"policy": CADENCE, "slow_s": 0.15, "epochs": epochs, "steps": epochs * STEPS // EPOCHS}
+    fleet.add("first", hold_at=3, **longer)
     fleet.wait_for_step(2)
-    fleet.add("newcomer", policy=CADENCE, slow_s=0.15)
+    fleet.add("newcomer", **longer)
     fleet.let_in("newcomer")
-    fleet.finish()
+    fleet.finish(epochs=epochs)
     (came,) = [e for e in fleet.events if isinstance(e, WorkerCame) and e.name == "newcomer"]
     assert came.step >= 2 and any(rows_of(fleet, "newcomer"))
 

@@ -7,18 +7,16 @@ handed out; step() waits once it is done: for what all agree on, or for the work
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from potluck.agree.pulse import Verdict
 from potluck.engine.host_keeper import HostKeeper
-from potluck.engine.layers import Layers
-from potluck.engine.led_work import LedWork
 from potluck.engine.loader import BatchConfig, Loader, MicroBatch, SliceLoader
 from potluck.engine.losses import STEP_TOO_EARLY, insist_on_mean
 from potluck.engine.part_sender import PartSender
@@ -26,30 +24,79 @@ from potluck.engine.replica import Replica
 from potluck.engine.rounds import Collate, insist_on_same_data
 from potluck.engine.run_state import RunState
 from potluck.engine.slices import describe_model, state_specs
-from potluck.engine.steps import make_replica
 from potluck.errors import ConfigError
 from potluck.events import EpochDone, StepDone, StepSkipped, WorkerStep
 from potluck.fleet.client import Means
-from potluck.fleet.description import Description, settings_of
-from potluck.fleet.tree import sized_rows, slice_rows
+from potluck.fleet.description import Description, Part, settings_of
+from potluck.fleet.tree import Node, sized_rows, slice_rows
 from potluck.save.saves import sharded_of
 from potluck.signals import on_interrupt
 from potluck.wire.messages import Committed, Work
 from potluck.wire.words import clean_all
 
 
+class LedWork(Protocol):
+    is_repeatable: bool
+    """Whether work that is done again has the same bits, whoever does it."""
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """What is sent of a round, and in which order."""
+
+    @property
+    def divergence(self) -> float:
+        """Of this worker from the others at the last agreement, where each steps by itself."""
+
+    def begin(self, work: Work, nodes: list[Node], bounds: Sequence[tuple[int, int]]) -> None:
+        """`bounds`: the rows of each slice. `nodes`: which of them are ours, as parts of the tree."""
+
+    def micro_batches(self, work: Work, is_void: Callable[[], bool]) -> Iterator[MicroBatch]:
+        """What goes through the model at once, until the work is done or of no use any more."""
+
+    def seed_of(self, seed: int, micro: MicroBatch) -> int:
+        """The same for these rows whoever computes them."""
+
+    def backward(self, micro: MicroBatch, loss: Tensor, samples: float, last: bool | None) -> None: ...
+
+    def step(self, micro: MicroBatch) -> tuple[bool, StepSkipped | None]:
+        """Whether all of the work is done, and sent if it is of the round under way; a step of our own that was
+        skipped."""
+
+    def count_rows(self, rows: int) -> None:
+        """Of all workers together, in the round that is agreed on."""
+
+    def agree(self, committed: Committed, means: list[Tensor]) -> Verdict:
+        """What all sent, as its mean, becomes everybody's; or all leave it."""
+
+    def send_ahead(self, *, is_wanted: bool) -> None:
+        """After agree(): what was done of the next round meanwhile, if anything was."""
+
+    def hash_weights(self) -> tuple[str, Tensor]:
+        """The digest of what all workers agreed on last, as it is in this worker's memory, and a glance at it."""
+
+    def glance(self) -> Tensor: ...
+
+    def as_agreed(self) -> AbstractContextManager[None]:
+        """The model as all agreed on it last, also in the middle of the work."""
+
+    def forget(self) -> None:
+        """The model is again as it was agreed on."""
+
+    def start_anew(self) -> None:
+        """The model's state has been replaced: what was computed from the old one is of no use."""
+
+
 class LedRounds:
     has_fixed_shares = True
+    nodes = None
 
     def __init__(
         self,
         run: RunState,
-        layers: Layers,
         keeper: HostKeeper,
         make_work: Callable[[Replica, PartSender], LedWork],
     ) -> None:
         self._run = run
-        self._layers = layers
         self._keeper = keeper
         self._led = keeper.led
         self._make_work = make_work
@@ -58,9 +105,6 @@ class LedRounds:
         """That a loop which counts epochs by itself has begun."""
 
     # Preparing
-
-    def make_replica(self, model: nn.Module, optimizer: Optimizer) -> Replica:
-        return make_replica(self._run, self._layers, model, optimizer)
 
     def begin(self, replica: Replica) -> None:
         self._work = self._keeper.work = self._make_work(replica, self._sender)

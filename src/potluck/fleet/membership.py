@@ -114,8 +114,6 @@ class Member:
 class Membership:
     def __init__(self, next_id: int = 0) -> None:
         self.members: dict[int, Member] = {}
-        self.generation = 0
-        """Counts changes of who takes part."""
         self.next_id = next_id
         self._changes = 0
         """Of anybody's phase."""
@@ -129,20 +127,15 @@ class Membership:
         return member
 
     def remove(self, peer: int) -> Member | None:
-        member = self.members.pop(peer, None)
         self._changes += 1
-        if member is not None and member.is_ready:
-            self.generation += 1
-        return member
+        return self.members.pop(peer, None)
 
     def admit(self, member: Member) -> None:
         member.phase = Phase.READY
-        self.generation += 1
         self._changes += 1
 
     def set_back(self, member: Member, phase: Phase) -> None:
         """It no longer takes part, or not yet."""
-        self.generation += member.is_ready
         self._changes += 1
         member.phase = phase
         member.ahead = []  # it has forgotten that itself once it hears so

@@ -1,7 +1,5 @@
 """Checkpoints for the host's disk: when one is due, who sends it, and what is kept. Pure."""
 
-from collections.abc import Sequence
-
 from potluck.events import CheckpointFailed, CheckpointSaved
 from potluck.fleet.digests import Digests
 from potluck.fleet.effects import Effect, Emit, SaveAbort, SaveBegin, SaveChunk, Send
@@ -114,10 +112,9 @@ class Saving:
         self.sender, self._asked, self._left, self._moved_at = member.peer, member.worker_id, total, self._run.clock
         return SaveBegin(member.peer, begin.step, begin.header, self._keep_last)
 
-    def may_take(self, member: Member, chunk: StateChunk) -> bool:
-        return self.sender == member.peer
-
-    def take(self, member: Member, chunk: StateChunk) -> Effect:
+    def take(self, member: Member, chunk: StateChunk) -> Effect | None:
+        if self.sender != member.peer:
+            return None
         self._left, self._moved_at = self._left - len(chunk.data), self._run.clock
         return SaveChunk(member.peer, chunk.data)
 
@@ -143,7 +140,7 @@ class Saving:
         self.saved, self.fault, self._again_at = Saved(step, folder, ""), "", None
         if self.due is not None and step >= self.due.step:
             self.due = None
-        run, members = self._run, self._members
+        run, members = self._run, list(self._run.membership.members.values())
         effects: list[Effect] = [Send(m.peer, self.saved) for m in members if not m.plain and not m.leaving]
         for member in [m for m in members if m.leaving and m.shut_at is None]:
             effects += self.let_go(member)
@@ -164,11 +161,7 @@ class Saving:
         effects: list[Effect] = [Emit(CheckpointFailed(step=run.steps.get(told.step, told.step), reason=told.error))]
         if self._left > 0 and sender in run.membership.members:  # its rest would be in the way of the next
             effects.append(Send(sender, StateMore(SAVE, 0)))
-        return effects + [Send(m.peer, told) for m in self._members if not m.plain]
-
-    @property
-    def _members(self) -> Sequence[Member]:
-        return list(self._run.membership.members.values())
+        return effects + [Send(m.peer, told) for m in run.membership.members.values() if not m.plain]
 
     # Time
 

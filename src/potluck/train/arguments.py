@@ -120,7 +120,7 @@ def host_args(
     settings: tuple[str, ...],
     workers: int,
     threads: int | None,
-    ranks: int | None,
+    ranks: int | None = None,
     out: str | None,
     resume: bool,
     listening: Listening,

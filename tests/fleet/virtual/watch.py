@@ -137,7 +137,7 @@ def _is_free(run: Fleet, member: Member) -> bool:
     """It can compute, is heard, and was given nothing of the step under way, or has sent it."""
     under = run.core.now
     is_able = not member.plain and under is not None and member.since <= under.step and member.relieved < under.step
-    return is_able and not member.nodes and not run.core.run.is_silent(member)
+    return is_able and not member.nodes and not run.core.is_silent(member)
 
 
 def _knows_nothing(worker: Worker, line: Line) -> bool:
