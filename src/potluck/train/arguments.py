@@ -120,10 +120,14 @@ def host_args(
     settings: tuple[str, ...],
     workers: int,
     threads: int | None,
+<<<<<<< HEAD
     ranks: int | None = None,
+=======
+>>>>>>> nodes
     out: str | None,
     resume: bool,
     listening: Listening,
+    ranks: int | None = None,
 ) -> HostArgs:
     """What `potluck host` is asked for, checked before anything is started."""
     if workers < 0 or listening.at_least < 1 or not 0 <= listening.port < 1 << 16:
