@@ -120,10 +120,6 @@ def host_args(
     settings: tuple[str, ...],
     workers: int,
     threads: int | None,
-<<<<<<< HEAD
-    ranks: int | None = None,
-=======
->>>>>>> nodes
     out: str | None,
     resume: bool,
     listening: Listening,
