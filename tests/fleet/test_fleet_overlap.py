@@ -108,7 +108,9 @@ def test_buffers_dropout_and_unused_parameters_agree_too(tmp_path: Path) -> None
         fleet.add(f"w{number}", policy=CADENCE)
     weights = fleet.finish()
     assert_constant(weights, "odd.")
-    assert weights["norm.num_batches_tracked"] > 0
+    firsts = [(record, min(record.ranges)) for record in fleet.records]  # what has no mean is theirs
+    sizes = [(end - start, -(-BATCH // len(record.workers))) for record, (start, end, _) in firsts]
+    assert weights["norm.num_batches_tracked"] == sum(-(-rows // size) for rows, size in sizes)
     assert not torch.equal(weights["norm.running_mean"], torch.zeros(24))
 
 

@@ -147,10 +147,11 @@ class WindowSteps:
             busy_s,
             b"",
             self._batches,
-            self._delta.exact() if self._number == 0 else b"",
         )
 
     def _send_change(self, report: SliceReport, weight: float) -> None:
+        if report.slices[0] == 0:  # only now: what was done ahead counts from what all agreed on since
+            report = replace(report, buffers=self._delta.exact())
         self._led.client.send(report)
         self._led.check_weights(in_step=True)  # what the window began with, which its change is counted from
         self._delta.end(weight)
