@@ -25,6 +25,8 @@ class Saving:
         self.due: SaveDue | None = None
         self.sender: int | None = None
         """The peer whose state is on its way to the disk."""
+        self._left = 0
+        """Bytes of it that have yet to come."""
         self.saved = Saved(0, "", "")
         """The last that is on the disk."""
         self.fault = ""
@@ -107,22 +109,34 @@ class Saving:
 
     def begin(self, member: Member, begin: StateBegin, total: int) -> Effect:
         self.sender, self._asked, self._moved_at = member.peer, member.worker_id, self._run.clock
+        self._left = total
         return SaveBegin(member.peer, begin.step, begin.header, self._keep_last)
 
     def may_take(self, member: Member, chunk: StateChunk) -> bool:
-        return self.sender == member.peer
+        return self.sender == member.peer and self._left > 0
 
     def take(self, member: Member, chunk: StateChunk) -> Effect:
         self._moved_at = self._run.clock
+        self._left = max(0, self._left - len(chunk.data))
         return SaveChunk(member.peer, chunk.data)
+
+    def begun_again(self, member: Member) -> list[Effect]:
+        """A sender that begins another state sends nothing more of the last: the two must not become one file."""
+        if self.sender != member.peer or not self._left:
+            return []
+        self.sender = None
+        return [SaveAbort()]
 
     def abort(self) -> list[Effect]:
         """What has come is of no use; its sender, if it is still there, sends no more of it."""
         sender, self.sender = self.sender, None
-        if sender is None:
-            return []
-        is_there = sender in self._run.membership.members
-        return [SaveAbort(), *([Send(sender, StateMore(SAVE, 0))] if is_there else [])]
+        return [SaveAbort(), *self._spare(sender)] if sender is not None else []
+
+    def _spare(self, sender: int | None) -> list[Effect]:
+        """Else the rest of its state would be in the way of the next. Where there is no rest, it would take this for
+        the next."""
+        is_sending = sender in self._run.membership.members and self._left > 0
+        return [Send(sender, StateMore(SAVE, 0))] if sender is not None and is_sending else []
 
     def pass_over(self, peer: int) -> list[Effect]:
         """It is gone, or its weights are wrong."""
@@ -156,9 +170,8 @@ class Saving:
         self.fault = told.error
         self.due = self.due or SaveDue(told.step, self._keep_last)
         self._again_at = run.clock + run.patience_s
-        effects: list[Effect] = [Emit(CheckpointFailed(step=run.steps.get(told.step, told.step), reason=told.error))]
-        if sender in run.membership.members:  # else the rest of this one would be in the way of the next
-            effects.append(Send(sender, StateMore(SAVE, 0)))
+        failed = CheckpointFailed(step=run.steps.get(told.step, told.step), reason=told.error)
+        effects: list[Effect] = [Emit(failed), *self._spare(sender)]
         return effects + [Send(m.peer, told) for m in self._members if not m.plain]
 
     @property

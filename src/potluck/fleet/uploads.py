@@ -29,8 +29,9 @@ class Uploads:
 
     def on_begin(self, member: Member, begin: StateBegin) -> list[Effect]:
         run, whose = self.run, self._whose(begin.transfer)
+        dropped = self.saving.begun_again(member) if begin.transfer == SAVE else []
         if not whose.may_begin(member, begin):
-            return [Send(member.peer, StateMore(begin.transfer, 0))]
+            return [*dropped, Send(member.peer, StateMore(begin.transfer, 0))]
         try:
             total = sum(size for _, size in files_in(begin.header))
         except TheirProtocolError as error:
@@ -44,7 +45,7 @@ class Uploads:
                 f" {most:,}, and its last step is {run.latest}.",
             )
         self.unpaid.pop((member.peer, begin.transfer), None)
-        return [whose.begin(member, begin, total), Send(member.peer, StateMore(begin.transfer, CHUNKS_AHEAD))]
+        return [*dropped, whose.begin(member, begin, total), Send(member.peer, StateMore(begin.transfer, CHUNKS_AHEAD))]
 
     def on_chunk(self, member: Member, chunk: StateChunk) -> list[Effect]:
         whose = self._whose(chunk.transfer)
