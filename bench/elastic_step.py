@@ -38,7 +38,7 @@ def measure_as_rank(rounds: str, invite: str) -> dict[str, Any]:
     import torch.distributed as dist
 
     from bench.contenders import GPT_20M, Bare, Led, Task, distance, parameters_of
-    from potluck.engine.slices import digest
+    from potluck.engine.weight_hash import digest
     from potluck.environment import QUIET
     from potluck.fleet.invite import INVITE
 

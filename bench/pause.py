@@ -29,7 +29,7 @@ STEADY = 6
 
 
 def measure(quick: bool) -> Result:
-    FORKED.set_forkserver_preload(["torch", "potluck.engine.elastic", "bench.pause"])
+    FORKED.set_forkserver_preload(["torch", "potluck.engine.led_rounds", "bench.pause"])
     kills = 2 if quick else 10
     pauses, details = [], {}
     for workers in (2, 3):

@@ -56,7 +56,7 @@ def measure_as_rank(name: str) -> dict[str, Any]:
     side.step()
     loss, samples = next_token_loss(side.model, next(side.batches))
     side.engine.backward(loss, samples=samples)
-    replica = side.engine.replica
+    replica = side.engine.run.replica
     assert replica is not None
     replica.finish()
     return {"held": replica.memory_bytes(), "numbers": numbers}

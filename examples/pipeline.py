@@ -27,7 +27,7 @@ class Layer(nn.Module):
 
 
 def data(rows: int) -> tuple[Tensor, Tensor]:
-    """Sixteen numbers, and which third of them has the largest sum."""
+    """Fifteen numbers, and which third of them has the largest sum."""
     x = torch.randn(rows, 15, generator=torch.Generator().manual_seed(0))
     return x, x.unflatten(1, (3, 5)).sum(2).argmax(1)
 

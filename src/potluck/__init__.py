@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from potluck.agree.elche import ElChe
     from potluck.agree.policy import ApplyPolicy, Async, Cadence, Outer, Sync
     from potluck.engine.engine import Engine
-    from potluck.engine.replica import StepConfig
     from potluck.engine.start import init
+    from potluck.engine.switches import StepConfig
     from potluck.save.checkpoint import CheckpointConfig
     from potluck.shard.optimizer_shard import OptimizerShard
     from potluck.shard.strategy import FullShard, HybridShard, NoShard, ShardGradOp, ShardingStrategy
@@ -25,33 +25,21 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "ApplyPolicy": "agree.policy",
-    "Async": "agree.policy",
-    "Cadence": "agree.policy",
-    "CheckpointConfig": "save.checkpoint",
-    "CommunicationProtocol": "stages.protocol",
-    "DataStore": "stages.protocol",
-    "Direct": "stages.protocol",
-    "ElChe": "agree.elche",
-    "Engine": "engine.engine",
-    "FitConfig": "train.trainer",
-    "FullShard": "shard.strategy",
-    "HybridShard": "shard.strategy",
-    "NoShard": "shard.strategy",
-    "OptimizerShard": "shard.optimizer_shard",
-    "Outer": "agree.policy",
-    "Pipeline": "stages.protocol",
-    "RunConfig": "train.recipe",
-    "ScheduleConfig": "train.schedule",
-    "ShardGradOp": "shard.strategy",
-    "ShardedOptimizer": "shard.zero",
-    "ShardingStrategy": "shard.strategy",
-    "Stages": "stages.protocol",
-    "StepConfig": "engine.replica",
-    "Sync": "agree.policy",
-    "Trainer": "train.trainer",
-    "init": "engine.start",
+    "agree.elche": ("ElChe",),
+    "agree.policy": ("ApplyPolicy", "Async", "Cadence", "Outer", "Sync"),
+    "engine.engine": ("Engine",),
+    "engine.switches": ("StepConfig",),
+    "engine.start": ("init",),
+    "save.checkpoint": ("CheckpointConfig",),
+    "shard.optimizer_shard": ("OptimizerShard",),
+    "shard.strategy": ("FullShard", "HybridShard", "NoShard", "ShardGradOp", "ShardingStrategy"),
+    "shard.zero": ("ShardedOptimizer",),
+    "stages.protocol": ("CommunicationProtocol", "DataStore", "Direct", "Pipeline", "Stages"),
+    "train.recipe": ("RunConfig",),
+    "train.schedule": ("ScheduleConfig",),
+    "train.trainer": ("FitConfig", "Trainer"),
 }
+_MODULES = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
     "ApplyPolicy",
@@ -87,9 +75,9 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name == "shard":  # a package that can be called
         return import_module("potluck.shard")
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"potluck has no public name {name!r}; it has {', '.join(__all__)}")
-    return getattr(import_module(f"potluck.{_HOMES[name]}"), name)
+    return getattr(import_module(f"potluck.{_MODULES[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -31,6 +31,10 @@ Workers = Annotated[
         help_behavior_hint="(default: the recipe's)",
     ),
 ]
+Count = Annotated[int, tyro.conf.arg(aliases=["-n"], metavar="N", help="Worker processes on this machine.")]
+Threads = Annotated[
+    int | None, tyro.conf.arg(metavar="N", help="Threads of each worker, instead of an even share of the cores.")
+]
 Data = Annotated[
     tuple[str, ...],
     tyro.conf.arg(
@@ -42,6 +46,15 @@ Data = Annotated[
 Out = Annotated[
     str | None,
     tyro.conf.arg(metavar="FOLDER", help="The run folder.", help_behavior_hint="(default: runs/NAME, numbered)"),
+]
+
+Ranks = Annotated[
+    int | None,
+    tyro.conf.arg(
+        metavar="N",
+        help="Processes that hold each worker's model together, where the strategy splits it.",
+        help_behavior_hint="(default: one for each GPU)",
+    ),
 ]
 
 Only = Annotated[
@@ -89,7 +102,10 @@ class Train:
     settings: Settings = field(default_factory=list)
 
     def __call__(self) -> int:
-        return _train(self.recipe, self.data, self.workers, self.out, self.settings, resume=self.resume, only=self.only)
+        workers = () if self.workers is None else (f"workers.count={self.workers}",)
+        settings = (*self.settings, *data_setting(self.data), *workers)
+        args = TrainArgs(recipe=self.recipe, settings=settings, out=self.out, resume=self.resume)
+        return launch(["--recipe", json.dumps(to_dict(args))], workers_of(args), self.only)
 
 
 @dataclass
@@ -100,10 +116,8 @@ class Run:
     """
 
     script: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="SCRIPT [ARGUMENTS ...]", help="A Python file.")]
-    workers: Annotated[int, tyro.conf.arg(aliases=["-n"], metavar="N", help="Worker processes on this machine.")] = 2
-    threads: Annotated[
-        int | None, tyro.conf.arg(metavar="N", help="Threads of each worker, instead of an even share of the cores.")
-    ] = None
+    workers: Count = 2
+    threads: Threads = None
     only: Only = None
 
     def __call__(self, *arguments: str) -> int:
@@ -128,9 +142,8 @@ class Host:
     workers: Annotated[
         int, tyro.conf.arg(aliases=["-n"], metavar="N", help="Workers on this machine; 0: only those who join.")
     ] = 1
-    threads: Annotated[
-        int | None, tyro.conf.arg(metavar="N", help="Threads of each worker, instead of an even share of the cores.")
-    ] = None
+    threads: Threads = None
+    ranks: Ranks = None
     out: Out = None
     resume: Annotated[bool, tyro.conf.arg(help="Continue the run of the run folder.")] = False
     host: Annotated[
@@ -159,6 +172,7 @@ class Host:
                 settings=(*self.settings, *data_setting(self.data)),
                 workers=self.workers,
                 threads=self.threads,
+                ranks=self.ranks,
                 out=self.out,
                 resume=self.resume,
                 listening=Listening(
@@ -194,15 +208,14 @@ class Join:
             help_behavior_hint="(default: you are asked, if the host's recipe names files)",
         ),
     ] = field(default_factory=list)
-    workers: Annotated[int, tyro.conf.arg(aliases=["-n"], metavar="N", help="Worker processes on this machine.")] = 1
-    threads: Annotated[
-        int | None, tyro.conf.arg(metavar="N", help="Threads of each worker, instead of an even share of the cores.")
-    ] = None
+    workers: Count = 1
+    threads: Threads = None
+    ranks: Ranks = None
 
     def __call__(self, *arguments: str) -> int:
         from potluck.launch.join import join
 
-        config = _workers_config(self.workers, self.threads)
+        config = _workers_config(self.workers, self.threads, self.ranks)
         return join(self.invite, list(arguments), config, data_setting(self.data))
 
 
@@ -286,24 +299,8 @@ def _names() -> list[str]:
     return [next(info.name for info in each.__metadata__ if hasattr(info, "name")) for each in get_args(COMMANDS)]
 
 
-def _train(
-    recipe: str,
-    data: tuple[str, ...],
-    workers: int | None,
-    out: str | None,
-    settings: list[str],
-    *,
-    resume: bool,
-    only: int | None,
-) -> int:
-    extra = list(data_setting(data))
-    extra += [f"workers.count={workers}"] if workers is not None else []
-    args = TrainArgs(recipe=recipe, settings=(*settings, *extra), out=out, resume=resume)
-    return launch(["--recipe", json.dumps(to_dict(args))], workers_of(args), only)
-
-
-def _workers_config(count: int, threads: int | None) -> WorkersConfig:
-    return checked(lambda: WorkersConfig(count=count, threads=threads), "Workers: ")
+def _workers_config(count: int, threads: int | None, ranks: int | None = None) -> WorkersConfig:
+    return checked(lambda: WorkersConfig(count=count, threads=threads, ranks=ranks), "Workers: ")
 
 
 def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
@@ -312,7 +309,7 @@ def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
         return arguments, []
     index = 1
     while index < len(arguments) and arguments[index].startswith("-") and arguments[index] != "-":
-        index += 2 if arguments[index] in ("-n", "--workers", "--threads", "--data", "--only") else 1
+        index += 2 if arguments[index] in ("-n", "--workers", "--threads", "--ranks", "--data", "--only") else 1
     return arguments[: index + 1], arguments[index + 1 :]
 
 

@@ -27,7 +27,7 @@ class Wanted:
     strategy: ShardingStrategy = NoShard()
     stages: Stages | None = None
     world: int = 1
-    """Workers of the run; under a host it is not known, and does not matter."""
+    """Workers of the run. Under a host that is not known: then the ranks of this worker, one machine's."""
     has_host: bool = False
     offload_optimizer: bool = False
     on_gpu: bool = False
@@ -77,9 +77,57 @@ def compose(wanted: Wanted) -> Composition:
     return _in_stages(wanted, wanted.stages) if wanted.stages is not None else _over_group(wanted)
 
 
-def ranks_per_worker(strategy: ShardingStrategy) -> int:
-    """Under a host: how many processes of one machine are one worker."""
-    return strategy.intra_node_size if isinstance(strategy, HybridShard) else 1
+def check_data(
+    wanted: Wanted, *, has_data: bool, has_loss: bool, micro_size: int | None, slices: int | None
+) -> int | None:
+    """What prepare() was given: refuses what cannot be. How many rows go through the model at once."""
+    policy, stages = wanted.policy, wanted.stages
+    if stages is not None:
+        return _check_data_of_stages(stages, has_all=has_data and has_loss, micro_size=micro_size)
+    if not has_data and wanted.has_host:
+        raise ConfigError("Under a host, give prepare() the dataset and a batch_size: its rows are shared out there.")
+    if not has_data and not policy.steps_together:
+        raise ConfigError(
+            f"Under {type(policy).__name__} each worker does as many batches as it can, so they must come from one"
+            " dataset. Pass it to prepare(), and iterate over the loader that it gives."
+        )
+    if slices is not None and wanted.has_host and not policy.steps_together:
+        raise ConfigError(
+            f"batch.slices cuts a batch on which all workers step together, as under the Sync policy. Under"
+            f" {type(policy).__name__} each gets rows by its speed: leave batch.slices out."
+        )
+    return micro_size
+
+
+def _check_data_of_stages(stages: Stages, *, has_all: bool, micro_size: int | None) -> int | None:
+    if not has_all:
+        raise ConfigError(
+            "A model that is cut into stages is prepared with its data and its loss function: prepare(model,"
+            " optimizer, dataset, batch_size=..., loss=loss_of), where loss_of(model, batch) gives the mean loss."
+        )
+    wanted = stages.micro_batch_size
+    if micro_size is not None and micro_size != wanted:
+        told = "whole batches" if wanted is None else f"micro-batches of {plural(wanted, 'row')}"
+        raise ConfigError(
+            f"stages.protocol asks for {told}, and batch.micro_size for {plural(micro_size, 'row')}. Leave"
+            " out the latter: stages.protocol.micro_batch_size says how a batch is cut."
+        )
+    return wanted
+
+
+def ranks_per_worker(strategy: ShardingStrategy, here: int, asked: int | None = None) -> int:
+    """Under a host: how many processes of one machine are one worker. `here`: where that is the machine's affair;
+    `asked`: by its owner."""
+    if not isinstance(strategy, NoShard | HybridShard):
+        return here
+    ranks = strategy.intra_node_size if isinstance(strategy, HybridShard) else 1
+    if asked not in (None, ranks):
+        why = f"has an intra_node_size of {ranks}" if isinstance(strategy, HybridShard) else "keeps a replica on one"
+        raise ConfigError(
+            f"--ranks is {asked}, and {type(strategy).__name__} {why}. Leave out --ranks, or use FullShard or"
+            " ShardGradOp, with which each worker has as many ranks as its machine gives it."
+        )
+    return ranks
 
 
 def for_those_left(
@@ -96,11 +144,7 @@ def for_those_left(
 def _over_group(wanted: Wanted) -> Composition:
     policy, strategy, world = wanted.policy, wanted.strategy, wanted.world
     buddy_every = strategy.buddy_every if isinstance(strategy, FullShard | ShardGradOp) and strategy.buddy else 0
-    if wanted.offload_optimizer and wanted.on_gpu and isinstance(strategy, FullShard) and strategy.weights:
-        raise ConfigError(
-            "step.offload_optimizer does not go with FullShard's weights. Leave one of them out, or use"
-            " ShardGradOp(weights=...)."
-        )
+    _insist_on_offload(wanted, strategy)
     each = _node_size(strategy, world)
     if isinstance(policy, Sync):
         splits_all = isinstance(strategy, FullShard | ShardGradOp)
@@ -152,7 +196,8 @@ def _in_stages(wanted: Wanted, stages: Stages) -> Composition:
             splits_all=splits_all,
             weights=_weights_of_stages(strategy, world, workers),
             shares=_shares(policy, world // workers),
-            is_measured=_is_measured(policy),
+            # A worker that is killed and started again there has not measured what the others have.
+            is_measured=_is_measured(policy) and not isinstance(stages.protocol, DataStore),
         )
     if isinstance(strategy, FullShard | ShardGradOp):
         raise ConfigError(
@@ -176,40 +221,48 @@ def _in_stages(wanted: Wanted, stages: Stages) -> Composition:
 
 def _under_host(wanted: Wanted) -> Composition:
     policy, strategy = wanted.policy, wanted.strategy
-    name = type(strategy).__name__
     if wanted.stages is not None:
         raise ConfigError(
             "Stages are what a host cannot lead: its workers each have a whole replica and may go at any time, and"
             " stages need each other. Start them with potluck run or potluck train; workers that have no connection"
             ' meet in a store, with stages.protocol.kind = "datastore".'
         )
-    if not isinstance(strategy, NoShard | HybridShard):
-        raise ConfigError(
-            f"{name} splits one replica over all workers, and under a host each may go at any time. Use HybridShard,"
-            " whose replicas are each split over the ranks of one machine, with the policy Cadence or Async; or start"
-            " the workers as one group, with potluck run or torchrun."
-        )
-    ranks = ranks_per_worker(strategy)
-    if isinstance(policy, Sync):
-        if ranks > 1:
-            raise ConfigError(
-                f"{name} works with a host under Cadence and Async, where a node steps by itself. Under Sync each"
-                " slice's gradient is one process's. Choose another policy, or set strategy to no_shard."
-            )
-        return Composition(window=None, replicas=1, stages=1, ranks_per_stage=1, split=None)
-    for switch, is_on in (("overlap", policy.overlap), ("outer", policy.outer is not None)):
-        if is_on:
-            raise ConfigError(
-                f"policy.{switch} does not work with a host yet, only among the workers of one group. Switch it off, or"
-                " start the workers with potluck run."
-            )
+    ranks = ranks_per_worker(strategy, wanted.world)
     if ranks > MOST_RANKS:
         raise ConfigError(
-            f"HybridShard has an intra_node_size of {ranks}, and a host takes nodes of at most {MOST_RANKS} ranks."
-            " Choose a smaller one."
+            f"A worker of {ranks} ranks is more than a host takes, which is {MOST_RANKS}. Choose a smaller"
+            f" {'intra_node_size' if isinstance(strategy, HybridShard) else '--ranks'}."
         )
-    split = FullShard() if ranks > 1 else None
-    return Composition(window=policy, replicas=1, stages=1, ranks_per_stage=ranks, split=split)
+    if isinstance(strategy, FullShard | ShardGradOp):
+        _insist_on_one_worker(wanted, strategy, ranks)
+    if not isinstance(policy, Sync) and policy.overlap:
+        raise ConfigError(
+            "policy.overlap does not work with a host yet, only among the workers of one group. Switch it off, or start"
+            " the workers with potluck run."
+        )
+    split = FullShard() if isinstance(strategy, HybridShard) else strategy
+    return Composition(
+        window=None if isinstance(policy, Sync) else policy,
+        replicas=1,
+        stages=1,
+        ranks_per_stage=ranks,
+        split=split if ranks > 1 else None,
+    )
+
+
+def _insist_on_one_worker(wanted: Wanted, strategy: FullShard | ShardGradOp, ranks: int) -> None:
+    """Under a host: what a strategy says of ranks is said of those of each worker."""
+    if strategy.buddy:
+        raise ConfigError(
+            "strategy.buddy keeps copies for when a rank is lost. Under a host that ends its worker, and every other"
+            " worker has a whole replica. Leave it out."
+        )
+    if strategy.weights and strategy.weights != "memory" and len(strategy.weights) != ranks:
+        raise ConfigError(
+            f"strategy.weights has {plural(len(strategy.weights), 'number')}, and this worker {plural(ranks, 'rank')}."
+            ' Give each of its ranks one, start it with as many by --ranks, or use weights="memory".'
+        )
+    _insist_on_offload(wanted, strategy)
 
 
 def _insist_on_fit(wanted: Wanted, stages: Stages, *, is_whole: bool) -> None:
@@ -227,6 +280,14 @@ def _insist_on_fit(wanted: Wanted, stages: Stages, *, is_whole: bool) -> None:
         raise ConfigError(
             "Stages that meet in a store have no process group, over which a stage could be split. Use NoShard, or the"
             " protocol Pipeline."
+        )
+
+
+def _insist_on_offload(wanted: Wanted, strategy: ShardingStrategy) -> None:
+    if wanted.offload_optimizer and wanted.on_gpu and isinstance(strategy, FullShard) and strategy.weights:
+        raise ConfigError(
+            "step.offload_optimizer does not go with FullShard's weights. Leave one of them out, or use"
+            " ShardGradOp(weights=...)."
         )
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from potluck.environment import usable_cores
+from potluck.environment import free_memory_bytes, machine_bytes, usable_cores
 from potluck.words import plural, size
 
 BACKEND_PROBE = """
@@ -78,15 +78,14 @@ def examine(console: Console | None = None) -> int:
 
 
 def look_at_machine(findings: Findings) -> None:
-    memory = _memory_bytes()
+    memory = free_memory_bytes()
     findings.brings["cores"] = f"{usable_cores()} ({platform.machine()}, {platform.system()})"
-    if memory is not None:
-        findings.brings["memory"] = f"{size(memory[1])} free of {size(memory[0])}"
-        if memory[1] < 1e9:
-            findings.wrong.append(
-                f"Only {size(memory[1])} of memory are free, and each worker needs about half a GB before it holds a"
-                " model. Close something, or use fewer workers."
-            )
+    findings.brings["memory"] = f"{size(memory)} free of {size(machine_bytes())}"
+    if memory < 1e9:
+        findings.wrong.append(
+            f"Only {size(memory)} of memory are free, and each worker needs about half a GB before it holds a model."
+            " Close something, or use fewer workers."
+        )
     free = shutil.disk_usage(Path.cwd()).free
     findings.brings["disk here"] = f"{size(free)} free"
     if free < 1e9:
@@ -195,13 +194,3 @@ def _launch_probe(backend: str, workers: int) -> tuple[int, str]:
         except subprocess.TimeoutExpired:
             return 124, "they did not find each other within two minutes"
         return done.returncode, done.stdout if done.returncode == 0 else done.stderr
-
-
-def _memory_bytes() -> tuple[int, int] | None:
-    """(total, free), where the system tells."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return None
-    found = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
-    return found["MemTotal"], found["MemAvailable"]

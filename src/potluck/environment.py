@@ -1,6 +1,8 @@
-"""What this process was told in its environment by its parent, and what this machine has."""
+"""What the environment tells a process of its parent, and what this machine has."""
 
 import os
+from contextlib import suppress
+from pathlib import Path
 
 from potluck.words import insist_at_most
 
@@ -26,6 +28,21 @@ def machine_bytes() -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError):
         return 1 << 60
+
+
+def free_memory_bytes() -> int:
+    """What can be had now without anybody being ended for it; where the system does not say so, all that it has."""
+    found = read_bytes("/proc/meminfo", "MemAvailable")
+    return machine_bytes() if found is None else found
+
+
+def read_bytes(file: str, name: str) -> int | None:
+    """Of the system's line such as `VmData:  1234 kB`, in bytes; none where there is no such line."""
+    with suppress(OSError):
+        for line in Path(file).read_text(encoding="ascii").splitlines():
+            if line.startswith(f"{name}:"):
+                return 1024 * int(line.split()[1])
+    return None
 
 
 def usable_cores() -> int:

@@ -11,13 +11,21 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, dataclass_transform, get_args
 
 from potluck.errors import ConfigError
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunStarted:
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+@dataclass(frozen=True)
+class Event:
+    """Each class below it is a frozen dataclass, whose name is what happened."""
+
+    def __init_subclass__(cls) -> None:
+        dataclass(frozen=True, kw_only=True)(cls)
+
+
+class RunStarted(Event):
     """A run begins, or resumes."""
 
     name: str
@@ -53,8 +61,7 @@ class WorkerStep:
     """Sending to other stages of a model that is cut."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepDone:
+class StepDone(Event):
     """A step of the run was applied, on every worker alike."""
 
     step: int
@@ -70,8 +77,7 @@ class StepDone:
     workers: tuple[WorkerStep, ...]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Decided:
+class Decided(Event):
     """How the work is shared from here on, and why."""
 
     step: int
@@ -87,8 +93,7 @@ class Decided:
     """How far the workers had drifted apart at the last agreement, as a part of the mean."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepSkipped:
+class StepSkipped(Event):
     """A step whose loss or gradient was not finite; all workers left it out together."""
 
     step: int
@@ -97,16 +102,14 @@ class StepSkipped:
     reason: str
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Validated:
+class Validated(Event):
     """The mean loss over the validation rows."""
 
     step: int
     loss: float
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EpochDone:
+class EpochDone(Event):
     """An epoch has ended, with the proof that each of its samples was used exactly once."""
 
     epoch: int
@@ -120,8 +123,7 @@ class EpochDone:
     plain peers."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CheckpointSaved:
+class CheckpointSaved(Event):
     """A checkpoint is whole on the disk."""
 
     step: int
@@ -131,31 +133,27 @@ class CheckpointSaved:
     bytes: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CheckpointFailed:
+class CheckpointFailed(Event):
     """The host could not write a checkpoint. Training continues, and the host tries again."""
 
     step: int
     reason: str
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CheckpointPassedOver:
+class CheckpointPassedOver(Event):
     """A checkpoint that cannot be loaded, so that an older one is."""
 
     folder: str
     reason: str
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Noticed:
+class Noticed(Event):
     """Something that is allowed, and that a person may not have meant; it is also said in the terminal."""
 
     sentence: str
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WorkerCame:
+class WorkerCame(Event):
     """A worker takes part from the next step on."""
 
     worker: int
@@ -166,8 +164,7 @@ class WorkerCame:
     """How many take part now."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WorkerWent:
+class WorkerWent(Event):
     """A worker has left, or was lost."""
 
     worker: int
@@ -178,8 +175,7 @@ class WorkerWent:
     workers: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Recovered:
+class Recovered(Event):
     """Workers were lost, and the others continue from what they had kept in memory for each other."""
 
     step: int
@@ -190,8 +186,7 @@ class Recovered:
     """How many are left."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WentBack:
+class WentBack(Event):
     """Nobody has the newest weights any more: the run resumes from its newest checkpoint, or begins anew."""
 
     from_step: int
@@ -200,8 +195,7 @@ class WentBack:
     """Of the checkpoint; 0: there is none."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Stalled:
+class Stalled(Event):
     """The others wait for a worker, or cannot use what it sent."""
 
     worker: int
@@ -212,8 +206,7 @@ class Stalled:
     """What is done about it."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunEnded:
+class RunEnded(Event):
     """A run has finished, was interrupted, or failed."""
 
     reason: str
@@ -226,24 +219,6 @@ class RunEnded:
     skipped: int
 
 
-Event = (
-    RunStarted
-    | StepDone
-    | Decided
-    | StepSkipped
-    | Validated
-    | EpochDone
-    | CheckpointSaved
-    | CheckpointFailed
-    | CheckpointPassedOver
-    | Noticed
-    | WorkerCame
-    | WorkerWent
-    | Recovered
-    | WentBack
-    | Stalled
-    | RunEnded
-)
 Listener = Callable[[Event], None]
 
 
@@ -288,7 +263,7 @@ class EventFile:
             ) from None
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # what could not be written has been told
+        with contextlib.suppress(OSError):  # what could not be written has been said
             self._file.close()
 
     def _end_torn_line(self, path: Path) -> None:
@@ -310,7 +285,7 @@ def read_events(path: Path) -> Iterator[dict[str, Any]]:
 
 _NUMBERS = {
     field.name
-    for kind in (*get_args(Event), WorkerStep)
+    for kind in (*Event.__subclasses__(), WorkerStep)
     for field in fields(kind)
     if float in (field.type, *get_args(field.type))
 }

@@ -1,7 +1,8 @@
 """Files and folders that appear whole or not at all: written aside, and renamed into their place. Imports no torch."""
 
+import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
@@ -43,6 +44,12 @@ def publish(aside: Path, place: Path) -> None:
         sync(path)
     aside.rename(place)
     sync(place.parent)
+
+
+def first_free(wanted: Path, is_taken: Callable[[Path], bool]) -> Path:
+    """It, or the first of wanted-2, wanted-3 and so on that is not taken."""
+    numbered = (wanted.with_name(f"{wanted.name}-{number}") for number in itertools.count(2))
+    return next(path for path in itertools.chain([wanted], numbered) if not is_taken(path))
 
 
 def sync(path: Path) -> None:

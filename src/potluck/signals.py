@@ -3,7 +3,7 @@
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 END = (signal.SIGINT, signal.SIGTERM)
 """Ctrl-C, and what the system sends when it wants a process to end."""
@@ -43,10 +43,8 @@ class Interrupts:
         self.count = 0
         self._on_first = on_first
 
-    @contextmanager
-    def handled(self) -> Iterator[None]:
-        with handling(END, self._hear):
-            yield
+    def handled(self) -> AbstractContextManager[None]:
+        return handling(END, self._hear)
 
     def _hear(self, number: int) -> None:
         self.count += 1

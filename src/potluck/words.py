@@ -37,6 +37,13 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
+def check_at_least(least: float, **values: float | None) -> None:
+    """ValueError that names the first that is smaller. None is no number, and fits."""
+    for name, value in values.items():
+        if value is not None and not value >= least:
+            raise ValueError(f"{name} must be at least {least:,}, not {value}")
+
+
 def insist_at_most(name: str, value: float | None, most: float, advice: str) -> None:
     """ValueError for a number beyond anything that can be meant, before it allocates or overflows something."""
     if value is not None and not value <= most:

@@ -69,9 +69,9 @@ if __name__ == "__main__":
             mark("dies in a refresh")
             os.kill(os.getpid(), signal.SIGKILL)
         passes(self, name, *arguments)
-    if fleet.recovery is None and when == "refresh":
+    if fleet.run.recovery is None and when == "refresh":
         Buddies._pass_on = die
-    is_first = fleet.recovery is None and when == "step"
+    is_first = fleet.run.recovery is None and when == "step"
     heard, whole = train(fleet, 2, stop_at if is_first else lambda step: None)
     if fleet.rank == 0:
         with open("heard.json", "w") as file:
@@ -125,7 +125,7 @@ def test_two_of_three_go_on_with_a_model_that_was_split_over_all(place: Path) ->
     os.kill(victim, signal.SIGKILL)
     said = ended(process)
     assert process.returncode == 0, said
-    assert "Worker 1 was ended by SIGKILL. 2 workers go on from step 6, which they had kept in memory." in said
+    assert "Worker 1 was ended by SIGKILL. 2 workers continue from step 6, which they had kept in memory." in said
     assert_as_undisturbed(place, from_step=6)
     assert not memory.exists()
 
@@ -134,7 +134,7 @@ def test_a_kill_within_a_refresh_leaves_the_one_before(place: Path) -> None:
     process = start(place, "run", "-n", "2", "--threads", "1", "script.py", "ShardGradOp", "refresh", "0")
     said = ended(process)
     assert process.returncode == 0, said
-    assert "Worker 0 was ended by SIGKILL. 1 worker goes on from step 3, which it had kept in memory." in said
+    assert "Worker 0 was ended by SIGKILL. 1 worker continues from step 3, which it had kept in memory." in said
     assert_as_undisturbed(place, from_step=3)
     assert not marked(place, 0)[0][1].exists()
 

@@ -192,11 +192,11 @@ class Log:
             self.proofs.append([event.used, event.total, event.same_weights])
 
     def told(self) -> Told:
-        made = self.fleet.composition
+        made = self.fleet.run.composition
         ranks = made.stages * made.node_size
         return {
             "replica": self.fleet.link.rank // ranks if made.window is not None else 0,
-            "lane": self.fleet.lane,
+            "lane": self.fleet.layers.lane,
             "windows": self.windows[:-1],
             "epochs": self.epochs,
             "ends": self.ends,

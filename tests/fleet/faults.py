@@ -69,9 +69,9 @@ def half_a_payload_sent(place: Path, end: Any = die) -> None:
 def all_sent(place: Path, end: Any = die) -> None:
     """Every part is sent: the average could be on its way."""
 
-    def ended(step: int, engine: Any) -> None:
+    def ended(step: int, worker: Any) -> None:
         if step == AT_STEP:
-            engine.client.flush()
+            worker.client.flush()
             end(place, "sent")
 
     at("sent", ended)
@@ -210,7 +210,7 @@ def sends_huge(place: Path) -> None:
 
 
 def _spoil(place: Path, value: float) -> None:
-    def spoiled(step: int, engine: Any, part: int, gradients: Any) -> None:
+    def spoiled(step: int, worker: Any, part: int, gradients: Any) -> None:
         if step == AT_STEP and part == 1:
             (place / "fired-spoiled").write_text("x")
             gradients[3] = value
@@ -221,10 +221,10 @@ def _spoil(place: Path, value: float) -> None:
 def drifts(place: Path) -> None:
     """A bit of its weights flips after a step."""
 
-    def drifted(step: int, engine: Any) -> None:
+    def drifted(step: int, worker: Any) -> None:
         if step == AT_STEP and not _fired(place, "drifted"):
             (place / "fired-drifted").write_text("x")
-            engine.replica.trained[0].data.view(-1)[5] += 1e-6
+            worker.run.replica.trained[0].data.view(-1)[5] += 1e-6
 
     at("applied", drifted)
 
@@ -233,10 +233,10 @@ def _flip_at(phase: str, place: Path, step: int | None = AT_STEP) -> None:
     """A bit of its weights, in memory, and once."""
     import torch
 
-    def flipped(at: int, engine: Any) -> None:
+    def flipped(at: int, worker: Any) -> None:
         if step in (None, at) and not _fired(place, "flipped"):
             (place / "fired-flipped").write_text("x")
-            engine.replica.trained[0].data.view(-1).view(torch.int32)[5] ^= 1 << 20
+            worker.run.replica.trained[0].data.view(-1).view(torch.int32)[5] ^= 1 << 20
 
     at(phase, flipped)
 

@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
 from potluck.engine.loader import BatchConfig
+from potluck.engine.replica import StepConfig
 from potluck.errors import Interrupted, WorkerLost
 from potluck.events import Event
 from potluck.fleet.coordinator import Coordinator
@@ -131,6 +133,7 @@ def fit(engine: Any, folder: Path, settings: dict[str, Any]) -> Net:
 def _work(invite: str, folder: str, name: str, fault: Fault | None, options: dict[str, Any]) -> None:
     os.environ |= {INVITE: invite, "POTLUCK_NAME": name, "POTLUCK_QUIET": "1", **options.get("group", {})}
     torch.set_num_threads(1)
+
     if not options.get("gpu"):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     place = Path(folder)
@@ -144,13 +147,17 @@ def _work(invite: str, folder: str, name: str, fault: Fault | None, options: dic
             door.connect_local = lambda port: None  # as a worker on another machine
         if fault is not None:
             fault(place)
-        engine = potluck.init(options.get("policy", potluck.Sync()), options.get("strategy", potluck.NoShard()))
+        engine = potluck.init(
+            options.get("policy", potluck.Sync()),
+            options.get("strategy", potluck.NoShard()),
+            step=options.get("step", StepConfig()),
+        )
         signal.signal(signal.SIGUSR1, lambda number, frame: engine.request_stop())
         (place / f"{name}.in").touch()
 
         def on_step(engine: Any) -> None:
             save_every = options.get("save_every")
-            if save_every and not engine.replaying and engine.step_number % save_every == 0:
+            if save_every and not engine.run.replaying and engine.step_number % save_every == 0:
                 engine.save(place)
             if options.get("slow_s"):
                 time.sleep(options["slow_s"])
@@ -165,7 +172,7 @@ def _work(invite: str, folder: str, name: str, fault: Fault | None, options: dic
             model = train(engine, on_step=on_step, epochs=options.get("epochs", EPOCHS), **what)
         engine.wait_for_saves()
         if engine.step_number == options.get("steps", STEPS):
-            weights = whole_state(model)
+            weights = whole_state(model, getattr(engine.run.replica, "sharded", None))
             if engine.link.rank == 0:
                 torch.save(weights, place / f"{name}.pt")
         engine.close()
@@ -180,9 +187,18 @@ def _work(invite: str, folder: str, name: str, fault: Fault | None, options: dic
     os._exit(0)
 
 
-def whole_state(model: nn.Module) -> dict[str, torch.Tensor]:
+def whole_state(model: nn.Module, sharded: Any) -> dict[str, torch.Tensor]:
     """Also where it is split over ranks: then all of those call this."""
-    return {name: gathered(tensor) for name, tensor in model.state_dict().items()}
+    found = {name: gathered(tensor) for name, tensor in model.state_dict().items()}
+    for name in sharded.split if sharded is not None else ():
+        whole = torch.zeros(found[name].numel(), dtype=sharded.split[name].dtype)
+        for run in (*sharded.runs, *sharded.rest):
+            span = run.span
+            if span.name == name:
+                whole[span.start : span.end] = run.parameter.detach().reshape(-1)
+        dist.all_reduce(whole)
+        found[name] = whole.view(found[name].shape)
+    return found
 
 
 def die(place: Path, what: str) -> None:
@@ -238,7 +254,7 @@ def start_node(
     started = []
     for rank in range(ranks):
         group = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
-        own = options | {"group": group, "strategy": HybridShard(intra_node_size=ranks)}
+        own = {"strategy": HybridShard(intra_node_size=ranks)} | options | {"group": group}
         called = name if rank == 0 else f"{name}.{rank}"
         started.append(Worker(invite, folder, called, faults.get(rank), own))
     return started

@@ -216,7 +216,7 @@ class Rogues:
                     if effect.credit is not None and self.draw.random() < 0.8:
                         self.do(self.core.on_taken(self.now, *effect.credit))
                 case SaveBegin():
-                    assert effect.step <= self.core.run.latest and 1 <= effect.keep_last <= 1000
+                    assert effect.step <= self.core.latest and 1 <= effect.keep_last <= 1000
                     self.saving = effect.step
                 case Record():
                     self.record(effect)
@@ -239,10 +239,10 @@ class Rogues:
     def check(self) -> None:
         core, members = self.core, self.core.membership.members
         assert len(core.evaluations.open) <= len(members) and len(core.evaluations.done) <= 4
-        assert len(core.digests.told) <= 4 and len(core.admission.waiting) <= len(members)
-        assert all(not ready.description for _, ready in core.admission.waiting)
+        assert len(core.digests.told) <= 4 and len(core.weights.waiting) <= len(members)
+        assert all(not ready.description for _, ready in core.weights.waiting)
         assert {t.to for t in core.transfers.under_way.values()} <= {*members}
-        assert len(core.transfers.under_way) <= 2 * len(members) and {peer for peer, _ in core.uploads.unpaid} <= {
+        assert len(core.transfers.under_way) <= 2 * len(members) and {peer for peer, _ in core.transfers.unpaid} <= {
             *members
         }
         assert core.saving.sender is None or core.saving.sender in members

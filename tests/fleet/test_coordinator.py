@@ -848,7 +848,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_nobody_and_the_next_one_is_tri
     assert run.disk.refused == [2] and sorted(run.disk.states) == [4, 6]
     (told,) = run.told(CheckpointFailed)
     assert told.step == 2 and told.reason.endswith("step 2: No space left on device")
-    assert run.core.save_fault == ""
+    assert run.core.saving.fault == ""
 
 
 def test_the_last_checkpoint_is_tried_until_there_is_room() -> None:
@@ -858,10 +858,10 @@ def test_the_last_checkpoint_is_tried_until_there_is_room() -> None:
     run.run_until(lambda: len(run.disk.refused) >= 3, limit_s=10 * PATIENCE_S)
     assert run.disk.refused == [STEPS] * 3 and run.host.finish is None
     assert all(not worker.done for worker in run.workers.values())
-    assert run.core.save_fault
+    assert run.core.saving.fault
     run.disk.is_full = False
     run.finish(limit_s=10 * PATIENCE_S)
-    assert list(run.disk.states) == [STEPS] and run.core.save_fault == ""
+    assert list(run.disk.states) == [STEPS] and run.core.saving.fault == ""
 
 
 def test_the_last_holder_does_not_go_before_its_weights_are_kept() -> None:
@@ -1249,7 +1249,7 @@ def test_an_evaluation_of_any_numbers_is_only_a_number() -> None:
 
 def test_a_newcomer_that_says_twice_that_it_is_ready_is_let_in_once() -> None:
     core = Coordinator(patience_s=10, secret=SECRET, resumed=Resumed(standing=Standing(4, 1, 16, 53), expected=1))
-    core.run.description = described()
+    core.description = described()
     effects_of(core, (1, hello()), (1, ready()), (1, ready()))
     core.on_heard(109.0, 1)
     assert core.on_tick(110.5) == [Restore()]
@@ -1259,13 +1259,13 @@ def test_a_newcomer_that_says_twice_that_it_is_ready_is_let_in_once() -> None:
 
 def test_a_run_that_goes_back_says_from_where_and_that_it_waits_first() -> None:
     core = Coordinator(patience_s=10, secret=SECRET, resumed=Resumed(standing=Standing(4, 1, 16, 53), expected=1))
-    core.run.description = described()
+    core.description = described()
     told = [e.event for e in effects_of(core, (1, hello()), (1, ready())) if isinstance(e, Emit)]
     assert "the weights of step 4" in told[0].name and "if nobody comes back within 10 s" in told[0].doing
     back = [e.event for e in core.restored(111.0, None) if isinstance(e, Emit)]
     assert back[0] == WentBack(from_step=4, step=0)
     core = Coordinator(patience_s=10, secret=SECRET, resumed=Resumed(standing=Standing(4, 1, 16, 53), expected=1))
-    core.run.description = described()
+    core.description = described()
     assert not [e for e in core.restored(111.0, Standing(4, 1, 16, 53)) if isinstance(e, Emit)]
 
 

@@ -88,16 +88,16 @@ def test_a_scheduler_that_a_late_joiner_starts_anew_is_not_fed_weights_for_ever(
 
 def by_hand(place: Path) -> None:
     """A loop that steps its scheduler after each step, as one did before prepare() took it."""
-    from potluck.engine.elastic import ElasticEngine
+    from potluck.engine.engine import Engine
 
-    prepare = ElasticEngine.prepare
+    prepare = Engine.prepare
 
     def prepared(engine: Any, model: Any, optimizer: Any, *rest: Any, **options: Any) -> Any:
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
         engine.after_step.append(scheduler.step)
         return prepare(engine, model, optimizer, *rest, **options)
 
-    ElasticEngine.prepare = prepared  # type: ignore[method-assign]
+    Engine.prepare = prepared  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("policy", [potluck.Cadence(anchor=1, max_anchor=2), potluck.Async(anchor=1, max_anchor=2)])

@@ -12,6 +12,7 @@ import potluck
 from potluck.agree.policy import Async, Cadence, Windowed
 from potluck.events import CheckpointSaved, Decided, Validated, WorkerCame, WorkerWent
 from potluck.save.checkpoint import CheckpointConfig
+from tests.fleet.faults import at
 from tests.fleet.fleet import (
     BATCH,
     ROWS,
@@ -99,7 +100,7 @@ def record_the_largest(place: Path, rank: int) -> None:
     """Of all tensors that any operation gives, from the first window on, and of all averages that are read."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from potluck.engine.elastic import ElasticEngine
+    from potluck.engine.engine import Engine
     from potluck.fleet.client import Client
 
     class Watch(TorchDispatchMode):
@@ -112,26 +113,26 @@ def record_the_largest(place: Path, rank: int) -> None:
                     Watch.largest = max(Watch.largest, each.untyped_storage().nbytes() // 4)
             return found
 
-    watch, begin, close = Watch(), ElasticEngine._begin_work, ElasticEngine._close
+    watch, close = Watch(), Engine.close
 
-    def watched(self: Any, work: Any) -> None:
+    def watched(step: int, worker: Any) -> None:
         if not Watch.largest:
             Watch.largest = 1
             watch.__enter__()
-        begin(self, work)
 
-    def noted(self: Any, **options: Any) -> None:
+    def noted(self: Any) -> None:
         if Watch.largest:
             watch.__exit__(None, None, None)
-            client = self.client._client
+            client = self.keeper.client._client
             averages = len(client._one) if isinstance(client, Client) and client._one is not None else 0
-            parts = [part.floats for part in self._description.parts]
+            parts = [part.floats for part in self.keeper.description.parts]
             found = [Watch.largest, averages, max(parts), sum(parts)]
             (place / f"largest-{rank}").write_text(" ".join(map(str, found)))
             Watch.largest = 0
-        close(self, **options)
+        close(self)
 
-    ElasticEngine._begin_work, ElasticEngine._close = watched, noted  # type: ignore[method-assign]
+    at("computing", watched)
+    Engine.close = noted  # type: ignore[method-assign]
 
 
 def test_no_rank_ever_holds_the_whole_models_change_nor_its_state(tmp_path: Path) -> None:
@@ -266,10 +267,10 @@ def test_nodes_join_a_host_again_that_was_killed(tmp_path: Path) -> None:
 
 def stopped_at_the_second_means(place: Path) -> None:
     """As a node's first rank: one of the window's means is here. It continues when its connection is lost."""
-    from potluck.engine.elastic_nodes import NodeEngine
     from potluck.engine.node_client import NodeClient
+    from potluck.wire.messages import Applied
 
-    take_in, hash_weights = NodeClient._take_in, NodeEngine.hash_weights
+    take_in, send = NodeClient._take_in, NodeClient.send
 
     def stopped(self: Any, step: int, part: int, floats: Any) -> None:
         if step == 2 and not (place / "fired-means").exists():
@@ -277,14 +278,14 @@ def stopped_at_the_second_means(place: Path) -> None:
             wait_until(lambda: self._client.session.lost is not None)  # all that had come is read by then
         take_in(self, step, part, floats)
 
-    def noted(self: Any) -> Any:
-        found = hash_weights(self)
-        (place / "digest.new").write_text(found[0])
-        (place / "digest.new").rename(place / f"digest-{self.version}")
-        return found
+    def noted(self: Any, message: Any) -> None:
+        if isinstance(message, Applied):
+            (place / "digest.new").write_text(message.digest)
+            (place / "digest.new").rename(place / f"digest-{message.step}")
+        send(self, message)
 
     NodeClient._take_in = stopped  # type: ignore[method-assign]
-    NodeEngine.hash_weights = noted  # type: ignore[method-assign]
+    NodeClient.send = noted  # type: ignore[method-assign]
 
 
 def test_a_node_that_was_given_up_applies_the_means_that_had_come(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from potluck.agree.policy import Cadence
 from potluck.engine.kinds import kind_of
-from potluck.engine.slices import digest
+from potluck.engine.weight_hash import digest
 from potluck.events import EpochDone, Stalled, WorkerCame
 from potluck.fleet.description import Description, settings_of
 from potluck.fleet.journal import Journal

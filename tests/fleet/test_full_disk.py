@@ -30,7 +30,7 @@ def test_workers_train_on_where_the_host_cannot_write_and_wait_for_it_at_the_end
     wait_until(lambda: told(fleet, CheckpointFailed)[-1:] == [STEPS])
     assert set(told(fleet, CheckpointFailed)) > {3, STEPS}
     assert not told(fleet, CheckpointSaved) and len(fleet.server.core.membership.ready) == 2
-    assert "The host cannot keep the checkpoint of step" in fleet.server.core.save_fault
+    assert "The host cannot keep the checkpoint of step" in fleet.server.core.saving.fault
     (tmp_path / "checkpoints").unlink()
     assert_same(fleet.finish(), plain_run())
     assert told(fleet, CheckpointSaved) == [STEPS]

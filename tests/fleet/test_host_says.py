@@ -13,7 +13,8 @@ from potluck.fleet.client import Client
 from potluck.fleet.effects import Finish, StepRecord
 from potluck.launch.host import _Host
 from potluck.train.arguments import HostArgs, Listening, host_args
-from potluck.wire import JoinRequest, Ready, encode
+from potluck.wire.codec import encode
+from potluck.wire.messages import JoinRequest, Ready
 from tests.fleet.fleet import wait_until
 from tests.unit.test_description import with_parts
 

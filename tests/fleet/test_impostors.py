@@ -14,7 +14,8 @@ from potluck.errors import ConfigError, WorkerLost
 from potluck.fleet import door
 from potluck.fleet.client import Client, Lost
 from potluck.fleet.invite import Identity, Invite
-from potluck.wire import Welcome, encode
+from potluck.wire.codec import encode
+from potluck.wire.messages import Welcome
 from tests.fleet.fleet import start_coordinator, wait_until
 
 pytestmark = pytest.mark.timeout(60)

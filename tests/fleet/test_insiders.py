@@ -25,10 +25,11 @@ from potluck.fleet.returns import FREE, FREE_OF_ADDRESS, MOST_KNOWN, Returns
 from potluck.fleet.run_state import Resumed, Standing
 from potluck.fleet.saving import SAVE
 from potluck.fleet.server import Server
-from potluck.fleet.uploads import CHUNKS_AHEAD
+from potluck.fleet.transfers import CHUNKS_AHEAD
 from potluck.save import checkpoint_folder
 from potluck.save.checkpoint_receiver import CheckpointReceiver
-from potluck.wire import FrameReader, decode, encode
+from potluck.wire.codec import decode, encode
+from potluck.wire.frames import FrameReader
 from potluck.wire.messages import (
     Applied,
     EvaluateNext,
@@ -170,7 +171,7 @@ def test_how_long_the_run_is_is_not_for_a_newcomer_to_say() -> None:
     near = run.add("near", description=described(rows_limit=EPOCHS * ROWS - 1), at_s=0.5)
     far = run.add("far", description=described(rows_limit=1), at_s=0.6)
     run.finish()
-    assert run.core.run.rows_limit == EPOCHS * ROWS
+    assert run.core.rows_limit == EPOCHS * ROWS
     assert near.error is None  # a run that is resumed in the middle of a window may count so
     assert far.error is not None and far.error.startswith("This run ends after 2 epochs, and yours would after")
 
@@ -278,7 +279,7 @@ def test_a_model_that_the_host_has_no_memory_for_is_refused_before_anything_is_a
     parts = [{"block": block, "component": None, "sizes": [1 << 29]} for block in range(4000)]
     table = json.loads(described().to_json())
     core = Coordinator(patience_s=10, secret=SECRET)
-    core.admission.most_floats = 1 << 34
+    core.weights.most_floats = 1 << 34
     core.on_message(100.0, 1, hello())
     told, closed, _ = core.on_message(100.0, 1, Ready(json.dumps(table | {"parts": parts[:2000]}), 0, "", 0))
     assert isinstance(told, Send) and "has memory for the mean of 17,179,869,184" in told.message.sentence
@@ -349,11 +350,11 @@ def test_no_worker_can_have_the_hosts_checkpoints_removed(keep_last: int) -> Non
 def test_whoever_says_twice_that_it_is_ready_is_not_made_to_wait_for_its_own_weights() -> None:
     """Nobody holds the weights when it says so first; the second time it brings them, and is the first who is in."""
     core = Coordinator(patience_s=10, secret=SECRET, resumed=Resumed(standing=Standing(4, 1, 16, 53), expected=1))
-    core.run.description = described()
+    core.description = described()
     text = described().to_json()
     for message in (hello(), Ready(text, 0, "", 0), Ready(text, 4, "x", 1)):
         core.on_message(100.0, 1, message)
-    assert [member.peer for member in core.membership.holders] == [1] and not core.admission.waiting
+    assert [member.peer for member in core.membership.holders] == [1] and not core.weights.waiting
 
 
 # Saves, and states for newcomers, that never come

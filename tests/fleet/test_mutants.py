@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from potluck.fleet.admission import Admission
 from potluck.fleet.connection import Connection
 from potluck.fleet.coordinator import Coordinator
 from potluck.fleet.ending import Ending
@@ -22,6 +21,7 @@ from potluck.fleet.run_state import RunState
 from potluck.fleet.saving import Saving
 from potluck.fleet.stragglers import Stragglers
 from potluck.fleet.transfers import Transfers
+from potluck.fleet.weights import Weights
 from tests.fleet.seeds import POLICIES, hurried
 from tests.fleet.simulation import simulate
 from tests.fleet.virtual.toy import ROWS
@@ -60,9 +60,9 @@ MUTANTS = {
     "a host that finds all done waits for those who have ended": Mutant(Ending, "_end_without_them", nothing),
     "a restarted host does not know what is on its disk": Mutant(Coordinator, "found", nothing, ("cadence", "async")),
     "a window is computed again though somebody has it": Mutant(
-        Admission, "_may_have_the_last", lambda admission: False, ("cadence", "async")
+        Weights, "_may_have_the_last", lambda weights: False, ("cadence", "async")
     ),
-    "those who wait for weights are forgotten": Mutant(Admission, "_take_waiting", lambda admission: iter(())),
+    "those who wait for weights are forgotten": Mutant(Weights, "_take_waiting", lambda weights: iter(())),
     # Who owes what.
     "nobody is relieved": Mutant(Stragglers, "relieve", nothing),
     "who leaves keeps its slices": Mutant(Rounds, "take_away", nothing),

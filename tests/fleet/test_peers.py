@@ -16,10 +16,11 @@ import torch.nn.functional as F
 from potluck.engine.rows import mix
 from potluck.events import EpochDone, Stalled, WorkerWent
 from potluck.fleet.client import Client, Lost
-from potluck.wire import (
+from potluck.wire.codec import decode, encode
+from potluck.wire.frames import FrameReader
+from potluck.wire.messages import (
     AveragedGradient,
     BlockGradientPayload,
-    FrameReader,
     GradientPayload,
     Heartbeat,
     JoinAccepted,
@@ -30,8 +31,6 @@ from potluck.wire import (
     Shutdown,
     SliceReport,
     Work,
-    decode,
-    encode,
 )
 from tests.fleet import faults
 from tests.fleet.fleet import BATCH, EPOCHS, ROWS, STEPS, Fleet, assert_same, build, wait_until

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from potluck.engine.slices import describe_model, digest
+from potluck.engine.slices import describe_model
+from potluck.engine.weight_hash import digest
 from potluck.save import checkpoint_folder
 from tests.fleet import third
 from tests.fleet.fleet import BATCH, EPOCHS, ROWS, SLICES, STEPS, Fleet, build, wait_until

@@ -20,13 +20,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from potluck.wire import (
+from potluck.wire.codec import decode, encode
+from potluck.wire.frames import FrameReader
+from potluck.wire.messages import (
     Admitted,
     Applied,
     AveragedBlockGradient,
     BlockGradientPayload,
     Committed,
-    FrameReader,
     Heartbeat,
     Hello,
     JoinRequest,
@@ -45,8 +46,6 @@ from potluck.wire import (
     StateRequest,
     Welcome,
     Work,
-    decode,
-    encode,
 )
 
 Array = npt.NDArray[Any]

@@ -26,7 +26,10 @@ import numpy as np
 from potluck.errors import TheirProtocolError
 
 with atheris.instrument_imports(include=["potluck.wire"]):
-    from potluck.wire import CODECS, MESSAGES, FrameReader, codec_of, decode, encode, frames, is_bulk, open_bulk
+    from potluck.wire import frames
+    from potluck.wire.codec import CODECS, codec_of, decode, encode, is_bulk, open_bulk
+    from potluck.wire.frames import FrameReader
+    from potluck.wire.messages import MESSAGES
 
 ROOT = Path(__file__).parents[2]
 FINDINGS = ROOT / "build" / "fuzz"

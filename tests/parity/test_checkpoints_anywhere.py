@@ -115,7 +115,7 @@ def plain(upto: int) -> dict[str, Tensor]:
 
 def look(fleet: potluck.Engine) -> dict[str, Any]:
     """All that the replica holds: the model whole, and this rank's optimizer state with where it belongs."""
-    replica = fleet.replica
+    replica = fleet.run.replica
     assert replica is not None
     sharded = getattr(replica, "sharded", None)
     if sharded is not None:
@@ -124,8 +124,7 @@ def look(fleet: potluck.Engine) -> dict[str, Any]:
     found: list[list[Any]] = []
     for run in sharded.runs if sharded is not None else ():
         for key, value in replica.optimizer.state[run.parameter].items():
-            cut = run.cut(value) if value.dim() else [(span, value) for span in run.spans]
-            found += [[span.name, span.start, key, numbers.clone()] for span, numbers in cut]
+            found.append([run.span.name, run.span.start, key, value.view(-1).clone() if value.dim() else value.clone()])
     for parameter, each in replica.optimizer.state.items() if sharded is None else ():
         found += [[replica.names[id(parameter)], 0, key, value.clone()] for key, value in each.items()]
     groups = [{k: v for k, v in g.items() if k in ("lr", "weight_decay")} for g in replica.optimizer.param_groups]
@@ -139,9 +138,8 @@ def whole(model: nn.Module, sharded: Any) -> dict[str, Tensor]:
         for name, spec in sharded.split.items():
             found[name] = torch.zeros(spec.shape)
             for run in (*sharded.runs, *sharded.rest):
-                for span, numbers in run.cut(run.parameter.detach()):
-                    if span.name == name:
-                        found[name].view(-1)[span.start : span.end] = numbers
+                if run.span.name == name:
+                    found[name].view(-1)[run.span.start : run.span.end] = run.parameter.detach().view(-1)
             dist.all_reduce(found[name])
         found |= {name: found["embed.weight"] for name in found if name == "head.weight"}
     return found

@@ -188,22 +188,21 @@ def train(link: Any, strategy: Any, name: str, kind: str, step: StepConfig, micr
 def stepped(engine: Engine) -> dict[str, float]:
     """How often the optimizer has stepped what this rank owns of each parameter."""
     found = {}
-    for run in engine._sharded().runs:
-        state = engine._sharded().optimizer.state.get(run.parameter, {})
-        found |= {span.name: float(state["step"]) for span in run.spans if "step" in state}
+    for run in engine.run.sharded().runs:
+        state = engine.run.sharded().optimizer.state.get(run.parameter, {})
+        found |= {run.span.name: float(state["step"])} if "step" in state else {}
     return found
 
 
 def weights(engine: Engine) -> dict[str, Tensor]:
     """As one process has them, put together from all ranks' runs."""
     found = {}
-    sharded = engine._sharded()
+    sharded = engine.run.sharded()
     for name, spec in sharded.split.items():
         whole = torch.zeros(spec.shape, dtype=torch.float64).view(-1)
         for run in (*sharded.runs, *sharded.rest):
-            for span, part in run.cut(run.parameter.detach()):
-                if span.name == name:
-                    whole[span.start : span.end] = part
+            if run.span.name == name:
+                whole[run.span.start : run.span.end] = run.parameter.detach().view(-1)
         sharded.collectives.start_sum(whole).wait()
         found[name] = whole.view(spec.shape)
     return found

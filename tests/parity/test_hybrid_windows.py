@@ -10,10 +10,7 @@ from torch import Tensor, nn
 import potluck
 from potluck import Async, Cadence, NoShard, StepConfig, Sync
 from potluck.composition import Wanted, compose
-from potluck.engine.elastic import ElasticEngine
-from potluck.engine.elastic_nodes import NodeEngine
-from potluck.engine.elastic_windows import ElasticWindowEngine
-from potluck.engine.start import led_engine
+from potluck.engine.standing import take_standing
 from potluck.errors import ConfigError
 from potluck.events import StepSkipped
 from potluck.shard.strategy import FullShard, HybridShard, ShardGradOp
@@ -149,15 +146,15 @@ def look_and_stop() -> dict[str, Any]:
             fleet.backward(F.mse_loss(model(x), y), samples=len(x))
             fleet.step()
             rates.append(optimizer.param_groups[0]["lr"])
-        for part in fleet.replica.parts():
-            part.zero_()
-        fleet.replica.on_parts_written()
+        for run in fleet.run.replica.owned():
+            run.parameter.data.zero_()
+        fleet.run.replica.on_parts_written()
         return {
             "losses": losses,
             "rates": rates,
             "used": used,
             "of_zeros": [evaluate(), float(data[1].square().mean())],
-            "standing": fleet._standing(),
+            "standing": take_standing(fleet.run)[0],
             "version": fleet.version,
         }
 
@@ -247,7 +244,9 @@ def test_one_node_is_refused_on_every_rank_when_the_run_begins() -> None:
 
 
 def led(policy: Any, strategy: Any) -> Any:
-    return led_engine(compose(Wanted(policy=policy, strategy=strategy, has_host=True)))
+    """Whether it steps by itself, and of how many ranks it is."""
+    made = compose(Wanted(policy=policy, strategy=strategy, has_host=True))
+    return made.window is not None, made.ranks_per_stage
 
 
 @pytest.mark.parametrize(
@@ -265,6 +264,6 @@ def test_what_a_host_cannot_lead_is_refused_with_a_way_out(policy: Any, strategy
 
 
 def test_a_host_leads_nodes_and_a_node_of_one_rank_is_a_worker_like_any_other() -> None:
-    assert led(Cadence(), PAIRS) is NodeEngine
-    assert led(Async(), HybridShard(intra_node_size=1)) is ElasticWindowEngine
-    assert led(Sync(), HybridShard(intra_node_size=1)) is ElasticEngine
+    assert led(Cadence(), PAIRS) == (True, 2)
+    assert led(Async(), HybridShard(intra_node_size=1)) == led(Async(), NoShard()) == (True, 1)
+    assert led(Sync(), HybridShard(intra_node_size=1)) == led(Sync(), NoShard()) == (False, 1)

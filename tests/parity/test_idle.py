@@ -184,8 +184,7 @@ def by_hand(strategies: list[ShardingStrategy]) -> list[dict[str, Tensor]]:
             sharded.settle()
             whole = {name: torch.zeros(spec.shape, dtype=spec.dtype) for name, spec in sharded.split.items()}
             for run in sharded.runs:
-                for span, numbers in run.cut(run.parameter.detach()):
-                    whole[span.name].view(-1)[span.start : span.end] = numbers
+                whole[run.span.name].view(-1)[run.span.start : run.span.end] = run.parameter.detach().view(-1)
             for tensor in whole.values():
                 if dist.is_initialized():
                     dist.all_reduce(tensor)
@@ -216,8 +215,8 @@ def test_what_a_skipped_step_did_not_use_is_stepped_by_the_next(strategy: Shardi
             loss_of(judge, rows_of(step), step).backward()
             optimizer.step()
     assert fleet.skipped == 1
-    sharded = getattr(fleet.replica, "sharded", None)
-    own = dict(model.named_parameters()) if sharded is None else {r.spans[0].name: r.parameter for r in sharded.runs}
+    sharded = getattr(fleet.run.replica, "sharded", None)
+    own = dict(model.named_parameters()) if sharded is None else {r.span.name: r.parameter for r in sharded.runs}
     for name, expected in judge.named_parameters():
         torch.testing.assert_close(own[name].detach().view_as(expected), expected.detach(), rtol=1e-12, atol=1e-12)
 

@@ -15,6 +15,7 @@ from torch.optim import lr_scheduler as lr
 
 import potluck
 from potluck.engine import drafts
+from potluck.engine.standing import stand_at, standing_as_json
 from potluck.errors import CheckpointError, ConfigError, Interrupted
 from potluck.events import EpochDone
 from tests.gathered import gathered, home
@@ -163,11 +164,11 @@ def test_what_is_kept_also_travels_where_there_are_no_files() -> None:
         fleet.backward(F.mse_loss(model(x), y), samples=len(x))
         fleet.step()
     fleet.state["ema"] = torch.eye(2)
-    told = json.loads(json.dumps(fleet._standing_as_json()))
+    told = json.loads(json.dumps(standing_as_json(fleet.run)))
     expected = settings(optimizer), scheduler.last_epoch, dict(scheduler.milestones)
     fleet.state["ema"] = torch.zeros(2, 2)
     scheduler.step()
-    fleet._stand_at(told)
+    stand_at(fleet.run, told)
     assert (settings(optimizer), scheduler.last_epoch, dict(scheduler.milestones)) == expected
     assert torch.equal(fleet.state["ema"], torch.eye(2))
 
@@ -219,8 +220,8 @@ def windows(policy: Any) -> dict[str, Any]:
         step = optimizer.step
 
         def look(*arguments: Any) -> Any:
-            assert fleet._scheduled is not None
-            own.append((fleet._scheduled.steps, optimizer.param_groups[0]["lr"]))
+            assert fleet.run.scheduled is not None
+            own.append((fleet.run.scheduled.steps, optimizer.param_groups[0]["lr"]))
             return step(*arguments)
 
         optimizer.step = look  # type: ignore[method-assign]
@@ -339,7 +340,7 @@ def test_whatever_a_peer_sends_as_kept_is_a_sentence_at_most(damage: dict[str, A
     model, optimizer, data = make()
     fleet.prepare(model, optimizer, data, batch_size=BATCH, scheduler=SCHEDULERS["cosine"](optimizer))
     with pytest.raises(CheckpointError):
-        fleet._stand_at(fleet._standing_as_json() | damage)
+        stand_at(fleet.run, standing_as_json(fleet.run) | damage)
 
 
 def test_a_checkpoint_without_a_scheduler_puts_it_where_the_run_is(tmp_path: Path) -> None:

@@ -133,7 +133,7 @@ def one_process(kind: str, clip: float | None = None) -> dict[str, Any]:
 
 def _delay_collectives() -> None:
     """Each rank's pieces of work arrive late, and not in the order in which they began."""
-    begin = collectives._begun
+    start = collectives.Collectives._start
 
     class Late:
         def __init__(self, work: Any) -> None:
@@ -143,7 +143,7 @@ def _delay_collectives() -> None:
             time.sleep(0.0005 * (1 + dist.get_rank()))
             self._work.wait()
 
-    collectives._begun = lambda work: Late(begin(work))  # type: ignore[assignment,return-value]
+    collectives.Collectives._start = lambda *given, **options: Late(start(*given, **options))  # type: ignore[method-assign]
 
 
 def assert_same(found: dict[str, Any], judge: dict[str, Any], what: str, atol: float = 2e-6) -> None:
@@ -243,7 +243,7 @@ def skipping(strategy: Any) -> dict[str, Any]:
         same = all(torch.equal(value, before[name]) for name, value in whole(model).items())
         fleet.backward(loss_of(model, data(fleet.device)[:3]), samples=3)
         fleet.step()
-        fleet.replica.sharded.settle()  # type: ignore[union-attr]
+        fleet.run.replica.sharded.settle()  # type: ignore[union-attr]
         return {"skipped": isinstance(event, StepSkipped), "same": same, "weights": whole(model)}
 
 
@@ -313,7 +313,7 @@ def bytes_held(strategy: Any) -> dict[str, Any]:
         model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
         given = list(model.parameters())
         fleet.prepare(model, torch.optim.AdamW(model.parameters()))
-        replica = fleet.replica
+        replica = fleet.run.replica
         for _ in range(2):
             fleet.backward(model(torch.ones(2, 64, device=fleet.device)).square().mean(), samples=2)
             replica.unseal()  # type: ignore[union-attr]
@@ -377,7 +377,7 @@ def test_settings_that_make_no_sense_are_refused() -> None:
     for make_strategy, sentence in (
         (lambda: HybridShard(intra_node_size=0), "intra_node_size must be at least 1, not 0"),
         (lambda: FullShard(weights=(0.0, 0.0)), "weights must be numbers of at least 0, and not all 0"),
-        (lambda: ShardGradOp(buddy_every=0), "buddy_every must be at least 1 step, not 0"),
+        (lambda: ShardGradOp(buddy_every=0), "buddy_every must be at least 1, not 0"),
     ):
         with pytest.raises(ValueError, match=sentence):
             make_strategy()

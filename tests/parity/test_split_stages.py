@@ -181,7 +181,7 @@ def train(case: dict[str, Any], upto: int, folder: str = "") -> dict[str, Any]:
 
 def parts_of(fleet: potluck.Engine) -> list[Any]:
     """What this worker has of each parameter, whoever else has it: [name, first number, numbers]."""
-    replica = fleet.replica
+    replica = fleet.run.replica
     assert replica is not None
     part: Any = replica.part or getattr(replica, "sharded", None)
     if part is None:
@@ -189,9 +189,8 @@ def parts_of(fleet: potluck.Engine) -> list[Any]:
     part.settle()
     whole = [[name, 0, p.detach().clone().view(-1)] for name, p in replica.model.named_parameters()]
     return [one for one in whole if replica.part is None and one[0] not in part.split] + [
-        [span.name, span.start, numbers.clone()]
+        [run.span.name, run.span.start, run.parameter.detach().view(-1).clone()]
         for run in (*part.runs, *part.mirrors, *part.rest)
-        for span, numbers in run.cut(run.parameter.detach())
     ]
 
 

@@ -651,8 +651,8 @@ def several_buckets() -> dict[str, Any]:
         model, _, loader = fleet.prepare(
             model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), make_data(), batch_size=12
         )
-        assert fleet.replica is not None and fleet.replica._buckets is not None
-        sizes = [len(bucket.parameters) for bucket in fleet.replica._buckets.buckets]
+        assert fleet.run.replica is not None and fleet.run.replica._buckets is not None
+        sizes = [len(bucket.parameters) for bucket in fleet.run.replica._buckets.buckets]
         for _ in range(2):
             for x, y in loader:
                 fleet.backward(F.mse_loss(model(x), y), samples=len(x))

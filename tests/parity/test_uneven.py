@@ -13,12 +13,14 @@ from torch.utils.checkpoint import checkpoint
 
 import potluck
 from potluck import Direct, ShardGradOp, Stages, Sync
-from potluck.engine.replica import StepConfig, find_blocks, switch_on
+from potluck.engine.replica import find_blocks
 from potluck.engine.sharded import shard_over
+from potluck.engine.switches import StepConfig, switch_on
 from potluck.errors import ConfigError
 from potluck.link.link import connect
 from potluck.shard import splitting
 from potluck.shard.optimizer_shard import OptimizerShard
+from potluck.shard.sharded import SplitRequest
 from potluck.shard.strategy import FullShard
 from potluck.shard.uneven import UnevenShards
 from tests.parity.test_zero import data, slow_down
@@ -98,15 +100,14 @@ def plain(name: str, clip: float = 1.0) -> dict[str, Tensor]:
 
 
 def split(model: nn.Module, optimizer: Any, weights: Any = None, **options: Any) -> UnevenShards:
-    return UnevenShards(model, optimizer, blocks=find_blocks(model), device=CPU, weights=weights, mean=False, **options)
+    return UnevenShards(SplitRequest(model, optimizer, CPU, find_blocks(model), mean=False, **options), weights)
 
 
 def whole(sharded: UnevenShards) -> dict[str, Tensor]:
     """All that is trained, from its owners."""
     found = {name: torch.zeros(p.shape) for name, p in trained(sharded.model)}
     for run in sharded.runs:
-        for span, part in run.cut(run.parameter.detach()):
-            found[span.name].view(-1)[span.start : span.end] += part
+        found[run.span.name].view(-1)[run.span.start : run.span.end] += run.parameter.detach().view(-1)
     if sharded.collectives.world > 1:
         for tensor in found.values():
             dist.all_reduce(tensor)
@@ -436,7 +437,7 @@ def led(weights: Any) -> dict[str, Any]:
     for batch in loader:
         engine.backward(model(batch).square().mean(), samples=len(batch))
         losses.append(engine.step().loss)
-    held = engine._prepared().sharded
+    held = engine.run.prepared().sharded
     engine.close()
     return {"losses": torch.tensor(losses), "kind": type(held).__name__, "held": held.memory_bytes()["state"]}
 

@@ -53,7 +53,8 @@ PLACES = {
     "one worker": Wanted(world=1),
     "a group of 2": Wanted(world=2),
     "a group of 4": Wanted(world=4),
-    "under a host": Wanted(has_host=True),
+    "under a host, one rank to a worker": Wanted(has_host=True),
+    "under a host, two ranks to this worker": Wanted(has_host=True, world=2),
 }
 OFFLOAD = ", with offload_optimizer"
 SWITCHES = {"": {}, OFFLOAD: {"offload_optimizer": True, "on_gpu": True}}
@@ -175,8 +176,6 @@ KINDS = {
     *("Sync", "Cadence", "Async", "NoShard", "FullShard", "ShardGradOp", "HybridShard"),
     *("Link", "GroupLink", "StoreLink", "Alone", "Loader", "SliceLoader"),
 }
-STILL = {"engine/elastic.py", "engine/elastic_nodes.py"}
-"""Until a host's workers have rounds of their own."""
 
 
 def test_only_the_composition_asks_which_kind_an_answer_is() -> None:
@@ -185,7 +184,7 @@ def test_only_the_composition_asks_which_kind_an_answer_is() -> None:
     found = {
         path.relative_to(source).as_posix() for path in source.rglob("*.py") if asked.search(path.read_text("utf-8"))
     }
-    assert found - {"composition.py"} == STILL
+    assert found == {"composition.py"}
 
 
 if __name__ == "__main__":

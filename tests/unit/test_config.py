@@ -7,7 +7,7 @@ from potluck import FitConfig, RunConfig, ScheduleConfig, Sync
 from potluck.config import from_toml, to_toml
 from potluck.errors import ConfigError
 from potluck.launch import processes
-from potluck.launch.worker_pool import WorkerPool
+from potluck.launch.processes import WorkerPool
 from potluck.train.arguments import (
     Listening,
     TrainArgs,

@@ -15,16 +15,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from potluck.engine.replica import StepConfig, switch_on
+from potluck.engine.switches import StepConfig, switch_on
 from potluck.errors import ConfigError
 from potluck.shard.blocks import find_blocks
 from potluck.stages.balance import Device, balance
 from potluck.stages.chain import find_chain
 from potluck.stages.cut import cut, owners
 from potluck.stages.plan import Plan
-from potluck.stages.profile import measure
+from potluck.stages.profile import measure, survey
 from potluck.stages.seats import seed_of
-from potluck.stages.survey import survey
 from potluck.train.model import GPT, ModelConfig, next_token_loss
 
 Case = tuple[nn.Module, Callable[[nn.Module, Any], Any], Callable[[int], Any]]

@@ -9,7 +9,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from potluck.engine.loader import BatchConfig, Loader, MicroBatch, Position, SliceLoader, even_batches, plan_step
+from potluck.engine.loader import (
+    BatchConfig,
+    BatchShare,
+    Loader,
+    MicroBatch,
+    Position,
+    SliceLoader,
+    even_batches,
+    plan_step,
+)
 from potluck.errors import ConfigError
 from potluck.train.text import DataConfig, read_text, read_windows
 
@@ -102,7 +111,7 @@ def drain(loader: Loader) -> list[Any]:
 
 
 def loader_of(data: Any, rank: int = 0, world: int = 1, **batch: Any) -> Loader:
-    return Loader(data, BatchConfig(**batch), shares=[1.0] * world, rank=rank, device=CPU)
+    return Loader(data, BatchConfig(**batch), BatchShare((1.0,) * world, rank), device=CPU)
 
 
 @pytest.mark.parametrize("fetchers", [0, 2])
@@ -171,7 +180,7 @@ class Noisy:
 
 def windows_of(fetchers: int) -> tuple[list[Any], set[int]]:
     """What a loop sees and draws where a plan tells what to expect, ends a window early, and gives what nobody said."""
-    loader = SliceLoader(Noisy(), BatchConfig(size=4, fetchers=fetchers), shares=(1.0,), rank=0, device=CPU)
+    loader = SliceLoader(Noisy(), BatchConfig(size=4, fetchers=fetchers), device=CPU)
     micros = [MicroBatch(row, row + 2, True, row + 2) for row in range(0, 12, 2)]
 
     def plan() -> Iterator[MicroBatch]:
@@ -225,7 +234,7 @@ def test_map_style_datasets_and_tensors_alike() -> None:
 
 
 def test_a_collate_function_is_used() -> None:
-    loader = Loader(Pairs(), BatchConfig(size=6), shares=[1.0], rank=0, device=CPU, collate=len)
+    loader = Loader(Pairs(), BatchConfig(size=6), device=CPU, collate=len)
     assert drain(loader) == [6]
 
 
@@ -310,7 +319,7 @@ def test_missing_empty_and_short_text_are_sentences(tmp_path: Path) -> None:
 
 
 def test_what_is_left_of_an_epoch_follows_what_is_done_in_the_same_shuffled_order() -> None:
-    loader = Loader(torch.arange(20), BatchConfig(size=4), shares=(1.0,), rank=0, device=torch.device("cpu"))
+    loader = Loader(torch.arange(20), BatchConfig(size=4), device=torch.device("cpu"))
     order = loader._order().tolist()
     assert loader.left_after([(8, 20)]) == () and loader.left_after([]) == ()
     left = loader.left_after([(3, 5), (9, 20)])

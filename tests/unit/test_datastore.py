@@ -21,8 +21,7 @@ from potluck.errors import PotluckError, StoreError, TheirProtocolError, WorkerL
 from potluck.stages.channel import WHAT, Label
 from potluck.stages.datastore import StoreChannel, key_of, label_of
 from potluck.store import bucket
-from potluck.store.objects import HEAD_BYTES, Damaged, Head, seal
-from potluck.store.place import Exists, bucket_of, folder_of
+from potluck.store.place import HEAD_BYTES, Damaged, Exists, Head, ObjectWriter, bucket_of, folder_of
 from potluck.store.sessions import Claim
 from potluck.store.store import KEY, MOST_KEY_BYTES, Patience, Store
 from potluck.store.tensors import DTYPES
@@ -155,7 +154,10 @@ def test_a_runs_name_cannot_leave_the_folder(run: str, tmp_path: Path) -> None:
 
 
 def object_of(payload: bytes) -> bytes:
-    return seal("run/g000001/key", 1, b"about", [memoryview(payload)]) + payload
+    writer = ObjectWriter("run/g000001/key", 1, b"about", [memoryview(payload)])
+    digest = writer.digest()
+    digest.update(payload)
+    return writer.head(digest.digest()) + payload
 
 
 def opened(data: bytes) -> bytes:

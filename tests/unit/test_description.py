@@ -11,11 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from potluck.agree.policy import Async, Cadence, Sync
+from potluck.agree.policy import Async, Cadence, Outer, Sync
 from potluck.errors import TheirProtocolError
 from potluck.fleet import description
 from potluck.fleet.description import BUFFERS, MAX_FLOATS, Description, Part, settings_of
-from potluck.wire import AveragedBlockGradient, AveragedGradient, AveragedNonBlockGradient, encode
+from potluck.wire.codec import encode
+from potluck.wire.messages import AveragedBlockGradient, AveragedGradient, AveragedNonBlockGradient
 
 DESCRIBED = Description(
     parts=(Part(1, None, (3, 4)), Part(0, None, (3, 4)), Part(None, 2, (12,)), Part(None, BUFFERS, (1, 0))),
@@ -45,9 +46,9 @@ def test_a_policy_comes_back_with_all_that_windows_are_planned_by() -> None:
     assert DESCRIBED.windowed is None and settings_of(Sync()) == {}
     assert Description.from_json(WINDOWED.to_json()) == WINDOWED
     assert WINDOWED.windowed == Async(max_batch_diff=3)
-    cadence = Cadence(anchor=4, overhead_target=0.2)
-    described = replace(WINDOWED, policy="cadence", settings=settings_of(cadence))
-    assert Description.from_json(described.to_json()).windowed == cadence
+    for cadence in (Cadence(anchor=4, overhead_target=0.2), Cadence(overlap=True), Cadence(outer=Outer(lr=0.5))):
+        described = replace(WINDOWED, policy="cadence", settings=settings_of(cadence))
+        assert Description.from_json(described.to_json()).windowed == cadence
 
 
 def test_a_description_knows_how_many_batches_are_done() -> None:
@@ -170,6 +171,12 @@ MALFORMED = {
     "overhead_target a string": changed(policy="async", settings=WINDOWED.settings | {"overhead_target": "0.1"}),
     "overhead_target infinite": changed(policy="async", settings=WINDOWED.settings | {"overhead_target": float("inf")}),
     "threshold NaN": changed(policy="async", settings=WINDOWED.settings | {"divergence_threshold": float("nan")}),
+    "overlap a number": changed(policy="async", settings=WINDOWED.settings | {"overlap": 1}),
+    "outer a list": changed(policy="async", settings=WINDOWED.settings | {"outer": [0.7, 0.9]}),
+    "outer with more": changed(policy="async", settings=WINDOWED.settings | {"outer": {"lr": 0.7, "more": 1}}),
+    "outer with a switch": changed(policy="async", settings=WINDOWED.settings | {"outer": {"lr": True}}),
+    "outer with too much": changed(policy="async", settings=WINDOWED.settings | {"outer": {"lr": 10**400}}),
+    "outer of sync": changed(settings={"outer": {"lr": 0.7, "momentum": 0.9}}),
     "rows_limit below 0": changed(rows_limit=-1),
     "rows_limit a float": changed(rows_limit=1.0),
     "data a list": changed(data=[]),
@@ -277,6 +284,8 @@ def test_a_difference_is_a_sentence(change: dict[str, Any], sentence: str) -> No
         ("anchor", 5, "This run has policy.anchor = 10, and you have 5."),
         ("max_batch_diff", None, "This run has policy.max_batch_diff = 3, and you have None."),
         ("divergence_threshold", 0.1, "This run has policy.divergence_threshold = 0.05, and you have 0.1."),
+        ("overlap", True, "This run has policy.overlap = False, and you have True."),
+        ("outer", {"lr": 0.5}, "This run has policy.outer = None, and you have {'lr': 0.5}."),
     ],
 )
 def test_a_differing_setting_of_the_policy_is_named(name: str, value: Any, sentence: str) -> None:

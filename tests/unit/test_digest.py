@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from potluck.engine.slices import digest, digest_and_glance, glance, hash_sums, sums_of_piece
+from potluck.engine.weight_hash import digest, digest_and_glance, glance, hash_sums, sums_of_piece
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
 

@@ -92,7 +92,7 @@ def test_where_the_published_rule_rounds_it_is_followed() -> None:
     ("options", "sentence"),
     [
         ({"world_size": 0}, "a world needs at least one rank, not 0"),
-        ({"world_size": 2, "anchor": 0}, "anchor must be at least 1 batch, not 0"),
+        ({"world_size": 2, "anchor": 0}, "anchor must be at least 1, not 0"),
         ({"world_size": 2, "max_anchor": 0}, "max_anchor must be at least 1"),
         ({"world_size": 2, "overhead_target": float("nan")}, "overhead_target must be a number"),
         ({"world_size": 2, "max_batch_diff": -1}, "max_batch_diff must be at least 0"),

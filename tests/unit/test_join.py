@@ -107,14 +107,13 @@ def test_a_recipe_that_wants_too_much_is_refused(more: str, said: str, tmp_path:
 def test_a_joiner_gives_what_is_free_and_not_what_others_use(monkeypatch: pytest.MonkeyPatch) -> None:
     from potluck.engine.engine import Engine
 
-    class Led(Engine):
-        is_led = True  # type: ignore[assignment]
-
     config = from_toml(recipe.RunConfig, RECIPE, source="here")
     monkeypatch.setattr(recipe, "free_memory_bytes", lambda: 1000)
     recipe._check_memory(config, Engine(), rows=100)
     with pytest.raises(ConfigError, match=r"needs .* of memory to be trained here, and this machine has 1 kB"):
-        recipe._check_memory(config, Led(), rows=100)
+        engine = Engine()
+        monkeypatch.setattr(engine.keeper, "is_led", True)
+        recipe._check_memory(config, engine, rows=100)
 
 
 @pytest.mark.parametrize(

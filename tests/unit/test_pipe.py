@@ -20,7 +20,7 @@ from potluck.fleet import pipe as pipe_module
 from potluck.fleet.client import Client
 from potluck.fleet.invite import Identity, client_context
 from potluck.fleet.pipe import Pipe
-from potluck.wire import Ready
+from potluck.wire.messages import Ready
 from tests.fleet.fleet import Fleet, wait_until
 from tests.unit.test_journal import DESCRIBED
 

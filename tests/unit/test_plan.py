@@ -143,11 +143,11 @@ def test_frozen_parameters_need_less() -> None:
         (lambda: balance(chain([1.0] * 2), [Device()], rows=0), "at least 1"),
         (
             lambda: balance(chain([1.0] * 2, [10, 1000]), [Device(memory_bytes=1500)] * 2),
-            r"Layer layers.1 alone needs 16.0 kB, and the devices have 1.5 kB, 1.5 kB. Add devices",
+            r"Layer layers.1 alone needs 16 kB, and the devices have 1.5 kB, 1.5 kB. Add devices",
         ),
         (
             lambda: balance(chain([1.0] * 3, [100] * 3), [Device(memory_bytes=1700)] * 2),
-            r"parameters need 4.8 kB and each micro-batch under way 0 B, and the devices, in their order, have 1.7 kB",
+            r"parameters need 4.8 kB and each micro-batch under way 0 bytes, and the devices, in their order",
         ),
     ],
 )
@@ -230,8 +230,8 @@ def test_a_plan_prints_as_a_table() -> None:
         *chain([1.0] * 4, [1000] * 4, [100] * 4),
     ]
     assert str(Plan.at(layers, (1, 4))).splitlines() == [
-        "stage  layers                        parameters  time  kept/row  sent/row",
-        "0      0       before                        10    0%       0 B    2.0 kB",
-        "1      1-3     layers.0 to layers.2       3,000   75%     300 B       0 B",
-        "2      4       layers.3                   1,000   25%     100 B         -",
+        "stage  layers                        parameters  time   kept/row  sent/row",
+        "0      0       before                        10    0%    0 bytes   2.05 kB",
+        "1      1-3     layers.0 to layers.2       3,000   75%  300 bytes   0 bytes",
+        "2      4       layers.3                   1,000   25%  100 bytes         -",
     ]

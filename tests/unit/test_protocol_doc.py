@@ -15,7 +15,7 @@ from potluck.engine import slices
 from potluck.engine.rows import mix
 from potluck.errors import TheirProtocolError
 from potluck.events import EpochDone
-from potluck.fleet import description, door, exchange, lobby, parcel, rounds, uploads
+from potluck.fleet import description, door, exchange, lobby, parcel, rounds, transfers
 from potluck.fleet.coordinator import LEGAL
 from potluck.fleet.description import Description
 from potluck.fleet.membership import Phase
@@ -152,7 +152,7 @@ def test_the_examples_are_what_the_code_makes_of_them() -> None:
         ("### The digest", slices.ROW_BYTES),
         ("### The description", slices.SMALL_BYTES),
         ("**A parcel**", parcel.CHUNK_BYTES),
-        ("**A parcel**", uploads.CHUNKS_AHEAD),
+        ("**A parcel**", transfers.CHUNKS_AHEAD),
         ("## Limits", (description.ENTRENAR_BYTES - 21) // 4),
     ],
 )
@@ -186,7 +186,7 @@ def test_every_sentence_of_a_refusal_is_told() -> None:
 
 def refusals() -> Iterator[str]:
     """The sentences that the coordinator's machines refuse with."""
-    for path in sorted(Path(uploads.__file__).parent.glob("*.py")):
+    for path in sorted(Path(transfers.__file__).parent.glob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "refuse":
                 yield from pieces(node.args[2])

@@ -4,10 +4,12 @@ import contextlib
 import dataclasses
 import inspect
 import io
+import os
 import re
 import shlex
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tyro
@@ -101,12 +103,28 @@ def test_the_first_run_gives_the_same_losses_on_one_worker_and_on_two() -> None:
     assert mine[-1] < 0.5 * mine[0]
 
 
+def last_samples(code: str, folder: str) -> float:
+    os.chdir(folder)
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(code, "guide", "exec"), names)
+    return float(names["fleet"].last_step.samples)
+
+
+def test_the_guides_trainer_and_loop_run_and_count_rows(tmp_path: Path) -> None:
+    whole, trainer = blocks(FIRST_RUN, "python")
+    begin = whole.split("fleet = ")[0]
+    scheduler = "scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)\n"
+    (loop,) = blocks(FIRST_RUN.with_name("your-own-loop.md"), "python")
+    for code in (begin + trainer, begin + scheduler + loop):
+        assert run_ranks(1, last_samples, code, str(tmp_path)) == [32.0]
+
+
 def test_the_api_page_names_every_public_thing_of_a_loop() -> None:
     on_page = set(re.findall(r"\w+", " ".join(code_in_sentences(API))))
     handle = {name for name in dir(Engine) if not name.startswith("_")}
     asked = {*inspect.signature(potluck.init).parameters, *inspect.signature(Engine.prepare).parameters} - {"self"}
-    kinds = {kind.__name__ for kind in events.Event.__args__}
-    fields = {field for kind in events.Event.__args__ for field in kind.__dataclass_fields__}
+    kinds = {kind.__name__ for kind in events.Event.__subclasses__()}
+    fields = {field for kind in events.Event.__subclasses__() for field in kind.__dataclass_fields__}
     assert sorted((handle | asked | kinds | fields | set(potluck.__all__)) - on_page) == []
 
 

@@ -13,7 +13,6 @@ from potluck.stages.schedule import (
     draw,
     expected_idle_share,
     forward_only,
-    idle_share,
     in_flight,
     per_worker,
     plan_orders,
@@ -23,6 +22,12 @@ from potluck.stages.schedule import (
 
 COSTS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
 NAMES = ["1f1b", "gpipe", "interleaved", "zero-bubble"]
+
+
+def idle_share(timed: Any) -> float:
+    """The part of the time that workers wait, from the first action to the last."""
+    length = max(each[-1].end for each in timed)
+    return 1 - sum(step.end - step.start for each in timed for step in each) / (length * len(timed))
 
 
 @given(st.sampled_from(NAMES), st.integers(1, 6), st.integers(1, 20))

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from potluck.show.picture import draw_comparison
-from potluck.show.timeline import Timeline, gain_sentence, read_timeline
+from potluck.show.picture import Timeline, draw_comparison, gain_sentence, read_timeline
 
 
 def write_run(path: Path, steps: list[tuple[float, list[tuple[int, float]], float]], validation: float | None) -> Path:

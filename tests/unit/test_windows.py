@@ -6,10 +6,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from potluck.agree.divergence import Divergence
 from potluck.agree.policy import ApplyPolicy, Async, Cadence, Outer, Sync
 from potluck.agree.shares import share_out
-from potluck.agree.windows import Decision, Pool, Report, Windows, after
+from potluck.agree.windows import Decision, Divergence, Pool, Report, Windows, after
 from potluck.engine.loader import even_batches
 from potluck.errors import ConfigError
 
@@ -169,7 +168,7 @@ def test_one_replica_is_an_error_that_names_the_way_out(policy: Cadence | Async)
 @pytest.mark.parametrize(
     ("kind", "options", "sentence"),
     [
-        (Cadence, {"anchor": 0}, "anchor must be at least 1 batch, not 0"),
+        (Cadence, {"anchor": 0}, "anchor must be at least 1, not 0"),
         (Async, {"divergence_threshold": -0.1}, "divergence_threshold must be at least 0, not -0.1"),
         (Cadence, {"overlap": True, "outer": Outer()}, "switch one of them off"),
         (Outer, {"lr": 0.0}, "lr must be above 0"),

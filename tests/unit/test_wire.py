@@ -12,23 +12,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from potluck.errors import OurProtocolError, TheirProtocolError, WireError
-from potluck.wire import (
-    CODECS,
+from potluck.wire.codec import CODECS, codec_of, decode, encode, is_bulk, open_bulk
+from potluck.wire.frames import FrameReader
+from potluck.wire.messages import (
     MESSAGES,
     PUBLISHED,
     BlockGradientPayload,
-    FrameReader,
     GradientPayload,
     Heartbeat,
     JoinRequest,
+    Kind,
     Message,
-    codec_of,
-    decode,
-    encode,
-    is_bulk,
-    open_bulk,
+    layout,
 )
-from potluck.wire.messages import Kind, layout
 
 VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "wire.json").read_text())
 BY_NAME = {message.__name__: message for message in MESSAGES}

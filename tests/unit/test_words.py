@@ -15,8 +15,7 @@ from potluck.events import RunStarted, StepDone, WorkerCame, WorkerStep
 from potluck.fleet.client import Client
 from potluck.fleet.description import Description
 from potluck.show.progress import Progress
-from potluck.wire import Applied, Heartbeat, Hello, JoinRequest, Leave, Message, Ready, Refusal, Welcome
-from potluck.wire.messages import Saved
+from potluck.wire.messages import Applied, Heartbeat, Hello, JoinRequest, Leave, Message, Ready, Refusal, Saved, Welcome
 from potluck.wire.words import NAME, SENTENCE, clean, clean_all, heard
 from tests.fleet.fleet import Fleet, wait_until
 from tests.unit.test_journal import DESCRIBED
@@ -92,7 +91,7 @@ def test_a_workers_name_reaches_the_hosts_events_cleaned(tmp_path: Path) -> None
 
 def test_a_hosts_refusal_reaches_the_joiner_cleaned(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path)
-    fleet.server.core.run.finished = "over\x1b[2J"
+    fleet.server.core.finished = "over\x1b[2J"
     client = Client(fleet.invite, name="w", kind="cpu", say=lambda sentence: None)
     with pytest.raises(Exception, match=r"The run has ended: over\?\[2J"):
         client.connect()

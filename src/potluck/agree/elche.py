@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 
 from potluck.agree.shares import share_out
+from potluck.words import check_at_least
 
 LEAST_TARGET, MOST_TARGET = 0.01, 0.50
 LEAST_MS = 0.001
@@ -30,14 +31,10 @@ class ElChe:
     ) -> None:
         if world_size < 1:
             raise ValueError(f"a world needs at least one rank, not {world_size}")
-        if anchor < 1:
-            raise ValueError(f"anchor must be at least 1 batch, not {anchor}")
-        if max_anchor < 1:
-            raise ValueError(f"max_anchor must be at least 1 batch, not {max_anchor}")
+        check_at_least(1, anchor=anchor, max_anchor=max_anchor)
+        check_at_least(0, max_batch_diff=max_batch_diff)
         if not math.isfinite(overhead_target):
             raise ValueError(f"overhead_target must be a number, not {overhead_target}")
-        if max_batch_diff is not None and max_batch_diff < 0:
-            raise ValueError(f"max_batch_diff must be at least 0, not {max_batch_diff}")
         self.world_size = world_size
         self.anchor = min(anchor, max_anchor)
         """Batches of the slowest rank in one window."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from potluck.agree.elche import ElChe
-from potluck.words import insist_at_most
+from potluck.words import check_at_least, insist_at_most
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,8 +102,7 @@ class Async(_Windowed):
 
     def __post_init__(self) -> None:
         _Windowed.__post_init__(self)
-        if not self.divergence_threshold >= 0:
-            raise ValueError(f"divergence_threshold must be at least 0, not {self.divergence_threshold}")
+        check_at_least(0, divergence_threshold=self.divergence_threshold)
 
 
 Windowed = Cadence | Async

@@ -41,21 +41,24 @@ class Verdict:
 def decide_step(pulses: Sequence[Pulse], norm_of_sum: float, unit: float, clip: float | None) -> Verdict:
     """`unit` is what each worker's gradient was multiplied by, beside its number of samples."""
     samples = sum(pulse.samples for pulse in pulses)
-    if not samples:
-        return Verdict(0.0, math.nan, math.nan, math.nan, "the step has no samples")
-    loss = sum(pulse.loss_sum for pulse in pulses) / samples
-    scale = 1 / (samples * unit)
+    loss_sum = sum(pulse.loss_sum for pulse in pulses)
     culprits = [str(rank) for rank, pulse in enumerate(pulses) if not math.isfinite(pulse.loss_sum)]
     fault = f"the loss of worker {' and '.join(culprits)} is not finite" if culprits else None
-    return decide_mean(samples, loss, norm_of_sum * scale, scale, clip, fault)
+    return _decide(samples, loss_sum, norm_of_sum, unit, clip, fault)
 
 
 def decide_alone(samples: float, loss_sum: float, norm_of_sum: float, unit: float, clip: float | None) -> Verdict:
     """Of a replica that steps by itself."""
+    fault = None if math.isfinite(loss_sum) else "the loss is not finite"
+    return _decide(samples, loss_sum, norm_of_sum, unit, clip, fault)
+
+
+def _decide(
+    samples: float, loss_sum: float, norm_of_sum: float, unit: float, clip: float | None, fault: str | None
+) -> Verdict:
     if not samples:
         return Verdict(0.0, math.nan, math.nan, math.nan, "the step has no samples")
     scale = 1 / (samples * unit)
-    fault = None if math.isfinite(loss_sum) else "the loss is not finite"
     return decide_mean(samples, loss_sum / samples, norm_of_sum * scale, scale, clip, fault)
 
 

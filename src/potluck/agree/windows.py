@@ -1,28 +1,55 @@
-"""What each replica does until the next agreement, decided from what all of them told of the last window. Pure.
+"""What each replica does until the next agreement, decided from what all of them reported of the last window. Pure.
 
 Everybody who hears the same reports decides the same, so that ranks of a process group need nobody to lead them.
 """
 
+import itertools
 import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from potluck.agree.divergence import Divergence
 from potluck.agree.elche import LEAST_TARGET, MOST_TARGET
 from potluck.agree.policy import Windowed, make_elche
 from potluck.agree.shares import share_out
 from potluck.errors import ConfigError
-from potluck.words import plural
+from potluck.words import check_at_least, plural
+
+RISING = 3
+"""Windows in a row in which it rose."""
+
+
+class Divergence:
+    """Takes each window's largest |own - mean| / |mean| over the replicas."""
+
+    def __init__(self, threshold: float) -> None:
+        check_at_least(0, threshold=threshold)
+        self.threshold = threshold
+        self._last: deque[float] = deque(maxlen=RISING + 1)
+
+    def report(self, value: float) -> bool:
+        """Whether it has risen three windows running, and is above the threshold now; then it starts anew."""
+        if not math.isfinite(value):
+            value = math.inf
+        self._last.append(value)
+        found = list(self._last)
+        is_rising = len(found) == RISING + 1 and all(a < b for a, b in itertools.pairwise(found))
+        if is_rising and value > self.threshold:
+            self._last.clear()
+            self._last.append(value)
+            return True
+        return False
+
 
 SPARE = 0.25
 """Of its part that a replica may do beyond it, if it turns out to be faster."""
 BRISK = 1.5
-"""A replica so many times faster than the slowest goes on beyond its part while others have not done theirs."""
+"""A replica at least this many times faster than the slowest continues beyond its part while others do theirs."""
 NUDGE = 0.5
 PROBE = 2
 """Batches of each replica in the first window, which only tells how fast they are: the fast ones wait in it."""
 JUMP = 1.3
-"""A replica that is so many times faster or slower than before is measured anew, and not blended with what it was."""
+"""A replica that is this many times faster or slower than before is measured anew: its old speed says nothing."""
 
 LEAST_S, MOST_S = 1e-6, 1e6
 """Of a batch. A clock that says otherwise is wrong, or a liar's: what follows from it would not be a number of rows."""
@@ -159,7 +186,7 @@ class Windows:
             )
 
     def change(self, names: Sequence[str]) -> None:
-        """Others are there now. Whoever stays keeps its measured speed; a newcomer counts as a typical one."""
+        """Others are there now. One that stays keeps its measured speed; a newcomer counts as a typical one."""
         old, known = self.elche, dict(zip(self.names, self.elche.ms_per_batch, strict=True))
         if list(names) == self.names:
             return
@@ -209,7 +236,7 @@ class Pool:
         return taken
 
     def take_in_pairs(self, decision: Decision, most: int) -> tuple[Decision, list[list[tuple[int, int]]]]:
-        """What each replica takes, at most so many rows in all: no single row, of which BatchNorm can take no mean.
+        """What each replica takes, at most `most` rows in all: no single row, of which BatchNorm can take no mean.
 
         A row that is left alone between two that are done would have to be a batch by itself.
         """
@@ -233,7 +260,7 @@ class Pool:
 
 
 def after(ranges: Sequence[tuple[int, int]], rows: int) -> list[tuple[int, int]]:
-    """What is left of these once so many rows of them are done, in order."""
+    """What is left of these once `rows` rows of them are done, in order."""
     left = []
     for start, end in ranges:
         done = min(end - start, rows)

@@ -3,16 +3,17 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from potluck.engine.run_state import RunState
+from potluck.engine.standing import check_standing, stand_at, standing_as_json
 from potluck.events import Recovered
 
 if TYPE_CHECKING:
-    from potluck.engine.engine import Engine
     from potluck.save.buddies import Buddies
 
 
 class Copies:
-    def __init__(self, engine: "Engine") -> None:
-        self._engine = engine
+    def __init__(self, run: RunState) -> None:
+        self._run = run
         self._buddies: Buddies | None = None
         self._recovered: Recovered | None = None
         """Told with the first step, when everybody listens."""
@@ -23,36 +24,36 @@ class Copies:
 
     def begin(self) -> None:
         """Goes on from what those who are left had kept, if one was lost; from here on, all keep copies anew."""
-        engine = self._engine
-        if not engine.composition.buddy_every:
+        run = self._run
+        if not run.composition.buddy_every:
             return
         from potluck.save.buddies import Buddies, recover
 
-        recovery = engine.recovery
+        recovery = run.recovery
         if recovery is not None:
-            standing = recover(recovery, engine._sharded())
-            engine._prepared().remember_buffers()
-            engine._check_standing(Path("What the workers had kept in memory"), standing)
-            engine._stand_at(standing)
-            engine.seed_random(standing["seed"])
-            self._recovered = Recovered(step=engine.step_number, lost=recovery.lost, workers=engine.world)
-        if engine.world > 1:
-            self._buddies = Buddies(engine.link, engine.composition.buddy_every)
+            standing = recover(recovery, run.sharded())
+            run.prepared().remember_buffers()
+            check_standing(run, Path("What the workers had kept in memory"), standing)
+            stand_at(run, standing)
+            run.seed_random(standing["seed"])
+            self._recovered = Recovered(step=run.step_number, lost=recovery.lost, workers=run.link.world)
+        if run.link.world > 1:
+            self._buddies = Buddies(run.link, run.composition.buddy_every)
         self.refresh()
-        if recovery is not None and engine.rank == 0:
+        if recovery is not None and run.link.rank == 0:
             recovery.forget()
 
     def tell(self) -> None:
         if self._recovered is not None:
-            self._engine.events.emit(self._recovered)
+            self._run.events.emit(self._recovered)
             self._recovered = None
 
     def refresh_if_due(self) -> None:
-        if self._buddies is not None and self._buddies.is_due(self._engine.step_number):
+        if self._buddies is not None and self._buddies.is_due(self._run.step_number):
             self.refresh()
 
     def refresh(self) -> None:
-        engine = self._engine
+        run = self._run
         if self._buddies is not None:
-            folder = str(engine.run_folder) if engine.run_folder is not None else None
-            self._buddies.refresh(engine._sharded(), engine._standing_as_json() | {"folder": folder})
+            folder = str(run.caller.folder) if run.caller.folder is not None else None
+            self._buddies.refresh(run.sharded(), standing_as_json(run) | {"folder": folder})

@@ -104,4 +104,4 @@ class Draft:
         """Some rows of the data, to measure what layers cost."""
         batch = BatchConfig(size=min(len(dataset), self.rows))
         host = torch.device("cpu")
-        return next(Loader(dataset, batch, shares=(1.0,), rank=0, device=host, collate=collate).once())
+        return next(Loader(dataset, batch, device=host, collate=collate).once())

@@ -12,16 +12,15 @@ In the last step of an epoch there may be fewer rows than workers; one that has 
 and its loop body does not run. What must happen at every step on every worker belongs in `fleet.after_step`; a
 learning-rate scheduler is prepare()'s. An optimizer.zero_grad() is not needed, and does nothing.
 
-It knows where the run stands (step, rows, position in the epoch) and makes every decision that all workers must
-make alike: to apply a gradient or to skip it, to stop, to have ended an epoch.
+It is made of a run's state and three parts, none of which knows which kind the others are: layers say how rows go
+through this worker's replica, rounds how replicas agree, and the keeper who keeps the run. parts.py puts them together.
 """
 
-import json
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
@@ -29,34 +28,28 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from potluck.agree.policy import ApplyPolicy, Sync
-from potluck.agree.terms import UNCOMPARED
-from potluck.composition import Composition
+from potluck.composition import Wanted, check_data, compose
 from potluck.engine.compiling import Compiling, expect_any_rows
-from potluck.engine.copies import Copies
 from potluck.engine.fingerprint import training_settings
-from potluck.engine.layers import WholeLayers
 from potluck.engine.loader import BatchConfig, Loader
-from potluck.engine.losses import LossFunction, insist_on_mean
-from potluck.engine.replica import Replica, StepConfig, find_batch_norm, insist_on_memory
+from potluck.engine.losses import LossFunction
+from potluck.engine.parts import Parts, over_group
+from potluck.engine.replica import find_batch_norm, insist_on_memory
 from potluck.engine.rounds import Collate
 from potluck.engine.rows import as_dataset
 from potluck.engine.run_state import RunState
 from potluck.engine.scheduled import Scheduled
-from potluck.engine.steps import Steps
-from potluck.engine.windows import Windows
-from potluck.errors import ConfigError, Interrupted, WorkerLost
-from potluck.events import EpochDone, StepDone, StepSkipped
-from potluck.fleet.ledger import Ledger, prove
-from potluck.link.link import Link, loss_of_peer
+from potluck.engine.switches import StepConfig
+from potluck.errors import ConfigError
+from potluck.events import EpochDone, EventLog, StepDone, StepSkipped
+from potluck.link.link import Alone, Link
+from potluck.save.kept import Kept
 from potluck.shard.strategy import NoShard, ShardingStrategy
 from potluck.signals import on_interrupt
 from potluck.words import plural
 
-if TYPE_CHECKING:
-    from potluck.engine.staged import StagedLayers
 
-
-class Engine(RunState):
+class Engine:
     def __init__(
         self,
         link: Link | None = None,
@@ -65,37 +58,22 @@ class Engine(RunState):
         policy: ApplyPolicy = Sync(),
         strategy: ShardingStrategy = NoShard(),
         step: StepConfig = StepConfig(),
-        composition: Composition | None = None,
-        layers: Callable[["Engine"], "WholeLayers | StagedLayers"] = WholeLayers,
+        wanted: Wanted | None = None,
+        parts: Callable[[RunState], Parts] = over_group,
     ) -> None:
-        """`composition`: what the run is made of, if whoever makes this has composed it already."""
-        super().__init__(link, device, policy=policy, strategy=strategy, step=step, composition=composition)
-        self._has_failed = False
-        self._data: dict[str, Any] = {}
-        """What prepare() was given of the data."""
-        self.copies = Copies(self)
-        self.layers = layers(self)
-        self.rounds = Windows(self) if self.composition.window is not None and not self.is_led else Steps(self)
-
-    @property
-    def parameters(self) -> int:
-        """How many numbers the whole model has, whoever holds them."""
-        return self.layers.parameters
-
-    @property
-    def lanes(self) -> int:
-        """Among how many each batch is shared out: all workers, or the pipelines that they make up."""
-        return self.layers.lanes
-
-    @property
-    def _computers(self) -> int:
-        """Among how many a batch is cut before anybody computes its rows; a node's ranks each compute a part."""
-        return self.lanes
-
-    @property
-    def lane(self) -> int:
-        """Which of them this worker is."""
-        return self.layers.lane
+        """`wanted`: what was asked for, if that is more than a policy and a strategy. `parts`: what this is made of."""
+        self.link = link or Alone()
+        self.device = device or torch.device("cpu")
+        wanted = wanted or Wanted(
+            policy=policy,
+            strategy=strategy,
+            world=self.link.world,
+            offload_optimizer=step.offload_optimizer,
+            on_gpu=self.device.type == "cuda",
+        )
+        self.run = RunState(self.link, self.device, step, wanted, compose(wanted))
+        self.layers, self.rounds, self.keeper = parts(self.run)
+        self._compiling: Compiling | None = None
 
     @overload
     def prepare(
@@ -141,68 +119,68 @@ class Engine(RunState):
         `loss` is needed only where the model is cut into stages: see train().
         `scheduler` is stepped here, once per step of the run under every policy; you do not step it.
         """
-        if self.replica is not None:
+        run = self.run
+        if run.replica is not None:
             raise ConfigError(
                 "prepare() was called already, and a run trains one model with one optimizer. Put several models into"
                 " one nn.Module, and their parameters into groups of one optimizer."
             )
-        micro_batch_size = self.layers.check(dataset, loss, micro_batch_size)
-        self.rounds.insist_on_data(dataset)
+        given = {"micro_size": micro_batch_size, "slices": slices}
+        micro_batch_size = check_data(run.wanted, **given, has_data=dataset is not None, has_loss=loss is not None)
         if dataset is not None:
             dataset = as_dataset(dataset)
             self.introduce(model, optimizer, dataset, batch_size=batch_size, seed=seed)
         if isinstance(model, nn.Module):
             insist_on_memory(model)
-        self.training = training_settings(optimizer, self.config.clip) | self.training
-        self._scheduled = Scheduled(scheduler, optimizer) if scheduler is not None else None
-        self._batch_norm = find_batch_norm(model) if isinstance(model, nn.Module) else None
-        self._data = {"batch_size": batch_size, "dataset": dataset, "loss": loss, "collate": collate}
-        self.replica = self._make_replica(model, optimizer)
-        if self.config.compile:
-            self._compiling = Compiling(self._say)
+            run.batch_norm = find_batch_norm(model)
+        run.caller.training = training_settings(optimizer, run.config.clip) | run.caller.training
+        run.scheduled = Scheduled(scheduler, optimizer) if scheduler is not None else None
+        data = {"batch_size": batch_size, "dataset": dataset, "loss": loss, "collate": collate}
+        run.replica = self.layers.make_replica(model, optimizer, self.rounds, data)
+        self.rounds.begin(run.replica)
+        if run.config.compile:
+            self._compiling = Compiling(run.say)
         if dataset is None:
-            self.copies.begin()
-            return self.replica.model, optimizer
+            self.keeper.begin()
+            return run.replica.model, optimizer
         try:
             batch = BatchConfig(size=batch_size, micro_size=micro_batch_size, fetchers=fetchers, slices=slices)
         except ValueError as error:
             raise ConfigError(f"batch {error}.") from None
-        if slices is not None:
-            self._insist_on_slices(slices)
+        if slices is not None and not run.wanted.has_host:
+            run.notice("batch.slices has no effect here: it cuts the batches that a host hands out.")
+        return run.replica.model, optimizer, self._prepare_data(dataset, batch, seed, collate)
+
+    def _prepare_data(self, dataset: Any, batch: BatchConfig, seed: int, collate: Collate) -> Loader:
+        run, replica = self.run, self.run.prepared()
         # A power of two, so that it changes no digit of any gradient; it only keeps sums in the range of means.
-        self._unit = 2.0 ** -round(math.log2(batch.size))
-        self.loader = self._make_loader(dataset, batch, seed, collate)
-        if self.config.compile and not (self.rounds.has_fixed_shares and self.loader.is_even):
-            expect_any_rows(self.replica.model)
-        self._listen_to(self.loader)
-        self.copies.begin()
-        self.start()
+        run.unit = 2.0 ** -round(math.log2(batch.size))
+        loader = run.loader = self.rounds.make_loader(dataset, batch, seed, collate)
+        if run.config.compile and not (self.rounds.has_fixed_shares and loader.is_even):
+            expect_any_rows(replica.model)
+        if run.batch_norm is not None:
+            self._warn_of_single_rows(run.batch_norm, loader)
+        loader.on_epoch_end = self.keeper.end_of_epoch
+        loader.on_stand_in = lambda: run.stand_in.enter_context(replica.buffers_kept())
+        loader.is_stopped = lambda: run.stopping
+        self.keeper.begin()
+        run.start_of_step()
         self.layers.settle_in()
-        return self.replica.model, optimizer, self.loader
-
-    def _listen_to(self, loader: Loader) -> None:
-        if self._batch_norm is not None:
-            self._warn_of_single_rows(self._batch_norm, loader)
-        loader.on_epoch_end = self._end_of_epoch
-        loader.on_stand_in = lambda: self._stand_in.enter_context(self._prepared().buffers_kept())
-        loader.is_stopped = lambda: self.stopping
-
-    def _insist_on_slices(self, slices: int) -> None:
-        self.notice("batch.slices has no effect here: it cuts the batches that a host hands out.")
+        return loader
 
     def _warn_of_single_rows(self, layer: str, loader: Loader) -> None:
         """Those that no plan can avoid, before the first step."""
         size, micro = loader.batch.size, loader.batch.micro_size
         if micro == 1:
             where, advice = "micro-batches have 1 row", "make them larger"
-        elif size < 2 * self._computers:
-            where = f"some of {plural(self._computers, 'worker')} have 1 row of a batch of {size}"
+        elif size < 2 * self.layers.lanes:
+            where = f"some of {plural(self.layers.lanes, 'worker')} have 1 row of a batch of {size}"
             advice = "use more rows"
         elif loader.rows % size == 1:
             where, advice = f"the last of {loader.rows:,} rows is a batch by itself", "leave it out, or change the size"
         else:
             return
-        self.notice(
+        self.run.notice(
             f"{layer} takes means over the values of a channel, and {where}. Unless rows have several values of each"
             f" channel, as images have, the run stops there: {advice}."
         )
@@ -221,71 +199,49 @@ class Engine(RunState):
         Ctrl-C stops all workers after the step that is under way, saves in `folder` (if there is none, in the one that
         load() was given), and raises Interrupted; the end is saved there too. Under a host it is the host that saves.
         """
-        if self.loader is None:
+        run = self.run
+        if run.loader is None:
             raise ConfigError("epochs() counts passes over the dataset: give prepare() one, and a batch_size.")
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
             raise ConfigError(f"epochs() takes how many the run has, a whole number of at least 1, not {count!r}.")
-        self.rows_limit = count * self.loader.rows
-        self.told = self.told | {"steps_total": count * -(-self.loader.rows // self.loader.batch.size)}
+        run.caller.rows_limit = count * run.loader.rows
+        run.caller.told |= {"steps_total": count * -(-run.loader.rows // run.loader.batch.size)}
         return self._care_for(count, Path(folder) if folder is not None else None)
 
     def _care_for(self, count: int, folder: Path | None) -> Iterator[int]:
         with on_interrupt(self.request_stop):
             yield from self.passes(count)
-            if self._position().epoch < count:
-                self._end_early(folder or self._folder)
-            self._end_well(folder or self._folder)
+            if self.run.position.epoch < count:
+                self.keeper.end_early(folder)
+            self.keeper.end_well(folder)
 
     def passes(self, count: int) -> Iterator[int]:
         """As epochs(), for a caller that hears Ctrl-C, saves and shows the run itself."""
-        self._is_counted = True
-        self._begin_run()
-        loader = self.loader
+        run, loader = self.run, self.run.loader
         assert loader is not None
-        if (done := self._position().epoch) >= count and not self.is_led:
-            self.notice(
-                f"This run has done {done} of its epochs, and {count} {'was' if count == 1 else 'were'} asked for:"
-                " nothing is left to train. Ask for more epochs to continue it."
-            )
+        run.caller.counts_epochs = True
+        self.keeper.begin_run(count)
         while True:
             if loader.position.row >= loader.rows:
                 loader.end_epoch()
-            if self.stopping or loader.position.epoch >= count:
+            if run.stopping or loader.position.epoch >= count:
                 return
-            before = self.step_number, loader.position.epoch, loader.given
+            before = run.step_number, loader.position.epoch, loader.given
             yield loader.position.epoch
-            if before == (self.step_number, self._position().epoch, loader.given) and not self.stopping:
+            if before == (run.step_number, run.position.epoch, loader.given) and not run.stopping:
                 raise ConfigError(
                     "An epoch of fleet.epochs() has passed without a step. Iterate over the loader in each of them, and"
                     " call backward() and step() for every batch."
                 )
-
-    def _begin_run(self) -> None:
-        """Before the first epoch."""
-
-    def _end_early(self, folder: Path | None) -> NoReturn:
-        """The run was stopped: what is done is saved, and a sentence says where."""
-        where = " Nothing was saved: name a folder for that, as in fleet.epochs(3, 'runs/mine')."
-        if folder is not None:
-            self._save_once(folder)
-            where = f" Saved in {folder}, from where fleet.load() goes on."
-        raise self.interrupted(f"Stopped after step {self.step_number}.{where}")
-
-    def _end_well(self, folder: Path | None) -> None:
-        if folder is not None:
-            self._save_once(folder)
-
-    def _save_once(self, folder: Path) -> None:
-        if self._saved_last != (folder, self.step_number):
-            self.save(folder)
-        self.wait_for_saves()
 
     def train(self, loss_of: LossFunction, batch: Any) -> None:
         """Forward and backward of one batch of the loader, also where the model is cut into stages.
 
         Then step(). `loss_of(model, batch)` gives the mean loss over the batch's rows, or (mean, samples).
         """
-        self.layers.train(loss_of, batch)
+        found = self.layers.train(loss_of, batch)
+        if found is not None:
+            self.rounds.backward(*found, last=None)
 
     def backward(self, loss: Tensor, *, samples: float, last: bool | None = None) -> None:
         """The gradient of a mean over `samples`, weighted by them: rows, or tokens, as you count.
@@ -293,30 +249,7 @@ class Engine(RunState):
         `last` says whether the next call is step(); the loader knows it, and without one it is taken to be so.
         """
         self.layers.insist_on_backward()
-        replica = self._prepared()
-        loss = insist_on_mean(loss, samples)
-        micro = self.loader.current if self.loader is not None else None
-        if last is None:
-            last = micro is None or micro.last
-        replica.arm(last=last)
-        self._stand_in.close()
-        if micro is not None and not micro.counts:
-            samples = 0.0
-        if samples:  # a mean over nothing is not a number, and has no gradient
-            (loss * (samples * self._unit)).backward()  # type: ignore[no-untyped-call]
-        replica.end_backward()
-        tally = self.tally
-        if samples:
-            tally.loss_sum = tally.loss_sum + loss.detach().reshape(()) * samples  # in float64, if the loss is
-            tally.samples += samples
-        tally.is_last, tally.is_untouched = last, False
-        if micro is None:
-            tally.rows += int(samples)
-        elif micro is not self._trained and micro.counts:  # several backwards of one batch still use its rows once
-            tally.rows += micro.end - micro.start
-            self._ledger.record(micro.start, micro.end)
-            self._trained = micro
-        replica.seal()
+        self.rounds.backward(loss, samples, last)
 
     def step(self) -> StepDone | StepSkipped | None:
         """Steps the optimizer once the step's last micro-batch is done; before that it does nothing.
@@ -328,79 +261,43 @@ class Engine(RunState):
 
     def evaluate(self, loss_of: LossFunction, dataset: Any, batch_size: int) -> float:
         """The mean loss over a dataset, each worker computing its share. Nothing is trained."""
-        self.rounds.settle()
-        model = self._prepared().model
-        rows = as_dataset(dataset)
-        loader = Loader(
-            rows,
-            BatchConfig(size=max(1, len(rows)), micro_size=max(1, batch_size // self.lanes)),
-            shares=self._shares(None) if self.rounds.has_fixed_shares or self.loader is None else self.loader.shares,
-            rank=self.lane,
-            device=self.device,
-            collate=self.loader.collate if self.loader is not None else None,
-            in_step=self._prepared().in_step,
-        )
-        were_training = [module for module in model.modules() if module.training]
-        model.eval()
-        with torch.no_grad():
-            total, count = self.layers.look(loss_of, loader)
-        for module in were_training:
-            module.training = True
-        sums = self.link.gather_rows([total, count])
-        counted = sum(row[1] for row in sums)
-        return sum(row[0] for row in sums) / counted if counted else math.nan
+        return self.keeper.evaluate(loss_of, dataset, batch_size)
 
     def save(self, folder: str | Path, *, keep_last: int = 2) -> None:
-        """Saves a checkpoint below `folder`: call it on every worker.
+        """Saves a checkpoint below `folder`: call it on every worker. Under a host it is the host that saves.
 
         Returns once it is in host memory; the disk is written meanwhile.
         """
-        self.rounds.settle()
-        standing, kept = self._take_standing()
-        self._saves.save(Path(folder), self._prepared(), standing, keep_last, kept)
-        self._saved_last = Path(folder), standing["step"]
-        self.layers.on_saved()
+        self.keeper.save(Path(folder), keep_last)
 
     def load(self, folder: str | Path) -> bool:
         """Goes on from the newest whole checkpoint below `folder`, on any number of workers. False if there is none.
 
-        A run that has just outlived a loss stays where it is.
+        A run that has just outlived a loss stays where it is. Under a host: whether the run is past its beginning.
         """
-        self._folder = Path(folder)
-        if self.copies.has_just_recovered:
-            return True
-        standing = self._saves.load(Path(folder), self._prepared(), self._check_standing)
-        self.rounds.on_loaded()
-        if standing is None:
-            return False
-        self._stand_at(standing)
-        self.loaded_from = Path(standing["path"])
-        self._saved_last = self._folder, self.step_number
-        if self.loader is not None and self.loader.position.row >= self.loader.rows:
-            self.loader.end_epoch()
-        if standing["workers"] != self.world:
-            self.seed_random(standing["seed"])
-        self.copies.refresh()
-        return True
-
-    def last_words(self) -> str:
-        """Where the run stands when it is stopped."""
-        return f"Stopped after step {self.step_number}."
+        return self.keeper.load(Path(folder))
 
     def wait_for_saves(self) -> None:
         """Until every checkpoint is on the disk: call it on every worker."""
-        self._saves.wait_together()
+        self.keeper.wait_for_saves()
+
+    def request_stop(self) -> None:
+        """Asks all workers to stop together after the step in which they hear of it."""
+        self.keeper.request_stop()
+
+    def seed_random(self, seed: int) -> None:
+        """Every worker draws its own numbers, the same in every run of this seed and this many workers."""
+        self.keeper.seed_random(seed)
 
     def close(self) -> None:
-        """Ends what is still being written, and leaves the group."""
-        self.layers.close(has_failed=self._has_failed)
+        """Ends what is still being written, and leaves the run."""
+        self._close(None)
+
+    def _close(self, error: BaseException | None) -> None:
         if self._compiling is not None:
             self._compiling.close()
             self._compiling = None
-        try:
-            self._saves.wait()
-        finally:
-            self.link.close()
+        self.keeper.close(error)
 
     def __enter__(self) -> "Engine":
         return self
@@ -408,41 +305,90 @@ class Engine(RunState):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._has_failed = error is not None and not isinstance(error, Interrupted)
-        if isinstance(error, WorkerLost) or (error is not None and loss_of_peer(error) is not None):
-            self._saves.one_is_gone()
-        self.close()
+        self._close(error)
 
-    def _end_of_epoch(self) -> None:
-        assert self.loader is not None
-        mine = json.dumps([self.layers.fingerprint(self._prepared()), self._ledger.ranges]).encode()
-        told = [json.loads(data) for data in self.link.gather_bytes(mine)]
-        proof = prove(((a, b) for _, ranges in told for a, b in ranges), self.loader.rows)
-        same = len({fingerprint for fingerprint, _ in told}) == 1
-        weights = "all workers hold the same weights"
-        if not same:
-            self._prepared().align()
-            weights = "THE WORKERS' WEIGHTS HAD DRIFTED APART, and are worker 0's again"
-        skipped = f", {self._skipped_rows:,} of them in steps that were skipped" if self._skipped_rows else ""
-        unseen = "" if self.data else UNCOMPARED
-        self._ledger, self._skipped_rows = Ledger(), 0
-        epoch = self.loader.position.epoch
-        self.last_epoch = EpochDone(
-            epoch=epoch,
-            used=proof.used,
-            total=proof.total,
-            same_weights=same,
-            sentence=f"Epoch {epoch + 1}: {proof}{skipped}" + (f"{unseen}; {weights}." if self.world > 1 else "."),
-        )
-        self.events.emit(self.last_epoch)
+    # What a loop may ask
 
-    # What a host's worker makes otherwise
+    @property
+    def rank(self) -> int:
+        return self.keeper.rank
 
-    def _make_replica(self, model: nn.Module, optimizer: Optimizer) -> Replica:
-        """Called once."""
-        replica = self.layers.make_replica(model, optimizer, self.rounds, self._data)
-        self.rounds.begin(replica)
-        return replica
+    @property
+    def world(self) -> int:
+        return self.keeper.world
 
-    def _make_loader(self, dataset: Any, batch: BatchConfig, seed: int, collate: Collate) -> Loader:
-        return self.rounds.make_loader(dataset, batch, seed, collate)
+    @property
+    def is_led(self) -> bool:
+        """Whether a host leads this worker: it keeps the run's folder, and hands out the work."""
+        return self.keeper.is_led
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers the whole model has, whoever holds them."""
+        return self.layers.parameters
+
+    @property
+    def layout(self) -> str:
+        """How a model that is cut lies on the workers, as lines to be shown."""
+        return self.run.layout
+
+    @property
+    def version(self) -> int:
+        """Agreements so far."""
+        return self.keeper.version
+
+    @property
+    def step_number(self) -> int:
+        return self.run.step_number
+
+    @property
+    def rows_seen(self) -> int:
+        return self.run.rows_seen
+
+    @property
+    def skipped(self) -> int:
+        return self.run.skipped
+
+    @property
+    def stopping(self) -> bool:
+        """Every worker has agreed to stop after the step that is done."""
+        return self.run.stopping
+
+    @property
+    def last_step(self) -> StepDone | None:
+        """The last step that was applied, on every worker alike: also on one that had no rows of it."""
+        return self.run.events.last_step
+
+    @property
+    def last_epoch(self) -> EpochDone | None:
+        """What was proved of the epoch that ended last."""
+        return self.run.last_epoch
+
+    @property
+    def events(self) -> EventLog:
+        return self.run.events
+
+    @property
+    def after_step(self) -> list[Callable[[], None]]:
+        """Called on every worker once per step of the run, also for one in which this worker had no rows. Where workers
+        step by themselves, all steps of a window are told when it has ended and the weights are those agreed on."""
+        return self.run.after_step
+
+    @property
+    def after_agreement(self) -> list[Callable[[], None]]:
+        """Called on every worker when all hold the same weights again: after each step, or after each window."""
+        return self.run.after_agreement
+
+    @property
+    def state(self) -> Kept:
+        """What you want kept beside the model: saved, sent to whoever joins, and put back by load()."""
+        return self.run.state
+
+    @property
+    def lr_factor(self) -> Callable[[int], float] | None:
+        """The share of its peak that the learning rate has for the step which ends at so many rows; none: yours."""
+        return self.run.caller.lr_factor
+
+    @lr_factor.setter
+    def lr_factor(self, factor: Callable[[int], float] | None) -> None:
+        self.run.caller.lr_factor = factor

@@ -120,7 +120,7 @@ class BufferRun(Run):
 
     def __init__(self, module: nn.Module, key: str, span: Span) -> None:
         self._seat = (module, key)
-        self.spans = (span,)
+        self.span = span
 
     @property
     def parameter(self) -> Tensor:  # type: ignore[override]
@@ -150,14 +150,13 @@ class HeldPart(Sharded):
         """By name: the runs that hold numbers of it."""
         stepped = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         for run, is_ours in self._found():
-            if not is_ours or not any(is_first_of[span.name] for span in run.spans):
+            if not is_ours or not is_first_of[run.span.name]:
                 self.mirrors.append(run)
             elif id(run.parameter) in stepped:
                 self.runs.append(run)
             else:
                 self.rest.append(run)
-            for span in run.spans:
-                self._having.setdefault(span.name, []).append(run)
+            self._having.setdefault(run.span.name, []).append(run)
 
     def _found(self) -> Iterator[tuple[Run, bool]]:
         """What is here, and whether it is this rank's to write: what is not split, each rank of the stage has."""
@@ -172,7 +171,7 @@ class HeldPart(Sharded):
         for name, tensor in held_in(self.model):
             if tensor.numel() and name not in split:
                 span = Span(name, tuple(tensor.shape), 0, tensor.numel())
-                found = Run(tensor, (span,)) if isinstance(tensor, nn.Parameter) else BufferRun(*seats[name], span)
+                found = Run(tensor, span) if isinstance(tensor, nn.Parameter) else BufferRun(*seats[name], span)
                 yield found, is_ours
 
     # Of a weight that other stages have too
@@ -217,7 +216,7 @@ class HeldPart(Sharded):
         for run in self._having.get(name, ()):
             if run.parameter.grad is None:
                 run.parameter.grad = torch.zeros_like(run.parameter)
-            found += [(span, numbers) for span, numbers in run.cut(run.parameter.grad) if span.name == name]
+            found.append((run.span, run.parameter.grad.view(-1)))
         return found
 
     def tied(self) -> dict[str, str]:

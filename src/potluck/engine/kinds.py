@@ -7,14 +7,17 @@ from pathlib import Path
 import torch
 
 
-def kind_of(device: torch.device) -> str:
+def kind_of(device: torch.device, ranks: int = 1) -> str:
     """Workers of one kind compute the same bits from the same bits.
 
     Those of which only what follows the semicolon is the same do so in an update: threads and the make of a processor
-    change the bits of gradients, and nothing that an optimizer computes number by number (decision 0033).
+    change the bits of gradients, and nothing that an optimizer computes number by number (decision 0033). So does how
+    many ranks compute a slice together.
     """
+    together = f", {ranks} ranks" if ranks > 1 else ""
     if device.type == "cuda":
-        return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
+        name = torch.cuda.get_device_name(device)
+        return f"{name}{together}; " * (ranks > 1) + f"{name}, torch {torch.__version__}"
     processor = platform.machine()
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -22,4 +25,4 @@ def kind_of(device: torch.device) -> str:
     fused = "" if torch.backends.cpu.get_cpu_capability() != "DEFAULT" else " without AVX2"
     update = f"{platform.machine()}{fused}, torch {torch.__version__}"
     threads = torch.get_num_threads()
-    return f"{processor}, {threads} thread{'s' if threads > 1 else ''}; {update}"
+    return f"{processor}, {threads} thread{'s' if threads > 1 else ''}{together}; {update}"

@@ -5,23 +5,25 @@ StagedLayers (staged.py) answers the same calls where a replica is cut; what eac
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Union
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from potluck.agree.pulse import Pulse, worker_steps
 from potluck.engine.loader import Loader
 from potluck.engine.losses import LossFunction, loss_and_samples
 from potluck.engine.replica import Replica
-from potluck.engine.rounds import Rounds
+from potluck.engine.run_state import RunState
 from potluck.events import WorkerStep
 from potluck.link.link import Alone, Link
-from potluck.save.saves import Standing
 
 if TYPE_CHECKING:
-    from potluck.engine.engine import Engine
+    from potluck.engine.rounds import Rounds
+    from potluck.engine.staged import StagedLayers
+
+Layers = Union["WholeLayers", "StagedLayers"]
 
 
 class WholeLayers:
@@ -31,57 +33,55 @@ class WholeLayers:
     shards: Link = Alone()
     """Those who hold the same stages of our replica: each some part."""
 
-    def __init__(self, engine: "Engine") -> None:
-        self._engine = engine
+    def __init__(self, run: RunState) -> None:
+        self._run = run
 
     @property
     def lanes(self) -> int:
         """Among how many each batch is shared out."""
-        return self._engine.world
+        return self._run.link.world
 
     @property
     def lane(self) -> int:
         """Which of them this worker is."""
-        return self._engine.rank
+        return self._run.link.rank
 
     @property
     def peers(self) -> Link:
         """All who hold the same layers as this worker, of any replica."""
-        return self._engine.link
+        return self._run.link
 
     @property
     def parameters(self) -> int:
         """How many numbers the whole model has, whoever holds them."""
-        return sum(parameter.numel() for parameter in self._engine._prepared().model.parameters())
-
-    def check(self, dataset: Any, loss: LossFunction | None, micro_size: int | None) -> int | None:
-        """Refuses what prepare() was not given. How many rows go through the model at once."""
-        return micro_size
+        return sum(parameter.numel() for parameter in self._run.prepared().model.parameters())
 
     def introduce(self, model: nn.Module, optimizer: Optimizer, dataset: Any, about: dict[str, Any]) -> None:
         """Before anything is said to the others. `about`: batch_size, seed, and perhaps the run's name and folder."""
 
-    def make_replica(self, model: nn.Module, optimizer: Optimizer, rounds: Rounds, options: dict[str, Any]) -> Replica:
+    def make_replica(
+        self, model: nn.Module, optimizer: Optimizer, rounds: "Rounds", options: dict[str, Any]
+    ) -> Replica:
         """Called once. `options`: what prepare() was given of the data: batch_size, dataset, loss and collate."""
         return rounds.make_replica(model, optimizer)
 
     def settle_in(self) -> None:
         """prepare() is done."""
 
-    def train(self, loss_of: LossFunction, batch: Any) -> None:
-        loss, samples = loss_and_samples(self._engine._prepared().loss(loss_of, batch), batch)
-        self._engine.backward(loss, samples=samples)
+    def train(self, loss_of: LossFunction, batch: Any) -> tuple[Tensor, float] | None:
+        """The forward of a batch: its mean loss, and its samples; none where the backward is done with it."""
+        return loss_and_samples(self._run.prepared().loss(loss_of, batch), batch)
 
     def insist_on_backward(self) -> None:
         """Whether a loop may call backward() by itself."""
 
     def reduce(self, replica: Replica) -> tuple[float, float, float]:
         """Ends the sums over all ranks: (seconds waited for them, the gradient's norm, this worker's loss sum)."""
-        engine = self._engine
+        run = self._run
         wait_s = replica.finish()
         started = time.perf_counter()
-        norm, loss_sum = torch.stack([replica.norm().to(engine.device), engine.tally.loss_sum]).tolist()
-        if engine.device.type == "cuda" and engine.world > 1:  # there, finish() only put the sums in line
+        norm, loss_sum = torch.stack([replica.norm().to(run.device), run.tally.loss_sum]).tolist()
+        if run.device.type == "cuda" and run.link.world > 1:  # there, finish() only put the sums in line
             wait_s += time.perf_counter() - started
         return wait_s, norm, loss_sum
 
@@ -98,11 +98,11 @@ class WholeLayers:
 
     def samples_of_lane(self, pulses: list[Pulse]) -> float:
         """Over which samples this worker's gradient is, from the pulses of all workers."""
-        return self._engine.tally.samples
+        return self._run.tally.samples
 
     def samples_in_node(self, samples: Sequence[float]) -> float:
         """The same, from the samples of each rank of this worker's replica."""
-        return self._engine.tally.samples
+        return self._run.tally.samples
 
     def fingerprint(self, replica: Replica) -> str:
         return replica.fingerprint()
@@ -111,15 +111,11 @@ class WholeLayers:
         """The sum of the losses of this worker's rows, and over how many samples it is. Nothing is trained."""
         total = count = 0.0
         for batch in loader.once():
-            loss, samples = loss_and_samples(self._engine._prepared().loss(loss_of, batch), batch)
+            loss, samples = loss_and_samples(self._run.prepared().loss(loss_of, batch), batch)
             if samples and loader.current is not None and loader.current.counts:
                 total += loss.item() * samples
                 count += samples
         return total, count
-
-    def standing(self) -> Standing:
-        """What a checkpoint keeps of this."""
-        return {}
 
     def on_saved(self) -> None:
         """A checkpoint is in host memory."""

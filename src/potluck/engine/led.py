@@ -1,8 +1,8 @@
-"""Led: a Member at work, over a client and with an engine that computes. One pump receives, and does what follows.
+"""Led: a Member at work, over a client, for a run that computes. One pump receives, and does what follows.
 
 All that a worker says to its host and hears from it passes through here. What it means is decided by fleet/member.py;
-what a step, a window or a state is, the engine knows. The ranks of a node each have a Led of their own, over a client
-that lets all of them hear the same.
+what a state is, the run's keeper knows (host_keeper.py). The ranks of a node each have a Led of their own, over a
+client that lets all of them hear the same.
 """
 
 import shutil
@@ -11,16 +11,14 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from potluck.engine.node_client import NodeClient
 from potluck.errors import Diverged
 from potluck.fleet import member_effects as effects
 from potluck.fleet.client import Client, Lost, Means
-from potluck.fleet.description import Description
 from potluck.fleet.member import Member
 from potluck.fleet.member_effects import Effect
 from potluck.fleet.parcel import Unpacker, chunks, most_bytes, pack
@@ -28,48 +26,20 @@ from potluck.fleet.phases import reach
 from potluck.link.link import Link
 from potluck.wire.messages import Applied, Committed, StateBegin
 
+if TYPE_CHECKING:
+    from potluck.engine.host_keeper import HostKeeper
+
 Look = Callable[[int, int], list[float]]
 """Rows, from the first up to and without the last, to the sum of their losses and how many samples they are."""
 
 
-class Computer(Protocol):
-    """What an engine does for a run that a host leads."""
-
-    stopping: bool
-    replaying: bool
-
-    def describe(self) -> Description: ...
-
-    def hash_weights(self) -> tuple[str, Tensor]:
-        """The digest of what all workers agreed on last, as it is in this worker's memory, and a glance at it."""
-
-    def glance(self) -> Tensor: ...
-
-    def told_with_weights(self) -> tuple[float, float]:
-        """The learning rate, and how far this worker was from the others at the last agreement."""
-
-    def forget_work(self) -> None:
-        """The model is again as it was agreed on."""
-
-    def stand_at(self, epoch: int, row: int) -> None: ...
-
-    def load_state(self, folder: Path) -> tuple[int, int]:
-        """From a folder that all ranks see: the version and the step that it is of."""
-
-    def start_snapshot(self, folder: Path) -> Callable[[], Path | None]:
-        """A copy in host memory now. What is returned writes it below the folder, and says where, if that is ours."""
-
-    def suspicion(self) -> str:
-        """What else may be said of weights that are no numbers any more."""
-
-
 class Led:
-    def __init__(self, client: Client | NodeClient, link: Link, computer: Computer) -> None:
+    def __init__(self, client: Client | NodeClient, link: Link, keeper: "HostKeeper") -> None:
         self.client = client
         self.member = Member()
         self.has_joined = False
         self._link = link
-        self._computer = computer
+        self._keeper = keeper
         self._told = torch.zeros(0)
         """What a glance at the weights gave when the host was told their digest."""
         self._look: Look | None = None
@@ -79,6 +49,10 @@ class Led:
         self._senders: list[threading.Thread] = []
         self._leaving: list[Path] = []
         """Folders that are being sent."""
+
+    def reach(self, phase: str, **what: Any) -> None:
+        """Of the step that is under way."""
+        reach(phase, self.member.version + 1, worker=self._keeper, **what)
 
     # The pump
 
@@ -93,7 +67,7 @@ class Led:
         """Until this worker is in the run, or out of it."""
         while not self.member.is_settled:
             self._hear()
-        self._computer.stopping |= self.member.is_over
+        self._keeper.run.stopping |= self.member.is_over
 
     def _hear(self) -> None:
         heard = self.client.receive(timeout_s=self.member.wait_s(time.monotonic()))
@@ -101,7 +75,7 @@ class Led:
         if heard is None:
             self._do(self.member.nothing(now))
         elif isinstance(heard, Lost):
-            reach("lost", self.member.version, engine=self._computer)
+            reach("lost", self.member.version, worker=self._keeper)
             self._do(self.member.lost(heard.why))
         else:
             self._do(self.member.hear(now, heard))
@@ -114,13 +88,15 @@ class Led:
                 case effects.Say():
                     self.client.say(effect.sentence)
                 case effects.Fail():
-                    raise effect.kind(effect.sentence + (self._computer.suspicion() if effect.kind is Diverged else ""))
+                    raise effect.kind(
+                        effect.sentence + (self._keeper.run.prepared().suspicion() if effect.kind is Diverged else "")
+                    )
                 case effects.Rejoin():
-                    self._computer.forget_work()
+                    self._keeper.work.forget()
                     self.client.connect(again=True)
                     self._present()
                 case effects.StandAt():
-                    self._computer.stand_at(effect.epoch, effect.row)
+                    self._keeper.stand_at(effect.epoch, effect.row)
                 case effects.SkipAverages():
                     self.client.pass_over_until(effect.step)
                 case effects.ServeState():
@@ -143,10 +119,10 @@ class Led:
             self._settle()
 
     def _present(self) -> None:
-        reach("joined", self.member.version + 1, engine=self._computer)
-        described = self.client.description = self._computer.describe()
+        self.reach("joined")
+        described = self.client.description = self._keeper.describe()
         before = self._told
-        digest, self._told = self._computer.hash_weights()
+        digest, self._told = self._keeper.work.hash_weights()
         is_same = torch.equal(before, self._told)
         assert self.client.welcome is not None
         self._do(self.member.present(self.client.welcome, described.to_json(), digest, is_same=is_same))
@@ -168,9 +144,9 @@ class Led:
             case effects.Load():
                 assert self._arriving is not None
                 self._close_unpacker()
-                version, step = self._computer.load_state(self._arriving)
+                version, step = self._keeper.load_state(self._arriving)
                 self._drop_state()
-                self._computer.replaying = True
+                self._keeper.run.replaying = True
                 self._do(self.member.loaded(version, step))
             case effects.DropState():
                 self._drop_state()
@@ -210,20 +186,15 @@ class Led:
 
     def check_weights(self, *, in_step: bool = False) -> None:
         """Tells the host if they are no longer what it was told. `in_step`: no code of the loop has run since."""
-        if not torch.equal(self._computer.glance(), self._told):
+        if not torch.equal(self._keeper.work.glance(), self._told):
             self._do(self.member.changed(in_step=in_step))
 
     def tell_applied(self, norm: float, fault: str) -> None:
         version = self.member.version
-        reach("applied", version, engine=self._computer)
-        lr, divergence = self._computer.told_with_weights()
-        digest, self._told = self._computer.hash_weights()
-        self.client.send(Applied(version, digest, lr, norm, fault, divergence))
-        reach("told", version, engine=self._computer)
-
-    @property
-    def last_glance(self) -> Tensor:
-        return self._told
+        reach("applied", version, worker=self._keeper)
+        digest, self._told = self._keeper.work.hash_weights()
+        self.client.send(Applied(version, digest, self._keeper.run.lr, norm, fault, self._keeper.work.divergence))
+        reach("told", version, worker=self._keeper)
 
     # Looking, saving
 
@@ -256,7 +227,7 @@ class Led:
     def _serve(self, transfer: int) -> None:
         """A copy in host memory now; written aside and sent while training continues."""
         folder, version = self._new_folder(), self.member.version
-        write = self._computer.start_snapshot(folder)
+        write = self._keeper.start_snapshot(folder)
         if self._link.rank == 0:
             self._leaving = [place for place in self._leaving if place.exists()] + [folder]
         session = self.client.session

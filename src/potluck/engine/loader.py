@@ -162,6 +162,18 @@ def _cut_part(start: int, rows: int, size: int, *, in_pairs: bool) -> list[int]:
     return cuts
 
 
+@dataclass(frozen=True, slots=True)
+class BatchShare:
+    """How each batch is shared out, and which part is this worker's."""
+
+    shares: tuple[float, ...] = (1.0,)
+    rank: int = 0
+    in_step: bool = False
+    """It does as many micro-batches as the others, if need be with rows that do not count."""
+    in_pairs: bool = False
+    """None of a single row, where that can be had."""
+
+
 class Loader:
     """This worker's micro-batches. Each pass gives the rest of the current epoch.
 
@@ -172,19 +184,12 @@ class Loader:
         self,
         dataset: Any,
         batch: BatchConfig,
+        share: BatchShare = BatchShare(),
         *,
-        shares: Sequence[float],
-        rank: int,
         device: torch.device,
         seed: int = 0,
         collate: Callable[[list[Any]], Any] | None = None,
-        in_step: bool = False,
-        in_pairs: bool = False,
     ) -> None:
-        """`in_step`: this worker does as many micro-batches as the others, if need be with rows that do not count.
-
-        `in_pairs`: none of a single row, where that can be had.
-        """
         self.dataset = as_dataset(dataset)
         self.batch = batch
         self.rows = len(self.dataset)
@@ -197,11 +202,10 @@ class Loader:
         """Called before rows that do not count."""
         self.on_epoch_end: Callable[[], None] = lambda: None
         self.is_stopped: Callable[[], bool] = lambda: False
-        self.shares = tuple(shares)
+        self.shares = share.shares
         """May be changed between two steps."""
-        self._rank = rank
+        self._share = share
         self._device = device
-        self.in_step, self.in_pairs = in_step, in_pairs
         self.collate = collate
         self._fetched: Iterator[Any] = iter(())
         self._ahead: Any = None
@@ -285,8 +289,9 @@ class Loader:
             row = planned[-1].step_end
 
     def _step_at(self, row: int, shares: tuple[float, ...] | None = None) -> list[MicroBatch]:
-        together = {"in_step": self.in_step, "in_pairs": self.in_pairs}
-        return plan_step(row, self.rows, self.batch, shares or self.shares, self._rank, **together)
+        share = self._share
+        together = {"in_step": share.in_step, "in_pairs": share.in_pairs}
+        return plan_step(row, self.rows, self.batch, shares or self.shares, share.rank, **together)
 
     def _order(self) -> Tensor:
         """The epoch's shuffled order: the same on every rank, and after a restart."""

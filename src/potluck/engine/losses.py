@@ -1,13 +1,14 @@
 """What a loss function gives, and what backward() takes: checked, and refused in words."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 
-from potluck.engine.replica import in_float32
 from potluck.engine.rows import rows_of
+from potluck.engine.switches import in_float32
 from potluck.errors import ConfigError
 
 STEP_TOO_EARLY = (
@@ -50,6 +51,18 @@ def loss_and_samples(result: Any, batch: Any) -> tuple[Tensor, float]:
     if not (math.isfinite(samples) and samples >= 0):
         raise ConfigError(f"A loss function says over how many samples its mean is, and {samples} is no such number.")
     return result[0], samples
+
+
+@contextmanager
+def looking(model: nn.Module) -> Iterator[None]:
+    """Layers behave as they do when nothing is trained."""
+    were_training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in were_training:
+            module.training = True
 
 
 def _tell(value: object) -> str:

@@ -10,17 +10,18 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum, auto
 
 import torch
 
-from potluck.engine.node_parts import NodeParts
+from potluck.engine.node_parts import NodeParts, stretches_of
 from potluck.errors import ConfigError, PotluckError, WorkerLost
 from potluck.fleet.client import AverageHere, Client, Floats, Lost, Means
-from potluck.fleet.description import Description
+from potluck.fleet.description import Description, Part
 from potluck.fleet.door import CONTROL_BYTES
-from potluck.link.link import Link
+from potluck.link.link import GroupLink
+from potluck.shard.runs import Run
 from potluck.wire.codec import decode, encode
 from potluck.wire.messages import Admitted, Message, StateChunk, Welcome
 
@@ -42,7 +43,7 @@ class Told(IntEnum):
 
 
 class NodeClient:
-    def __init__(self, client: Client | None, link: Link, *, name: str) -> None:
+    def __init__(self, client: Client | None, link: GroupLink, *, name: str) -> None:
         """`client`: the first rank's, which has joined already. All ranks of the node make this together."""
         self._client = client
         self._link = link
@@ -79,6 +80,10 @@ class NodeClient:
     @property
     def patience_s(self) -> float:
         return self.welcome.patience_ms / 1000
+
+    def ask_to_stop(self) -> None:
+        """All ranks hear of it with what they hear next."""
+        self.wants_stop = True
 
     def say(self, sentence: str) -> None:
         """Once for the node."""
@@ -142,13 +147,26 @@ class NodeClient:
 
     # Sending: the first rank's alone
 
-    def make_room(self, floats: int) -> None:
+    def collect_parts(
+        self,
+        parts: Sequence[Part],
+        held: Sequence[Sequence[Run]],
+        buffers: Sequence[Part],
+        norms_on: torch.device | None = None,
+    ) -> NodeParts:
+        """How parts are put together here, and their means handed out. `held`: what this rank holds of each of them;
+        of `buffers` it has all."""
+        own = [*map(stretches_of, held), *([(0, part.floats)] for part in buffers)]
         if self._client is not None:
-            self._client.make_room(floats)
+            self._client.make_room(max(part.floats for part in parts))
+        self.parts = NodeParts(
+            self._link, [*parts, *buffers], own, self._allocate, before_next=self.flush, norms_on=norms_on
+        )
+        return self.parts
 
-    def allocate(self, floats: int) -> Floats:
+    def _allocate(self, floats: int) -> torch.Tensor:
         assert self._client is not None
-        return self._client.allocate(floats)
+        return torch.from_numpy(self._client.allocate(floats))
 
     def send(self, message: Message) -> None:
         if self._client is not None:

@@ -1,10 +1,11 @@
-"""The parts in which a replica's change travels to a host, where the ranks of a node hold it between them.
+"""The parts in which a gradient or a change travels to a host, where several ranks hold the replica between them.
 
 On its way out a part is put together on the node's first rank; the mean that comes back is handed out from there, to
 each rank its own numbers. Only one part is whole at a time, in memory that the next one takes over. Knows no host.
 """
 
 import json
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -13,6 +14,8 @@ from torch import Tensor
 from potluck.errors import PotluckError
 from potluck.fleet.description import BUFFERS, Part
 from potluck.link.link import GroupLink
+from potluck.shard.norm import norms_of
+from potluck.shard.runs import Run
 
 Stretch = tuple[int, int]
 """Numbers of a part, from the first up to and without the last."""
@@ -25,17 +28,26 @@ class NodeParts:
         parts: Sequence[Part],
         own: Sequence[Sequence[Stretch]],
         allocate: Callable[[int], Tensor] = torch.empty,
+        *,
+        before_next: Callable[[], None] = lambda: None,
+        norms_on: torch.device | None = None,
     ) -> None:
-        """`own`: of each part, what this rank holds. `allocate`: where a part is put together, on the first rank."""
+        """`own`: of each part, what this rank holds. `allocate`: where a part is put together, on the first rank.
+
+        `before_next`: until a part that was put together has left. `norms_on`: with its own numbers each rank is handed
+        the norm of each whole parameter of the part, computed there.
+        """
         self._link = link
-        self._sizes = [part.floats for part in parts]
+        self._parts = list(parts)
+        self._before_next = before_next
+        self._norms_on = norms_on
         told = [json.loads(data) for data in link.gather_bytes(json.dumps(own).encode())]
         self._held: list[list[list[Stretch]]] = [list(ranks) for ranks in zip(*told, strict=True)]
         """Of each part and each rank."""
         for part, held in zip(parts, self._held, strict=True):
             if part.component != BUFFERS:  # those are whole on every rank
                 _insist_on_whole(part, held)
-        self._whole = allocate(max(self._sizes)) if link.rank == 0 else None
+        self._whole = allocate(max(part.floats for part in parts)) if link.rank == 0 else None
 
     def collect(self, index: int, own: Tensor) -> Tensor | None:
         """A part from all ranks' numbers, on the first rank; none on the others. It is there until the next one is."""
@@ -43,7 +55,8 @@ class NodeParts:
         if self._whole is None:
             self._link.start_send(own, 0).wait()
             return None
-        whole = self._whole[: self._sizes[index]]
+        self._before_next()
+        whole = self._whole[: self._parts[index].floats]
         for rank, stretches in enumerate(self._held[index]):
             if rank:
                 own = torch.empty(_length(stretches))
@@ -53,17 +66,29 @@ class NodeParts:
         return whole
 
     def hand_out(self, index: int, whole: Tensor | None) -> Tensor:
-        """This rank's numbers of a part that is whole on the first rank, in host memory."""
-        mine = self._held[index][self._link.rank]
-        if self._link.rank:
-            own = torch.empty(_length(mine))
+        """This rank's numbers of a part that is whole on the first rank, in host memory; and perhaps its norms."""
+        part, held = self._parts[index], self._held[index]
+        has_norms = self._norms_on is not None and part.component != BUFFERS
+        if whole is None:
+            own = torch.empty(_length(held[self._link.rank]) + has_norms * len(part.sizes))
             self._link.start_receive(own, 0).wait()
             return own
-        assert whole is not None
-        for rank, stretches in enumerate(self._held[index]):
+        norms = norms_of(torch.split(whole.to(self._norms_on), list(part.sizes))).cpu() if has_norms else torch.empty(0)
+        for rank, stretches in enumerate(held):
             if rank:
-                self._link.start_send(_join(whole, stretches), rank).wait()
-        return _join(whole, mine)
+                self._link.start_send(_join(whole, stretches, norms), rank).wait()
+        return _join(whole, held[0], norms)
+
+
+def stretches_of(runs: Sequence[Run]) -> list[Stretch]:
+    """Where in a part, its parameters end to end, these runs of each of them lie."""
+    found, at = [], 0
+    for index, run in enumerate(runs):
+        span = run.span
+        if index and runs[index - 1].span.name != span.name:
+            at += math.prod(runs[index - 1].span.shape)
+        found.append((at + span.start, at + span.end))
+    return found
 
 
 def _length(stretches: Sequence[Stretch]) -> int:
@@ -74,9 +99,9 @@ def _cut(flat: Tensor, stretches: Sequence[Stretch]) -> tuple[Tensor, ...]:
     return torch.split(flat, [end - start for start, end in stretches]) if stretches else ()
 
 
-def _join(whole: Tensor, stretches: Sequence[Stretch]) -> Tensor:
+def _join(whole: Tensor, stretches: Sequence[Stretch], norms: Tensor) -> Tensor:
     """A copy: the memory of the whole is soon another part's."""
-    return torch.cat([whole[start:end] for start, end in stretches]) if stretches else torch.empty(0)
+    return torch.cat([*(whole[start:end] for start, end in stretches), norms])
 
 
 def _insist_on_whole(part: Part, held: Sequence[Sequence[Stretch]]) -> None:

@@ -1,16 +1,19 @@
 """PartSender: parts of a gradient, or of what a window changed, on their way to a host; off a GPU beside the work."""
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
 from potluck.engine.buckets import Allocate
-from potluck.engine.node_client import NodeClient
+from potluck.engine.led import Led
 from potluck.fleet.client import Client
 
 
 class PartSender:
-    def __init__(self, client: Client | NodeClient, device: torch.device) -> None:
-        self._client = client
+    def __init__(self, led: Led, device: torch.device) -> None:
+        self._led = led
+        self._client = led.client
         self._device = device
         self._stream: torch.cuda.Stream | None = None
         self._hosted: list[Tensor] = []
@@ -20,8 +23,9 @@ class PartSender:
         """For tensors that a host on this machine can read where they are."""
         if self._device.type != "cpu":
             return None
-        self._client.make_room(sum(p.numel() for p in model.parameters() if p.requires_grad))
-        return lambda total, like: torch.from_numpy(self._client.allocate(total))
+        client = cast(Client, self._client)  # ranks that hold a replica together have room for parts of it
+        client.make_room(sum(p.numel() for p in model.parameters() if p.requires_grad))
+        return lambda total, like: torch.from_numpy(client.allocate(total))
 
     def begin(self) -> None:
         """What was sent before must not change under the sender's hands."""
@@ -33,7 +37,10 @@ class PartSender:
         if self._device.type == "cuda":
             torch.cuda.current_stream().synchronize()
 
-    def send(self, step: int, part: int, numbers: Tensor) -> None:
+    def send(self, part: int, numbers: Tensor) -> None:
+        """Of the step that is under way."""
+        self._led.reach("part", part=part, gradients=numbers)
+        step = self._led.member.version + 1
         if numbers.device.type == "cpu":
             self._client.send_part(step, part, numbers.numpy())
             return

@@ -1,7 +1,6 @@
 """RangeLosses: the loss of a model over some rows of held-out data, in the ranges that a host hands out."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,20 +26,8 @@ class RangeLosses:
         self._replica = replica
         self._link = link
         batch = BatchConfig(size=len(rows))
-        self._rows = SliceLoader(rows, batch, shares=(1.0,), rank=0, device=replica.device, collate=collate)
+        self._rows = SliceLoader(rows, batch, device=replica.device, collate=collate)
         self._rows._ordered = (0, 0, ()), torch.arange(len(rows))
-
-    @contextmanager
-    def looking(self) -> Iterator[None]:
-        """Layers behave as they do when nothing is trained."""
-        model = self._replica.model
-        were_training = [module for module in model.modules() if module.training]
-        model.eval()
-        try:
-            yield
-        finally:
-            for module in were_training:
-                module.training = True
 
     def sum_of(self, start: int, end: int) -> list[float]:
         """The sum of the losses of these rows, and how many samples they are."""

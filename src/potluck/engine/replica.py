@@ -3,63 +3,36 @@
 Knows how a step is computed, and nothing of data, schedules or files.
 """
 
-import functools
 import hashlib
 import json
-import shutil
-from collections.abc import Callable, Iterator, Set
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 
 from potluck.engine.buckets import Buckets
 from potluck.engine.buffers import SavedBuffers, is_expanded
-from potluck.engine.compiling import AnyRows
+from potluck.engine.outer_state import OuterState
 from potluck.engine.seal import Seal
+from potluck.engine.switches import StepConfig, autocast, switch_on
+from potluck.engine.weight_hash import digest_and_glance, glance
 from potluck.errors import ConfigError
 from potluck.link.link import Link
-from potluck.shard.blocks import find_blocks, is_staged
+from potluck.shard.blocks import find_blocks
 from potluck.shard.norm import total_norm
-from potluck.shard.runs import can_skip, held_bytes, in_host_memory, scaling, state_at, step_unless
+from potluck.shard.runs import Run, Span, can_skip, held_bytes, in_host_memory, scaling, state_at, step_unless
 
 if TYPE_CHECKING:
     from potluck.shard.sharded import Sharded
 
-Precision = Literal["fp32", "bf16"]
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepConfig:
-    """How one step is computed."""
-
-    clip: float | None = None
-    """The largest norm that the whole gradient may have; None: no limit."""
-    precision: Precision = "fp32"
-    """bf16 runs the model and the loss function under autocast; parameters, gradients and optimizer stay as they are.
-    A loop that computes its own loss gets the model's output in float32, unless it uses autocast itself."""
-    compile: bool = False
-    """torch.compile for the model's repeated blocks, or for the whole model if it has none."""
-    checkpoint_activations: bool = False
-    """Keep only the input of each repeated block and compute the rest again in the backward: less memory, more time."""
-    offload_optimizer: bool = False
-    """Keep the optimizer's state in host memory and step there: less of a GPU's memory, more time."""
-    nonfinite_limit: int = 10
-    """Stop after this many steps in a row whose loss or gradient is not finite."""
-
-    def __post_init__(self) -> None:
-        if self.clip is not None and not self.clip > 0:
-            raise ValueError(f"clip must be above 0, not {self.clip}; leave it out for no limit")
-        if self.precision not in get_args(Precision):
-            raise ValueError(f"precision must be one of {', '.join(get_args(Precision))}, not {self.precision!r}")
-        if self.nonfinite_limit < 1:
-            raise ValueError(f"nonfinite_limit must be at least 1, not {self.nonfinite_limit}")
+Agreed = Mapping[int, Tensor]
+"""By a parameter's id: what all workers agreed on, where that is not what it holds."""
 
 
 class Replica:
@@ -132,6 +105,7 @@ class Replica:
         optimizer.zero_grad = lambda set_to_none=True: None  # type: ignore[method-assign]
         self._is_stepping = False
         optimizer.register_step_pre_hook(lambda *told: self._insist_on_own_step())
+        self.outer = OuterState(optimizer, self.names)
         self._add_group = optimizer.add_param_group
         optimizer.add_param_group = self._add_param_group  # type: ignore[method-assign]
 
@@ -178,12 +152,29 @@ class Replica:
         if self.config.offload_optimizer:
             self._on_host = OnHost(self.optimizer, self.names)
 
-    def parts(self) -> list[Tensor]:
-        """The memory of what this rank holds of the parameters that are trained: here all of them."""
-        return [parameter.data for parameter in self.model.parameters() if parameter.requires_grad]
+    def held(self) -> dict[str, list[Run]]:
+        """By a parameter's name: what this rank holds of it, here all. Of which it holds none, an empty run."""
+        return {
+            name: [Run(parameter, Span(name, tuple(parameter.shape), 0, parameter.numel()))]
+            for name, parameter in self.model.named_parameters()
+        }
+
+    def owned(self) -> list[Run]:
+        """What this rank holds of the parameters that are trained."""
+        return [run for runs in self.held().values() for run in runs if run.parameter.requires_grad]
+
+    def hash_weights(self, agreed: Agreed, buffers: Sequence[Tensor]) -> tuple[str, Tensor]:
+        """The digest of what all workers agreed on last, as it is in memory here, and a glance at it."""
+        return digest_and_glance([*self._at(agreed), *buffers])
+
+    def glance(self, agreed: Agreed, buffers: Sequence[Tensor]) -> Tensor:
+        return glance([*self._at(agreed), *buffers])
+
+    def _at(self, agreed: Agreed) -> Iterator[Tensor]:
+        return (agreed.get(id(parameter), parameter) for parameter in self.model.parameters())
 
     def on_parts_written(self) -> None:
-        """Called by whoever wrote into parts()."""
+        """Called by whoever wrote into what is held."""
 
     def arm(self, *, last: bool) -> None:
         """Before each backward: only the step's last backward talks to the other ranks."""
@@ -453,66 +444,6 @@ def _dense(parameter: nn.Parameter) -> Tensor:
 def as_bytes(tensor: Tensor) -> memoryview:
     """A tensor's bytes, of whatever type it is, without a copy where it lies on the CPU."""
     return tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-
-
-def autocast(device: torch.device, config: StepConfig) -> AbstractContextManager[Any]:
-    """Goes around the whole loss: matrix products are computed in bf16, and losses, norms and the like in float32."""
-    return torch.autocast(device.type, torch.bfloat16) if config.precision == "bf16" else nullcontext()
-
-
-def in_float32(loss: Tensor) -> Tensor:
-    """A loss that was computed in less, such as by a model of bf16 parameters: its weight has more digits than that."""
-    return loss.float() if loss.dtype.itemsize < 4 else loss
-
-
-def switch_on(model: nn.Module, device: torch.device, config: StepConfig) -> None:
-    """The switches change how forward runs, in place: the model keeps its class and its parameters' names."""
-    blocks = find_blocks(model)
-    if config.checkpoint_activations:
-        if not blocks and not is_staged(model):
-            raise ConfigError(
-                "checkpoint_activations found no repeated blocks in the model: a ModuleList or Sequential of at least"
-                " two modules of one class. Switch it off, or arrange the model's layers so."
-            )
-        for block in blocks:
-            _replace_forward(
-                block, functools.partial(torch.utils.checkpoint.checkpoint, block.forward, use_reentrant=False)
-            )
-    if config.precision == "bf16":
-        _replace_forward(model, _autocast_forward(model.forward, device, config))
-    if config.compile:
-        if device.type == "cpu" and not any(shutil.which(name) for name in ("g++", "clang++", "c++")):
-            raise ConfigError(
-                "step.compile needs a C++ compiler on a CPU, and none is on the PATH. Install g++, or switch it off."
-            )
-        # Never a whole stage: which of its layers are there is decided as it runs, and a compiler would freeze it.
-        for module in blocks or ([] if is_staged(model) else [model]):
-            module.compile()
-            AnyRows(module)
-
-
-def _autocast_forward(forward: Callable[..., Any], device: torch.device, config: StepConfig) -> Callable[..., Any]:
-    """For a loop that calls the model by itself: what it goes on with is float32, so that its loss is computed in that.
-
-    Where autocast is on already, around the whole loss, the output is as it would be without us.
-    """
-
-    @functools.wraps(forward)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        is_around = torch.is_autocast_enabled(device.type)
-        with autocast(device, config):
-            output = forward(*args, **kwargs)
-        return output if is_around else tree_map_only(Tensor, _widen, output)
-
-    return run
-
-
-def _widen(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype == torch.bfloat16 else tensor
-
-
-def _replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
-    module.forward = forward
 
 
 def _padded(a: list[Any], b: list[Any]) -> list[tuple[Any, Any]]:

@@ -1,67 +1,78 @@
-"""Rounds: what a run does from one agreement of its replicas to the next. Steps and Windows are the two kinds.
+"""Rounds: what a run does from one agreement of its replicas to the next. Steps, Windows and LedRounds are its kinds.
 
-Rounds talk to the other replicas. How rows go through this one is said by its layers (layers.py, staged.py). Neither
-knows which of the other's kinds it works with.
+Rounds talk to the other replicas. How rows go through this one is said by its layers (layers.py, staged.py), and who
+keeps the run by its keeper (keeper.py). None knows which of the others' kinds it works with.
 """
 
+import json
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from potluck.agree.terms import SAME_DATA, Fingerprint, differing_data, differing_settings
 from potluck.engine.loader import BatchConfig, Loader
 from potluck.engine.replica import Replica
+from potluck.engine.run_state import RunState
+from potluck.errors import ConfigError
 from potluck.events import StepDone, StepSkipped
-from potluck.save.saves import Standing
+from potluck.words import plural
 
 Collate = Callable[[list[Any]], Any] | None
 
 
 class Rounds(Protocol):
-    def insist_on_data(self, dataset: Any) -> None:
-        """Refuses a run without a dataset, where it cannot be."""
-        ...
-
-    def make_replica(self, model: nn.Module, optimizer: Optimizer) -> Replica:
-        """Called once, on every worker. `model`: what this worker holds of it."""
-        ...
-
-    def begin(self, replica: Replica) -> None:
-        """The replica is complete."""
-        ...
-
-    def make_loader(self, dataset: Any, batch: BatchConfig, seed: int, collate: Collate) -> Loader: ...
-
     @property
     def has_fixed_shares(self) -> bool:
         """Whether each lane's part of a batch stays as it was at first."""
-        ...
 
-    def keep_shares(self) -> None:
-        """From here on they do."""
-        ...
+    def make_replica(self, model: nn.Module, optimizer: Optimizer) -> Replica:
+        """Called once, on every worker. `model`: what this worker holds of it."""
+
+    def begin(self, replica: Replica) -> None:
+        """The replica is complete."""
+
+    def make_loader(self, dataset: Any, batch: BatchConfig, seed: int, collate: Collate) -> Loader: ...
+
+    def backward(self, loss: Tensor, samples: float, last: bool | None) -> None: ...
 
     def step(self) -> StepDone | StepSkipped | None:
         """After each backward: ends the step if that was its last, and the round if that was its last step."""
-        ...
 
     def settle(self) -> None:
         """All replicas are equal after this. Called on every worker alike."""
-        ...
 
-    def rows_of_schedule(self) -> int:
-        """Rows of all workers, at the end of the step that is being applied."""
-        ...
 
-    def on_loaded(self) -> None:
-        """The parameters were loaded, and not trained."""
-        ...
+def insist_on_same_data(run: RunState, loader: Loader) -> None:
+    """Workers that planned different steps would wait for each other for ever; and none may train on other rows."""
+    data, training, own_rank = (
+        run.look_at_data(loader.dataset, elsewhere=loader.batch.fetchers > 0),
+        run.caller.training,
+        run.link.rank,
+    )
+    mine = f"{plural(loader.rows, 'row')} in batches of {loader.batch.size:,}, shuffled by seed {loader.seed}"
+    told = run.link.gather_bytes(json.dumps([mine, data, training]).encode())
+    for rank, (theirs, other_data, other_training) in enumerate(map(_terms, told)):
+        if theirs != mine:
+            raise ConfigError(
+                f"The data differs between workers: worker {own_rank} has {mine}, and worker {rank}"
+                f" {theirs}. Give every worker the whole dataset; it is shared out here."
+            )
+        where = differing_data(data, other_data, (f"worker {own_rank}'s", f"worker {rank}'s"))
+        if where is not None:
+            raise ConfigError(f"Worker {own_rank} and worker {rank} have as many rows, but {where}. {SAME_DATA}")
+        for name, (own, other) in differing_settings(training, other_training).items():
+            raise ConfigError(
+                f"Worker {own_rank} has {name} = {own}, and worker {rank} has {other}. Give every worker the same"
+                " optimizer and settings."
+            )
 
-    def standing(self) -> Standing:
-        """What a checkpoint keeps of this."""
-        ...
 
-    def stand(self) -> None:
-        """The run has been put somewhere else."""
-        ...
+def _terms(told: bytes) -> tuple[str, Fingerprint, dict[str, Any]]:
+    """What a worker says of its data; one of an older version, whose words a store has kept, said but the first."""
+    try:
+        rows, data, training = json.loads(told)
+    except ValueError:
+        return told.decode(), {}, {}
+    return rows, data, training

@@ -2,13 +2,17 @@
 
 import hashlib
 import time
+from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from potluck.engine.replica import Replica, as_bytes, find_batch_norm
+from potluck.engine.replica import Agreed, Replica, as_bytes, find_batch_norm
+from potluck.engine.weight_hash import hash_sums, sums_of, sums_of_piece
 from potluck.errors import ConfigError
 from potluck.link.link import Alone, Link
+from potluck.shard.runs import Run, Span
 from potluck.shard.sharded import Sharded
 from potluck.shard.splitting import shard_over
 from potluck.shard.strategy import ShardingStrategy
@@ -66,13 +70,46 @@ class ShardedReplica(Replica):
             raise ConfigError(f"strategy: {error}.") from None
         self.sharded.asks = False  # workers' pulses say whether any has left a parameter unused
         self.names = {id(run.parameter): f"run {index}" for index, run in enumerate(self.sharded.runs)}
+        self.outer.names = self.names
         self.trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+    def held(self) -> dict[str, list[Run]]:
+        sharded = self.sharded
+        found: dict[str, list[Run]] = {}
+        for run in (*sharded.runs, *sharded.rest):
+            found.setdefault(run.span.name, []).append(run)
+        where = next((run.parameter.device for runs in found.values() for run in runs), torch.device("cpu"))
+        for name, parameter in self.model.named_parameters():
+            shape, is_here = tuple(parameter.shape), name not in sharded.split and self.within.rank == 0
+            if name not in found and is_here:  # every rank has all of it, and one must be the first
+                found[name] = [Run(parameter, Span(name, shape, 0, parameter.numel()))]
+            elif name not in found:
+                dtype = sharded.split[name].dtype if name in sharded.split else parameter.dtype
+                empty = nn.Parameter(torch.empty(0, dtype=dtype, device=where), requires_grad=False)
+                found[name] = [Run(empty, Span(name, shape, 0, 0))]
+        return found
+
+    def owned(self) -> list[Run]:
         names = {name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
         # A frozen parameter may be the optimizer's all the same; averaging it could change its last bit.
-        self._parts = [run.parameter.data for run in self.sharded.runs if run.spans[0].name in names]
+        return [run for run in self.sharded.runs if run.span.name in names]
 
-    def parts(self) -> list[Tensor]:
-        return self._parts
+    def hash_weights(self, agreed: Agreed, buffers: Sequence[Tensor]) -> tuple[str, Tensor]:
+        """Of the whole replica, as of one that is not split: each rank adds what its numbers come to."""
+        found = self.glance(agreed, buffers)
+        return hash_sums([found]), found
+
+    def glance(self, agreed: Agreed, buffers: Sequence[Tensor]) -> Tensor:
+        held, sums = self.held(), []
+        for name, parameter in self.model.named_parameters():
+            pieces = [
+                sums_of_piece(agreed.get(id(run.parameter), run.parameter.data), run.span.start, parameter.numel())
+                for run in held[name]
+            ]
+            sums.append(torch.stack(pieces).sum(dim=0).to(self.device))
+        told = torch.cat(sums).cpu()
+        self.link.start_sum(told).wait()
+        return torch.cat([told, *(sums_of(buffer).cpu() for buffer in buffers)])
 
     def on_parts_written(self) -> None:
         self.sharded.share()
@@ -131,7 +168,7 @@ class ShardedReplica(Replica):
         if not hasattr(self, "sharded"):
             super().align()
         elif self._across.world > 1:
-            for tensor in [*self._parts, *self._buffers.now()]:
+            for tensor in [*(run.parameter.data for run in self.owned()), *self._buffers.now()]:
                 self._across.broadcast(tensor)
             self.on_parts_written()
 

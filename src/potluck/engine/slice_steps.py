@@ -2,66 +2,96 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 
 import numpy as np
 from torch import Tensor
 
+from potluck.agree.pulse import Verdict, decide_mean
 from potluck.engine.led import Led
-from potluck.engine.loader import MicroBatch
+from potluck.engine.loader import BatchConfig, MicroBatch, plan_step
 from potluck.engine.part_sender import PartSender
 from potluck.engine.replica import Replica
-from potluck.engine.slices import SliceSums
+from potluck.engine.rows import mix
+from potluck.engine.run_state import RunState
+from potluck.engine.slices import Gradients, SliceSums
 from potluck.errors import ConfigError
+from potluck.events import StepSkipped
+from potluck.fleet.description import Part
 from potluck.fleet.tree import Node
-from potluck.shard.blocks import find_blocks
-from potluck.wire.messages import SliceReport
+from potluck.wire.messages import Committed, SliceReport, Work
+
+ANY_ROWS = BatchConfig(size=1 << 31)
+"""A slice goes through the model at once, however many rows it has."""
 
 
 class SliceSteps:
-    def __init__(
-        self, replica: Replica, led: Led, sender: PartSender, send_part: Callable[[int, Tensor], None]
-    ) -> None:
+    is_repeatable = True
+    divergence = 0.0
+
+    def __init__(self, run: RunState, replica: Replica, led: Led, sender: PartSender, gradients: Gradients) -> None:
+        self._run = run
         self._replica = replica
         self._led = led
         self._sender = sender
-        room = sender.make_room(replica.model)
-        self.sums = SliceSums(replica.model, find_blocks(replica.model), send_part, room)
+        self.sums = SliceSums(replica.model, gradients, replica.link, sender.send)
         self.sums.before_last_part = self._send_used
         self.sums.send_exact = self._send_exact
         self.slices: list[int] = []
         self._reports: dict[int, tuple[float, float]] = {}
+        """Of each slice: the samples of this rank's rows, and the sum of their losses."""
         self._loss = self._samples = 0.0
         self.is_done = True
         """step() was called for the slice that was given out last."""
         self._started = 0.0
 
-    def begin(self, nodes: list[Node]) -> None:
-        self._reports = {}
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return self.sums.described
+
+    def seed_of(self, seed: int, micro: MicroBatch) -> int:
+        """Of the slice; the ranks of one worker each draw numbers of their own."""
+        rank = self._replica.link.rank
+        return mix(seed, self._step, self.slices[micro.number], *([rank + 1] if rank else []))
+
+    def begin(self, nodes: list[Node], bounds: Sequence[tuple[int, int]]) -> None:
+        self._reports, self._bounds = {}, bounds
         self.slices = self.sums.begin(nodes)
         self._started = time.perf_counter()
 
-    def micro_batches(
-        self, bounds: Sequence[tuple[int, int]], step_end: int, is_void: Callable[[], bool]
-    ) -> Iterator[MicroBatch]:
-        """One for each slice, until all are done or of no use any more."""
+    def micro_batches(self, work: Work, is_void: Callable[[], bool]) -> Iterator[MicroBatch]:
+        """One for each slice, until all are done or of no use any more. Of several ranks, each gets some of its rows,
+        or some that do not count."""
         for index, number in enumerate(self.slices):
             if is_void():
                 return
-            start, end = bounds[number]
+            start, end = self._bounds[number]
             self.sums.start_slice()
             self._replica.disarm()
             self._loss = self._samples = 0.0
             self.is_done = False
-            yield MicroBatch(start, end, index == len(self.slices) - 1, step_end, number=index)
+            is_last = index == len(self.slices) - 1
+            yield replace(self._own_rows(start, end), last=is_last, step_end=work.row + work.rows, number=index)
             if not self.is_done:
                 raise ConfigError(
                     f"The slice of rows {start} to {end} was given out, but step() was not called after it."
                     " Call backward() and step() for every batch of the loader."
                 )
 
-    def backward(self, micro: MicroBatch, loss: Tensor, samples: float, unit: float, *, last: bool) -> None:
+    def _own_rows(self, start: int, end: int) -> MicroBatch:
+        link, in_pairs = self._replica.link, self._run.batch_norm is not None
+        (own,) = plan_step(start, end, ANY_ROWS, (1.0,) * link.world, link.rank, in_step=True, in_pairs=in_pairs)
+        return own
+
+    def backward(self, micro: MicroBatch, loss: Tensor, samples: float, last: bool | None) -> None:
         """`last`: of this slice, of which a loop may give several."""
+        last, unit = last is not False, self._run.unit
+        if micro.number == 0:
+            self._led.reach("forward")
         self._replica.arm(last=last)
+        self._run.stand_in.close()
+        samples = samples if micro.counts else 0.0
         if samples:
             self._loss += loss.detach().item() * samples
             self._samples += samples
@@ -72,28 +102,63 @@ class SliceSteps:
         self.sums.arm(communicate=last)
         if samples:
             (loss * (samples * unit)).backward()  # type: ignore[no-untyped-call]
+        self._replica.end_backward()
         if last:
-            self.sums.finish_slice(self._samples * unit)
+            self.sums.finish_slice(self._samples, unit)
+            self._run.trained = micro
+        self._replica.seal()
+
+    def step(self, micro: MicroBatch) -> tuple[bool, StepSkipped | None]:
+        self._replica.unseal()
+        self.is_done = True
+        return micro.last, None
+
+    def count_rows(self, rows: int) -> None:
+        assert self._run.loader is not None
+        self._run.step_number = self._led.member.version
+        self._run.loader.position.row += rows
+
+    def agree(self, committed: Committed, means: list[Tensor]) -> Verdict:
+        """The mean gradient goes to the optimizer, or all skip it."""
+        run, sums = self._run, self.sums
+        norm = sums.load(means, bytes(committed.used))
+        verdict = decide_mean(committed.samples, committed.loss, norm, 1.0, run.config.clip)
+        if verdict.fault is not None:
+            sums.restore_buffers()
+            return verdict
+        sums.apply_buffers(means, bytes(committed.buffers))
+        run.skipped_in_a_row = 0
+        run.set_lr(run.rows_seen)
+        self._replica.apply(verdict.scale)
+        sums.reset()
+        return verdict
+
+    # What all agreed on
+
+    def as_agreed(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def hash_weights(self) -> tuple[str, Tensor]:
+        return self._replica.hash_weights({}, self.sums.agreed_buffers)
+
+    def glance(self) -> Tensor:
+        return self._replica.glance({}, self.sums.agreed_buffers)
+
+    def start_anew(self) -> None:
+        self.sums.start_anew()
 
     def forget(self) -> None:
         """The model is again as it was agreed on."""
         self.sums.reset()
         self.sums.restore_buffers()
 
-    def agreed_tensors(self) -> list[Tensor]:
-        return [*self._replica.model.parameters(), *self.sums.agreed_buffers]
-
-    def load(self, means: list[Tensor], used: bytes) -> float:
-        """The mean gradient goes to where the optimizer finds it. Its norm."""
-        self.sums.load(means, used)
-        return float(self._replica.norm().item())
-
     def _send(self, report: SliceReport) -> None:
         self._led.client.send(report)
 
     def _send_report(self) -> None:
         numbers = np.array(list(self._reports), "<u4")
-        found = np.array(list(self._reports.values()), "<f8").reshape(-1, 2)
+        mine = [number for report in self._reports.values() for number in report]
+        found = np.sum(np.array(self._replica.link.gather_rows(mine), "<f8"), axis=0).reshape(-1, 2)
         self._send(SliceReport(self._step, numbers, found[:, 0].copy(), found[:, 1].copy(), 0.0, b""))
 
     def _send_used(self) -> None:

@@ -6,18 +6,22 @@ Knows nothing of sockets: `send` is handed in.
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from potluck.engine.buckets import Allocate, Bucket, find_units
+from potluck.engine.buckets import Allocate, Bucket, find_units, split_like
 from potluck.engine.buffers import SavedBuffers
+from potluck.engine.replica import Replica
 from potluck.errors import ConfigError
 from potluck.fleet.description import MAX_FLOATS, Part
 from potluck.fleet.tree import Node, merges
+from potluck.link.link import Link
+from potluck.shard.blocks import find_blocks
+from potluck.shard.ranges import Spec
 
 SMALL_BYTES = 1 << 20
 """Neighbouring layers outside the blocks travel together up to this size: each part costs a message."""
@@ -26,72 +30,162 @@ COMPONENTS = {"lm_head": 0, "final_norm": 1, "embedding": 2}
 NINE = ("w_q", "w_k", "w_v", "w_o", "gate", "up", "down", "input_norm", "post_attn_norm")
 MOST_SPARE = 6
 """Sums of a part that are kept for later: as many as wait at once in a tree of some dozens of slices."""
-ROW_BYTES = 4096
-ROW_WORDS = ROW_BYTES // 8
-"""Of a tensor's digest."""
 
 Send = Callable[[int, Tensor], None]
 """(part, its gradients): they stay as they are until the step is over."""
 
 
-class PartBuffer(Bucket):
-    """A part's bucket, and the sums that wait for the rest of their node."""
+class PartSums:
+    """A part's gradient of the slice that is being computed, and the sums that wait for the rest of their node."""
 
-    def __init__(self, part: Part, parameters: list[nn.Parameter], allocate: Allocate | None) -> None:
-        super().__init__(parameters, allocate)
-        self._allocate = allocate
+    def __init__(self, part: Part, flat: Tensor, allocate: Allocate | None = None) -> None:
+        """`flat`: what is here of the part; of a replica that is split over ranks, some of its numbers."""
         self.part = part
-        self.stack: list[Tensor] = []
+        self.flat = flat
+        self._allocate = allocate
+        self._stack: list[Tensor] = []
         self.done: list[Tensor] = []
         """The sums of whole nodes."""
-        self.spare: list[Tensor] = []
+        self._spare: list[Tensor] = []
 
     def add(self, merges: int, *, ends_node: bool, is_last: bool) -> None:
         """The slice's gradient into the sums of its node."""
         value = self.flat
         for _ in range(merges):
-            left = self.stack.pop()
+            left = self._stack.pop()
             left.add_(value)
             if value is not self.flat:
-                self.spare.append(value)
+                self._spare.append(value)
             value = left
         if value is self.flat and not (ends_node and is_last):
-            value = self.spare.pop() if self.spare else self._another()
+            value = self._spare.pop() if self._spare else self._another()
             value.copy_(self.flat)
-        (self.done if ends_node else self.stack).append(value)
+        (self.done if ends_node else self._stack).append(value)
 
     def _another(self) -> Tensor:
         return self._allocate(len(self.flat), self.flat) if self._allocate else torch.empty_like(self.flat)
 
-    def start_slice(self) -> None:
-        self.reset()
-        for parameter in self.parameters:
-            parameter.grad = None
+    def forget(self) -> None:
+        self._spare += [kept for kept in self._stack + self.done if kept is not self.flat]
+        self._stack, self.done = [], []
+        del self._spare[MOST_SPARE:]
 
-    def forget_sums(self) -> None:
-        self.spare += [kept for kept in self.stack + self.done if kept is not self.flat]
-        self.stack, self.done = [], []
-        del self.spare[MOST_SPARE:]
+
+class Gradients(Protocol):
+    """Of one replica, in the parts in which they travel: where a slice's comes from, and where the mean goes."""
+
+    parts: list[PartSums]
+    """In the order in which the backward completes them."""
+    on_part: Callable[[], None]
+    """Called when the slice's gradient of the next part is whole, in their order."""
+
+    def start_work(self) -> None:
+        """From here on used_bits() counts."""
+
+    def start_slice(self) -> None: ...
+
+    def arm(self, *, communicate: bool) -> None:
+        """Before each backward: only a slice's last one moves its gradient on."""
+
+    def finish(self) -> None:
+        """After a slice's last backward: calls on_part for what is left."""
+
+    def used_bits(self) -> bytes:
+        """Which parameters any slice of this work has used, in the model's order."""
+
+    def collect(self, index: int, numbers: Tensor) -> Tensor | None:
+        """What is sent of a part, from what is here of it; none if another rank sends it."""
+
+    def load(self, means: Sequence[Tensor], used: bytes) -> float:
+        """The averages become the gradient that a step applies; what nobody used has none. Its norm."""
+
+
+class WholeGradients:
+    """Of a replica that this process has all of. Parts leave one by one while the backward still runs."""
+
+    def __init__(self, replica: Replica, allocate: Allocate | None = None) -> None:
+        """`allocate`: for tensors that whoever sends them prefers."""
+        model = replica.model
+        self._replica = replica
+        self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        insist_on_float32(self._trained)
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._index = {id(parameter): index for index, parameter in enumerate(self._trained)}
+        self._used = [False] * len(self._trained)
+        planned = plan_parts(model, find_blocks(model))
+        self._buckets = [Bucket(parameters, allocate) for _, parameters in planned]
+        pairs = zip(planned, self._buckets, strict=True)
+        self.parts = [PartSums(part, bucket.flat, allocate) for (part, _), bucket in pairs]
+        self.on_part: Callable[[], None] = lambda: None
+        self._communicate = False
+        self._completed = 0
+        for bucket in self._buckets:
+            for index, parameter in enumerate(bucket.parameters):
+                parameter.register_post_accumulate_grad_hook(self._hook(bucket, index))  # type: ignore[no-untyped-call]
+
+    def start_work(self) -> None:
+        self._used = [False] * len(self._trained)
+
+    def start_slice(self) -> None:
+        self._completed = 0
+        self._communicate = False
+        for bucket in self._buckets:
+            bucket.reset()
+            for parameter in bucket.parameters:
+                parameter.grad = None
+
+    def arm(self, *, communicate: bool) -> None:
+        self._communicate = communicate
+
+    def finish(self) -> None:
+        while self._completed < len(self._buckets):
+            self._complete()
+
+    def used_bits(self) -> bytes:
+        return as_bits(self._used)
+
+    def collect(self, index: int, numbers: Tensor) -> Tensor | None:
+        return numbers
+
+    def load(self, means: Sequence[Tensor], used: bytes) -> float:
+        for bucket, mean in zip(self._buckets, means, strict=False):
+            for parameter, piece in zip(
+                bucket.parameters, split_like(mean.to(bucket.flat.device), bucket.parameters), strict=True
+            ):
+                parameter.grad = piece if is_set(used, self._index[id(parameter)]) else None
+        return float(self._replica.norm().item())
+
+    def _hook(self, bucket: Bucket, index: int) -> Callable[[Tensor], None]:
+        def on_gradient(parameter: Tensor) -> None:
+            bucket.on_gradient(index, self._names[id(parameter)], is_last=self._communicate)
+            if self._communicate:
+                while self._completed < len(self._buckets) and not self._buckets[self._completed].missing:
+                    self._complete()
+
+        return on_gradient
+
+    def _complete(self) -> None:
+        """The slice's gradient of the next part is whole. Parts are completed in their order."""
+        bucket = self._buckets[self._completed]
+        self._completed += 1
+        bucket.complete()
+        for parameter, arrived in zip(bucket.parameters, bucket.arrived, strict=True):
+            self._used[self._index[id(parameter)]] |= arrived
+        self.on_part()
 
 
 class SliceSums:
     """For each piece of work: begin; then for each slice start_slice, backward (many times), finish_slice."""
 
-    def __init__(
-        self, model: nn.Module, blocks: Sequence[nn.Module], send: Send, allocate: Allocate | None = None
-    ) -> None:
-        """`allocate`: for tensors that `send` prefers."""
+    def __init__(self, model: nn.Module, gradients: Gradients, link: Link, send: Send) -> None:
+        """`link`: of the ranks that compute each slice together, each some of its rows."""
+        self._gradients = gradients
+        self._link = link
         self._send = send
-        self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        insist_on_float32(self.trained)
-        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._buffers = SavedBuffers(model)
-        self.parts = [PartBuffer(part, parameters, allocate) for part, parameters in plan_parts(model, blocks)]
-        """In the order in which the backward completes them."""
-        self.used = [False] * len(self.trained)
-        self._index = {id(parameter): index for index, parameter in enumerate(self.trained)}
-        self._communicate = False
-        self._completed = 0
+        gradients.on_part = self._on_part
+        self._next = 0
+        """The part that is completed next."""
         self._schedule: list[tuple[int, int, bool]] = []
         self._at = 0
         self._before: list[Tensor] = []
@@ -100,13 +194,10 @@ class SliceSums:
         self.before_last_part: Callable[[], None] = lambda: None
         self.send_exact: Callable[[bytes], None] = lambda exact: None
         """What the first slice changed in buffers that have no mean; before the last of its payloads."""
-        for buffer in self.parts:
-            for index, parameter in enumerate(buffer.parameters):
-                parameter.register_post_accumulate_grad_hook(self._hook(buffer, index))  # type: ignore[no-untyped-call]
 
     @property
     def described(self) -> tuple[Part, ...]:
-        return tuple(buffer.part for buffer in self.parts) + self._buffers.parts
+        return tuple(sums.part for sums in self._gradients.parts) + self._buffers.parts
 
     @property
     def is_last_slice(self) -> bool:
@@ -121,42 +212,32 @@ class SliceSums:
             for number, count in zip(range(*node), merges(node), strict=True)
         ]
         self._at = -1
-        self.used = [False] * len(self.trained)
+        self._gradients.start_work()
         return [number for number, _, _ in self._schedule]
 
     def start_slice(self) -> None:
         self._at += 1
-        self._completed = 0
-        self._communicate = False
-        for part in self.parts:
-            part.start_slice()
+        self._next = 0
+        self._gradients.start_slice()
         if not self._before:
             self._before = self._buffers.copy()
         else:  # each slice of a step starts from the same buffers, whoever computes it
             self._buffers.put(self._before)
 
     def arm(self, *, communicate: bool) -> None:
-        """Before each backward: only a slice's last one moves its gradient on."""
-        self._communicate = communicate
+        self._gradients.arm(communicate=communicate)
 
-    def finish_slice(self, weight: float) -> None:
-        """After its last backward. `weight`: what the slice's samples weigh in its gradient."""
-        self._keep_buffers(weight)
-        while self._completed < len(self.parts):
-            self._complete(self.parts[self._completed])
+    def finish_slice(self, samples: float, unit: float) -> None:
+        """After its last backward. `samples`: of this rank's rows, which weigh `unit` each in its gradient."""
+        self._keep_buffers(samples, unit)
+        self._gradients.finish()
         if self.is_last_slice:
             for change in self._changes_done:
-                self._send(len(self.parts), change)
+                self._send(len(self._gradients.parts), change)
             self._buffers.put(self._before)  # as the weights: not yet of this step
 
-    def load(self, means: Sequence[Tensor], used: bytes) -> None:
-        """The averages become the parameters' gradients; what nobody used has none."""
-        for buffer, mean in zip(self.parts, means, strict=False):
-            pieces = torch.split(mean.to(buffer.flat.device), list(buffer.part.sizes))
-            for parameter, piece in zip(buffer.parameters, pieces, strict=True):
-                index = self._index[id(parameter)]
-                was_used = used[index // 8] >> (index % 8) & 1 if index // 8 < len(used) else 1
-                parameter.grad = piece.view_as(parameter) if was_used else None
+    def load(self, means: Sequence[Tensor], used: bytes) -> float:
+        return self._gradients.load(means, used)
 
     def apply_buffers(self, means: Sequence[Tensor], exact: bytes) -> None:
         """What the whole step changed in the buffers: the mean over its samples, where it has one."""
@@ -180,52 +261,51 @@ class SliceSums:
         self._before = []
 
     def used_bits(self) -> bytes:
-        return np.packbits(np.array(self.used, np.uint8), bitorder="little").tobytes()
+        return self._gradients.used_bits()
 
     def reset(self) -> None:
         """Forgets what was computed."""
-        for part in self.parts:
-            part.forget_sums()
-            part.start_slice()
+        for sums in self._gradients.parts:
+            sums.forget()
+        self._gradients.start_slice()
         self._changes, self._changes_done = [], []
 
-    def _keep_buffers(self, weight: float) -> None:
+    def _keep_buffers(self, samples: float, unit: float) -> None:
         if not len(self._buffers):
             return
+        total = sum(row[0] for row in self._link.gather_rows([samples]))
+        self._buffers.average(self._link, samples / total if total else 0.0, self._before)
         number, count, ends_node = self._schedule[self._at]
-        value, exact = self._buffers.for_host(self._before, weight)
+        value, exact = self._buffers.for_host(self._before, total * unit)
         if number == 0 and exact:
             self.send_exact(exact)
         for _ in range(count):
             value = self._changes.pop().add_(value)
         (self._changes_done if ends_node else self._changes).append(value)
 
-    def _hook(self, buffer: PartBuffer, index: int) -> Callable[[Tensor], None]:
-        def on_gradient(parameter: Tensor) -> None:
-            buffer.on_gradient(index, self._names[id(parameter)], is_last=self._communicate)
-            if self._communicate:
-                while self._completed < len(self.parts) and not self.parts[self._completed].missing:
-                    self._complete(self.parts[self._completed])
-
-        return on_gradient
-
-    def _complete(self, buffer: PartBuffer) -> None:
-        """The slice's gradient of a part is whole. Parts are completed in their order."""
-        buffer.complete()
-        for parameter, arrived in zip(buffer.parameters, buffer.arrived, strict=True):
-            self.used[self._index[id(parameter)]] |= arrived
+    def _on_part(self) -> None:
+        index, sums = self._next, self._gradients.parts[self._next]
+        self._next += 1
         _, count, ends_node = self._schedule[self._at]
-        buffer.add(count, ends_node=ends_node, is_last=self.is_last_slice)
-        index = self._completed
-        self._completed += 1
+        sums.add(count, ends_node=ends_node, is_last=self.is_last_slice)
         if self.is_last_slice:
-            if self._completed == len(self.parts):
+            if self._next == len(self._gradients.parts):
                 self.before_last_part()
-            for value in buffer.done:
-                self._send(index, value)
+            for value in sums.done:
+                if (whole := self._gradients.collect(index, value)) is not None:
+                    self._send(index, whole)
 
 
-def insist_on_float32(trained: Sequence[nn.Parameter]) -> None:
+def as_bits(flags: Sequence[bool]) -> bytes:
+    return np.packbits(np.array(flags, np.uint8), bitorder="little").tobytes()
+
+
+def is_set(bits: bytes, index: int) -> bool:
+    """What nobody told of is."""
+    return index // 8 >= len(bits) or bool(bits[index // 8] >> (index % 8) & 1)
+
+
+def insist_on_float32(trained: Sequence[Tensor | Spec]) -> None:
     wrong = next((p.dtype for p in trained if p.dtype != torch.float32), None)
     if wrong is not None:
         raise ConfigError(
@@ -249,7 +329,7 @@ def plan_parts(model: nn.Module, blocks: Sequence[nn.Module]) -> list[tuple[Part
     else:
         grouped: list[list[nn.Parameter]] = []
         for unit in units:
-            if grouped and sum(p.nbytes for p in [*grouped[-1], *unit]) <= SMALL_BYTES:
+            if grouped and sum(4 * p.numel() for p in [*grouped[-1], *unit]) <= SMALL_BYTES:
                 grouped[-1] = unit + grouped[-1]
             else:
                 grouped.append(list(unit))
@@ -272,77 +352,21 @@ def _is_published(unit: list[nn.Parameter], names: dict[int, str], blocks: Seque
     )
 
 
-def digest(tensors: Iterable[Tensor]) -> str:
-    """A hash of every tensor's bits, the same for the same bits on every device."""
-    return digest_and_glance(tensors)[0]
-
-
-def digest_and_glance(tensors: Iterable[Tensor]) -> tuple[str, Tensor]:
-    sums = [sums_of(tensor) for tensor in tensors]
-    return hash_sums(sums), torch.cat([found[:-ROW_WORDS] for found in sums])
-
-
-@torch.no_grad()
-def glance(tensors: Iterable[Tensor]) -> Tensor:
-    """The sums of rows alone, which stay where the tensors are: quicker than digest(), and sees any single flip."""
-    return torch.cat([_row_sums(tensor) for tensor in tensors])
-
-
-def hash_sums(sums: Sequence[Tensor]) -> str:
-    return hashlib.blake2b(torch.cat(list(sums)).cpu().numpy().tobytes(), digest_size=16).hexdigest()
-
-
-@torch.no_grad()
-def sums_of(tensor: Tensor) -> Tensor:
-    """What a tensor's digest is of: its words are laid out in rows, and each row and each column is added up.
-
-    Sums of integers, so that it runs at the speed of memory, where the tensor is, and is the same in any order. Words
-    that changed so that their row's sum stayed lie in several columns, whose sums then did not.
-    """
-    return torch.cat([_row_sums(tensor), _column_sums(tensor)])
-
-
-@torch.no_grad()
-def sums_of_piece(numbers: Tensor, start: int, size: int) -> Tensor:
-    """What some numbers of a tensor of that size, laid flat, add to its sums."""
-    at = start * numbers.itemsize
-    first, count = at // ROW_BYTES, -(-size * numbers.itemsize // ROW_BYTES)
-    found = torch.zeros(count + ROW_WORDS, dtype=torch.int64, device=numbers.device)
-    padded = F.pad(_bytes(numbers), (at - first * ROW_BYTES, 0)) if numbers.numel() else _bytes(numbers)
-    rows = _row_sums(padded)
-    found[first : first + len(rows)] = rows
-    found[count:] = _column_sums(padded)
-    return found
-
-
-def _row_sums(tensor: Tensor) -> Tensor:
-    rows, rest = _rows(tensor)
-    return torch.cat([rows.sum(dim=1), rest.sum(dim=1)]) if len(rest) else rows.sum(dim=1)
-
-
-def _column_sums(tensor: Tensor) -> Tensor:
-    rows, rest = _rows(tensor)
-    return rows.sum(dim=0) + rest[0] if len(rest) else rows.sum(dim=0)
-
-
-def _rows(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """[rows, words], without a copy; and what is left, filled up with zeros to one more row, if anything is."""
-    raw = _bytes(tensor)
-    raw = raw if raw.storage_offset() % 8 == 0 else raw.clone()  # a word must lie where words do
-    whole = raw.numel() // ROW_BYTES * ROW_BYTES
-    rest = F.pad(raw[whole:], (0, -raw.numel() % ROW_BYTES))
-    return raw[:whole].view(torch.int64).view(-1, ROW_WORDS), rest.view(torch.int64).view(-1, ROW_WORDS)
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().reshape(-1).view(torch.uint8)
-
-
-def describe_model(model: nn.Module) -> str:
+def describe_model(model: nn.Module, split: Mapping[str, Spec] | None = None) -> str:
     """A hash of every parameter's and buffer's name, shape and type."""
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     lines = [
-        f"{name} {tuple(tensor.shape)} {tensor.dtype}{' frozen' if name in frozen else ''}"
-        for name, tensor in model.state_dict().items()
+        f"{name} {tuple(spec.shape)} {spec.dtype}{' frozen' if name in frozen else ''}"
+        for name, spec in state_specs(model, split).items()
     ]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def state_specs(model: nn.Module, split: Mapping[str, Spec] | None = None) -> dict[str, Spec]:
+    """Of all that a model's state holds. `split`: of these the type is known, and it may be gathered in another."""
+    named = dict(model.named_parameters())
+    types = {id(named[name]): spec.dtype for name, spec in (split or {}).items()}
+    return {
+        name: Spec(tuple(tensor.shape), types.get(id(tensor), tensor.dtype))
+        for name, tensor in model.state_dict(keep_vars=True).items()
+    }

@@ -24,10 +24,12 @@ from potluck.engine.fingerprint import training_settings
 from potluck.engine.held import Held, HeldPart, empty, hold, narrow
 from potluck.engine.loader import Loader
 from potluck.engine.losses import LossFunction, insist_on_grad, loss_and_samples
-from potluck.engine.replica import Replica, autocast, in_float32, naming_single_rows
-from potluck.engine.rounds import Rounds
+from potluck.engine.replica import Replica, naming_single_rows
 from potluck.engine.rows import mix
+from potluck.engine.run_state import RunState
 from potluck.engine.slices import describe_model
+from potluck.engine.standing import check_standing, stand_at, standing_as_json
+from potluck.engine.switches import autocast, in_float32
 from potluck.engine.ties import Ties
 from potluck.errors import ConfigError
 from potluck.events import WorkerStep
@@ -45,10 +47,9 @@ from potluck.stages.plan import Plan, count_sent
 from potluck.stages.protocol import Stages
 from potluck.stages.schedule import forward_only, plan_orders
 from potluck.store.tenancy import Tenant
-from potluck.words import plural
 
 if TYPE_CHECKING:
-    from potluck.engine.engine import Engine
+    from potluck.engine.rounds import Rounds
 
 AT_ONCE = 8
 """Micro-batches that go through the stages together where nothing is trained."""
@@ -110,17 +111,18 @@ class StagedLayers:
 
     is_whole = False
 
-    def __init__(self, engine: "Engine", stages: Stages, depot: StoreRun | None = None) -> None:
+    def __init__(self, run: RunState, stages: Stages, depot: StoreRun | None = None) -> None:
         """`depot`: where workers meet who have no connection to each other; the link is its."""
-        self._engine = engine
+        self._run = run
         self._stages = stages
         self._depot = depot
         self._has_saved = False
         self._has_met = False
         if depot is not None:
-            engine._saves = StoreSaves(engine.link, engine.events, depot)
-        composed = engine.composition
-        self.places = make_places(engine.link, composed.stages, composed.node_size)
+            run.saves = StoreSaves(run.link, run.events, depot)
+        run.standing_of.append(self._standing)
+        composed = run.composition
+        self.places = make_places(run.link, composed.stages, composed.node_size)
         self.parameters = 0
         self._plan: Plan | None = None
         self._micros: list[_Micro] = []
@@ -150,44 +152,31 @@ class StagedLayers:
 
     # Preparing
 
-    def check(self, dataset: Any, loss: LossFunction | None, micro_size: int | None) -> int | None:
-        if dataset is None or loss is None:
-            raise ConfigError(
-                "A model that is cut into stages is prepared with its data and its loss function: prepare(model,"
-                " optimizer, dataset, batch_size=..., loss=loss_of), where loss_of(model, batch) gives the mean loss."
-            )
-        wanted = self._stages.micro_batch_size
-        if micro_size is not None and micro_size != wanted:
-            told = "whole batches" if wanted is None else f"micro-batches of {plural(wanted, 'row')}"
-            raise ConfigError(
-                f"stages.protocol asks for {told}, and batch.micro_size for {plural(micro_size, 'row')}. Leave"
-                " out the latter: stages.protocol.micro_batch_size says how a batch is cut."
-            )
-        return wanted
-
     def introduce(self, model: nn.Module, optimizer: Optimizer, dataset: Any, about: dict[str, Any]) -> None:
         """What this worker brings, before it says anything to the others: a store may be another run's."""
         if self._depot is None or self._has_met:
             return
-        engine = self._engine
-        settings = training_settings(optimizer, engine.config.clip) | {
+        run = self._run
+        settings = training_settings(optimizer, run.config.clip) | {
             "model": describe_model(model) if isinstance(model, nn.Module) else "",
             "rows": len(dataset),
             "batch": about["batch_size"],
             "seed": about["seed"],
-            "policy": engine.policy.kind,
-            "step.precision": engine.config.precision,
-            "workers": engine.world,
+            "policy": run.wanted.policy.kind,
+            "step.precision": run.config.precision,
+            "workers": run.link.world,
         }
         name = about.get("name") or Path(sys.argv[0]).name or "a script"
-        data = engine._look_at_data(dataset)
+        data = run.look_at_data(dataset)
         self._depot.meet(Tenant(name=name, settings=settings, data=data, out=about.get("out")))
         self._has_met = True
-        engine.is_restored = self._depot.kept is not None
+        run.is_restored = self._depot.kept is not None
 
-    def make_replica(self, model: nn.Module, optimizer: Optimizer, rounds: Rounds, options: dict[str, Any]) -> Replica:
-        engine, places = self._engine, self.places
-        draft = Draft(self._stages, places, engine.device, options["batch_size"])
+    def make_replica(
+        self, model: nn.Module, optimizer: Optimizer, rounds: "Rounds", options: dict[str, Any]
+    ) -> Replica:
+        run, places = self._run, self.places
+        draft = Draft(self._stages, places, run.device, options["batch_size"])
         plan = self._plan = draft.agree(model, options["loss"], options["dataset"], options["collate"])
         held = hold(model, optimizer)
         self.parameters = held.parameters
@@ -199,40 +188,41 @@ class StagedLayers:
         self._ties = Ties(own, places)
         replica = rounds.make_replica(own, optimizer)
         replica.always_used = self._ties.names
-        firsts, rank = self._ties.is_first_of, engine.link.rank
-        together = engine.link.world if engine.composition.splits_all else places.size
+        firsts, rank = self._ties.is_first_of, run.link.rank
+        together = run.link.world if run.composition.splits_all else places.size
         self._part = replica.part = HeldPart(replica, held, firsts, rank=rank % together, world=together)
         self._own = HeldPart(replica, held, dict.fromkeys(firsts, True), rank=0, world=1)
-        self._work = {stage.index: _Work(stage, replica, lambda: engine._unit) for stage in stages}
+        self._work = {stage.index: _Work(stage, replica, lambda: run.unit) for stage in stages}
         widths = [count_sent(plan.layers[cut - 1].output or {"value": None}) for cut in plan.cuts]
         self._line = Line(self._work, widths, self._make_channel())
-        engine.layout = draft.describe(plan)
+        run.layout = draft.describe(plan)
         return replica
 
     def _make_channel(self) -> Channel:
-        places, device = self.places, self._engine.device
+        places, device = self.places, self._run.device
         if self._depot is not None:
             return self._depot.open_channel(self.lane, places.place, device)
         return GroupChannel(places.line.group, device, rank=places.place, workers=places.workers)
 
     # A step
 
-    def train(self, loss_of: LossFunction, batch: Any) -> None:
-        engine = self._engine
-        micro = engine.loader.current if engine.loader is not None else None
+    def train(self, loss_of: LossFunction, batch: Any) -> tuple[Tensor, float] | None:
+        run = self._run
+        micro = run.loader.current if run.loader is not None else None
         if micro is None:
             raise ConfigError("train() takes the batches of the loader that prepare() gave.")
-        assert engine.loader is not None
-        seed = mix(engine.loader.seed, engine.loader.position.epoch, micro.start)
+        assert run.loader is not None
+        seed = mix(run.loader.seed, run.loader.position.epoch, micro.start)
         self._micros.append(_Micro(batch, seed, float(micro.counts)))
         if self.places.is_last and micro.counts:
-            engine.tally.rows += micro.end - micro.start
-            engine._ledger.record(micro.start, micro.end)
-        engine._trained = micro
-        engine._stand_in.close()
+            run.tally.rows += micro.end - micro.start
+            run.ledger.record(micro.start, micro.end)
+        run.trained = micro
+        run.stand_in.close()
         if micro.last:
-            self._run(loss_of)
-            engine.tally.is_last = True
+            self._compute(loss_of)
+            run.tally.is_last = True
+        return None
 
     def insist_on_backward(self) -> None:
         raise ConfigError(
@@ -240,9 +230,9 @@ class StagedLayers:
             " function and backward()."
         )
 
-    def _run(self, loss_of: LossFunction) -> None:
-        engine, micros = self._engine, self._micros
-        replica = engine._prepared()
+    def _compute(self, loss_of: LossFunction) -> None:
+        run, micros = self._run, self._micros
+        replica = run.prepared()
         self._micros = []
         for work in self._work.values():
             work.begin(loss_of, micros)
@@ -257,16 +247,16 @@ class StagedLayers:
         )
         replica.seal()
         for work in self._work.values():
-            engine.tally.samples += work.samples
+            run.tally.samples += work.samples
             if work.loss_sum is not None:
-                engine.tally.loss_sum = engine.tally.loss_sum + work.loss_sum
+                run.tally.loss_sum = run.tally.loss_sum + work.loss_sum
 
     def reduce(self, replica: Replica) -> tuple[float, float, float]:
-        engine = self._engine
+        run = self._run
         wait_s = replica.finish()
         started = time.perf_counter()
         self._ties.add_up(self._part, self._line.channel, self._pass)
-        own, loss_sum = torch.stack([replica.norm().to(engine.device), engine.tally.loss_sum]).tolist()
+        own, loss_sum = torch.stack([replica.norm().to(run.device), run.tally.loss_sum]).tolist()
         told = self.places.line.gather_rows([own, self._ties.counted_elsewhere(self._part)])
         norm = norm_of_stages(*zip(*told, strict=True))
         return wait_s + time.perf_counter() - started, norm, loss_sum
@@ -287,7 +277,7 @@ class StagedLayers:
 
     def samples_in_node(self, samples: Sequence[float]) -> float:
         """What the last stage of our lane tells."""
-        return samples[-self.places.each + self._engine.link.rank % self.places.each]
+        return samples[-self.places.each + self._run.link.rank % self.places.each]
 
     def worker_steps(self, pulses: list[Pulse], took_s: float) -> tuple[WorkerStep, ...]:
         lanes = self.lane_pulses(pulses)
@@ -314,7 +304,7 @@ class StagedLayers:
                 total += work.loss_sum.item() if work.loss_sum is not None else 0.0
         return total, count
 
-    def standing(self) -> Standing:
+    def _standing(self) -> Standing:
         assert self._plan is not None
         return {"plan": self._plan.to_json()}
 
@@ -328,31 +318,30 @@ class StagedLayers:
 
     def settle_in(self) -> None:
         """Goes on from what this worker had kept before it was killed; or keeps itself for the first time."""
-        depot, engine = self._depot, self._engine
+        depot, run = self._depot, self._run
         if depot is None:
             return
-        engine.rounds.keep_shares()  # what was measured would be lost
         if depot.kept is None:
             if depot.every is not None:
                 self._keep(depot)
             return
         notes = depot.kept.notes
         depot.kept.load_into(self._own)
-        engine._prepared().remember_buffers()
-        engine._check_standing(Path(f"What worker {engine.rank} kept of itself"), notes["standing"])
-        engine._stand_at(notes["standing"])
-        engine._ledger = Ledger([(start, end) for start, end in notes["ledger"]])
-        self._pass, engine.memo = notes["passes"], notes["memo"]
+        run.prepared().remember_buffers()
+        check_standing(run, Path(f"What worker {run.link.rank} kept of itself"), notes["standing"])
+        stand_at(run, notes["standing"])
+        run.ledger = Ledger([(start, end) for start, end in notes["ledger"]])
+        self._pass, run.caller.memo = notes["passes"], notes["memo"]
         depot.link.log.seal()
         depot.kept = None
-        engine.start()
+        run.start_of_step()
 
     def _keep(self, depot: StoreRun) -> None:
-        engine = self._engine
+        run = self._run
         notes = {
-            "standing": engine._standing_as_json(),
-            "ledger": engine._ledger.ranges,
-            "memo": engine.memo,
+            "standing": standing_as_json(run),
+            "ledger": run.ledger.ranges,
+            "memo": run.caller.memo,
             "passes": self._pass,
         }
         depot.keep(self._own, notes, self._pass)
@@ -361,12 +350,12 @@ class StagedLayers:
         self._has_saved = True  # whoever starts again must not come by here again: it would find it done
 
     def end_of_step(self) -> None:
-        depot, engine = self._depot, self._engine
+        depot, run = self._depot, self._run
         if depot is None or depot.every is None:
             return
-        if self._has_saved or engine.step_number % depot.every == 0:
+        if self._has_saved or run.step_number % depot.every == 0:
             self._keep(depot)
-            engine.start()
+            run.start_of_step()
         self._has_saved = False
 
     def end_of_window(self) -> None:

@@ -1,32 +1,29 @@
-"""How a process becomes a worker of a run: init(), and joining a host; which engine it gets.
-
-Engines are imported where one is made: each brings libraries that a run of another kind need not wait for.
-"""
+"""How a process becomes a worker of a run: init(), and joining a host."""
 
 import os
 import socket
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
 from potluck.agree.policy import ApplyPolicy, Sync
-from potluck.composition import Composition, Wanted, compose, for_those_left, ranks_per_worker
+from potluck.composition import Wanted, compose, for_those_left, ranks_per_worker
 from potluck.config import checked
 from potluck.engine.engine import Engine
-from potluck.engine.replica import StepConfig
+from potluck.engine.parts import in_stages, under_host
+from potluck.engine.switches import StepConfig
 from potluck.environment import PATIENCE_S, insist_on_patience
 from potluck.fleet.client import Client
 from potluck.fleet.invite import INVITE, Invite, read_invite
-from potluck.link.link import Alone, Link, choose_device, placed
+from potluck.link.link import Alone, GroupLink, Link, choose_device, placed
 from potluck.link.link import connect as join_group
-from potluck.link.ranks import is_later_rank, meet
+from potluck.link.ranks import asked_ranks, is_later_rank, meet, ranks_here
 from potluck.save.memory import my_recovery
 from potluck.shard.strategy import NoShard, ShardingStrategy
 from potluck.stages.protocol import CommunicationProtocol, Stages
 
 if TYPE_CHECKING:
-    from potluck.engine.elastic import ElasticEngine
     from potluck.engine.node_client import NodeClient
 
 
@@ -57,9 +54,11 @@ def init(
         on_gpu=device.type == "cuda",
     )
     if wanted.has_host:
-        kind, ranks = led_engine(compose(wanted)), ranks_per_worker(strategy)
-        client = connect(read_invite(None), device) if ranks == 1 or not is_later_rank() else None
-        return kind(*as_one_worker(client, device, ranks), policy=policy, strategy=strategy, step=step)
+        ranks = ranks_per_worker(strategy, ranks_here(torch.cuda.device_count()), asked_ranks())
+        wanted = replace(wanted, world=ranks)
+        compose(wanted)  # what is refused must not have joined
+        client = connect(read_invite(None), device, ranks) if ranks == 1 or not is_later_rank() else None
+        return led_engine(*as_one_worker(client, device, ranks), wanted, step)
     recovery = my_recovery()
     if recovery is not None:
         policy, strategy = for_those_left(policy, strategy, recovery.of_those_left)
@@ -67,15 +66,13 @@ def init(
     if stages is not None:
         return _in_stages(wanted, stages, device, step, patience_s)
     link = join_group(device, patience_s)
-    composition = compose(replace(wanted, world=link.world))
-    engine = Engine(link, device, policy=policy, strategy=strategy, step=step, composition=composition)
+    engine = Engine(link, device, step=step, wanted=replace(wanted, world=link.world))
     if policy.steps_together:
-        engine.recovery = recovery
+        engine.run.recovery = recovery
     return engine
 
 
 def _in_stages(wanted: Wanted, stages: Stages, device: torch.device, step: StepConfig, patience_s: float) -> Engine:
-    from potluck.engine.staged import StagedLayers
     from potluck.save.store_run import StoreRun
 
     depot: StoreRun | None = None
@@ -83,26 +80,19 @@ def _in_stages(wanted: Wanted, stages: Stages, device: torch.device, step: StepC
     if stages.store is None:
         link = join_group(device, patience_s)
     rank, world = (link.rank, link.world) if link is not None else placed() or (0, 1)
-    composition = compose(replace(wanted, world=world))
+    wanted = replace(wanted, world=world)
+    compose(wanted)
     if stages.store is not None:  # only now: what is refused must not have touched it
         depot = StoreRun(stages.store, rank, world, patience_s, keeps=wanted.policy.steps_together)
         link = depot.link
-    return Engine(
-        link,
-        device,
-        policy=wanted.policy,
-        strategy=wanted.strategy,
-        step=step,
-        composition=composition,
-        layers=lambda engine: StagedLayers(engine, stages, depot),
-    )
+    return Engine(link, device, step=step, wanted=wanted, parts=lambda run: in_stages(run, depot))
 
 
-def connect(invite: Invite, device: torch.device) -> Client:
+def connect(invite: Invite, device: torch.device, ranks: int) -> Client:
     from potluck.engine.kinds import kind_of
     from potluck.words import say
 
-    client = Client(invite, name=name_of_worker(), kind=kind_of(device), say=say)
+    client = Client(invite, name=name_of_worker(), kind=kind_of(device, ranks), say=say)
     client.connect()
     return client
 
@@ -125,7 +115,7 @@ def as_one_worker(
         meet(ranks)
         torch.set_num_threads(max(1, torch.get_num_threads() // ranks))  # a worker's threads are its ranks' together
         device = choose_device()
-        link = join_group(device, PATIENCE_S)
+        link = cast(GroupLink, join_group(device, PATIENCE_S))
         from potluck.engine.node_client import NodeClient
 
         return NodeClient(client, link, name=name_of_worker()), device, link
@@ -135,16 +125,8 @@ def as_one_worker(
         raise
 
 
-def led_engine(composition: Composition) -> "type[ElasticEngine]":
-    """Of a worker that a host leads: whether all take each step together, and whether it is a node of several ranks."""
-    if composition.window is None:
-        from potluck.engine.elastic import ElasticEngine
-
-        return ElasticEngine
-    if composition.ranks_per_stage == 1:
-        from potluck.engine.elastic_windows import ElasticWindowEngine
-
-        return ElasticWindowEngine
-    from potluck.engine.elastic_nodes import NodeEngine
-
-    return NodeEngine
+def led_engine(
+    client: "Client | NodeClient", device: torch.device, link: Link, wanted: Wanted, step: StepConfig
+) -> Engine:
+    """Of a worker that a host leads."""
+    return Engine(link, device, step=step, wanted=wanted, parts=lambda run: under_host(run, client))

@@ -11,43 +11,33 @@ import itertools
 import math
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from potluck.agree.pulse import decide_alone
+from potluck.agree.pulse import Verdict
 from potluck.agree.windows import Decision, Pool, Report, after
 from potluck.agree.windows import Windows as WindowPlanner
-from potluck.engine.averages import Averages
-from potluck.engine.buffers import SavedBuffers
+from potluck.engine.layers import Layers
 from potluck.engine.loader import BatchConfig, Loader, MicroBatch, SliceLoader, even_batches, plan_step
+from potluck.engine.local_steps import backward, end_batch, step_alone
 from potluck.engine.losses import STEP_TOO_EARLY
+from potluck.engine.means import LinkMean
 from potluck.engine.replica import Replica
-from potluck.engine.rounds import Collate
+from potluck.engine.rounds import Collate, insist_on_same_data
 from potluck.engine.rows import mix
+from potluck.engine.run_state import RunState
+from potluck.engine.window_delta import WindowDelta
 from potluck.errors import ConfigError
 from potluck.events import Decided, StepDone, StepSkipped, WorkerStep
 from potluck.link.link import Alone, Rows
 from potluck.link.nodes import make_nodes
 from potluck.save.saves import Standing
 
-if TYPE_CHECKING:
-    from potluck.engine.engine import Engine
-
 NEARLY = 0.9
 """Of its part: whoever may go on beyond it says here already that nobody need wait for it."""
-
-
-class NodePulse(NamedTuple):
-    """What the ranks of a node tell each other once per step."""
-
-    samples: float
-    loss_sum: float
-    rows: float
-    is_over: float = 0.0
-    """Whether the window ends with this step: the first rank's word. Whoever went on alone would wait for ever."""
 
 
 class WindowPulse(NamedTuple):
@@ -68,12 +58,15 @@ class WindowPulse(NamedTuple):
 
 
 class Windows:
-    def __init__(self, engine: "Engine") -> None:
-        assert engine.composition.window is not None
-        self._engine = engine
-        self._policy = engine.composition.window
-        composed = engine.composition
-        self._nodes = make_nodes(engine.link, composed.stages * composed.node_size)
+    has_fixed_shares = True
+
+    def __init__(self, run: RunState, layers: Layers) -> None:
+        composed = run.composition
+        assert composed.window is not None
+        self._run = run
+        self._layers = layers
+        self._policy = composed.window
+        self._nodes = make_nodes(run.link, composed.stages * composed.node_size)
         self._planner = WindowPlanner(self._policy, self._nodes.names, may_be_alone=True)
         self._pool = Pool([])
         self._taken: list[list[tuple[int, int]]] = []
@@ -85,51 +78,40 @@ class Windows:
         """Whether a window is under way: its last step closes it."""
         self._has_more = False
         """Whether the batch that is under way is not the last of this replica's part."""
-        self._sync_s = self._drift = 0.0
+        self._sync_s = 0.0
         self._weight = 1 / self._nodes.count
         self._lr = self._norm = 0.0
         self._batch_rows = 0
         """Of the batch that is under way, over all ranks of this node."""
         self._node_is_over = False
-        self._own_samples = 0.0
+        run.standing_of.append(self._standing)
+        run.on_stand.append(self._stand)
 
     # Preparing
 
-    def insist_on_data(self, dataset: Any) -> None:
-        if dataset is None:
-            raise ConfigError(
-                f"Under {type(self._policy).__name__} each worker does as many batches as it can, so they must come"
-                " from one dataset. Pass it to prepare(), and iterate over the loader that it gives."
-            )
-
     def make_replica(self, model: nn.Module, optimizer: Optimizer) -> Replica:
-        engine, nodes = self._engine, self._nodes
-        link = engine.link if engine.layers.is_whole else nodes.across
-        within = nodes.within if engine.layers.is_whole else engine.layers.shards
-        arguments = (model, optimizer, link, engine.device, engine.config)
-        if engine.composition.split is None:
+        run, layers, nodes = self._run, self._layers, self._nodes
+        link = run.link if layers.is_whole else nodes.across
+        within = nodes.within if layers.is_whole else layers.shards
+        arguments = (model, optimizer, link, run.device, run.config)
+        if run.composition.split is None:
             return Replica(*arguments, within=within)
         from potluck.engine.sharded import ShardedReplica
 
-        return ShardedReplica(*arguments, strategy=engine.composition.split, within=within, across=nodes.across)
+        return ShardedReplica(*arguments, strategy=run.composition.split, within=within, across=nodes.across)
 
     def begin(self, replica: Replica) -> None:
-        nodes = self._nodes
-        self._averages = Averages(replica.parts(), nodes.across, self._policy.outer, within=nodes.within)
-        self._buffers = SavedBuffers(replica.model)
+        policy, nodes = self._policy, self._nodes
+        mean = LinkMean(nodes.across)
+        self._delta = WindowDelta(replica, mean, policy.outer, overlap=policy.overlap, within=nodes.within)
 
     def make_loader(self, dataset: Any, batch: BatchConfig, seed: int, collate: Collate) -> Loader:
-        options: dict[str, Any] = {"device": self._engine.device, "seed": seed, "collate": collate}
-        loader = self._loader = SliceLoader(dataset, batch, shares=(1.0,), rank=0, **options)
-        self._engine._insist_on_same_data(loader)
+        options: dict[str, Any] = {"device": self._run.device, "seed": seed, "collate": collate}
+        loader = self._loader = SliceLoader(dataset, batch, **options)
+        insist_on_same_data(self._run, loader)
         loader.plan = self._plan
         loader.seed_of = lambda micro: mix(loader.seed, loader.position.epoch, micro.start)
         return loader
-
-    has_fixed_shares = True
-
-    def keep_shares(self) -> None:
-        """Parts of a window are decided anew for each."""
 
     # A window
 
@@ -138,18 +120,18 @@ class Windows:
         loader = self._loader
         if not self._pool.rows:  # else a pass before stopped in the middle of the epoch
             self._pool = _rest_of_epoch(loader)
-        while self._pool.rows and not self._engine.stopping:
+        while self._pool.rows and not self._run.stopping:
             yield from self._open_window(loader)
             if self._is_open:  # this replica had no rows of it
                 self._end_window(loader)
         self.settle()
 
     def _open_window(self, loader: SliceLoader) -> Iterator[MicroBatch]:
-        rows_left = min(self._pool.rows, (self._engine.rows_limit or 1 << 62) - self._engine.rows_seen)
+        rows_left = min(self._pool.rows, (self._run.caller.rows_limit or 1 << 62) - self._run.rows_seen)
         nodes = self._nodes
         own_rows = -(-loader.batch.size // nodes.count)
         decision = self._planner.decide(rows_left, own_rows)
-        in_pairs = self._engine._batch_norm is not None and own_rows > 1
+        in_pairs = self._run.batch_norm is not None and own_rows > 1
         if in_pairs:
             decision, self._taken = self._pool.take_in_pairs(decision, rows_left)
         else:
@@ -158,10 +140,10 @@ class Windows:
         self._emit_decision(decision)
         self._window, self._window_started = WindowPulse(), time.perf_counter()
         self._all_done = None
-        self._buffers_before = self._buffers.copy()
-        if self._engine._scheduled is not None:
-            self._engine._scheduled.begin_window()
-        self._engine._start_of_step()
+        self._delta.begin()
+        if self._run.scheduled is not None:
+            self._run.scheduled.begin_window()
+        self._run.start_of_step()
         batches = [
             batch
             for part in self._taken[nodes.number]
@@ -184,9 +166,9 @@ class Windows:
 
     def _plan_batch(self, start: int, end: int, batch: BatchConfig) -> list[MicroBatch]:
         """This worker's part of one of its replica's batches: of those who hold the same stage of it, each has one."""
-        engine, size = self._engine, self._engine.composition.node_size
-        together = {"in_step": size > 1, "in_pairs": engine._batch_norm is not None}
-        return plan_step(start, end, batch, (1.0,) * size, engine.link.rank % size, **together)
+        run, size = self._run, self._run.composition.node_size
+        together = {"in_step": size > 1, "in_pairs": run.batch_norm is not None}
+        return plan_step(start, end, batch, (1.0,) * size, run.link.rank % size, **together)
 
     def _is_over(self, decision: Decision) -> bool:
         """After each batch. The ranks of a node have heard it with their last step."""
@@ -210,21 +192,26 @@ class Windows:
             self._all_done = among.start_gather([1.0])
         return self._all_done
 
+    def backward(self, loss: Tensor, samples: float, last: bool | None) -> None:
+        backward(self._run, loss, samples, last)
+
     def step(self) -> StepDone | StepSkipped | None:
         """Steps this replica's optimizer once its batch is done, and agrees with the others if it is a window's last.
 
         So a loop that takes just as many batches as there are has agreed on all of them.
         """
-        replica = self._engine._prepared()
-        if not self._engine.tally.is_last:
+        run, decision, before = self._run, self._decision, self._window
+        if not run.tally.is_last:
             micro = self._loader.current
-            if micro is not None and micro.last and micro is not self._engine._trained:
+            if micro is not None and micro.last and micro is not run.trained:
                 raise ConfigError(STEP_TOO_EARLY)
             return None
-        replica.unseal()
-        done, norm = self._finish_batch(replica)
-        verdict = decide_alone(done.samples, done.loss_sum, norm, self._engine._unit, self._engine.config.clip)
-        is_good, before = verdict.fault is None, self._window
+        assert decision is not None
+        nodes, rows = self._nodes, before.rows + self._batch_rows
+        tells_end = nodes.size > 1 and nodes.within.rank == 0 and self._sees_end(decision, before.batches + 1, rows)
+        done, own_samples, verdict = end_batch(run, self._layers, nodes.within, is_over=tells_end)
+        self._node_is_over = bool(done.is_over)
+        is_good = verdict.fault is None
         self._window = before._replace(
             samples=before.samples + done.samples * is_good,
             loss_sum=before.loss_sum + (done.loss_sum if is_good else 0.0),
@@ -232,60 +219,36 @@ class Windows:
             batches=before.batches + 1,
             skipped=before.skipped + (not is_good),
         )
-        event = self._engine._apply_alone(verdict, self._nodes.names[self._nodes.number])
+        event = step_alone(run, verdict, own_samples, self._rows_of_schedule(decision), nodes.names[nodes.number])
         if is_good:
-            replica.average_buffers(self._own_samples / done.samples)
-            self._lr, self._norm = float(replica.optimizer.param_groups[0]["lr"]), verdict.norm
-        self._engine._start_of_step()
-        assert self._decision is not None
-        if not self._has_more or self._is_over(self._decision):
+            self._lr, self._norm = run.lr, verdict.norm
+        if not self._has_more or self._is_over(decision):
             self._end_window(self._loader)
         return event
 
-    def _finish_batch(self, replica: Replica) -> tuple[NodePulse, float]:
-        """What the ranks of this node did together in the batch that ends, and the norm of their gradient's sum."""
-        tally, layers = self._engine.tally, self._engine.layers
-        self._own_samples = tally.samples
-        if self._nodes.size == 1:
-            _, norm, loss_sum = layers.reduce(replica)
-            return NodePulse(tally.samples, loss_sum, tally.rows), norm
-        assert self._decision is not None
-        replica.start_sums()
-        loss_sum = tally.loss_sum.item()
-        is_over = self._nodes.within.rank == 0 and self._sees_end(
-            self._decision, self._window.batches + 1, self._window.rows + self._batch_rows
-        )
-        told = self._nodes.within.start_gather(NodePulse(tally.samples, loss_sum, tally.rows, is_over))
-        _, norm, _ = layers.reduce(replica)
-        pulses = [NodePulse(*row) for row in told.wait()]
-        self._node_is_over = bool(pulses[0].is_over)
-        self._own_samples = layers.samples_in_node([pulse.samples for pulse in pulses])
-        return NodePulse(*(sum(column) for column in zip(*pulses, strict=True))), norm
-
-    def rows_of_schedule(self) -> int:
+    def _rows_of_schedule(self, decision: Decision) -> int:
         """As if all replicas were as far in the window as this one."""
-        assert self._decision is not None
-        mine, whole = self._decision.rows[self._nodes.number], sum(self._decision.rows)
+        mine, whole = decision.rows[self._nodes.number], sum(decision.rows)
         done = min(1.0, self._window.rows / mine) if mine else 1.0
-        return self._engine.rows_seen + round(done * whole)
+        return self._run.rows_seen + round(done * whole)
 
     def _end_window(self, loader: SliceLoader) -> None:
         self._is_open = False
         self._close_window(loader)
-        if not self._pool.rows or self._engine.stopping:
+        if not self._pool.rows or self._run.stopping:
             self.settle()
 
     def _close_window(self, loader: SliceLoader) -> None:
         assert self._decision is not None
-        if self._engine.device.type == "cuda":
+        if self._run.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
         busy_s = time.perf_counter() - self._window_started
         mine = self._window._replace(
-            busy_s=busy_s, sync_s=self._sync_s, divergence=self._drift, wants_stop=self._engine._wants_stop
+            busy_s=busy_s, sync_s=self._sync_s, divergence=self._delta.drift, wants_stop=self._run.wants_stop
         )
         if self._decision.until_s is None:
             self._own_part_done(self._decision).wait()
-        pulses = _by_node([WindowPulse(*row) for row in self._engine.link.gather_rows(mine)], self._nodes.size)
+        pulses = _by_node([WindowPulse(*row) for row in self._run.link.gather_rows(mine)], self._nodes.size)
         started = time.perf_counter()
         samples = sum(pulse.samples for pulse in pulses)
         self._weight = mine.samples / samples if samples else 1 / self._nodes.count
@@ -297,84 +260,69 @@ class Windows:
             [Report(wall_s=p.busy_s, batches=int(p.batches), divergence=p.divergence) for p in pulses],
             max(pulse.sync_s for pulse in pulses),
         )
-        self._engine._version += 1
-        steps_before = self._engine.step_number
-        self._engine.skipped += sum(int(pulse.skipped) for pulse in pulses)
+        self._run.version += 1
+        steps_before = self._run.step_number
+        self._run.skipped += sum(int(pulse.skipped) for pulse in pulses)
         self._count_rows(loader, sum(int(pulse.rows) for pulse in pulses))
-        self._engine.stopping = any(pulse.wants_stop for pulse in pulses)
-        self._engine.events.emit(self._tell_window(loader, pulses, samples))
-        self._engine._tell_agreed(steps_before)
-        self._engine.layers.end_of_window()
+        self._run.stopping = any(pulse.wants_stop for pulse in pulses)
+        self._run.events.emit(self._tell_window(pulses, samples))
+        self._run.tell_agreed(steps_before)
+        self._layers.end_of_window()
 
     def _merge(self) -> None:
-        """The mean of all replicas; or, with overlap, the one that was begun at the end of the window before.
-
-        Buffers do not overlap: they are small, and not all of them have a mean.
-        """
-        self._buffers.average(self._nodes.across, self._weight, self._buffers_before)
+        """The mean of all replicas; or, with overlap, the one that was begun at the end of the window before."""
+        if self._delta.is_pending:
+            self._delta.apply()
+        self._delta.end(self._weight)
         if not self._policy.overlap:
-            self._drift = self._averages.agree(self._weight)
-        else:
-            if self._averages.is_pending:
-                self._drift = self._averages.finish()
-            self._averages.start(self._weight)
-        self._engine._prepared().on_parts_written()
+            self._delta.apply()
 
     def settle(self) -> None:
         """All replicas are equal after this, also with overlap. Called on every worker alike."""
-        if self._averages.is_pending:
-            self._drift = self._averages.finish()
-            self._averages.agree(self._weight)
-            self._engine._prepared().on_parts_written()
+        if self._delta.is_pending:
+            self._delta.apply()
+            self._delta.end(self._weight, exactly=True)
+            self._delta.apply()
 
     def _count_rows(self, loader: SliceLoader, rows: int) -> None:
-        self._engine.rows_seen += rows
-        self._engine.step_number += loader.pass_rows(rows)
+        self._run.rows_seen += rows
+        self._run.step_number += loader.pass_rows(rows)
 
     def _emit_decision(self, decision: Decision) -> None:
-        self._engine.events.emit(
+        self._run.events.emit(
             Decided(
-                step=self._engine.step_number,
+                step=self._run.step_number,
                 rows=decision.rows,
                 reason=decision.reason,
-                version=self._engine.version,
+                version=self._run.version,
                 anchor=decision.anchor,
-                divergence=self._drift,
+                divergence=self._delta.drift,
             )
         )
 
-    def _tell_window(self, loader: SliceLoader, pulses: list[WindowPulse], samples: float) -> StepDone:
+    def _tell_window(self, pulses: list[WindowPulse], samples: float) -> StepDone:
         longest = max(pulse.busy_s for pulse in pulses)
-        return StepDone(
-            step=self._engine.step_number,
-            epoch=loader.position.epoch,
-            rows_seen=self._engine.rows_seen,
-            samples=samples,
-            loss=sum(pulse.loss_sum for pulse in pulses) / samples if samples else math.nan,
-            lr=self._lr,
-            grad_norm=self._norm,
-            seconds=time.perf_counter() - self._window_started,
-            workers=tuple(
-                WorkerStep(
-                    rank=rank,
-                    rows=int(pulse.rows),
-                    samples=pulse.samples,
-                    busy_s=pulse.busy_s,
-                    wait_s=longest - pulse.busy_s + self._sync_s,
-                )
-                for rank, pulse in enumerate(pulses)
-            ),
+        loss = sum(pulse.loss_sum for pulse in pulses) / samples if samples else math.nan
+        workers = tuple(
+            WorkerStep(
+                rank=rank,
+                rows=int(pulse.rows),
+                samples=pulse.samples,
+                busy_s=pulse.busy_s,
+                wait_s=longest - pulse.busy_s + self._sync_s,
+            )
+            for rank, pulse in enumerate(pulses)
         )
+        seconds = time.perf_counter() - self._window_started
+        return self._run.step_done(Verdict(samples, loss, self._norm, 1.0, None), self._lr, seconds, workers)
 
     # Where the run stands
 
-    def on_loaded(self) -> None:
-        self._averages.begin_anew()
-
-    def standing(self) -> Standing:
+    def _standing(self) -> Standing:
         return {"left": [list(part) for part in self._loader.left_after(self._pool.ranges)]}
 
-    def stand(self) -> None:
+    def _stand(self) -> None:
+        self._delta.start_anew()
         self._loader.forget()
         self._pool = _rest_of_epoch(self._loader)
 

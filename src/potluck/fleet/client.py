@@ -98,6 +98,8 @@ class Client:
     def __init__(self, invite: Invite, *, name: str, kind: str, say: Callable[[str], None]) -> None:
         self.name = name
         self.say = say
+        self.on_stop: Callable[[], None] = lambda: None
+        """Called when this worker was asked to stop."""
         self.welcome: Welcome | None = None
         self.description: Description | None = None
         self._session: _Session | None = None
@@ -125,6 +127,9 @@ class Client:
     def take_averages_one_by_one(self) -> None:
         """From now on they come among the messages, and the next is read when one is released: never all of a step."""
         self._takes_one_by_one = True
+
+    def ask_to_stop(self) -> None:
+        self.on_stop()
 
     @property
     def patience_s(self) -> float:

@@ -5,16 +5,16 @@ in, who computes which slices, when a step is done, who gives the weights to a n
 sees gradients: only that they have all arrived.
 
 Here is who is told of what comes in. What is done about it is decided by machines, each with a state of its own:
-rounds, weights, transfers and uploads, evaluations, saving, plain peers, admission, ending.
+rounds, transfers, evaluations, saving, plain peers, weights, ending.
 """
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 from potluck.errors import TheirProtocolError
 from potluck.events import Stalled, WentBack, WorkerWent
 from potluck.fleet import bounds
-from potluck.fleet.admission import Admission
-from potluck.fleet.description import Description
 from potluck.fleet.digests import Digests
 from potluck.fleet.effects import Close, Effect, Emit, Send
 from potluck.fleet.ending import Ending
@@ -30,7 +30,6 @@ from potluck.fleet.saving import Saving
 from potluck.fleet.stragglers import Stragglers
 from potluck.fleet.transfers import Transfers
 from potluck.fleet.tree import Node
-from potluck.fleet.uploads import Uploads
 from potluck.fleet.weights import Weights
 from potluck.wire.messages import (
     Applied,
@@ -62,7 +61,7 @@ LEGAL: dict[Phase, tuple[type[Message], ...]] = {
 """What a worker of ours may send. Gradients are not listed: the server takes them only where they were asked for."""
 
 
-class Coordinator:
+class Coordinator(RunState):
     def __init__(
         self,
         *,
@@ -73,55 +72,34 @@ class Coordinator:
         plain_peers: bool = False,
         resumed: Resumed = Resumed(),
     ) -> None:
-        self.patience_s = patience_s
+        super().__init__(patience_s, resumed)
         self._recipe = recipe
         self._secret = secret
         self._returns = Returns(patience_s)
         self._ticked_at: float | None = None
-        run = self.run = RunState(patience_s, resumed, self.on_closed)
-        self.membership, self.refused = run.membership, run.refused
         # Each knows those above it, and none below.
-        self.digests = Digests(run, dict(resumed.agreed))
-        self.evaluations = Evaluations(run)
-        self.saving = Saving(run, self.digests)
-        self.rounds = Rounds(run, self.digests, at_least)
-        self.stragglers = Stragglers(run, self.rounds)
-        self.transfers = Transfers(run, self.digests, self.rounds)
-        self.uploads = Uploads(run, self.saving, self.transfers)
-        self.plain_peers = PlainPeers(run, self.rounds, self._returns, at_least, plain_peers)
-        self.admission = Admission(
-            run, self.digests, self.rounds, self.transfers, self.saving, self.plain_peers, resumed.expected
-        )
+        self.digests = Digests(self, dict(resumed.agreed))
+        self.evaluations = Evaluations(self)
+        self.saving = Saving(self, self.digests)
+        self.rounds = Rounds(self, self.digests, at_least)
+        self.stragglers = Stragglers(self, self.rounds)
+        self.transfers = Transfers(self, self.digests, self.rounds, self.saving)
+        self.plain_peers = PlainPeers(self, self.rounds, self._returns, at_least, plain_peers)
         self.weights = Weights(
-            run, self.digests, self.rounds, self.transfers, self.saving, self.evaluations, self.admission
+            self, self.digests, self.rounds, self.transfers, self.saving, self.evaluations, self.plain_peers
         )
-        self.ending = Ending(run, self.rounds, self.saving, self.evaluations, self.admission)
-
-    # What others look at
-
-    @property
-    def standing(self) -> Standing:
-        return self.run.standing
-
-    @property
-    def description(self) -> Description | None:
-        return self.run.description
-
-    @property
-    def finished(self) -> str | None:
-        return self.run.finished
-
-    @property
-    def steps_done(self) -> int:
-        return self.run.steps_done
-
-    @property
-    def steps_total(self) -> int:
-        return self.run.steps_total
-
-    @property
-    def save_fault(self) -> str:
-        return self.saving.fault
+        self.ending = Ending(self, self.rounds, self.saving, self.evaluations, self.weights)
+        self._hear: dict[type[Message], Callable[[Member, Any], list[Effect]]] = {
+            Heartbeat: lambda member, beat: [],  # a thousand who wait would get as many answers that nobody reads
+            Ready: self.weights.on_ready,
+            SliceReport: self.rounds.on_report,
+            Applied: self.weights.on_applied,
+            EvaluateNext: self.evaluations.on_next,
+            SaveDue: self.saving.on_due,
+            StateBegin: self.transfers.on_begin,
+            StateChunk: self.transfers.on_chunk,
+            Leave: self.ending.on_leave,
+        }
 
     @property
     def now(self) -> StepUnderWay | None:
@@ -136,73 +114,49 @@ class Coordinator:
 
     def on_message(self, now: float, peer: int, message: Message, address: str = "") -> list[Effect]:
         """A whole message of any kind but gradients. `address`: of the machine that it came from."""
-        run = self.run
-        run.clock = now
+        self.clock = now
         member = self.membership.members.get(peer)
         try:
-            message = bounds.check(message, run.description)
+            message = bounds.check(message, self.description)
         except TheirProtocolError as error:
             is_secret = member is None or member.plain  # a peer that has not shown its secret yet hears nothing
-            return run.refuse(peer, "implausible", "" if is_secret else str(error))
+            return self.refuse(peer, "implausible", "" if is_secret else str(error))
         if member is None:
             match message:
                 case Hello():
                     return self._on_hello(peer, message, address)
                 case JoinRequest():
                     return self.plain_peers.on_join_request(peer, message, address)
-            return run.refuse(peer, "unknown", "")
+            return self.refuse(peer, "unknown", "")
         member.heard_at = now
         if member.plain:
             if isinstance(message, Heartbeat):
                 return [Send(peer, message)]
-            return run.refuse(peer, "illegal", "")  # a Refusal is not among the messages that it knows
+            return self.refuse(peer, "illegal", "")  # a Refusal is not among the messages that it knows
         if type(message) not in LEGAL[member.phase]:
             name = type(message).__name__
-            return run.refuse(peer, "illegal", f"{name} is not expected from a worker that is {member.phase.name}.")
-        return self._dispatch(member, message)
-
-    def _dispatch(self, member: Member, message: Message) -> list[Effect]:
-        match message:
-            case Heartbeat():
-                return []  # heard, and that is all: a thousand who wait would get as many answers that nobody reads
-            case Ready():
-                return self.admission.on_ready(member, message)
-            case SliceReport():
-                return self.rounds.on_report(member, message)
-            case Applied():
-                return self.weights.on_applied(member, message)
-            case EvaluateNext():
-                return self.evaluations.on_next(member, message)
-            case SaveDue():
-                return self.saving.on_due(member, message)
-            case StateBegin():
-                return self.uploads.on_begin(member, message)
-            case StateChunk():
-                return self.uploads.on_chunk(member, message)
-            case Leave():
-                return self.ending.on_leave(member, message)
-        raise AssertionError(f"{type(message).__name__} is legal, and nothing is done with it")
+            return self.refuse(peer, "illegal", f"{name} is not expected from a worker that is {member.phase.name}.")
+        return self._hear[type(message)](member, message)
 
     def _on_hello(self, peer: int, hello: Hello, address: str) -> list[Effect]:
-        run = self.run
         if not is_right_secret(hello.secret, self._secret):
-            return run.refuse(peer, "wrong secret", "")
+            return self.refuse(peer, "wrong secret", "")
         if hello.protocol != PROTOCOL:
-            return run.refuse(
+            return self.refuse(
                 peer, "wrong version", f"This host speaks protocol {PROTOCOL}, and you speak {hello.protocol}."
             )
-        if run.finished:
-            return run.refuse(peer, "too late", f"The run has ended: {run.finished}.")
+        if self.finished:
+            return self.refuse(peer, "too late", f"The run has ended: {self.finished}.")
         if len(self.membership.members) >= bounds.MOST_WORKERS:
-            return run.refuse(peer, "too many", f"This host has {bounds.MOST_WORKERS:,} workers, the most it takes.")
-        if wait_s := self._returns.wait_s(run.clock, address, hello.name):
+            return self.refuse(peer, "too many", f"This host has {bounds.MOST_WORKERS:,} workers, the most it takes.")
+        if wait_s := self._returns.wait_s(self.clock, address, hello.name):
             sentence = (
                 f"You have come and gone again and again, each time within {self.patience_s:g} s. Come again in"
                 f" {math.ceil(wait_s)} s, and look at why this worker ends so soon."
             )
             self.refused["too soon"] += 1
             return [Send(peer, Refusal(TOO_SOON, sentence)), Close(peer, sentence)]
-        member = self.membership.add(run.clock, peer, hello.name, hello.kind, plain=False, address=address)
+        member = self.membership.add(self.clock, peer, hello.name, hello.kind, plain=False, address=address)
         return [Send(peer, Welcome(member.worker_id, int(self.patience_s * 1000), self._recipe))]
 
     def on_heard(self, now: float, peer: int) -> None:
@@ -212,34 +166,32 @@ class Coordinator:
 
     def on_closed(self, now: float, peer: int, why: str) -> list[Effect]:
         """The connection is gone, whoever closed it."""
-        run = self.run
-        run.clock = now
+        self.clock = now
         member = self.membership.remove(peer)
-        self.admission.forget(peer)
+        self.weights.forget(peer)
         if member is None:
             return []
         went = WorkerWent(
             worker=member.worker_id,
             name=member.name,
             reason=why,
-            polite=member.leaving or run.finished is not None,
+            polite=member.leaving or self.finished is not None,
             workers=len(self.membership.ready),
         )
         effects: list[Effect] = [Emit(went), *self._hold_off(member)]
         effects += self.transfers.on_gone(peer)
-        self.uploads.on_gone(peer)
         effects += self.evaluations.give_back(member)
         effects += self.saving.pass_over(peer)
         effects += self.rounds.on_gone(member)
         effects += self.transfers.pass_over_leavers()
         if member.is_ready and not self.membership.holders:
-            effects += self.admission.on_nobody_holds(may_come_back=not member.leaving)
+            effects += self.weights.on_nobody_holds(may_come_back=not member.leaving)
         return effects + self.ending.on_gone()
 
     def _hold_off(self, member: Member) -> list[Effect]:
         """A worker that comes and goes in a loop is let in less and less often."""
-        times, wait_s = self._returns.went(self.run.clock, member.address, member.name, member.came_at)
-        if not wait_s or self.run.finished:
+        times, wait_s = self._returns.went(self.clock, member.address, member.name, member.came_at)
+        if not wait_s or self.finished:
             return []
         doing = f"it has come and gone {times} times, each time within {self.patience_s:g} s, and is held off"
         return [Emit(Stalled(worker=member.worker_id, name=member.name, doing=doing, seconds=wait_s))]
@@ -248,22 +200,22 @@ class Coordinator:
 
     def on_payload(self, now: float, peer: int, step: int, node: Node) -> list[Effect]:
         """All parts of a node are in the sums."""
-        self.run.clock = now
+        self.clock = now
         self.rounds.on_payload(peer, step, node)
         return []
 
     def on_plain_loss(self, now: float, peer: int, step: int, node: Node, loss: float) -> list[Effect]:
-        self.run.clock = now
+        self.clock = now
         return self.rounds.on_plain_loss(peer, step, node, loss)
 
     def on_bad(self, now: float, peer: int, step: int, node: Node, why: str) -> list[Effect]:
         """A payload that must not reach the others."""
-        self.run.clock = now
+        self.clock = now
         return self.rounds.on_bad(peer, step, node, why)
 
     def on_mean(self, now: float, step: int) -> list[Effect]:
         """Every part's average is formed, and on its way."""
-        self.run.clock = now
+        self.clock = now
         under = self.rounds.now
         if under is None or under.step != step or not under.is_reported:
             return []
@@ -274,16 +226,16 @@ class Coordinator:
 
     def on_taken(self, now: float, peer: int, transfer: int) -> list[Effect]:
         """A chunk that came from this peer has been written, or has left."""
-        self.run.clock = now
-        return self.uploads.on_taken(peer, transfer)
+        self.clock = now
+        return self.transfers.on_taken(peer, transfer)
 
     def on_saved(
         self, now: float, step: int, folder: str, error: str, size: int = 0, *, theirs: bool = False
     ) -> list[Effect]:
         """`theirs`: what came is no checkpoint, so that its sender goes, and another is asked."""
-        self.run.clock = now
+        self.clock = now
         if theirs and self.saving.sender is not None:
-            return self.run.refuse(self.saving.sender, "bad checkpoint", error)
+            return self.refuse(self.saving.sender, "bad checkpoint", error)
         return self.saving.on_saved(step, folder, error, size)
 
     def found(self, step: int, folder: str) -> None:
@@ -292,11 +244,11 @@ class Coordinator:
 
     def restored(self, now: float, standing: Standing | None) -> list[Effect]:
         """The run resumes from the newest checkpoint, or from its beginning where there is none."""
-        run, before = self.run, self.steps_done
-        run.clock = now
-        run.standing = standing or Standing()
-        run.previous = run.ahead = None
-        self.admission.is_restoring, self.admission.expected = False, 0
+        before = self.steps_done
+        self.clock = now
+        self.standing = standing or Standing()
+        self.previous = self.ahead = None
+        self.weights.is_restoring, self.expected = False, 0
         self.saving.on_restored()
         self.rounds.on_restored()
         self.digests.clear()
@@ -304,24 +256,24 @@ class Coordinator:
         effects = self.plain_peers.turn_away_all(
             "the run goes back to a checkpoint, and a plain peer cannot go with it"
         )
-        if run.steps_done < before:
-            effects.append(Emit(WentBack(from_step=before, step=run.steps_done)))
-        return effects + self.admission.on_restored(had=standing is not None)
+        if self.steps_done < before:
+            effects.append(Emit(WentBack(from_step=before, step=self.steps_done)))
+        return effects + self.weights.on_restored(had=standing is not None)
 
     # Time, and Ctrl-C
 
     def request_stop(self, now: float) -> list[Effect]:
         """Ctrl-C on the host: the step under way is the last, and is saved."""
-        self.run.clock = now
+        self.clock = now
         return self.ending.request_stop()
 
     def on_tick(self, now: float) -> list[Effect]:
-        self.run.clock = now
+        self.clock = now
         self._forgive_pause(now)
         effects: list[Effect] = []
         for member in self.membership.late(now, self.patience_s):
             why = f"silent for {member.silent_s(now):.1f} s while {member.doing(self.standing.step)}"
-            effects += self.run.close(member.peer, why)
+            effects += self.close(member.peer, why)
         effects += self.stragglers.relieve()
         effects += self.stragglers.tell()
         effects += self.evaluations.on_tick()
@@ -329,7 +281,7 @@ class Coordinator:
         effects += self.saving.tire()
         effects += self.ending.tire()
         effects += self.saving.ask_again()
-        effects += self.admission.on_tick()
+        effects += self.weights.on_tick()
         return effects + self.ending.finish()
 
     def _forgive_pause(self, now: float) -> None:
@@ -342,4 +294,4 @@ class Coordinator:
             self.transfers.forgive(gap)
             self.saving.forgive(gap)
             self.ending.forgive(gap)
-            self.admission.forgive(gap)
+            self.weights.forgive(gap)

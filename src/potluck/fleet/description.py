@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
-from potluck.agree.policy import ApplyPolicy, Async, Cadence, Sync, Windowed
+from potluck.agree.policy import ApplyPolicy, Async, Cadence, Outer, Sync, Windowed
 from potluck.agree.terms import BUILD, SAME_DATA, Fingerprint, check_fingerprint, differing_data, differing_settings
 from potluck.errors import TheirProtocolError
 from potluck.wire.words import clean_all
@@ -35,6 +35,8 @@ _SETTINGS = {
     Cadence.kind: ("anchor", "max_anchor", "overhead_target", "max_batch_diff"),
     Async.kind: ("anchor", "max_anchor", "overhead_target", "max_batch_diff", "divergence_threshold"),
 }
+_SWITCHES: dict[str, Any] = {"overlap": False, "outer": None}
+"""Of the same policies, told only where they are not this: what an older version tells and expects has none of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +90,7 @@ class Description:
     @property
     def windowed(self) -> Windowed | None:
         """The policy, if workers step by themselves under it; none under Sync."""
-        kind = _WINDOWED.get(self.policy)
-        return kind(**self.settings) if kind is not None else None
+        return _made(self.policy, self.settings) if self.policy in _WINDOWED else None
 
     def steps_at(self, epoch: int, row: int) -> int:
         """How many batches of the run are done at this place, the last maybe in part."""
@@ -183,7 +184,8 @@ class Description:
             if name not in _MAY_DIFFER and mine != theirs:
                 otherwise = f"This run has {name} = {mine}, and you have {theirs}"
                 return f"{words.get(name, otherwise)}. {BUILD}"
-        changed = {f"policy.{name}": pair for name, pair in differing_settings(self.settings, other.settings).items()}
+        ours, others = _SWITCHES | self.settings, _SWITCHES | other.settings
+        changed = {f"policy.{name}": pair for name, pair in differing_settings(ours, others).items()}
         for name, (mine, theirs) in (changed | differing_settings(self.training, other.training)).items():
             return f"This run has {name} = {mine}, and you have {theirs}. {BUILD}"
         if (where := differing_data(self.data, other.data)) is not None:
@@ -201,21 +203,39 @@ _MAY_DIFFER = ("data", "training", "settings", "told", "rows_limit", "state_byte
 
 def settings_of(policy: ApplyPolicy) -> dict[str, Any]:
     """What a description tells of a policy."""
-    return {name: getattr(policy, name) for name in _SETTINGS.get(policy.kind, ())}
+    found = {name: getattr(policy, name) for name in _SETTINGS.get(policy.kind, ())}
+    switched = {name: getattr(policy, name) for name in _SWITCHES if found}
+    found |= {name: value for name, value in switched.items() if value != _SWITCHES[name]}
+    return found | ({"outer": asdict(found["outer"])} if "outer" in found else {})
+
+
+def _made(policy: str, settings: dict[str, Any]) -> Windowed:
+    outer = {"outer": Outer(**settings["outer"])} if "outer" in settings else {}
+    return _WINDOWED[policy](**settings | outer)
 
 
 def _check_settings(policy: str, settings: Any) -> None:
     names = _SETTINGS.get(policy)
-    if names is None or not isinstance(settings, dict) or {*settings} != {*names}:
+    switches = {*_SWITCHES} if names else set()
+    if names is None or not isinstance(settings, dict) or {*settings} - switches != {*names}:
         raise ValueError("policy is sync, cadence or async, with all of its settings and no others")
     for name, value in settings.items():
         if name in ("overhead_target", "divergence_threshold"):
-            if not isinstance(value, int | float) or isinstance(value, bool) or abs(value) > MAX_WHOLE:
-                raise ValueError(f"{repr(value)[:40]} is no number")
-        else:
+            _number(value)
+        elif name == "outer":
+            for number in value.values():
+                _number(number)
+        elif name != "overlap":
             _whole(value, none=name == "max_batch_diff")
+        elif not isinstance(value, bool):
+            raise ValueError(f"{repr(value)[:40]} is neither true nor false")
     if policy in _WINDOWED:
-        _WINDOWED[policy](**settings)
+        _made(policy, settings)
+
+
+def _number(value: Any) -> None:
+    if not isinstance(value, int | float) or isinstance(value, bool) or abs(value) > MAX_WHOLE:
+        raise ValueError(f"{repr(value)[:40]} is no number")
 
 
 def _whole(value: Any, *, none: bool = False) -> int | None:

@@ -1,7 +1,7 @@
 """What the coordinator decides, as things to do: the server does them, in their order; a test looks at them. Pure."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, dataclass_transform
 
 from potluck.events import Event
 from potluck.fleet.description import Description
@@ -26,13 +26,14 @@ class StepRecord:
     """(first row, last + 1, worker id)"""
 
 
+@dataclass_transform(frozen_default=True)
 class Effect:
-    """Each is one of the classes below."""
+    """Each is one of the classes below, a frozen dataclass."""
 
-    __slots__ = ()
+    def __init_subclass__(cls) -> None:
+        dataclass(frozen=True)(cls)
 
 
-@dataclass(frozen=True, slots=True)
 class Send(Effect):
     peer: int
     message: Message
@@ -40,13 +41,11 @@ class Send(Effect):
     """(peer, transfer) to be told StateMore once this has left."""
 
 
-@dataclass(frozen=True, slots=True)
 class Close(Effect):
     peer: int
     why: str
 
 
-@dataclass(frozen=True, slots=True)
 class Describe(Effect):
     """The run is known now: its gradients' sizes above all."""
 
@@ -55,7 +54,6 @@ class Describe(Effect):
     """False: it was known, and only what a worker must bring alike is known better."""
 
 
-@dataclass(frozen=True, slots=True)
 class BeginStep(Effect):
     step: int
     slices: int
@@ -63,14 +61,12 @@ class BeginStep(Effect):
     several: bool
 
 
-@dataclass(frozen=True, slots=True)
 class Widen(Effect):
     """Somebody sends several nodes of the step under way after all."""
 
     step: int
 
 
-@dataclass(frozen=True, slots=True)
 class Expect(Effect):
     """The peer will send these nodes: for each part in turn, each of them."""
 
@@ -81,7 +77,6 @@ class Expect(Effect):
     """For each node, what its gradients are multiplied by: 1 but for a plain peer, which sends means."""
 
 
-@dataclass(frozen=True, slots=True)
 class Discard(Effect):
     """Whatever the peer still sends of this node is of no use."""
 
@@ -89,19 +84,15 @@ class Discard(Effect):
     node: Node
 
 
-@dataclass(frozen=True, slots=True)
 class SetScale(Effect):
     step: int
     scale: float
     loss: float
 
 
-@dataclass(frozen=True, slots=True)
-class AbandonStep(Effect):
-    pass
+class AbandonStep(Effect): ...
 
 
-@dataclass(frozen=True, slots=True)
 class Subscribe(Effect):
     """The peer gets every average from this step on."""
 
@@ -109,14 +100,12 @@ class Subscribe(Effect):
     since: int
 
 
-@dataclass(frozen=True, slots=True)
 class Record(Effect):
     """To be on the disk before anything that follows it is sent."""
 
     step: StepRecord
 
 
-@dataclass(frozen=True, slots=True)
 class Agreed(Effect):
     """The digest of the right weights after a step, of workers of a kind."""
 
@@ -125,12 +114,10 @@ class Agreed(Effect):
     digest: str
 
 
-@dataclass(frozen=True, slots=True)
 class Emit(Effect):
     event: Event
 
 
-@dataclass(frozen=True, slots=True)
 class StepApplied(Effect):
     """The first worker has applied a step: now all of it is known."""
 
@@ -140,7 +127,6 @@ class StepApplied(Effect):
     fault: str
 
 
-@dataclass(frozen=True, slots=True)
 class SaveBegin(Effect):
     peer: int
     step: int
@@ -148,23 +134,18 @@ class SaveBegin(Effect):
     keep_last: int
 
 
-@dataclass(frozen=True, slots=True)
 class SaveChunk(Effect):
     peer: int
     data: bytes | memoryview
 
 
-@dataclass(frozen=True, slots=True)
-class SaveAbort(Effect):
-    pass
+class SaveAbort(Effect): ...
 
 
-@dataclass(frozen=True, slots=True)
 class Restore(Effect):
     """Nobody holds the weights: go back to the newest checkpoint and tell by restored()."""
 
 
-@dataclass(frozen=True, slots=True)
 class SendCheckpoint(Effect):
     """The checkpoint that the run was restored from, to a newcomer."""
 
@@ -172,7 +153,6 @@ class SendCheckpoint(Effect):
     transfer: int
 
 
-@dataclass(frozen=True, slots=True)
 class Finish(Effect):
     """The run is over."""
 

@@ -2,13 +2,13 @@
 
 from dataclasses import dataclass, field
 
-from potluck.fleet.admission import Admission
 from potluck.fleet.effects import Effect, Finish
 from potluck.fleet.evaluation import Evaluations
 from potluck.fleet.membership import Member
 from potluck.fleet.rounds import Rounds
 from potluck.fleet.run_state import RunState
 from potluck.fleet.saving import Saving
+from potluck.fleet.weights import Weights
 from potluck.wire.messages import Leave
 
 
@@ -18,7 +18,7 @@ class Ending:
     rounds: Rounds
     saving: Saving
     evaluations: Evaluations
-    admission: Admission
+    weights: Weights
     over_at: int | None = field(default=None, init=False)
     """The step after which a worker said that the run is over."""
     over_since: float = field(default=0.0, init=False)
@@ -27,7 +27,7 @@ class Ending:
         """It goes, and others do at once what it was given since: it may have to stay, while its state is saved."""
         member.leaving = True
         effects = self.rounds.take_away(member) + self.evaluations.give_back(member)
-        effects += self.rounds.abandon_if_deserted() + self.admission.transfers.pass_over_leavers()
+        effects += self.rounds.abandon_if_deserted() + self.weights.transfers.pass_over_leavers()
         return effects + self._part_with(member, leave)
 
     def _part_with(self, member: Member, leave: Leave) -> list[Effect]:
@@ -101,5 +101,5 @@ class Ending:
         need come."""
         run = self.run
         is_done = run.is_complete and self.saving.is_last_kept
-        if not run.finished and not run.membership.members and is_done and self.admission.has_waited_in_vain():
+        if not run.finished and not run.membership.members and is_done and self.weights.has_waited_in_vain():
             run.finished = "finished"

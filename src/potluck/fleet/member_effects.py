@@ -1,125 +1,100 @@
 """What a Member decides, as things to do: whoever drives it does them, in their order. Pure."""
 
 from dataclasses import dataclass
+from typing import dataclass_transform
 
 from potluck.errors import PotluckError
 from potluck.wire.messages import Committed, Message, Work
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
+@dataclass_transform(frozen_default=True)
+class Effect:
+    """Each is one of the classes below, a frozen dataclass."""
+
+    def __init_subclass__(cls) -> None:
+        dataclass(frozen=True)(cls)
+
+
+class Send(Effect):
     message: Message
 
 
-@dataclass(frozen=True, slots=True)
-class Say:
+class Say(Effect):
     """To the person who started this worker."""
 
     sentence: str
 
 
-@dataclass(frozen=True, slots=True)
-class Fail:
+class Fail(Effect):
     """This worker ends."""
 
     kind: type[PotluckError]
     sentence: str
 
 
-@dataclass(frozen=True, slots=True)
-class Rejoin:
+class Rejoin(Effect):
     """The connection is lost: what was computed is of no use. Connect again, then present()."""
 
 
-@dataclass(frozen=True, slots=True)
-class StandAt:
+class StandAt(Effect):
     """The run begins here, with the weights that this worker has built."""
 
     epoch: int
     row: int
 
 
-@dataclass(frozen=True, slots=True)
-class SkipAverages:
+class SkipAverages(Effect):
     """Up to this step they are in the weights."""
 
     step: int
 
 
-@dataclass(frozen=True, slots=True)
-class ReceiveState:
+class ReceiveState(Effect):
     """A state begins to arrive, in place of whatever has arrived of another."""
 
     step: int
     header: str
 
 
-@dataclass(frozen=True, slots=True)
-class TakeChunk:
+class TakeChunk(Effect):
     data: bytes | memoryview
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
+class Load(Effect):
     """The state is here: put it into the model, then loaded()."""
 
 
-@dataclass(frozen=True, slots=True)
-class DropState:
+class DropState(Effect):
     """The rest of it will not come."""
 
 
-@dataclass(frozen=True, slots=True)
-class ServeState:
+class ServeState(Effect):
     """Copy the state as it is now, and send it."""
 
     transfer: int
 
 
-@dataclass(frozen=True, slots=True)
-class TellApplied:
+class TellApplied(Effect):
     """Hash the weights, and tell the host what they came to."""
 
     norm: float = 0.0
     fault: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class LookAt:
+class LookAt(Effect):
     """Evaluate these rows, then looked()."""
 
     start: int
     end: int
 
 
-@dataclass(frozen=True, slots=True)
-class Compute:
+class Compute(Effect):
     """These slices, or this window; then take() again."""
 
     work: Work
 
 
-@dataclass(frozen=True, slots=True)
-class Apply:
+class Apply(Effect):
     """The averages of this step, once all of them are here, after agree()."""
 
     committed: Committed
-
-
-Effect = (
-    Send
-    | Say
-    | Fail
-    | Rejoin
-    | StandAt
-    | SkipAverages
-    | ReceiveState
-    | TakeChunk
-    | Load
-    | DropState
-    | ServeState
-    | TellApplied
-    | LookAt
-    | Compute
-    | Apply
-)

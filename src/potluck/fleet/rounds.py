@@ -453,7 +453,7 @@ def _either(bits: bytearray, others: bytes) -> None:
 
 
 def as_table(epoch: EpochDone) -> dict[str, Any]:
-    return {name: getattr(epoch, name) for name in EpochDone.__slots__}
+    return dict(vars(epoch))
 
 
 def _tell(node: Node) -> str:

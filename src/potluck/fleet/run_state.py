@@ -7,7 +7,7 @@ A machine parts with a peer by close(), refuse() or shut(): through them the coo
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from potluck.events import WorkerCame
@@ -50,9 +50,7 @@ class Resumed:
 
 
 class RunState:
-    def __init__(
-        self, patience_s: float, resumed: Resumed, on_closed: Callable[[float, int, str], list[Effect]]
-    ) -> None:
+    def __init__(self, patience_s: float, resumed: Resumed) -> None:
         described = resumed.description
         self.patience_s = patience_s
         self.clock = 0.0
@@ -69,11 +67,12 @@ class RunState:
         """What was turned away, by kind."""
         self.rows_limit = described.rows_limit if described is not None else 0
         """Of all epochs, as the first who held the weights told it; 0: nobody knows."""
+        self.expected = resumed.expected
+        """How many may come back who hold the weights, while nobody here does."""
         self.leader = -1
         """The worker that speaks for all, as of the last committed step."""
         self.steps: dict[int, int] = {}
         """After each of the last windows, how many batches of the run were done."""
-        self._on_closed = on_closed
 
     @property
     def described(self) -> Description:
@@ -126,8 +125,12 @@ class RunState:
 
     # Parting with a peer
 
+    def on_closed(self, now: float, peer: int, why: str) -> list[Effect]:
+        """The connection is gone, whichever end closed it: the coordinator tells every machine."""
+        raise NotImplementedError
+
     def close(self, peer: int, why: str) -> list[Effect]:
-        return [Close(peer, why), *self._on_closed(self.clock, peer, why)]
+        return [Close(peer, why), *self.on_closed(self.clock, peer, why)]
 
     def refuse(self, peer: int, kind: str, sentence: str) -> list[Effect]:
         """Without a sentence the peer hears nothing at all."""

@@ -99,7 +99,7 @@ class Saving:
             return [Send(member.peer, StateRequest(SAVE, member.applied))]
         return self._run.shut(member)
 
-    # On its way: see uploads.py
+    # On its way: see transfers.py
 
     def may_begin(self, member: Member, begin: StateBegin) -> bool:
         is_old = bool(self.saved.folder) and begin.step <= self.saved.step  # the leader has changed meanwhile

@@ -103,7 +103,7 @@ class Server:
         )
         if saver is not None and coordinator.standing.step and (newest := saver.newest()) is not None:
             coordinator.found(newest[1].step, str(newest[0]))
-        coordinator.admission.most_floats = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
+        coordinator.weights.most_floats = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
         if coordinator.description is not None:
             self.exchange.describe(coordinator.description)
 

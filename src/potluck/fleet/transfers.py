@@ -1,15 +1,20 @@
-"""The run's weights on their way to newcomers, from a worker that has them or from the host's disk. Pure."""
+"""States on their way: to newcomers, from a worker or from the host's disk, and to that disk. Pure."""
 
 from collections import Counter
 from dataclasses import dataclass, field
 
+from potluck.errors import TheirProtocolError
 from potluck.fleet.digests import Digests
 from potluck.fleet.effects import Effect, Send, SendCheckpoint, Subscribe
 from potluck.fleet.membership import Member, Phase
+from potluck.fleet.parcel import files_in, most_bytes
 from potluck.fleet.rounds import Rounds
 from potluck.fleet.run_state import RunState
-from potluck.fleet.saving import SLOW_STATE
+from potluck.fleet.saving import SAVE, SLOW_STATE, Saving
 from potluck.wire.messages import Admitted, StateBegin, StateChunk, StateMore, StateRequest
+
+CHUNKS_AHEAD = 4
+"""Of a state: may be on their way before the first has left here."""
 
 
 @dataclass
@@ -36,8 +41,11 @@ class Transfers:
     run: RunState
     digests: Digests
     rounds: Rounds
+    saving: Saving
     under_way: dict[int, Transfer] = field(default_factory=dict, init=False)
     next_number: int = field(default=1, init=False)
+    unpaid: Counter[tuple[int, int]] = field(default_factory=Counter, init=False)
+    """(peer, transfer) -> chunks that came from it and have not left here."""
 
     @property
     def stranded(self) -> list[Member]:
@@ -73,7 +81,47 @@ class Transfers:
         admitted = Admitted(step, 1, self.run.standing.position())
         return [Send(member.peer, admitted), Subscribe(member.peer, step + 1)], number
 
-    # On their way: see uploads.py
+    # On their way
+
+    def _whose(self, transfer: int) -> "Saving | Transfers":
+        return self.saving if transfer == SAVE else self
+
+    def on_begin(self, member: Member, begin: StateBegin) -> list[Effect]:
+        run, whose = self.run, self._whose(begin.transfer)
+        dropped = self.saving.begun_again(member) if begin.transfer == SAVE else []
+        if not whose.may_begin(member, begin):
+            return [*dropped, Send(member.peer, StateMore(begin.transfer, 0))]
+        try:
+            total = sum(size for _, size in files_in(begin.header))
+        except TheirProtocolError as error:
+            return run.refuse(member.peer, "illegal", str(error))
+        most = most_bytes(max(run.described.state_bytes, 4 * run.described.floats))
+        if total > most or begin.step > run.latest:
+            return run.refuse(
+                member.peer,
+                "illegal",
+                f"StateBegin announces {total:,} bytes of step {begin.step}; the state of this run's model has at most"
+                f" {most:,}, and its last step is {run.latest}.",
+            )
+        self.unpaid.pop((member.peer, begin.transfer), None)
+        return [*dropped, whose.begin(member, begin, total), Send(member.peer, StateMore(begin.transfer, CHUNKS_AHEAD))]
+
+    def on_chunk(self, member: Member, chunk: StateChunk) -> list[Effect]:
+        whose = self._whose(chunk.transfer)
+        if not whose.may_take(member, chunk):
+            return []
+        self.unpaid[member.peer, chunk.transfer] += 1
+        if self.unpaid[member.peer, chunk.transfer] > 2 * CHUNKS_AHEAD:  # what an ended one was allowed may be left
+            return self.run.refuse(member.peer, "illegal", "StateChunk came before StateMore allowed it.")
+        return [whose.take(member, chunk)]
+
+    def on_taken(self, peer: int, transfer: int) -> list[Effect]:
+        """A chunk that came from this peer has been written, or has left."""
+        if self.unpaid[peer, transfer] > 1:
+            self.unpaid[peer, transfer] -= 1
+        else:
+            del self.unpaid[peer, transfer]
+        return [Send(peer, StateMore(transfer, 1))] if peer in self.run.membership.members else []
 
     def may_begin(self, member: Member, begin: StateBegin) -> bool:
         transfer = self.under_way.get(begin.transfer)
@@ -110,6 +158,8 @@ class Transfers:
     def on_gone(self, peer: int) -> list[Effect]:
         """Nobody need send to it, and those whom it was to send to get theirs from another."""
         effects: list[Effect] = []
+        for key in [key for key in self.unpaid if key[0] == peer]:
+            del self.unpaid[key]
         for transfer in list(self.under_way.values()):
             if transfer.to == peer:
                 del self.under_way[transfer.number]

@@ -1,18 +1,25 @@
-"""Whose weights are right after a step, and how those get the right ones who have others. Pure."""
+"""With which weights a worker takes part: its own, another's, or those of a checkpoint, while nobody has any. Pure.
+
+After each step, whose are right, and how those get them who have others.
+"""
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 
-from potluck.fleet.admission import Admission
+from potluck.errors import TheirProtocolError
+from potluck.events import Stalled
+from potluck.fleet.description import MAX_TOTAL, Description
 from potluck.fleet.digests import Digests, Told, tell_drift
-from potluck.fleet.effects import Effect
+from potluck.fleet.effects import Describe, Effect, Emit, Restore, Send, Subscribe
 from potluck.fleet.evaluation import Evaluations
 from potluck.fleet.membership import Member, Phase
+from potluck.fleet.plain_peers import PlainPeers
 from potluck.fleet.rounds import Rounds
 from potluck.fleet.run_state import RunState
 from potluck.fleet.saving import Saving
 from potluck.fleet.transfers import Transfers
-from potluck.wire.messages import Applied
+from potluck.wire.messages import Admitted, Applied, Ready
 
 
 @dataclass
@@ -23,7 +30,214 @@ class Weights:
     transfers: Transfers
     saving: Saving
     evaluations: Evaluations
-    admission: Admission
+    plain_peers: PlainPeers
+    most_floats: int = field(default=MAX_TOTAL, init=False)
+    """What there is memory for."""
+    waiting: list[tuple[int, Ready]] = field(default_factory=list, init=False)
+    """Newcomers for whom nobody has the weights yet."""
+    is_restoring: bool = field(default=False, init=False)
+    alone_since: float | None = field(default=None, init=False)
+    """Since when nobody holds the weights."""
+
+    def on_ready(self, member: Member, ready: Ready) -> list[Effect]:
+        run = self.run
+        if run.finished:
+            return run.shut(member)
+        try:
+            described = Description.from_json(ready.description)
+        except TheirProtocolError as error:
+            return run.refuse(member.peer, "wrong model", str(error))
+        if described.floats > self.most_floats:
+            return run.refuse(
+                member.peer,
+                "too large",
+                f"Your model has {described.floats:,} trained numbers, and this host has memory for the mean of"
+                f" {self.most_floats:,}. Start the host on a machine with more memory.",
+            )
+        effects: list[Effect] = []
+        if run.description is None:
+            run.description = described
+            effects += [Describe(described), *self.plain_peers.on_described()]
+        elif (difference := run.description.difference(described)) is not None:
+            return run.refuse(member.peer, "wrong model", difference)
+        elif (completed := run.description.completed(described)) != run.description:
+            run.description = completed
+            effects.append(Describe(completed, is_new=False))
+        if run.membership.holders and (difference := self._differing_length(described)) is not None:
+            return run.refuse(member.peer, "other length", difference)
+        # One that says it twice is placed once: else, as the first who is in, it would be sent its own weights.
+        self.forget(member.peer)
+        if not run.membership.holders:  # a run that is resumed may be longer than it was; a newcomer changes nothing
+            run.rows_limit = described.rows_limit
+        return effects + self._place(member, replace(ready, description=""))  # it may wait, and be long
+
+    def _differing_length(self, described: Description) -> str | None:
+        """A worker that ended sooner would end the run for all; one that ended later would wait for work forever."""
+        mine, theirs, rows = self.run.rows_limit, described.rows_limit, described.rows
+        if not mine or not theirs or abs(mine - theirs) < rows:
+            return None
+        return f"This run ends after {mine / rows:g} epochs, and yours would after {theirs / rows:g}. Ask for as many."
+
+    def forget(self, peer: int) -> None:
+        self.waiting = [(other, ready) for other, ready in self.waiting if other != peer]
+
+    # With which weights
+
+    def _place(self, member: Member, ready: Ready) -> list[Effect]:
+        """Whether a worker that has built its model may continue with its own weights, or where it gets the run's."""
+        run, step = self.run, self.run.standing.step
+        holds = bool(ready.holds) and self.digests.is_believed(member, ready)
+        if not run.membership.holders:
+            return self._place_first(member, ready, holds)
+        is_window = run.described.windowed is not None  # one that is computed again has other bits
+        if holds and run.ahead is not None and ready.step == run.ahead.step and not is_window:
+            return self._admit(member, ready, since=ready.step + 1)
+        known = self.digests.told.get(ready.step, {})
+        same = any(ready.digest == told.digest for told in known.values())
+        if ready.step == step and (same or (holds and not known and not is_window)):
+            return self._admit(member, ready, since=step + 1)
+        return self.transfers.catch_up(member)
+
+    def _place_first(self, member: Member, ready: Ready, holds: bool) -> list[Effect]:
+        """Where nobody else holds the weights."""
+        run = self.run
+        if holds and run.previous is not None and ready.step == run.previous.step and not self._may_have_the_last():
+            # The step after it is on record, but nobody came back who had applied it: it is computed again.
+            if run.described.windowed is not None:
+                self.digests.forget(run.standing.step)
+            run.ahead, run.standing, run.previous = run.standing, run.previous, None
+        step = run.standing.step
+        is_origin = not ready.holds and step == 0
+        if is_origin or (holds and ready.step == step):
+            return self._admit(member, ready, since=step + 1)
+        if ready.holds and not step:
+            return run.refuse(
+                member.peer,
+                "forgotten weights",
+                "Nobody has this run's weights any more, so that it begins anew, and yours are of step"
+                f" {ready.step}. Start this worker again.",
+            )
+        self.waiting.append((member.peer, ready))
+        if self.alone_since is None:
+            self.alone_since = run.clock
+        effects: list[Effect] = []
+        if ready.holds and not holds:
+            effects.append(tell_drift(member, ready.step, "are not those that were agreed on"))
+        return effects + (self.on_tick() if not self.run.expected else [self._tell_nobody_holds(member)])
+
+    def _may_have_the_last(self) -> bool:
+        """Whether the last step may come from a checkpoint, or from somebody who has yet to come back: a window that
+        is computed again has other bits, and workers that have ended with it would have other weights than the rest."""
+        if self.run.described.windowed is None:
+            return False
+        if self.saving.is_last_kept:
+            return True
+        came = 1 + sum(bool(theirs.holds) for _, theirs in self.waiting)
+        return came < self.run.expected and self._waited_s < self.run.patience_s
+
+    @property
+    def _waited_s(self) -> float:
+        return self.run.clock - self.alone_since if self.alone_since is not None else 0.0
+
+    def _tell_nobody_holds(self, member: Member) -> Emit:
+        """Else a newcomer would see a host that stands still and says nothing."""
+        doing = (
+            f"{member.name} has joined and needs them; if nobody comes back within {self.run.patience_s:.0f} s, the"
+            " run continues from its newest checkpoint"
+        )
+        name = f"a worker that has the weights of step {self.run.steps_done}"
+        return Emit(Stalled(worker=member.worker_id, name=name, doing=doing, seconds=0.0))
+
+    def _admit(self, member: Member, ready: Ready, since: int) -> list[Effect]:
+        member.applied, member.since = ready.step, since
+        return [
+            *self.digests.admit(member, ready),
+            Send(member.peer, Admitted(ready.step, 0, self.run.standing.position())),
+            Subscribe(member.peer, since),
+            *self.take_in(member),
+        ]
+
+    def take_in(self, member: Member) -> list[Effect]:
+        """It holds the run's weights, and takes part."""
+        self.run.membership.admit(member)
+        self.alone_since = None
+        effects: list[Effect] = [self.run.came(member)]
+        effects += self.rounds.give_orphans()
+        effects += self.rounds.start() + self.saving.ask()
+        for other, theirs in self._take_waiting():
+            effects += self._place(other, theirs)
+        for other in self.transfers.stranded:
+            effects += self.transfers.catch_up(other)
+        return effects
+
+    def _take_waiting(self) -> Iterator[tuple[Member, Ready]]:
+        waiting, self.waiting = self.waiting, []
+        for peer, ready in waiting:
+            if (member := self.run.membership.members.get(peer)) is not None:
+                yield member, ready
+
+    # While nobody has them
+
+    def on_nobody_holds(self, *, may_come_back: bool) -> list[Effect]:
+        self.alone_since = self.run.clock
+        effects = self.rounds.abandon()
+        self.run.skip_ahead()  # those who come back may have applied what was being computed again
+        self.run.expected = int(may_come_back)
+        return effects
+
+    def has_waited_in_vain(self) -> bool:
+        """Those who were in when this host, or their connection, was lost have not come back."""
+        if not self.run.expected:
+            return False
+        if self.alone_since is None:
+            self.alone_since = self.run.clock
+        return self._waited_s > self.run.patience_s
+
+    def forgive(self, seconds: float) -> None:
+        if self.alone_since is not None:
+            self.alone_since = min(self.run.clock, self.alone_since + seconds)
+
+    def on_tick(self) -> list[Effect]:
+        run = self.run
+        is_anybody_waiting = bool(self.waiting or self.transfers.stranded) and not run.finished
+        if not is_anybody_waiting or run.membership.holders or self.is_restoring:
+            return []
+        if self.run.expected and self._waited_s < run.patience_s and not self.saving.is_last_kept:
+            return []
+        return self._go_on_without_them()
+
+    def _go_on_without_them(self) -> list[Effect]:
+        """Nobody came who has the last step: from a checkpoint, or from the step before if somebody has that."""
+        run = self.run
+        self.run.expected = 0
+        step = run.previous.step if run.previous is not None and not self.saving.is_last_kept else -1
+        for peer, ready in self.waiting:
+            member = run.membership.members[peer]
+            if ready.holds and ready.step == step and self.digests.is_believed(member, ready):
+                self.waiting.remove((peer, ready))
+                return self._place(member, ready)
+        return self.restore()
+
+    def restore(self) -> list[Effect]:
+        self.is_restoring = True
+        return [Restore()]
+
+    def on_restored(self, *, had: bool) -> list[Effect]:
+        """`had`: there was a checkpoint; else the run begins anew."""
+        effects: list[Effect] = []
+        for member in self.transfers.stranded:
+            if had:
+                effects += self.transfers.send_checkpoint(member)
+            else:  # it comes again, with the weights that it made itself
+                effects += self.run.close(member.peer, "the run begins anew")
+        for newcomer, ready in self._take_waiting():
+            if had and not self.run.membership.holders:
+                effects += self.transfers.send_checkpoint(newcomer)
+            else:
+                effects += self._place(newcomer, ready)
+        return effects
+
+    # After each step
 
     def on_applied(self, member: Member, applied: Applied) -> list[Effect]:
         effects = self._on_applied(member, applied)
@@ -47,11 +261,11 @@ class Weights:
         effects += self._judge(applied.step, digests.compared_as(member.kind))
         if member.phase is not Phase.CATCHING_UP or applied.step < run.standing.step:
             return effects + self.rounds.start()  # where all who are left had been relieved
-        if self.admission.is_restoring or member.worker_id not in digests.told.get(applied.step, {}):
+        if self.is_restoring or member.worker_id not in digests.told.get(applied.step, {}):
             return effects  # it has been found wrong
         self.transfers.end_of(member)
         member.since = min(member.since, applied.step + 1)
-        return effects + self.admission.take_in(member)
+        return effects + self.take_in(member)
 
     # Who is right
 
@@ -169,5 +383,5 @@ class Weights:
             member.nodes = []
             self.run.membership.set_back(member, Phase.CATCHING_UP)
         self.digests.changed.clear()
-        effects += self.admission.on_nobody_holds(may_come_back=False)
-        return effects + self.admission.restore()
+        effects += self.on_nobody_holds(may_come_back=False)
+        return effects + self.restore()

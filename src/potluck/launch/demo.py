@@ -14,8 +14,7 @@ from potluck.config import to_dict
 from potluck.environment import usable_cores
 from potluck.errors import ConfigError
 from potluck.launch.processes import launch
-from potluck.show.picture import draw_comparison
-from potluck.show.timeline import gain_sentence, read_timeline
+from potluck.show.picture import draw_comparison, gain_sentence, read_timeline
 from potluck.train.arguments import TrainArgs, workers_of
 from potluck.train.slowdown import slowing
 

@@ -35,7 +35,7 @@ from potluck.fleet.effects import Finish, StepRecord
 from potluck.fleet.invite import INVITE, Identity, Invite, is_loopback
 from potluck.fleet.journal import Journal, set_aside
 from potluck.fleet.server import Server
-from potluck.launch.worker_pool import WorkerPool
+from potluck.launch.processes import WorkerPool
 from potluck.save import checkpoint_folder
 from potluck.save.checkpoint_receiver import CheckpointReceiver
 from potluck.save.run_folder import hold, make_run_folder
@@ -316,7 +316,7 @@ class _Host:
             say(finish.reason)
             return 1
         saved = self._saved()
-        fault = self.server.core.save_fault
+        fault = self.server.core.saving.fault
         if fault:  # what is saved is older than what was trained
             say(f"{fault.removesuffix('.')}. What was trained after the newest checkpoint is lost.")
         if finish.reason == "interrupted":

@@ -11,7 +11,7 @@ from pathlib import Path
 from potluck.environment import QUIET
 from potluck.errors import ConfigError, Interrupted
 from potluck.fleet.invite import INVITE, read_invite
-from potluck.launch.worker_pool import WorkerPool
+from potluck.launch.processes import WorkerPool
 from potluck.signals import Interrupts
 from potluck.train.arguments import FILES_ASKED, WorkersConfig, data_setting
 from potluck.waiting import POLL_S

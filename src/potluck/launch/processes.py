@@ -1,7 +1,7 @@
 """Workers on this machine: starts them, watches over them, and tells what became of them.
 
 Imports no torch. A worker that fails ends the others within seconds, and its last words are said once; where they had
-kept copies of each other's parts in memory, those who are left are then started anew and go on from there. When we
+kept copies of each other's parts in memory, those who are left are then started anew and resume from there. When we
 ourselves are killed, however, the workers see our pipe close and end too.
 """
 
@@ -21,6 +21,7 @@ from typing import IO
 
 from potluck.environment import LAST_WORDS, ONLY, PARENT_PIPE, RENDEZVOUS, machine_bytes, usable_cores
 from potluck.errors import ConfigError, Interrupted, WorkerLost
+from potluck.link.ranks import NODE, RANKS, Request
 from potluck.save.memory import MEMORY, Recovery, Start, first_start
 from potluck.signals import Interrupts
 from potluck.train.arguments import WorkersConfig
@@ -202,9 +203,9 @@ def _recover(start: Start, lost: list[Worker]) -> Recovery | str:
     recovery = start.plan_recovery(ranks)
     if isinstance(recovery, Recovery):
         left = len(recovery.ranks)
-        go, they = ("goes", "it") if left == 1 else ("go", "they")
+        do, they = ("continues", "it") if left == 1 else ("continue", "they")
         fates = " ".join(f"Worker {worker.rank} {_fate(worker)}." for worker in lost)
-        say(f"{fates} {plural(left, 'worker')} {go} on from step {recovery.step}, which {they} had kept in memory.")
+        say(f"{fates} {plural(left, 'worker')} {do} from step {recovery.step}, which {they} had kept in memory.")
     return recovery
 
 
@@ -283,3 +284,112 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+@dataclass
+class Team:
+    """The ranks of one worker, of which most have but one."""
+
+    ranks: list[Worker]
+    environment: dict[str, str]
+    request: Request
+    """Where the first asks for the others."""
+    failed_at: float | None = None
+    is_told: bool = False
+
+    @property
+    def is_alive(self) -> bool:
+        return any(rank.is_alive for rank in self.ranks)
+
+    def end_with_its_first(self, now: float) -> None:
+        """Once one has failed the others end by themselves, and are ended if they do not."""
+        if all(rank.is_alive or rank.code == 0 for rank in self.ranks):
+            return
+        self.failed_at = self.failed_at or now
+        if now - self.failed_at > GRACE_S:
+            end_workers(self.ranks, signal.SIGTERM)
+
+    @property
+    def blamed(self) -> Worker:
+        """The rank that failed by itself. One that only lost another, or was asked to stop, did not."""
+        excused = (0, WorkerLost.exit_code, Interrupted.exit_code)
+        failed = [rank for rank in self.ranks if rank.code not in excused]
+        return next(iter(failed or [rank for rank in self.ranks if rank.code]), self.ranks[0])
+
+
+class WorkerPool:
+    def __init__(self, command: list[str], config: WorkersConfig, environment: dict[str, str]) -> None:
+        check_room(config.count)
+        self._command = command
+        self._folder = tempfile.TemporaryDirectory(prefix="potluck-")
+        self._read_end, self._write_end = os.pipe()
+        self._environment = worker_environment(config) | environment | {PARENT_PIPE: str(self._read_end)}
+        self._environment |= {RANKS: str(config.ranks)} if config.ranks is not None else {}
+        for name in (RENDEZVOUS, "WORLD_SIZE"):  # of a group that started us: our workers are in none
+            self._environment.pop(name, None)
+        self._teams: list[Team] = []
+
+    def start(self, names: list[str]) -> None:
+        for number, name in enumerate(names):
+            request = Request(Path(self._folder.name) / f"ranks-{number}")
+            environment = self._environment | {"POTLUCK_NAME": name, "LOCAL_WORLD_SIZE": str(len(names))}
+            first = self._start(number, environment | {NODE: str(request.place)})
+            self._teams.append(Team([first], environment, request))
+
+    def _start(self, rank: int, environment: dict[str, str], first: int = 0, of: str = "") -> Worker:
+        folder = Path(self._folder.name)
+        return start_worker(rank, self._command, environment, folder, self._read_end, first=first, of=of)
+
+    @property
+    def is_alive(self) -> bool:
+        return any(team.is_alive for team in self._teams)
+
+    @property
+    def _ranks(self) -> list[Worker]:
+        return [rank for team in self._teams for rank in team.ranks]
+
+    def news(self) -> list[tuple[Worker, str]]:
+        """Workers that have ended since this was last asked, and what became of each, as a sentence.
+
+        Of several ranks, the one that ended it. Whoever asks for more ranks gets them here.
+        """
+        told = []
+        for number, team in enumerate(self._teams):
+            if (ranks := team.request.look()) is not None:
+                self._complete(number, team, ranks)
+            team.end_with_its_first(time.monotonic())
+            if not team.is_alive and not team.is_told:
+                team.is_told = True
+                told.append((team.blamed, tell_end(team)))
+        return told
+
+    def _complete(self, number: int, team: Team, ranks: int) -> None:
+        """Starts the other ranks of a worker, and tells the first by what they meet."""
+        first = number * ranks
+        group = group_environment(ranks, team.request.place.with_suffix(".rendezvous"))
+        group["LOCAL_WORLD_SIZE"] = str(ranks * len(self._teams))
+        for rank in range(1, ranks):
+            team.ranks.append(self._start(rank, team.environment | group, first, f"{number}."))
+        team.request.answer(group | {"RANK": "0", "LOCAL_RANK": str(first)})
+
+    def interrupt(self) -> None:
+        pass_on(signal.SIGINT, self._ranks)
+
+    def close(self) -> None:
+        end_workers(self._ranks, signal.SIGTERM)
+        os.close(self._read_end)
+        os.close(self._write_end)
+        self._folder.cleanup()
+
+
+def tell_end(team: Team) -> str:
+    """What became of a worker, as a sentence; empty if all is well."""
+    worker = team.blamed
+    words = worker.words().removeprefix("potluck: ")
+    if worker.code in (0, Interrupted.exit_code):
+        return words
+    if worker.code < 0:
+        count = len(team.ranks)
+        others = f", which was rank {team.ranks.index(worker)} of {count}, so that all of it ended" if count > 1 else ""
+        return f"A worker on this machine was ended by {signal.Signals(-worker.code).name}{others}. {words}".strip()
+    return words or f"A worker on this machine stopped with exit code {worker.code}."

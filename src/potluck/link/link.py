@@ -19,11 +19,9 @@ from torch.distributed.rendezvous import rendezvous as rendezvous_at
 
 from potluck.environment import ONLY, PATIENCE_S, RENDEZVOUS
 from potluck.errors import ConfigError, WorkerLost
+from potluck.shard.collectives import Done as Done
+from potluck.shard.collectives import Pending as Pending
 from potluck.tensor_bytes import from_bytes, raw, to_bytes
-
-
-class Pending(Protocol):
-    def wait(self) -> None: ...
 
 
 class Rows(Protocol):
@@ -38,50 +36,35 @@ class Link(Protocol):
     rank: int
     world: int
 
-    @property
-    def group(self) -> dist.ProcessGroup | None:
-        """None: the default one, or no process group at all."""
-        ...
+    group: dist.ProcessGroup | None = None
+    """None: the default one, or no process group at all."""
 
     def part(self, groups: Sequence[Sequence[int]]) -> "Link":
         """A link of that group of our ranks in which we are. Every rank calls this with the same groups."""
-        ...
 
     def start_sum(self, tensor: Tensor) -> Pending:
         """Begins to replace `tensor` by its sum over all ranks. Every rank starts the same sums in the same order."""
-        ...
 
     def gather_rows(self, row: Sequence[float]) -> list[list[float]]:
         """Every rank's row of numbers, in order of rank."""
-        ...
+        return self.start_gather(row).wait()
 
     def start_gather(self, row: Sequence[float]) -> Rows:
         """The same, while other things travel."""
-        ...
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
         """Every rank's bytes, in order of rank."""
-        ...
 
     def broadcast(self, tensor: Tensor) -> None:
         """Replaces `tensor` by rank 0's."""
-        ...
 
     def start_pass(self, out: Tensor, heard: Tensor) -> Pending:
         """Begins to send bytes to the next rank, and to fill `heard` with those of the rank before. In host memory.
 
         Either may be empty, where the other side's is.
         """
-        ...
 
     def close(self) -> None: ...
-
-
-class Done:
-    """It has ended already."""
-
-    def wait(self) -> None:
-        pass
 
 
 class Here:
@@ -97,21 +80,17 @@ class Here:
         return self._rows
 
 
-class Alone:
+class Alone(Link):
     """A link of one."""
 
     rank = 0
     world = 1
-    group = None
 
     def part(self, groups: Sequence[Sequence[int]]) -> Link:
         return self
 
     def start_sum(self, tensor: Tensor) -> Pending:
         return Done()
-
-    def gather_rows(self, row: Sequence[float]) -> list[list[float]]:
-        return [list(row)]
 
     def start_gather(self, row: Sequence[float]) -> Rows:
         return Here([list(row)])
@@ -153,7 +132,7 @@ class _Gathered:
         return [row.tolist() for row in self._found]
 
 
-class GroupLink:
+class GroupLink(Link):
     """All ranks of a process group: the default one, or a part of it."""
 
     def __init__(self, *, owned: bool, group: dist.ProcessGroup | None = None, patience_s: float = PATIENCE_S) -> None:
@@ -165,7 +144,6 @@ class GroupLink:
         self._patience_s = patience_s
 
     def part(self, groups: Sequence[Sequence[int]]) -> "GroupLink":
-        """A link of that group of our ranks in which we are. Every rank calls this with the same groups."""
         assert self.group is None, "only the default group's ranks are numbered as new_group() wants them"
         own: dist.ProcessGroup | None = None
         for ranks in groups:
@@ -180,9 +158,6 @@ class GroupLink:
             work = dist.all_reduce(tensor, group=self.group, async_op=True)
         assert work is not None
         return _Begun(work)
-
-    def gather_rows(self, row: Sequence[float]) -> list[list[float]]:
-        return self.start_gather(row).wait()
 
     def start_gather(self, row: Sequence[float]) -> Rows:
         if self.world == 1:

@@ -16,14 +16,33 @@ from potluck.waiting import wait_until
 
 NODE = "POTLUCK_NODE"
 """Tells a worker's first rank where it asks for the others."""
+RANKS = "POTLUCK_RANKS"
+"""Tells a worker how many ranks it is to have, if its machine's owner has said so."""
 MOST_RANKS = 1024
 ANSWER_S = 60.0
 
 
 def is_later_rank() -> bool:
     """Whether this process was started as another rank of a worker, whose first speaks with the host."""
-    is_one_of_many = RENDEZVOUS in os.environ or (NODE not in os.environ and "WORLD_SIZE" in os.environ)
-    return is_one_of_many and os.environ.get("RANK", "0") != "0"
+    return _is_one_of_many() and os.environ.get("RANK", "0") != "0"
+
+
+def _is_one_of_many() -> bool:
+    return RENDEZVOUS in os.environ or (NODE not in os.environ and "WORLD_SIZE" in os.environ)
+
+
+def asked_ranks() -> int | None:
+    """How many ranks a worker of this machine is to have, if somebody has said so."""
+    return int(os.environ[RANKS]) if RANKS in os.environ else None
+
+
+def ranks_here(gpus: int) -> int:
+    """How many ranks a worker of this machine has, where that is the machine's affair: those that were started, those
+    that were asked for, or one for each GPU that is its own."""
+    if _is_one_of_many():
+        return int(os.environ["WORLD_SIZE"])
+    workers = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return asked_ranks() or (max(1, gpus // workers) if NODE in os.environ else 1)
 
 
 def meet(ranks: int) -> None:

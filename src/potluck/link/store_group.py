@@ -176,7 +176,7 @@ class StoreGroup:
 
 
 class StoreGroups:
-    """What the groups of one worker have in common: what it tells the others, and what they told.
+    """What the groups of one worker have in common: its mark, and those of the others.
 
     Each worker's mark says, for every group, before which operation it needs nothing, and how far it has come.
     """

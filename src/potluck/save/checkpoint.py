@@ -9,9 +9,9 @@ import hashlib
 import json
 import os
 import shutil
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,11 +22,11 @@ from torch import Tensor
 from potluck.errors import CheckpointError
 from potluck.files import publish, sync
 from potluck.save.checkpoint_folder import FORMAT, WRITING, body_sha256, check_space, files_of, free_place, prune
-from potluck.save.checkpoint_folder import holds_any as holds_any
 from potluck.save.run_folder import make_private
 from potluck.shard.ranges import Ranges, type_name
 from potluck.shard.stored import make_header, write_all
 from potluck.tensor_bytes import buffer
+from potluck.words import check_at_least
 
 MODEL, OPTIMIZER, RANDOM, KEPT = "model", "optimizer", "random", "kept"
 
@@ -41,10 +41,7 @@ class CheckpointConfig:
     """How many checkpoints stay; older ones are removed once a newer one is whole."""
 
     def __post_init__(self) -> None:
-        if self.every is not None and self.every < 1:
-            raise ValueError(f"every must be at least 1 step, not {self.every}")
-        if self.keep_last < 1:
-            raise ValueError(f"keep_last must be at least 1, not {self.keep_last}")
+        check_at_least(1, every=self.every, keep_last=self.keep_last)
 
 
 @dataclass
@@ -140,8 +137,8 @@ class Writer:
     def __init__(self, folder: Path, keep_last: int) -> None:
         self.folder = folder
         self.keep_last = keep_last
-        self._thread: threading.Thread | None = None
-        self._error: Exception | None = None
+        self._thread = ThreadPoolExecutor(1, "checkpoint writer")
+        self._writing: Future[None] | None = None
 
     def start(self, work: Callable[[], Path | None], on_saved: Callable[[Path], None]) -> None:
         """Begins to write; `work` says where it is, or nothing if that is another's to say.
@@ -149,27 +146,18 @@ class Writer:
         Waits for the one before it, if that is still being written.
         """
         self.wait()
+        self._writing = self._thread.submit(self._write, work, on_saved)
 
-        def run() -> None:
-            try:
-                place = work()
-                if place is not None:
-                    prune(self.folder, self.keep_last, place)
-                    on_saved(place)
-            except Exception as error:  # raised by the next wait(), where somebody hears of it
-                self._error = error
-
-        self._thread = threading.Thread(target=run, name="checkpoint writer")
-        self._thread.start()
+    def _write(self, work: Callable[[], Path | None], on_saved: Callable[[Path], None]) -> None:
+        if (place := work()) is not None:
+            prune(self.folder, self.keep_last, place)
+            on_saved(place)
 
     def wait(self) -> None:
         """Until nothing is being written. Raises what the writing raised."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
 
 
 # Reading

@@ -5,7 +5,6 @@ keep what its workers send; what is in the files is checkpoint.py's to know.
 """
 
 import hashlib
-import itertools
 import json
 import mmap
 import re
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from potluck.errors import CheckpointError
+from potluck.files import first_free
 
 FORMAT, FORMAT_IN_PARTS = 1, 2
 """Of a checkpoint with whole tensors; and of one whose files each hold some pieces (shard/stored.py)."""
@@ -105,9 +105,7 @@ def found(folder: Path) -> list[Path]:
 
 def free_place(folder: Path, step: int) -> Path:
     """A run that went back to an older checkpoint passes a step again: what is there stays until the new one is."""
-    name = f"step-{step:08d}"
-    numbered = (folder / f"{name}-{number}" for number in itertools.count(2))
-    return next(path for path in itertools.chain([folder / name], numbered) if not path.exists())
+    return first_free(folder / f"step-{step:08d}", Path.exists)
 
 
 def _remove(path: Path) -> None:

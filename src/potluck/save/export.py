@@ -21,7 +21,7 @@ BLOCK_BYTES = 16 << 20
 MODEL = "model"
 
 Begin = Callable[[str, int], Callable[[int], None]]
-"""Given a word and how many bytes there are, shows a bar, which is told of some that are done."""
+"""Takes a word and a number of bytes, shows a bar, and returns what advances it by a number of bytes."""
 
 
 def export(source: Path, out: Path) -> int:

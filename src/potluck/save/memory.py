@@ -63,7 +63,7 @@ class Start:
     ranks: tuple[int, ...]
     """By their ranks in the first start."""
     from_step: int = -1
-    """What they went on from; the first start from nothing."""
+    """The step that they resumed from; -1 for the first start."""
 
     def plan_recovery(self, lost: Sequence[int]) -> Recovery | str:
         """What those who are left can resume from; or why they cannot, as a sentence that is empty where all is said.

@@ -4,7 +4,7 @@ What is split is written by its owners; what every rank has whole, such as buffe
 state is described by parameters' names as if nothing were split (state.py), so any strategy can load it.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,11 +12,8 @@ from torch import Tensor
 from potluck.save import state
 from potluck.shard.ranges import Ranges
 from potluck.shard.runs import COUNTERS, Run, Span
+from potluck.shard.sharded import Sharded
 from potluck.shard.stored import Spans, piece_key
-
-if TYPE_CHECKING:
-    from potluck.shard.sharded import Sharded
-
 
 # Out of the model
 
@@ -45,13 +42,12 @@ class Pieces:
         return state.to_host(tensor) if self._copies else tensor
 
 
-def model_part(sharded: "Sharded", *, copies: bool = True) -> Pieces:
+def model_part(sharded: Sharded, *, copies: bool = True) -> Pieces:
     pieces = Pieces(copies=copies)
     for run in (*sharded.runs, *sharded.rest):
-        for span, numbers in run.cut(run.parameter.detach()):
-            pieces.add(span.name, span, numbers)
-    # On every rank: fully_shard's state_dict() also lets go of what is gathered, and whoever kept it after a forward
-    # without a backward would not gather it again together with the others.
+        pieces.add(run.span.name, run.span, run.parameter.detach().view(-1))
+    # On every rank: fully_shard's state_dict() also lets go of what is gathered. A rank that kept it, after a forward
+    # without a backward, would not gather it again together with the others.
     whole = whole_tensors(sharded)
     if sharded.collectives.rank == 0:
         for name, tensor in whole.items():
@@ -63,13 +59,15 @@ def model_part(sharded: "Sharded", *, copies: bool = True) -> Pieces:
     return pieces
 
 
-def optimizer_part(sharded: "Sharded", *, copies: bool = True) -> Pieces:
+def optimizer_part(sharded: Sharded, *, copies: bool = True) -> Pieces:
     """Its notes are what state.optimizer_state says, of this rank's part: all ranks' notes together are the whole."""
     pieces = Pieces(copies=copies)
     said: dict[str, Any] = {}
+    known = sharded.optimizer.state_dict()["state"]
+    place = {id(p): i for i, p in enumerate(p for group in sharded.optimizer.param_groups for p in group["params"])}
     for run in sharded.runs:
-        if run.parameter in sharded.optimizer.state:
-            _add_state(pieces, said, run, sharded.optimizer.state[run.parameter])
+        if place.get(id(run.parameter)) in known:
+            _add_state(pieces, said, run, known[place[id(run.parameter)]])
     pieces.notes["state"] = said
     if sharded.collectives.rank == 0:
         pieces.notes["class"] = type(sharded.optimizer).__name__
@@ -80,25 +78,23 @@ def optimizer_part(sharded: "Sharded", *, copies: bool = True) -> Pieces:
     return pieces
 
 
-def whole_tensors(sharded: "Sharded") -> dict[str, Tensor]:
+def whole_tensors(sharded: Sharded) -> dict[str, Tensor]:
     """What each rank has whole of all that the model's state_dict holds."""
     elsewhere = {*sharded.split, *sharded.tied()}
     return {name: tensor for name, tensor in sharded.model.state_dict().items() if name not in elsewhere}
 
 
 def _add_state(pieces: Pieces, said: dict[str, Any], run: Run, known: dict[str, Any]) -> None:
-    flat = {key: value for key, value in known.items() if _is_flat(value, run)}
+    span, flat = run.span, {key: value for key, value in known.items() if _is_flat(value, run)}
     for key, value in flat.items():
-        for span, numbers in run.cut(value):
-            pieces.add(f"{span.name}/{key}", span, numbers)
-    for span in run.spans:
-        if span.start == 0:  # once for each parameter
-            of_all: dict[str, Tensor] = {}
-            rest = {str(key): value for key, value in known.items() if key not in flat}
-            told = state.flatten(rest, span.name, of_all)["dict"]
-            for name, tensor in of_all.items():
-                pieces.add_whole(name, tensor)
-            said[span.name] = {"dict": told | {key: {"tensor": f"{span.name}/{key}"} for key in flat}}
+        pieces.add(f"{span.name}/{key}", span, value.view(-1))
+    if span.start == 0:  # once for each parameter
+        of_all: dict[str, Tensor] = {}
+        rest = {str(key): value for key, value in known.items() if key not in flat}
+        told = state.flatten(rest, span.name, of_all)["dict"]
+        for name, tensor in of_all.items():
+            pieces.add_whole(name, tensor)
+        said[span.name] = {"dict": told | {key: {"tensor": f"{span.name}/{key}"} for key in flat}}
 
 
 def _is_flat(value: Any, run: Run) -> bool:
@@ -109,7 +105,7 @@ def _is_flat(value: Any, run: Run) -> bool:
 # Into the model
 
 
-def check_part(sharded: "Sharded", model: Ranges, optimizer: Ranges, skeleton: dict[str, Any], source: str) -> None:
+def check_part(sharded: Sharded, model: Ranges, optimizer: Ranges, skeleton: dict[str, Any], source: str) -> None:
     """Whether it can be loaded. Changes nothing."""
     mine: dict[str, state.Described] = {**sharded.model.state_dict(), **sharded.split}
     mine |= {name: sharded.split[first] for name, first in sharded.tied().items()}
@@ -119,23 +115,22 @@ def check_part(sharded: "Sharded", model: Ranges, optimizer: Ranges, skeleton: d
     optimizer.check_whole(source)
 
 
-def load_part(sharded: "Sharded", model: Ranges, optimizer: Ranges, skeleton: dict[str, Any]) -> None:
+def load_part(sharded: Sharded, model: Ranges, optimizer: Ranges, skeleton: dict[str, Any]) -> None:
     """What this rank owns. Wherever parameters are kept whole, its share() tells them to the others."""
     load_model_part(sharded, model)
     load_optimizer_part(sharded, optimizer, skeleton)
 
 
 @torch.no_grad()
-def load_model_part(sharded: "Sharded", source: Ranges) -> None:
+def load_model_part(sharded: Sharded, source: Ranges) -> None:
     """Straight into the model's own memory. Where parameters are kept whole, the others' parts are still old."""
     for run in (*sharded.runs, *sharded.mirrors, *sharded.rest):
-        for span, numbers in run.cut(run.parameter.detach()):
-            source.read_into(numbers, span.name, span.start)
+        source.read_into(run.parameter.detach().view(-1), run.span.name, run.span.start)
     for name, tensor in whole_tensors(sharded).items():
         source.fill(tensor, name)
 
 
-def load_optimizer_part(sharded: "Sharded", source: Ranges, skeleton: dict[str, Any]) -> None:
+def load_optimizer_part(sharded: Sharded, source: Ranges, skeleton: dict[str, Any]) -> None:
     optimizer = sharded.optimizer
     optimizer.state.clear()  # else the old state and the new one would be here together
     mine = {id(run.parameter): run for run in (*sharded.runs, *sharded.mirrors)}
@@ -154,7 +149,7 @@ def load_optimizer_part(sharded: "Sharded", source: Ranges, skeleton: dict[str, 
 
 def _read_state(run: Run, source: Ranges, skeleton: dict[str, Any]) -> dict[str, Any]:
     """Of a parameter that no step has used, there is none."""
-    (span,) = run.spans
+    span = run.span
     found: dict[str, Any] = {}
     for key, entry in skeleton.get(span.name, {"dict": {}})["dict"].items():
         if _is_range(key, span, entry, source):
@@ -173,7 +168,7 @@ def _is_range(key: str, span: Span, entry: Any, source: Ranges) -> bool:
 
 @torch.no_grad()
 def _read_flat(run: Run, source: Ranges, name: str) -> Tensor:
-    (span,) = run.spans
+    span = run.span
     flat = torch.empty(span.size, dtype=source.spec(name).dtype, device=run.parameter.device)
     source.read_into(flat, name, span.start)
     return flat.view_as(run.parameter)

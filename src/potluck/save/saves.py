@@ -22,20 +22,22 @@ from potluck.save import checkpoint, checkpoint_folder, split_saves, state
 from potluck.save.split_saves import ALL_DAMAGED, TENSORS, KeptTensors, Standing, together
 from potluck.save.together import Share, write_share, write_together
 from potluck.shard.ranges import Ranges, Spec
+from potluck.shard.sharded import Sharded
 
 if TYPE_CHECKING:
     from potluck.engine.replica import Replica
-    from potluck.shard.sharded import Sharded
 
 __all__ = ["TENSORS", "KeptTensors", "Saves", "Standing", "take_snapshot"]
 
 
 class Saves:
-    def __init__(self, link: Link, events: EventLog) -> None:
+    def __init__(self, link: Link, events: EventLog, is_gone: Callable[[], bool] | None = None) -> None:
+        """`is_gone`: whether what another worker has not written by now of a checkpoint will not come."""
         self._link = link
         self._events = events
         self._writers: dict[Path, checkpoint.Writer] = {}
         self._gone = threading.Event()
+        self._is_gone = is_gone or self._gone.is_set
 
     def save(self, folder: Path, replica: "Replica", standing: Standing, keep_last: int, kept: KeptTensors) -> None:
         """Returns once the checkpoint is in host memory; the disk is written meanwhile.
@@ -46,16 +48,19 @@ class Saves:
         writer.keep_last = keep_last
         writer.wait()
         started = time.perf_counter()
-        if (work := self._take(folder, replica, standing, kept)) is not None:
+        if (work := self.take(folder, replica, standing, kept)) is not None:
             writer.start(work, self._saved(standing["step"], time.perf_counter() - started))
 
-    def _take(
-        self, folder: Path, replica: "Replica", standing: Standing, kept: KeptTensors
+    def take(
+        self, folder: Path, replica: "Replica", standing: Standing, kept: KeptTensors, *, with_randoms: bool = True
     ) -> Callable[[], Path | None] | None:
-        """Copies what this worker writes to host memory, and returns what writes it; none if others do."""
+        """Copies what this worker writes to host memory, and returns what writes it; none if others do.
+
+        `with_randoms`: and each worker's random state.
+        """
         rank, sharded = self._link.rank, sharded_of(replica)
         if sharded is None:
-            randoms = self._link.gather_bytes(state.random_state())
+            randoms = self._link.gather_bytes(state.random_state()) if with_randoms else []
             if rank:
                 return None
             whole = take_snapshot(replica, standing, randoms, kept)
@@ -64,10 +69,10 @@ class Saves:
         share = Share(rank, sharded.collectives.world, aside)
         if rank >= share.world:
             return None  # a node of others holds the same parts, and writes them
-        part = split_saves.take_part(sharded, standing, randoms, share, kept)
+        part = split_saves.take_part(sharded, standing, randoms if with_randoms else [], share, kept)
         if rank:
             return lambda: write_share(share, part)
-        return lambda: write_together(folder, share, part, self._gone.is_set)
+        return lambda: write_together(folder, share, part, self._is_gone)
 
     def load(self, folder: Path, replica: "Replica", check: Callable[[Path, Standing], None]) -> Standing | None:
         """Puts the newest whole checkpoint into the replica and says where it stands; none if there is none.
@@ -186,7 +191,7 @@ class _Told:
         return tensor.to(owner.device) if owner is not None and is_like_it else tensor  # none waits in host memory
 
 
-def sharded_of(replica: "Replica") -> "Sharded | None":
+def sharded_of(replica: "Replica") -> Sharded | None:
     """What this worker holds of a model that is split; none if it has all of it."""
     return replica.part or getattr(replica, "sharded", None)
 

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -17,10 +17,8 @@ from potluck.save import checkpoint, checkpoint_folder, parts, state
 from potluck.save.checkpoint import new_aside
 from potluck.save.together import Share
 from potluck.shard.ranges import Ranges, Spec
+from potluck.shard.sharded import Sharded
 from potluck.tensor_bytes import from_bytes, to_bytes
-
-if TYPE_CHECKING:
-    from potluck.shard.sharded import Sharded
 
 Standing = dict[str, Any]
 """Where a run stands, as JSON: step, rows, epoch, position; what is kept beside the model."""
@@ -60,7 +58,7 @@ def ask_first(link: Link, work: Callable[[], Any]) -> Any:
 
 
 def take_part(
-    sharded: "Sharded", standing: Standing, randoms: list[bytes], share: Share, kept: KeptTensors
+    sharded: Sharded, standing: Standing, randoms: list[bytes], share: Share, kept: KeptTensors
 ) -> checkpoint.Snapshot:
     """A copy in host memory of what this worker writes."""
     model, optimizer = parts.model_part(sharded), parts.optimizer_part(sharded)
@@ -89,7 +87,7 @@ def load_beside(link: Link, standing: Standing, opened: Callable[[str], "Source"
 
 
 class Source(state.Tensors, Protocol):
-    """Tensors of a file: read here, or told by the rank that reads them."""
+    """Tensors of a file: read here, or sent by the rank that reads them."""
 
     @property
     def specs(self) -> Mapping[str, Spec]: ...
@@ -113,7 +111,7 @@ def _check_shared(link: Link, folder: Path, *, sees_it: bool) -> None:
 def load(
     link: Link,
     folder: Path,
-    sharded: "Sharded",
+    sharded: Sharded,
     check: Callable[[Path, Standing], None],
     pass_over: Callable[[Path, str], None],
 ) -> Standing | None:

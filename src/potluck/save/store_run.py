@@ -18,8 +18,7 @@ import torch
 
 from potluck.errors import StoreError, TheirProtocolError
 from potluck.fleet.parcel import Unpacker, chunks, pack
-from potluck.link.replayed import Door, Log, ReplayedLink
-from potluck.link.store_link import StoreLink
+from potluck.link.store_link import Door, Log, ReplayedLink, StoreLink
 from potluck.save import parts
 from potluck.save.checkpoint import MODEL, OPTIMIZER, write_tensors
 from potluck.shard.ranges import Ranges

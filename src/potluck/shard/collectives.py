@@ -23,8 +23,8 @@ class Pending(Protocol):
     def wait(self) -> object: ...
 
 
-class Nothing:
-    """What is done already."""
+class Done:
+    """It has ended already."""
 
     def wait(self) -> None:
         pass
@@ -41,28 +41,22 @@ class Collectives:
 
     def start_reduce(self, tensor: Tensor, to: int) -> Pending:
         """On rank `to` of the group, `tensor` becomes the sum; on the others it is of no use afterwards."""
-        if self.world == 1:
-            return Nothing()
-        return _begun(dist.reduce(tensor, group_dst=to, group=self.group, async_op=True))
+        return self._start(dist.reduce, tensor, group_dst=to)
 
     def start_broadcast(self, tensor: Tensor, of: int) -> Pending:
-        if self.world == 1:
-            return Nothing()
-        return _begun(dist.broadcast(tensor, group_src=of, group=self.group, async_op=True))
+        return self._start(dist.broadcast, tensor, group_src=of)
 
     def start_sum(self, tensor: Tensor) -> Pending:
-        if self.world == 1:
-            return Nothing()
-        return _begun(dist.all_reduce(tensor, group=self.group, async_op=True))
+        return self._start(dist.all_reduce, tensor)
+
+    def _start(self, collective: Callable[..., Any], tensor: Tensor, **options: int) -> Pending:
+        work = collective(tensor, group=self.group, async_op=True, **options) if self.world > 1 else None
+        return Done() if work is None else work
 
     def maximum(self, tensor: Tensor) -> None:
         """Each number becomes the largest of all ranks'."""
         if self.world > 1:
             dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
-
-
-def _begun(work: dist.Work | None) -> Pending:
-    return work if work is not None else Nothing()
 
 
 # For fully_shard

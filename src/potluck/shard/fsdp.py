@@ -2,9 +2,14 @@
 
 The optimizer is pointed at this rank's own memory, as plain tensors: it need not know of shards, and steps without
 DTensor's overhead. Between ranks of Gloo our own collectives are used (collectives.py), on all others torch's.
+
+By itself fully_shard begins a gather when this rank's forward comes to a module, and sums the gradients that this rank
+has; where ranks run other modules than the rest, it adds up what does not belong together. FullyShardedUnits makes it
+begin its collectives in an order that all ranks share (passes.py). This is the one place that knows its insides.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,36 +17,252 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from potluck.errors import ConfigError
 from potluck.shard.blocks import untied
 from potluck.shard.collectives import Collectives, Lent, lend, local_part, sum_gradients
-from potluck.shard.fsdp_units import FullyShardedUnits
+from potluck.shard.passes import Passes
 from potluck.shard.ranges import Spec
-from potluck.shard.runs import Run, Span, check_elementwise, claim, group_names, homes, repoint, scaling
-from potluck.shard.sharded import Sharded
+from potluck.shard.runs import Run, Span, check_elementwise, claim, group_names, homes, repoint
+from potluck.shard.sharded import Sharded, SplitRequest
+
+IN_USE = (TrainingState.FORWARD, TrainingState.PRE_BACKWARD)
+
+
+class FullyShardedUnits:
+    """Of the model's blocks, and of the root, which every forward gathers first and every backward sums last."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: Sequence[nn.Module],
+        over: Sequence[Collectives],
+        *,
+        before_sum: Callable[[object], None],
+        gathers_ahead: bool,
+    ) -> None:
+        """`over`: all ranks that sum with each other, in one dimension or two. `before_sum`: is called with the unit.
+
+        `gathers_ahead`: in a forward, begin a block's gather while the one before it computes.
+        """
+        self._over, self._before_sum, self._gathers_ahead = over, before_sum, gathers_ahead
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._roots = _groups(model)
+        self._groups = [group for block in dict.fromkeys(blocks) for group in _groups(block)]
+        self._own_unshard = [group.unshard for group in self._groups]
+        self._sum_of = {id(group): group.post_backward for group in (*self._groups, *self._roots)}
+        trained = [each for group in (*self._groups, *self._roots) for each in group.fsdp_params]
+        self._parameters = {id(each): self._names[id(each.sharded_param)] for each in trained}
+        self._used: set[int] = set()
+        self.used: set[str] = set()
+        """The parameters that got a gradient on any rank, in the backwards since somebody emptied it."""
+        self.has_ended = True
+        self._is_ending = False
+        self._passes = Passes(
+            len(self._groups),
+            begin=self._begin,
+            skip=self._skip,
+            may_begin_early=self._may_begin_early,
+            used=lambda: [each in self._used for each in self._parameters],
+            agree=self._agree,
+        )
+        self._put_in_place(model)
+
+    def _put_in_place(self, model: nn.Module) -> None:
+        for number, group in enumerate(self._groups):
+            group.unshard = partial(self._want_gather, number)  # type: ignore[method-assign]
+            group.post_backward = partial(self._want_sum, number)  # type: ignore[method-assign]
+            group._backward_prefetch = lambda: None  # type: ignore[method-assign]
+        for root in self._roots:
+            root.post_backward = lambda *unused: None  # type: ignore[method-assign]
+            root._backward_prefetch = self._before_backward  # type: ignore[method-assign]
+        self._end = _state(model)._root_post_backward_final_callback
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                state = _state(module)
+                state._root_post_backward_final_callback = partial(
+                    self._at_end_of_backward, state._root_post_backward_final_callback
+                )
+        if self._groups:
+            quiet: Callable[..., Any] = torch.compiler.disable
+            model.register_forward_pre_hook(quiet(self._before_forward), prepend=True)
+            model.register_forward_hook(quiet(self._after_forward))
+
+    # What torch calls
+
+    def _before_forward(self, module: nn.Module, args: Any) -> None:
+        if self._passes.kind != "backward":  # in which a forward is computed again
+            self._passes.start("forward")
+
+    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._passes.end("forward")
+
+    def _before_backward(self) -> None:
+        if self._passes.kind != "backward":
+            self._start_backward()
+            self._passes.begin_early()
+
+    def _want_gather(self, number: int, async_op: bool = False) -> None:
+        if torch._C._current_graph_task_id() != -1:
+            self._before_backward()
+        if self._groups[number].is_unsharded:
+            return
+        if self._passes.kind is None:  # somebody runs a block without the model
+            self._own_unshard[number](async_op)
+        else:
+            self._passes.want(self._passes.gather(number))
+
+    def _want_sum(self, number: int, *unused: Any) -> None:
+        if self._passes.kind == "backward":
+            self._passes.want(self._passes.sum(number))
+
+    def _at_end_of_backward(self, then: Callable[[], None]) -> None:
+        self._end_backward()
+        then()
+
+    def take_part(self) -> None:
+        """In a backward for which this rank has nothing that autograd could run."""
+        self._end_backward()
+        self._end()
+
+    def _start_backward(self) -> None:
+        # Another backward may have come since this one's forward, and let go of the root: then every rank gathers it
+        # here, also one that has no backward of its own.
+        for root in self._roots:
+            if not root.is_unsharded:
+                with root.use_training_state(TrainingState.PRE_BACKWARD):
+                    root.unshard(root.unshard_async_op)
+                    root.wait_for_unshard()
+        self._passes.start("backward")
+
+    def _end_backward(self) -> None:
+        if self._passes.kind != "backward":
+            self._start_backward()
+        self._is_ending = True
+        for number in reversed(range(len(self._groups))):
+            # Where no input of a block needs a gradient, nothing has said that its own are complete.
+            if any(_gradient(each) is not None for each in self._groups[number].fsdp_params):
+                self._want_sum(number)
+        for root in self._roots:
+            self._fill(root)
+        self._passes.end("backward")
+        self._is_ending = False
+        for root in self._roots:
+            self._sum(root)
+        for group in self._groups:
+            _release(group)
+        told = zip(self._parameters.values(), self._passes.used_by_any, strict=True)
+        self.used |= {name for name, is_used in told if is_used}
+        self._used.clear()
+        self.has_ended = True
+
+    # What all ranks do alike
+
+    def _begin(self, operation: int, wanted: bool) -> None:
+        group = self._groups[operation % len(self._groups)]
+        if operation >= len(self._groups):
+            self._fill(group)
+            self._sum(group, in_use=not wanted and not self._is_ending and group._training_state in IN_USE)
+        elif group.is_unsharded or group._all_gather_result is not None:
+            _gather_aside(group, self._own_unshard[operation])
+        else:
+            state = TrainingState.FORWARD if self._passes.kind == "forward" else TrainingState.PRE_BACKWARD
+            with group.use_training_state(state):
+                self._own_unshard[operation](group.unshard_async_op)
+
+    def _skip(self, operation: int) -> None:
+        if operation < len(self._groups):
+            group = self._groups[operation]
+            if self._is_ending or group._training_state not in IN_USE:
+                _release(group)
+
+    def _may_begin_early(self, operation: int) -> bool:
+        if operation >= len(self._groups) or (self._passes.kind == "forward" and not self._gathers_ahead):
+            return False
+        group = self._groups[operation]
+        return not group.is_unsharded and group._all_gather_result is None
+
+    def _fill(self, group: FSDPParamGroup) -> None:
+        """Zeros for what no backward of this rank has used, so that all ranks sum the same parameters."""
+        for each in group.fsdp_params:
+            if _gradient(each) is not None:
+                self._used.add(id(each))
+            elif hasattr(each, "_unsharded_param") and each._unsharded_param.requires_grad:
+                each._unsharded_param.grad = torch.zeros_like(each._unsharded_param)
+
+    def _sum(self, group: FSDPParamGroup, *, in_use: bool = False) -> None:
+        """`in_use`: its backward is not over, so that the rest of its gradients are summed once more later on."""
+        self._before_sum(group)
+        state, group.reshard_after_backward = group._training_state, not in_use
+        self._sum_of[id(group)]()
+        group.reshard_after_backward = True
+        if in_use:
+            group._training_state = state
+
+    def _agree(self, told: torch.Tensor) -> None:
+        for over in self._over:
+            over.maximum(told)
+
+
+def _state(module: Any) -> Any:
+    return module._get_fsdp_state()
+
+
+def _groups(module: nn.Module) -> list[FSDPParamGroup]:
+    """None for a module all of whose parameters are of other units."""
+    state = _state(module)
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+
+
+def _gradient(parameter: FSDPParam) -> torch.Tensor | None:
+    """One that was never gathered has none."""
+    whole = getattr(parameter, "_unsharded_param", None)
+    return None if whole is None else whole.grad
+
+
+def _release(group: FSDPParamGroup) -> None:
+    group.wait_for_unshard()
+    if group.is_unsharded:
+        with group.use_training_state(TrainingState.IDLE):
+            group.reshard()
+
+
+def _gather_aside(group: FSDPParamGroup, unshard: Callable[[], None]) -> None:
+    """Sends this rank's part to others that gather it now, while this rank has all of it already."""
+    states: list[ShardedState] = [each.sharded_state for each in group.fsdp_params]
+    result, state = group._all_gather_result, group._sharded_state
+    group._all_gather_result, group._sharded_state = None, ShardedState.SHARDED
+    _set_states(group.fsdp_params, [ShardedState.SHARDED] * len(states))
+    unshard()
+    got = group._all_gather_result
+    assert got is not None
+    if got.all_gather_event is not None and group.device.type != "cpu":
+        group.device_handle.current_stream().wait_event(got.all_gather_event)
+    if got.all_gather_work is not None:
+        got.all_gather_work.wait()
+    group._all_gather_result, group._sharded_state = result, state
+    _set_states(group.fsdp_params, states)
+
+
+def _set_states(parameters: Sequence[FSDPParam], states: Sequence[ShardedState]) -> None:
+    for each, state in zip(parameters, states, strict=True):
+        each.sharded_state = state
 
 
 class FullySharded(Sharded):
     in_step = gathers = cuts_alike = True
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        *,
-        blocks: Sequence[nn.Module],
-        mesh: DeviceMesh,
-        bf16: bool = False,
-        offload: bool = False,
-        mean: bool = True,
-    ) -> None:
-        """`mesh`: of one dimension, or of two: nodes, and the ranks of each. `mean`: instead of a sum of gradients."""
+    def __init__(self, wanted: SplitRequest, mesh: DeviceMesh) -> None:
+        """`mesh`: of one dimension, or of two: nodes, and the ranks of each."""
+        self.model, self.optimizer = model, optimizer = wanted.model, wanted.optimizer
         check_elementwise(optimizer)
-        blocks = untied(model, blocks)
-        self.model, self.optimizer = model, optimizer
+        blocks = untied(model, wanted.blocks)
         self.collectives = Collectives(mesh.get_group(mesh.ndim - 1))
         self._lent = Lent() if _is_gloo(self.collectives.group, mesh.device_type) else None
         # What a reduction gives is read at once: summed over nodes, or copied to a GPU on a stream of its own.
@@ -58,10 +279,10 @@ class FullySharded(Sharded):
         self._split(
             blocks,
             mesh=mesh,
-            mp_policy=policy if bf16 else MixedPrecisionPolicy(),
-            offload_policy=CPUOffloadPolicy() if offload and mesh.device_type == "cuda" else OffloadPolicy(),
+            mp_policy=policy if wanted.bf16 else MixedPrecisionPolicy(),
+            offload_policy=CPUOffloadPolicy() if wanted.offload and mesh.device_type == "cuda" else OffloadPolicy(),
         )
-        if not mean and mesh.size() > 1:  # of one, the sum is the mean, and dividing it by 1 takes time
+        if not wanted.mean and mesh.size() > 1:  # of one, the sum is the mean, and dividing it by 1 takes time
             for module in self._modules:
                 sum_gradients(module)
         self._units = self._in_order(blocks, mesh) if mesh.size() > 1 else None
@@ -70,6 +291,8 @@ class FullySharded(Sharded):
         parts = {name: part for name, part in model.named_parameters() if isinstance(part, DTensor)}
         self.split = {name: Spec(shapes[name], part.dtype) for name, part in parts.items()}
         self._point_optimizer(parts, number, held)
+        self._is_loaded = False
+        """Whether the gradient came from elsewhere, and not from backwards."""
 
     def _split(self, blocks: Sequence[nn.Module], **options: Any) -> None:
         # One of no numbers stays as it is: torch cannot sum it.
@@ -106,9 +329,8 @@ class FullySharded(Sharded):
         for name, part in parts.items():
             if not local_part(part).numel():
                 continue
-            run = Run(
-                nn.Parameter(_flat(part), requires_grad=name in number), (self._span(name, self.split[name].shape),)
-            )
+            parameter = nn.Parameter(_flat(part), requires_grad=name in number)
+            run = Run(parameter, self._span(name, self.split[name].shape))
             if name not in number:
                 self.rest.append(run)
             else:
@@ -137,25 +359,31 @@ class FullySharded(Sharded):
         if self._units is not None and not self._units.has_ended:
             self._units.take_part()
 
+    @property
+    def used(self) -> Set[str]:
+        return self._units.used if self._units is not None else self.split.keys()
+
+    @torch.no_grad()
+    def load(self, gradients: Sequence[Tensor | None]) -> None:
+        self.drop()
+        for run, gradient in zip(self.runs, gradients, strict=True):
+            run.parameter.grad = None if gradient is None else gradient.to(run.parameter.device).view_as(run.parameter)
+        self._is_loaded = True
+
     @torch.no_grad()
     def finish(self) -> None:
+        if self._is_loaded:
+            return
         self.end_backward()
         if self._lent is not None:
             self._lent.finish()
         for run, source in zip(self.runs, self._sources, strict=True):
-            name = run.spans[0].name
+            name = run.span.name
             if name in self.always_used:
                 source.grad = torch.zeros_like(source) if source.grad is None else source.grad
             elif self._units is not None and name not in self._units.used:
                 source.grad = None  # nobody has used it: the zeros that all have summed are no gradient
             run.parameter.grad = None if source.grad is None else _flat(source.grad)
-
-    @torch.no_grad()
-    def step(self, scale: float = 1.0) -> None:
-        self.finish()
-        with scaling(self.optimizer, self.gradients(), scale):
-            self.optimizer.step()
-        self._forget()
 
     def share(self) -> None:
         """A forward without a backward leaves the root's parameters gathered, and they would be taken for the new."""
@@ -168,6 +396,7 @@ class FullySharded(Sharded):
         self._forget()
 
     def _forget(self) -> None:
+        self._is_loaded = False
         for run, source in zip(self.runs, self._sources, strict=True):
             run.parameter.grad = source.grad = None
         self._summed.clear()

@@ -9,9 +9,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from potluck.agree.shares import share_out
+from potluck.words import check_at_least
 
 STATE_BYTES = 2 * 4
 """Of one parameter: Adam's two means, in float32."""
+
+
+def check_weights(weights: Sequence[float]) -> None:
+    if any(not (math.isfinite(weight) and weight >= 0) for weight in weights) or not sum(weights) > 0:
+        raise ValueError(f"weights must be numbers of at least 0, and not all 0, not {list(weights)}")
 
 
 def weights_for(weights: Sequence[float] | None, world: int) -> list[float]:
@@ -44,12 +50,10 @@ class OptimizerShard:
         """Shares in proportion to the weights, such as each device's free memory."""
         if not weights:
             raise ValueError("a world needs at least one rank, not 0")
-        if any(not (math.isfinite(weight) and weight >= 0) for weight in weights) or not sum(weights) > 0:
-            raise ValueError(f"weights must be numbers of at least 0, and not all 0, not {list(weights)}")
+        check_weights(weights)
         if not 0 <= rank < len(weights):
             raise ValueError(f"there is no rank {rank} in a world of {len(weights)}")
-        if total_params < 0:
-            raise ValueError(f"total_params must be at least 0, not {total_params}")
+        check_at_least(0, total_params=total_params)
         sizes = share_out(total_params, weights)
         start = sum(sizes[:rank])
         return cls(rank, len(weights), start, start + sizes[rank], total_params)

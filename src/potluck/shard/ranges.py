@@ -6,6 +6,7 @@
 It reads what is asked for and nothing else, however the tensors were split when they were written.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -30,6 +31,10 @@ _NAMES = {dtype: name for name, dtype in TYPES.items()}
 class Spec:
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 class Ranges(Store):

@@ -62,13 +62,12 @@ class Span:
 @dataclass(eq=False, slots=True)
 class Run:
     parameter: nn.Parameter
-    """[sum of the spans' sizes], or of one whole parameter's shape; its memory is the model's own."""
-    spans: tuple[Span, ...]
+    """[the span's size], or of one whole parameter's shape; its memory is the model's own."""
+    span: Span
 
-    def cut(self, numbers: Tensor) -> list[tuple[Span, Tensor]]:
-        """Something of the run's length, such as one of its optimizer's means, flat and by spans."""
-        flat = numbers.view(-1)
-        return list(zip(self.spans, torch.split(flat, [span.size for span in self.spans]), strict=True))
+    @property
+    def spans(self) -> tuple[Span]:
+        return (self.span,)
 
 
 def check_elementwise(optimizer: Optimizer) -> None:
@@ -167,7 +166,7 @@ def run_of(flat: Tensor, gradient: Tensor | None, at: int, span: Span) -> Run:
     parameter = nn.Parameter(flat[at : at + span.size], requires_grad=gradient is not None)
     if gradient is not None:
         parameter.grad = gradient[at : at + span.size]
-    return Run(parameter, (span,))
+    return Run(parameter, span)
 
 
 def repoint(optimizer: Optimizer, runs: Sequence[tuple[int, Run]], whole: Mapping[str, nn.Parameter]) -> None:
@@ -177,7 +176,7 @@ def repoint(optimizer: Optimizer, runs: Sequence[tuple[int, Run]], whole: Mappin
     groups: list[list[nn.Parameter]] = [[] for _ in optimizer.param_groups]
     for number, run in runs:
         groups[number].append(run.parameter)
-        (span,) = run.spans
+        span = run.span
         if whole[span.name] in before:
             known = _part_of(run, whole[span.name], before[whole[span.name]])
             optimizer.state[run.parameter] = state_at(run.parameter.device, known, optimizer.param_groups[number])
@@ -188,7 +187,7 @@ def repoint(optimizer: Optimizer, runs: Sequence[tuple[int, Run]], whole: Mappin
 
 def _part_of(run: Run, whole: nn.Parameter, known: Mapping[str, Any]) -> dict[str, Any]:
     """The part of a whole parameter's state that a run holds; what is not of the parameter's shape, all of it."""
-    (span,) = run.spans
+    span = run.span
     found: dict[str, Any] = {}
     for key, value in known.items():
         if isinstance(value, Tensor) and value.shape == whole.shape and key not in COUNTERS:

@@ -4,15 +4,38 @@ For each step: arm and backward, once or many times; then finish, and step or dr
 """
 
 from collections.abc import Sequence, Set
+from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from potluck.shard.collectives import Collectives
 from potluck.shard.norm import total_norm
 from potluck.shard.ranges import Spec
-from potluck.shard.runs import Run, held_bytes
+from potluck.shard.runs import Run, held_bytes, scaling
+
+
+@dataclass(frozen=True, slots=True)
+class SplitRequest:
+    """A model and its optimizer that are to be split, and how, and over whom."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    device: torch.device
+    blocks: Sequence[nn.Module] = ()
+    """Modules that are whole only while they compute, one at a time."""
+    mean: bool = True
+    """Gradients are averaged over the ranks, and not summed."""
+    bf16: bool = False
+    """To compute in."""
+    offload: bool = False
+    """Each rank steps its part in host memory, and has its optimizer's state there."""
+    group: dist.ProcessGroup | None = None
+    """The ranks that hold it between them; none: all there are."""
+    nodes: dist.ProcessGroup | None = None
+    """If `group` is one node of several: the ranks of our place in each."""
 
 
 class Sharded:
@@ -73,23 +96,52 @@ class Sharded:
         norm = total_norm(self.gradients())
         if self.collectives.world == 1:
             return norm
-        square = norm.cpu().double().square()
+        square = norm.double().square()
         self.collectives.start_sum(square).wait()
         return square.sqrt()
 
     def gradients(self) -> list[Tensor]:
         return [run.parameter.grad for run in self.runs if run.parameter.grad is not None]
 
-    def step(self, scale: float = 1.0) -> None:
-        """Steps this rank's runs, on their gradients times `scale`."""
+    @property
+    def used(self) -> Set[str]:
+        """Parameters that got a gradient in this step: on this rank, or already known to on another. After finish()."""
         raise NotImplementedError
 
+    def run_gradients(self) -> list[Tensor | None]:
+        """The whole gradient of each of this rank's runs. After finish()."""
+        return [run.parameter.grad for run in self.runs]
+
+    @torch.no_grad()
+    def load(self, gradients: Sequence[Tensor | None]) -> None:
+        """The gradient of each of this rank's runs, from elsewhere: step() steps on it. None: nobody has used it."""
+        self.drop()
+        for place, gradient in zip(self.run_gradients(), gradients, strict=True):
+            assert place is not None
+            place.zero_() if gradient is None else place.copy_(gradient.view_as(place))
+        pairs = zip(self.runs, gradients, strict=True)
+        self._idle = {run.span.name for run, gradient in pairs if gradient is None}
+
+    @torch.no_grad()
+    def step(self, scale: float = 1.0) -> None:
+        """Steps this rank's runs, on their gradients times `scale`."""
+        self.finish()
+        with scaling(self.optimizer, self.gradients(), scale):
+            self._step_used()
+        self._forget()
+
+    @torch.no_grad()
     def drop(self) -> None:
         """Forgets the gradient: this step is skipped."""
+        self.finish()
+        self._forget()
+
+    def _forget(self) -> None:
+        """The next step begins."""
         raise NotImplementedError
 
     def share(self) -> None:
-        """After step(), or when this rank's runs were written: wherever parameters are kept whole, they are told."""
+        """After step(), or when this rank's runs were written: sends new parameters to where they are kept whole."""
 
     def settle(self) -> None:
         """Until all that share() began has arrived."""
@@ -112,7 +164,7 @@ class Sharded:
         """The optimizer's step, which sees no gradient of what no rank has used: no state of it, no count of steps."""
         if self.asks:
             self.drop_unused()
-        idle = [run.parameter for run in self.runs if run.spans[0].name in self._idle] if self._idle else []
+        idle = [run.parameter for run in self.runs if run.span.name in self._idle] if self._idle else []
         kept = [parameter.grad for parameter in idle]
         for parameter in idle:
             parameter.grad = None

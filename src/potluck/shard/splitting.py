@@ -2,8 +2,7 @@
 
 import difflib
 import resource
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,11 +11,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 
+from potluck.environment import free_memory_bytes, read_bytes
 from potluck.errors import ConfigError
 from potluck.shard.blocks import find_blocks
 from potluck.shard.collectives import Collectives
 from potluck.shard.fsdp import FullySharded
-from potluck.shard.sharded import Sharded
+from potluck.shard.sharded import Sharded, SplitRequest
 from potluck.shard.strategy import FullShard, HybridShard, ShardGradOp, ShardingStrategy
 from potluck.shard.uneven import UnevenShards
 from potluck.shard.zero import ShardedOptimizer
@@ -54,52 +54,63 @@ def named_blocks(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
 
 
 def shard_over(
-    model: nn.Module,
-    optimizer: Optimizer,
-    strategy: ShardingStrategy,
-    device: torch.device,
-    *,
-    mean: bool = True,
-    bf16: bool = False,
-    offload: bool = False,
-    blocks: Sequence[nn.Module] | None = None,
-    group: dist.ProcessGroup | None = None,
-    nodes: dist.ProcessGroup | None = None,
+    model: nn.Module, optimizer: Optimizer, strategy: ShardingStrategy, device: torch.device, **how: Any
 ) -> Sharded:
-    """Splits a model over all ranks of the default process group, or over those of `group`.
+    """Splits a model over all ranks of the default process group, or over those of `group`. `how`: see SplitRequest."""
+    wanted = SplitRequest(model, optimizer, device, **{"blocks": find_blocks(model)} | how)
+    build = next((BUILDERS[kind] for kind in type(strategy).__mro__ if kind in BUILDERS), None)
+    if build is None:
+        raise ConfigError(f"{type(strategy).__name__} splits nothing.")
+    return build(strategy, wanted)
 
-    `nodes`: then under HybridShard `group` is one node of several, and these are the ranks of our place in each.
-    """
-    blocks = find_blocks(model) if blocks is None else blocks
-    world = dist.get_world_size(group) if dist.is_initialized() else 1
-    match strategy:
-        case ShardGradOp():
-            model.to(device)
-            weights = _weights(strategy.weights, device, group)
-            return ShardedOptimizer(
-                model,
-                optimizer,
-                weights=weights,
-                mean=mean,
-                keep_gradients=strategy.keep_gradients,
-                offload=offload,
-                group=group,
-            )
-        case FullShard() if strategy.weights:
-            weights = _weights(strategy.weights, device, group)
-            return UnevenShards(
-                model, optimizer, blocks=blocks, device=device, weights=weights, bf16=bf16, mean=mean, group=group
-            )
-        case FullShard():
-            mesh = DeviceMesh.from_group(group, device.type) if group is not None else _mesh(device, (world,))
-        case HybridShard() if group is not None:
-            mesh = _mesh_of_groups(device, group, nodes)
-        case HybridShard():
-            many = strategy.nodes(world)
-            mesh = _mesh(device, (many, strategy.intra_node_size) if many > 1 else (world,))
-        case _:
-            raise ConfigError("NoShard splits nothing.")
-    return FullySharded(model, optimizer, blocks=blocks, mesh=mesh, bf16=bf16, offload=offload, mean=mean)
+
+def _shard_grad_op(strategy: ShardGradOp, wanted: SplitRequest) -> Sharded:
+    return ShardedOptimizer(
+        wanted.model.to(wanted.device),
+        wanted.optimizer,
+        weights=_weights(strategy, wanted),
+        mean=wanted.mean,
+        keep_gradients=strategy.keep_gradients,
+        offload=wanted.offload,
+        group=wanted.group,
+    )
+
+
+def _full_shard(strategy: FullShard, wanted: SplitRequest) -> Sharded:
+    if (weights := _weights(strategy, wanted)) is not None:
+        return UnevenShards(wanted, weights)
+    return FullySharded(wanted, _mesh_over(wanted.device, wanted.group, None, (_world(),)))
+
+
+def _hybrid_shard(strategy: HybridShard, wanted: SplitRequest) -> Sharded:
+    nodes = strategy.nodes(_world()) if wanted.group is None else 1
+    shape = (nodes, strategy.intra_node_size) if nodes > 1 else (_world(),)
+    return FullySharded(wanted, _mesh_over(wanted.device, wanted.group, wanted.nodes, shape))
+
+
+BUILDERS: dict[type, Callable[[Any, SplitRequest], Sharded]] = {
+    ShardGradOp: _shard_grad_op,
+    FullShard: _full_shard,
+    HybridShard: _hybrid_shard,
+}
+"""How each strategy splits a model; one that is not here splits as the class that it is derived from."""
+
+
+def _world() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _mesh_over(
+    device: torch.device, group: dist.ProcessGroup | None, nodes: dist.ProcessGroup | None, shape: tuple[int, ...]
+) -> DeviceMesh:
+    """Over groups that are there: making a mesh makes groups, and other ranks may be making another mesh."""
+    if group is None:
+        return _mesh(device, shape)
+    if nodes is None:
+        return DeviceMesh.from_group(group, device.type)
+    own = dist.get_process_group_ranks(group)
+    grid = [[rank - dist.get_rank() + each for each in own] for rank in dist.get_process_group_ranks(nodes)]
+    return DeviceMesh.from_group([nodes, group], device.type, torch.tensor(grid), mesh_dim_names=("nodes", "ranks"))
 
 
 def _mesh(device: torch.device, shape: tuple[int, ...]) -> DeviceMesh:
@@ -109,25 +120,15 @@ def _mesh(device: torch.device, shape: tuple[int, ...]) -> DeviceMesh:
     return init_device_mesh(device.type, shape, mesh_dim_names=("nodes", "ranks")[-len(shape) :])
 
 
-def _mesh_of_groups(device: torch.device, node: dist.ProcessGroup, nodes: dist.ProcessGroup | None) -> DeviceMesh:
-    """Of groups that are there: making a mesh would make groups, and other ranks may be making another mesh."""
-    if nodes is None:
-        return DeviceMesh.from_group(node, device.type)
-    own = dist.get_process_group_ranks(node)
-    grid = [[rank - dist.get_rank() + each for each in own] for rank in dist.get_process_group_ranks(nodes)]
-    return DeviceMesh.from_group([nodes, node], device.type, torch.tensor(grid), mesh_dim_names=("nodes", "ranks"))
-
-
-def _weights(weights: Any, device: torch.device, group: dist.ProcessGroup | None) -> list[float] | None:
-    if not weights:
-        return None
-    if weights == "memory":
-        over = Collectives(group)
+def _weights(strategy: FullShard | ShardGradOp, wanted: SplitRequest) -> list[float] | None:
+    def all_free() -> list[float]:
+        over = Collectives(wanted.group)
         told = torch.zeros(over.world, dtype=torch.float64)
-        told[over.rank] = free_bytes(device)
+        told[over.rank] = free_bytes(wanted.device)
         over.start_sum(told).wait()
         return told.tolist()
-    return list(weights)
+
+    return strategy.weights_over(all_free)
 
 
 def free_bytes(device: torch.device) -> int:
@@ -135,16 +136,9 @@ def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     limit = resource.getrlimit(resource.RLIMIT_DATA)[0]
-    available = _kilobytes("/proc/meminfo", "MemAvailable")
     if limit == resource.RLIM_INFINITY:
-        return available
-    return max(0, min(available, limit - _kilobytes("/proc/self/status", "VmData")))
-
-
-def _kilobytes(file: str, name: str) -> int:
-    """Of a line such as `VmData:  1234 kB`, in bytes."""
-    lines = Path(file).read_text().splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(name))
+        return free_memory_bytes()
+    return max(0, min(free_memory_bytes(), limit - (read_bytes("/proc/self/status", "VmData") or 0)))
 
 
 def _device() -> torch.device:

@@ -1,8 +1,11 @@
 """ShardingStrategy: what of a replica is split over its ranks."""
 
-import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Literal
+
+from potluck.shard.optimizer_shard import check_weights
+from potluck.words import check_at_least
 
 Weights = tuple[float, ...] | Literal["memory"]
 """One number per rank, in proportion to its part; or "memory": each device's free memory at that time. Empty: equal."""
@@ -15,6 +18,10 @@ class NoShard:
     kind: ClassVar[str] = "no_shard"
     keeps_parameters_whole: ClassVar[bool] = True
     """Whether each rank has every parameter all the time."""
+
+    def bytes_per_parameter(self, world: int) -> float:
+        """What a rank holds for each parameter in fp32 with Adam's two means, where all have equal parts."""
+        return 16.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,12 +36,13 @@ class _Split:
     """Steps between two refreshes of that copy: at most this many are lost."""
 
     def __post_init__(self) -> None:
-        if self.weights != "memory":
-            weights = tuple(self.weights)
-            if any(not (math.isfinite(weight) and weight >= 0) for weight in weights) or (weights and not sum(weights)):
-                raise ValueError(f"weights must be numbers of at least 0, and not all 0, not {list(weights)}")
-        if self.buddy_every < 1:
-            raise ValueError(f"buddy_every must be at least 1 step, not {self.buddy_every}")
+        if self.weights and self.weights != "memory":
+            check_weights(self.weights)
+        check_at_least(1, buddy_every=self.buddy_every)
+
+    def weights_over(self, free_bytes: Callable[[], list[float]]) -> list[float] | None:
+        """Each rank's part, in proportion; none: equal. `free_bytes`: of each rank's device. A collective."""
+        return free_bytes() if self.weights == "memory" else list(self.weights) or None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,6 +51,9 @@ class FullShard(_Split):
 
     kind: ClassVar[str] = "full_shard"
     keeps_parameters_whole: ClassVar[bool] = False
+
+    def bytes_per_parameter(self, world: int) -> float:
+        return 16 / world
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +70,9 @@ class ShardGradOp(_Split):
     keep_gradients: bool = False
     """Split only the optimizer's state: gradients travel once per step instead of once per micro-batch. ZeRO-1."""
 
+    def bytes_per_parameter(self, world: int) -> float:
+        return 8 + 8 / world if self.keep_gradients else 4 + 12 / world
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HybridShard:
@@ -71,8 +85,10 @@ class HybridShard:
     """Ranks per node; the number of ranks must be a multiple of it."""
 
     def __post_init__(self) -> None:
-        if self.intra_node_size < 1:
-            raise ValueError(f"intra_node_size must be at least 1, not {self.intra_node_size}")
+        check_at_least(1, intra_node_size=self.intra_node_size)
+
+    def bytes_per_parameter(self, world: int) -> float:
+        return 16 / min(world, self.intra_node_size)
 
     def nodes(self, world: int) -> int:
         """How many nodes, and so replicas, `world` ranks make; ValueError if they do not come out even."""
@@ -84,18 +100,3 @@ class HybridShard:
 
 
 ShardingStrategy = FullShard | ShardGradOp | NoShard | HybridShard
-
-
-def bytes_per_parameter(strategy: ShardingStrategy, world: int) -> float:
-    """What a rank holds for each parameter in fp32 with Adam's two means, where all have equal parts."""
-    match strategy:
-        case NoShard():
-            return 16.0
-        case ShardGradOp(keep_gradients=True):
-            return 8 + 8 / world
-        case ShardGradOp():
-            return 4 + 12 / world
-        case FullShard():
-            return 16 / world
-        case HybridShard():
-            return 16 / min(world, strategy.intra_node_size)

@@ -1,6 +1,6 @@
 """UnevenShards: parameters, gradients and optimizer state split in proportion to weights; ZeRO-3 on unequal machines.
 
-    sharded = UnevenShards(model, AdamW(model.parameters()), blocks=list(model.blocks), device=device, weights=(3, 1))
+    sharded = UnevenShards(SplitRequest(model, AdamW(model.parameters()), device, list(model.blocks)), weights=(3, 1))
     loss_of(model, batch).backward()      # block by block: gathered, used, freed; gradients go to their owners
     sharded.step()                        # each rank steps what it owns
 
@@ -17,15 +17,13 @@ or run them in another order, passes.py keeps the ranks together.
 Why this is not torch's fully_shard: docs/decisions/0012-uneven-shards-have-their-own-engine.md.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from potluck.errors import ConfigError
@@ -33,8 +31,8 @@ from potluck.shard.collectives import Collectives
 from potluck.shard.optimizer_shard import weights_for
 from potluck.shard.passes import Passes
 from potluck.shard.ranges import Spec
-from potluck.shard.runs import Run, check_elementwise, claim, group_names, homes, repoint, run_of, scaling
-from potluck.shard.sharded import Sharded
+from potluck.shard.runs import Run, check_elementwise, claim, group_names, homes, repoint, run_of
+from potluck.shard.sharded import Sharded, SplitRequest
 from potluck.shard.units import Home, Member, Placement, Stretch, Sum, Unit
 
 MOST_ON_THEIR_WAY = 1
@@ -44,25 +42,14 @@ MOST_ON_THEIR_WAY = 1
 class UnevenShards(Sharded):
     in_step = gathers = True
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        *,
-        blocks: Sequence[nn.Module],
-        device: torch.device,
-        group: dist.ProcessGroup | None = None,
-        weights: Sequence[float] | None = None,
-        bf16: bool = False,
-        mean: bool = True,
-    ) -> None:
-        """`weights`: each rank's part, in proportion; `bf16`: to compute in; `mean`: instead of a sum of gradients."""
-        check_elementwise(optimizer)
-        self.model, self.optimizer, self.device = model, optimizer, device
-        self.collectives = Collectives(group)
+    def __init__(self, wanted: SplitRequest, weights: Sequence[float] | None = None) -> None:
+        """`weights`: each rank's part, in proportion."""
+        self.model, self.optimizer, self.device = wanted.model, wanted.optimizer, wanted.device
+        check_elementwise(self.optimizer)
+        self.collectives = Collectives(wanted.group)
         self._weights = weights_for(weights, self.collectives.world)
-        self._share = 1 / self.collectives.world if mean else 1.0
-        self._computes_in = torch.bfloat16 if bf16 else None
+        self._share = 1 / self.collectives.world if wanted.mean else 1.0
+        self._computes_in = torch.bfloat16 if wanted.bf16 else None
         self._in_backward = self._is_owed = False
         """Whether a backward runs; and whether one was announced that has not ended."""
         self._current: Unit | None = None
@@ -70,11 +57,11 @@ class UnevenShards(Sharded):
         self._sums: list[Sum] = []
         self._used: set[str] = set()
         """Parameters that got a gradient on this rank in this step."""
-        distinct = list(dict.fromkeys(blocks))
+        distinct = list(dict.fromkeys(wanted.blocks))
         members = self._members()
         claim({member.name: member.parameter for member in members.values() if member.is_trained}, self)
         self.split = {member.name: Spec(member.shape, member.dtype) for member in members.values()}
-        self.group_names = group_names(optimizer, {key: member.name for key, member in members.items()})
+        self.group_names = group_names(self.optimizer, {key: member.name for key, member in members.items()})
         self._plan(distinct, members)
         self._move()
         self._passes = Passes(
@@ -108,18 +95,6 @@ class UnevenShards(Sharded):
     def gradients(self) -> list[Tensor]:
         return [home.gradient for home in self._homes.values() if home.gradient is not None]
 
-    @torch.no_grad()
-    def step(self, scale: float = 1.0) -> None:
-        self.finish()
-        with scaling(self.optimizer, self.gradients(), scale):
-            self._step_used()
-        self._forget()
-
-    @torch.no_grad()
-    def drop(self) -> None:
-        self.finish()
-        self._forget()
-
     def share(self) -> None:
         """What was gathered before the runs were written is out of date."""
         for unit in self._units:
@@ -134,6 +109,10 @@ class UnevenShards(Sharded):
         self._used.clear()
         self._idle = frozenset()
         self._in_backward, self._current = False, None
+
+    @property
+    def used(self) -> Set[str]:
+        return self._used
 
     @property
     def has_unused(self) -> bool:

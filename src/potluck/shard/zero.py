@@ -10,7 +10,7 @@ Parameters lie end to end in one flat tensor, in the model's order, and each ran
 With `keep_gradients` each rank has its whole gradient until the step, as ZeRO-1 says, and it travels once a step.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -164,6 +164,18 @@ class ShardedOptimizer(Sharded):
     def has_unused(self) -> bool:
         return len(self._arrived) < len(self.parameters)
 
+    @property
+    def used(self) -> Set[str]:
+        return {self._names[id(self.parameters[index])] for index in self._arrived}
+
+    def run_gradients(self) -> list[Tensor | None]:
+        return list(torch.split(self.gradient, [run.parameter.numel() for run in self.runs]))
+
+    @torch.no_grad()
+    def load(self, gradients: Sequence[Tensor | None]) -> None:
+        super().load(gradients)
+        self._is_summed = True
+
     def drop_unused(self) -> None:
         used = [index in self._arrived for index in range(len(self.parameters))]
         self._forget_unused([self._names[id(p)] for p in self.parameters], used)
@@ -193,12 +205,6 @@ class ShardedOptimizer(Sharded):
         self._idle = frozenset()
         self._is_summed = False
 
-    def share(self) -> None:
-        self.broadcast_updated_params()
-
-    def settle(self) -> None:
-        self.wait()
-
     @torch.no_grad()
     def broadcast_updated_params(self) -> None:
         """Begins to send each owner's range to all; a layer's forward waits for its own parameters alone."""
@@ -218,11 +224,7 @@ class ShardedOptimizer(Sharded):
             pending.wait()
         self._updates.clear()
 
-    @torch.no_grad()
-    def drop(self) -> None:
-        """Forgets the gradient: this step is skipped."""
-        self.finish()
-        self._forget()
+    share, settle = broadcast_updated_params, wait  # what every way to split calls them
 
     def _parameters(self) -> list[Tensor]:
         return [self.flat]

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from potluck.errors import ConfigError
-from potluck.stages.plan import HasLayers, Layer, Plan, tell_bytes, tuple_of
+from potluck.stages.plan import HasLayers, Layer, Plan, tuple_of
 from potluck.stages.schedule import in_flight
+from potluck.words import check_at_least, size
 
 FROZEN_BYTES = 4
 """Of a parameter that is not trained."""
@@ -28,8 +29,7 @@ class Device:
     def __post_init__(self) -> None:
         if not 0 < self.speed < math.inf:
             raise ValueError(f"speed must be above 0, not {self.speed}")
-        if self.memory_bytes is not None and self.memory_bytes < 1:
-            raise ValueError(f"memory_bytes must be at least 1, not {self.memory_bytes}; leave it out for no limit")
+        check_at_least(1, memory_bytes=self.memory_bytes)
 
 
 def balance(
@@ -95,16 +95,16 @@ class _Costs:
 
     def complaint(self) -> str:
         limits = [device.memory_bytes for device in self.devices]
-        told = ", ".join("no limit" if limit is None else tell_bytes(limit) for limit in limits)
+        told = ", ".join("no limit" if limit is None else size(limit) for limit in limits)
         way_out = "Add devices, make the micro-batches smaller, or keep less of each layer (checkpoint_activations)."
         for number, layer in enumerate(self.layers):
             if not any(self.fits(stage, number, number + 1) for stage in range(len(self.devices))):
                 need = min(self.bytes(stage, number, number + 1) for stage in range(len(self.devices)))
-                return f"Layer {layer.name} alone needs {tell_bytes(need)}, and the devices have {told}. {way_out}"
+                return f"Layer {layer.name} alone needs {size(need)}, and the devices have {told}. {way_out}"
         held, kept = self._held[-1], self._kept[-1]
         return (
-            f"No cut of the model fits: its parameters need {tell_bytes(held)} and each micro-batch under way"
-            f" {tell_bytes(kept)}, and the devices, in their order, have {told}. {way_out}"
+            f"No cut of the model fits: its parameters need {size(held)} and each micro-batch under way"
+            f" {size(kept)}, and the devices, in their order, have {told}. {way_out}"
         )
 
 

@@ -1,14 +1,19 @@
 """Channel: what the stages of one replica say to each other. Named tensors, whichever way they travel.
 
 Every tensor is announced by a Header, which the receiver checks before it takes any memory. Knows no way to travel:
-direct.py and datastore.py do.
+direct.py and datastore.py do. Buffers are the memory for what is received.
 """
 
+import weakref
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
+
+from potluck.store.tensors import Header
 
 WHAT = ("activation", "gradient", "tied", "told")
 """An activation goes to the next stage and its gradient back; tied: a gradient that stages add up; told: bytes."""
@@ -39,18 +44,46 @@ class Channel(Protocol):
 
     def expect(self, labels: Sequence[Label]) -> None:
         """What will be received, those of each source in the order in which it sends them: they may come early."""
-        ...
 
     def send(self, label: Label, tensor: Tensor) -> None:
         """Begins to send. Nobody changes the tensor until flush() has returned."""
-        ...
 
     def receive(self, label: Label) -> Tensor:
         """On the channel's device. Waits for it; WorkerLost names what is awaited, and from whom."""
-        ...
 
     def flush(self) -> None:
         """Until all that was sent is out of our hands."""
-        ...
 
     def close(self) -> None: ...
+
+
+KEPT = 16
+"""Buffers without a tensor that are kept, of whatever sizes."""
+SMALL_BYTES = 1 << 17
+"""What is smaller is not worth it."""
+
+
+class Buffers:
+    """Any thread may take, and drop. There is no lock: a tensor may be dropped at any point of any thread."""
+
+    def __init__(self) -> None:
+        self._free: deque[Any] = deque(maxlen=KEPT)
+
+    def take(self, header: Header) -> Tensor:
+        if header.nbytes < SMALL_BYTES:
+            return header.empty()
+        memory = self._find(header.nbytes)
+        lent = memory[:]  # an array of its own over the same memory, which ends with the last tensor over it
+        weakref.finalize(lent, self._free.append, memory).atexit = False
+        return torch.from_numpy(lent).view(header.dtype).view(header.shape)
+
+    def _find(self, size: int) -> Any:
+        for _ in range(len(self._free)):
+            try:
+                memory = self._free.pop()  # the last one dropped is the likeliest to be in the processor's cache
+            except IndexError:
+                break  # another thread took it
+            if memory.nbytes == size:
+                return memory
+            self._free.appendleft(memory)
+        return torch.empty(size, dtype=torch.uint8).numpy()

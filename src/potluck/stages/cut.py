@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from potluck.errors import ConfigError
-from potluck.stages.between import Crossing, Way
 from potluck.stages.chain import Chain, chain_of, parameters_of
 from potluck.stages.changes import left_alone, seats_of_buffers
+from potluck.stages.forms import Crossing, Way
 from potluck.stages.plan import Layer, Plan, count_sent
 from potluck.stages.seats import (
     AbsentLayer,
@@ -55,10 +55,6 @@ class Stage:
     foreign: set[str]
     """Buffers that another stage has to itself: a run leaves them alone."""
     _now: "Pass" = field(repr=False)
-
-    @property
-    def is_first(self) -> bool:
-        return self.index == 0
 
     @property
     def is_last(self) -> bool:
@@ -248,7 +244,7 @@ def _crossing(plan: Plan, index: int, number: int, place: int) -> Crossing:
 
 
 def _place_parts(chain: Chain, now: Pass, replaced: dict[int, nn.Module]) -> None:
-    """What each module around the chain does counts as one operation, whoever stands in for it."""
+    """What each module around the chain does counts as one operation, also if a stand-in does it."""
     for name, part in chain.parts.items():
         if isinstance(part, nn.Module) and not isinstance(getattr(replaced.get(id(part)), "_seat", None), Booth):
             here = replaced.get(id(part), part)

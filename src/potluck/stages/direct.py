@@ -17,8 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from potluck.errors import TheirProtocolError, WorkerLost
-from potluck.stages.buffers import Buffers
-from potluck.stages.channel import WHAT, Label
+from potluck.stages.channel import WHAT, Buffers, Label
 from potluck.store.tensors import MAX_DIMENSIONS, Header
 from potluck.tensor_bytes import raw, to_bytes
 
@@ -42,6 +41,7 @@ _Expected = queue.SimpleQueue[Label | None]
 """None ends it."""
 _UnderWay = tuple[Label, Tensor, dist.Work]
 """A label, the memory that is being filled, and the work that fills it."""
+_Tensors = queue.SimpleQueue[_UnderWay | None]
 
 
 def pack(label: Label, header: Header) -> bytes:
@@ -57,14 +57,8 @@ def unpack(data: bytes, label: Label) -> Header:
         raise TheirProtocolError(
             f"What came instead of the {label} is no header. Run one version of Potluck everywhere."
         )
-    if (step, WHAT[what], source, target, micro, part) != (
-        label.step,
-        label.what,
-        label.source,
-        label.target,
-        label.micro,
-        label.part,
-    ):
+    expected = (label.step, label.what, label.source, label.target, label.micro, label.part)
+    if (step, WHAT[what], source, target, micro, part) != expected:
         raise TheirProtocolError(
             f"Instead of the {label} came the {WHAT[what]} {micro} of step {step}, from stage {source} for stage"
             f" {target}. The workers do not follow the same plan."
@@ -76,7 +70,7 @@ class GroupChannel:
     """Among the workers of one lane, who are the ranks of `group`. Stage s is with worker s % workers."""
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device, *, rank: int, workers: int) -> None:
-        """`rank`: ours in the group, of so many workers. One alone needs no group."""
+        """`rank`: ours in the group. One worker alone needs no group."""
         self._group = group
         self._device = device
         self._rank = rank
@@ -111,8 +105,7 @@ class GroupChannel:
             self._start_send(first, peer, label, HEADER)
         else:
             self._start_send(head, peer, label, HEADER)
-            payload = tensor.to("cpu").contiguous()
-            self._start_send(raw(payload), peer, label, TENSOR)
+            self._start_send(raw(tensor.to("cpu")), peer, label, TENSOR)
 
     def receive(self, label: Label) -> Tensor:
         with self._changed:
@@ -142,7 +135,7 @@ class GroupChannel:
     def _reader(self, peer: int) -> _Expected:
         if peer not in self._readers:
             expected: _Expected = queue.SimpleQueue()
-            tensors: queue.SimpleQueue[_UnderWay | None] = queue.SimpleQueue()
+            tensors: _Tensors = queue.SimpleQueue()
             self._readers[peer] = expected
             for read, given in ((self._read_headers, (peer, expected, tensors)), (self._read_tensors, (tensors,))):
                 thread = threading.Thread(target=read, args=given, name=f"tensors from worker {peer}", daemon=True)
@@ -150,7 +143,7 @@ class GroupChannel:
                 self._threads.append(thread)
         return self._readers[peer]
 
-    def _read_headers(self, peer: int, expected: _Expected, tensors: "queue.SimpleQueue[_UnderWay | None]") -> None:
+    def _read_headers(self, peer: int, expected: _Expected, tensors: _Tensors) -> None:
         awaited: deque[_UnderWay] = deque()
         is_open = True
         try:
@@ -168,14 +161,7 @@ class GroupChannel:
         finally:
             tensors.put(None)
 
-    def _on_header(
-        self,
-        peer: int,
-        tensors: "queue.SimpleQueue[_UnderWay | None]",
-        label: Label,
-        first: Tensor,
-        work: dist.Work,
-    ) -> None:
+    def _on_header(self, peer: int, tensors: _Tensors, label: Label, first: Tensor, work: dist.Work) -> None:
         _wait(label, work)
         header = unpack(to_bytes(first[:HEADER_BYTES]), label)
         if header.nbytes <= SMALL_BYTES:
@@ -185,7 +171,7 @@ class GroupChannel:
             tensor = self._buffers.take(header)
             tensors.put((label, tensor, self._start_receive(raw(tensor), peer, label, TENSOR)))
 
-    def _read_tensors(self, tensors: "queue.SimpleQueue[_UnderWay | None]") -> None:
+    def _read_tensors(self, tensors: _Tensors) -> None:
         try:
             while (coming := tensors.get()) is not None:
                 label, tensor, work = coming

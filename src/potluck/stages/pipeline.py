@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -23,7 +23,6 @@ class Stage(Protocol):
     def forward(self, micro: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """What goes to the next stage; of the last stage, what the backward starts from: one number, or nothing, where
         the micro-batch has no samples."""
-        ...
 
     def weights(self) -> Sequence[nn.Parameter]: ...
 
@@ -43,7 +42,7 @@ class _Kept:
 
     received: tuple[Tensor, ...]
     given: tuple[Tensor, ...]
-    groups: Any = field(default=None)
+    groups: Any = None
     """What torch's stage_backward_input left for stage_backward_weight."""
 
 
@@ -184,10 +183,8 @@ class Line:
         with self._timed("busy_s"):
             stage_backward_weight(weights, groups)
             for weight in self._stages[action.stage].weights():
-                if weight.grad is not None and 0 in weight.grad.stride():
-                    weight.grad = weight.grad.clone(
-                        memory_format=torch.contiguous_format
-                    )  # torch would add to it as is
+                if weight.grad is not None and 0 in weight.grad.stride():  # torch would add to it as is
+                    weight.grad = weight.grad.clone(memory_format=torch.contiguous_format)
         return ()
 
     def _with_gradients(self, step: int, action: Action, kept: _Kept) -> list[tuple[Tensor, Tensor]] | None:

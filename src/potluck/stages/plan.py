@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Any, Protocol
 
 from potluck.errors import ConfigError
-from potluck.words import plural
+from potluck.words import plural, size
 
 FORMAT = 2
 """Of a plan as JSON."""
@@ -109,8 +109,8 @@ class Plan:
                     f"{own[0].name} to {own[-1].name}" if len(own) > 1 else own[0].name,
                     f"{sum(layer.parameters for layer in own):,}",
                     f"{seconds / total:.0%}" if total else "-",
-                    tell_bytes(sum(layer.kept_bytes for layer in own)),
-                    tell_bytes(own[-1].sent_bytes) if number < len(self.cuts) else "-",
+                    size(sum(layer.kept_bytes for layer in own)),
+                    size(own[-1].sent_bytes) if number < len(self.cuts) else "-",
                 )
             )
         return table(rows)
@@ -229,11 +229,3 @@ def table(rows: Sequence[tuple[str, ...]]) -> str:
         ]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
-
-
-def tell_bytes(count: float) -> str:
-    for unit in ("B", "kB", "MB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} GB"

@@ -1,22 +1,168 @@
-"""measure: what each layer of a model costs, run as a stage of its own.
+"""survey: a model's layers, found by running it once, and proven by running it once more, cut after every layer.
 
-Leaves the model, its buffers, its gradients and the random generators as they were.
+measure: what each of them costs, run as a stage of its own. Both leave the model, its buffers, its gradients and the
+random generators as they were.
 """
 
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
+from potluck.errors import ConfigError
+from potluck.stages.chain import Chain, find_chain, parameters_of
+from potluck.stages.changes import buffers_outside, check_one, copies, differing
 from potluck.stages.cut import LossOf, Stage, cut
 from potluck.stages.forms import all_tensors
-from potluck.stages.plan import Layer, Plan, table, tell_bytes
-from potluck.stages.seats import Activation
-from potluck.stages.survey import survey, unchanged
-from potluck.stages.watch import SEED
+from potluck.stages.plan import Layer, Plan, table
+from potluck.stages.seats import Activation, generators_of
+from potluck.stages.watch import SEED, Crossings, Watch
+from potluck.words import size
+
+
+def survey(model: nn.Module, loss_of: LossOf, batch: Any) -> tuple[Layer, ...]:
+    """The layers of the model, from three runs of it where it is: watched, whole, and cut after every layer.
+
+    Nothing is timed. ConfigError if it cannot be cut, or if it gives another loss when it is.
+    """
+    chain = find_chain(model)
+    watch = Watch(model, chain)
+    with unchanged(model):
+        watch.run(loss_of, batch)
+    crossings = Crossings(watch)
+    layers = tuple(_layers(model, chain, watch, crossings))
+    seats = buffers_outside(model, chain)
+    before = copies(seats)
+    with unchanged(model), torch.no_grad():
+        loss = cut(model, Plan.at(layers), 0).run(loss_of, batch, seed=SEED)
+        after = copies(seats)
+    plan = Plan.at(layers, range(1, len(layers)))
+    wrong: list[set[str]] = []
+    result: Any = ()
+    for number in range(len(layers)):
+        with unchanged(model), torch.no_grad():
+            result = cut(model, plan, number).run(loss_of, batch, result, seed=SEED)
+            wrong.append(differing(after, copies(seats), near=1e-4))
+    _check_loss(loss, result)
+    first = 0 if layers[0].module is None else 1
+    touching = {
+        name: {min(max(crossings.place_of(event) - first, 0), len(layers) - 1) for event in events}
+        for name, events in watch.touches.at.items()
+    }
+    return tuple(_with_buffers(layers, differing(before, after), touching, wrong))
+
+
+def _with_buffers(
+    layers: Sequence[Layer], changed: set[str], touching: dict[str, set[int]], wrong: Sequence[set[str]]
+) -> Iterator[Layer]:
+    """`touching`: which layers touch a buffer. `wrong`: of each layer, the buffers that it does not leave right."""
+    for name in sorted(changed):
+        right = [layer.name for layer, each in zip(layers, wrong, strict=True) if name not in each]
+        if len(right) < len(layers):
+            check_one(name, [layers[number].name for number in sorted(touching[name])], right)
+            wrong = [each if number in touching[name] else each | {name} for number, each in enumerate(wrong)]
+    for layer, each in zip(layers, wrong, strict=True):
+        yield replace(layer, buffers=tuple(sorted(changed - each)))
+
+
+def _check_loss(whole: Any, staged: Any) -> None:
+    for a, b in zip(all_tensors(whole), all_tensors(staged), strict=True):
+        if not torch.allclose(a.double(), b.double(), rtol=1e-4, equal_nan=True):
+            raise ConfigError(
+                f"Cut into stages the model gives another loss than whole ({_told(b)}, not {_told(a)}): a layer uses"
+                " something of an earlier one that it does not get as its input. Make that an output of each layer and"
+                " an input of the next."
+            )
+
+
+def _told(tensor: Tensor) -> str:
+    return f"{tensor.item():.6g}" if tensor.numel() == 1 else f"{tensor.numel()} numbers"
+
+
+def _layers(model: nn.Module, chain: Chain, watch: Watch, crossings: Crossings) -> Iterator[Layer]:
+    used = _parts(model, chain, watch, crossings)
+    listed = set().union(*used)
+    idle = {name for name, part in chain.parts.items() if name not in listed and parameters_of(part)}
+    trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    links = watch.links
+    for place in range(len(links) + 2):
+        parts = tuple(name for name in chain.parts if name in used[place] or (place == 0 and name in idle))
+        module = links[place - 1] if 0 < place <= len(links) else None
+        counted = [] if module is None else list(chain.modules[module].parameters())
+        for name in parts:
+            counted += parameters_of(chain.parts[name])
+        counted = list({id(parameter): parameter for parameter in counted}.values())
+        if module is None and not counted:
+            continue  # nothing to own: the stage at that end of the chain runs what there is
+        name = module or ("before" if place == 0 else "after")
+        end = crossings.ends[place] if place <= len(links) else None
+        yield Layer(
+            name=name if module or name not in chain.modules else f"({name})",
+            module=module,
+            parts=parts,
+            output=end.output if end else None,
+            operations=end.operations if end else (),
+            parameters=sum(parameter.numel() for parameter in counted),
+            trained=sum(parameter.numel() for parameter in counted if id(parameter) in trained),
+        )
+
+
+def _parts(model: nn.Module, chain: Chain, watch: Watch, crossings: Crossings) -> list[set[str]]:
+    """The parts of the model around its layers that each place uses."""
+    names = {id(parameter): name for name, parameter in model.named_parameters(remove_duplicate=False)}
+    homes = _having({name: list(link.parameters()) for name, link in chain.modules.items()})
+    holders = _having({name: parameters_of(part) for name, part in chain.parts.items()})
+    found: list[set[str]] = [set() for _ in range(len(watch.links) + 2)]
+    for number, name in watch.met:
+        found[crossings.place_of(number)].add(name)
+    for place, parts in enumerate(found):
+        own = watch.links[place - 1] if 0 < place <= len(watch.links) else None
+        for key in crossings.parameters(place):
+            if key not in names or own in homes.get(key, ()):
+                continue
+            if key not in holders:
+                what = f"Layer {own}" if own else f"What runs {'after' if place else 'before'} the layers"
+                raise ConfigError(
+                    f"{what} uses {names[key]}, a parameter of layer {homes[key][0]}. Cut into stages, a layer has its"
+                    " parameters in itself."
+                )
+            if not parts & set(holders[key]):
+                parts.add(holders[key][0])
+    return found
+
+
+def _having(held: dict[str, list[nn.Parameter]]) -> dict[int, list[str]]:
+    """By a parameter's id, who has it."""
+    found: dict[int, list[str]] = {}
+    for name, parameters in held.items():
+        for parameter in parameters:
+            found.setdefault(id(parameter), []).append(name)
+    return found
+
+
+@contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Buffers, such as running statistics, and generators stand afterwards as before."""
+    kept = [(module, dict(module._buffers)) for module in model.modules()]
+    # Their memory, since numbers of an expanded one cannot be written by themselves.
+    memory = [one.untyped_storage() for _, buffers in kept for one in buffers.values() if one is not None]
+    before = [each.clone() for each in memory]  # type: ignore[no-untyped-call]
+    generators = generators_of(next((p.device for p in model.parameters()), torch.device("cpu")))
+    states = [generator.get_state() for generator in generators]
+    try:
+        yield
+    finally:
+        for each, saved in zip(memory, before, strict=True):
+            each.copy_(saved)
+        for module, buffers in kept:
+            module._buffers.update(buffers)
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +178,7 @@ class Profile:
         rows = [("layer", "", "", "parameters", "ms", "kept/row", "sent/row")]
         for number, layer in enumerate(self.layers):
             counts = (f"{layer.parameters:,}", f"{layer.seconds * 1000:.2f}")
-            sizes = (tell_bytes(layer.kept_bytes), tell_bytes(layer.sent_bytes) if layer.output else "-")
+            sizes = (size(layer.kept_bytes), size(layer.sent_bytes) if layer.output else "-")
             rows.append((str(number), layer.name, "", *counts, *sizes))
         return table(rows)
 
@@ -96,44 +242,36 @@ def _measure_layer(
         return tensor
 
     trained = [parameter for parameter in stage.model.parameters() if parameter.requires_grad]
-    clock = _Clock(stage._device(activation))
+    device, started_s = stage._device(activation), 0.0
+
+    def start() -> None:
+        nonlocal started_s
+        started_s = _now_s(device)
+
     times: list[float] = []
     until_s = time.perf_counter() + at_least_s
     while len(times) <= repeats or time.perf_counter() < until_s:
         given = tuple(tensor.clone().requires_grad_(tensor.is_floating_point()) for tensor in activation)
-        stage._now.on_enter = clock.start
-        if not times:  # the first warms up, and its bytes are counted
-            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-                result = stage.run(loss_of, batch, given, seed=SEED)
-        else:
+        stage._now.on_enter = start
+        # The first warms up, and its bytes are counted.
+        counting = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+        with nullcontext() if times else counting:
             result = stage.run(loss_of, batch, given, seed=SEED)
         stage._now.on_enter = None
         outputs = [one for one in all_tensors(result) if one.requires_grad]
         inputs = [*trained, *(one for one in given if one.requires_grad)]
         if outputs and inputs:
             torch.autograd.grad(outputs, inputs, [torch.ones_like(one) for one in outputs], allow_unused=True)
-        times.append(clock.seconds())
+        times.append(_now_s(device) - started_s)
     return result, times[1:], sum(kept.values())
 
 
-class _Clock:
-    """Of a device that may run behind."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._started_s = 0.0
-
-    def start(self) -> None:
-        self._started_s = self._now_s()
-
-    def seconds(self) -> float:
-        return self._now_s() - self._started_s
-
-    def _now_s(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter()
+def _now_s(device: torch.device) -> float:
+    """A GPU may run behind."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def _moved(value: Any, device: torch.device) -> Any:
-    return tree_map(lambda one: one.to(device) if isinstance(one, Tensor) else one, value)
+    return tree_map_only(Tensor, lambda one: one.to(device), value)

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 from potluck.config import from_dict
 from potluck.errors import ConfigError
+from potluck.words import check_at_least
 
 Schedule = Literal["1f1b", "gpipe", "interleaved", "zero-bubble"]
 
@@ -22,6 +23,7 @@ class DataStore:
     """Stages exchange objects in a folder or an object store that all can reach; workers need no connection."""
 
     kind: ClassVar[str] = "datastore"
+    schedule: ClassVar[Schedule] = "1f1b"
 
     url: str = ""
     """Where the store is: file:///some/folder, or s3://bucket/prefix. Empty, as published: give it before the run."""
@@ -33,8 +35,7 @@ class DataStore:
     """Raise it to start a run anew where an earlier one was cut off; what that one left is removed."""
 
     def __post_init__(self) -> None:
-        if self.keep_every < 1:
-            raise ValueError(f"keep_every must be at least 1 step, not {self.keep_every}")
+        check_at_least(1, keep_every=self.keep_every)
         if not 0 <= self.generation < 10**6:
             raise ValueError(f"generation must be at least 0 and below 1,000,000, not {self.generation}")
         scheme, separator, rest = self.url.partition("://")
@@ -48,6 +49,8 @@ class Direct:
     """Stages send whole batches straight to the next stage."""
 
     kind: ClassVar[str] = "direct"
+    schedule: ClassVar[Schedule] = "1f1b"
+    micro_batch_size: ClassVar[None] = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,15 +115,13 @@ class Stages:
                 "DataStore does not say where its store is. Give its url before the run starts: file:///some/folder, or"
                 " s3://bucket/prefix (with potluck train: --set stages.protocol.url=...)"
             )
-        if self.count is not None and self.count < 1:
-            raise ValueError(f"count must be at least 1, not {self.count}")
+        check_at_least(1, count=self.count)
         if list(self.cuts) != sorted(set(self.cuts)) or any(cut < 1 for cut in self.cuts):
             raise ValueError(f"cuts are layers from 1 on, in order, each once, not {list(self.cuts)}")
 
     @property
     def schedule(self) -> Schedule:
-        """The protocol's, or 1f1b where it has none."""
-        return self.protocol.schedule if isinstance(self.protocol, Pipeline) else "1f1b"
+        return self.protocol.schedule
 
     @property
     def store(self) -> DataStore | None:
@@ -130,4 +131,4 @@ class Stages:
     @property
     def micro_batch_size(self) -> int | None:
         """The protocol's; None: whole batches."""
-        return None if isinstance(self.protocol, Direct) else self.protocol.micro_batch_size
+        return self.protocol.micro_batch_size

@@ -40,11 +40,6 @@ def per_worker(schedule: Schedule) -> int:
     return 2 if schedule == "interleaved" else 1
 
 
-def home(stage: int, workers: int) -> int:
-    """The worker that has a stage."""
-    return stage % workers
-
-
 @cache
 def plan_orders(schedule: Schedule, workers: int, micros: int) -> tuple[Order, ...]:
     """For each worker what it does, in order. Any number of micro-batches of at least 1."""
@@ -196,13 +191,6 @@ def simulate(
     if stuck:
         raise ValueError(f"the schedule never gets to {', '.join(stuck)}: each waits for another")
     return tuple(map(tuple, told))
-
-
-def idle_share(timed: Sequence[Sequence[Timed]]) -> float:
-    """The part of the time that workers wait, from the first action to the last."""
-    length = max(each[-1].end for each in timed)
-    busy = sum(step.end - step.start for each in timed for step in each)
-    return 1 - busy / (length * len(timed)) if length else 0.0
 
 
 def expected_idle_share(workers: int, micros: int) -> float:

@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from potluck.errors import ConfigError
-from potluck.stages.between import Crossing, Ear, Inputs
-from potluck.stages.forms import arguments, fill, has_form, pick, put, tensors_in, with_arguments
+from potluck.stages.forms import Crossing, Ear, Inputs, arguments, fill, has_form, pick, put, tensors_in, with_arguments
 from potluck.stages.plan import Form
 
 Activation = tuple[Tensor, ...]
@@ -192,7 +191,7 @@ class Seat:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Booth:
-    """The place of a module around the chain: to whoever hears what the model does, it is one operation."""
+    """The place of a module around the chain, which counts as one operation of the model's forward."""
 
     now: Pass
     name: str
@@ -308,10 +307,11 @@ class Outlined(StandIn):
             if key is None or len(self._known) >= 64:
                 self._known.clear()
             self._known[key] = output
-        return _on_tensors(lambda one: torch.zeros(one.shape, dtype=one.dtype, device=device), self._known[key])
+        known = self._known[key]
+        return tree_map_only(Tensor, lambda one: torch.zeros(one.shape, dtype=one.dtype, device=device), known)
 
     def _outline(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        bare_args, bare_kwargs = _on_tensors(lambda tensor: tensor.to("meta"), (args, kwargs))
+        bare_args, bare_kwargs = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
         with torch.no_grad():
             return self.__dict__["_skeleton"](*bare_args, **bare_kwargs)
 
@@ -362,12 +362,6 @@ class AbsentPart(Outlined):
             raise ConfigError(
                 f"{self._name} cannot be left out of a stage, because it does not run without its numbers: {error}"
             ) from error
-
-
-def _on_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return change(value)
-    return tree_map(lambda one: change(one) if isinstance(one, Tensor) else one, value)
 
 
 def skeleton(module: nn.Module) -> nn.Module:

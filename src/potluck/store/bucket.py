@@ -23,8 +23,7 @@ from obstore.exceptions import (
 from obstore.store import S3Store
 
 from potluck.errors import StoreError
-from potluck.store.objects import CHUNK_BYTES, ObjectWriter
-from potluck.store.place import Exists, Missing, Unreachable
+from potluck.store.place import CHUNK_BYTES, Exists, Missing, ObjectWriter, Unreachable
 
 WHOLE_BYTES = 1 << 28
 """A larger object travels in pieces of this many bytes: S3 takes at most 5 GB in one request."""
@@ -69,7 +68,7 @@ class Bucket:
         digest = writer.digest()
         for part in writer.payload:
             digest.update(part)
-        parts, limit = [memoryview(writer.head(digest.value())), *writer.payload], self._whole_bytes
+        parts, limit = [memoryview(writer.head(digest.digest())), *writer.payload], self._whole_bytes
         pieces = [part[at : at + limit] for part in parts for at in range(0, len(part), limit)]
         with self._troubles(name):
             try:

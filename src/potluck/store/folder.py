@@ -19,8 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from potluck.errors import StoreError
-from potluck.store.objects import HEAD_BYTES, ObjectWriter
-from potluck.store.place import Exists, Missing, Unreachable
+from potluck.store.place import HEAD_BYTES, Exists, Missing, ObjectWriter, Unreachable
 
 UNFINISHED = re.compile(r"\.(?P<name>[^/]+)~[0-9a-f]{8}")
 """A file that is being written, or was when its writer died; or one that waits to be written over."""
@@ -232,7 +231,7 @@ def _write_all(descriptor: int, writer: ObjectWriter) -> None:
         digest.update(chunk)
         _write_at(descriptor, [chunk], at)
         at += len(chunk)
-    _write_at(descriptor, [memoryview(writer.head(digest.value())), first], 0)
+    _write_at(descriptor, [memoryview(writer.head(digest.digest())), first], 0)
 
 
 def _write_at(descriptor: int, parts: list[memoryview], at: int) -> None:

@@ -12,8 +12,19 @@ from typing import TypeVar
 
 from potluck.errors import PotluckError, StoreError, TheirProtocolError, WorkerLost
 from potluck.store.folder import UNFINISHED, Folder
-from potluck.store.objects import CHUNK_BYTES, HEAD_BYTES, Damaged, Head, ObjectWriter
-from potluck.store.place import Missing, Place, Source, Unreachable, bucket_of, folder_of
+from potluck.store.place import (
+    CHUNK_BYTES,
+    HEAD_BYTES,
+    Damaged,
+    Head,
+    Missing,
+    ObjectWriter,
+    Place,
+    Source,
+    Unreachable,
+    bucket_of,
+    folder_of,
+)
 
 KEY = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*(/[a-z0-9]+(-[a-z0-9]+)*){0,3}")
 """No dots, no empty parts: whatever it is joined to, it cannot leave."""

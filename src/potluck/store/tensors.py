@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from potluck.errors import TheirProtocolError
-from potluck.store.objects import LIMIT_BYTES
+from potluck.store.place import LIMIT_BYTES
 
 MAX_DIMENSIONS = 16
 

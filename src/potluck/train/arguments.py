@@ -16,10 +16,10 @@ import tomli_w
 from potluck.config import checked, from_dict, parse_toml
 from potluck.environment import PATIENCE_S, insist_on_patience
 from potluck.errors import ConfigError
-from potluck.files import write_whole
+from potluck.files import first_free, write_whole
 from potluck.save.run_folder import holds_run, name_fault
 from potluck.train.slowdown import Slowdown
-from potluck.words import insist_at_most
+from potluck.words import check_at_least, insist_at_most
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,14 +28,14 @@ class WorkersConfig:
     """Worker processes on this machine."""
     threads: int | None = None
     """Threads that each computes with; none: this machine's cores, shared evenly."""
+    ranks: int | None = None
+    """Under a host, where the strategy splits each worker's replica: processes that hold it together; none: one for
+    each GPU. Workers of one run may differ in it."""
     patience_s: float = PATIENCE_S
     """How long a worker may be silent before the others give it up. A dead one is noticed at once."""
 
     def __post_init__(self) -> None:
-        if self.count < 1:
-            raise ValueError(f"count must be at least 1, not {self.count}")
-        if self.threads is not None and self.threads < 1:
-            raise ValueError(f"threads must be at least 1, not {self.threads}")
+        check_at_least(1, count=self.count, threads=self.threads, ranks=self.ranks)
         insist_at_most("count", self.count, 1 << 12, "each is a process; one for each GPU, or for each core, is usual")
         insist_at_most("threads", self.threads, 1 << 12, "more than the cores of this machine help nobody")
         insist_on_patience("patience_s", self.patience_s)
@@ -120,6 +120,7 @@ def host_args(
     settings: tuple[str, ...],
     workers: int,
     threads: int | None,
+    ranks: int | None,
     out: str | None,
     resume: bool,
     listening: Listening,
@@ -138,18 +139,19 @@ def host_args(
         name = table.get("name", "run")
         if fault := name_fault(name):
             raise ConfigError(f"{source}: name {fault}.")
-        if threads is None and isinstance(table.get("workers"), dict):
-            threads = from_dict(WorkersConfig, table["workers"], "workers").threads
+        if isinstance(table.get("workers"), dict):
+            given = from_dict(WorkersConfig, table["workers"], "workers")
+            threads, ranks = threads or given.threads, ranks or given.ranks
         # Workers on this machine read what this command line says, not what comes over the connection.
         data = table.get("data")
         own = data_setting(data.get("paths", ())) if isinstance(data, dict) else ()
         recipe, command = tomli_w.dumps(table), ("--join", json.dumps(own))
     folder = Path(out) if out else Path("runs") / name
     if out is None and not resume:
-        folder = _free_folder(folder)
+        folder = first_free(folder, holds_run)  # a new run never takes over a folder that holds one
     if resume and not holds_run(folder):
         raise ConfigError(f"There is no run to resume in {folder}. Leave out --resume, or name its folder with --out.")
-    config = checked(lambda: WorkersConfig(count=max(1, workers), threads=threads), "Workers: ")
+    config = checked(lambda: WorkersConfig(count=max(1, workers), threads=threads, ranks=ranks), "Workers: ")
     checked(lambda: insist_on_patience("--patience", listening.patience_s))
     return HostArgs(
         folder=folder,
@@ -160,15 +162,6 @@ def host_args(
         resume=resume,
         listening=listening,
     )
-
-
-def _free_folder(wanted: Path) -> Path:
-    """A new run never takes over a folder that holds one."""
-    number, found = 2, wanted
-    while holds_run(found):
-        found = wanted.with_name(f"{wanted.name}-{number}")
-        number += 1
-    return found
 
 
 def ask_for_files(paths: Sequence[str]) -> ConfigError:

@@ -5,13 +5,13 @@ input_norm, post_attn_norm. Outside the blocks there are lm_head, final_norm and
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from potluck.words import insist_at_most
+from potluck.words import check_at_least, insist_at_most
 
 _MOST = {
     "vocab": 1 << 24,
@@ -42,19 +42,15 @@ class ModelConfig:
     """Tokens that one row holds."""
 
     def __post_init__(self) -> None:
-        for name in ("vocab", "dim", "layers", "heads", "context"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        check_at_least(1, **asdict(self))
         for name, most in _MOST.items():
             insist_at_most(name, getattr(self, name), most, "no machine trains such a model")
         if self.dim % self.heads:
             raise ValueError(f"dim {self.dim} must be a multiple of heads {self.heads}")
         if (self.dim // self.heads) % 2:
             raise ValueError(f"dim / heads is {self.dim // self.heads}, and rotary positions need an even number")
-        if self.kv_heads is not None and (self.kv_heads < 1 or self.heads % self.kv_heads):
+        if self.kv_heads is not None and self.heads % self.kv_heads:
             raise ValueError(f"heads {self.heads} must be a multiple of kv_heads {self.kv_heads}")
-        if self.hidden is not None and self.hidden < 1:
-            raise ValueError(f"hidden must be at least 1, not {self.hidden}")
 
     @property
     def kv_dim(self) -> int:
@@ -145,7 +141,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def write(self, start: Tensor, length: int, *, temperature: float = 1.0, seed: int = 0) -> Tensor:
-        """Goes on from `start` (a row of tokens) for `length` more, each drawn from the model's own distribution."""
+        """Continues `start` (a row of tokens) by `length` more, each drawn from the model's own distribution."""
         draw = torch.Generator().manual_seed(seed)
         tokens = start
         was_training = self.training

@@ -4,7 +4,6 @@ RunConfig joins the dataclasses that live beside their owners; `train_recipe` bu
 worker of the run calls `main` with the same arguments.
 """
 
-import itertools
 import json
 import math
 import os
@@ -20,23 +19,23 @@ from potluck.config import from_dict, from_toml, to_toml
 from potluck.engine.engine import Engine
 from potluck.engine.loader import BatchConfig
 from potluck.engine.node_client import NodeClient
-from potluck.engine.replica import StepConfig
 from potluck.engine.start import as_one_worker, connect, init, led_engine
-from potluck.environment import machine_bytes, usable_cores
+from potluck.engine.switches import StepConfig
+from potluck.environment import free_memory_bytes, machine_bytes, usable_cores
 from potluck.errors import ConfigError, Interrupted
 from potluck.events import Event, RunStarted
-from potluck.files import write_whole
+from potluck.files import first_free, write_whole
 from potluck.fleet.client import Client
 from potluck.fleet.invite import read_invite
 from potluck.link.link import Alone, Link, choose_device
-from potluck.link.ranks import is_later_rank
+from potluck.link.ranks import asked_ranks, is_later_rank, ranks_here
 from potluck.save.run_folder import holds_run, name_fault
-from potluck.shard.strategy import NoShard, ShardingStrategy, bytes_per_parameter
+from potluck.shard.strategy import NoShard, ShardingStrategy
 from potluck.stages.protocol import Stages
 from potluck.train.arguments import TrainArgs, WorkersConfig, ask_for_files, find_recipe
 from potluck.train.model import GPT, ModelConfig, next_token_loss
 from potluck.train.slowdown import Brake
-from potluck.train.text import DataConfig, free_memory_bytes, read_windows
+from potluck.train.text import DataConfig, read_windows
 from potluck.train.trainer import FitConfig, Summary, Trainer
 from potluck.wire.words import clean
 from potluck.words import count, insist_at_most, plural, size
@@ -94,7 +93,7 @@ def train_recipe(config: RunConfig, args: TrainArgs, engine: Engine) -> tuple[Su
     """Trains the recipe in its run folder. Called on every worker."""
     training, validation = read_windows(config.data, config.model.context)
     _check_memory(config, engine, len(training))
-    engine.samples_per_row = float(config.model.context)
+    engine.run.caller.samples_per_row = float(config.model.context)
     torch.manual_seed(config.fit.seed)
     model = GPT(config.model)
     optimizer = _optimizer(model, config.optimizer)
@@ -120,7 +119,7 @@ def train_recipe(config: RunConfig, args: TrainArgs, engine: Engine) -> tuple[Su
         engine=engine,
         config=replace(config.fit, unit="tokens"),
     )
-    if engine.keeps_folder:
+    if engine.keeper.keeps_folder:
         engine.events.listeners.append(lambda event: _keep_recipe(event, folder, config))
     try:
         return trainer.fit(resume=args.resume), model
@@ -143,10 +142,11 @@ def main(arguments: list[str]) -> None:
         patience_s=config.workers.patience_s,
     ) as engine:
         summary, model = train_recipe(config, args, engine)
-        if engine.keeps_folder and args.summary != "none":
+        if engine.keeper.keeps_folder and args.summary != "none":
             from potluck.train.summary import show_summary
 
-            is_split = engine.replica is not None and (engine.replica.gathers or config.stages is not None)
+            replica = engine.run.replica
+            is_split = replica is not None and (replica.gathers or config.stages is not None)
             show_summary(summary, model, args, epochs=config.fit.epochs, is_split=is_split)
 
 
@@ -156,7 +156,7 @@ def join(arguments: list[str]) -> None:
     device, is_first = choose_device(), not is_later_rank()
     joined: tuple[Client | NodeClient, torch.device, Link]
     if is_first:
-        joined = connect(read_invite(None), device), device, Alone()
+        joined = connect(read_invite(None), device, asked_ranks() or 1), device, Alone()
     else:
         joined = as_one_worker(None, device, int(os.environ["WORLD_SIZE"]))
     client = joined[0]
@@ -173,20 +173,29 @@ def join(arguments: list[str]) -> None:
         if config.data.paths and not settings:
             raise ask_for_files(config.data.paths)
         _check_little(config)
-        wanted = Wanted(policy=config.policy, strategy=config.strategy, stages=config.stages, has_host=True)
-        kind = led_engine(compose(wanted))
+        ranks = ranks_per_worker(config.strategy, ranks_here(torch.cuda.device_count()), asked_ranks())
+        wanted = Wanted(
+            policy=config.policy,
+            strategy=config.strategy,
+            stages=config.stages,
+            world=ranks,
+            has_host=True,
+            offload_optimizer=config.step.offload_optimizer,
+            on_gpu=device.type == "cuda",
+        )
+        compose(wanted)
         if isinstance(client, Client):
-            joined = as_one_worker(client, device, ranks_per_worker(config.strategy))
+            joined = as_one_worker(client, device, ranks)
     except BaseException:
         client.close()
         raise
-    with kind(*joined, policy=config.policy, strategy=config.strategy, step=config.step) as engine:
+    with led_engine(*joined, wanted, config.step) as engine:
         train_recipe(config, TrainArgs(recipe="the host's"), engine)
 
 
 def _check_little(config: RunConfig) -> None:
     """What a host's recipe may make this machine do."""
-    ranks, most = ranks_per_worker(config.strategy), max(4, usable_cores(), torch.cuda.device_count())
+    ranks, most = ranks_per_worker(config.strategy, 1), max(4, usable_cores(), torch.cuda.device_count())
     if ranks > most:
         raise ConfigError(
             f"The host's recipe wants {ranks} processes on this machine for one worker (strategy.intra_node_size), and"
@@ -197,9 +206,8 @@ def _check_little(config: RunConfig) -> None:
 def _check_memory(config: RunConfig, engine: Engine, rows: int) -> None:
     """A model or a batch that cannot fit is refused, with figures, before the system ends somebody for it."""
     # Weights, gradients and AdamW's two means, in fp32; each rank's share of what the strategy splits.
-    stages = engine.world // engine.lanes
-    world = engine.lanes if stages > 1 else engine.link.world
-    for_model = int(config.model.parameters * bytes_per_parameter(config.strategy, world) / stages)
+    stages = engine.link.world // engine.layers.lanes
+    for_model = int(config.model.parameters * config.strategy.bytes_per_parameter(engine.layers.lanes) / stages)
     at_once = _rows_at_once(config, engine, rows)
     step = config.step
     kept = config.model.activations(at_once, checkpointed=step.checkpoint_activations, compiled=step.compile)
@@ -230,7 +238,7 @@ def _rows_at_once(config: RunConfig, engine: Engine, rows: int) -> int:
     """That go through a worker's part of the model together."""
     if config.stages is not None:
         return min(config.stages.micro_batch_size or config.batch.size, config.batch.size, rows)
-    parts = config.batch.slice_count if engine.is_led else engine.lanes
+    parts = config.batch.slice_count if engine.is_led else engine.layers.lanes
     return min(config.batch.micro_size or config.batch.size, -(-min(config.batch.size, rows) // parts))
 
 
@@ -242,24 +250,22 @@ def _keep_recipe(event: Event, folder: Path, config: RunConfig) -> None:
 
 def _run_folder(config: RunConfig, args: TrainArgs, engine: Engine) -> Path | str:
     """Rank 0 decides. A new run never takes over a folder that holds one; one that outlived a loss has its own."""
-    if engine.rank != 0 or engine.is_restored:
+    if engine.rank != 0 or engine.run.is_restored:
         return ""
-    if engine.recovery is not None and engine.recovery.standing["folder"] is not None:
-        return str(engine.recovery.standing["folder"])
+    if engine.run.recovery is not None and engine.run.recovery.standing["folder"] is not None:
+        return str(engine.run.recovery.standing["folder"])
     wanted = Path(args.out) if args.out else Path("runs") / config.name
-    taken = holds_run(wanted)
     if args.resume:
         if not (wanted / "checkpoints").exists():
             raise ConfigError(
                 f"There is no run to resume in {wanted}. Leave out --resume, or name its folder with --out."
             )
         return wanted
-    if taken and args.out:
+    if args.out and holds_run(wanted):
         raise ConfigError(
             f"{wanted} already holds a run. Go on with it by --resume, or name another folder with --out."
         )
-    numbered = (wanted.with_name(f"{wanted.name}-{number}") for number in itertools.count(2))
-    return wanted if not taken else next(path for path in numbered if not holds_run(path))
+    return first_free(wanted, holds_run)
 
 
 def _optimizer(model: GPT, config: OptimizerConfig) -> torch.optim.Optimizer:

@@ -84,18 +84,12 @@ def slowing(workers: int, cores: int, factor: float = 3.0) -> Iterator[Slowdown]
             slowdown = replace(slowdown, why_not=str(error))
         except OSError as error:
             slowdown = replace(slowdown, why_not=f"CPU quotas were refused: {error.strerror}.")
-        with _unwound_by_signals():
+        # A closed terminal, or a SIGTERM that nobody else takes, ends this process in order, so that no group is left.
+        with handling((signal.SIGHUP, signal.SIGTERM), lambda number: sys.exit(128 + number)):
             yield slowdown
     finally:
         for group in made:
             _remove(group)
-
-
-@contextmanager
-def _unwound_by_signals() -> Iterator[None]:
-    """A closed terminal, or a SIGTERM that nobody else takes, ends this process in order, so that no group is left."""
-    with handling((signal.SIGHUP, signal.SIGTERM), lambda number: sys.exit(128 + number)):
-        yield
 
 
 class Brake:

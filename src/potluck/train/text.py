@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from potluck.environment import free_memory_bytes
 from potluck.errors import ConfigError
-from potluck.words import insist_at_most
+from potluck.words import check_at_least, insist_at_most
 
 COPIES = 4
 """Of a text in memory, at most at once, while rows are made of it."""
@@ -35,8 +36,7 @@ class DataConfig:
         if not 0 <= self.validation < 1:
             raise ValueError(f"validation is a share of the text, in [0, 1), not {self.validation}")
         insist_at_most("limit_bytes", self.limit_bytes, 1 << 62, "leave it out to read all of the text")
-        if self.limit_bytes is not None and self.limit_bytes < 1:
-            raise ValueError(f"limit_bytes must be at least 1, not {self.limit_bytes}")
+        check_at_least(1, limit_bytes=self.limit_bytes)
 
 
 class TextWindows(Dataset[Tensor]):
@@ -110,7 +110,7 @@ def _check_room(files: Sequence[Path], limit: int) -> None:
     """Text that would not fit is refused before the system ends somebody for it."""
     total = 0
     for file in files:
-        with contextlib.suppress(OSError):  # told when it is read
+        with contextlib.suppress(OSError):  # said when it is read
             total += file.stat().st_size
     needed, free = COPIES * min(total, limit), free_memory_bytes()
     if needed > free:
@@ -118,15 +118,6 @@ def _check_room(files: Sequence[Path], limit: int) -> None:
             f"The text has {min(total, limit):,} bytes; with what is made of it that takes {needed:,}, and this machine"
             f" has {free:,} bytes of memory free. Set data.limit_bytes to read less of it, or name fewer files."
         )
-
-
-def free_memory_bytes() -> int:
-    """What can be had now without anybody being ended for it; where the system does not say so, all that it has."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _files_below(path: Path) -> list[Path]:

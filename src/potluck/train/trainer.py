@@ -33,12 +33,13 @@ from potluck.events import (
     StepDone,
     Validated,
 )
-from potluck.save.checkpoint import CheckpointConfig, holds_any
+from potluck.save.checkpoint import CheckpointConfig
+from potluck.save.checkpoint_folder import holds_any
 from potluck.save.run_folder import hold, make_run_folder
 from potluck.show.progress import Progress
 from potluck.signals import on_interrupt
 from potluck.train.schedule import ScheduleConfig
-from potluck.words import insist_at_most, plural, size
+from potluck.words import check_at_least, insist_at_most, plural, size
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,10 +66,7 @@ class FitConfig:
     """Show the run in the terminal."""
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "max_steps", "validate_every"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, not {value}")
+        check_at_least(1, epochs=self.epochs, max_steps=self.max_steps, validate_every=self.validate_every)
         insist_at_most("epochs", self.epochs, 10**6, "to end a run after some steps, set fit.max_steps")
         insist_at_most("max_steps", self.max_steps, 10**12, "leave it out for no limit but the epochs")
         if not 0 <= self.seed < 1 << 63:
@@ -129,13 +127,14 @@ class Trainer:
         config: FitConfig = FitConfig(),
     ) -> None:
         self.engine = engine or init()
-        self.engine.has_trainer = True
+        self._caller = self.engine.run.caller
+        self._caller.has_trainer = True
         self.loss = loss
         self.folder = Path(folder)
         self.config = config
         self.batch = _batch(batch_size)
         self._validation = as_dataset(validation) if validation is not None else None
-        self.engine.run_folder = self.folder
+        self._caller.folder = self.folder
         self.model, self.optimizer, self._loader = self.engine.prepare(
             model,
             optimizer,
@@ -150,13 +149,13 @@ class Trainer:
         )
         self.steps_total, self.rows_total = self._length()
         if (schedule := config.schedule) is not None:
-            self.engine.lr_factor = lambda rows_seen: schedule.factor(rows_seen, self.rows_total)
+            self._caller.lr_factor = lambda rows_seen: schedule.factor(rows_seen, self.rows_total)
             told = asdict(schedule) | {"rows": self.rows_total}
-            self.engine.training |= {f"schedule.{name}": value for name, value in told.items()}
-        self.engine.rows_limit = self.rows_total
+            self._caller.training |= {f"schedule.{name}": value for name, value in told.items()}
+        self._caller.rows_limit = self.rows_total
         self.summary = Summary(self.folder)
-        self._validated_at = self.engine.memo.get("validated_at", -1)
-        self._saved_at = self.engine.memo.get("saved_at", -1)
+        self._validated_at = self._caller.memo.get("validated_at", -1)
+        self._saved_at = self._caller.memo.get("saved_at", -1)
         self._looked_at = self.engine.step_number
 
     @property
@@ -167,13 +166,13 @@ class Trainer:
         """Trains until the end, or until Ctrl-C, which saves first. `resume` continues from the newest checkpoint."""
         engine = self.engine
         started = time.perf_counter()
-        engine.told = asdict(self._run_started())
-        outlived = engine.recovery is not None or engine.is_restored  # then it stands where it goes on already
+        self._caller.told = asdict(self._run_started())
+        outlived = engine.run.recovery is not None or engine.run.is_restored  # then it stands where it resumes already
         resume = resume or outlived
         with self._listening(resume=resume), on_interrupt(engine.request_stop):
             if not (outlived or ((resume or engine.is_led) and self._load())):
                 engine.seed_random(self.config.seed)
-            self._emit_start()
+            engine.events.emit(self._run_started())
             reason = "failed"
             try:
                 self._run()
@@ -189,19 +188,16 @@ class Trainer:
 
     def _leave(self) -> NoReturn:
         """Says where the run is saved; our launcher does so itself."""
-        where = f" Saved in {self.summary.checkpoint}." if self.engine.keeps_folder else ""
-        said = (
-            self.engine.last_words() if self.engine.is_led else f"Stopped after step {self.engine.step_number}.{where}"
-        )
-        raise self.engine.interrupted(said)
+        where = f" Saved in {self.summary.checkpoint}." if self.engine.keeper.keeps_folder else ""
+        raise self.engine.run.interrupted(self.engine.keeper.last_words() + where)
 
     def _run(self) -> None:
         self.model.train()
         self.engine.after_agreement.append(self._after_agreement)
-        self.engine.start()
+        self.engine.run.start_of_step()
         most, steps = self.config.max_steps, self.engine.step_number
         if most is not None and steps >= most and not self.engine.is_led:
-            self.engine.notice(
+            self.engine.run.notice(
                 f"This run has done {plural(steps, 'step')}, and fit.max_steps is {most:,}: nothing is left to train."
                 " Raise it to continue the run."
             )
@@ -229,7 +225,9 @@ class Trainer:
         position, rows, size = self._loader.position, self._loader.rows, self.batch.size
         steps, rows_seen = self.engine.step_number, self.engine.rows_seen
         left = (self.config.max_steps or 1 << 62) - steps
-        begun = 0 if self.engine.policy.steps_together else -position.row % size  # of a batch that counts already
+        begun = (
+            0 if self.engine.run.wanted.policy.steps_together else -position.row % size
+        )  # of a batch that counts already
         for epoch in range(position.epoch, self.config.epochs):
             rows_left = rows - (position.row if epoch == position.epoch else 0)
             taken = max(0, min(left, -(-(rows_left - begun) // size)))
@@ -249,14 +247,14 @@ class Trainer:
             group.pop("initial_lr", None)
             group.update(given)
         self.steps_total, self.rows_total = self._length()
-        self.engine.rows_limit = self.rows_total
+        self._caller.rows_limit = self.rows_total
         self._saved_at = self._looked_at = self.engine.step_number
-        self.summary.checkpoint = self.engine.loaded_from
+        self.summary.checkpoint = self.engine.run.loaded_from
         return True
 
     def _after_agreement(self) -> None:
         """On every worker alike, so that what follows may talk to the others."""
-        if self.engine.replaying:
+        if self.engine.run.replaying:
             return
         at_end_of_epoch = self._loader.position.row == self._loader.rows
         every = self.config.validate_every
@@ -266,7 +264,7 @@ class Trainer:
             self._save()
         self._looked_at = self.engine.step_number
         if self._is_over:
-            self.engine.stopping = True
+            self.engine.run.stopping = True
 
     def _has_passed(self, every: int) -> bool:
         """Whether a multiple of it came since the last look: there may be several steps between two."""
@@ -275,18 +273,15 @@ class Trainer:
     def _validate(self) -> None:
         if self._validation is None or not len(self._validation) or self._validated_at == self.engine.step_number:
             return
-        self._validated_at = self.engine.memo["validated_at"] = self.engine.step_number
+        self._validated_at = self._caller.memo["validated_at"] = self.engine.step_number
         rows_at_once = self.batch.micro_size or self.batch.size
         loss = self.engine.evaluate(self.loss, self._validation, rows_at_once)
         self.engine.events.emit(Validated(step=self.engine.step_number, loss=loss))
 
     def _save(self) -> None:
         if self._saved_at != self.engine.step_number:
-            self._saved_at = self.engine.memo["saved_at"] = self.engine.step_number
+            self._saved_at = self._caller.memo["saved_at"] = self.engine.step_number
             self.engine.save(self.checkpoints, keep_last=self.config.checkpoint.keep_last)
-
-    def _emit_start(self) -> None:
-        self.engine.events.emit(self._run_started())
 
     def _run_started(self) -> RunStarted:
         engine = self.engine
@@ -300,7 +295,7 @@ class Trainer:
             batch_size=self.batch.size,
             steps_total=self.steps_total,
             from_step=engine.step_number,
-            layout=engine.layout,
+            layout=engine.run.layout,
         )
 
     def _emit_end(self, reason: str, seconds: float) -> None:
@@ -326,9 +321,9 @@ class Trainer:
         with ExitStack() as stack:
             stack.callback(listeners.__setitem__, slice(None), list(listeners))
             listeners.append(self.summary)
-            if self.engine.keeps_folder:
+            if self.engine.keeper.keeps_folder:
                 listeners += self._open_folder(stack, resume=resume)
-            if self.config.progress and self.engine.speaks:
+            if self.config.progress and self.engine.run.speaks:
                 progress = Progress()
                 stack.callback(progress.close)
                 listeners.append(progress)

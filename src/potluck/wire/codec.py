@@ -84,7 +84,7 @@ def encode_parts(message: Message, codec: str = "bincode") -> list[bytes | memor
     parts: list[bytes | memoryview] = [chosen.tag.pack(chosen.messages.index(type(message)) + chosen.first_tag)]
     for name, kind in chosen.fields(type(message)):
         parts += _encode_field(chosen, kind, getattr(message, name), f"{type(message).__name__}.{name}")
-    _check_sizes(message, OurProtocolError)
+    _check_sizes(message.__class__, vars(message), len(vars(message).get("gradients", ())), OurProtocolError)
     length = sum(len(part) for part in parts)
     if length > MAX_FRAME_BYTES:
         raise OurProtocolError(
@@ -102,11 +102,9 @@ def decode(payload: bytes | bytearray | memoryview, codec: str = "bincode") -> M
         name: _decode_field(chosen, kind, reader, f"{kind_of_message.__name__}.{name}")
         for name, kind in chosen.fields(kind_of_message)
     }
-    if reader.left:
-        raise TheirProtocolError(f"{kind_of_message.__name__} is followed by {reader.left:,} bytes too many.")
-    message = kind_of_message(**values)
-    _check_sizes(message, TheirProtocolError)
-    return message
+    reader.end(kind_of_message)
+    _check_sizes(kind_of_message, values, len(values.get("gradients", ())), TheirProtocolError)
+    return kind_of_message(**values)
 
 
 @dataclass(frozen=True)
@@ -127,14 +125,8 @@ class Bulk:
         reader, name = _Reader(tail), self.message.__name__
         rest = [(field, kind) for field, kind in chosen.fields(self.message) if field not in self.fields][1:]
         found = {field: _decode_field(chosen, kind, reader, f"{name}.{field}") for field, kind in rest}
-        if reader.left:
-            raise TheirProtocolError(f"{name} is followed by {reader.left:,} bytes too many.")
-        sizes = (self.fields | found).get("component_sizes")
-        if sizes is not None and int(np.sum(sizes, dtype=np.uint64)) != self.count:
-            raise TheirProtocolError(
-                f"{name}.component_sizes add up to {int(np.sum(sizes, dtype=np.uint64)):,}, and there are"
-                f" {self.count:,} gradients."
-            )
+        reader.end(self.message)
+        _check_sizes(self.message, self.fields | found, self.count, TheirProtocolError)
         return found
 
 
@@ -197,6 +189,10 @@ class _Reader:
         self._at += count
         return self._payload[self._at - count : self._at]
 
+    def end(self, message: type[Message]) -> None:
+        if self.left:
+            raise TheirProtocolError(f"{message.__name__} is followed by {self.left:,} bytes too many.")
+
     def fixed(self, format_: struct.Struct, what: str) -> int:
         return int(format_.unpack(self.take(format_.size, what))[0])
 
@@ -242,11 +238,10 @@ def _decode_field(codec: Codec, kind: Kind, reader: _Reader, what: str) -> Any:
     return reader.fixed(_FIXED[kind], what)
 
 
-def _check_sizes(message: Message, error: type[OurProtocolError | TheirProtocolError]) -> None:
-    sizes = getattr(message, "component_sizes", None)
-    if sizes is not None:
-        total, found = int(np.sum(sizes, dtype=np.uint64)), len(message.gradients)  # type: ignore[attr-defined]
-        if total != found:
-            raise error(
-                f"{type(message).__name__}.component_sizes add up to {total:,}, and there are {found:,} gradients."
-            )
+def _check_sizes(
+    message: type[Message], values: dict[str, Any], count: int, error: type[OurProtocolError | TheirProtocolError]
+) -> None:
+    """`count`: of the gradients that component_sizes measure, in messages that have those."""
+    sizes = values.get("component_sizes")
+    if sizes is not None and (total := int(np.sum(sizes, dtype=np.uint64))) != count:
+        raise error(f"{message.__name__}.component_sizes add up to {total:,}, and there are {count:,} gradients.")

@@ -46,7 +46,7 @@ class FrameReader:
         return memoryview(self._buffer)[self._have :]
 
     def filled(self, count: int) -> memoryview | None:
-        """So many bytes were written into space(). The payload, if it is complete now."""
+        """`count` bytes were written into space(). The payload, if it is complete now."""
         self._have += count
         if self._have < len(self._buffer):
             return None

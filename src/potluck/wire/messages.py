@@ -7,7 +7,7 @@ own would lose the payload of a NaN.
 import struct
 from dataclasses import dataclass, field, fields
 from enum import Enum, auto
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any, dataclass_transform, get_args, get_type_hints
 
 import numpy as np
 import numpy.typing as npt
@@ -41,9 +41,13 @@ F64s = Annotated[npt.NDArray[np.float64], Kind.F64S]
 Bytes = Annotated[bytes | memoryview, Kind.BYTES]
 
 
+@dataclass_transform(frozen_default=True, eq_default=False)
 @dataclass(frozen=True, eq=False)
 class Message:
-    """Two messages are equal when all their bits are, NaNs included."""
+    """Each class below it is a frozen dataclass. Two messages are equal when all their bits are, NaNs included."""
+
+    def __init_subclass__(cls) -> None:
+        dataclass(frozen=True, eq=False)(cls)
 
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other) and all(
@@ -54,7 +58,6 @@ class Message:
         return hash((type(self), *(_bits(getattr(self, field.name)) for field in fields(self))))
 
 
-@dataclass(frozen=True, eq=False)
 class JoinRequest(Message):
     """worker -> coordinator"""
 
@@ -63,7 +66,6 @@ class JoinRequest(Message):
     backend: String
 
 
-@dataclass(frozen=True, eq=False)
 class JoinAccepted(Message):
     """coordinator -> worker"""
 
@@ -71,7 +73,6 @@ class JoinAccepted(Message):
     total_workers: U32
 
 
-@dataclass(frozen=True, eq=False)
 class ShardAssignment(Message):
     """coordinator -> worker: compute rows [shard_start, shard_end) of this step."""
 
@@ -80,7 +81,6 @@ class ShardAssignment(Message):
     shard_end: U64
 
 
-@dataclass(frozen=True, eq=False)
 class GradientPayload(Message):
     """worker -> coordinator"""
 
@@ -92,7 +92,6 @@ class GradientPayload(Message):
     total: U64
 
 
-@dataclass(frozen=True, eq=False)
 class AveragedGradient(Message):
     """coordinator -> worker"""
 
@@ -101,7 +100,6 @@ class AveragedGradient(Message):
     global_loss: F32
 
 
-@dataclass(frozen=True, eq=False)
 class Heartbeat(Message):
     """both ways"""
 
@@ -109,12 +107,10 @@ class Heartbeat(Message):
     timestamp_ms: U64
 
 
-@dataclass(frozen=True, eq=False)
 class Shutdown(Message):
     """coordinator -> worker"""
 
 
-@dataclass(frozen=True, eq=False)
 class BlockGradientPayload(Message):
     """worker -> coordinator, after the backward of one block: its nine components, end to end."""
 
@@ -126,7 +122,6 @@ class BlockGradientPayload(Message):
     component_sizes: U32s
 
 
-@dataclass(frozen=True, eq=False)
 class AveragedBlockGradient(Message):
     """coordinator -> worker"""
 
@@ -136,7 +131,6 @@ class AveragedBlockGradient(Message):
     component_sizes: U32s
 
 
-@dataclass(frozen=True, eq=False)
 class NonBlockGradientPayload(Message):
     """worker -> coordinator. Components: 0 lm_head, 1 final_norm, 2 embedding."""
 
@@ -146,7 +140,6 @@ class NonBlockGradientPayload(Message):
     gradients: F32s
 
 
-@dataclass(frozen=True, eq=False)
 class AveragedNonBlockGradient(Message):
     """coordinator -> worker"""
 
@@ -155,10 +148,11 @@ class AveragedNonBlockGradient(Message):
     gradients: F32s
 
 
+PUBLISHED: tuple[type[Message], ...] = tuple(Message.__subclasses__())
+
 # Our own, from variant 11 on. They travel as bincode, and only to a peer that opened with Hello.
 
 
-@dataclass(frozen=True, eq=False)
 class Hello(Message):
     """worker -> coordinator, the first of all: who I am, and the secret of the invite."""
 
@@ -169,7 +163,6 @@ class Hello(Message):
     """Workers of one kind compute the same bits: device, processor, torch and threads."""
 
 
-@dataclass(frozen=True, eq=False)
 class Welcome(Message):
     """coordinator -> worker"""
 
@@ -179,7 +172,6 @@ class Welcome(Message):
     """What the host trains, as TOML; empty: bring your own script."""
 
 
-@dataclass(frozen=True, eq=False)
 class Refusal(Message):
     """coordinator -> worker, the last before the connection closes: why, as a sentence."""
 
@@ -187,7 +179,6 @@ class Refusal(Message):
     sentence: String
 
 
-@dataclass(frozen=True, eq=False)
 class Ready(Message):
     """worker -> coordinator: I have built this model and this data, and hold the weights of this step."""
 
@@ -198,7 +189,6 @@ class Ready(Message):
     """0: weights of my own making; 1: weights of this run."""
 
 
-@dataclass(frozen=True, eq=False)
 class Admitted(Message):
     """coordinator -> worker: your weights are the run's (wait 0), or the run's will be sent to you (wait 1)."""
 
@@ -208,7 +198,6 @@ class Admitted(Message):
     """Where the run stands, as JSON."""
 
 
-@dataclass(frozen=True, eq=False)
 class Work(Message):
     """coordinator -> worker: compute these nodes of this step's tree of slices."""
 
@@ -226,7 +215,6 @@ class Work(Message):
     """Rows of each step that a worker takes by itself before it sends what they changed; 0: gradients are wanted."""
 
 
-@dataclass(frozen=True, eq=False)
 class SliceReport(Message):
     """worker -> coordinator, before the payloads of its nodes: what each slice came to."""
 
@@ -243,7 +231,6 @@ class SliceReport(Message):
     """Of the first slice: what it changed in buffers that have no mean."""
 
 
-@dataclass(frozen=True, eq=False)
 class Committed(Message):
     """coordinator -> worker, after the last average of the step: it is on record; apply it."""
 
@@ -260,7 +247,6 @@ class Committed(Message):
     """What the first slice changed in buffers that have no mean: everybody has it after this step."""
 
 
-@dataclass(frozen=True, eq=False)
 class Applied(Message):
     """worker -> coordinator: my optimizer has stepped, and this is the hash of my parameters."""
 
@@ -274,7 +260,6 @@ class Applied(Message):
     """How far its own parameters were from those that were agreed on, as a part of their norm."""
 
 
-@dataclass(frozen=True, eq=False)
 class Leave(Message):
     """worker -> coordinator. `finished`: I have done all that I was to do, and the run is over once all have."""
 
@@ -282,7 +267,6 @@ class Leave(Message):
     reason: String
 
 
-@dataclass(frozen=True, eq=False)
 class EvaluateNext(Message):
     """worker -> coordinator: a range of the validation rows, please; and what the one before it came to."""
 
@@ -296,7 +280,6 @@ class EvaluateNext(Message):
     samples: F64
 
 
-@dataclass(frozen=True, eq=False)
 class EvaluateRange(Message):
     """coordinator -> worker"""
 
@@ -305,7 +288,6 @@ class EvaluateRange(Message):
     end: U64
 
 
-@dataclass(frozen=True, eq=False)
 class Evaluated(Message):
     """coordinator -> worker: every range is done."""
 
@@ -314,7 +296,6 @@ class Evaluated(Message):
     samples: F64
 
 
-@dataclass(frozen=True, eq=False)
 class SaveDue(Message):
     """worker -> coordinator: the state after this step is to be kept."""
 
@@ -322,7 +303,6 @@ class SaveDue(Message):
     keep_last: U32
 
 
-@dataclass(frozen=True, eq=False)
 class Saved(Message):
     """coordinator -> worker: it is on the host's disk, or `error` says why not."""
 
@@ -331,7 +311,6 @@ class Saved(Message):
     error: String
 
 
-@dataclass(frozen=True, eq=False)
 class StateRequest(Message):
     """coordinator -> worker: send me your state as of the end of this step, or of a later one."""
 
@@ -339,7 +318,6 @@ class StateRequest(Message):
     step: U64
 
 
-@dataclass(frozen=True, eq=False)
 class StateBegin(Message):
     """both ways: a parcel of files follows; header lists them as JSON. Transfer 0 is a save that nobody asked for."""
 
@@ -348,7 +326,6 @@ class StateBegin(Message):
     header: String
 
 
-@dataclass(frozen=True, eq=False)
 class StateChunk(Message):
     """both ways"""
 
@@ -356,20 +333,17 @@ class StateChunk(Message):
     data: Bytes
 
 
-@dataclass(frozen=True, eq=False)
 class StateMore(Message):
-    """coordinator -> worker: so many more chunks may be on their way."""
+    """coordinator -> worker: this many more chunks may be on their way."""
 
     transfer: U64
     chunks: U32
 
 
-@dataclass(frozen=True, eq=False)
 class ShareMemory(Message):
     """both ways, between processes of one machine: a descriptor of memory comes with it, where numbers will lie."""
 
 
-@dataclass(frozen=True, eq=False)
 class PartAt(Message):
     """worker -> coordinator: a payload that lies in the worker's shared memory, from this byte on."""
 
@@ -378,7 +352,6 @@ class PartAt(Message):
     offset: U64
 
 
-@dataclass(frozen=True, eq=False)
 class AverageAt(Message):
     """coordinator -> worker: an average that lies in its place in the coordinator's shared memory."""
 
@@ -386,44 +359,8 @@ class AverageAt(Message):
     part: U32
 
 
-PUBLISHED: tuple[type[Message], ...] = (
-    JoinRequest,
-    JoinAccepted,
-    ShardAssignment,
-    GradientPayload,
-    AveragedGradient,
-    Heartbeat,
-    Shutdown,
-    BlockGradientPayload,
-    AveragedBlockGradient,
-    NonBlockGradientPayload,
-    AveragedNonBlockGradient,
-)
-OURS: tuple[type[Message], ...] = (
-    Hello,
-    Welcome,
-    Refusal,
-    Ready,
-    Admitted,
-    Work,
-    SliceReport,
-    Committed,
-    Applied,
-    Leave,
-    EvaluateNext,
-    EvaluateRange,
-    Evaluated,
-    SaveDue,
-    Saved,
-    StateRequest,
-    StateBegin,
-    StateChunk,
-    StateMore,
-    ShareMemory,
-    PartAt,
-    AverageAt,
-)
-MESSAGES = PUBLISHED + OURS
+MESSAGES: tuple[type[Message], ...] = tuple(Message.__subclasses__())
+OURS = MESSAGES[len(PUBLISHED) :]
 
 
 def layout(message: type[Message]) -> tuple[tuple[str, Kind], ...]:

@@ -128,7 +128,7 @@ def _is_free(run: Fleet, member: Member) -> bool:
     if under is not None and under.batch and not any(m.speed for m in run.core.membership.holders):
         return False  # nobody knows how long a window takes
     is_able = not member.plain and under is not None and member.since <= under.step and member.relieved < under.step
-    return is_able and not member.nodes and not run.core.run.is_silent(member)
+    return is_able and not member.nodes and not run.core.is_silent(member)
 
 
 def _knows_nothing(worker: Worker, line: Line) -> bool:

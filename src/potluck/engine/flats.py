@@ -1,0 +1,61 @@
+"""Flat: some parameters' numbers end to end, in buffers beside the parameters. Knows nothing of means or windows."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from potluck.engine.buckets import split_like
+from potluck.shard.runs import Run
+
+FLAT_BYTES = 32 << 20
+"""The size of one buffer: while one of them travels, the next is filled."""
+
+
+class Flat:
+    """What is kept of some runs between two agreements. Each buffer is [sum of the runs' sizes]."""
+
+    def __init__(self, runs: Sequence[Run], allocate: Callable[[int, Tensor], Tensor]) -> None:
+        self.runs = runs
+        self.tensors = [run.parameter.data for run in runs]
+        self.sum = allocate(sum(tensor.numel() for tensor in self.tensors), self.tensors[0])
+        """What leaves, weighted; over a link, the sum of all replicas' takes its place."""
+        self.start = self.sum
+        """Where this replica stood when the part of the window began, or when its mean was begun."""
+        self.agreed = self.sum
+        """What all agreed on last, while the parameters are elsewhere."""
+        self.momentum = self.sum
+        """The outer optimizer's, where there is one."""
+
+    def another(self) -> Tensor:
+        return torch.empty_like(self.sum)
+
+    def copy_to(self, flat: Tensor) -> Tensor:
+        torch._foreach_copy_(split_like(flat, self.tensors), self.tensors)
+        return flat
+
+    def copy_from(self, flat: Tensor) -> None:
+        torch._foreach_copy_(self.tensors, split_like(flat, self.tensors))
+
+    def joined(self) -> Tensor:
+        """The parameters as they are now; a copy."""
+        return torch.cat([tensor.reshape(-1) for tensor in self.tensors])
+
+
+def pack(runs: Sequence[Run]) -> list[Flat]:
+    """Runs of one type after the other, in buffers of some size."""
+    flats: list[Flat] = []
+    for dtype in dict.fromkeys(run.parameter.dtype for run in runs):
+        group: list[Run] = []
+        for run in (run for run in runs if run.parameter.dtype == dtype):
+            if group and sum(other.parameter.nbytes for other in group) + run.parameter.nbytes > FLAT_BYTES:
+                flats.append(Flat(group, _allocate))
+                group = []
+            group.append(run)
+        flats.append(Flat(group, _allocate))
+    return flats
+
+
+def _allocate(total: int, like: Tensor) -> Tensor:
+    half = like.dtype in (torch.float16, torch.bfloat16)  # their mean would lose digits
+    return torch.empty(total, dtype=torch.float32 if half else like.dtype, device=like.device)

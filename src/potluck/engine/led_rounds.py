@@ -1,0 +1,217 @@
+"""LedRounds: rounds that a host leads. This worker may come and go, and computes what it is given.
+
+What a piece of work is, its LedWork knows: slices of a step that all take together (slice_steps.py), or rows over which
+this worker steps by itself (window_steps.py). Here is what is the same for both: the loader gives the work as it is
+handed out; step() waits once it is done: for what all agree on, or for the work of a worker that was lost.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from potluck.agree.pulse import Verdict
+from potluck.engine.host_keeper import HostKeeper
+from potluck.engine.layers import Layers
+from potluck.engine.led_work import LedWork
+from potluck.engine.loader import BatchConfig, Loader, MicroBatch, SliceLoader
+from potluck.engine.losses import STEP_TOO_EARLY, insist_on_mean
+from potluck.engine.part_sender import PartSender
+from potluck.engine.replica import Replica
+from potluck.engine.rounds import Collate, insist_on_same_data
+from potluck.engine.run_state import RunState
+from potluck.engine.slices import describe_model, state_specs
+from potluck.engine.steps import make_replica
+from potluck.errors import ConfigError
+from potluck.events import EpochDone, StepDone, StepSkipped, WorkerStep
+from potluck.fleet.client import Means
+from potluck.fleet.description import Description, settings_of
+from potluck.fleet.tree import sized_rows, slice_rows
+from potluck.save.saves import sharded_of
+from potluck.signals import on_interrupt
+from potluck.wire.messages import Committed, Work
+from potluck.wire.words import clean_all
+
+
+class LedRounds:
+    has_fixed_shares = True
+
+    def __init__(
+        self,
+        run: RunState,
+        layers: Layers,
+        keeper: HostKeeper,
+        make_work: Callable[[Replica, PartSender], LedWork],
+    ) -> None:
+        self._run = run
+        self._layers = layers
+        self._keeper = keeper
+        self._led = keeper.led
+        self._make_work = make_work
+        self._sender = PartSender(keeper.led, run.device)
+        self._passes = 0
+        """That a loop which counts epochs by itself has begun."""
+
+    # Preparing
+
+    def make_replica(self, model: nn.Module, optimizer: Optimizer) -> Replica:
+        return make_replica(self._run, self._layers, model, optimizer)
+
+    def begin(self, replica: Replica) -> None:
+        self._work = self._keeper.work = self._make_work(replica, self._sender)
+
+    def make_loader(self, dataset: Any, batch: BatchConfig, seed: int, collate: Collate) -> Loader:
+        run = self._run
+        if batch.fetchers:
+            run.notice(
+                "batch.fetchers has no effect under a host: which rows are a worker's is known only when it gets them,"
+                " and it reads them then."
+            )
+            batch = replace(batch, fetchers=0)
+        options: dict[str, Any] = {"device": run.device, "seed": seed, "collate": collate}
+        loader = self._loader = SliceLoader(dataset, batch, **options)
+        insist_on_same_data(run, loader)  # the ranks of a worker among themselves
+        model, policy = run.prepared().model, run.wanted.policy
+        sharded = sharded_of(run.prepared())
+        split = sharded.split if sharded is not None else None
+        self._keeper.description = Description(
+            parts=self._work.parts,
+            model=describe_model(model, split),
+            rows=loader.rows,
+            batch=batch.size,
+            slices=batch.slice_count if run.batch_norm is None else batch.slices_in_pairs,
+            seed=seed,
+            unit=run.unit,
+            samples_per_row=run.caller.samples_per_row,
+            policy=type(policy).kind,
+            settings=settings_of(policy),
+            state_bytes=sum(spec.nbytes for spec in state_specs(model, split).values()),
+            in_pairs=run.batch_norm is not None,
+            data=run.data or {},
+            told={},
+        )
+        loader.plan = self._plan
+        loader.seed_of = lambda micro: self._work.seed_of(loader.seed, micro)
+        return loader
+
+    # The loop
+
+    def _plan(self) -> Iterator[MicroBatch]:
+        """What is handed out, until the epoch ends or the run stops."""
+        run, keeper, loader = self._run, self._keeper, self._loader
+        keeper.join()
+        if run.caller.counts_epochs or run.caller.has_trainer:
+            yield from self._rest_of_epoch()
+            return
+        if keeper.was_moved and self._passes:
+            raise ConfigError(
+                f"This worker was put into epoch {loader.position.epoch + 1} of the run, and its loop counts epochs by"
+                " itself: it would train more of them than the run has. Write `for epoch in fleet.epochs(n):` around"
+                " `for batch in loader:`, in the script of every worker."
+            )
+        self._passes += 1
+        with on_interrupt(keeper.request_stop):
+            yield from self._rest_of_epoch()
+            if run.stopping and loader.position.row < loader.rows:
+                keeper.end_early(None)
+
+    def _rest_of_epoch(self) -> Iterator[MicroBatch]:
+        run, loader, led = self._run, self._loader, self._led
+        while True:
+            # Whoever is given the last weights may be put at an epoch's beginning that nobody will train.
+            while not run.stopping and loader.position.row < loader.rows and not run.is_at_the_end:
+                work = led.member.begin()
+                if work is None:
+                    led.check_weights()
+                    self._await_step()
+                    continue
+                yield from self._parts_of(work)
+            if self._work.is_repeatable or not run.is_at_the_end:
+                return
+            self._keeper.keep_the_end()
+            if run.stopping or run.is_at_the_end:
+                return
+
+    def _parts_of(self, work: Work) -> Iterator[MicroBatch]:
+        run, member = self._run, self._led.member
+        run.replaying = False
+        self._sender.begin()
+        nodes = [(int(a), int(b)) for a, b in zip(work.nodes[::2], work.nodes[1::2], strict=True)]
+        bounds = slice_rows(work.row, work.rows, work.slices)
+        if len(work.sizes):
+            bounds = sized_rows(work.row, map(int, work.sizes))
+        self._work.begin(nodes, bounds)
+        self._led.reach("computing")
+        turn = member.turn
+        return self._work.micro_batches(
+            work, is_void=lambda: turn != member.turn or run.stopping or member.version >= work.step
+        )
+
+    def backward(self, loss: Tensor, samples: float, last: bool | None) -> None:
+        self._run.prepared()
+        loss = insist_on_mean(loss, samples)
+        micro = self._loader.current
+        if micro is None or not self._led.has_joined:
+            raise ConfigError("Under a host, batches come from the loader that prepare() gave. Iterate over that.")
+        self._work.backward(micro, loss, samples, last)
+
+    def step(self) -> StepDone | StepSkipped | None:
+        self._run.prepared()
+        micro = self._loader.current
+        if micro is None or micro is not self._run.trained:
+            raise ConfigError(STEP_TOO_EARLY)
+        is_over, skipped = self._work.step(micro)
+        if not is_over:
+            return skipped
+        self._led.reach("sent")
+        return self._await_step()
+
+    def _await_step(self) -> StepDone | StepSkipped | None:
+        """Until a step is committed and applied, or there is work, or the run stops."""
+        found = self._led.await_step()
+        return self._commit(*found) if found is not None else None
+
+    def _commit(self, committed: Committed, means: Means) -> StepDone | StepSkipped:
+        run, led, keeper = self._run, self._led, self._keeper
+        started = time.perf_counter()
+        told = clean_all(json.loads(committed.workers))
+        keeper.world = max(1, len(told["workers"]))
+        tensors = [torch.from_numpy(part) for part in means.parts]
+        led.client.flush()
+        led.check_weights(in_step=True)  # after this step nobody could say whose weights went wrong before it
+        led.member.agree(committed)
+        steps_before = run.step_number
+        run.rows_seen += committed.rows
+        self._work.count_rows(committed.rows)
+        verdict = self._work.agree(committed, tensors)
+        event = self._step_done(verdict, told, started)
+        led.client.give_back(means)
+        led.tell_applied(verdict.norm, verdict.fault or "")
+        if told.get("epoch") is not None:
+            run.last_epoch = EpochDone(**told["epoch"])
+        run.tell(event)
+        if committed.stop:
+            run.stopping = True
+        run.tell_agreed(steps_before)
+        keeper.keep()
+        run.trained = None
+        if run.wants_stop and not run.stopping:
+            led.leave()
+        return event
+
+    def _step_done(self, verdict: Verdict, told: dict[str, Any], started: float) -> StepDone | StepSkipped:
+        run = self._run
+        if verdict.fault is not None:
+            run.skipped += 1
+            return run.skip(verdict, step=run.step_number)
+        workers = [{name: row[name] for name in WorkerStep.__slots__ if name in row} for row in told["workers"]]
+        seconds = told["seconds"] + time.perf_counter() - started
+        return run.step_done(verdict, run.lr, seconds, tuple(WorkerStep(**row) for row in workers))
+
+    def settle(self) -> None:
+        """What needs all replicas to be equal takes them as they were agreed on last."""

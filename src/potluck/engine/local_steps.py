@@ -1,0 +1,94 @@
+"""One batch on this worker's own replica: its backwards; and, where replicas step by themselves, its step."""
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from torch import Tensor
+
+from potluck.agree.pulse import Verdict, decide_alone
+from potluck.engine.losses import insist_on_mean
+from potluck.engine.run_state import RunState
+from potluck.events import StepSkipped
+from potluck.link.link import Link
+
+if TYPE_CHECKING:
+    from potluck.engine.layers import Layers
+
+
+class BatchDone(NamedTuple):
+    """What one rank did of a batch, as it tells the ranks that hold the same replica; or what all of them did."""
+
+    samples: float
+    loss_sum: float
+    rows: float
+    has_unused: float = 0.0
+    """Whether some parameter got no gradient on this rank."""
+    is_over: float = 0.0
+    """Whether the window ends with this step: the first rank's word. Whoever went on alone would wait for ever."""
+
+
+def backward(run: RunState, loss: Tensor, samples: float, last: bool | None) -> None:
+    """The gradient of a mean over `samples`, weighted by them."""
+    replica = run.prepared()
+    loss = insist_on_mean(loss, samples)
+    micro = run.loader.current if run.loader is not None else None
+    if last is None:
+        last = micro is None or micro.last
+    replica.arm(last=last)
+    run.stand_in.close()
+    if micro is not None and not micro.counts:
+        samples = 0.0
+    if samples:  # a mean over nothing is not a number, and has no gradient
+        (loss * (samples * run.unit)).backward()  # type: ignore[no-untyped-call]
+    replica.end_backward()
+    tally = run.tally
+    if samples:
+        tally.loss_sum = tally.loss_sum + loss.detach().reshape(()) * samples  # in float64, if the loss is
+        tally.samples += samples
+    tally.is_last, tally.is_untouched = last, False
+    if micro is None:
+        tally.rows += int(samples)
+    elif micro is not run.trained:  # several backwards of one batch still use its rows once
+        if micro.counts:
+            tally.rows += micro.end - micro.start
+            run.ledger.record(micro.start, micro.end)
+        run.trained = micro
+    replica.seal()
+
+
+def end_batch(
+    run: RunState, layers: "Layers", within: Link, *, is_over: bool = False
+) -> tuple[BatchDone, float, Verdict]:
+    """What the ranks of this replica did together in the batch that ends; over which samples this rank's gradient is;
+    and whether it is applied."""
+    replica, tally = run.prepared(), run.tally
+    replica.unseal()
+    if within.world == 1:
+        _, norm, loss_sum = layers.reduce(replica)
+        done, own = BatchDone(tally.samples, loss_sum, tally.rows, is_over=is_over), tally.samples
+    else:
+        replica.start_sums()
+        mine = BatchDone(tally.samples, tally.loss_sum.item(), tally.rows, replica.has_unused, is_over)
+        told = within.start_gather(mine)
+        _, norm, _ = layers.reduce(replica)
+        every = [BatchDone(*row) for row in told.wait()]
+        if any(each.has_unused for each in every):
+            replica.drop_unused()
+        own = layers.samples_in_node([each.samples for each in every])
+        done = BatchDone(*(sum(column) for column in zip(*every, strict=True)))._replace(is_over=every[0].is_over)
+    return done, own, decide_alone(done.samples, done.loss_sum, norm, run.unit, run.config.clip)
+
+
+def step_alone(run: RunState, verdict: Verdict, own_samples: float, rows: int, where: str) -> StepSkipped | None:
+    """This replica's step by itself: applied, or skipped and told. `rows`: of all workers, as if all were as far."""
+    replica, skipped = run.prepared(), None
+    if verdict.fault is None:
+        run.skipped_in_a_row = 0
+        run.set_lr(rows)
+        replica.apply(verdict.scale)
+        replica.average_buffers(own_samples / verdict.samples)
+    else:
+        skipped = run.skip(verdict, step=run.step_number + 1, where=f"on {where}, ")
+        replica.restore_buffers()
+        run.tell(skipped)
+    run.start_of_step()
+    return skipped

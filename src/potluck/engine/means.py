@@ -1,0 +1,160 @@
+"""Mean: how the mean of all replicas is formed. LinkMean adds up parameters over a link; HostMean has a host average
+what each worker changed. What travels passes through start(), and nowhere else. Knows nothing of windows.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from potluck.engine.buckets import Allocate
+from potluck.engine.buffers import SavedBuffers
+from potluck.engine.flats import Flat, pack
+from potluck.engine.replica import Replica
+from potluck.engine.slices import insist_on_float32, plan_parts
+from potluck.fleet.description import Part
+from potluck.link.link import Link, Pending
+from potluck.shard.blocks import find_blocks
+from potluck.shard.runs import Run
+
+
+class Mean(Protocol):
+    of_changes: bool
+    """Whether changes travel, and the replica is back where it began meanwhile; else the parameters do."""
+
+    def lay_out(self, replica: Replica, buffers: SavedBuffers) -> list[Flat]:
+        """What this rank holds of a replica, in the pieces in which it travels. Called once."""
+        ...
+
+    def clear(self) -> None:
+        """What left before may be written over after this."""
+        ...
+
+    def beside(self) -> AbstractContextManager[object]:
+        """Within it, what leaves is made ready."""
+        ...
+
+    def start(self, index: int, numbers: Tensor) -> None:
+        """The weighted numbers of a flat leave."""
+        ...
+
+    def start_buffers(self, buffers: SavedBuffers, before: list[Tensor], weight: float) -> None:
+        """So does what has changed in the buffers since then."""
+        ...
+
+    def arriving(self, flats: Sequence[Flat]) -> Iterator[Tensor]:
+        """The mean of each, as soon as it is here. It is not to be written over."""
+        ...
+
+    def finish_buffers(self, buffers: SavedBuffers) -> None:
+        """The buffers, which are what all agreed on last, become what all agree on now."""
+        ...
+
+
+class LinkMean:
+    """The sum over all ranks of a link, of parameters whose weights add up to 1."""
+
+    of_changes = False
+
+    def __init__(self, link: Link) -> None:
+        """`link`: the ranks that hold the same part of other replicas."""
+        self._link = link
+        self._pending: list[Pending] = []
+        self._stream: torch.cuda.Stream | None = None
+
+    def lay_out(self, replica: Replica, buffers: SavedBuffers) -> list[Flat]:
+        flats = pack(replica.owned())
+        device = flats[0].sum.device if flats else torch.device("cpu")
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        return flats
+
+    @property
+    def is_pending(self) -> bool:
+        return bool(self._pending)
+
+    def clear(self) -> None:
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())
+
+    def beside(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
+
+    def start(self, index: int, numbers: Tensor) -> None:
+        self._join()  # what was copied there must not change under it
+        with self.beside():
+            self._pending.append(self._link.start_sum(numbers))
+
+    def start_buffers(self, buffers: SavedBuffers, before: list[Tensor], weight: float) -> None:
+        """They are small, and not all of them have a mean: they are everybody's at once."""
+        buffers.average(self._link, weight, before)
+
+    def arriving(self, flats: Sequence[Flat]) -> Iterator[Tensor]:
+        for flat, pending in zip(flats, self._pending, strict=True):
+            with self.beside():
+                pending.wait()
+            self._join()
+            yield flat.sum
+        self._pending = []
+
+    def finish_buffers(self, buffers: SavedBuffers) -> None:
+        """They are so already."""
+
+    def _join(self) -> None:
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+
+
+class HostMean:
+    """A host forms it, part by part, from what its workers send."""
+
+    of_changes = True
+
+    def __init__(
+        self, send: Callable[[int, Tensor], None], clear: Callable[[], None], allocate: Allocate | None = None
+    ) -> None:
+        """`send(part, numbers)`; `clear()`: until what was sent has left. `allocate`: for tensors that it prefers."""
+        self._send = send
+        self.clear = clear
+        self._allocate = allocate or _zeros
+        self.described: tuple[Part, ...] = ()
+        self._told: tuple[Sequence[Tensor], bytes] = (), b""
+
+    def lay_out(self, replica: Replica, buffers: SavedBuffers) -> list[Flat]:
+        model = replica.model
+        planned = plan_parts(model, find_blocks(model))
+        self.described = tuple(part for part, _ in planned) + buffers.parts
+        held = replica.held()
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        runs: list[list[Run]] = [[run for each in of for run in held[names[id(each)]]] for _, of in planned]
+        insist_on_float32([run.parameter for each in runs for run in each])
+        return [Flat(each, self._allocate) for each in runs]
+
+    def beside(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def start(self, index: int, numbers: Tensor) -> None:
+        self._send(index, numbers)
+
+    def start_buffers(self, buffers: SavedBuffers, before: list[Tensor], weight: float) -> None:
+        if len(buffers):
+            self._send(len(self.described) - 1, buffers.for_host(before, weight)[0])
+
+    def take(self, means: Sequence[Tensor], exact: bytes = b"") -> None:
+        """What the host has told: the mean of each part, in host memory, and what changed in buffers and has none."""
+        self._told = means, exact
+
+    def arriving(self, flats: Sequence[Flat]) -> Iterator[Tensor]:
+        means, _ = self._told
+        for flat, mean in zip(flats, means, strict=False):
+            yield mean.to(flat.sum.device)
+
+    def finish_buffers(self, buffers: SavedBuffers) -> None:
+        if len(buffers):
+            means, exact = self._told
+            buffers.apply_from_host(buffers.copy(), means[-1], exact)
+
+
+def _zeros(total: int, like: Tensor) -> Tensor:
+    return torch.zeros(total, device=like.device)

@@ -1,0 +1,50 @@
+"""OuterState: what an outer optimizer keeps of each parameter is saved and loaded with the inner optimizer's state.
+
+So checkpoints, states for newcomers and any way to split them carry it and know nothing of it. It is not put into the
+inner optimizer's own state, which most of them begin only where there is none yet.
+"""
+
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+PREFIX = "outer_"
+
+Kept = dict[str, dict[str, Tensor]]
+"""By the name of what the optimizer takes for a parameter: `outer_momentum`, and so on."""
+
+
+class OuterState:
+    def __init__(self, optimizer: Optimizer, names: dict[int, str]) -> None:
+        """`names`: by a parameter's id, and of all that the optimizer has."""
+        self.names = names
+        self.kept: Kept = {}
+        """The outer optimizer's own memory; empty where there is none."""
+        self.loaded: Kept = {}
+        """What was loaded, until the outer optimizer takes it."""
+        optimizer.register_state_dict_post_hook(self._add)
+        optimizer.register_load_state_dict_pre_hook(self._take)
+
+    def _order(self, optimizer: Optimizer) -> list[str]:
+        held = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        return [self.names.get(id(parameter), "") for parameter in held]
+
+    def _add(self, optimizer: Optimizer, saved: dict[str, Any]) -> None:
+        state = saved["state"]
+        for place, name in enumerate(self._order(optimizer)):
+            if name in self.kept:
+                state[place] = {**state.get(place, {}), **self.kept[name]}
+
+    def _take(self, optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+        """Also where nobody wants it: an optimizer that found it would take its own state for begun."""
+        keys = [key for group in saved["param_groups"] for key in group["params"]]
+        names = dict(zip(keys, self._order(optimizer), strict=True))
+        self.loaded, state = {}, {}
+        for key, known in saved["state"].items():
+            outer = {name: value for name, value in known.items() if str(name).startswith(PREFIX)}
+            if outer and self.kept:
+                self.loaded[names[key]] = outer
+            if rest := {name: value for name, value in known.items() if name not in outer}:
+                state[key] = rest
+        return {**saved, "state": state}

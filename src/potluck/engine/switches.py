@@ -1,0 +1,106 @@
+"""StepConfig: how one step is computed, and the switches of it that change how a model's forward runs."""
+
+import functools
+import shutil
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from potluck.engine.compiling import AnyRows
+from potluck.errors import ConfigError
+from potluck.shard.blocks import find_blocks, is_staged
+
+Precision = Literal["fp32", "bf16"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepConfig:
+    """How one step is computed."""
+
+    clip: float | None = None
+    """The largest norm that the whole gradient may have; None: no limit."""
+    precision: Precision = "fp32"
+    """bf16 runs the model and the loss function under autocast; parameters, gradients and optimizer stay as they are.
+    A loop that computes its own loss gets the model's output in float32, unless it uses autocast itself."""
+    compile: bool = False
+    """torch.compile for the model's repeated blocks, or for the whole model if it has none."""
+    checkpoint_activations: bool = False
+    """Keep only the input of each repeated block and compute the rest again in the backward: less memory, more time."""
+    offload_optimizer: bool = False
+    """Keep the optimizer's state in host memory and step there: less of a GPU's memory, more time."""
+    nonfinite_limit: int = 10
+    """Stop after this many steps in a row whose loss or gradient is not finite."""
+
+    def __post_init__(self) -> None:
+        if self.clip is not None and not self.clip > 0:
+            raise ValueError(f"clip must be above 0, not {self.clip}; leave it out for no limit")
+        if self.precision not in get_args(Precision):
+            raise ValueError(f"precision must be one of {', '.join(get_args(Precision))}, not {self.precision!r}")
+        if self.nonfinite_limit < 1:
+            raise ValueError(f"nonfinite_limit must be at least 1, not {self.nonfinite_limit}")
+
+
+def autocast(device: torch.device, config: StepConfig) -> AbstractContextManager[Any]:
+    """Goes around the whole loss: matrix products are computed in bf16, and losses, norms and the like in float32."""
+    return torch.autocast(device.type, torch.bfloat16) if config.precision == "bf16" else nullcontext()
+
+
+def in_float32(loss: Tensor) -> Tensor:
+    """A loss that was computed in less, such as by a model of bf16 parameters: its weight has more digits than that."""
+    return loss.float() if loss.dtype.itemsize < 4 else loss
+
+
+def switch_on(model: nn.Module, device: torch.device, config: StepConfig) -> None:
+    """The switches change how forward runs, in place: the model keeps its class and its parameters' names."""
+    blocks = find_blocks(model)
+    if config.checkpoint_activations:
+        if not blocks and not is_staged(model):
+            raise ConfigError(
+                "checkpoint_activations found no repeated blocks in the model: a ModuleList or Sequential of at least"
+                " two modules of one class. Switch it off, or arrange the model's layers so."
+            )
+        for block in blocks:
+            _replace_forward(
+                block, functools.partial(torch.utils.checkpoint.checkpoint, block.forward, use_reentrant=False)
+            )
+    if config.precision == "bf16":
+        _replace_forward(model, _autocast_forward(model.forward, device, config))
+    if config.compile:
+        if device.type == "cpu" and not any(shutil.which(name) for name in ("g++", "clang++", "c++")):
+            raise ConfigError(
+                "step.compile needs a C++ compiler on a CPU, and none is on the PATH. Install g++, or switch it off."
+            )
+        # Never a whole stage: which of its layers are there is decided as it runs, and a compiler would freeze it.
+        for module in blocks or ([] if is_staged(model) else [model]):
+            module.compile()
+            AnyRows(module)
+
+
+def _autocast_forward(forward: Callable[..., Any], device: torch.device, config: StepConfig) -> Callable[..., Any]:
+    """For a loop that calls the model by itself: what it goes on with is float32, so that its loss is computed in that.
+
+    Where autocast is on already, around the whole loss, the output is as it would be without us.
+    """
+
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        is_around = torch.is_autocast_enabled(device.type)
+        with autocast(device, config):
+            output = forward(*args, **kwargs)
+        return output if is_around else tree_map_only(Tensor, _widen, output)
+
+    return run
+
+
+def _widen(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype == torch.bfloat16 else tensor
+
+
+def _replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
+    module.forward = forward

@@ -1,0 +1,173 @@
+"""WindowSteps: a host's worker steps by itself over rows of its own, and all agree once a window.
+
+It steps its own optimizer, batch by batch, and sends what that changed as if it were a gradient; the mean that comes
+back is subtracted from the parameters that all began with. So to the host a window is a step like any other: one
+agreement, one record, one hash. `step_number` counts whole batches of the run; `version` counts agreements, and is what
+the host calls a step.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from potluck.agree.pulse import Verdict
+from potluck.engine.layers import Layers
+from potluck.engine.led import Led
+from potluck.engine.loader import MicroBatch, even_batches, plan_step
+from potluck.engine.local_steps import backward, end_batch, step_alone
+from potluck.engine.means import HostMean
+from potluck.engine.part_sender import PartSender
+from potluck.engine.rows import mix
+from potluck.engine.run_state import RunState
+from potluck.engine.window_delta import WindowDelta
+from potluck.errors import ConfigError
+from potluck.events import StepSkipped
+from potluck.fleet.description import Part
+from potluck.fleet.tree import Node
+from potluck.wire.messages import Committed, SliceReport, Work
+
+
+class WindowSteps:
+    is_repeatable = False
+
+    def __init__(self, run: RunState, layers: Layers, led: Led, sender: PartSender, mean: HostMean) -> None:
+        self._run = run
+        self._layers = layers
+        self._led = led
+        self._sender = sender
+        self._mean = mean
+        assert run.composition.window is not None
+        self._delta = WindowDelta(run.prepared(), mean, run.composition.window.outer, within=run.link)
+        self._norm = 0.0
+        self._told = torch.zeros(0)
+        """What a glance gave with the last digest."""
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return self._mean.described
+
+    @property
+    def divergence(self) -> float:
+        return self._delta.drift
+
+    def seed_of(self, seed: int, micro: MicroBatch) -> int:
+        return mix(seed, self._led.member.version + 1, micro.start)
+
+    def begin(self, nodes: list[Node], bounds: Sequence[tuple[int, int]]) -> None:
+        (node,) = nodes
+        self._number = node[0]
+        self._own = bounds[node[0]]
+        self._whole = bounds[-1][1] - bounds[0][0]
+        self._batches = 0
+        self._samples = self._good_samples = self._good_loss = 0.0
+        self._delta.begin()
+        if self._run.scheduled is not None:
+            self._run.scheduled.begin_window()
+        self._run.start_of_step()
+        self._started = time.perf_counter()
+
+    def micro_batches(self, work: Work, is_void: Callable[[], bool]) -> Iterator[MicroBatch]:
+        """This worker's batches, one after the other, each in micro-batches."""
+        run, loader = self._run, self._run.loader
+        assert loader is not None
+        shares, in_pairs = (1.0,) * run.link.world, run.batch_norm is not None
+        together = {"in_step": run.prepared().in_step, "in_pairs": in_pairs}
+        for number, (first, end) in enumerate(
+            even_batches(*self._own, work.batch, loader.batch.size, in_pairs=in_pairs)
+        ):
+            self._batch_end = end
+            for micro in plan_step(first, end, loader.batch, shares, run.link.rank, **together):
+                yield replace(micro, number=number)
+                if is_void():
+                    self._delta.forget()
+                    return
+            if self._batches <= number:
+                raise ConfigError(
+                    f"The batch of rows {first} to {end} was given out, but step() was not called after it."
+                    " Call backward() and step() for every batch of the loader."
+                )
+
+    def backward(self, micro: MicroBatch, loss: Tensor, samples: float, last: bool | None) -> None:
+        backward(self._run, loss, samples, micro.last if last is None else last and micro.last)
+
+    def step(self, micro: MicroBatch) -> tuple[bool, StepSkipped | None]:
+        """Steps this worker's optimizer once its batch is done."""
+        run, led = self._run, self._led
+        if not run.tally.is_last:
+            return False, None
+        led.reach("batch", done=self._batches)
+        done, own_samples, verdict = end_batch(run, self._layers, run.link)  # all ranks of this worker step as one
+        self._batches += 1
+        self._samples += done.samples
+        if verdict.fault is None:
+            self._good_samples += done.samples
+            self._good_loss += done.loss_sum
+            self._norm = verdict.norm
+        else:
+            run.skipped += 1
+        first, end = self._own
+        rows = run.rows_seen + round(self._whole * (self._batch_end - first) / (end - first))
+        skipped = step_alone(run, verdict, own_samples, rows, led.client.name)
+        if self._batch_end < end:
+            return False, skipped
+        self._send_changes()
+        return True, None
+
+    def _send_changes(self) -> None:
+        led = self._led
+        self._sender.synchronize()
+        busy_s = time.perf_counter() - self._started
+        # Steps that were skipped weigh what they would have, so that a part weighs the same whoever does it.
+        loss = self._good_loss / self._good_samples * self._samples if self._good_samples else math.nan
+        led.client.send(
+            SliceReport(
+                led.member.version + 1,
+                np.array([self._number], "<u4"),
+                np.array([self._samples], "<f8"),
+                np.array([loss], "<f8"),
+                busy_s,
+                b"",
+                self._batches,
+                self._delta.exact() if self._number == 0 else b"",
+            )
+        )
+        led.check_weights(in_step=True)  # what the window began with, which its change is counted from
+        self._delta.end(self._samples * self._run.unit)
+
+    def count_rows(self, rows: int) -> None:
+        assert self._run.loader is not None
+        self._run.step_number += self._run.loader.pass_rows(rows)
+
+    def agree(self, committed: Committed, means: list[Tensor]) -> Verdict:
+        """The mean of what all changed, from where all began."""
+        self._mean.take(means, bytes(committed.buffers))
+        self._delta.apply()
+        return Verdict(committed.samples, committed.loss, self._norm, 1.0, None)
+
+    # What all agreed on
+
+    def hash_weights(self) -> tuple[str, Tensor]:
+        digest, self._told = self._run.prepared().hash_weights(self._delta.agreed(), self._delta.agreed_buffers)
+        return digest, self._told
+
+    def glance(self) -> Tensor:
+        if self._run.link.world > 1 and not self._delta.is_agreed:
+            return self._told  # to look costs the ranks a sum, and a look comes soon
+        return self._run.prepared().glance(self._delta.agreed(), self._delta.agreed_buffers)
+
+    def as_agreed(self) -> AbstractContextManager[None]:
+        return self._delta.as_agreed()
+
+    def forget(self) -> None:
+        self._run.prepared().drop()
+        self._delta.forget()
+
+    def start_anew(self) -> None:
+        self._run.prepared().drop()
+        self._delta.start_anew()

@@ -1,0 +1,276 @@
+"""What a window changed in a model: it travels as parts, and the model goes back and forth to the bit."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from potluck.engine import slices
+from potluck.engine.means import HostMean
+from potluck.engine.replica import Replica, StepConfig
+from potluck.engine.window_delta import WindowDelta
+from potluck.errors import ConfigError
+from potluck.link.link import Alone
+
+
+def make_model(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    layers = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)]
+    model = nn.Sequential(nn.Linear(3, 4), nn.Sequential(*layers), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    model[3].bias.requires_grad_(False)
+    model[1][0][0].bias.data[0] = -torch.inf  # a unit that is switched off for good
+    return model
+
+
+def train(model: nn.Module, seed: int) -> None:
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    model(torch.randn(5, 3, generator=torch.Generator().manual_seed(seed))).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+class Worker:
+    """A model, and what its windows send to a host."""
+
+    def __init__(self, model: nn.Module | None = None, **options: Any) -> None:
+        self.model = model or make_model()
+        optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.sent: list[torch.Tensor] = []
+        self.mean = HostMean(lambda part, numbers: self.sent.append(numbers.clone()), self.sent.clear)
+        replica = Replica(self.model, optimizer, Alone(), torch.device("cpu"), StepConfig())
+        self.delta = WindowDelta(replica, self.mean, **options)
+
+    def apply(self, means: list[torch.Tensor], exact: bytes = b"") -> float:
+        self.mean.take(means, exact)
+        self.delta.apply()
+        return self.delta.drift
+
+
+def state(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_the_mean_of_changes_is_the_mean_of_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slices, "SMALL_BYTES", 64)
+    workers = [Worker() for _ in range(2)]
+    models = [worker.model for worker in workers]
+    start = state(models[0])
+    ends, exact, weights = [], [], [3.0, 1.0]
+    for number, worker in enumerate(workers):
+        worker.delta.begin()
+        for step in range(2):
+            train(worker.model, 10 * number + step)
+        ends.append(state(worker.model))
+        exact.append(worker.delta.exact())
+        worker.delta.end(weights[number])
+        assert_same(state(worker.model), start)  # whoever asks for the state gets what was agreed on
+    sent = [worker.sent for worker in workers]
+    assert [len(value) for value in sent[0]] == [part.floats for part in workers[0].mean.described]
+    assert len(sent[0]) > 2
+    means = [(a + b) / sum(weights) for a, b in zip(*sent, strict=True)]
+    told = [worker.apply(means, exact[0]) for worker in workers]
+    assert_same(state(models[0]), state(models[1]))
+    expected = {name: (3 * ends[0][name] + ends[1][name]) / 4 for name in start}
+    for name, found in state(models[0]).items():
+        torch.testing.assert_close(found.float(), expected[name].float().round(decimals=6), rtol=1e-5, atol=1e-6)
+    trained = [name for name, p in models[0].named_parameters() if p.requires_grad]
+    flat = [torch.cat([s[name].reshape(-1) for name in trained]).nan_to_num(0.0, 0.0, 0.0) for s in (*ends, expected)]
+    for own, distance in zip(flat[:2], told, strict=True):
+        assert distance == pytest.approx(float((own - flat[2]).norm() / flat[2].norm()), rel=1e-4)
+    assert all(distance > 0 for distance in told)
+
+
+def test_whoever_replays_subtracts_and_was_nowhere_else() -> None:
+    worker = Worker()
+    model, before = worker.model, state(worker.model)
+    assert worker.apply([torch.ones(part.floats) for part in worker.mean.described]) == 0.0
+    for name, p in model.named_parameters():
+        assert torch.equal(p, before[name] - 1 if p.requires_grad else before[name])
+
+
+def test_a_window_that_is_lost_leaves_no_trace() -> None:
+    worker = Worker()
+    model, changes, before = worker.model, worker.delta, state(worker.model)
+    changes.begin()
+    train(model, 1)
+    changes.forget()
+    assert_same(state(model), before)
+    changes.forget()
+    assert_same(state(model), before)
+
+
+def test_in_the_middle_of_a_window_others_see_what_was_agreed_on() -> None:
+    worker = Worker()
+    model, changes, agreed = worker.model, worker.delta, state(worker.model)
+    changes.begin()
+    train(model, 1)
+    own = state(model)
+    with changes.as_agreed():
+        assert_same(state(model), agreed)
+    assert_same(state(model), own)
+    with changes.as_agreed():  # the connection is lost meanwhile, and other weights come
+        changes.forget()
+        model.load_state_dict(copy.deepcopy(make_model(seed=7).state_dict()))
+        changes.start_anew()
+    assert_same(state(model), make_model(seed=7).state_dict())
+    assert not changes.is_open
+
+
+def test_parameters_that_cannot_travel_are_refused() -> None:
+    with pytest.raises(ConfigError, match="travel to a host as float32"):
+        Worker(nn.Linear(2, 2).double())
+
+
+# Overlap under a host
+
+
+class PlainWorker:
+    """The same by dictionaries of tensors: what it holds, and where its part began."""
+
+    def __init__(self) -> None:
+        self.model = make_model()
+        self.start = state(self.model)
+
+    def train(self, seed: int) -> None:
+        self.start = state(self.model)
+        train(self.model, seed)
+
+    def changed(self) -> dict[str, torch.Tensor]:
+        now = self.model.state_dict()
+        return {name: torch.where(was == now[name], 0, was - now[name]) for name, was in self.start.items()}
+
+    def put(self, agreed: dict[str, torch.Tensor], changed: dict[str, torch.Tensor] | None = None) -> None:
+        changed = changed or {name: torch.zeros_like(value) for name, value in agreed.items()}
+        self.model.load_state_dict({name: value - changed[name] for name, value in agreed.items()})
+
+
+def plain_mean(changes: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """By their weights, 3 and 1; what has no mean is the first one's."""
+    first, second = changes
+    return {
+        name: (3 * first[name] + second[name]) / 4 if first[name].is_floating_point() else first[name] for name in first
+    }
+
+
+class FakeHost:
+    def __init__(self, workers: list[Worker]) -> None:
+        self.workers = workers
+        self.sent: dict[int, list[torch.Tensor]] = {}
+        self.exact = b""
+
+    def hear(self, worker: Worker, number: int) -> None:
+        if number == 0:
+            self.exact = worker.delta.exact()
+        worker.delta.end((3.0, 1.0)[number])
+        self.sent[number] = list(worker.sent)
+
+    def mean(self) -> tuple[list[torch.Tensor], bytes]:
+        return [(self.sent[0][part] + self.sent[1][part]) / 4 for part in range(len(self.sent[0]))], self.exact
+
+
+def agreed_of(worker: Worker) -> dict[str, torch.Tensor]:
+    with worker.delta.as_agreed():
+        return state(worker.model)
+
+
+def close(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], rtol=1e-5, atol=1e-6)
+
+
+def test_with_overlap_each_goes_on_from_its_own_end_and_keeps_what_it_changes() -> None:
+    workers, plain = [Worker(overlap=True) for _ in range(2)], [PlainWorker() for _ in range(2)]
+    host, agreed = FakeHost(workers), state(plain[0].model)
+    sums: dict[str, torch.Tensor] = {}
+    for window in range(4):
+        for number, (worker, own) in enumerate(zip(workers, plain, strict=True)):
+            worker.delta.begin()
+            train(worker.model, 10 * window + number)
+            own.train(10 * window + number)
+            close(state(worker.model), state(own.model))
+        changes = [own.changed() for own in plain]
+        if window:  # the window before is agreed on now
+            means = host.mean()
+            agreed = {name: value - sums[name] for name, value in agreed.items()}
+            for worker, own, changed in zip(workers, plain, changes, strict=True):
+                worker.apply(*means)
+                own.put(agreed, changed)
+                close(state(worker.model), state(own.model))
+                assert worker.delta.is_open and not worker.delta.is_agreed
+        assert_same(agreed_of(workers[0]), agreed_of(workers[1]))
+        close(agreed_of(workers[0]), agreed)
+        sums = plain_mean(changes)
+        for number, worker in enumerate(workers):
+            host.hear(worker, number)
+    assert not torch.equal(workers[0].model[0].weight, workers[1].model[0].weight)
+    for worker in workers:
+        worker.apply(*host.mean())
+        assert worker.delta.is_agreed
+    assert_same(state(workers[0].model), state(workers[1].model))
+    close(state(workers[0].model), {name: value - sums[name] for name, value in agreed.items()})
+
+
+def test_with_overlap_the_part_of_one_that_is_lost_is_done_from_what_all_agreed_on() -> None:
+    """While a part of the next window is under way, or is done and waits."""
+    for is_under_way in (True, False):
+        worker, plain, other = Worker(overlap=True), PlainWorker(), PlainWorker()
+        host, start = FakeHost([worker]), state(plain.model)
+        worker.delta.begin()
+        train(worker.model, 1)
+        plain.train(1)
+        host.hear(worker, 0)
+        first = plain.changed()
+        worker.delta.begin()
+        train(worker.model, 2)
+        plain.train(2)
+        ahead = plain.changed()
+        worker.delta.begin(again=True)
+        assert_same(state(worker.model), start)
+        train(worker.model, 3)
+        other.train(3)
+        host.hear(worker, 1)
+        worker.apply(*host.mean())
+        moved = plain_mean([first, other.changed()])
+        agreed = {name: value - moved[name] for name, value in start.items()}
+        plain.put(agreed, ahead)
+        close(state(worker.model), state(plain.model))
+        close(agreed_of(worker), agreed)
+        if is_under_way:
+            train(worker.model, 4)
+            plain.start = agreed
+            train(plain.model, 4)
+            ahead = plain.changed()
+        host.hear(worker, 0)
+        for sent, part in zip(host.sent[0], worker.mean.described, strict=True):
+            assert len(sent) == part.floats
+        trained = [p for p in plain.model.named_parameters() if p[1].requires_grad]
+        assert sum(float(part.double().square().sum()) for part in host.sent[0][:-1]) == pytest.approx(
+            sum(float((3 * ahead[name]).double().square().sum()) for name, _ in trained), rel=1e-4
+        )
+
+
+def test_with_overlap_whatever_is_forgotten_the_model_is_what_all_agreed_on() -> None:
+    worker = Worker(overlap=True)
+    agreed = state(worker.model)
+    for parts in (1, 2):
+        for part in range(parts):
+            worker.delta.begin()
+            train(worker.model, part)
+            if part + 1 < parts:
+                worker.delta.end(1.0)
+        own = state(worker.model)
+        assert_same(agreed_of(worker), agreed)
+        assert_same(state(worker.model), own)
+        found = worker.delta.agreed()
+        assert all(torch.equal(found[id(p)], agreed[n]) for n, p in worker.model.named_parameters() if p.requires_grad)
+        worker.delta.forget()
+        assert_same(state(worker.model), agreed)
+        assert worker.delta.is_agreed and not worker.delta.is_pending
+    worker.apply([torch.ones(part.floats) for part in worker.mean.described])  # a replay
+    assert torch.equal(worker.model[0].weight, agreed["0.weight"] - 1)
