@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from potluck.fleet.connection import Connection
 from potluck.fleet.coordinator import Coordinator
 from potluck.fleet.ending import Ending
 from potluck.fleet.evaluation import Evaluations
+from potluck.fleet.exchange import PeerConnection
 from potluck.fleet.journal import Journal
 from potluck.fleet.member import Member
 from potluck.fleet.membership import Membership
@@ -56,16 +56,16 @@ MUTANTS: dict[str, list[Patch]] = {
         (StepUnderWay, "rows", property(lambda step: step.bounds[-1][1] - step.bounds[0][0] - (step.step == 3)))
     ],
     "what a lost worker still sends reaches the sums": [
-        (Connection, "revoke", nothing),
+        (PeerConnection, "revoke", nothing),
         (Coordinator, "has_reported", lambda core, peer, node: True),
     ],
     "what is of no use any more reaches the sums": [
-        (Connection, "discard", nothing),
+        (PeerConnection, "discard", nothing),
         (Coordinator, "has_reported", lambda core, peer, node: True),
     ],
     "the step before a restart is not on record": [(Journal, "record", nothing)],
 }
-SLOW = {"a newcomer waits for weights from one who is gone", "a member does not ask again for what was lost"}
+SLOW = {"a newcomer waits for weights from one who is gone", "an evaluation waits for one who is gone"}
 
 
 def find(most: int = MOST) -> tuple[int, str] | None:
