@@ -221,6 +221,23 @@ def test_a_host_starts_all_ranks_of_a_worker_whose_replica_is_split(place: Path)
     assert len(list(newest.glob("model-*-of-00002.safetensors"))) == 2
 
 
+@pytest.mark.slow
+def test_workers_of_as_many_ranks_as_each_machine_gives_train_one_recipe(place: Path) -> None:
+    """All take each step together; the host's worker has two ranks, and the one that joins has one."""
+    (place / "split.toml").write_text(RECIPE + '[strategy]\nkind = "full_shard"\n')
+    options = ["--set", "fit.max_steps=6", "--threads", "1", "--ranks", "2", "--at-least", "2", "--out", "run"]
+    host = start(place, "host", "split.toml", *options)
+    joined = join(place, *TEXT, invite_of(place / "run"))
+    _, said = joined.communicate(timeout=90)
+    out, error = host.communicate(timeout=60)
+    assert host.returncode == joined.returncode == 0 and "Finished 6 steps" in out, (out, error, said)
+    assert "Traceback" not in error + said
+    assert sum(r["event"] == "worker_came" for r in events(place / "run")) == 2
+    refused = join(place, *TEXT, "--ranks", "0", invite_of(place / "run"))
+    _, said = refused.communicate(timeout=30)
+    assert refused.returncode == 2 and "ranks must be at least 1, not 0" in said
+
+
 SCRIPT = """
 import torch
 import torch.nn.functional as F

@@ -1,13 +1,17 @@
 """Workers with GPUs: alike whoever is there, and mixed with CPUs in one run."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from potluck.agree.policy import Cadence
+from potluck.engine.switches import StepConfig
+from potluck.shard.strategy import FullShard, ShardGradOp, ShardingStrategy
 from tests.fleet.fleet import STEPS, Fleet, assert_same
-from tests.fleet.test_fleet_windows import SHORT, judge
+from tests.fleet.test_fleet_ranks import plain
+from tests.fleet.test_fleet_windows import SHORT, assert_close, judge
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
@@ -25,6 +29,17 @@ def test_gpu_workers_compute_the_same_bits_however_many_there_are(tmp_path: Path
             fleet.add(f"gpu{number}", gpu=True)
         found.append(fleet.finish(150))
     assert_same(*found)
+
+
+@pytest.mark.parametrize("strategy", [FullShard(), ShardGradOp()], ids=["FullShard", "ShardGradOp"])
+def test_gpu_workers_of_two_ranks_and_of_one_hold_the_same_bits(strategy: ShardingStrategy, tmp_path: Path) -> None:
+    """Clipped, so that the norm is the same to the bit too. Both ranks share a GPU, and talk over Gloo."""
+    options: dict[str, Any] = {"bare": True, "gpu": True, "step": StepConfig(clip=0.3)}
+    fleet = Fleet(tmp_path, at_least=2)
+    fleet.add_node("two", strategy=strategy, **options)
+    fleet.add("one", **options)
+    assert_close(fleet.finish(150), plain(clip=0.3))
+    assert fleet.server.core.refused.total() == 0
 
 
 def test_cpu_and_gpu_workers_mix_in_one_run(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import potluck
-from potluck.agree.policy import Async, Cadence, Windowed
+from potluck.agree.policy import ApplyPolicy, Async, Cadence, Sync, Windowed
 from potluck.events import CheckpointSaved, Decided, Validated, WorkerCame, WorkerWent
 from potluck.save.checkpoint import CheckpointConfig
 from tests.fleet.faults import at
@@ -135,11 +135,12 @@ def record_the_largest(place: Path, rank: int) -> None:
     Engine.close = noted  # type: ignore[method-assign]
 
 
-def test_no_rank_ever_holds_the_whole_models_change_nor_its_state(tmp_path: Path) -> None:
+@pytest.mark.parametrize("policy", [Cadence(**SHORT), Sync()], ids=["cadence", "sync"])
+def test_no_rank_ever_holds_the_whole_models_change_nor_its_state(policy: ApplyPolicy, tmp_path: Path) -> None:
     fleet = Fleet(tmp_path, at_least=2)
     for number in range(2):
         faults = {rank: partial(record_the_largest, rank=2 * number + rank) for rank in range(2)}
-        fleet.add_node(f"n{number}", faults=faults, policy=Cadence(**SHORT), bare=True, save_every=2)
+        fleet.add_node(f"n{number}", faults=faults, policy=policy, bare=True, save_every=2)
     fleet.finish()
     assert any(isinstance(e, CheckpointSaved) for e in fleet.events)
     for rank in range(4):

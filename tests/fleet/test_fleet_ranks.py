@@ -140,7 +140,7 @@ def test_a_rank_killed_ends_its_worker_alone_which_joins_again(
 @pytest.mark.parametrize("first", [1, 2])
 def test_a_worker_that_joins_in_mid_run_gets_its_state_in_any_split(first: int, tmp_path: Path) -> None:
     fleet = Fleet(tmp_path)
-    options: dict[str, Any] = {"bare": True, "strategy": ShardGradOp() if first == 2 else FullShard(), "slow_s": 0.1}
+    options: dict[str, Any] = {"bare": True, "strategy": ShardGradOp() if first == 2 else FullShard(), "slow_s": 0.5}
     fleet.add_node("first", first, hold_at=3, **options)
     fleet.wait_for_step(2)
     fleet.add_node("newcomer", 3 - first, **options | {"strategy": FullShard()})

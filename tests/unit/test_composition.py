@@ -15,7 +15,7 @@ import pytest
 
 from potluck import composition
 from potluck.agree.policy import ApplyPolicy, Async, Cadence, Outer, Sync
-from potluck.composition import MOST_RANKS, Composition, Wanted, compose
+from potluck.composition import MOST_RANKS, Composition, Wanted, compose, ranks_per_worker
 from potluck.errors import ConfigError
 from potluck.shard.strategy import FullShard, HybridShard, NoShard, ShardGradOp, ShardingStrategy
 from potluck.stages.protocol import DataStore, Direct, Pipeline, Stages
@@ -150,6 +150,24 @@ def test_a_host_takes_nodes_whose_files_it_takes() -> None:
     from potluck.fleet.parcel import MAX_FILES
 
     assert (MAX_FILES - 3) // 2 == MOST_RANKS
+
+
+def test_a_strategy_says_whether_a_workers_ranks_are_its_machines_affair() -> None:
+    assert [ranks_per_worker(each, here=3) for each in (FullShard(), ShardGradOp(), NoShard())] == [3, 3, 1]
+    assert ranks_per_worker(HybridShard(intra_node_size=2), here=3, asked=2) == 2
+    with pytest.raises(ConfigError, match=r"--ranks is 3, and HybridShard has an intra_node_size of 2\."):
+        ranks_per_worker(HybridShard(intra_node_size=2), here=3, asked=3)
+    with pytest.raises(ConfigError, match=r"--ranks is 2, and NoShard keeps a replica on one\."):
+        ranks_per_worker(NoShard(), here=2, asked=2)
+
+
+def test_weights_are_of_the_ranks_of_a_worker_of_a_host() -> None:
+    uneven = FullShard(weights=(1, 3))
+    assert compose(Wanted(strategy=uneven, has_host=True, world=2)).split == uneven
+    with pytest.raises(ConfigError, match=r"strategy.weights has 2 numbers, and this worker 3 ranks\."):
+        compose(Wanted(strategy=uneven, has_host=True, world=3))
+    with pytest.raises(ConfigError, match=r"A worker of 31 ranks is more than a host takes, which is 30\."):
+        compose(Wanted(strategy=FullShard(), has_host=True, world=31))
 
 
 def test_what_is_composed_needs_no_torch() -> None:

@@ -25,7 +25,7 @@ from potluck.fleet.client import AverageHere, Client, Lost
 from potluck.fleet.description import BUFFERS, Part
 from potluck.fleet.invite import Invite
 from potluck.link.link import connect
-from potluck.link.ranks import NODE, Request, is_later_rank, meet
+from potluck.link.ranks import NODE, RANKS, Request, asked_ranks, is_later_rank, meet, ranks_here
 from potluck.shard.strategy import HybridShard
 from potluck.wire.codec import encode
 from potluck.wire.messages import (
@@ -201,7 +201,7 @@ def test_averages_that_nobody_has_taken_yet_stay_what_they_were_when_the_host_ha
 
 @pytest.fixture
 def bare(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    for name in (NODE, RENDEZVOUS, "RANK", "WORLD_SIZE"):
+    for name in (NODE, RANKS, RENDEZVOUS, "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.setenv(name, "")  # so that it is put back, also where it was not set
         monkeypatch.delenv(name)
     return monkeypatch
@@ -238,6 +238,19 @@ def test_a_later_rank_knows_what_it_is(bare: pytest.MonkeyPatch) -> None:
 def test_without_anybody_to_ask_a_sentence_says_how_to_start(bare: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"intra_node_size of 2 needs as many processes.*potluck join"):
         meet(2)
+
+
+def test_how_many_ranks_a_worker_has_is_its_machines_affair(bare: pytest.MonkeyPatch) -> None:
+    assert ranks_here(gpus=4) == 1  # started by hand: nobody would start the others
+    bare.setenv(NODE, "there")
+    assert (ranks_here(gpus=0), ranks_here(gpus=4)) == (1, 4)
+    bare.setenv("LOCAL_WORLD_SIZE", "2")  # another worker has the other two
+    assert ranks_here(gpus=4) == 2
+    bare.setenv(RANKS, "3")
+    assert ranks_here(gpus=4) == asked_ranks() == 3
+    bare.delenv(NODE)
+    bare.setenv("WORLD_SIZE", "8")  # as torchrun says
+    assert ranks_here(gpus=4) == 8
 
 
 @pytest.mark.parametrize("asked", ["0", "1", "1025"])

@@ -48,6 +48,10 @@ class Member:
     """What it has been given of the step under way, and has not wholly sent."""
     reported: set[int] = field(default_factory=set)
     """Slices of that whose samples and loss it has told."""
+    ahead: list[Node] = field(default_factory=list)
+    """What it has been given of the step after that, with overlap. It sends nothing of it before this one is over."""
+    is_ahead: bool = False
+    """What it has of the step under way was given to it so: when that is done, it applies the step before."""
     busy_s: float = 0.0
     working_since: float = 0.0
     evaluating: tuple[Look, int, int] | None = None
@@ -100,7 +104,7 @@ class Member:
             return "catching up"
         if self.evaluating:
             return "evaluating"
-        if self.applied < committed and not self.plain:  # its next work is in its hands already
+        if self.applied < committed and not self.plain and not self.is_ahead:  # its next work is in its hands already
             return f"applying step {committed}"
         if self.is_computing:
             return "computing its gradient"
@@ -134,6 +138,7 @@ class Membership:
         """It no longer takes part, or not yet."""
         self._changes += 1
         member.phase = phase
+        member.ahead = []  # it has forgotten that itself once it hears so
 
     @property
     def ready(self) -> list[Member]:

@@ -23,6 +23,8 @@ class Saving:
         self.due: SaveDue | None = None
         self.sender: int | None = None
         """The peer whose state is on its way to the disk."""
+        self._left = 0
+        """Bytes of it that have yet to come."""
         self.saved = Saved(0, "", "")
         """The last that is on the disk."""
         self.fault = ""
@@ -67,7 +69,8 @@ class Saving:
         self._keep_last = min(MOST_KEPT, max(self._keep_last, due.keep_last))
         if self.due is None or due.step > self.due.step:
             self.due, self._again_at = due, None
-            self._asked, self._moved_at = self._run.leader, self._run.clock
+            # It sends by itself who spoke for all then: with overlap another may do so by now.
+            self._asked, self._moved_at = self._run.leaders.get(due.step, NOBODY), self._run.clock
         return self.ask()
 
     def ask(self) -> list[Effect]:
@@ -101,16 +104,18 @@ class Saving:
         is_old = bool(self.saved.folder) and begin.step <= self.saved.step  # the leader has changed meanwhile
         if self.sender is not None and self._asked == member.worker_id and self.sender != member.peer:
             self._asked = NOBODY  # it is turned away now: should the one under way fail, somebody is asked anew
-        return self.due is not None and self.sender is None and member in self._digests.trusted and not is_old
+        # One that begins another in the middle has ended the first: it heard of the end of an earlier one too late.
+        is_free = self.sender is None or (self.sender == member.peer and self._left > 0)
+        return self.due is not None and is_free and member in self._digests.trusted and not is_old
 
     def begin(self, member: Member, begin: StateBegin, total: int) -> Effect:
-        self.sender, self._asked, self._moved_at = member.peer, member.worker_id, self._run.clock
+        self.sender, self._asked, self._left, self._moved_at = member.peer, member.worker_id, total, self._run.clock
         return SaveBegin(member.peer, begin.step, begin.header, self._keep_last)
 
     def take(self, member: Member, chunk: StateChunk) -> Effect | None:
         if self.sender != member.peer:
             return None
-        self._moved_at = self._run.clock
+        self._left, self._moved_at = self._left - len(chunk.data), self._run.clock
         return SaveChunk(member.peer, chunk.data)
 
     def abort(self) -> list[Effect]:
@@ -154,7 +159,7 @@ class Saving:
         self.due = self.due or SaveDue(told.step, self._keep_last)
         self._again_at = run.clock + run.patience_s
         effects: list[Effect] = [Emit(CheckpointFailed(step=run.steps.get(told.step, told.step), reason=told.error))]
-        if sender in run.membership.members:  # else the rest of this one would be in the way of the next
+        if self._left > 0 and sender in run.membership.members:  # its rest would be in the way of the next
             effects.append(Send(sender, StateMore(SAVE, 0)))
         return effects + [Send(m.peer, told) for m in run.membership.members.values() if not m.plain]
 
@@ -164,14 +169,16 @@ class Saving:
         self._moved_at += seconds
 
     def tire(self) -> list[Effect]:
-        """A worker that was to send it, and sends nothing of it, is passed over while there are others to ask."""
+        """A worker that was to send it, and sends nothing of it, is passed over while there are others to ask. One that
+        has stopped in the middle is asked once more: a failure may have reached it when the next was on its way."""
         run = self._run
         if self.due is None or self._moved_at >= run.clock - SLOW_STATE * run.patience_s:
             return []
         self._moved_at = run.clock
         saving = run.membership.members.get(self.sender) if self.sender is not None else None
         slow = saving.worker_id if saving is not None else self._asked
-        if all(holder.worker_id == slow for holder in run.membership.holders):
+        is_alone = all(holder.worker_id == slow for holder in run.membership.holders)
+        if is_alone and saving is None:
             return []
         self._passed_over.add(slow)
         self._asked = NOBODY

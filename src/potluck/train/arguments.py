@@ -120,10 +120,10 @@ def host_args(
     settings: tuple[str, ...],
     workers: int,
     threads: int | None,
-    ranks: int | None,
     out: str | None,
     resume: bool,
     listening: Listening,
+    ranks: int | None = None,
 ) -> HostArgs:
     """What `potluck host` is asked for, checked before anything is started."""
     if workers < 0 or listening.at_least < 1 or not 0 <= listening.port < 1 << 16:

@@ -1,5 +1,6 @@
 """What must hold after each event of a virtual run, whatever happened; it is found out by no code of the fleet."""
 
+import math
 from collections.abc import Sequence
 
 from potluck.events import Event, WorkerWent
@@ -10,7 +11,7 @@ from potluck.fleet.stragglers import LONG
 from tests.fleet.virtual.fleet import Fleet
 from tests.fleet.virtual.line import Line
 from tests.fleet.virtual.process import Receive
-from tests.fleet.virtual.toy import ROWS
+from tests.fleet.virtual.toy import ROWS, loss_of
 from tests.fleet.virtual.worker import Worker
 
 IDLE_TIMES = 3
@@ -97,6 +98,10 @@ class Watch:
             assert start == reached, f"rows {reached} to {start} of step {record.step} are lost or used twice"
             reached = end
         assert reached == record.row + record.rows, f"rows from {reached} of step {record.step} are lost"
+        if self._run.core.described.windowed is not None and not math.isnan(record.loss):
+            losses = [loss_of(record.epoch, start, end) for start, end, _ in record.ranges]
+            is_close = math.isclose(record.loss, math.fsum(losses) / record.rows, rel_tol=1e-6, abs_tol=1e-9)
+            assert is_close, f"what was told of step {record.step} is of other rows"
         before = self._records.get(record.step - 1)
         place = (
             (before.epoch * ROWS + before.row + before.rows) if before is not None else record.rows_seen - record.rows
