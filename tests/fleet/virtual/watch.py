@@ -98,7 +98,7 @@ class Watch:
             assert start == reached, f"rows {reached} to {start} of step {record.step} are lost or used twice"
             reached = end
         assert reached == record.row + record.rows, f"rows from {reached} of step {record.step} are lost"
-        if self._run.core.run.described.windowed is not None and not math.isnan(record.loss):
+        if self._run.core.described.windowed is not None and not math.isnan(record.loss):
             losses = [loss_of(record.epoch, start, end) for start, end, _ in record.ranges]
             is_close = math.isclose(record.loss, math.fsum(losses) / record.rows, rel_tol=1e-6, abs_tol=1e-9)
             assert is_close, f"what was told of step {record.step} is of other rows"
