@@ -60,9 +60,9 @@ MUTANTS = {
     "a host that finds all done waits for those who have ended": Mutant(Ending, "_end_without_them", nothing),
     "a restarted host does not know what is on its disk": Mutant(Coordinator, "found", nothing, ("cadence", "async")),
     "a window is computed again though somebody has it": Mutant(
-        Weights, "_may_have_the_last", lambda admission: False, ("cadence", "async")
+        Weights, "_may_have_the_last", lambda weights: False, ("cadence", "async")
     ),
-    "those who wait for weights are forgotten": Mutant(Weights, "_take_waiting", lambda admission: iter(())),
+    "those who wait for weights are forgotten": Mutant(Weights, "_take_waiting", lambda weights: iter(())),
     # Who owes what.
     "nobody is relieved": Mutant(Stragglers, "relieve", nothing),
     "who leaves keeps its slices": Mutant(Rounds, "take_away", nothing),

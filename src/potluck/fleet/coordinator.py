@@ -188,6 +188,7 @@ class Coordinator(RunState):
         effects += self.evaluations.give_back(member)
         effects += self.saving.pass_over(peer)
         effects += self.rounds.on_gone(member)
+        effects += self.transfers.pass_over_leavers()
         if member.is_ready and not self.membership.holders:
             effects += self.weights.on_nobody_holds(may_come_back=not member.leaving)
         return effects + self.ending.on_gone()

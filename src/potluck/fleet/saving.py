@@ -104,27 +104,35 @@ class Saving:
         is_old = bool(self.saved.folder) and begin.step <= self.saved.step  # the leader has changed meanwhile
         if self.sender is not None and self._asked == member.worker_id and self.sender != member.peer:
             self._asked = NOBODY  # it is turned away now: should the one under way fail, somebody is asked anew
-        # One that begins another in the middle has ended the first: it heard of the end of an earlier one too late.
-        is_free = self.sender is None or (self.sender == member.peer and self._left > 0)
-        return self.due is not None and is_free and member in self._digests.trusted and not is_old
+        return self.due is not None and self.sender is None and member in self._digests.trusted and not is_old
 
     def begin(self, member: Member, begin: StateBegin, total: int) -> Effect:
         self.sender, self._asked, self._left, self._moved_at = member.peer, member.worker_id, total, self._run.clock
         return SaveBegin(member.peer, begin.step, begin.header, self._keep_last)
 
     def take(self, member: Member, chunk: StateChunk) -> Effect | None:
-        if self.sender != member.peer:
+        if self.sender != member.peer or not self._left:
             return None
-        self._left, self._moved_at = self._left - len(chunk.data), self._run.clock
+        self._left, self._moved_at = max(0, self._left - len(chunk.data)), self._run.clock
         return SaveChunk(member.peer, chunk.data)
+
+    def begun_again(self, member: Member) -> list[Effect]:
+        """A sender that begins another state sends nothing more of the last: the two must not become one file."""
+        if self.sender != member.peer or not self._left:
+            return []
+        self.sender = None
+        return [SaveAbort()]
 
     def abort(self) -> list[Effect]:
         """What has come is of no use; its sender, if it is still there, sends no more of it."""
         sender, self.sender = self.sender, None
-        if sender is None:
-            return []
-        is_there = sender in self._run.membership.members
-        return [SaveAbort(), *([Send(sender, StateMore(SAVE, 0))] if is_there else [])]
+        return [SaveAbort(), *self._spare(sender)] if sender is not None else []
+
+    def _spare(self, sender: int | None) -> list[Effect]:
+        """Else the rest of its state would be in the way of the next. Where there is no rest, it would take this for
+        the next."""
+        is_sending = sender in self._run.membership.members and self._left > 0
+        return [Send(sender, StateMore(SAVE, 0))] if sender is not None and is_sending else []
 
     def pass_over(self, peer: int) -> list[Effect]:
         """It is gone, or its weights are wrong."""
@@ -158,9 +166,8 @@ class Saving:
         self.fault = told.error
         self.due = self.due or SaveDue(told.step, self._keep_last)
         self._again_at = run.clock + run.patience_s
-        effects: list[Effect] = [Emit(CheckpointFailed(step=run.steps.get(told.step, told.step), reason=told.error))]
-        if self._left > 0 and sender in run.membership.members:  # its rest would be in the way of the next
-            effects.append(Send(sender, StateMore(SAVE, 0)))
+        failed = CheckpointFailed(step=run.steps.get(told.step, told.step), reason=told.error)
+        effects: list[Effect] = [Emit(failed), *self._spare(sender)]
         return effects + [Send(m.peer, told) for m in run.membership.members.values() if not m.plain]
 
     # Time

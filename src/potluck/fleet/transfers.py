@@ -88,8 +88,9 @@ class Transfers:
 
     def on_begin(self, member: Member, begin: StateBegin) -> list[Effect]:
         run, whose = self.run, self._whose(begin.transfer)
+        dropped = self.saving.begun_again(member) if begin.transfer == SAVE else []
         if not whose.may_begin(member, begin):
-            return [Send(member.peer, StateMore(begin.transfer, 0))]
+            return [*dropped, Send(member.peer, StateMore(begin.transfer, 0))]
         try:
             total = sum(size for _, size in files_in(begin.header))
         except TheirProtocolError as error:
@@ -103,7 +104,7 @@ class Transfers:
                 f" {most:,}, and its last step is {run.latest}.",
             )
         self.unpaid.pop((member.peer, begin.transfer), None)
-        return [whose.begin(member, begin, total), Send(member.peer, StateMore(begin.transfer, CHUNKS_AHEAD))]
+        return [*dropped, whose.begin(member, begin, total), Send(member.peer, StateMore(begin.transfer, CHUNKS_AHEAD))]
 
     def on_chunk(self, member: Member, chunk: StateChunk) -> list[Effect]:
         taken = self._whose(chunk.transfer).take(member, chunk)
@@ -162,11 +163,21 @@ class Transfers:
             effects += self._spare_sponsor(transfer)
         return effects + self.pass_over(peer)
 
-    def pass_over(self, peer: int, beyond: int = -1) -> list[Effect]:
-        """It is gone or wrong, or takes no step beyond that one: others send their weights to those whom it was to."""
+    def pass_over(self, peer: int) -> list[Effect]:
+        """It is gone, or its weights are wrong: others send theirs to those whom it was to."""
         effects: list[Effect] = []
         for transfer in [t for t in self.under_way.values() if t.sponsor == peer and not t.is_whole]:
-            if transfer.step > beyond:
+            effects += self._begin_anew(transfer)
+        return effects
+
+    def pass_over_leavers(self) -> list[Effect]:
+        """One that leaves takes no other step: those who wait for a later one of it get theirs as it can be had now."""
+        now, effects = self.rounds.now, list[Effect]()
+        wanted = now.step if now is not None else self.run.standing.step
+        leaving = {m.peer: m.applied for m in self.run.membership.holders if m.leaving}
+        for transfer in [t for t in self.under_way.values() if not t.is_whole and t.sponsor in leaving]:
+            is_hopeless = transfer.step > leaving[transfer.sponsor or 0]
+            if is_hopeless and (transfer.step > wanted or len(leaving) < len(self.run.membership.holders)):
                 effects += self._begin_anew(transfer)
         return effects
 

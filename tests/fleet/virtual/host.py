@@ -215,6 +215,7 @@ class Host:
                 self.fleet.clock.after(0.0, functools.partial(self.read, line))
 
     def _close(self, line: Line, why: str) -> None:
+        self.fleet.on_parting(line, why)
         line.send_down(Lost(why))
         line.closing = True
         if line.connection is not None:

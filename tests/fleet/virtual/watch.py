@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 
-from potluck.events import Event, WorkerWent
 from potluck.fleet.effects import StepRecord
 from potluck.fleet.member import Phase
 from potluck.fleet.membership import Member
@@ -27,7 +26,7 @@ class Watch:
         self._idle_since = self._waiting_since = run.clock.now
         self.events = 0
         run.on_record = self._on_record
-        run.on_event = self._on_event
+        run.on_parting = self._on_parting
         run.clock.after_each = self._look
 
     # After each event
@@ -110,16 +109,11 @@ class Watch:
         assert record.rows_seen == place + record.rows
         self._records[record.step] = record
 
-    def _on_event(self, event: Event) -> None:
+    def _on_parting(self, line: Line, why: str) -> None:
         """Nobody is given up for a silence of the host's own: of its bytes, none came for a long time."""
-        if not isinstance(event, WorkerWent) or "silent for" not in event.reason:
-            return
-        run = self._run
-        for worker in run.workers.values():
-            line = worker.line
-            if line is not None and worker.member.worker_id == event.worker and not worker.dead and not worker.done:
-                quiet_s = run.clock.now - line.arrived_at
-                assert quiet_s > run.patience_s / 2, f"{worker} is given up, and was heard of {quiet_s:.2f} s ago"
+        quiet_s = self._run.clock.now - line.arrived_at
+        is_just = "silent for" not in why or quiet_s > self._run.patience_s / 2
+        assert is_just, f"peer {line.peer} is {why}, and was heard of {quiet_s:.2f} s ago"
 
     # At the end
 
@@ -136,6 +130,8 @@ class Watch:
 def _is_free(run: Fleet, member: Member) -> bool:
     """It can compute, is heard, and was given nothing of the step under way, or has sent it."""
     under = run.core.now
+    if under is not None and under.batch and not any(m.speed for m in run.core.membership.holders):
+        return False  # nobody knows how long a window takes
     is_able = not member.plain and under is not None and member.since <= under.step and member.relieved < under.step
     return is_able and not member.nodes and not run.core.is_silent(member)
 
