@@ -26,6 +26,7 @@ from potluck.fleet.description import Description, Part
 from potluck.fleet.invite import Identity, Invite
 from potluck.fleet.journal import Journal
 from potluck.fleet.server import Server
+from potluck.save.checkpoint_receiver import CheckpointReceiver
 from potluck.wire.messages import Admitted, Applied, Committed, Message, Ready, SliceReport, Work
 
 MB = 1_000_000
@@ -131,7 +132,10 @@ class Host:
             journal.keep("next worker", str(core.membership.next_id))
 
         tls = identity.server_context() if encrypted else None
-        self.server = Server(core, host="127.0.0.1", port=port, tls=tls, journal=journal, on_event=on_event)
+        saver = CheckpointReceiver(place / "checkpoints", lambda path, reason: None)
+        self.server = Server(
+            core, host="127.0.0.1", port=port, tls=tls, journal=journal, saver=saver, on_event=on_event
+        )
         self._invite = identity.invite("127.0.0.1", self.server.port, encrypted=encrypted)
         self.empty_bytes = memory_bytes("VmRSS")
         self.server.start()

@@ -47,7 +47,6 @@ Out = Annotated[
     str | None,
     tyro.conf.arg(metavar="FOLDER", help="The run folder.", help_behavior_hint="(default: runs/NAME, numbered)"),
 ]
-
 Ranks = Annotated[
     int | None,
     tyro.conf.arg(
@@ -56,7 +55,6 @@ Ranks = Annotated[
         help_behavior_hint="(default: one for each GPU)",
     ),
 ]
-
 Only = Annotated[
     int | None,
     tyro.conf.arg(

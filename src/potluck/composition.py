@@ -235,10 +235,10 @@ def _under_host(wanted: Wanted) -> Composition:
         )
     if isinstance(strategy, FullShard | ShardGradOp):
         _insist_on_one_worker(wanted, strategy, ranks)
-    if not isinstance(policy, Sync) and policy.overlap:
+    if not isinstance(policy, Sync) and policy.overlap and ranks > 1:
         raise ConfigError(
-            "policy.overlap does not work with a host yet, only among the workers of one group. Switch it off, or start"
-            " the workers with potluck run."
+            "With policy.overlap a host's averages come while a worker computes, and the ranks of a node, which take"
+            " them one by one, have nowhere to keep them. Switch it off, or set strategy to no_shard."
         )
     split = FullShard() if isinstance(strategy, HybridShard) else strategy
     return Composition(

@@ -155,7 +155,7 @@ SLOW = pytest.mark.slow
         (("train", "nothing.toml"), "There is no recipe nothing.toml. Built in are: demo"),
         (("train", "tiny.toml", "--set", "model.layer=3"), "Did you mean model.layers?"),
         (("train", "tiny.toml", "--set", "workers.count=x"), "workers.count must be a whole number, not 'x'."),
-        (("train", "tiny.toml", "--data", "nowhere"), "There is no file or folder nowhere."),
+        pytest.param(("train", "tiny.toml", "--data", "nowhere"), "There is no file or folder nowhere.", marks=SLOW),
         (("train", "tiny.toml", "--set", "batch.size=1"), "A batch of 1 does not fit 2 workers"),
         pytest.param(
             ("train", "tiny.toml", "--out", "/proc/potluck"), "Cannot write to the run folder /proc/potluck", marks=SLOW
@@ -163,7 +163,7 @@ SLOW = pytest.mark.slow
         pytest.param(
             ("train", "tiny.toml", "--set", "model.dim=1000000"), "Make model.dim or model.layers smaller", marks=SLOW
         ),
-        (("train", "tiny.toml", "--resume"), "There is no run to resume in runs/tiny."),
+        pytest.param(("train", "tiny.toml", "--resume"), "There is no run to resume in runs/tiny.", marks=SLOW),
         pytest.param(
             ("train", "tiny.toml", "--set", "policy.kind=sync", "--set", "policy.shares=[1]"),
             "shares has 1 number, and",
@@ -279,6 +279,7 @@ def test_a_script_without_our_launcher_stops_alike(place: Path) -> None:
     assert re.fullmatch(r"potluck: Stopped after step \d+\. Saved in runs/sines/checkpoints/step-\d+\.\n", stderr)
 
 
+@pytest.mark.slow
 def test_no_space_for_a_checkpoint_is_said_before_anything_is_computed(place: Path) -> None:
     small = place / "small"
     small.mkdir()

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from potluck.agree.policy import Async, Cadence
 from potluck.fleet.description import settings_of
 from tests.fleet.seeds import POLICIES, hurried, seeds
-from tests.fleet.virtual import ROWS, Fleet, described
+from tests.fleet.virtual import BATCH, ROWS, Fleet, described
 from tests.fleet.virtual.storm import Storm
 from tests.fleet.virtual.watch import Watch
 
@@ -36,13 +36,15 @@ def simulate(seed: int, policy: str, told: Counter[str]) -> Fleet:
     draw = random.Random(seed)
     epochs = draw.randint(2, 6)
     settings: dict[str, Any] = {}
+    batch = BATCH
     if policy != "sync":
         kind = {"cadence": Cadence, "async": Async}[policy]
-        settings = settings_of(kind(anchor=draw.choice([1, 2]), max_anchor=draw.choice([2, 4, 200])))
+        anchors = {"anchor": draw.choice([1, 2]), "max_anchor": draw.choice([2, 4, 200])}
+        settings, batch = settings_of(kind(**anchors, overlap=draw.random() < 0.5)), draw.choice([8, BATCH])
     habits = {
         "save_every": draw.choice([0, 0, 1, 2, 3]),
         "evaluate_every": draw.choice([0, 0, 1, 2]),
-        "description": described(policy=policy, settings=settings, rows_limit=epochs * ROWS),
+        "description": described(policy=policy, settings=settings, batch=batch, rows_limit=epochs * ROWS),
     }
     plain = draw.choice([0, 0, 0, 1, 2])
     run = Fleet(at_least=1, epochs=epochs, patience_s=draw.choice([2.0, 4.0]), plain_peers=plain > 0)

@@ -39,6 +39,7 @@ from potluck.fleet.effects import (
     SendCheckpoint,
 )
 from potluck.fleet.membership import Phase
+from potluck.fleet.parcel import Parcels
 from potluck.fleet.run_state import Resumed, Standing
 from potluck.wire.messages import (
     OURS,
@@ -837,6 +838,15 @@ def test_a_save_that_is_due_while_the_one_before_is_still_being_sent_is_not_lost
 
 
 # A disk that is full
+
+
+def test_a_lone_worker_that_stops_in_the_middle_of_a_state_is_asked_once_more() -> None:
+    """A late word that the last one could not be written has reached it when the next was on its way."""
+    run = Fleet(workers=1, save_every=2)
+    run.run_until(lambda: run.core.saving.sender is not None)
+    run.workers["w0"]._parcels = Parcels()
+    run.finish()
+    assert max(run.disk.states) == STEPS
 
 
 def test_a_checkpoint_that_cannot_be_written_ends_nobody_and_the_next_one_is_tried() -> None:

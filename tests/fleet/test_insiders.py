@@ -21,6 +21,7 @@ from potluck.fleet.coordinator import PROTOCOL, TOO_SOON, Coordinator
 from potluck.fleet.description import Description
 from potluck.fleet.effects import Close, Finish, SaveBegin, Send
 from potluck.fleet.invite import INVITE, Invite
+from potluck.fleet.journal import Journal
 from potluck.fleet.returns import FREE, FREE_OF_ADDRESS, MOST_KNOWN, Returns
 from potluck.fleet.run_state import Resumed, Standing
 from potluck.fleet.saving import SAVE
@@ -541,7 +542,8 @@ def test_a_checkpoint_on_the_disk_whose_manifest_makes_no_sense_is_passed_over(t
 
 def serve(patience_s: float = 0.3, secret: str = SECRET, **options: Any) -> Server:
     coordinator = Coordinator(patience_s=patience_s, secret=secret)
-    server = Server(coordinator, host="127.0.0.1", port=0, tls=None, **options)
+    journal, saver = Journal(Path(":memory:")), CheckpointReceiver(Path(), lambda path, reason: None)
+    server = Server(coordinator, host="127.0.0.1", port=0, tls=None, journal=journal, saver=saver, **options)
     server.start()
     return server
 

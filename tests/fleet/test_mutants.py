@@ -7,11 +7,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from potluck.fleet.admission import Admission
-from potluck.fleet.connection import Connection
 from potluck.fleet.coordinator import Coordinator
 from potluck.fleet.ending import Ending
 from potluck.fleet.evaluation import Evaluations
+from potluck.fleet.exchange import PeerConnection
 from potluck.fleet.journal import Journal
 from potluck.fleet.mean import Mean
 from potluck.fleet.member import Member
@@ -22,6 +21,7 @@ from potluck.fleet.run_state import RunState
 from potluck.fleet.saving import Saving
 from potluck.fleet.stragglers import Stragglers
 from potluck.fleet.transfers import Transfers
+from potluck.fleet.weights import Weights
 from tests.fleet.seeds import POLICIES, hurried
 from tests.fleet.simulation import simulate
 from tests.fleet.virtual.toy import ROWS
@@ -60,9 +60,9 @@ MUTANTS = {
     "a host that finds all done waits for those who have ended": Mutant(Ending, "_end_without_them", nothing),
     "a restarted host does not know what is on its disk": Mutant(Coordinator, "found", nothing, ("cadence", "async")),
     "a window is computed again though somebody has it": Mutant(
-        Admission, "_may_have_the_last", lambda admission: False, ("cadence", "async")
+        Weights, "_may_have_the_last", lambda admission: False, ("cadence", "async")
     ),
-    "those who wait for weights are forgotten": Mutant(Admission, "_take_waiting", lambda admission: iter(())),
+    "those who wait for weights are forgotten": Mutant(Weights, "_take_waiting", lambda admission: iter(())),
     # Who owes what.
     "nobody is relieved": Mutant(Stragglers, "relieve", nothing),
     "who leaves keeps its slices": Mutant(Rounds, "take_away", nothing),
@@ -79,8 +79,8 @@ MUTANTS = {
     "a row is counted twice": Mutant(
         StepUnderWay, "rows", property(lambda step: step.bounds[-1][1] - step.bounds[0][0] - (step.step == 3))
     ),
-    "what a lost worker still sends reaches the sums": Mutant(Connection, "revoke", nothing),
-    "what is of no use any more reaches the sums": Mutant(Connection, "discard", nothing),
+    "what a lost worker still sends reaches the sums": Mutant(PeerConnection, "revoke", nothing),
+    "what is of no use any more reaches the sums": Mutant(PeerConnection, "discard", nothing),
     "a gradient counts before its report": Mutant(Coordinator, "has_reported", lambda core, peer, node: True),
     # What is kept.
     "the step before a restart is not on record": Mutant(Journal, "record", nothing),

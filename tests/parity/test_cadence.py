@@ -15,7 +15,8 @@ from potluck import Async, Cadence, NoShard, Outer, StepConfig, Sync
 from potluck.errors import ConfigError
 from potluck.events import Decided, EpochDone, StepDone
 from tests.gathered import gathered
-from tests.parity.test_sync import FEATURES, OPTIMIZERS, flat
+from tests.parity.test_sync import FEATURES, flat
+from tests.parity.test_sync import OPTIMIZERS as ANY_OPTIMIZER
 from tests.ranks import run_ranks
 
 ROWS = 203
@@ -26,6 +27,9 @@ POLICIES: dict[str, Any] = {
     "overlap": Cadence(anchor=2, overlap=True),
     "outer": Async(anchor=2, outer=Outer(lr=0.7, momentum=0.9)),
 }
+
+OPTIMIZERS = ANY_OPTIMIZER | {"plain sgd": lambda p: torch.optim.SGD(p, lr=0.1)}
+"""The last has no moments: a group's checkpoint keeps the first rank's, which a judge would have to know."""
 
 
 class Running(nn.Module):

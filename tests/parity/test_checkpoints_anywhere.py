@@ -176,7 +176,7 @@ def go_on(strategy: ShardingStrategy, folder: str, upto: int) -> dict[str, Any]:
         model, optimizer = make(2)  # nothing is right by accident
         fleet.prepare(model, optimizer)
         train(fleet, model, 1)  # there is optimizer state already, of something else
-        fleet.step_number = 0
+        fleet.run.step_number = 0
         assert fleet.load(folder)
         loaded = look(fleet)
         train(fleet, model, upto)

@@ -64,7 +64,7 @@ def train(policy: Any, strategy: Any) -> dict[str, Any]:
         for rows in loader:
             fleet.backward(F.mse_loss(model(rows), rows[:, :2]), samples=len(rows))
             fleet.step()
-        sharded = getattr(fleet.replica, "sharded", None)
+        sharded = getattr(fleet.run.replica, "sharded", None)
         owned = sum(run.parameter.numel() for run in sharded.runs) if sharded is not None else 0
         weights = torch.cat([p.detach().flatten() for p in model.state_dict().values()])
         return {

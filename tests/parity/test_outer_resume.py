@@ -10,15 +10,12 @@ from torch import Tensor
 
 import potluck
 from potluck import Async, HybridShard, NoShard, Outer, StepConfig
-from tests.parity.test_cadence import ROWS, Net, judge, make, whole
+from tests.parity.test_cadence import OPTIMIZERS, ROWS, Net, judge, make, whole
 from tests.parity.test_hybrid_windows import by_node, through_node
 from tests.parity.test_hybrid_windows import make as make_deep
-from tests.parity.test_sync import OPTIMIZERS
 from tests.ranks import run_ranks
 
 POLICY = Async(anchor=2, max_anchor=2, outer=Outer(lr=0.7, momentum=0.9))
-OPTIMIZERS["plain sgd"] = lambda p: torch.optim.SGD(p, lr=0.1)
-"""A group's checkpoint has the first rank's moments, and a judge would have to know: this one has none."""
 
 
 class Mixed(Net):

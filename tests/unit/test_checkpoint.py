@@ -3,10 +3,8 @@
 import json
 import os
 import random
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -109,36 +107,40 @@ def test_an_empty_or_missing_folder_has_none(tmp_path: Path) -> None:
 
 
 KILLED = """
-import sys
+import os, random, signal, sys, time
 from pathlib import Path
 import torch
 from potluck.save.checkpoint import Snapshot, write
 from potluck.save.checkpoint_folder import prune
-folder = Path(sys.argv[1])
-step = 0
-while True:
-    step += 1
-    place = write(folder, Snapshot({"step": step}, {"model": {"a": torch.full((300_000,), float(step))}}))
-    prune(folder, 2, place)
-    print(step, flush=True)
+generator = random.Random(0)
+for attempt in range(6):
+    folder, (heard, said) = Path(sys.argv[1]) / str(attempt), os.pipe()
+    process = os.fork()
+    step = 0
+    while process == 0:
+        step += 1
+        place = write(folder, Snapshot({"step": step}, {"model": {"a": torch.full((300_000,), float(step))}}))
+        prune(folder, 2, place)
+        os.write(said, f"{step}\\n".encode())
+    os.close(said)
+    lines = os.fdopen(heard)
+    for _ in range(3):
+        last = int(lines.readline())
+    time.sleep(generator.uniform(0, 0.02))  # into the middle of a later write, not to wait for anything
+    os.kill(process, signal.SIGKILL)
+    os.waitpid(process, 0)
+    print(max([last, *map(int, lines.read().split())]))
 """
 
 
 def test_a_kill_at_any_moment_leaves_a_whole_one(tmp_path: Path) -> None:
-    generator = random.Random(0)
+    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    reported = [int(line) for line in done.stdout.split()]
+    assert len(reported) == 6
     leftovers = 0
-    for attempt in range(6):
+    for attempt, last in enumerate(reported):
         folder = tmp_path / str(attempt)
-        process = subprocess.Popen(
-            [sys.executable, "-c", KILLED, str(folder)], stdout=subprocess.PIPE, text=True, stderr=subprocess.DEVNULL
-        )
-        assert process.stdout is not None
-        for _ in range(3):
-            last = int(process.stdout.readline())
-        time.sleep(generator.uniform(0, 0.02))  # into the middle of a later write, not to wait for anything
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        last = max([last, *(int(line) for line in process.stdout.read().split())])
         step, passed = found(folder)
         assert step is not None and step >= last, "a checkpoint that was reported as written is gone"
         assert not passed

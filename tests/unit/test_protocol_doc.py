@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from potluck.engine import slices
+from potluck.engine import slices, weight_hash
 from potluck.engine.rows import mix
 from potluck.errors import TheirProtocolError
 from potluck.events import EpochDone
-from potluck.fleet import description, door, exchange, lobby, parcel, rounds, transfers
+from potluck.fleet import connection, description, door, lobby, parcel, rounds, transfers
 from potluck.fleet.coordinator import LEGAL
 from potluck.fleet.description import Description
 from potluck.fleet.membership import Phase
@@ -118,7 +118,7 @@ def test_every_field_of_a_description_is_told() -> None:
         lobby.UNKNOWN_BYTES,
         lobby.KNOWN_BYTES,
         lobby.MOST_UNKNOWN,
-        exchange.CONTROL_BYTES,
+        connection.CONTROL_BYTES,
         door.CONTROL_BYTES,
         description.MAX_PARTS,
         description.MAX_FLOATS,
@@ -138,7 +138,7 @@ def test_the_examples_are_what_the_code_makes_of_them() -> None:
         "mix(7, 3)": str(mix(7, 3)),
         "the order of 10 rows, seed 7, epoch 0": " ".join(map(str, order.tolist())),
         "`description.model` of Linear(2, 1)": slices.describe_model(nn.Linear(2, 1)),
-        "the digest of one parameter of 1,030 float32 numbers: 0, 1, ..., 1029": slices.digest(
+        "the digest of one parameter of 1,030 float32 numbers: 0, 1, ..., 1029": weight_hash.digest(
             [torch.arange(1030, dtype=torch.float32)]
         ),
     }
@@ -149,7 +149,7 @@ def test_the_examples_are_what_the_code_makes_of_them() -> None:
 @pytest.mark.parametrize(
     ("heading", "number"),
     [
-        ("### The digest", slices.ROW_BYTES),
+        ("### The digest", weight_hash.ROW_BYTES),
         ("### The description", slices.SMALL_BYTES),
         ("**A parcel**", parcel.CHUNK_BYTES),
         ("**A parcel**", transfers.CHUNKS_AHEAD),

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -208,12 +209,11 @@ def test_a_new_run_takes_no_folder_of_a_host_that_has_not_saved_yet(tmp_path: Pa
     from potluck.train.arguments import TrainArgs
     from potluck.train.recipe import RunConfig, _run_folder
 
-    class Alone:
-        rank, is_restored, recovery = 0, False, None
+    alone: Any = SimpleNamespace(rank=0, run=SimpleNamespace(is_restored=False, recovery=None))
 
     with hosting(order()):
         pass
-    chosen = _run_folder(RunConfig(name="demo"), TrainArgs(recipe="demo"), Alone())  # type: ignore[arg-type]
+    chosen = _run_folder(RunConfig(name="demo"), TrainArgs(recipe="demo"), alone)
     assert chosen == Path("runs/demo-2") and order().folder == Path("runs/demo-2")
 
 

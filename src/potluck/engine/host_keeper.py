@@ -14,16 +14,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from torch import Tensor
+import torch
 
 from potluck.engine.layers import Layers
 from potluck.engine.led import Led
-from potluck.engine.led_work import LedWork
-from potluck.engine.loader import Position
+from potluck.engine.loader import BatchConfig, Position, plan_step
 from potluck.engine.losses import LossFunction, looking, loss_and_samples
 from potluck.engine.node_client import NodeClient
-from potluck.engine.range_losses import RangeLosses
-from potluck.engine.rows import as_dataset
+from potluck.engine.rows import arrived, as_dataset, read_batch
 from potluck.engine.run_state import RunState
 from potluck.engine.standing import check_standing, stand_at, take_standing
 from potluck.environment import QUIET
@@ -35,12 +33,13 @@ from potluck.save.saves import Saves
 
 if TYPE_CHECKING:
     from potluck.engine.joined_view import JoinedView
+    from potluck.engine.led_rounds import LedWork
 
 
 class HostKeeper:
     is_led = True
     keeps_folder = False
-    work: LedWork
+    work: "LedWork"
     """What this worker computes, once there is a replica."""
     description: Description
     """Once there is a loader."""
@@ -162,14 +161,22 @@ class HostKeeper:
         run, rows = self.run, as_dataset(dataset)
         if run.replaying or self._has_left or (run.stopping and self._is_over) or not len(rows):
             return math.nan
-        replica = run.prepared()
+        replica, link, collate = run.prepared(), run.link, run.loader.collate if run.loader is not None else None
+        whole, shares = BatchConfig(size=len(rows)), (1.0,) * link.world
 
-        def mean_of(batch: Any) -> tuple[Tensor, float]:
-            return loss_and_samples(replica.loss(loss_of, batch), batch)
+        def sum_of(start: int, end: int) -> list[float]:
+            """The sum of the losses of these rows, and how many samples they are; each rank looks at its own part."""
+            total = count = 0.0
+            for micro in plan_step(start, end, whole, shares, link.rank, in_step=replica.in_step):
+                batch = arrived(read_batch(rows, list(range(micro.start, micro.end)), collate), run.device)
+                with torch.no_grad():
+                    loss, samples = loss_and_samples(replica.loss(loss_of, batch), batch)
+                if samples and micro.counts:
+                    total, count = total + loss.item() * samples, count + samples
+            return [sum(column) for column in zip(*link.gather_rows([total, count]), strict=True)]
 
-        losses = RangeLosses(mean_of, rows, replica, run.link, run.loader.collate if run.loader is not None else None)
         with self.work.as_agreed(), looking(replica.model):
-            return self.led.evaluate(len(rows), min(len(rows), max(1, batch_size)), losses.sum_of)
+            return self.led.evaluate(len(rows), min(len(rows), max(1, batch_size)), sum_of)
 
     def save(self, folder: Path, keep_last: int) -> None:
         """The host keeps checkpoints, in its own run folder: one worker sends its state, and training goes on."""

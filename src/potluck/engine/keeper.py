@@ -46,26 +46,16 @@ class GroupKeeper:
         self._folder: Path | None = None
         """That load() was given."""
         self._saved_last: tuple[Path, int] | None = None
+        self.rank, self.world = run.link.rank, run.link.world
+        self.keeps_folder = self.rank == 0
+        """Whether this worker writes the run folder."""
         run.speaks = self.rank == 0 or ONLY in os.environ
         run.say = say if run.speaks else lambda sentence: None
-
-    @property
-    def rank(self) -> int:
-        return self._run.link.rank
-
-    @property
-    def world(self) -> int:
-        return self._run.link.world
 
     @property
     def version(self) -> int:
         """Agreements so far."""
         return self._run.version
-
-    @property
-    def keeps_folder(self) -> bool:
-        """Whether this worker writes the run folder."""
-        return self.rank == 0
 
     def begin(self) -> None:
         """The replica is there, and the loader if the data are ours."""

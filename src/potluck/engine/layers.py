@@ -18,6 +18,7 @@ from potluck.engine.replica import Replica
 from potluck.engine.run_state import RunState
 from potluck.events import WorkerStep
 from potluck.link.link import Alone, Link
+from potluck.link.nodes import Nodes, make_nodes
 
 if TYPE_CHECKING:
     from potluck.engine.rounds import Rounds
@@ -35,21 +36,10 @@ class WholeLayers:
 
     def __init__(self, run: RunState) -> None:
         self._run = run
-
-    @property
-    def lanes(self) -> int:
-        """Among how many each batch is shared out."""
-        return self._run.link.world
-
-    @property
-    def lane(self) -> int:
-        """Which of them this worker is."""
-        return self._run.link.rank
-
-    @property
-    def peers(self) -> Link:
+        self.lanes, self.lane = run.link.world, run.link.rank
+        """Among how many each batch is shared out, and which of them this worker is."""
+        self.peers = run.link
         """All who hold the same layers as this worker, of any replica."""
-        return self._run.link
 
     @property
     def parameters(self) -> int:
@@ -63,7 +53,7 @@ class WholeLayers:
         self, model: nn.Module, optimizer: Optimizer, rounds: "Rounds", options: dict[str, Any]
     ) -> Replica:
         """Called once. `options`: what prepare() was given of the data: batch_size, dataset, loss and collate."""
-        return rounds.make_replica(model, optimizer)
+        return make_replica(self._run, self, rounds.nodes, model, optimizer)
 
     def settle_in(self) -> None:
         """prepare() is done."""
@@ -128,3 +118,22 @@ class WholeLayers:
 
     def close(self, *, has_failed: bool) -> None:
         """This worker leaves the run."""
+
+
+def make_replica(run: RunState, layers: Layers, nodes: Nodes | None, model: nn.Module, optimizer: Optimizer) -> Replica:
+    """Of what this worker holds of the model. `nodes`: where replicas step by themselves."""
+    composed, split = run.composition, run.composition.split_of(layers.place)
+    link, within, others = layers.peers, None, {}
+    if nodes is not None:
+        link, within = (run.link, nodes.within) if layers.is_whole else (nodes.across, layers.shards)
+        others = {"across": nodes.across}
+    elif split is not None and not (layers.is_whole or composed.splits_all):
+        within = layers.shards
+        if composed.replicas > 1:
+            others = {"nodes": make_nodes(run.link, composed.stages * composed.node_size).across}
+    arguments = (model, optimizer, link, run.device, run.config)
+    if split is None:
+        return Replica(*arguments, within=within)
+    from potluck.engine.sharded import ShardedReplica
+
+    return ShardedReplica(*arguments, strategy=split, within=within, **others)

@@ -50,9 +50,9 @@ class Led:
         self._leaving: list[Path] = []
         """Folders that are being sent."""
 
-    def reach(self, phase: str, **what: Any) -> None:
-        """Of the step that is under way."""
-        reach(phase, self.member.version + 1, worker=self._keeper, **what)
+    def reach(self, phase: str, step: int = 0, **what: Any) -> None:
+        """Of the step that is under way, if no other is named."""
+        reach(phase, step or self.member.version + 1, worker=self._keeper, **what)
 
     # The pump
 
@@ -91,6 +91,8 @@ class Led:
                     raise effect.kind(
                         effect.sentence + (self._keeper.run.prepared().suspicion() if effect.kind is Diverged else "")
                     )
+                case effects.DropAhead():
+                    self._keeper.work.forget()
                 case effects.Rejoin():
                     self._keeper.work.forget()
                     self.client.connect(again=True)

@@ -7,18 +7,16 @@ handed out; step() waits once it is done: for what all agree on, or for the work
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from potluck.agree.pulse import Verdict
 from potluck.engine.host_keeper import HostKeeper
-from potluck.engine.layers import Layers
-from potluck.engine.led_work import LedWork
 from potluck.engine.loader import BatchConfig, Loader, MicroBatch, SliceLoader
 from potluck.engine.losses import STEP_TOO_EARLY, insist_on_mean
 from potluck.engine.part_sender import PartSender
@@ -26,30 +24,79 @@ from potluck.engine.replica import Replica
 from potluck.engine.rounds import Collate, insist_on_same_data
 from potluck.engine.run_state import RunState
 from potluck.engine.slices import describe_model, state_specs
-from potluck.engine.steps import make_replica
 from potluck.errors import ConfigError
 from potluck.events import EpochDone, StepDone, StepSkipped, WorkerStep
 from potluck.fleet.client import Means
-from potluck.fleet.description import Description, settings_of
-from potluck.fleet.tree import sized_rows, slice_rows
+from potluck.fleet.description import Description, Part, settings_of
+from potluck.fleet.tree import Node, sized_rows, slice_rows
 from potluck.save.saves import sharded_of
 from potluck.signals import on_interrupt
 from potluck.wire.messages import Committed, Work
 from potluck.wire.words import clean_all
 
 
+class LedWork(Protocol):
+    is_repeatable: bool
+    """Whether work that is done again has the same bits, whoever does it."""
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """What is sent of a round, and in which order."""
+
+    @property
+    def divergence(self) -> float:
+        """Of this worker from the others at the last agreement, where each steps by itself."""
+
+    def begin(self, work: Work, nodes: list[Node], bounds: Sequence[tuple[int, int]]) -> None:
+        """`bounds`: the rows of each slice. `nodes`: which of them are ours, as parts of the tree."""
+
+    def micro_batches(self, work: Work, is_void: Callable[[], bool]) -> Iterator[MicroBatch]:
+        """What goes through the model at once, until the work is done or of no use any more."""
+
+    def seed_of(self, seed: int, micro: MicroBatch) -> int:
+        """The same for these rows whoever computes them."""
+
+    def backward(self, micro: MicroBatch, loss: Tensor, samples: float, last: bool | None) -> None: ...
+
+    def step(self, micro: MicroBatch) -> tuple[bool, StepSkipped | None]:
+        """Whether all of the work is done, and sent if it is of the round under way; a step of our own that was
+        skipped."""
+
+    def count_rows(self, rows: int) -> None:
+        """Of all workers together, in the round that is agreed on."""
+
+    def agree(self, committed: Committed, means: list[Tensor]) -> Verdict:
+        """What all sent, as its mean, becomes everybody's; or all leave it."""
+
+    def send_ahead(self, *, is_wanted: bool) -> None:
+        """After agree(): what was done of the next round meanwhile, if anything was."""
+
+    def hash_weights(self) -> tuple[str, Tensor]:
+        """The digest of what all workers agreed on last, as it is in this worker's memory, and a glance at it."""
+
+    def glance(self) -> Tensor: ...
+
+    def as_agreed(self) -> AbstractContextManager[None]:
+        """The model as all agreed on it last, also in the middle of the work."""
+
+    def forget(self) -> None:
+        """The model is again as it was agreed on."""
+
+    def start_anew(self) -> None:
+        """The model's state has been replaced: what was computed from the old one is of no use."""
+
+
 class LedRounds:
     has_fixed_shares = True
+    nodes = None
 
     def __init__(
         self,
         run: RunState,
-        layers: Layers,
         keeper: HostKeeper,
         make_work: Callable[[Replica, PartSender], LedWork],
     ) -> None:
         self._run = run
-        self._layers = layers
         self._keeper = keeper
         self._led = keeper.led
         self._make_work = make_work
@@ -58,9 +105,6 @@ class LedRounds:
         """That a loop which counts epochs by itself has begun."""
 
     # Preparing
-
-    def make_replica(self, model: nn.Module, optimizer: Optimizer) -> Replica:
-        return make_replica(self._run, self._layers, model, optimizer)
 
     def begin(self, replica: Replica) -> None:
         self._work = self._keeper.work = self._make_work(replica, self._sender)
@@ -140,13 +184,12 @@ class LedRounds:
     def _parts_of(self, work: Work) -> Iterator[MicroBatch]:
         run, member = self._run, self._led.member
         run.replaying = False
-        self._sender.begin()
         nodes = [(int(a), int(b)) for a, b in zip(work.nodes[::2], work.nodes[1::2], strict=True)]
         bounds = slice_rows(work.row, work.rows, work.slices)
         if len(work.sizes):
             bounds = sized_rows(work.row, map(int, work.sizes))
-        self._work.begin(nodes, bounds)
-        self._led.reach("computing")
+        self._work.begin(work, nodes, bounds)
+        self._led.reach("computing", work.step)
         turn = member.turn
         return self._work.micro_batches(
             work, is_void=lambda: turn != member.turn or run.stopping or member.version >= work.step
@@ -166,10 +209,7 @@ class LedRounds:
         if micro is None or micro is not self._run.trained:
             raise ConfigError(STEP_TOO_EARLY)
         is_over, skipped = self._work.step(micro)
-        if not is_over:
-            return skipped
-        self._led.reach("sent")
-        return self._await_step()
+        return self._await_step() if is_over else skipped
 
     def _await_step(self) -> StepDone | StepSkipped | None:
         """Until a step is committed and applied, or there is work, or the run stops."""
@@ -184,7 +224,7 @@ class LedRounds:
         tensors = [torch.from_numpy(part) for part in means.parts]
         led.client.flush()
         led.check_weights(in_step=True)  # after this step nobody could say whose weights went wrong before it
-        led.member.agree(committed)
+        sends = led.member.agree(committed)
         steps_before = run.step_number
         run.rows_seen += committed.rows
         self._work.count_rows(committed.rows)
@@ -192,6 +232,7 @@ class LedRounds:
         event = self._step_done(verdict, told, started)
         led.client.give_back(means)
         led.tell_applied(verdict.norm, verdict.fault or "")
+        self._work.send_ahead(is_wanted=sends)
         if told.get("epoch") is not None:
             run.last_epoch = EpochDone(**told["epoch"])
         run.tell(event)

@@ -17,14 +17,13 @@ from torch.utils.data import DataLoader
 from potluck.agree.shares import share_out, without_singles
 from potluck.engine.rows import (
     Batches,
-    Unreadable,
     _as_it_is,
+    arrived,
     as_dataset,
     is_plain,
     mix,
     read_batch,
     seed_everything,
-    to_device,
 )
 from potluck.errors import ConfigError
 from potluck.fleet.tree import slice_rows
@@ -243,7 +242,7 @@ class Loader:
                         self.on_stand_in()
                     batch, self._ahead = self._ahead, None
                     self.given += 1
-                    yield self._arrived(next(fetched)) if batch is None else batch
+                    yield arrived(next(fetched), self._device) if batch is None else batch
         finally:
             if fetched is self._fetched:  # else the processes that fetch would live for as long as we do
                 self._fetched, self._ahead = iter(()), None
@@ -251,18 +250,13 @@ class Loader:
     def fetch_ahead(self) -> None:
         """Sends the next batch to a GPU that still computes; if rows are mere tensors, which draw no random numbers."""
         if self._ahead is None and self._is_plain:
-            self._ahead = self._arrived(next(self._fetched, None))
-
-    def _arrived(self, batch: Any) -> Any:
-        if isinstance(batch, Unreadable):
-            raise ConfigError(batch.sentence)
-        return to_device(batch, self._device)
+            self._ahead = arrived(next(self._fetched, None), self._device)
 
     def once(self) -> Iterator[Any]:
         """This worker's rows of the dataset in their own order, for looking and not for training."""
         for micro, batch in zip(self._micro_batches(0), self._fetch(torch.arange(self.rows), 0), strict=True):
             self.current = micro
-            yield self._arrived(batch)
+            yield arrived(batch, self._device)
 
     def __len__(self) -> int:
         """How many micro-batches the rest of this epoch has for this worker.
@@ -385,7 +379,7 @@ class SliceLoader(Loader):
             seed_everything(self.seed_of(micro))
             if not micro.counts:
                 self.on_stand_in()
-            yield self._arrived(batch)
+            yield arrived(batch, self._device)
         self.forget()
         if self.position.row >= self.rows:
             self.end_epoch()
@@ -417,11 +411,6 @@ class SliceLoader(Loader):
     @property
     def is_even(self) -> bool:
         return False
-
-    def take(self, start: int, end: int) -> Any:
-        """Rows by themselves, for looking and not for training."""
-        rows = self._rows_in(MicroBatch(start, end, True, end))
-        return self._arrived(read_batch(self.dataset, rows, self.collate))
 
     def _rows_of(self, micro: MicroBatch) -> Any:
         if self._coming and self._coming[0] == micro:

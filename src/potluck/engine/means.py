@@ -26,31 +26,24 @@ class Mean(Protocol):
 
     def lay_out(self, replica: Replica, buffers: SavedBuffers) -> list[Flat]:
         """What this rank holds of a replica, in the pieces in which it travels. Called once."""
-        ...
 
     def clear(self) -> None:
         """What left before may be written over after this."""
-        ...
 
     def beside(self) -> AbstractContextManager[object]:
         """Within it, what leaves is made ready."""
-        ...
 
     def start(self, index: int, numbers: Tensor) -> None:
         """The weighted numbers of a flat leave."""
-        ...
 
     def start_buffers(self, buffers: SavedBuffers, before: list[Tensor], weight: float) -> None:
         """So does what has changed in the buffers since then."""
-        ...
 
     def arriving(self, flats: Sequence[Flat]) -> Iterator[Tensor]:
         """The mean of each, as soon as it is here. It is not to be written over."""
-        ...
 
     def finish_buffers(self, buffers: SavedBuffers) -> None:
         """The buffers, which are what all agreed on last, become what all agree on now."""
-        ...
 
 
 class LinkMean:

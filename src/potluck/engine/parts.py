@@ -15,7 +15,7 @@ from potluck.engine.steps import Steps
 from potluck.engine.windows import Windows
 
 if TYPE_CHECKING:
-    from potluck.engine.led_work import LedWork
+    from potluck.engine.led_rounds import LedWork
     from potluck.engine.node_client import NodeClient
     from potluck.engine.part_sender import PartSender
     from potluck.fleet.client import Client
@@ -72,4 +72,4 @@ def under_host(run: RunState, client: "Client | NodeClient") -> Parts:
             mean = NodeMean(sender.send, sender.begin, client)  # type: ignore[arg-type]
         return WindowSteps(run, layers, keeper.led, sender, mean)
 
-    return Parts(layers, LedRounds(run, layers, keeper, make_work), keeper)
+    return Parts(layers, LedRounds(run, keeper, make_work), keeper)

@@ -8,8 +8,7 @@ import json
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from potluck.agree.terms import SAME_DATA, Fingerprint, differing_data, differing_settings
 from potluck.engine.loader import BatchConfig, Loader
@@ -17,6 +16,7 @@ from potluck.engine.replica import Replica
 from potluck.engine.run_state import RunState
 from potluck.errors import ConfigError
 from potluck.events import StepDone, StepSkipped
+from potluck.link.nodes import Nodes
 from potluck.words import plural
 
 Collate = Callable[[list[Any]], Any] | None
@@ -27,8 +27,9 @@ class Rounds(Protocol):
     def has_fixed_shares(self) -> bool:
         """Whether each lane's part of a batch stays as it was at first."""
 
-    def make_replica(self, model: nn.Module, optimizer: Optimizer) -> Replica:
-        """Called once, on every worker. `model`: what this worker holds of it."""
+    @property
+    def nodes(self) -> Nodes | None:
+        """Where replicas step by themselves: the ranks of ours, and of the others those who hold what we do."""
 
     def begin(self, replica: Replica) -> None:
         """The replica is complete."""

@@ -129,6 +129,13 @@ def as_dataset(data: Any) -> Any:
     return data
 
 
+def arrived(batch: Any, device: torch.device) -> Any:
+    """A batch that was read, where it is used."""
+    if isinstance(batch, Unreadable):
+        raise ConfigError(batch.sentence)
+    return to_device(batch, device)
+
+
 def to_device(batch: Any, device: torch.device) -> Any:
     match batch:
         case Tensor():

@@ -55,7 +55,8 @@ class SliceSteps:
         rank = self._replica.link.rank
         return mix(seed, self._step, self.slices[micro.number], *([rank + 1] if rank else []))
 
-    def begin(self, nodes: list[Node], bounds: Sequence[tuple[int, int]]) -> None:
+    def begin(self, work: Work, nodes: list[Node], bounds: Sequence[tuple[int, int]]) -> None:
+        self._sender.begin()
         self._reports, self._bounds = {}, bounds
         self.slices = self.sums.begin(nodes)
         self._started = time.perf_counter()
@@ -111,12 +112,17 @@ class SliceSteps:
     def step(self, micro: MicroBatch) -> tuple[bool, StepSkipped | None]:
         self._replica.unseal()
         self.is_done = True
+        if micro.last:
+            self._led.reach("sent")
         return micro.last, None
 
     def count_rows(self, rows: int) -> None:
         assert self._run.loader is not None
         self._run.step_number = self._led.member.version
         self._run.loader.position.row += rows
+
+    def send_ahead(self, *, is_wanted: bool) -> None:
+        """A step is computed from what the last one led to: there is nothing to do ahead."""
 
     def agree(self, committed: Committed, means: list[Tensor]) -> Verdict:
         """The mean gradient goes to the optimizer, or all skip it."""

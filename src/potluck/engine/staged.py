@@ -22,6 +22,7 @@ from potluck.agree.pulse import Pulse, norm_of_stages, worker_steps
 from potluck.engine.drafts import Draft
 from potluck.engine.fingerprint import training_settings
 from potluck.engine.held import Held, HeldPart, empty, hold, narrow
+from potluck.engine.layers import make_replica
 from potluck.engine.loader import Loader
 from potluck.engine.losses import LossFunction, insist_on_grad, loss_and_samples
 from potluck.engine.replica import Replica, naming_single_rows
@@ -34,7 +35,6 @@ from potluck.engine.ties import Ties
 from potluck.errors import ConfigError
 from potluck.events import WorkerStep
 from potluck.fleet.ledger import Ledger
-from potluck.link.link import Link
 from potluck.link.places import make_places
 from potluck.save.saves import Standing
 from potluck.save.store_run import StoreRun
@@ -122,33 +122,15 @@ class StagedLayers:
             run.saves = StoreSaves(run.link, run.events, depot)
         run.standing_of.append(self._standing)
         composed = run.composition
-        self.places = make_places(run.link, composed.stages, composed.node_size)
+        places = self.places = make_places(run.link, composed.stages, composed.node_size)
+        self.lanes, self.lane, self.place = places.lanes, places.lane, places.place
+        self.peers, self.shards = places.peers, places.shards
         self.parameters = 0
         self._plan: Plan | None = None
         self._micros: list[_Micro] = []
         self._work: dict[int, _Work] = {}
         self._pass = 0
         """Counts the times that micro-batches went through the stages: the names of what travels."""
-
-    @property
-    def lanes(self) -> int:
-        return self.places.lanes
-
-    @property
-    def lane(self) -> int:
-        return self.places.lane
-
-    @property
-    def peers(self) -> Link:
-        return self.places.peers
-
-    @property
-    def shards(self) -> Link:
-        return self.places.shards
-
-    @property
-    def place(self) -> int:
-        return self.places.place
 
     # Preparing
 
@@ -186,7 +168,7 @@ class StagedLayers:
         empty(model, own)
         give_up_foreign(stages)
         self._ties = Ties(own, places)
-        replica = rounds.make_replica(own, optimizer)
+        replica = make_replica(run, self, rounds.nodes, own, optimizer)
         replica.always_used = self._ties.names
         firsts, rank = self._ties.is_first_of, run.link.rank
         together = run.link.world if run.composition.splits_all else places.size

@@ -8,8 +8,7 @@ import time
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from potluck.agree.balance import Balance
 from potluck.agree.pulse import Pulse, Verdict, decide_step
@@ -25,11 +24,12 @@ from potluck.engine.run_state import RunState
 from potluck.errors import ConfigError
 from potluck.events import Decided, StepDone, StepSkipped
 from potluck.link.link import Rows
-from potluck.link.nodes import make_nodes
 from potluck.words import plural
 
 
 class Steps:
+    nodes = None
+
     def __init__(self, run: RunState, layers: Layers, copies: Copies) -> None:
         self._run = run
         self._layers = layers
@@ -38,9 +38,6 @@ class Steps:
         self._optimizer_s = 0.0
 
     # Preparing
-
-    def make_replica(self, model: nn.Module, optimizer: Optimizer) -> Replica:
-        return make_replica(self._run, self._layers, model, optimizer)
 
     def begin(self, replica: Replica) -> None:
         pass
@@ -179,17 +176,3 @@ class Steps:
 
     def settle(self) -> None:
         """All replicas are equal after every step."""
-
-
-def make_replica(run: RunState, layers: Layers, model: nn.Module, optimizer: Optimizer) -> Replica:
-    """Of a worker whose ranks take each step together."""
-    arguments = (model, optimizer, layers.peers, run.device, run.config)
-    composed, split = run.composition, run.composition.split_of(layers.place)
-    if split is None:
-        return Replica(*arguments)
-    from potluck.engine.sharded import ShardedReplica
-
-    if layers.is_whole or composed.splits_all:
-        return ShardedReplica(*arguments, strategy=split)
-    nodes = make_nodes(run.link, composed.stages * composed.node_size).across if composed.replicas > 1 else None
-    return ShardedReplica(*arguments, strategy=split, within=layers.shards, nodes=nodes)

@@ -97,7 +97,7 @@ class WindowDelta:
         if self.is_agreed:
             self._agreed_buffers = self._buffers.copy()
         if self._aside is None:
-            self._before = self._buffers.copy()
+            self._before = self._agreed_buffers if self.is_agreed else self._buffers.copy()
         self._is_again = again
         self.is_open = True
         if not self._mean.of_changes:

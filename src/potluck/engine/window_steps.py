@@ -2,8 +2,9 @@
 
 It steps its own optimizer, batch by batch, and sends what that changed as if it were a gradient; the mean that comes
 back is subtracted from the parameters that all began with. So to the host a window is a step like any other: one
-agreement, one record, one hash. `step_number` counts whole batches of the run; `version` counts agreements, and is what
-the host calls a step.
+agreement, one record, one hash. With overlap it continues with its part of the next window meanwhile, from its own end,
+and sends that once it has taken the mean in. `step_number` counts whole batches of the run; `version` counts
+agreements, and is what the host calls a step.
 """
 
 import math
@@ -42,9 +43,12 @@ class WindowSteps:
         self._led = led
         self._sender = sender
         self._mean = mean
-        assert run.composition.window is not None
-        self._delta = WindowDelta(run.prepared(), mean, run.composition.window.outer, within=run.link)
+        policy = run.composition.window
+        assert policy is not None
+        self._delta = WindowDelta(run.prepared(), mean, policy.outer, overlap=policy.overlap, within=run.link)
         self._norm = 0.0
+        self._ahead: tuple[SliceReport, float] | None = None
+        """Of a part that is done and must not be sent yet: what to tell of it, and its weight."""
         self._told = torch.zeros(0)
         """What a glance gave with the last digest."""
 
@@ -57,16 +61,22 @@ class WindowSteps:
         return self._delta.drift
 
     def seed_of(self, seed: int, micro: MicroBatch) -> int:
-        return mix(seed, self._led.member.version + 1, micro.start)
+        return mix(seed, self._step, micro.start)
 
-    def begin(self, nodes: list[Node], bounds: Sequence[tuple[int, int]]) -> None:
+    def begin(self, work: Work, nodes: list[Node], bounds: Sequence[tuple[int, int]]) -> None:
+        """With overlap: of the next window, from this worker's own end of the one under way; or another part of that
+        one, which is a lost worker's, from what all agreed on."""
         (node,) = nodes
+        assert self._run.loader is not None
+        is_next = work.step == self._led.member.version + 1
+        self._step = work.step
+        self._rows_before = self._run.rows_seen + work.row - self._run.loader.position.row
         self._number = node[0]
         self._own = bounds[node[0]]
         self._whole = bounds[-1][1] - bounds[0][0]
         self._batches = 0
         self._samples = self._good_samples = self._good_loss = 0.0
-        self._delta.begin()
+        self._delta.begin(again=is_next and not self._delta.is_agreed)
         if self._run.scheduled is not None:
             self._run.scheduled.begin_window()
         self._run.start_of_step()
@@ -101,7 +111,7 @@ class WindowSteps:
         run, led = self._run, self._led
         if not run.tally.is_last:
             return False, None
-        led.reach("batch", done=self._batches)
+        led.reach("batch", self._step, done=self._batches)
         done, own_samples, verdict = end_batch(run, self._layers, run.link)  # all ranks of this worker step as one
         self._batches += 1
         self._samples += done.samples
@@ -112,33 +122,49 @@ class WindowSteps:
         else:
             run.skipped += 1
         first, end = self._own
-        rows = run.rows_seen + round(self._whole * (self._batch_end - first) / (end - first))
+        rows = self._rows_before + round(self._whole * (self._batch_end - first) / (end - first))
         skipped = step_alone(run, verdict, own_samples, rows, led.client.name)
         if self._batch_end < end:
             return False, skipped
-        self._send_changes()
+        report, weight = self._report(), self._samples * run.unit
+        if self._step == led.member.version + 1:
+            self._send_change(report, weight)
+        else:
+            self._ahead = report, weight
+            led.reach("ahead", self._step)
         return True, None
 
-    def _send_changes(self) -> None:
-        led = self._led
+    def _report(self) -> SliceReport:
         self._sender.synchronize()
         busy_s = time.perf_counter() - self._started
         # Steps that were skipped weigh what they would have, so that a part weighs the same whoever does it.
         loss = self._good_loss / self._good_samples * self._samples if self._good_samples else math.nan
-        led.client.send(
-            SliceReport(
-                led.member.version + 1,
-                np.array([self._number], "<u4"),
-                np.array([self._samples], "<f8"),
-                np.array([loss], "<f8"),
-                busy_s,
-                b"",
-                self._batches,
-                self._delta.exact() if self._number == 0 else b"",
-            )
+        return SliceReport(
+            self._step,
+            np.array([self._number], "<u4"),
+            np.array([self._samples], "<f8"),
+            np.array([loss], "<f8"),
+            busy_s,
+            b"",
+            self._batches,
         )
-        led.check_weights(in_step=True)  # what the window began with, which its change is counted from
-        self._delta.end(self._samples * self._run.unit)
+
+    def _send_change(self, report: SliceReport, weight: float) -> None:
+        if report.slices[0] == 0:  # only now: what was done ahead counts from what all agreed on since
+            report = replace(report, buffers=self._delta.exact())
+        self._led.client.send(report)
+        self._led.check_weights(in_step=True)  # what the window began with, which its change is counted from
+        self._delta.end(weight)
+        self._led.reach("sent")
+
+    def send_ahead(self, *, is_wanted: bool) -> None:
+        ahead, self._ahead = self._ahead, None
+        if ahead is None:
+            return
+        if is_wanted:
+            self._send_change(*ahead)
+        else:
+            self._delta.forget()
 
     def count_rows(self, rows: int) -> None:
         assert self._run.loader is not None
@@ -166,8 +192,10 @@ class WindowSteps:
 
     def forget(self) -> None:
         self._run.prepared().drop()
+        self._ahead = None
         self._delta.forget()
 
     def start_anew(self) -> None:
         self._run.prepared().drop()
+        self._ahead = None
         self._delta.start_anew()

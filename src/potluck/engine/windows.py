@@ -14,8 +14,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from potluck.agree.pulse import Verdict
 from potluck.agree.windows import Decision, Pool, Report, after
@@ -66,8 +65,8 @@ class Windows:
         self._run = run
         self._layers = layers
         self._policy = composed.window
-        self._nodes = make_nodes(run.link, composed.stages * composed.node_size)
-        self._planner = WindowPlanner(self._policy, self._nodes.names, may_be_alone=True)
+        self.nodes = make_nodes(run.link, composed.stages * composed.node_size)
+        self._planner = WindowPlanner(self._policy, self.nodes.names, may_be_alone=True)
         self._pool = Pool([])
         self._taken: list[list[tuple[int, int]]] = []
         self._decision: Decision | None = None
@@ -79,7 +78,7 @@ class Windows:
         self._has_more = False
         """Whether the batch that is under way is not the last of this replica's part."""
         self._sync_s = 0.0
-        self._weight = 1 / self._nodes.count
+        self._weight = 1 / self.nodes.count
         self._lr = self._norm = 0.0
         self._batch_rows = 0
         """Of the batch that is under way, over all ranks of this node."""
@@ -89,19 +88,8 @@ class Windows:
 
     # Preparing
 
-    def make_replica(self, model: nn.Module, optimizer: Optimizer) -> Replica:
-        run, layers, nodes = self._run, self._layers, self._nodes
-        link = run.link if layers.is_whole else nodes.across
-        within = nodes.within if layers.is_whole else layers.shards
-        arguments = (model, optimizer, link, run.device, run.config)
-        if run.composition.split is None:
-            return Replica(*arguments, within=within)
-        from potluck.engine.sharded import ShardedReplica
-
-        return ShardedReplica(*arguments, strategy=run.composition.split, within=within, across=nodes.across)
-
     def begin(self, replica: Replica) -> None:
-        policy, nodes = self._policy, self._nodes
+        policy, nodes = self._policy, self.nodes
         mean = LinkMean(nodes.across)
         self._delta = WindowDelta(replica, mean, policy.outer, overlap=policy.overlap, within=nodes.within)
 
@@ -128,7 +116,7 @@ class Windows:
 
     def _open_window(self, loader: SliceLoader) -> Iterator[MicroBatch]:
         rows_left = min(self._pool.rows, (self._run.caller.rows_limit or 1 << 62) - self._run.rows_seen)
-        nodes = self._nodes
+        nodes = self.nodes
         own_rows = -(-loader.batch.size // nodes.count)
         decision = self._planner.decide(rows_left, own_rows)
         in_pairs = self._run.batch_norm is not None and own_rows > 1
@@ -172,7 +160,7 @@ class Windows:
 
     def _is_over(self, decision: Decision) -> bool:
         """After each batch. The ranks of a node have heard it with their last step."""
-        if self._nodes.size > 1:
+        if self.nodes.size > 1:
             return self._node_is_over
         return self._sees_end(decision, self._window.batches, self._window.rows)
 
@@ -181,14 +169,14 @@ class Windows:
         if decision.until_s is not None:
             spent = time.perf_counter() - self._window_started
             return spent + 0.5 * spent / batches > decision.until_s
-        node = self._nodes.number
+        node = self.nodes.number
         part = decision.rows[node] * (NEARLY if decision.spare[node] else 1)
         return rows >= part and self._own_part_done(decision).is_here()
 
     def _own_part_done(self, decision: Decision) -> Rows:
         """Tells the others so, once in each window in which some may go on while others are not done."""
         if self._all_done is None:
-            among = self._nodes.across if any(decision.spare) else Alone()
+            among = self.nodes.across if any(decision.spare) else Alone()
             self._all_done = among.start_gather([1.0])
         return self._all_done
 
@@ -207,7 +195,7 @@ class Windows:
                 raise ConfigError(STEP_TOO_EARLY)
             return None
         assert decision is not None
-        nodes, rows = self._nodes, before.rows + self._batch_rows
+        nodes, rows = self.nodes, before.rows + self._batch_rows
         tells_end = nodes.size > 1 and nodes.within.rank == 0 and self._sees_end(decision, before.batches + 1, rows)
         done, own_samples, verdict = end_batch(run, self._layers, nodes.within, is_over=tells_end)
         self._node_is_over = bool(done.is_over)
@@ -228,7 +216,7 @@ class Windows:
 
     def _rows_of_schedule(self, decision: Decision) -> int:
         """As if all replicas were as far in the window as this one."""
-        mine, whole = decision.rows[self._nodes.number], sum(decision.rows)
+        mine, whole = decision.rows[self.nodes.number], sum(decision.rows)
         done = min(1.0, self._window.rows / mine) if mine else 1.0
         return self._run.rows_seen + round(done * whole)
 
@@ -248,10 +236,10 @@ class Windows:
         )
         if self._decision.until_s is None:
             self._own_part_done(self._decision).wait()
-        pulses = _by_node([WindowPulse(*row) for row in self._run.link.gather_rows(mine)], self._nodes.size)
+        pulses = _by_node([WindowPulse(*row) for row in self._run.link.gather_rows(mine)], self.nodes.size)
         started = time.perf_counter()
         samples = sum(pulse.samples for pulse in pulses)
-        self._weight = mine.samples / samples if samples else 1 / self._nodes.count
+        self._weight = mine.samples / samples if samples else 1 / self.nodes.count
         self._merge()
         self._sync_s = time.perf_counter() - started
         for pulse, taken in zip(pulses, self._taken, strict=True):
@@ -261,9 +249,10 @@ class Windows:
             max(pulse.sync_s for pulse in pulses),
         )
         self._run.version += 1
-        steps_before = self._run.step_number
+        steps_before, rows = self._run.step_number, sum(int(pulse.rows) for pulse in pulses)
         self._run.skipped += sum(int(pulse.skipped) for pulse in pulses)
-        self._count_rows(loader, sum(int(pulse.rows) for pulse in pulses))
+        self._run.rows_seen += rows
+        self._run.step_number += loader.pass_rows(rows)
         self._run.stopping = any(pulse.wants_stop for pulse in pulses)
         self._run.events.emit(self._tell_window(pulses, samples))
         self._run.tell_agreed(steps_before)
@@ -283,10 +272,6 @@ class Windows:
             self._delta.apply()
             self._delta.end(self._weight, exactly=True)
             self._delta.apply()
-
-    def _count_rows(self, loader: SliceLoader, rows: int) -> None:
-        self._run.rows_seen += rows
-        self._run.step_number += loader.pass_rows(rows)
 
     def _emit_decision(self, decision: Decision) -> None:
         self._run.events.emit(

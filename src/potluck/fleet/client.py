@@ -15,14 +15,14 @@ import numpy as np
 import numpy.typing as npt
 
 from potluck.errors import PotluckError, TheirProtocolError
+from potluck.fleet.connection import Connection, Layout, part_of
 from potluck.fleet.description import Description
-from potluck.fleet.door import Door, fill, read_message
+from potluck.fleet.door import CONTROL_BYTES, Door
 from potluck.fleet.invite import Invite
 from potluck.fleet.parcel import Parcels
 from potluck.fleet.phases import reach
-from potluck.fleet.pipe import Pipe
 from potluck.fleet.shared import Memory, Receipts, Window
-from potluck.wire.codec import encode_parts, open_bulk
+from potluck.wire.codec import encode_parts, is_bulk, peek
 from potluck.wire.messages import (
     Admitted,
     AverageAt,
@@ -69,11 +69,10 @@ class Means:
     """A part may come twice, if the step was begun anew; it is the same bits then."""
 
 
-@dataclass
-class _Session:
-    """One connection's threads and queues."""
+@dataclass(eq=False)
+class _Session(Connection):
+    """One connection's queues."""
 
-    pipe: Pipe
     inbox: deque[Message | Lost | AverageHere] = field(default_factory=deque)
     outbox: deque[tuple[Message, Callable[[], None] | None]] = field(default_factory=deque)
     parcels: Parcels = field(default_factory=Parcels)
@@ -81,17 +80,10 @@ class _Session:
     lost: str | None = None
     is_broken: bool = False
     """Nothing can be sent any more: the reader will know why, and must not wait for anything else."""
-    receipts: Receipts | None = None
-    """Of a host on this machine, with which memory is shared."""
     averages: list[Floats] = field(default_factory=list)
     """Where the host forms them."""
     shows: bool = False
     """Whether the host has been shown this worker's memory."""
-
-    def close(self) -> None:
-        self.pipe.close()
-        if self.receipts is not None:
-            self.receipts.close()
 
 
 class Client:
@@ -101,7 +93,8 @@ class Client:
         self.on_stop: Callable[[], None] = lambda: None
         """Called when this worker was asked to stop."""
         self.welcome: Welcome | None = None
-        self.description: Description | None = None
+        self._description: Description | None = None
+        self._layout = Layout()
         self._session: _Session | None = None
         self._change = threading.Condition()
         self._means: dict[int, Means] = {}
@@ -130,6 +123,15 @@ class Client:
 
     def ask_to_stop(self) -> None:
         self.on_stop()
+
+    @property
+    def description(self) -> Description | None:
+        """What this worker trains; of use to read averages by."""
+        return self._description
+
+    @description.setter
+    def description(self, described: Description) -> None:
+        self._description, self._layout = described, Layout.of(described)
 
     @property
     def patience_s(self) -> float:
@@ -248,8 +250,7 @@ class Client:
             while True:
                 found = self._means.get(step)
                 if found is not None and not found.missing:
-                    for old in [number for number in self._means if number <= step]:
-                        del self._means[old]
+                    self._forget_until(step)
                     return found
                 if session.lost is not None:
                     return None
@@ -271,16 +272,21 @@ class Client:
         """Averages up to this step are already in the weights."""
         with self._change:
             self._since = step
-            for old in [number for number in self._means if number <= step]:
-                del self._means[old]
+            self._forget_until(step)
+
+    def _forget_until(self, step: int) -> None:
+        self._means = {number: means for number, means in self._means.items() if number > step}
 
     # Threads
 
     def _read(self, session: _Session) -> None:
         why = "the host closed the connection"
         try:
-            while (message := read_message(session.pipe, self._read_average)) is not None:
-                self._take_in(session, message)
+            for head, length in session.frames(lambda: max(CONTROL_BYTES, self._layout.limit_bytes)):
+                if is_bulk(peek(head, session.codec)):
+                    self._read_average(session, head, length)
+                else:
+                    self._take_in(session, session.read_message(head, length))
         except (OSError, PotluckError) as error:
             why = str(error)
         with self._change:
@@ -306,30 +312,19 @@ class Client:
                 session.inbox.append(message)
             self._change.notify_all()
 
-    def _read_average(self, pipe: Pipe, head: memoryview, length: int) -> None:
-        bulk = open_bulk(head, length, "bincode")
-        assert bulk is not None and self.description is not None
-        if bulk.message is AveragedBlockGradient:
-            key = ("block", bulk.fields["block_idx"])
-        elif bulk.message is AveragedNonBlockGradient:
-            key = ("component", bulk.fields["component"])
-        else:
+    def _read_average(self, session: _Session, head: memoryview, length: int) -> None:
+        bulk, over = session.read_bulk(head, length)
+        assert self.description is not None
+        if bulk.message not in (AveragedBlockGradient, AveragedNonBlockGradient):
             raise TheirProtocolError(f"The host sent a {bulk.message.__name__}.")
-        keys = [part.key for part in self.description.parts]
-        if key not in keys or bulk.count != self.description.parts[keys.index(key)].floats:
+        key, step = part_of(bulk), bulk.fields["step"]
+        index = self._layout.parts.get(key)
+        if index is None or bulk.count != self.description.parts[index].floats:
             raise TheirProtocolError(f"The host sent {bulk.count:,} averages for {key[0]} {key[1]}.")
-        index, step = keys.index(key), bulk.fields["step"]
         reach("average", step, part=index)
         means = self._means_of(step)
-        space = means.parts[index].view(np.uint8).data
-        over = head[bulk.start :]
-        have = min(len(over), len(space))
-        space[:have] = over[:have]
-        fill(pipe, space[have:])
-        tail = memoryview(bytearray(length - bulk.start - 4 * bulk.count))
-        tail[: len(over) - have] = over[have:]
-        fill(pipe, tail[len(over) - have :])
-        bulk.finish(tail)
+        over = session.fill(means.parts[index].view(np.uint8).data, over)
+        bulk.finish(session.fill_after(over, length - bulk.start - 4 * bulk.count))
         self._arrived(means, index)
 
     def _share(self, session: _Session, message: ShareMemory) -> None:

@@ -8,17 +8,17 @@ import time
 from collections.abc import Callable
 
 from potluck.errors import ConfigError, TheirProtocolError, WorkerLost
+from potluck.fleet.connection import Connection
 from potluck.fleet.coordinator import PROTOCOL, TOO_SOON
 from potluck.fleet.invite import Invite, check_pin, client_context
 from potluck.fleet.phases import reach
 from potluck.fleet.pipe import LOOPBACK, Pipe, connect_local
 from potluck.fleet.shared import CAN_SHARE
-from potluck.wire.codec import decode, encode_parts, is_bulk, peek
+from potluck.wire.codec import encode_parts
 from potluck.wire.messages import Hello, Message, Refusal, Welcome
-from potluck.wire.words import heard
 
-HEAD_BYTES = 64
 CONTROL_BYTES = 64 << 20
+"""The longest message without averages that a host sends."""
 FIRST_WAIT_S, LONGEST_WAIT_S, LONGEST_HELD_OFF_S = 0.05, 0.5, 5.0
 ANSWER_S = 10.0
 """How long a host may take to answer, at least; then the next attempt begins."""
@@ -153,8 +153,10 @@ class Door:
         timer = threading.Timer(max(ANSWER_S, patience_s), pipe.close)
         timer.daemon = True
         timer.start()
+        connection = Connection(pipe)
         try:
-            answer = read_message(pipe)
+            begun = next(connection.frames(lambda: CONTROL_BYTES), None)
+            answer = connection.read_message(*begun) if begun is not None else None
         except (ConnectionResetError, ConnectionAbortedError):
             answer = None
         finally:
@@ -166,28 +168,3 @@ class Door:
         if isinstance(answer, Refusal):
             raise HeldOff(answer.sentence) if answer.code == TOO_SOON else ConfigError(answer.sentence)
         return answer
-
-
-def read_message(pipe: Pipe, read_bulk: Callable[[Pipe, memoryview, int], None] | None = None) -> Message | None:
-    """The next message, or none at the end. Bulk goes where `read_bulk` puts it, from its head and its length."""
-    while True:
-        prefix = bytearray(4)
-        if not pipe.receive_all(memoryview(prefix)):
-            return None
-        length = int.from_bytes(prefix, "big")
-        head = memoryview(bytearray(min(length, HEAD_BYTES)))
-        fill(pipe, head)
-        if read_bulk is not None and is_bulk(peek(head, "bincode")):
-            read_bulk(pipe, head, length)
-            continue
-        if length > CONTROL_BYTES:
-            raise TheirProtocolError(f"The host sent a frame of {length:,} bytes.")
-        payload = memoryview(bytearray(length))
-        payload[: len(head)] = head
-        fill(pipe, payload[len(head) :])
-        return heard(decode(payload))
-
-
-def fill(pipe: Pipe, space: memoryview) -> None:
-    if len(space) and not pipe.receive_all(space):
-        raise ConnectionResetError("it ended in the middle of a message")

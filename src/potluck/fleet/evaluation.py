@@ -70,7 +70,7 @@ class Evaluations:
         if (done := self.done.get(look)) is not None:
             member.evaluating = None
             return [Send(member.peer, done)]
-        if not is_plausible(ask.rows, ask.size):
+        if not (0 < ask.size <= ask.rows <= MOST_ROWS and -(-ask.rows // ask.size) <= MOST_RANGES):
             return self.run.refuse(member.peer, "illegal", "EvaluateNext has no rows, or too many ranges.")
         if member.phase is Phase.CATCHING_UP:  # it will have other weights; those who keep theirs look
             return [Send(member.peer, Evaluated(ask.step, 0.0, 0.0))]
@@ -144,7 +144,3 @@ class Evaluations:
             if is_slow or run.is_silent(member):
                 effects += self.give_back(member)
         return effects
-
-
-def is_plausible(rows: int, size: int) -> bool:
-    return 0 < rows <= MOST_ROWS and 0 < size <= rows and -(-rows // size) <= MOST_RANGES

@@ -3,52 +3,155 @@
 Its bytes pass outside of the server's lock. What is decided about them passes through `act`, one at a time.
 """
 
+import os
 import threading
-from collections.abc import Callable
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from potluck.fleet import effects
-from potluck.fleet.connection import Connection, Expected, Out
+from potluck.fleet.connection import Connection, Layout
 from potluck.fleet.coordinator import Coordinator
 from potluck.fleet.description import BUFFERS, Description
 from potluck.fleet.effects import Effect
-from potluck.fleet.mean import Mean
-from potluck.fleet.shared import Memory
-from potluck.wire.messages import AveragedBlockGradient, AveragedGradient, AveragedNonBlockGradient, Message
+from potluck.fleet.mean import Mean, Slot
+from potluck.fleet.phases import reach
+from potluck.fleet.shared import Memory, Receipts, Window
+from potluck.fleet.tree import Node
+from potluck.wire.codec import encode_parts
+from potluck.wire.messages import (
+    AverageAt,
+    AveragedBlockGradient,
+    AveragedGradient,
+    AveragedNonBlockGradient,
+    Message,
+    ShareMemory,
+)
 
-CONTROL_BYTES = 16 << 20
-"""The longest message without gradients."""
+PIECE_BYTES = 4 << 20
 
 Act = Callable[[Callable[[float], list[Effect]]], None]
 """Decides under the server's lock, given the time, and does what is decided."""
 
 
-@dataclass(frozen=True)
-class Layout:
-    """How the gradients of a run lie in messages; of a run that nobody has described yet, there are none."""
+@dataclass
+class Expected:
+    """Payloads that a peer was asked for: for each part in turn, each node."""
 
-    parts: dict[tuple[str, int], int] = field(default_factory=dict)
-    """As a message names it -> its place in the order of the backward."""
-    forward: list[int] = field(default_factory=list)
-    """A whole gradient comes in the order of the model's parameters; parts come in the order of the backward."""
-    tails: list[np.ndarray] = field(default_factory=list)
-    """For each part, the sizes of its parameters."""
-    limit_bytes: int = CONTROL_BYTES
-    plain_limit_bytes: int = CONTROL_BYTES
+    step: int
+    nodes: tuple[Node, ...]
+    weights: tuple[float, ...]
+    at: int = 0
+    came: set[int] = field(default_factory=set)
+    useless: set[Node] = field(default_factory=set)
 
-    @classmethod
-    def of(cls, description: Description) -> "Layout":
-        largest = max(description.parts, key=lambda part: part.floats)
-        limit = max(CONTROL_BYTES, 4 * largest.floats + 4 * len(largest.sizes) + 256)
-        return cls(
-            {part.key: index for index, part in enumerate(description.parts)},
-            [i for i, part in reversed(list(enumerate(description.parts))) if part.component != BUFFERS],
-            [np.array(part.sizes, "<u4") for part in description.parts],
-            limit,
-            max(limit, 4 * description.floats + 256),
-        )
+
+@dataclass
+class Out:
+    """Something to be written: a message, or the average of a part."""
+
+    message: Message | None
+    step: int = 0
+    part: int = -1
+    credit: tuple[int, int] | None = None
+    raw: bytes = b""
+    """What the lobby had yet to send."""
+
+
+@dataclass(eq=False, kw_only=True)
+class PeerConnection(Connection):
+    """To one peer that takes part, as the server's threads share it."""
+
+    peer: int
+    plain: bool
+    since: int
+    """The first step whose average it gets."""
+    expected: deque[Expected] = field(default_factory=deque)
+    held: bool = False
+    """Its bytes are not being read, on purpose."""
+    slot: Slot | None = None
+    blocks: bool | None = None
+    """Whether it is sent averages part by part, or in one. A plain peer is sent what it sends itself; none: not known
+    yet."""
+    queue: deque[Out] = field(default_factory=deque)
+    change: threading.Condition = field(default_factory=threading.Condition)
+    closing_at: float | None = None
+    gone: bool = False
+    window: Window | None = None
+    owed: deque[int] = field(default_factory=deque)
+    """Averages that it was told of and has not taken yet."""
+    is_writing: bool = False
+    pieces: int = 0
+    """That have left, or were taken."""
+    stuck: tuple[int, float] = (0, 0.0)
+    """How many pieces had left when it was last looked at, and for how many seconds none has."""
+    blamed: str = ""
+    """Why it was closed here."""
+
+    def put(self, out: Out) -> None:
+        with self.change:
+            if not self.gone:
+                self.queue.append(out)
+                self.change.notify()
+
+    def end(self) -> None:
+        """It is closed once what is queued has left."""
+        with self.change:
+            self.closing_at = self.closing_at or time.monotonic()
+            self.change.notify_all()
+
+    def revoke(self) -> None:
+        """Under the server's lock, with the decision to part from it: what it was asked for, others are asked for now,
+        and what it still sends must not reach the sums, where nobody would know what it weighs."""
+        self.expected.clear()
+        if self.slot is not None:
+            self.slot.revoked = True
+
+    def discard(self, node: Node) -> None:
+        for expected in self.expected:
+            expected.useless.add(node)
+        if self.slot is not None and self.slot.node == node:
+            self.slot.revoked = True
+
+    def forget_all_but(self, step: int) -> None:
+        """Of a step that is begun anew, what was asked for before may still come, and comes first."""
+        self.expected = deque(asked for asked in self.expected if asked.step == step)
+        for asked in self.expected:
+            asked.useless.update(asked.nodes)
+
+    def take_queue(self) -> list[Out]:
+        """It is gone: what it can no longer be sent."""
+        self.gone = True
+        self.revoke()
+        with self.change:
+            unsent = list(self.queue)
+            self.queue.clear()
+            self.change.notify_all()
+        return unsent
+
+    def send_pieces(self, parts: Sequence[bytes | memoryview]) -> None:
+        """In pieces, so that a peer that reads slowly is told from one that does not read."""
+        together: list[bytes | memoryview] = []
+        for part in parts:
+            rest = memoryview(part).cast("B")
+            while len(rest) > PIECE_BYTES:
+                self.pipe.send([*together, rest[:PIECE_BYTES]])
+                self.pieces += 1
+                together, rest = [], rest[PIECE_BYTES:]
+            together.append(rest)
+        self.pipe.send(together)
+        self.pieces += 1
+
+    def tire(self, tick_s: float, limit_s: float) -> None:
+        """Counted in ticks, and not by the clock: while this process is stopped nobody is late."""
+        before, seconds = self.stuck
+        self.stuck = self.pieces, seconds + tick_s if self.is_writing and self.pieces == before else 0.0
+        if self.stuck[1] > limit_s and not self.blamed:
+            self.blamed = f"it has not read what it was sent for {limit_s:g} s"
+            self.close()
 
 
 class Exchange:
@@ -57,7 +160,7 @@ class Exchange:
         self.core = core
         self.act = act
         self.lock = lock
-        self.connections: dict[int, Connection] = {}
+        self.connections: dict[int, PeerConnection] = {}
         self.mean: Mean | None = None
         self.memory: Memory | None = None
         """Where the averages are, if others may look."""
@@ -105,14 +208,14 @@ class Exchange:
                 self.mean.abort()
                 self._formed = 0, []
 
-    def send_by_parts(self, connection: Connection) -> None:
+    def send_by_parts(self, connection: PeerConnection) -> None:
         """From now on each average by itself; first those that the others have got already."""
         connection.blocks = True
         step, parts = self._formed
         for part in parts if connection.since <= step else ():
             self._send_average(connection, step, part)
 
-    def _send_average(self, connection: Connection, step: int, part: int) -> None:
+    def _send_average(self, connection: PeerConnection, step: int, part: int) -> None:
         assert self.mean is not None
         self.mean.hold(part, 1)
         connection.put(Out(None, step, part))
@@ -154,7 +257,11 @@ class Exchange:
             return AveragedBlockGradient(step, part.block, values, self.layout.tails[index])
         return AveragedNonBlockGradient(step, part.component or 0, values)
 
-    def lost(self, connection: Connection, why: str) -> None:
+    def taken(self, peer: int, transfer: int) -> None:
+        """A chunk of a state that came from this peer has been written, or has left."""
+        self.act(lambda now: self.core.on_taken(now, peer, transfer))
+
+    def lost(self, connection: PeerConnection, why: str) -> None:
         with self.lock:
             if self.connections.pop(connection.peer, None) is None:
                 return
@@ -163,3 +270,81 @@ class Exchange:
                     self.release(out.part)
             connection.close()
             self.act(lambda now: self.core.on_closed(now, connection.peer, why))
+
+
+@dataclass
+class Writer:
+    """The thread that writes to one peer: messages, and averages from where they were formed."""
+
+    connection: PeerConnection
+    exchange: Exchange
+
+    def run(self) -> None:
+        connection = self.connection
+        try:
+            while True:
+                while connection.owed and not connection.queue:
+                    connection.is_writing = True
+                    self._settle()
+                connection.is_writing = False
+                with connection.change:
+                    while not connection.queue and connection.closing_at is None and not connection.gone:
+                        connection.change.wait()
+                    if not connection.queue:
+                        break
+                    out = connection.queue.popleft()
+                connection.is_writing = True
+                self.write(out)
+        except OSError:
+            pass  # the reader tells why
+        finally:
+            connection.close()
+            while connection.owed:
+                self.exchange.release(connection.owed.popleft())
+
+    def _settle(self) -> None:
+        """Averages that the peer has taken may be written over."""
+        connection = self.connection
+        assert connection.receipts is not None
+        for _ in range(connection.receipts.wait(len(connection.owed))):
+            connection.pieces += 1
+            self.exchange.release(connection.owed.popleft())
+
+    def write(self, out: Out) -> None:
+        connection = self.connection
+        if out.raw:
+            connection.pipe.send([out.raw])
+        elif out.part >= 0:
+            self._write_average(out)
+        elif isinstance(out.message, ShareMemory):
+            self._share(out.message)
+        else:
+            assert out.message is not None
+            connection.send_pieces(encode_parts(out.message, connection.codec))
+            if out.credit is not None:
+                self.exchange.taken(*out.credit)
+
+    def _write_average(self, out: Out) -> None:
+        connection = self.connection
+        reach("average leaves", out.step, part=out.part)
+        if connection.receipts is not None:
+            connection.owed.append(out.part)
+            connection.pipe.send(encode_parts(AverageAt(out.step, out.part), connection.codec))
+            return
+        try:
+            message = self.exchange.average(out.step, out.part, plain=connection.plain)
+            if message is not None:
+                connection.send_pieces(encode_parts(message, connection.codec))
+        finally:
+            self.exchange.release(out.part)
+
+    def _share(self, message: ShareMemory) -> None:
+        connection, memory = self.connection, self.exchange.memory
+        assert memory is not None
+        connection.receipts, theirs = Receipts.pair()  # there before the peer can answer
+        try:
+            connection.pipe.send_descriptors(encode_parts(message, connection.codec), [memory.descriptor, theirs])
+        finally:
+            os.close(theirs)
+        if connection.gone:
+            connection.receipts.close()

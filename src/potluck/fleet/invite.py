@@ -21,7 +21,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -116,16 +116,13 @@ def read_invite(argument: str | None) -> Invite:
     return Invite.parse(re.sub(r"\Apotluck\s+join\s+", "", text.strip()))
 
 
+@dataclass(frozen=True, slots=True)
 class Identity:
     """What a host keeps to be recognised: the secret that it expects, and the certificate that it shows."""
 
-    def __init__(self, folder: Path, secret: str, pin: str) -> None:
-        self.folder = folder
-        self.secret = secret
-        self.pin = pin
-
-    def __repr__(self) -> str:
-        return f"Identity({str(self.folder)!r})"
+    folder: Path
+    secret: str = field(repr=False)
+    pin: str = field(repr=False)
 
     @classmethod
     def load_or_make(cls, folder: Path) -> "Identity":

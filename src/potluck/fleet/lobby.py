@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 
 from potluck.errors import TheirProtocolError
 from potluck.fleet.pipe import LOOPBACK
-from potluck.wire.codec import codec_of
+from potluck.wire.codec import codec_of, encode
 from potluck.wire.frames import FrameReader
+from potluck.wire.messages import Message
 
 UNKNOWN_BYTES = 4096
 """The longest message of a peer that has not said who it is."""
@@ -39,8 +40,6 @@ class Guest:
     came_at: float
     reader: FrameReader
     codec: str | None = None
-    known: bool = False
-    """Let in: it is waiting, and not a stranger."""
     shaking: bool = False
     """In the middle of its TLS handshake."""
     address: str = ""
@@ -79,14 +78,14 @@ class Lobby:
             self._selector.register(listener, selectors.EVENT_READ, listener)
         self._selector.register(self._waker, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._run, name="lobby", daemon=True)
-        self.turned_away = 0
 
     def start(self) -> None:
         self._thread.start()
 
     def stop(self) -> None:
         self._stopped = True
-        self._ring()
+        with contextlib.suppress(OSError):
+            self._wake.send(b"x")
         if self._thread.ident is not None:  # a host may fail before it starts, and must be able to say why
             self._thread.join(timeout=5)
         with self._lock:
@@ -97,16 +96,14 @@ class Lobby:
             end.close()
         self._selector.close()
 
-    def send(self, peer: int, data: bytes) -> None:
+    def send(self, peer: int, message: Message) -> None:
         with self._lock:
-            guest = self._guests.get(peer)
-            if guest is not None and len(guest.out) + len(data) <= KNOWN_BYTES:
+            if (guest := self._guests.get(peer)) is None:
+                return
+            data = encode(message, guest.codec or "bincode")
+            if len(guest.out) + len(data) <= KNOWN_BYTES:
                 guest.out += data
                 self._flush(guest)
-
-    def codec(self, peer: int) -> str | None:
-        guest = self._guests.get(peer)
-        return guest.codec if guest is not None else None
 
     def close(self, peer: int) -> None:
         """After what it is still to be sent."""
@@ -119,7 +116,6 @@ class Lobby:
     def know(self, peer: int) -> None:
         with self._lock:
             if (guest := self._strangers.pop(peer, None)) is not None:
-                guest.known = True
                 guest.reader.limit_bytes = KNOWN_BYTES
 
     def take_out(self, peer: int) -> Guest | None:
@@ -130,10 +126,6 @@ class Lobby:
                 self._strangers.pop(peer, None)
                 self._selector.unregister(guest.socket)
             return guest
-
-    def _ring(self) -> None:
-        with contextlib.suppress(OSError):
-            self._wake.send(b"x")
 
     def _run(self) -> None:
         while not self._stopped:
@@ -260,7 +252,6 @@ class Lobby:
     def _turn_away_oldest(self) -> None:
         with self._lock:
             if self._strangers:
-                self.turned_away += 1
                 self._drop(next(iter(self._strangers.values())))
 
     def _tire_of_strangers(self) -> None:

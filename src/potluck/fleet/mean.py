@@ -92,7 +92,6 @@ class Mean:
         """The step under way will not be finished."""
         with self._change:
             self._forget()
-            self._now = None
             self._change.notify_all()
 
     def set_scale(self, step: int, scale: float) -> None:
@@ -156,9 +155,6 @@ class Mean:
             while not slot.has_turn:
                 self._change.wait(1.0)
 
-    def _is_current(self, slot: "Slot") -> bool:
-        return slot.step is not None and slot.step is self._now and not slot.revoked
-
     def _add(self, slot: "Slot", number: int, values: Floats, own: Floats) -> bool:
         """One chunk of a node into the sums. Whether `own`, the slot's buffer, was kept; `values` may lie in it."""
         now, part, count = slot.step, slot.part, len(values)
@@ -198,7 +194,7 @@ class Mean:
     def _accept(self, slot: "Slot", part: int, number: int) -> bool:
         """Whether this chunk is the next of its node, and nobody has given it before, also as part of a larger node."""
         now = slot.step
-        if now is None or not self._is_current(slot):
+        if now is None or not slot.is_current:
             return False
         if number != max(now.given.get((part, above), 0) for above in slot.above):
             return False
@@ -258,7 +254,7 @@ class Slot:
     @property
     def is_current(self) -> bool:
         """Whether its step is still under way, and was not begun anew since."""
-        return self._mean._is_current(self)
+        return self.step is not None and self.step is self._mean._now and not self.revoked
 
     @property
     def has_turn(self) -> bool:
@@ -311,9 +307,17 @@ class Slot:
         self._mean._give_buffer(self._buffer)
 
     def _is_sane(self, chunk: Floats) -> bool:
+        """Else it is told, and nothing more of this payload is taken."""
         assert self.step is not None
+        why = self._fault_of(chunk, self.step)
+        if why:
+            self.revoked = True
+            self._mean.on_bad(self.peer, self.step.step, self.node, why)
+        return not why
+
+    def _fault_of(self, chunk: Floats, step: _Step) -> str:
         if self.part == self._mean.buffers:
-            return self._is_fine(bool(np.isfinite(chunk).all()), BAD_BUFFERS)
+            return "" if np.isfinite(chunk).all() else BAD_BUFFERS
         energy = float(np.dot(chunk, chunk))
         if not math.isfinite(energy):  # above 1.8e19, squares have no room in float32
             wide = chunk.astype(np.float64)
@@ -321,13 +325,6 @@ class Slot:
         size = math.sqrt(energy) if math.isfinite(energy) else math.inf
         limit = WILD * self._mean._largest
         if size > NO_ROOM or (limit and size > limit):
-            return self._is_fine(False, "is not finite" if not np.isfinite(chunk).all() else "is wildly large")
-        self.step.largest = max(self.step.largest, size)
-        return True
-
-    def _is_fine(self, fine: bool, why: str) -> bool:
-        if not fine:
-            assert self.step is not None
-            self.revoked = True
-            self._mean.on_bad(self.peer, self.step.step, self.node, why)
-        return fine
+            return "is not finite" if not np.isfinite(chunk).all() else "is wildly large"
+        step.largest = max(step.largest, size)
+        return ""

@@ -16,6 +16,7 @@ from potluck.errors import ConfigError, Diverged, PotluckError
 from potluck.fleet.member_effects import (
     Apply,
     Compute,
+    DropAhead,
     DropState,
     Effect,
     Fail,
@@ -103,6 +104,11 @@ class Member:
         """The last one that was agreed on here."""
         self.work: Work | None = None
         """What the loop is to compute next."""
+        self.ahead: Work | None = None
+        """What follows the step under way, with overlap: it is computed while that one is agreed on, and nothing of it
+        is sent before."""
+        self.is_ahead = False
+        """That is being computed, or is done."""
         self.turn = 0
         """Changes whenever what a loop waits for may never come: it has to look where the run stands now."""
         self.wants_stop = False
@@ -175,8 +181,8 @@ class Member:
             self.end()
             return []
         dropped: list[Effect] = [DropState()] if self.phase is Phase.CATCHING_UP else []
-        self.phase, self.work = Phase.AWAY, None
-        self._later.clear()
+        self.phase = Phase.AWAY
+        self._forget_work()
         self._asked.clear()
         self.turn += 1
         return [*dropped, Say(f"Lost the host ({why}); joining again."), Rejoin()]
@@ -227,10 +233,15 @@ class Member:
 
     def _catch_up(self) -> list[Effect]:
         """The run's weights come from a worker that has them, or from the host's disk; the averages since then wait."""
-        self.phase, self.is_in, self.work = Phase.CATCHING_UP, False, None
+        self.phase, self.is_in = Phase.CATCHING_UP, False
         self._transfer = -1
-        self._later.clear()
+        self._forget_work()
         return []
+
+    def _forget_work(self) -> None:
+        self.work = self.ahead = None
+        self.is_ahead = False
+        self._later.clear()
 
     def _on_state(self, message: StateBegin | StateChunk) -> list[Effect]:
         effects: list[Effect]
@@ -292,7 +303,7 @@ class Member:
         """Came while wait_s() passed."""
         if self.phase is Phase.LEAVING:
             self.end()
-        elif self.phase is Phase.IN and self.wants_stop and self.work is None:
+        elif self.phase is Phase.IN and self.wants_stop and self.work is None and not self.is_ahead:
             return self.leave(now)
         return []
 
@@ -306,23 +317,40 @@ class Member:
         effects = self._serve()
         while self._later:
             message = self._later.popleft()
-            if message.step != self.version + 1:
-                continue
+            is_next = message.step == self.version + 1
             if isinstance(message, Committed):
-                return [*effects, Apply(message)]
-            self.work = message
-            return [*effects, Compute(message)]
+                if is_next:
+                    return [*effects, Apply(message)]
+            elif is_next:  # maybe a lost worker's part, while what was done ahead waits to be sent
+                self.work = message
+                return [*effects, Compute(message)]
+            elif message.step == self.version + 2:
+                effects += self._look_ahead(message)
+                if self.ahead is not None:
+                    return [*effects, Compute(message)]
         return effects
+
+    def _look_ahead(self, work: Work) -> list[Effect]:
+        """In place of what was to be done ahead before; without nodes, nothing is."""
+        was_ahead, self.is_ahead = self.is_ahead, False
+        self.ahead = work if len(work.nodes) else None
+        return [DropAhead()] if was_ahead else []
 
     def begin(self) -> Work | None:
         """What there is to compute is being computed."""
         work, self.work = self.work, None
+        if work is None and not self.is_ahead and not self.wants_stop:
+            work, self.is_ahead = self.ahead, self.ahead is not None
         if work is not None:
             self.is_replaying = False
         return work
 
-    def agree(self, committed: Committed) -> None:
+    def agree(self, committed: Committed) -> bool:
+        """Whether something was done ahead, which is to be sent now; what was not done is the next to be computed."""
         self.committed, self.version = committed, committed.step
+        was_ahead, self.is_ahead = self.is_ahead, False
+        self.work, self.ahead = None if was_ahead else self.ahead, None
+        return was_ahead and not committed.stop
 
     def changed(self, *, in_step: bool) -> list[Effect]:
         """The weights are not what the host was told: a bit that flipped must not reach the others.

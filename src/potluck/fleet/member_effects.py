@@ -94,6 +94,10 @@ class Compute(Effect):
     work: Work
 
 
+class DropAhead(Effect):
+    """What was computed ahead is of no use: nothing of it has been sent, and nothing will be."""
+
+
 class Apply(Effect):
     """The averages of this step, once all of them are here, after agree()."""
 

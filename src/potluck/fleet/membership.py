@@ -48,6 +48,10 @@ class Member:
     """What it has been given of the step under way, and has not wholly sent."""
     reported: set[int] = field(default_factory=set)
     """Slices of that whose samples and loss it has told."""
+    ahead: list[Node] = field(default_factory=list)
+    """What it has been given of the step after that, with overlap. It sends nothing of it before this one is over."""
+    is_ahead: bool = False
+    """What it has of the step under way was given to it so: when that is done, it applies the step before."""
     busy_s: float = 0.0
     working_since: float = 0.0
     evaluating: tuple[Look, int, int] | None = None
@@ -100,7 +104,7 @@ class Member:
             return "catching up"
         if self.evaluating:
             return "evaluating"
-        if self.applied < committed and not self.plain:  # its next work is in its hands already
+        if self.applied < committed and not self.plain and not self.is_ahead:  # its next work is in its hands already
             return f"applying step {committed}"
         if self.is_computing:
             return "computing its gradient"
@@ -110,8 +114,6 @@ class Member:
 class Membership:
     def __init__(self, next_id: int = 0) -> None:
         self.members: dict[int, Member] = {}
-        self.generation = 0
-        """Counts changes of who takes part."""
         self.next_id = next_id
         self._changes = 0
         """Of anybody's phase."""
@@ -125,22 +127,18 @@ class Membership:
         return member
 
     def remove(self, peer: int) -> Member | None:
-        member = self.members.pop(peer, None)
         self._changes += 1
-        if member is not None and member.is_ready:
-            self.generation += 1
-        return member
+        return self.members.pop(peer, None)
 
     def admit(self, member: Member) -> None:
         member.phase = Phase.READY
-        self.generation += 1
         self._changes += 1
 
     def set_back(self, member: Member, phase: Phase) -> None:
         """It no longer takes part, or not yet."""
-        self.generation += member.is_ready
         self._changes += 1
         member.phase = phase
+        member.ahead = []  # it has forgotten that itself once it hears so
 
     @property
     def ready(self) -> list[Member]:

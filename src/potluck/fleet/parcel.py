@@ -3,6 +3,7 @@
 Knows nothing of what is in the files; a checkpoint's own checksums are checked by whoever unpacks it.
 """
 
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -47,8 +48,8 @@ class Unpacker:
             raise TheirProtocolError(f"A parcel of {self.total:,} bytes is larger than {limit_bytes:,}, the most here.")
         folder.mkdir(parents=True, exist_ok=True)
         self._file: IO[bytes] | None = None
-        self._index = -1
         self._left = 0
+        self._rest = iter(self.files)
         self._open_next()
 
     @property
@@ -75,17 +76,12 @@ class Unpacker:
 
     def _open_next(self) -> None:
         """Also makes files of no bytes."""
-        while True:
-            if self._file is not None:
-                self._file.close()
-                self._file = None
-            self._index += 1
-            if self._index == len(self.files):
+        self.close()
+        for name, size in self._rest:
+            self._file, self._left = (self.folder / name).open("wb"), size
+            if size:
                 return
-            name, self._left = self.files[self._index]
-            self._file = (self.folder / name).open("wb")
-            if self._left:
-                return
+            self.close()
 
 
 def files_in(header: str, limit: int = MAX_FILES) -> list[tuple[str, int]]:
@@ -112,11 +108,10 @@ def most_bytes(model_bytes: int) -> int:
 @dataclass
 class _Outgoing:
     transfer: int
-    begin: Message | None
-    """Until it has left."""
-    chunks: Iterator[bytes]
+    messages: Iterator[Message]
     done: Callable[[], None]
-    credit: int = 0
+    credit: int = 1
+    """Messages that may leave: the first need not be asked for."""
     cancelled: bool = False
 
 
@@ -127,7 +122,8 @@ class Parcels:
         self._all: list[_Outgoing] = []
 
     def add(self, transfer: int, begin: Message, chunks: Iterator[bytes], done: Callable[[], None]) -> None:
-        self._all.append(_Outgoing(transfer, begin, chunks, done))
+        messages = itertools.chain([begin], (StateChunk(transfer, data) for data in chunks))
+        self._all.append(_Outgoing(transfer, messages, done))
 
     def on_more(self, more: StateMore) -> None:
         """The other end takes more chunks of the first parcel of that number, or wants no more of it."""
@@ -139,25 +135,18 @@ class Parcels:
 
     def next(self) -> Message | None:
         """Of parcels with one number, one after the other: else credit for one would be taken for another's."""
-        begun: set[int] = set()
+        waiting: set[int] = set()
         for parcel in list(self._all):
-            if parcel.transfer in begun:
+            if parcel.transfer in waiting:
                 continue
-            if parcel.cancelled:
-                self._end(parcel)
-                continue
-            begun.add(parcel.transfer)
-            if parcel.begin is not None:
-                begin, parcel.begin = parcel.begin, None
-                return begin
-            if parcel.credit:
-                data = next(parcel.chunks, None)
-                if data is None:
-                    self._end(parcel)
-                    begun.discard(parcel.transfer)
-                    continue
+            message = next(parcel.messages, None) if parcel.credit and not parcel.cancelled else None
+            if message is not None:
                 parcel.credit -= 1
-                return StateChunk(parcel.transfer, data)
+                return message
+            if parcel.credit or parcel.cancelled:
+                self._end(parcel)
+            else:
+                waiting.add(parcel.transfer)
         return None
 
     def _end(self, parcel: _Outgoing) -> None:

@@ -8,7 +8,8 @@ import socket
 import ssl
 import struct
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 from potluck.fleet.shared import CAN_SHARE
 
@@ -34,6 +35,7 @@ class Pipe:
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
         self.is_closed = False
+        self.heard_at = time.monotonic()
         self._tls = connection if isinstance(connection, ssl.SSLSocket) else None
         # An SSL object is not for two threads at once: each call holds this lock, and none of them waits inside.
         self._lock = threading.Lock()
@@ -81,14 +83,7 @@ class Pipe:
             return self._receive_local(space)
         if self._tls is None:
             return self._socket.recv_into(space[:SLICE_BYTES], flags=socket.MSG_WAITALL)
-        while True:
-            try:
-                with self._lock:
-                    return self._tls.recv_into(space)
-            except ssl.SSLWantReadError:
-                self._wait(select.POLLIN)
-            except ssl.SSLWantWriteError:
-                self._wait(select.POLLOUT)
+        return self._encrypted(self._tls.recv_into, space)
 
     def receive_all(self, space: memoryview) -> bool:
         """Until `space` is full. False: the peer ended before its first byte."""
@@ -99,6 +94,7 @@ class Pipe:
                 if have:
                     raise ConnectionResetError("it ended in the middle of a message")
                 return False
+            self.heard_at = time.monotonic()
             have += count
         return True
 
@@ -106,7 +102,9 @@ class Pipe:
         """All of the parts, one after the other, without joining them."""
         if self._tls is not None:
             for part in parts:
-                self._send_encrypted(memoryview(part).cast("B"))
+                left = memoryview(part).cast("B")
+                while left:
+                    left = left[self._encrypted(self._tls.send, left) :]
             return
         rest = [memoryview(part).cast("B") for part in parts if len(part)]
         while rest:
@@ -139,17 +137,16 @@ class Pipe:
             os.close(self._descriptors.pop())
         return count
 
-    def _send_encrypted(self, rest: memoryview) -> None:
-        assert self._tls is not None
-        while rest:
+    def _encrypted(self, call: Callable[[memoryview], int], data: memoryview) -> int:
+        """How many bytes it took or gave, once it could."""
+        while True:
             try:
                 with self._lock:
-                    sent = self._tls.send(rest)
-                rest = rest[sent:]
-            except ssl.SSLWantWriteError:
-                self._wait(select.POLLOUT)
+                    return call(data)
             except ssl.SSLWantReadError:
                 self._wait(select.POLLIN)
+            except ssl.SSLWantWriteError:
+                self._wait(select.POLLOUT)
 
     def _wait(self, what: int) -> None:
         poller = select.poll()

@@ -3,6 +3,8 @@
 import math
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from potluck.agree.shares import without_singles
 from potluck.agree.windows import Decision, Report, Windows
 from potluck.events import Decided
@@ -11,7 +13,7 @@ from potluck.fleet.ledger import Range
 from potluck.fleet.membership import Member, labels
 from potluck.fleet.run_state import RunState
 from potluck.fleet.tree import Node, decide_quotas, share_nodes, sized_rows, slice_rows
-from potluck.wire.messages import Applied
+from potluck.wire.messages import Applied, Work
 
 MOST_WINDOW = (1 << 32) - 1
 """Rows of a window: the size of a slice is a u32."""
@@ -24,32 +26,49 @@ class Slice:
     worker_id: int
 
 
-@dataclass(frozen=True)
+@dataclass(kw_only=True)
 class Plan:
-    """What a step consists of, and who computes it."""
+    """What a step consists of, and who computes it. Where workers step by themselves, it is a window."""
 
+    step: int
+    epoch: int
     bounds: list[Range]
     """Of each slice."""
     nodes: list[list[Node]]
     """For each worker."""
+    workers: tuple[int, ...]
+    """Their ids."""
     batch: int = 0
     """Rows of a step that a worker takes by itself; 0: it takes none."""
     decision: Decision | None = None
-    """Why, where workers step by themselves: then this step is a window."""
+    """Of a window: why it is so."""
+
+    @property
+    def row(self) -> int:
+        return self.bounds[0][0]
+
+    @property
+    def rows(self) -> int:
+        return self.bounds[-1][1] - self.bounds[0][0]
+
+    @property
+    def slices(self) -> int:
+        return len(self.bounds)
+
+    def rows_of(self, node: Node) -> Range:
+        return self.bounds[node[0]][0], self.bounds[node[1] - 1][1]
+
+    def work(self, nodes: list[Node]) -> Work:
+        flat = np.array([edge for node in nodes for edge in node], "<u4")
+        sizes = np.array([end - start for start, end in self.bounds] if self.batch else [], "<u4")
+        return Work(self.step, self.epoch, self.row, self.rows, self.slices, flat, sizes, self.batch)
 
 
-@dataclass
-class StepUnderWay:
-    """Where workers step by themselves, a window: one agreement, whatever it is over."""
+@dataclass(kw_only=True)
+class StepUnderWay(Plan):
+    """One agreement, whatever it is over."""
 
-    step: int
-    bounds: list[Range]
-    """Of each slice."""
     started: float
-    batch: int = 0
-    decision: Decision | None = None
-    workers: tuple[int, ...] = ()
-    """Ids, in the order of the decision."""
     reports: dict[int, Slice] = field(default_factory=dict)
     computed_by: dict[int, int] = field(default_factory=dict)
     """slice -> worker id, once its payload is wholly in the sums."""
@@ -67,30 +86,17 @@ class StepUnderWay:
     """worker id -> seconds"""
     batches: dict[int, int] = field(default_factory=dict)
     """worker id -> steps that it took by itself"""
+    reported: dict[int, float] = field(default_factory=dict)
+    """worker id -> when it told last"""
     first_report: float | None = None
     last_report: float = 0.0
     loss: float = math.nan
     samples: float = 0.0
 
     @property
-    def row(self) -> int:
-        return self.bounds[0][0]
-
-    @property
-    def rows(self) -> int:
-        return self.bounds[-1][1] - self.bounds[0][0]
-
-    @property
-    def slices(self) -> int:
-        return len(self.bounds)
-
-    @property
     def is_reported(self) -> bool:
         """Of every slice somebody has told its samples and its loss."""
         return len(self.reports) >= self.slices
-
-    def rows_of(self, node: Node) -> Range:
-        return self.bounds[node[0]][0], self.bounds[node[1] - 1][1]
 
 
 class Planner:
@@ -99,6 +105,8 @@ class Planner:
         self._last: tuple[list[int], list[int]] | None = None
         """The peers of the last step, and how many slices each had."""
         self._windows: Windows | None = None
+        self._planned: tuple[int, ...] = ()
+        """Whom the last window was planned for, in the order of their names there."""
         self._worked: tuple[int, ...] = ()
         """Who took part in the last window."""
         self._committed_at = 0.0
@@ -108,10 +116,13 @@ class Planner:
         """worker id -> what it told when it applied the last window"""
         self._drift = 0.0
         """The largest of them when they were last counted in."""
+        self._reported: dict[int, float] = {}
+        """When each told last of the window before; and how long, with overlap, the one waited that waited least."""
+        self._waited_s = 0.0
 
-    def plan(self, working: list[Member]) -> Plan | None:
-        """None: the run is over."""
-        return self._plan_window(working) if self._run.described.windowed is not None else self._plan_step(working)
+    def plan(self, working: list[Member], after: StepUnderWay | None = None) -> Plan | None:
+        """The next step, or the one that follows `after`. None: the run is over, or `after` ends an epoch."""
+        return self._plan_window(working, after) if self._run.described.windowed else self._plan_step(working)
 
     def _plan_step(self, working: list[Member]) -> Plan:
         """One batch, in as many slices as ever, to each as many as its speed allows."""
@@ -127,22 +138,29 @@ class Planner:
         shared = share_nodes(slices, quotas)
         _spare_plain_peers(working, shared)
         self._last = peers, quotas
-        return Plan(slice_rows(standing.row, rows, slices), shared)
+        return Plan(
+            step=standing.step + 1,
+            epoch=standing.epoch,
+            bounds=slice_rows(standing.row, rows, slices),
+            nodes=shared,
+            workers=tuple(m.worker_id for m in working),
+        )
 
-    def _plan_window(self, working: list[Member]) -> Plan | None:
-        """One slice for each worker, as large as its speed allows; none if the run is over."""
+    def _plan_window(self, working: list[Member], after: StepUnderWay | None) -> Plan | None:
+        """One slice for each worker, as large as its speed allows; none if no rows are left."""
         run, described, standing = self._run, self._run.described, self._run.standing
-        policy = described.windowed
+        policy, under_way = described.windowed, after.rows if after is not None else 0
         assert policy is not None
-        rows_left = min(described.rows - standing.row, MOST_WINDOW)
+        rows_left = min(described.rows - standing.row - under_way, MOST_WINDOW)
         if run.rows_limit:
-            rows_left = min(rows_left, run.rows_limit - standing.rows_seen)
+            rows_left = min(rows_left, run.rows_limit - standing.rows_seen - under_way)
         if rows_left <= 0:
             return None
         names = labels(working)
         if self._windows is None:
             self._windows = Windows(policy, names, may_be_alone=True)
         self._windows.change(names)
+        self._planned = tuple(m.worker_id for m in working)
         batch = min(-(-described.batch // len(working)), MOST_WINDOW)
         decision = self._windows.decide(rows_left, batch, least=described.batch)
         if described.in_pairs and batch > 1:
@@ -152,7 +170,15 @@ class Planner:
         for rows in decision.rows:
             nodes.append([(len(sizes), len(sizes) + 1)] if rows else [])
             sizes += [rows] if rows else []
-        return Plan(sized_rows(standing.row, sizes), nodes, batch, decision)
+        return Plan(
+            step=standing.step + 1 + (after is not None),
+            epoch=standing.epoch,
+            bounds=sized_rows(standing.row + under_way, sizes),
+            nodes=nodes,
+            workers=self._planned,
+            batch=batch,
+            decision=decision,
+        )
 
     def tell(self, decision: Decision) -> Emit:
         return Emit(
@@ -171,19 +197,31 @@ class Planner:
         here: the next is handed out before this one is applied."""
         assert self._windows is not None
         now = self._run.clock
+        sync_s = max(0.0, now - under.last_report) + self._applying_s
+        if self._windows.policy.overlap:
+            sync_s = self._unhidden_s(under)
         reports = [
             Report(
                 wall_s=under.busy.get(who, 0.0) if who in under.batches else 0.0,
                 batches=under.batches.get(who, 0),
                 divergence=self._divergence.get(who, 0.0),
             )
-            for who in under.workers
+            for who in self._planned  # with overlap the next one is planned already, maybe for others
         ]
         if any(report.batches for report in reports):
-            self._windows.report(reports, max(0.0, now - under.last_report) + self._applying_s)
+            self._windows.report(reports, sync_s)
         self._worked, self._committed_at, self._applying_s = under.workers, now, 0.0
         self._drift = max(self._divergence.values(), default=0.0)
         self._divergence = {}
+
+    def _unhidden_s(self, under: StepUnderWay) -> float:
+        """With overlap a mean costs only what it takes beyond the next window. From one report to the next a worker
+        computes, and waits for the mean; whoever waits for others, too, waits longer than that. Of two windows it is
+        the lesser: an evaluation lies between some of them, and is nothing that longer windows would save."""
+        told = [(at, self._reported.get(who), under.busy[who]) for who, at in under.reported.items()]
+        waited_s = max(0.0, min((at - before - busy for at, before, busy in told if before is not None), default=0.0))
+        before_s, self._waited_s, self._reported = self._waited_s, waited_s, under.reported
+        return min(waited_s, before_s)
 
     def on_applied(self, member: Member, applied: Applied) -> None:
         """For the first time, by this worker."""

@@ -4,33 +4,22 @@ Gradients are taken where they were asked for, in the order in which they were, 
 """
 
 import os
-import time
 from collections.abc import Callable
 
 import numpy as np
 
 from potluck.errors import TheirProtocolError
-from potluck.fleet.connection import Connection, Expected
+from potluck.fleet.connection import part_of
 from potluck.fleet.effects import Effect
-from potluck.fleet.exchange import CONTROL_BYTES, Exchange
+from potluck.fleet.exchange import Exchange, Expected, PeerConnection
 from potluck.fleet.mean import Mean, Slot
 from potluck.fleet.shared import Window
-from potluck.wire.codec import Bulk, decode, is_bulk, open_bulk, peek
-from potluck.wire.messages import (
-    BlockGradientPayload,
-    GradientPayload,
-    NonBlockGradientPayload,
-    PartAt,
-    ShareMemory,
-)
-from potluck.wire.words import heard
-
-HEAD_BYTES = 64
-"""Enough of a payload to know what it is."""
+from potluck.wire.codec import Bulk, is_bulk, peek
+from potluck.wire.messages import BlockGradientPayload, GradientPayload, NonBlockGradientPayload, PartAt, ShareMemory
 
 
 class Reader:
-    def __init__(self, connection: Connection, exchange: Exchange) -> None:
+    def __init__(self, connection: PeerConnection, exchange: Exchange) -> None:
         self._connection = connection
         self._exchange = exchange
         self._core = exchange.core
@@ -45,8 +34,8 @@ class Reader:
         why = "it closed the connection"
         np.seterr(over="ignore", invalid="ignore")  # of this thread: what is not finite is found, and told
         try:
-            while self._read_message():
-                pass
+            for head, length in self._connection.frames(self._limit_bytes):
+                self._read(head, length)
         except TheirProtocolError as error:
             why = str(error)
             self._core.refused["malformed"] += 1
@@ -55,41 +44,28 @@ class Reader:
         finally:  # also after a fault of ours: a peer without a reader would keep averages from being released
             self._exchange.lost(self._connection, self._connection.blamed or why)
 
-    def _read_message(self) -> bool:
-        connection, layout = self._connection, self._exchange.layout
-        prefix = bytearray(4)
-        if not connection.pipe.receive_all(memoryview(prefix)):
-            return False
-        connection.heard_at = time.monotonic()
-        length = int.from_bytes(prefix, "big")
-        limit = layout.plain_limit_bytes if connection.plain else layout.limit_bytes
-        if length > limit:
-            raise TheirProtocolError(f"A frame of {length:,} bytes is longer than {limit:,}, the most here.")
-        head = memoryview(bytearray(min(length, HEAD_BYTES)))
-        connection.fill(head)
+    def _limit_bytes(self) -> int:
+        layout = self._exchange.layout
+        return layout.plain_limit_bytes if self._connection.plain else layout.limit_bytes
+
+    def _read(self, head: memoryview, length: int) -> None:
+        connection = self._connection
         if is_bulk(peek(head, connection.codec)):
-            self._read_bulk(head, length)
-            return True
-        message = heard(decode(connection.fill_after(head, length), connection.codec))
+            self._read_gradients(head, length)
+            return
+        message = connection.read_message(head, length)
         if isinstance(message, PartAt):
             self._read_part_at(message)
         elif isinstance(message, ShareMemory):
             self._look_in()
         elif connection.closing_at is None:
             self._exchange.act(lambda now: self._core.on_message(now, connection.peer, message))
-        return True
 
     # Gradients
 
-    def _read_bulk(self, head: memoryview, length: int) -> None:
-        connection, mean = self._connection, self._mean
-        bulk = open_bulk(head, length, connection.codec)
-        while bulk is None:  # component_sizes come first in the other encoding, and may be many
-            if len(head) >= min(length, CONTROL_BYTES):
-                raise TheirProtocolError("A payload's head is longer than any that is taken.")
-            head = connection.fill_after(head, min(length, 2 * len(head)))
-            bulk = open_bulk(head, length, connection.codec)
-        over = head[bulk.start :]
+    def _read_gradients(self, head: memoryview, length: int) -> None:
+        mean = self._mean
+        bulk, over = self._connection.read_bulk(head, length)
         if bulk.message is GradientPayload:
             self._read_whole(mean, bulk, over, length)
         elif bulk.message in (BlockGradientPayload, NonBlockGradientPayload):
@@ -99,8 +75,7 @@ class Reader:
 
     def _read_part(self, bulk: Bulk, over: memoryview, length: int) -> None:
         connection, layout = self._connection, self._exchange.layout
-        is_block = bulk.message is BlockGradientPayload
-        key = ("block", bulk.fields["block_idx"]) if is_block else ("component", bulk.fields["component"])
+        key = part_of(bulk)
         part = layout.parts.get(key)
         if part is None:
             raise TheirProtocolError(f"This run's model has no {key[0]} {key[1]}.")
@@ -163,10 +138,7 @@ class Reader:
             connection.held = True
             space = slot.space()
             connection.held = False
-            have = min(len(over), len(space))
-            space[:have] = over[:have]
-            over = over[have:]
-            connection.fill(space[have:])
+            over = connection.fill(space, over)
             if before_last is not None and slot.is_last_chunk:
                 before_last(over)
             connection.held = True  # it may wait for a slow receiver of the step before

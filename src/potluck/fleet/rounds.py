@@ -8,8 +8,6 @@ import json
 import math
 from typing import Any
 
-import numpy as np
-
 from potluck.agree.terms import UNCOMPARED
 from potluck.events import EpochDone, Stalled
 from potluck.fleet.description import BAD_BUFFERS
@@ -31,10 +29,10 @@ from potluck.fleet.effects import (
 )
 from potluck.fleet.ledger import prove
 from potluck.fleet.membership import Member, slices_of
-from potluck.fleet.planning import Planner, Slice, StepUnderWay
+from potluck.fleet.planning import Plan, Planner, Slice, StepUnderWay
 from potluck.fleet.run_state import RunState, Standing, total_of
 from potluck.fleet.tree import Node, cover, decide_quotas
-from potluck.wire.messages import Applied, Committed, Refusal, ShardAssignment, Shutdown, SliceReport, Work
+from potluck.wire.messages import Applied, Committed, Refusal, ShardAssignment, Shutdown, SliceReport
 
 LEAST_SAMPLES, MOST_SAMPLES, MOST_LOSS = 1e-6, 1e15, 1e300
 """What a slice may report: beyond these, sums of them would overflow or vanish."""
@@ -48,6 +46,8 @@ class Rounds:
         self._at_least = at_least
         """Workers, before the first step."""
         self.now: StepUnderWay | None = None
+        self._next: Plan | None = None
+        """What follows it, with overlap: workers have it already, and continue with it while this one is agreed on."""
         self._records: dict[int, StepRecord] = {}
         """Committed, and not yet told as applied."""
 
@@ -62,17 +62,16 @@ class Rounds:
             return []
         if not standing.step and len(ready) < self._at_least:
             return []
-        working = [m for m in ready if not m.leaving and m.since <= standing.step + 1 and m.applied >= m.relieved]
-        working = [m for m in working if not (m.plain and m.assigned > standing.step)]  # the step is begun anew
+        working = self._working(standing.step + 1)
         if not any(not m.plain for m in working):
             return []
-        plan = self._planner.plan(working)
+        told, self._next = self._next, None
+        plan = told or self._planner.plan(working)
         if plan is None:
             return []
-        ids = tuple(m.worker_id for m in working)
-        self.now = StepUnderWay(standing.step + 1, plan.bounds, run.clock, plan.batch, plan.decision, ids)
+        self.now = StepUnderWay(**vars(plan), started=run.clock)
         for member in ready:
-            member.nodes, member.busy_s = [], 0.0
+            member.nodes, member.is_ahead, member.busy_s = [], False, 0.0
             member.reported.clear()
         several = any(len(nodes) > 1 for nodes in plan.nodes)
         # A plain peer sends its parts in another order than ours, so that all of them must be able to wait.
@@ -80,11 +79,59 @@ class Rounds:
         effects: list[Effect] = [BeginStep(self.now.step, self.now.slices, count, several)]
         if plan.decision is not None:
             effects.append(self._planner.tell(plan.decision))
-        for member, nodes in zip(working, plan.nodes, strict=True):
-            effects += self._give(self.now, member, nodes)
+        effects += self._give_all(self.now, working) if told is None else self._take_up(self.now, working)
+        return effects + self._tell_next(self.now)
+
+    def _working(self, step: int) -> list[Member]:
+        """Those who can be given something of that step."""
+        able = [m for m in self._run.membership.ready if not m.leaving and m.since <= step and m.applied >= m.relieved]
+        return [m for m in able if not (m.plain and m.assigned >= step)]  # the step is begun anew
+
+    def _give_all(self, under: StepUnderWay, working: list[Member]) -> list[Effect]:
+        effects: list[Effect] = []
+        for member, nodes in zip(working, under.nodes, strict=True):
+            effects += self._give(under, member, nodes)
             if member.plain and not nodes:
                 effects += self.give_nothing(member)
         return effects
+
+    # Ahead: with overlap the next window is in the workers' hands before it begins
+
+    def _tell_next(self, under: StepUnderWay) -> list[Effect]:
+        """The window after this one, for those who will have done their part of it. None beyond an epoch, after which
+        all hold what was agreed on and nothing else."""
+        policy = self._run.described.windowed
+        if policy is None or not policy.overlap or self._run.stopping:
+            return []
+        working = self._working(under.step + 1)
+        plan = self._next = self._planner.plan(working, after=under) if working else None
+        if plan is None:
+            return []
+        for member, nodes in zip(working, plan.nodes, strict=True):
+            member.ahead = nodes
+        return [Send(member.peer, plan.work(member.ahead)) for member in working if member.ahead]
+
+    def _take_up(self, under: StepUnderWay, working: list[Member]) -> list[Effect]:
+        """What was told ahead is under way now. Parts of those who are gone, or late, are for the others."""
+        there = {member.worker_id: member for member in working}
+        effects: list[Effect] = []
+        lost: list[Node] = []
+        for worker_id, nodes in zip(under.workers, under.nodes, strict=True):
+            member = there.get(worker_id)
+            if member is None or member.ahead != nodes:
+                lost += nodes
+                continue
+            member.ahead, member.is_ahead = [], True
+            effects += self._expect(under, member, nodes) if nodes else []
+        return effects + (self.hand_out(lost) if lost else [])
+
+    def call_back(self, member: Member) -> list[Effect]:
+        """It is not to do what it was told ahead: whatever it has done of it is of no use.
+
+        It hears of that before it can hear that the step under way is over, so that it never sends any of it.
+        """
+        nodes, member.ahead = member.ahead, []
+        return [Send(member.peer, self._next.work([]))] if self._next is not None and nodes else []
 
     def give_nothing(self, member: Member) -> list[Effect]:
         """The published worker takes an average only after an assignment: where there are no rows for it, an empty
@@ -99,25 +146,18 @@ class Rounds:
             return []
         if under.batch and len(nodes) > 1:  # each is a replica of its own
             return [effect for node in nodes for effect in self._give(under, member, [node])]
-        member.nodes = member.nodes + nodes
-        member.working_since = self._run.clock
         if member.relieved == under.step:  # there is nobody else: what it reports counts again
             member.relieved = 0
         if member.plain:
+            member.nodes = member.nodes + nodes
+            member.working_since = self._run.clock
             return self._give_plain(under, member, nodes)
-        flat = np.array([edge for node in nodes for edge in node], "<u4")
-        sizes = [end - start for start, end in under.bounds] if under.batch else []
-        work = Work(
-            under.step,
-            self._run.standing.epoch,
-            under.row,
-            under.rows,
-            under.slices,
-            flat,
-            np.array(sizes, "<u4"),
-            under.batch,
-        )
-        return [Expect(member.peer, under.step, tuple(nodes), (1.0,) * len(nodes)), Send(member.peer, work)]
+        return [*self._expect(under, member, nodes), Send(member.peer, under.work(nodes))]
+
+    def _expect(self, under: StepUnderWay, member: Member, nodes: list[Node]) -> list[Effect]:
+        member.nodes = member.nodes + nodes
+        member.working_since = self._run.clock
+        return [Expect(member.peer, under.step, tuple(nodes), (1.0,) * len(nodes))]
 
     def _give_plain(self, under: StepUnderWay, member: Member, nodes: list[Node]) -> list[Effect]:
         """It will not say how many samples its rows have: that is taken for granted."""
@@ -193,15 +233,13 @@ class Rounds:
         return bool(member.reported) or (self.now is not None and member.worker_id in self.now.computed_by.values())
 
     def abandon(self) -> list[Effect]:
-        if self.now is None:
-            return []
-        self.now = None
-        return [AbandonStep()]
+        told = [effect for member in self._run.membership.members.values() for effect in self.call_back(member)]
+        now, self.now, self._next = self.now, None, None
+        return [*told, AbandonStep()] if now is not None else told
 
     def begin_anew(self) -> list[Effect]:
         """What is in the sums of the step under way is of no use, and cannot be taken out again."""
-        abandoned = self.abandon()
-        return [*abandoned, *self.start()] if abandoned else []
+        return [*self.abandon(), *self.start()] if self.now is not None else []
 
     # What comes back
 
@@ -240,7 +278,7 @@ class Rounds:
             member.measure(sum(under.bounds[n][1] - under.bounds[n][0] for n in told), report.busy_s)
             under.batches[member.worker_id] = under.batches.get(member.worker_id, 0) + report.batches
         member.busy_s += report.busy_s
-        under.busy[member.worker_id] = member.busy_s
+        under.busy[member.worker_id], under.reported[member.worker_id] = member.busy_s, run.clock
         effects: list[Effect] = []
         for node in bad:
             effects += self.on_bad(member.peer, under.step, node, "has a loss that is not finite")
@@ -353,7 +391,8 @@ class Rounds:
         if under.decision is not None:
             run.steps[standing.step] = run.steps_done
         holders = run.membership.holders
-        run.leader = holders[0].worker_id if holders else 0
+        run.leaders[under.step] = holders[0].worker_id if holders else 0
+        run.leaders.pop(under.step - 3, None)
         effects: list[Effect] = [Record(record), *self._tell_committed(under, record, epoch)]
         if epoch is not None:
             effects.append(Emit(epoch))
@@ -403,7 +442,7 @@ class Rounds:
             under.samples,
             under.loss,
             bytes(under.used),
-            run.leader,
+            run.leaders[under.step],
             int(run.stopping),
             json.dumps(told),
             under.buffers,

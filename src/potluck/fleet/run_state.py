@@ -69,8 +69,8 @@ class RunState:
         """Of all epochs, as the first who held the weights told it; 0: nobody knows."""
         self.expected = resumed.expected
         """How many may come back who hold the weights, while nobody here does."""
-        self.leader = -1
-        """The worker that speaks for all, as of the last committed step."""
+        self.leaders: dict[int, int] = {}
+        """After each of the last steps, the worker that speaks for all."""
         self.steps: dict[int, int] = {}
         """After each of the last windows, how many batches of the run were done."""
 

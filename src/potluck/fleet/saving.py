@@ -1,7 +1,5 @@
 """Checkpoints for the host's disk: when one is due, who sends it, and what is kept. Pure."""
 
-from collections.abc import Sequence
-
 from potluck.events import CheckpointFailed, CheckpointSaved
 from potluck.fleet.digests import Digests
 from potluck.fleet.effects import Effect, Emit, SaveAbort, SaveBegin, SaveChunk, Send
@@ -25,6 +23,8 @@ class Saving:
         self.due: SaveDue | None = None
         self.sender: int | None = None
         """The peer whose state is on its way to the disk."""
+        self._left = 0
+        """Bytes of it that have yet to come."""
         self.saved = Saved(0, "", "")
         """The last that is on the disk."""
         self.fault = ""
@@ -69,7 +69,8 @@ class Saving:
         self._keep_last = min(MOST_KEPT, max(self._keep_last, due.keep_last))
         if self.due is None or due.step > self.due.step:
             self.due, self._again_at = due, None
-            self._asked, self._moved_at = self._run.leader, self._run.clock
+            # It sends by itself who spoke for all then: with overlap another may do so by now.
+            self._asked, self._moved_at = self._run.leaders.get(due.step, NOBODY), self._run.clock
         return self.ask()
 
     def ask(self) -> list[Effect]:
@@ -103,17 +104,18 @@ class Saving:
         is_old = bool(self.saved.folder) and begin.step <= self.saved.step  # the leader has changed meanwhile
         if self.sender is not None and self._asked == member.worker_id and self.sender != member.peer:
             self._asked = NOBODY  # it is turned away now: should the one under way fail, somebody is asked anew
-        return self.due is not None and self.sender is None and member in self._digests.trusted and not is_old
+        # One that begins another in the middle has ended the first: it heard of the end of an earlier one too late.
+        is_free = self.sender is None or (self.sender == member.peer and self._left > 0)
+        return self.due is not None and is_free and member in self._digests.trusted and not is_old
 
     def begin(self, member: Member, begin: StateBegin, total: int) -> Effect:
-        self.sender, self._asked, self._moved_at = member.peer, member.worker_id, self._run.clock
+        self.sender, self._asked, self._left, self._moved_at = member.peer, member.worker_id, total, self._run.clock
         return SaveBegin(member.peer, begin.step, begin.header, self._keep_last)
 
-    def may_take(self, member: Member, chunk: StateChunk) -> bool:
-        return self.sender == member.peer
-
-    def take(self, member: Member, chunk: StateChunk) -> Effect:
-        self._moved_at = self._run.clock
+    def take(self, member: Member, chunk: StateChunk) -> Effect | None:
+        if self.sender != member.peer:
+            return None
+        self._left, self._moved_at = self._left - len(chunk.data), self._run.clock
         return SaveChunk(member.peer, chunk.data)
 
     def abort(self) -> list[Effect]:
@@ -138,7 +140,7 @@ class Saving:
         self.saved, self.fault, self._again_at = Saved(step, folder, ""), "", None
         if self.due is not None and step >= self.due.step:
             self.due = None
-        run, members = self._run, self._members
+        run, members = self._run, list(self._run.membership.members.values())
         effects: list[Effect] = [Send(m.peer, self.saved) for m in members if not m.plain and not m.leaving]
         for member in [m for m in members if m.leaving and m.shut_at is None]:
             effects += self.let_go(member)
@@ -157,13 +159,9 @@ class Saving:
         self.due = self.due or SaveDue(told.step, self._keep_last)
         self._again_at = run.clock + run.patience_s
         effects: list[Effect] = [Emit(CheckpointFailed(step=run.steps.get(told.step, told.step), reason=told.error))]
-        if sender in run.membership.members:  # else the rest of this one would be in the way of the next
+        if self._left > 0 and sender in run.membership.members:  # its rest would be in the way of the next
             effects.append(Send(sender, StateMore(SAVE, 0)))
-        return effects + [Send(m.peer, told) for m in self._members if not m.plain]
-
-    @property
-    def _members(self) -> Sequence[Member]:
-        return list(self._run.membership.members.values())
+        return effects + [Send(m.peer, told) for m in run.membership.members.values() if not m.plain]
 
     # Time
 
@@ -171,14 +169,16 @@ class Saving:
         self._moved_at += seconds
 
     def tire(self) -> list[Effect]:
-        """A worker that was to send it, and sends nothing of it, is passed over while there are others to ask."""
+        """A worker that was to send it, and sends nothing of it, is passed over while there are others to ask. One that
+        has stopped in the middle is asked once more: a failure may have reached it when the next was on its way."""
         run = self._run
         if self.due is None or self._moved_at >= run.clock - SLOW_STATE * run.patience_s:
             return []
         self._moved_at = run.clock
         saving = run.membership.members.get(self.sender) if self.sender is not None else None
         slow = saving.worker_id if saving is not None else self._asked
-        if all(holder.worker_id == slow for holder in run.membership.holders):
+        is_alone = all(holder.worker_id == slow for holder in run.membership.holders)
+        if is_alone and saving is None:
             return []
         self._passed_over.add(slow)
         self._asked = NOBODY

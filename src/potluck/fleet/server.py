@@ -5,6 +5,7 @@ flow into the mean, the other writes to it. All decisions are the coordinator's,
 bytes of gradients pass outside of it.
 """
 
+import itertools
 import logging
 import os
 import socket
@@ -18,11 +19,10 @@ from typing import Protocol
 from potluck.errors import ConfigError, PotluckError
 from potluck.events import Event
 from potluck.fleet import effects
-from potluck.fleet.connection import Connection, Out
 from potluck.fleet.coordinator import Coordinator
 from potluck.fleet.description import Description
 from potluck.fleet.effects import Effect, StepRecord
-from potluck.fleet.exchange import Exchange
+from potluck.fleet.exchange import Exchange, Out, PeerConnection, Writer
 from potluck.fleet.journal import Journal
 from potluck.fleet.lobby import Guest, Lobby
 from potluck.fleet.parcel import chunks, pack
@@ -31,8 +31,7 @@ from potluck.fleet.pipe import LOOPBACK, Pipe, listen_local
 from potluck.fleet.reading import Reader
 from potluck.fleet.run_state import Standing
 from potluck.fleet.saving import SAVE
-from potluck.fleet.writing import Writer
-from potluck.wire.codec import decode, encode_parts
+from potluck.wire.codec import decode
 from potluck.wire.messages import Message, ShareMemory, StateBegin, StateChunk
 from potluck.wire.words import heard
 
@@ -70,8 +69,8 @@ class Server:
         host: str,
         port: int,
         tls: ssl.SSLContext | None,
-        journal: Journal | None = None,
-        saver: Saver | None = None,
+        journal: Journal,
+        saver: Saver,
         on_event: Callable[[Event], None] = lambda event: None,
     ) -> None:
         self.core = coordinator
@@ -83,7 +82,6 @@ class Server:
         self.on_completed: Callable[[Description], None] = lambda description: None
         """Hears of a run that was known in part, as from a journal: what its workers bring now."""
         self.finished: effects.Finish | None = None
-        self._next_peer = 0
         self._lock = threading.RLock()
         self._ended = threading.Event()
         self._threads: list[threading.Thread] = []
@@ -99,9 +97,9 @@ class Server:
             stranger_s=min(10.0, coordinator.patience_s),
             on_payload=self._on_lobby_payload,
             on_closed=lambda guest, why: self._act(lambda now: self.core.on_closed(now, guest.peer, why)),
-            new_peer=self._new_peer,
+            new_peer=itertools.count(1).__next__,
         )
-        if saver is not None and coordinator.standing.step and (newest := saver.newest()) is not None:
+        if coordinator.standing.step and (newest := saver.newest()) is not None:
             coordinator.found(newest[1].step, str(newest[0]))
         coordinator.weights.most_floats = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
         if coordinator.description is not None:
@@ -159,20 +157,20 @@ class Server:
                 self._describe(effect)
             case effects.Subscribe():
                 self._subscribe(effect)
-            case effects.Record() if self.journal is not None:
+            case effects.Record():
                 self.journal.record(effect.step)
-            case effects.Agreed() if self.journal is not None:
+            case effects.Agreed():
                 self.journal.agree(effect.step, effect.kind, effect.digest)
             case effects.Emit():
                 _tell(lambda: self.on_event(effect.event))
             case effects.StepApplied():
                 _tell(lambda: self.on_step(effect.record, effect.lr, effect.norm, effect.fault))
             case effects.SaveBegin():
-                self._save_begin(effect)
-            case effects.SaveChunk() if self.saver is not None:
+                self.saver.begin(effect.step, effect.header, effect.keep_last, self._on_saved)
+            case effects.SaveChunk():
                 peer = effect.peer
-                self.saver.feed(effect.data, lambda: self._taken(peer, SAVE))
-            case effects.SaveAbort() if self.saver is not None:
+                self.saver.feed(effect.data, lambda: self.exchange.taken(peer, SAVE))
+            case effects.SaveAbort():
                 self.saver.abort()
             case effects.Restore():
                 self._restore()
@@ -185,8 +183,7 @@ class Server:
                 self.exchange.do(effect)
 
     def _describe(self, effect: effects.Describe) -> None:
-        if self.journal is not None:
-            self.journal.keep("description", effect.description.to_json())
+        self.journal.keep("description", effect.description.to_json())
         if effect.is_new:
             self.exchange.describe(effect.description)
             self.on_described(effect.description)
@@ -195,13 +192,12 @@ class Server:
 
     def _restore(self) -> None:
         """Back to the newest checkpoint, which the ledger then ends with."""
-        found = self.saver.newest() if self.saver is not None else None
-        standing = found[1] if found is not None else None
-        if standing is not None and self.journal is not None:  # it knows who computed what, unless it was removed
-            standing = self.journal.standing(standing.step) or standing
-        self._restored = (found[0], found[1].step) if found is not None else None
-        if self.journal is not None:
-            self.journal.rewind(standing.step if standing is not None else 0)
+        found = self.saver.newest()
+        standing = None
+        if found is not None:
+            self._restored = found[0], found[1].step
+            standing = self.journal.standing(found[1].step) or found[1]  # it knows who computed what
+        self.journal.rewind(standing.step if standing is not None else 0)
         self._act(lambda now: self.core.restored(now, standing))
 
     def _send_checkpoint(self, peer: int, transfer: int) -> None:
@@ -220,24 +216,10 @@ class Server:
             with self._lock:
                 self._close(peer)
 
-    def _save_begin(self, effect: effects.SaveBegin) -> None:
-        def on_saved(step: int, folder: str, error: str, size: int, theirs: bool) -> None:
-            self._act(lambda now: self.core.on_saved(now, step, folder, error, size, theirs=theirs))
-
-        if self.saver is None:
-            on_saved(effect.step, "", "This host keeps no checkpoints.", 0, False)
-            return
-        self.saver.begin(effect.step, effect.header, effect.keep_last, on_saved)
-
-    def _taken(self, peer: int, transfer: int) -> None:
-        self._act(lambda now: self.core.on_taken(now, peer, transfer))
+    def _on_saved(self, step: int, folder: str, error: str, size: int, theirs: bool) -> None:
+        self._act(lambda now: self.core.on_saved(now, step, folder, error, size, theirs=theirs))
 
     # Peers
-
-    def _new_peer(self) -> int:
-        with self._lock:
-            self._next_peer += 1
-            return self._next_peer
 
     def _on_lobby_payload(self, guest: Guest, payload: memoryview) -> None:
         assert guest.codec is not None
@@ -255,7 +237,7 @@ class Server:
         if guest is None or guest.codec is None:
             return
         plain = self.core.membership.members[effect.peer].plain
-        connection = Connection(guest.peer, Pipe(guest.socket), guest.codec, plain, effect.since, time.monotonic())
+        connection = PeerConnection(Pipe(guest.socket), guest.codec, peer=guest.peer, plain=plain, since=effect.since)
         connection.pipe.give_up_link(self.core.patience_s)
         self.connections[guest.peer] = connection
         if connection.pipe.is_local and not plain:
@@ -265,7 +247,7 @@ class Server:
         if guest.out:
             connection.queue.appendleft(Out(None, raw=bytes(guest.out)))
         self._spawn(Reader(connection, self.exchange).run, f"reader {guest.peer}")
-        self._spawn(Writer(connection, self.exchange, self._taken).run, f"writer {guest.peer}")
+        self._spawn(Writer(connection, self.exchange).run, f"writer {guest.peer}")
 
     def _send(self, effect: effects.Send) -> None:
         connection = self.connections.get(effect.peer)
@@ -273,8 +255,7 @@ class Server:
             connection.put(Out(effect.message, credit=effect.credit))
             reach("queued", getattr(effect.message, "step", 0), message=effect.message, connection=connection)
         else:
-            codec = self._lobby.codec(effect.peer) or "bincode"
-            self._lobby.send(effect.peer, b"".join(encode_parts(effect.message, codec)))
+            self._lobby.send(effect.peer, effect.message)
 
     def _send_now(self, peer: int, message: Message) -> None:
         with self._lock:
@@ -299,7 +280,7 @@ class Server:
             if connection.closing_at is not None and now - connection.closing_at > LAST_WORDS_S:
                 connection.close()  # it does not read, and averages that wait for it keep the others waiting
             connection.tire(TICK_S, UNREAD * self.core.patience_s)
-            self.core.on_heard(now if connection.held else connection.heard_at, connection.peer)
+            self.core.on_heard(now if connection.held else connection.pipe.heard_at, connection.peer)
         return self.core.on_tick(now)
 
     def _spawn(self, target: Callable[[], None], name: str) -> None:

@@ -106,13 +106,13 @@ class Transfers:
         return [whose.begin(member, begin, total), Send(member.peer, StateMore(begin.transfer, CHUNKS_AHEAD))]
 
     def on_chunk(self, member: Member, chunk: StateChunk) -> list[Effect]:
-        whose = self._whose(chunk.transfer)
-        if not whose.may_take(member, chunk):
+        taken = self._whose(chunk.transfer).take(member, chunk)
+        if taken is None:
             return []
         self.unpaid[member.peer, chunk.transfer] += 1
         if self.unpaid[member.peer, chunk.transfer] > 2 * CHUNKS_AHEAD:  # what an ended one was allowed may be left
             return self.run.refuse(member.peer, "illegal", "StateChunk came before StateMore allowed it.")
-        return [whose.take(member, chunk)]
+        return [taken]
 
     def on_taken(self, peer: int, transfer: int) -> list[Effect]:
         """A chunk that came from this peer has been written, or has left."""
@@ -133,13 +133,11 @@ class Transfers:
         newcomer.since = max(newcomer.since, begin.step + 1)
         return Send(transfer.to, begin)
 
-    def may_take(self, member: Member, chunk: StateChunk) -> bool:
+    def take(self, member: Member, chunk: StateChunk) -> Effect | None:
         transfer = self.under_way.get(chunk.transfer)
-        return transfer is not None and transfer.sponsor == member.peer and bool(transfer.left)
-
-    def take(self, member: Member, chunk: StateChunk) -> Effect:
-        transfer = self.under_way[chunk.transfer]
-        transfer.left, transfer.moved_at = max(0, (transfer.left or 0) - len(chunk.data)), self.run.clock
+        if transfer is None or transfer.sponsor != member.peer or not transfer.left:
+            return None
+        transfer.left, transfer.moved_at = max(0, transfer.left - len(chunk.data)), self.run.clock
         return Send(transfer.to, chunk, credit=(member.peer, chunk.transfer))
 
     # What ends them
@@ -159,19 +157,13 @@ class Transfers:
         effects: list[Effect] = []
         for key in [key for key in self.unpaid if key[0] == peer]:
             del self.unpaid[key]
-        for transfer in list(self.under_way.values()):
-            if transfer.to == peer:
-                del self.under_way[transfer.number]
-                effects += self._spare_sponsor(transfer)
-            elif transfer.sponsor == peer and not transfer.is_whole:
-                del self.under_way[transfer.number]
-                newcomer = self.run.membership.members.get(transfer.to)
-                if newcomer is not None and self.run.membership.holders:
-                    effects += self.catch_up(newcomer)
-        return effects
+        for transfer in [t for t in self.under_way.values() if t.to == peer]:
+            del self.under_way[transfer.number]
+            effects += self._spare_sponsor(transfer)
+        return effects + self.pass_over(peer)
 
     def pass_over(self, peer: int, beyond: int = -1) -> list[Effect]:
-        """Its weights are wrong, or it takes no step beyond that one: others send theirs to those whom it was to."""
+        """It is gone or wrong, or takes no step beyond that one: others send their weights to those whom it was to."""
         effects: list[Effect] = []
         for transfer in [t for t in self.under_way.values() if t.sponsor == peer and not t.is_whole]:
             if transfer.step > beyond:
@@ -180,8 +172,8 @@ class Transfers:
 
     def _begin_anew(self, transfer: Transfer, avoid: int | None = None) -> list[Effect]:
         del self.under_way[transfer.number]
-        newcomer = self.run.membership.members[transfer.to]
-        return self._spare_sponsor(transfer) + self.catch_up(newcomer, avoid)
+        spared, newcomer = self._spare_sponsor(transfer), self.run.membership.members[transfer.to]
+        return spared + (self.catch_up(newcomer, avoid) if self.run.membership.holders else [])
 
     def _spare_sponsor(self, transfer: Transfer) -> list[Effect]:
         if transfer.sponsor not in self.run.membership.members:

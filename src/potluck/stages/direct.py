@@ -19,7 +19,7 @@ from torch import Tensor
 from potluck.errors import TheirProtocolError, WorkerLost
 from potluck.stages.channel import WHAT, Buffers, Label
 from potluck.store.tensors import MAX_DIMENSIONS, Header
-from potluck.tensor_bytes import raw, to_bytes
+from potluck.tensor_bytes import from_bytes, raw, to_bytes
 
 MAGIC = 0x504F544C55434B32
 LAYOUT = struct.Struct(f"<{9 + MAX_DIMENSIONS}q")
@@ -97,7 +97,7 @@ class GroupChannel:
             return
         tensor = tensor.detach()
         header = Header.of(tensor)
-        head = torch.frombuffer(bytearray(pack(label, header)), dtype=torch.uint8)
+        head = from_bytes(pack(label, header))
         if header.nbytes <= SMALL_BYTES:
             first = self._buffers.take(Header(torch.uint8, (HEADER_BYTES + header.nbytes,)))
             first[:HEADER_BYTES] = head

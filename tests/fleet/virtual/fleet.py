@@ -202,7 +202,7 @@ class Fleet:
     @property
     def is_done(self) -> bool:
         """All is trained, and kept."""
-        return self.core.run.is_complete and self.core.saving.is_last_kept
+        return self.core.is_complete and self.core.saving.is_last_kept
 
     def standing(self) -> Standing:
         return self.core.standing

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from potluck.fleet import effects
-from potluck.fleet.connection import Connection, Out
 from potluck.fleet.coordinator import Coordinator
 from potluck.fleet.description import Description
 from potluck.fleet.effects import Effect
-from potluck.fleet.exchange import Exchange
+from potluck.fleet.exchange import Exchange, Out, PeerConnection
 from potluck.fleet.journal import Journal
 from potluck.fleet.mean import Mean
 from potluck.fleet.pipe import Pipe
@@ -28,11 +27,11 @@ if TYPE_CHECKING:
     from tests.fleet.virtual.fleet import Fleet
 
 
-class _Wire(Connection):
+class _Wire(PeerConnection):
     """A peer that takes part, at the end of a line: what is put in its queue leaves at once."""
 
     def __init__(self, line: Line, exchange: Exchange, *, plain: bool, since: int) -> None:
-        super().__init__(line.peer, cast(Pipe, None), "bincode", plain, since, 0.0)
+        super().__init__(cast(Pipe, None), peer=line.peer, plain=plain, since=since)
         self._line = line
         self._exchange = exchange
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from potluck.fleet.connection import Connection, Expected
+from potluck.fleet.exchange import Expected, PeerConnection
 from potluck.fleet.mean import Slot
 from potluck.wire.codec import decode, encode
 from potluck.wire.messages import Heartbeat, Message
@@ -55,7 +55,7 @@ class Line:
     """What has arrived, and the host has not read."""
     is_open: bool = True
     """At the worker's end."""
-    connection: Connection | None = None
+    connection: PeerConnection | None = None
     """At the host's end, once its worker takes part."""
     closing: bool = False
     """The host has parted from it, and still reads what comes, as a server's thread does until the socket is closed."""

@@ -10,9 +10,13 @@ from tests.fleet.virtual.toy import PARTS, UNIT, Floats, State, gradient_of, noi
 
 
 class Task:
-    def __init__(self, work: Work, state: State) -> None:
-        self._work = work
+    def __init__(self, work: Work, state: State, own: Floats | None = None) -> None:
+        """`own`: the weights that it continues with, if not those that were agreed on."""
+        self.work = work
         self._state = state
+        self._weights = state.weights if own is None else own
+        self.change = np.zeros_like(state.weights)
+        """What a window has changed."""
         self.nodes: list[Node] = [(int(a), int(b)) for a, b in zip(work.nodes[::2], work.nodes[1::2], strict=True)]
         self.numbers = [number for node in self.nodes for number in range(*node)]
         self.bounds = (
@@ -26,13 +30,13 @@ class Task:
 
     def sums(self, is_bad: Callable[[int], bool]) -> list[list[Floats]]:
         """For each node, and each part. `is_bad`: one number of what this slice gives is none."""
-        return [in_parts(self._change(is_bad) if self._work.batch else self._sum(node, is_bad)) for node in self.nodes]
+        return [in_parts(self._change(is_bad) if self.work.batch else self._sum(node, is_bad)) for node in self.nodes]
 
     def _sum(self, node: Node, is_bad: Callable[[int], bool]) -> Floats:
         """As SliceSums adds them: each slice into the sums that are waiting for it."""
         stack: list[Floats] = []
         for number, count in zip(range(*node), merges(node), strict=True):
-            value = gradient_of(self._state.weights, self._work.epoch, *self.bounds[number])
+            value = gradient_of(self._weights, self.work.epoch, *self.bounds[number])
             _spoil(value, is_bad(number))
             for _ in range(count):
                 value = stack.pop() + value
@@ -44,10 +48,11 @@ class Task:
         """Of a window: what steps of its own have changed. The momentum is its own, too."""
         state, number = self._state, self.numbers[0]
         start, end = self.bounds[number]
-        state.momentum = state.momentum * np.float32(0.5) + noise(self._work.epoch, start, end)
-        change: Floats = (state.weights + state.momentum) * np.float32(0.01 * (end - start) * UNIT)
-        _spoil(change, is_bad(number))
-        return change
+        state.momentum = state.momentum * np.float32(0.5) + noise(self.work.epoch, start, end)
+        self.change = (self._weights + state.momentum) * np.float32(0.01)
+        weighted: Floats = self.change * np.float32((end - start) * UNIT)
+        _spoil(weighted, is_bad(number))
+        return weighted
 
 
 def _spoil(values: Floats, is_bad: bool) -> None:

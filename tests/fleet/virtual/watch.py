@@ -1,5 +1,6 @@
 """What must hold after each event of a virtual run, whatever happened; it is found out by no code of the fleet."""
 
+import math
 from collections.abc import Sequence
 
 from potluck.events import Event, WorkerWent
@@ -10,7 +11,7 @@ from potluck.fleet.stragglers import LONG
 from tests.fleet.virtual.fleet import Fleet
 from tests.fleet.virtual.line import Line
 from tests.fleet.virtual.process import Receive
-from tests.fleet.virtual.toy import ROWS
+from tests.fleet.virtual.toy import ROWS, loss_of
 from tests.fleet.virtual.worker import Worker
 
 IDLE_TIMES = 3
@@ -97,6 +98,10 @@ class Watch:
             assert start == reached, f"rows {reached} to {start} of step {record.step} are lost or used twice"
             reached = end
         assert reached == record.row + record.rows, f"rows from {reached} of step {record.step} are lost"
+        if self._run.core.run.described.windowed is not None and not math.isnan(record.loss):
+            losses = [loss_of(record.epoch, start, end) for start, end, _ in record.ranges]
+            is_close = math.isclose(record.loss, math.fsum(losses) / record.rows, rel_tol=1e-6, abs_tol=1e-9)
+            assert is_close, f"what was told of step {record.step} is of other rows"
         before = self._records.get(record.step - 1)
         place = (
             (before.epoch * ROWS + before.row + before.rows) if before is not None else record.rows_seen - record.rows
@@ -132,7 +137,7 @@ def _is_free(run: Fleet, member: Member) -> bool:
     """It can compute, is heard, and was given nothing of the step under way, or has sent it."""
     under = run.core.now
     is_able = not member.plain and under is not None and member.since <= under.step and member.relieved < under.step
-    return is_able and not member.nodes and not run.core.run.is_silent(member)
+    return is_able and not member.nodes and not run.core.is_silent(member)
 
 
 def _knows_nothing(worker: Worker, line: Line) -> bool:

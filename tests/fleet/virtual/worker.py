@@ -64,6 +64,10 @@ class Worker(Client):
         self.doing: Work | None = None
         """What it is computing."""
         self._told = ""
+        self._own: Floats | None = None
+        """Its weights at the end of its last part of a window."""
+        self._ahead: tuple[Task, SliceReport] | None = None
+        """What it has done ahead, and not sent."""
         self._arriving, self._arriving_bytes = b"", 0
 
     def __repr__(self) -> str:
@@ -176,7 +180,10 @@ class Worker(Client):
                     self.send(effect.message)
                 case effects.Fail():
                     raise Ended(effect.sentence)
+                case effects.DropAhead():
+                    self._ahead = self._own = None
                 case effects.Rejoin():
+                    self._ahead = self._own = None
                     yield Sleep(0.05)
                     yield from self.join()
                     yield from self._present()
@@ -190,6 +197,7 @@ class Worker(Client):
                     yield from self._take_chunk(bytes(effect.data))
                 case effects.Load():
                     self.state = State.from_bytes(self._arriving)
+                    self._ahead = self._own = None
                     yield from self._do(self.member.loaded(self.state.step, self.state.step))
                 case effects.ServeState():
                     yield from self._serve(effect.transfer)
@@ -214,7 +222,9 @@ class Worker(Client):
 
     def _compute(self, work: Work) -> Life:
         """The reports of a step go before its gradients; of a window the whole is reported, and then sent."""
-        task, line, started = Task(work, self.state), self.line, self.clock.now
+        is_ahead, started = work.step == self.state.step + 2, self.clock.now
+        assert is_ahead or work.step == self.state.step + 1, f"{self} has work of step {work.step}"
+        task = Task(work, self.state, self._own if is_ahead else None)
         yield from self._at("forward", work.step)
         yield Sleep(self.batch_s * task.batches if work.batch else self.slice_s * (len(task.numbers) - 1))
         losses = [
@@ -226,7 +236,16 @@ class Worker(Client):
         samples = np.array([task.bounds[n][1] - task.bounds[n][0] for n in task.numbers], "<f8")
         numbers, told = np.array(task.numbers, "<u4"), np.array(losses, "<f8")
         took_s = self.clock.now - started if work.batch else 0.0
-        self.send(SliceReport(work.step, numbers, samples, told, took_s, b"", task.batches))
+        report = SliceReport(work.step, numbers, samples, told, took_s, b"", task.batches)
+        if is_ahead:
+            self._ahead = task, report
+            yield from self._at("ahead", work.step)
+        else:
+            yield from self._send_work(task, report, started)
+
+    def _send_work(self, task: Task, report: SliceReport, started: float) -> Life:
+        work, line = task.work, self.line
+        self.send(report)
         if work.batch:
             yield from self._check_weights(in_step=True)
         sums = task.sums(lambda number: self.fleet.faults.take(self.name, "gradient", work.step, number) is not None)
@@ -236,6 +255,7 @@ class Worker(Client):
             yield from self._send_part(work.step, part, [total[part] for total in sums])
         if line is self.line:
             self.slices_computed += [(work.step, number) for number in task.numbers]
+        self._own = self.state.weights - task.change
         yield from self._at("sent", work.step)
 
     def _loss_of(self, work: Work, number: int, rows: Range) -> float:
@@ -267,7 +287,9 @@ class Worker(Client):
         if (parts := self.take_means(committed.step)) is None:
             return
         yield from self._check_weights(in_step=True)
-        self.member.agree(committed)
+        ahead, self._ahead, self._own = self._ahead, None, None
+        assert self.member.is_ahead == (ahead is not None), f"{self} has not done ahead what it should"
+        sends = self.member.agree(committed)
         (self.state.agree if self.is_windowed else self.state.apply)(np.concatenate(parts), committed.rows)
         assert self.state.step == committed.step, f"{self.name} missed a step before {committed.step}"
         self.state.weights = self.update(self.state.weights)
@@ -275,6 +297,8 @@ class Worker(Client):
             self.state.weights[0] += 1
         yield from self._do([effects.TellApplied()])
         self.stopping |= bool(committed.stop)
+        if ahead is not None and sends:
+            yield from self._send_work(*ahead, self.clock.now)
         self.state.weights = self.own_code(self.state.weights)
         yield from self._at("applied", self.state.step)
         if not self.member.is_replaying:

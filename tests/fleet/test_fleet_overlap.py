@@ -1,0 +1,218 @@
+"""Overlap under a host, with real workers: each continues while a mean is formed, and all agree on the same weights."""
+
+import signal
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from potluck.agree.policy import Async, Cadence, Windowed
+from potluck.engine.rows import mix
+from potluck.events import CheckpointSaved, Validated, WorkerCame, WorkerWent
+from potluck.save.checkpoint import CheckpointConfig
+from tests.fleet.faults import at
+from tests.fleet.fleet import BATCH, EPOCHS, ROWS, STEPS, Fleet, Worker, assert_same, build, die, start_coordinator
+from tests.fleet.test_fleet_windows import PHASES_OF_HOST, assert_close, check_ledger, rows_of
+from tests.fleet.test_fleet_windows import judge as judge_that_waits
+from tests.odd import assert_constant
+
+pytestmark = pytest.mark.timeout(90)
+SHORT: dict[str, Any] = {"anchor": 1, "max_anchor": 2, "overlap": True}
+CADENCE = Cadence(**SHORT)
+
+
+def judge(fleet: Fleet) -> dict[str, torch.Tensor]:
+    """One process and no Potluck: replicas that never wait. Each continues from its own end, and takes the mean of a
+    window as a correction at the end of its next one; at an epoch's end all take it."""
+    torch.set_num_threads(1)
+    model, _, (x, y) = build(bare=True)
+    agreed = [parameter.detach().clone() for parameter in model.parameters()]
+    own: dict[int, list[torch.Tensor]] = {}
+    optimizers: dict[int, Any] = {}
+    for record in fleet.records:
+        order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(mix(1, record.epoch)))
+        size = -(-BATCH // len(record.workers))
+        mean = [torch.zeros_like(parameter) for parameter in agreed]
+        merged = {row["rank"]: agreed for row in record.workers}  # of those who had no rows
+        for start, end, worker in record.ranges:
+            began = own[worker] if record.row else agreed
+            replica = build(bare=True)[0]
+            with torch.no_grad():
+                for parameter, value in zip(replica.parameters(), began, strict=True):
+                    parameter.copy_(value)
+            adamw = torch.optim.AdamW(replica.parameters(), lr=0.01, weight_decay=0.1)
+            if worker in optimizers:
+                adamw.load_state_dict(optimizers[worker])
+            for rows in torch.tensor_split(order[start:end], -(-(end - start) // size)):
+                adamw.zero_grad()
+                F.cross_entropy(replica(x[rows]), y[rows]).backward()
+                adamw.step()
+            optimizers[worker] = adamw.state_dict()
+            changed = [after.detach() - before for after, before in zip(replica.parameters(), began, strict=True)]
+            merged[worker] = [value + change for value, change in zip(agreed, changed, strict=True)]
+            for total, change in zip(mean, changed, strict=True):
+                total += change * ((end - start) / record.rows)
+        own, agreed = merged, [value + change for value, change in zip(agreed, mean, strict=True)]
+    assert sum(record.rows for record in fleet.records) == EPOCHS * ROWS
+    with torch.no_grad():
+        for parameter, value in zip(model.parameters(), agreed, strict=True):
+            parameter.copy_(value)
+    return model.state_dict()
+
+
+def takes(place: Path, seconds: float) -> None:
+    """Of each batch; and it says whether it was ahead."""
+    at("batch", lambda step, **what: time.sleep(seconds))
+    at("ahead", lambda step, **what: (place / f"ahead-{seconds}").touch())
+
+
+@pytest.mark.parametrize(
+    ("policy", "seconds", "options"),
+    [
+        (Cadence(**SHORT), (0.0,), {}),
+        (Cadence(**SHORT), (0.005, 0.02), {}),
+        (Async(**SHORT), (0.002, 0.01, 0.01), {"shared": True}),
+    ],
+    ids=["1", "2", "3"],
+)
+def test_windows_are_what_replicas_compute_that_continue_from_their_own_end(
+    policy: Windowed, seconds: tuple[float, ...], options: dict[str, Any], tmp_path: Path
+) -> None:
+    fleet = Fleet(tmp_path, at_least=len(seconds))
+    for number, each in enumerate(seconds):
+        fleet.add(f"w{number}", partial(takes, seconds=each), policy=policy, bare=True, **options)
+    weights = fleet.finish()  # the same on all of them, and each row used once
+    assert all((tmp_path / f"ahead-{each}").exists() for each in seconds)
+    assert_close(weights, judge(fleet))
+    if len(seconds) > 1:
+        with pytest.raises(AssertionError):  # nor is it what replicas compute that wait for each mean
+            assert_close(weights, judge_that_waits(fleet))
+    assert len(fleet.records) > 2 * EPOCHS
+    assert all(rows_of(fleet, f"w{number}") for number in range(len(seconds)))
+    assert fleet.server.core.refused.total() == 0
+
+
+def test_buffers_dropout_and_unused_parameters_agree_too(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, at_least=2)
+    for number in range(2):
+        fleet.add(f"w{number}", policy=CADENCE)
+    weights = fleet.finish()
+    assert_constant(weights, "odd.")
+    firsts = [(record, min(record.ranges)) for record in fleet.records]  # what has no mean is theirs
+    sizes = [(end - start, -(-BATCH // len(record.workers))) for record, (start, end, _) in firsts]
+    assert weights["norm.num_batches_tracked"] == sum(-(-rows // size) for rows, size in sizes)
+    assert not torch.equal(weights["norm.running_mean"], torch.zeros(24))
+
+
+def test_trainer_looks_at_and_saves_what_was_agreed_on(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, at_least=2)
+    settings: dict[str, Any] = {"epochs": 2, "validate_every": 2, "checkpoint": CheckpointConfig(every=2)}
+    for number in range(2):
+        fleet.add(f"w{number}", policy=CADENCE, fit=settings)
+    fleet.finish()
+    assert sum(isinstance(event, Validated) for event in fleet.events) > 2
+    assert sum(isinstance(event, CheckpointSaved) for event in fleet.events) > 2
+    assert fleet.server.core.refused.total() == 0
+
+
+# Coming and going
+
+
+def dies_in_a_window(place: Path) -> None:
+    """In the second window, which the other has long done: that one is in the third."""
+
+    def fatal(step: int, **what: Any) -> None:
+        if step == 2:
+            time.sleep(1.0)
+            die(place, "window")
+
+    at("batch", fatal)
+
+
+def dies_ahead(place: Path) -> None:
+    """It has done its part of the third window, and the second is not over."""
+
+    def fatal(step: int, **what: Any) -> None:
+        if step == 3:
+            die(place, "ahead")
+
+    at("ahead", fatal)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize(("what", "fault"), [("window", dies_in_a_window), ("ahead", dies_ahead)])
+def test_a_worker_that_is_killed_loses_nothing(what: str, fault: Any, count: int, tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, at_least=count)
+    victim = fleet.add("victim", fault, policy=CADENCE)
+    for number in range(count - 1):
+        fleet.add(f"survivor{number}", partial(takes, seconds=0.02), policy=CADENCE)
+    fleet.finish()
+    assert (tmp_path / f"fired-{what}").exists() and victim.process.exitcode == -signal.SIGKILL
+    assert (tmp_path / "ahead-0.02").exists()
+    lost = fleet.records[1 if what == "window" else 2]
+    assert len(lost.ranges) == count and len({worker for _, _, worker in lost.ranges}) == count - 1
+    assert fleet.server.core.refused.total() == 0
+
+
+def test_a_worker_that_joins_in_mid_run_takes_part(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path)
+    epochs = 6
+    longer = {"policy": CADENCE, "slow_s": 0.15, "epochs": epochs, "steps": epochs * STEPS // EPOCHS}
+    fleet.add("first", hold_at=3, **longer)
+    fleet.wait_for_step(2)
+    fleet.add("newcomer", **longer)
+    fleet.let_in("newcomer")
+    fleet.finish(epochs=epochs)
+    (came,) = [e for e in fleet.events if isinstance(e, WorkerCame) and e.name == "newcomer"]
+    assert came.step >= 2 and any(rows_of(fleet, "newcomer"))
+
+
+def test_a_polite_leaver_computes_nothing_in_vain(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, at_least=2)
+    for name in ("leaver", "stayer"):
+        fleet.add(name, policy=CADENCE, slow_s=0.05, save_every=2)
+    fleet.wait_for_step(2)
+    fleet.workers[0].send(signal.SIGUSR1)
+    fleet.finish()
+    (went,) = [e for e in fleet.events if isinstance(e, WorkerWent) and e.name == "leaver"]
+    assert went.polite and fleet.server.core.refused.total() == 0
+
+
+def test_a_host_that_is_killed_after_its_record_loses_and_repeats_nothing(tmp_path: Path) -> None:
+    process, invite = start_coordinator(tmp_path, fault=PHASES_OF_HOST)
+    options = {"policy": CADENCE, "slow_s": 0.02}
+    workers = [Worker(invite, tmp_path, f"w{number}", None, options) for number in range(2)]
+    process.join(20)
+    assert (tmp_path / "fired-after").exists()
+    process, _ = start_coordinator(tmp_path, port=invite.port)
+    for worker in workers:
+        worker.wait(30)
+    found = [worker.weights for worker in workers if (tmp_path / f"{worker.name}.pt").exists()]
+    assert found
+    for other in found[1:]:
+        assert_same(found[0], other)
+    process.join(10)
+    check_ledger(tmp_path)
+
+
+def test_a_run_that_is_stopped_continues_from_what_was_agreed_on(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, at_least=2)
+    for number in range(2):
+        fleet.add(f"w{number}", policy=CADENCE, slow_s=0.05)
+    fleet.wait_for_step(3)
+    fleet.server.request_stop()
+    finished = fleet.server.wait(30)
+    assert finished is not None and finished.reason == "interrupted"
+    stood = fleet.server.core.standing.step
+    fleet.close()
+    again = Fleet(tmp_path, at_least=2)
+    assert again.server.core.standing.step == stood
+    for number in range(2):
+        again.add(f"w{number}", policy=CADENCE)
+    again.finish()
+    assert again.records[0].step == stood + 1
+    check_ledger(tmp_path)
