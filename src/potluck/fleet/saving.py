@@ -104,24 +104,19 @@ class Saving:
         is_old = bool(self.saved.folder) and begin.step <= self.saved.step  # the leader has changed meanwhile
         if self.sender is not None and self._asked == member.worker_id and self.sender != member.peer:
             self._asked = NOBODY  # it is turned away now: should the one under way fail, somebody is asked anew
-        return self.due is not None and self.sender is None and member in self._digests.trusted and not is_old
+        # One that begins another in the middle has ended the first: it heard of the end of an earlier one too late.
+        is_free = self.sender is None or (self.sender == member.peer and self._left > 0)
+        return self.due is not None and is_free and member in self._digests.trusted and not is_old
 
     def begin(self, member: Member, begin: StateBegin, total: int) -> Effect:
         self.sender, self._asked, self._left, self._moved_at = member.peer, member.worker_id, total, self._run.clock
         return SaveBegin(member.peer, begin.step, begin.header, self._keep_last)
 
     def take(self, member: Member, chunk: StateChunk) -> Effect | None:
-        if self.sender != member.peer or not self._left:
+        if self.sender != member.peer or self._left <= 0:
             return None
-        self._left, self._moved_at = max(0, self._left - len(chunk.data)), self._run.clock
+        self._left, self._moved_at = self._left - len(chunk.data), self._run.clock
         return SaveChunk(member.peer, chunk.data)
-
-    def begun_again(self, member: Member) -> list[Effect]:
-        """A sender that begins another state sends nothing more of the last: the two must not become one file."""
-        if self.sender != member.peer or not self._left:
-            return []
-        self.sender = None
-        return [SaveAbort()]
 
     def abort(self) -> list[Effect]:
         """What has come is of no use; its sender, if it is still there, sends no more of it."""

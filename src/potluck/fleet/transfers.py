@@ -88,9 +88,8 @@ class Transfers:
 
     def on_begin(self, member: Member, begin: StateBegin) -> list[Effect]:
         run, whose = self.run, self._whose(begin.transfer)
-        dropped = self.saving.begun_again(member) if begin.transfer == SAVE else []
         if not whose.may_begin(member, begin):
-            return [*dropped, Send(member.peer, StateMore(begin.transfer, 0))]
+            return [Send(member.peer, StateMore(begin.transfer, 0))]
         try:
             total = sum(size for _, size in files_in(begin.header))
         except TheirProtocolError as error:
@@ -104,7 +103,7 @@ class Transfers:
                 f" {most:,}, and its last step is {run.latest}.",
             )
         self.unpaid.pop((member.peer, begin.transfer), None)
-        return [*dropped, whose.begin(member, begin, total), Send(member.peer, StateMore(begin.transfer, CHUNKS_AHEAD))]
+        return [whose.begin(member, begin, total), Send(member.peer, StateMore(begin.transfer, CHUNKS_AHEAD))]
 
     def on_chunk(self, member: Member, chunk: StateChunk) -> list[Effect]:
         taken = self._whose(chunk.transfer).take(member, chunk)
@@ -164,7 +163,7 @@ class Transfers:
         return effects + self.pass_over(peer)
 
     def pass_over(self, peer: int) -> list[Effect]:
-        """It is gone, or its weights are wrong: others send theirs to those whom it was to."""
+        """It is gone or wrong: others send their weights to those whom it was to."""
         effects: list[Effect] = []
         for transfer in [t for t in self.under_way.values() if t.sponsor == peer and not t.is_whole]:
             effects += self._begin_anew(transfer)

@@ -15,6 +15,8 @@ from tests.fleet.virtual.worker import Worker
 
 IDLE_TIMES = 3
 """Times patience: longer than that nobody waits while there is work and somebody to do it."""
+OFTEN_S = 0.1
+"""How often waits are looked at."""
 
 
 class Watch:
@@ -24,6 +26,7 @@ class Watch:
         self._seen: dict[str, tuple[int, int]] = {}
         """Of each worker, the version that was compared, in which of the run's lives."""
         self._idle_since = self._waiting_since = run.clock.now
+        self._looked_at = run.clock.now
         self.events = 0
         run.on_record = self._on_record
         run.on_parting = self._on_parting
@@ -48,12 +51,13 @@ class Watch:
             if member.nodes and is_host_awake and isinstance(worker.waits, Receive):
                 is_told = not _knows_nothing(worker, worker.line)
                 assert is_told, f"{worker} does not know of {member.nodes}: {run.describe()}"
-        if is_host_awake:
-            self._look_at_transfers(members)
-        if is_host_awake and run.core.now is not None:
-            self._look_for_idleness(run.core.membership.ready)
-        else:
+        if not is_host_awake or run.core.now is None:
             self._idle_since = self._waiting_since = run.clock.now
+        if is_host_awake and run.clock.now > self._looked_at + OFTEN_S:
+            self._looked_at = run.clock.now
+            self._look_at_transfers(members)
+            if run.core.now is not None:
+                self._look_for_idleness(run.core.membership.ready)
 
     def _look_at_weights(self, worker: Worker, agreed: dict[int, Worker]) -> None:
         """All of whom the host knows that they took a step hold the same weights after it."""
