@@ -16,7 +16,13 @@ from potluck.events import CheckpointSaved, Validated, WorkerCame, WorkerWent
 from potluck.save.checkpoint import CheckpointConfig
 from tests.fleet.faults import at
 from tests.fleet.fleet import BATCH, EPOCHS, ROWS, STEPS, Fleet, Worker, assert_same, build, die, start_coordinator
-from tests.fleet.test_fleet_windows import PHASES_OF_HOST, assert_close, check_ledger, rows_of
+from tests.fleet.test_fleet_windows import (
+    PHASES_OF_HOST,
+    assert_close,
+    check_ledger,
+    rows_of,
+    save_and_look_at_every_batch,
+)
 from tests.fleet.test_fleet_windows import judge as judge_that_waits
 from tests.odd import assert_constant
 
@@ -117,6 +123,14 @@ def test_trainer_looks_at_and_saves_what_was_agreed_on(tmp_path: Path) -> None:
     assert sum(isinstance(event, Validated) for event in fleet.events) > 2
     assert sum(isinstance(event, CheckpointSaved) for event in fleet.events) > 2
     assert fleet.server.core.refused.total() == 0
+
+
+def test_saving_and_looking_within_a_window_see_what_was_agreed_on(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path)
+    policy = Cadence(anchor=2, max_anchor=2, overlap=True)
+    fleet.add("only", save_and_look_at_every_batch, policy=policy, bare=True)
+    assert_close(fleet.finish(), judge(fleet))
+    assert len({event.loss for event in fleet.events if isinstance(event, Validated)}) == 3  # one for each version
 
 
 # Coming and going

@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor
 
 from potluck.agree.pulse import Verdict, decide_alone
-from potluck.engine.losses import insist_on_mean
+from potluck.engine.losses import STEP_TOO_EARLY, insist_on_mean
 from potluck.engine.run_state import RunState
+from potluck.errors import ConfigError
 from potluck.events import StepSkipped
 from potluck.link.link import Link
 
@@ -53,6 +54,16 @@ def backward(run: RunState, loss: Tensor, samples: float, last: bool | None) -> 
             run.ledger.record(micro.start, micro.end)
         run.trained = micro
     replica.seal()
+
+
+def is_batch_done(run: RunState) -> bool:
+    """Whether the last backward was a batch's last; else step() does nothing, unless there should have been one."""
+    run.prepared()
+    if not run.tally.is_last:
+        micro = run.loader.current if run.loader is not None else None
+        if (micro.last and micro is not run.trained) if micro is not None else run.tally.is_untouched:
+            raise ConfigError(STEP_TOO_EARLY)
+    return run.tally.is_last
 
 
 def end_batch(

@@ -16,8 +16,7 @@ from potluck.agree.shares import share_out
 from potluck.engine.copies import Copies
 from potluck.engine.layers import Layers
 from potluck.engine.loader import BatchConfig, BatchShare, Loader
-from potluck.engine.local_steps import backward
-from potluck.engine.losses import STEP_TOO_EARLY
+from potluck.engine.local_steps import backward, is_batch_done
 from potluck.engine.replica import Replica
 from potluck.engine.rounds import Collate, insist_on_same_data
 from potluck.engine.run_state import RunState
@@ -70,12 +69,9 @@ class Steps:
 
     def step(self) -> StepDone | StepSkipped | None:
         run, layers = self._run, self._layers
-        replica = run.prepared()
-        if not run.tally.is_last:
-            micro = run.loader.current if run.loader is not None else None
-            if (micro.last and micro is not run.trained) if micro is not None else run.tally.is_untouched:
-                raise ConfigError(STEP_TOO_EARLY)
+        if not is_batch_done(run):
             return None
+        replica = run.prepared()
         replica.unseal()
         if run.device.type == "cuda" and run.link.world > 1 and not replica.gathers:
             torch.cuda.current_stream().synchronize()  # else busy would be the time to launch kernels

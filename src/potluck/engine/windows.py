@@ -21,8 +21,7 @@ from potluck.agree.windows import Decision, Pool, Report, after
 from potluck.agree.windows import Windows as WindowPlanner
 from potluck.engine.layers import Layers
 from potluck.engine.loader import BatchConfig, Loader, MicroBatch, SliceLoader, even_batches, plan_step
-from potluck.engine.local_steps import backward, end_batch, step_alone
-from potluck.engine.losses import STEP_TOO_EARLY
+from potluck.engine.local_steps import backward, end_batch, is_batch_done, step_alone
 from potluck.engine.means import LinkMean
 from potluck.engine.replica import Replica
 from potluck.engine.rounds import Collate, insist_on_same_data
@@ -189,10 +188,7 @@ class Windows:
         So a loop that takes just as many batches as there are has agreed on all of them.
         """
         run, decision, before = self._run, self._decision, self._window
-        if not run.tally.is_last:
-            micro = self._loader.current
-            if micro is not None and micro.last and micro is not run.trained:
-                raise ConfigError(STEP_TOO_EARLY)
+        if not is_batch_done(run):
             return None
         assert decision is not None
         nodes, rows = self.nodes, before.rows + self._batch_rows

@@ -313,15 +313,16 @@ class Rounds:
             told.loss_sum = loss * told.samples
         return self._scale()
 
-    def on_payload(self, peer: int, step: int, node: Node) -> None:
+    def on_payload(self, peer: int, step: int, node: Node) -> list[Effect]:
         """All parts of a node are in the sums."""
         if (given := self._given(peer, step, node)) is None:
-            return
+            return []
         under, member = given
         member.heard_at = self._run.clock
         member.nodes.remove(node)
         for number in range(*node):
             under.computed_by.setdefault(number, member.worker_id)
+        return []
 
     def on_bad(self, peer: int, step: int, node: Node, why: str) -> list[Effect]:
         """A payload that must not reach the others. Its slices are computed again, one by one, by somebody else."""

@@ -199,7 +199,10 @@ class Admitted(Message):
 
 
 class Work(Message):
-    """coordinator -> worker: compute these nodes of this step's tree of slices."""
+    """coordinator -> worker: compute these nodes of this step's tree of slices.
+
+    With overlap also of the step after the one under way; without nodes, it calls such a one back.
+    """
 
     step: U64
     epoch: U64
