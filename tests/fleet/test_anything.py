@@ -92,10 +92,10 @@ class Rogues:
         if not member.plain and not all(number in under.reports for number in range(*node)):
             return []  # the server hears of the report first
         if member.plain and self.draw.random() < 0.5:
-            effects = self.core.on_plain_loss(self.now, member.peer, under.step, node, self.draw.choice(ODD))
-            effects += self.core.on_payload(self.now, member.peer, under.step, node)
+            effects = self.core.at(self.now).rounds.on_plain_loss(member.peer, under.step, node, self.draw.choice(ODD))
+            effects += self.core.at(self.now).rounds.on_payload(member.peer, under.step, node)
         else:
-            effects = self.core.on_payload(self.now, member.peer, under.step, node)
+            effects = self.core.at(self.now).rounds.on_payload(member.peer, under.step, node)
         self.sums |= {*range(*node)}
         if under is self.core.now and len(self.sums) == under.slices == len(under.reports):
             effects += self.core.on_mean(self.now, under.step)
@@ -104,7 +104,7 @@ class Rogues:
     def bad(self) -> list[Effect]:
         if (found := self.working()) is None:
             return []
-        return self.core.on_bad(self.now, found[0].peer, self.core.now.step, found[1], "is not finite")
+        return self.core.at(self.now).rounds.on_bad(found[0].peer, self.core.now.step, found[1], "is not finite")
 
     def saved(self) -> list[Effect]:
         if self.saving is None:
@@ -214,7 +214,7 @@ class Rogues:
                 case Send():
                     encode(effect.message)
                     if effect.credit is not None and self.draw.random() < 0.8:
-                        self.do(self.core.on_taken(self.now, *effect.credit))
+                        self.do(self.core.at(self.now).transfers.on_taken(*effect.credit))
                 case SaveBegin():
                     assert effect.step <= self.core.latest and 1 <= effect.keep_last <= 1000
                     self.saving = effect.step

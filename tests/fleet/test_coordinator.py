@@ -910,7 +910,7 @@ def test_a_save_that_fails_half_way_is_not_in_the_way_of_the_next() -> None:
 def test_a_stop_makes_the_step_under_way_the_last() -> None:
     run = Fleet(workers=2, save_every=100)
     run.run_until(lambda: run.standing().step == 2)
-    run.host.act(run.core.request_stop(run.clock.now))
+    run.host.act(run.core.at(run.clock.now).ending.request_stop())
     run.run_until(lambda: run.host.finish is not None)
     assert run.host.finish == Finish("interrupted")
     told = {(m.step, m.stop) for m in run.workers["w0"].line.received if isinstance(m, Committed)}
@@ -921,14 +921,14 @@ def test_a_stop_makes_the_step_under_way_the_last() -> None:
 def test_a_stop_while_the_run_waits_for_workers_ends_it() -> None:
     run = Fleet(workers=1, at_least=2)
     run.run_for(5)
-    run.host.act(run.core.request_stop(run.clock.now))
+    run.host.act(run.core.at(run.clock.now).ending.request_stop())
     run.run_until(lambda: run.host.finish is not None, limit_s=60)
     assert run.host.finish == Finish("interrupted")
 
 
 def test_a_stop_with_nobody_there_ends_at_once() -> None:
     core = Coordinator(patience_s=1, secret="")
-    assert core.request_stop(1.0) == [Finish("interrupted")]
+    assert core.at(1.0).ending.request_stop() == [Finish("interrupted")]
 
 
 def test_a_stop_ends_the_run_though_the_last_holder_dies_before_the_step_is_done() -> None:
@@ -937,7 +937,7 @@ def test_a_stop_ends_the_run_though_the_last_holder_dies_before_the_step_is_done
     run.run_until(lambda: run.standing().step == 2)
     run.add("new")
     run.run_until(lambda: run.member("new") is not None)
-    run.host.act(run.core.request_stop(run.clock.now))
+    run.host.act(run.core.at(run.clock.now).ending.request_stop())
     run.workers["w0"].kill()
     run.run_until(lambda: run.host.finish is not None, limit_s=60)
     assert run.host.finish == Finish("interrupted")
@@ -1236,9 +1236,9 @@ def test_what_the_first_slice_made_of_buffers_is_told_to_all() -> None:
 def test_buffers_that_are_not_finite_are_no_fault_of_samples_or_learning_rate() -> None:
     core, _ = in_phase(Phase.READY)
     core.membership.members[1].nodes = [(0, 4)]
-    core.on_bad(100.0, 1, 1, (0, 4), BAD_BUFFERS)
+    core.at(100.0).rounds.on_bad(1, 1, (0, 4), BAD_BUFFERS)
     (again,) = (node for node in core.membership.members[2].nodes if node[0] == 0)
-    (finish,) = (e for e in core.on_bad(100.0, 2, 1, again, BAD_BUFFERS) if isinstance(e, Finish))
+    (finish,) = (e for e in core.at(100.0).rounds.on_bad(2, 1, again, BAD_BUFFERS) if isinstance(e, Finish))
     assert finish.reason == (
         "The gradient of slice 0 of step 1 comes with a change of the model's buffers that is not finite, on first and"
         " again on second. It is positions 0 to 1 of epoch 1's order. Look at what the model's forward writes into its"
@@ -1308,8 +1308,8 @@ def test_a_plain_peers_bad_gradient_does_not_disturb_its_loss() -> None:
     """Its loss comes after its gradients, which were found to be bad meanwhile."""
     core = Coordinator(patience_s=10, secret=SECRET, plain_peers=True, at_least=2)
     effects_of(core, (1, JoinRequest("n", 1, "cuda")), (2, hello()), (2, ready()))
-    assert core.on_bad(100.0, 1, 1, (0, 4), "is not finite")
-    assert core.on_plain_loss(100.0, 1, 1, (0, 4), 2.5) == []
+    assert core.at(100.0).rounds.on_bad(1, 1, (0, 4), "is not finite")
+    assert core.at(100.0).rounds.on_plain_loss(1, 1, (0, 4), 2.5) == []
 
 
 def plain_fleet(plain: int, ours: int = 1, **changes: Any) -> tuple[Coordinator, list[Effect]]:
@@ -1339,8 +1339,8 @@ def deliver(core: Coordinator, now: float = 101.0) -> list[Effect]:
             core.on_message(now, member.peer, SliceReport(under.step, np.array(numbers, "<u4"), ones, ones, 0.1, b""))
         for node in list(member.nodes):
             if member.plain:
-                core.on_plain_loss(now, member.peer, under.step, node, 2.0)
-            core.on_payload(now, member.peer, under.step, node)
+                core.at(now).rounds.on_plain_loss(member.peer, under.step, node, 2.0)
+            core.at(now).rounds.on_payload(member.peer, under.step, node)
     return core.on_mean(now, under.step)
 
 
@@ -1390,8 +1390,8 @@ def test_a_plain_peer_is_not_given_a_second_assignment_within_a_step() -> None:
 def test_a_plain_peers_silence_counts_only_while_it_owes_something() -> None:
     core, _ = plain_fleet(1)
     (plain,) = [m for m in core.membership.ready if m.plain]
-    core.on_plain_loss(105.0, 1, 1, (0, 4), 2.0)
-    core.on_payload(105.0, 1, 1, (0, 4))
+    core.at(105.0).rounds.on_plain_loss(1, 1, (0, 4), 2.0)
+    core.at(105.0).rounds.on_payload(1, 1, (0, 4))
 
     def closed(now: float) -> list[int]:
         core.on_heard(now, 11)

@@ -1,6 +1,9 @@
 """Workers of several ranks under a host, which take each step together: against plain PyTorch, and each other."""
 
+import itertools
 import signal
+from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +18,8 @@ from potluck.engine.rows import mix
 from potluck.events import CheckpointSaved, Validated, WorkerCame, WorkerWent
 from potluck.save.checkpoint import CheckpointConfig
 from potluck.shard.strategy import FullShard, HybridShard, ShardGradOp, ShardingStrategy
-from tests.fleet import faults
-from tests.fleet.fleet import BATCH, EPOCHS, ROWS, STEPS, Fleet, assert_same, build
+from tests.fleet.faults import at
+from tests.fleet.fleet import BATCH, EPOCHS, ROWS, STEPS, Fleet, assert_same, build, die
 from tests.fleet.test_fleet_windows import SHORT, assert_close, judge, rows_of
 from tests.odd import assert_constant
 
@@ -30,6 +33,19 @@ STRATEGIES: dict[str, ShardingStrategy] = {
     "ShardGradOp, whole gradients": ShardGradOp(keep_gradients=True),
     "HybridShard": HybridShard(intra_node_size=2),
 }
+
+
+ANY_RANKS: dict[str, ShardingStrategy] = {
+    "FullShard": FullShard(),
+    "FullShard, by memory": FullShard(weights="memory"),
+    "ShardGradOp": ShardGradOp(),
+}
+USUAL = ("FullShard", "FullShard, uneven", "ShardGradOp")
+
+
+def but_slow(names: Iterable[str], quick: Sequence[str]) -> list[Any]:
+    """Those beside the quick ones only where all is tested."""
+    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
 def plain(clip: float | None = None, epochs: int = EPOCHS) -> dict[str, torch.Tensor]:
@@ -48,12 +64,13 @@ def plain(clip: float | None = None, epochs: int = EPOCHS) -> dict[str, torch.Te
     return dict(model.state_dict())
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", but_slow([*STRATEGIES, "ShardGradOp, offloaded"], USUAL))
 def test_two_ranks_and_one_compute_what_one_process_does_and_hold_the_same_bits(strategy: str, tmp_path: Path) -> None:
     """Clipped, so that the norm has to be the same to the bit too."""
-    options: dict[str, Any] = {"bare": True, "step": StepConfig(clip=0.3)}
+    name = strategy.removesuffix(", offloaded")
+    options: dict[str, Any] = {"bare": True, "step": StepConfig(clip=0.3, offload_optimizer=strategy != name)}
     fleet = Fleet(tmp_path, at_least=2)
-    fleet.add_node("two", strategy=STRATEGIES[strategy], **options)
+    fleet.add_node("two", strategy=STRATEGIES[name], **options)
     fleet.add("one", **options)
     assert_close(fleet.finish(), plain(clip=0.3))  # finish() says that both hold the same bits
     assert all(any(rows_of(fleet, name)) for name in ("two", "one"))
@@ -76,11 +93,11 @@ def test_as_many_workers_of_two_ranks_as_there_may_be_compute_the_same_bits(tmp_
     assert found[0]["norm.num_batches_tracked"] > 0 and found[0]["norm.running_mean"].any()
 
 
-@pytest.mark.parametrize("strategy", [FullShard(), ShardGradOp(), FullShard(weights="memory")], ids=repr)
-def test_workers_of_one_two_and_three_ranks_train_one_model(strategy: ShardingStrategy, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", but_slow(ANY_RANKS, ["FullShard"]))
+def test_workers_of_one_two_and_three_ranks_train_one_model(kind: str, tmp_path: Path) -> None:
     """The last slices have fewer rows than three ranks."""
     fleet = Fleet(tmp_path, at_least=3)
-    options: dict[str, Any] = {"strategy": strategy, "epochs": 1, "steps": STEPS // EPOCHS}
+    options: dict[str, Any] = {"strategy": ANY_RANKS[kind], "epochs": 1, "steps": STEPS // EPOCHS}
     fleet.add_node("two", 2, **options)
     fleet.add_node("three", 3, **options)
     fleet.add("one", **options)
@@ -92,8 +109,9 @@ def test_workers_of_one_two_and_three_ranks_train_one_model(strategy: ShardingSt
     assert fleet.server.core.refused.total() == 0
 
 
-@pytest.mark.parametrize("policy", [Cadence(**SHORT), Async(**SHORT)], ids=["cadence", "async"])
-@pytest.mark.parametrize("strategy", ["FullShard, uneven", "ShardGradOp"])
+@pytest.mark.parametrize(
+    ("policy", "strategy"), [(Cadence(**SHORT), "ShardGradOp"), (Async(**SHORT), "FullShard, uneven")]
+)
 def test_replicas_that_step_by_themselves_are_split_by_any_strategy(strategy: str, policy: Any, tmp_path: Path) -> None:
     fleet = Fleet(tmp_path, at_least=2)
     fleet.add_node("two", strategy=STRATEGIES[strategy], policy=policy, bare=True)
@@ -112,11 +130,22 @@ def test_what_nobody_uses_stays_as_it_is_in_windows_too(tmp_path: Path) -> None:
 # Coming and going
 
 
+def the_third_time(place: Path, phase: str, part: int | None = None) -> None:
+    """In whichever step that is: a slow worker's slices of a certain one may have been computed by another."""
+    times = itertools.count(1)
+
+    def reached(step: int, **what: Any) -> None:
+        if what.get("part") == part and next(times) == 3:
+            die(place, phase)
+
+    at(phase, reached)
+
+
 @pytest.mark.parametrize(
     ("what", "fault", "rank"),
     [
-        pytest.param("forward", faults.in_forward, 1, id="forward"),
-        pytest.param("backward", faults.in_backward, 0, id="some parts sent"),
+        pytest.param("forward", partial(the_third_time, phase="forward"), 1, id="forward"),
+        pytest.param("part", partial(the_third_time, phase="part", part=1), 0, id="some parts sent"),
     ],
 )
 def test_a_rank_killed_ends_its_worker_alone_which_joins_again(

@@ -325,7 +325,8 @@ def test_chunks_that_nobody_allowed_do_not_pile_up() -> None:
     liar = insider(run)
     run.run_until(lambda: run.standing().step >= 1)
     held: list[object] = []
-    run.core.on_taken = lambda now, peer, transfer: held.append(peer) or []  # a disk that is slower than the sender
+    # A disk that is slower than the sender.
+    run.core.transfers.on_taken = lambda peer, transfer: held.append(peer) or []
     liar.send(SaveDue(1, 2))
     liar.send(StateBegin(SAVE, 1, json.dumps([["state", 100]])))
     for _ in range(50):

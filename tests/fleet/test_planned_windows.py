@@ -174,7 +174,7 @@ def ended_but_one() -> tuple[Fleet, bytes]:
     run.run_until(lambda: second.state.step == run.standing().step)
     second.line.latency_s = 5.0
     run.run_until(lambda: first.done)
-    assert first.finished_at and second.state.step < run.standing().step
+    assert first.has_finished and second.state.step < run.standing().step
     run.crash_host(back_after_s=0.2)
     return run, first.weights
 
@@ -183,7 +183,7 @@ def test_whoever_lacks_the_last_window_when_the_host_is_back_gets_the_one_that_o
     run, ended = ended_but_one()
     run.workers["w1"].lose_connection()
     run.finish()
-    assert run.workers["w1"].finished_at and run.workers["w1"].weights == ended
+    assert run.workers["w1"].has_finished and run.workers["w1"].weights == ended
 
 
 def test_a_newcomer_after_all_have_ended_gets_their_weights_and_does_nothing_again() -> None:
@@ -191,7 +191,7 @@ def test_a_newcomer_after_all_have_ended_gets_their_weights_and_does_nothing_aga
     run.workers["w1"].kill()
     newcomer = run.add("newcomer", at_s=0.5, description=run.workers["w1"].description)
     run.finish()
-    assert newcomer.finished_at and newcomer.weights == ended and not newcomer.slices_computed
+    assert newcomer.has_finished and newcomer.weights == ended and not newcomer.slices_computed
 
 
 def test_a_host_that_is_back_when_all_have_ended_ends() -> None:

@@ -165,7 +165,7 @@ def test_one_who_leaves_has_sent_what_it_did_ahead() -> None:
 def test_after_the_last_window_of_a_run_that_is_stopped_nothing_is_sent() -> None:
     run = Fleet(workers=2, description=windowed(), save_every=1)
     run.run_until(lambda: run.standing().step == 2)
-    run.host.act(run.core.request_stop(run.clock.now))
+    run.host.act(run.core.at(run.clock.now).ending.request_stop())
     run.run_until(lambda: run.host.finish is not None)
     assert run.core.refused.total() == 0 and run.standing().step == 3
     assert len({worker.weights for worker in run.workers.values()}) == 1

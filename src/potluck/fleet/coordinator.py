@@ -105,6 +105,11 @@ class Coordinator(RunState):
     def now(self) -> StepUnderWay | None:
         return self.rounds.now
 
+    def at(self, now: float) -> "Coordinator":
+        """Its machines, with what time it is: for what concerns one of them alone."""
+        self.clock = now
+        return self
+
     def has_reported(self, peer: int, node: Node) -> bool:
         """A gradient is taken only after the report of its slices: a mean is never formed without all of them."""
         member = self.membership.members.get(peer)
@@ -183,6 +188,7 @@ class Coordinator(RunState):
         effects += self.evaluations.give_back(member)
         effects += self.saving.pass_over(peer)
         effects += self.rounds.on_gone(member)
+        effects += self.transfers.pass_over_leavers()
         if member.is_ready and not self.membership.holders:
             effects += self.weights.on_nobody_holds(may_come_back=not member.leaving)
         return effects + self.ending.on_gone()
@@ -197,21 +203,6 @@ class Coordinator(RunState):
 
     # What became of gradients
 
-    def on_payload(self, now: float, peer: int, step: int, node: Node) -> list[Effect]:
-        """All parts of a node are in the sums."""
-        self.clock = now
-        self.rounds.on_payload(peer, step, node)
-        return []
-
-    def on_plain_loss(self, now: float, peer: int, step: int, node: Node, loss: float) -> list[Effect]:
-        self.clock = now
-        return self.rounds.on_plain_loss(peer, step, node, loss)
-
-    def on_bad(self, now: float, peer: int, step: int, node: Node, why: str) -> list[Effect]:
-        """A payload that must not reach the others."""
-        self.clock = now
-        return self.rounds.on_bad(peer, step, node, why)
-
     def on_mean(self, now: float, step: int) -> list[Effect]:
         """Every part's average is formed, and on its way."""
         self.clock = now
@@ -222,11 +213,6 @@ class Coordinator(RunState):
         return effects if self.rounds.now is not under else effects + self.rounds.commit()
 
     # What became of checkpoints
-
-    def on_taken(self, now: float, peer: int, transfer: int) -> list[Effect]:
-        """A chunk that came from this peer has been written, or has left."""
-        self.clock = now
-        return self.transfers.on_taken(peer, transfer)
 
     def on_saved(
         self, now: float, step: int, folder: str, error: str, size: int = 0, *, theirs: bool = False
@@ -259,12 +245,7 @@ class Coordinator(RunState):
             effects.append(Emit(WentBack(from_step=before, step=self.steps_done)))
         return effects + self.weights.on_restored(had=standing is not None)
 
-    # Time, and Ctrl-C
-
-    def request_stop(self, now: float) -> list[Effect]:
-        """Ctrl-C on the host: the step under way is the last, and is saved."""
-        self.clock = now
-        return self.ending.request_stop()
+    # Time
 
     def on_tick(self, now: float) -> list[Effect]:
         self.clock = now

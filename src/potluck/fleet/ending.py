@@ -27,9 +27,7 @@ class Ending:
         """It goes, and others do at once what it was given since: it may have to stay, while its state is saved."""
         member.leaving = True
         effects = self.rounds.take_away(member) + self.evaluations.give_back(member)
-        if all(m.leaving for m in self.run.membership.holders):
-            effects += self.rounds.abandon()  # nobody computes it: whoever comes gets the weights as they are
-        effects += self.weights.transfers.pass_over(member.peer, beyond=member.applied)
+        effects += self.rounds.abandon_if_deserted() + self.weights.transfers.pass_over_leavers()
         return effects + self._part_with(member, leave)
 
     def _part_with(self, member: Member, leave: Leave) -> list[Effect]:

@@ -181,7 +181,7 @@ class Exchange:
         )
         mean.on_part = self._on_part
         mean.on_done = self._on_mean
-        mean.on_bad = lambda peer, step, node, why: self.act(lambda now: self.core.on_bad(now, peer, step, node, why))
+        mean.on_bad = lambda *what: self.act(lambda now: self.core.at(now).rounds.on_bad(*what))
         self.layout = Layout.of(description)
 
     def do(self, effect: Effect) -> None:
@@ -259,7 +259,7 @@ class Exchange:
 
     def taken(self, peer: int, transfer: int) -> None:
         """A chunk of a state that came from this peer has been written, or has left."""
-        self.act(lambda now: self.core.on_taken(now, peer, transfer))
+        self.act(lambda now: self.core.at(now).transfers.on_taken(peer, transfer))
 
     def lost(self, connection: PeerConnection, why: str) -> None:
         with self.lock:

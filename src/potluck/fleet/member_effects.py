@@ -1,18 +1,12 @@
 """What a Member decides, as things to do: whoever drives it does them, in their order. Pure."""
 
-from dataclasses import dataclass
-from typing import dataclass_transform
-
 from potluck.errors import PotluckError
+from potluck.fleet import effects
 from potluck.wire.messages import Committed, Message, Work
 
 
-@dataclass_transform(frozen_default=True)
-class Effect:
-    """Each is one of the classes below, a frozen dataclass."""
-
-    def __init_subclass__(cls) -> None:
-        dataclass(frozen=True)(cls)
+class Effect(effects.Effect):
+    """Each is one of the classes below."""
 
 
 class Send(Effect):

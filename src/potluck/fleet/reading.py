@@ -111,7 +111,9 @@ class Reader:
             tail = bulk.finish(connection.fill_after(over, left))
             if expected is not None:
                 step, node, loss = expected.step, expected.nodes[0], float(tail["loss"])
-                self._exchange.act(lambda now: self._core.on_plain_loss(now, connection.peer, step, node, loss))
+                self._exchange.act(
+                    lambda now: self._core.at(now).rounds.on_plain_loss(connection.peer, step, node, loss)
+                )
 
         for index, part in enumerate(forward):
             is_last = index == len(forward) - 1
@@ -223,7 +225,7 @@ class Reader:
         node, peer = expected.nodes[0], self._connection.peer
 
         def tell(now: float) -> list[Effect]:  # of a step that was begun anew it would be taken for the next attempt's
-            return self._core.on_payload(now, peer, expected.step, node) if slot.is_current else []
+            return self._core.at(now).rounds.on_payload(peer, expected.step, node) if slot.is_current else []
 
         if node not in expected.useless:
             self._exchange.act(tell)

@@ -193,7 +193,7 @@ class Rounds:
             return self.begin_anew()
         if not able:
             under.orphans += nodes
-            return []
+            return self.abandon_if_deserted()
         slices = slices_of(nodes)
         quotas = decide_quotas(len(slices), [m.speed for m in able], None)
         effects: list[Effect] = [Widen(under.step)]
@@ -236,6 +236,12 @@ class Rounds:
         told = [effect for member in self._run.membership.members.values() for effect in self.call_back(member)]
         now, self.now, self._next = self.now, None, None
         return [*told, AbandonStep()] if now is not None else told
+
+    def abandon_if_deserted(self) -> list[Effect]:
+        """Where all leave who could compute what is left of the step: a newcomer gets the weights as they are."""
+        holders = self._run.membership.holders
+        is_stuck = self.now is not None and self.now.orphans
+        return self.abandon() if is_stuck and holders and all(m.leaving for m in holders) else []
 
     def begin_anew(self) -> list[Effect]:
         """What is in the sums of the step under way is of no use, and cannot be taken out again."""
@@ -307,15 +313,16 @@ class Rounds:
             told.loss_sum = loss * told.samples
         return self._scale()
 
-    def on_payload(self, peer: int, step: int, node: Node) -> None:
+    def on_payload(self, peer: int, step: int, node: Node) -> list[Effect]:
         """All parts of a node are in the sums."""
         if (given := self._given(peer, step, node)) is None:
-            return
+            return []
         under, member = given
         member.heard_at = self._run.clock
         member.nodes.remove(node)
         for number in range(*node):
             under.computed_by.setdefault(number, member.worker_id)
+        return []
 
     def on_bad(self, peer: int, step: int, node: Node, why: str) -> list[Effect]:
         """A payload that must not reach the others. Its slices are computed again, one by one, by somebody else."""

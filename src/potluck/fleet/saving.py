@@ -113,7 +113,7 @@ class Saving:
         return SaveBegin(member.peer, begin.step, begin.header, self._keep_last)
 
     def take(self, member: Member, chunk: StateChunk) -> Effect | None:
-        if self.sender != member.peer:
+        if self.sender != member.peer or self._left <= 0:
             return None
         self._left, self._moved_at = self._left - len(chunk.data), self._run.clock
         return SaveChunk(member.peer, chunk.data)
@@ -121,10 +121,13 @@ class Saving:
     def abort(self) -> list[Effect]:
         """What has come is of no use; its sender, if it is still there, sends no more of it."""
         sender, self.sender = self.sender, None
-        if sender is None:
-            return []
-        is_there = sender in self._run.membership.members
-        return [SaveAbort(), *([Send(sender, StateMore(SAVE, 0))] if is_there else [])]
+        return [SaveAbort(), *self._spare(sender)] if sender is not None else []
+
+    def _spare(self, sender: int | None) -> list[Effect]:
+        """Else the rest of its state would be in the way of the next. Where there is no rest, it would take this for
+        the next."""
+        is_sending = sender in self._run.membership.members and self._left > 0
+        return [Send(sender, StateMore(SAVE, 0))] if sender is not None and is_sending else []
 
     def pass_over(self, peer: int) -> list[Effect]:
         """It is gone, or its weights are wrong."""
@@ -158,9 +161,8 @@ class Saving:
         self.fault = told.error
         self.due = self.due or SaveDue(told.step, self._keep_last)
         self._again_at = run.clock + run.patience_s
-        effects: list[Effect] = [Emit(CheckpointFailed(step=run.steps.get(told.step, told.step), reason=told.error))]
-        if self._left > 0 and sender in run.membership.members:  # its rest would be in the way of the next
-            effects.append(Send(sender, StateMore(SAVE, 0)))
+        failed = CheckpointFailed(step=run.steps.get(told.step, told.step), reason=told.error)
+        effects: list[Effect] = [Emit(failed), *self._spare(sender)]
         return effects + [Send(m.peer, told) for m in run.membership.members.values() if not m.plain]
 
     # Time

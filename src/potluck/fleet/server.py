@@ -131,7 +131,7 @@ class Server:
                 thread.join(timeout=2.0)
 
     def request_stop(self) -> None:
-        self._act(self.core.request_stop)
+        self._act(lambda now: self.core.at(now).ending.request_stop())
 
     # Deciding and doing
 

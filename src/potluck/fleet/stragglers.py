@@ -64,9 +64,12 @@ class Stragglers:
         """It is silent, or takes far longer than it should, though its heart beats."""
         if self.run.is_silent(member):
             return True
-        patience_s, expected_s = self.run.patience_s, self._expected_s(member)
+        patience_s, expected_s, under = self.run.patience_s, self._expected_s(member), self.rounds.now
         most_s = max(patience_s, LONG * (patience_s if expected_s is None else expected_s))
-        return self.run.clock - self._waited_since(member) > most_s
+        since = self._waited_since(member)
+        if under is not None and under.first_report is None and expected_s is not None:
+            since = member.working_since  # it may be the only one in its window, which nobody else would end before it
+        return self.run.clock - since > most_s
 
     def _expected_s(self, member: Member) -> float | None:
         """How long its part of the step under way should take, by its own speed or that of the slowest other; none

@@ -162,11 +162,21 @@ class Transfers:
             effects += self._spare_sponsor(transfer)
         return effects + self.pass_over(peer)
 
-    def pass_over(self, peer: int, beyond: int = -1) -> list[Effect]:
-        """It is gone or wrong, or takes no step beyond that one: others send their weights to those whom it was to."""
+    def pass_over(self, peer: int) -> list[Effect]:
+        """It is gone or wrong: others send their weights to those whom it was to."""
         effects: list[Effect] = []
         for transfer in [t for t in self.under_way.values() if t.sponsor == peer and not t.is_whole]:
-            if transfer.step > beyond:
+            effects += self._begin_anew(transfer)
+        return effects
+
+    def pass_over_leavers(self) -> list[Effect]:
+        """One that leaves takes no other step: those who wait for a later one of it get theirs as it can be had now."""
+        now, effects = self.rounds.now, list[Effect]()
+        wanted = now.step if now is not None else self.run.standing.step
+        leaving = {m.peer: m.applied for m in self.run.membership.holders if m.leaving}
+        for transfer in [t for t in self.under_way.values() if not t.is_whole and t.sponsor in leaving]:
+            is_hopeless = transfer.step > leaving[transfer.sponsor or 0]
+            if is_hopeless and (transfer.step > wanted or len(leaving) < len(self.run.membership.holders)):
                 effects += self._begin_anew(transfer)
         return effects
 

@@ -142,7 +142,7 @@ class Host:
                 self.disk.begin(effect.step, effect.header, self._on_saved)
             case effects.SaveChunk():
                 self.disk.feed(bytes(effect.data))
-                self.act(self.core.on_taken(now, effect.peer, SAVE))
+                self.act(self.core.at(now).transfers.on_taken(effect.peer, SAVE))
             case effects.SaveAbort():
                 self.disk.abort()
             case effects.Restore():
@@ -158,7 +158,7 @@ class Host:
         if line is not None:
             line.send_down(effect.message)
             if effect.credit is not None:
-                self.act(self.core.on_taken(self.clock.now, *effect.credit))
+                self.act(self.core.at(self.clock.now).transfers.on_taken(*effect.credit))
 
     def _describe(self, description: Description) -> None:
         """With a mean that takes so few numbers at a time that even a toy's parts arrive in several."""
@@ -215,6 +215,7 @@ class Host:
                 self.fleet.clock.after(0.0, functools.partial(self.read, line))
 
     def _close(self, line: Line, why: str) -> None:
+        self.fleet.on_parting(line, why)
         line.send_down(Lost(why))
         line.closing = True
         if line.connection is not None:

@@ -169,7 +169,9 @@ class Storm:
         return True
 
     def lose_checkpoint(self) -> bool:
-        found = self.run.disk.newest is not None
+        """One that the host has been told of: else those who end with it would not know that it was lost."""
+        newest = self.run.disk.newest
+        found = newest is not None and newest <= self.run.core.saving.saved.step
         if found:
             self.run.lose_checkpoint()
         return found

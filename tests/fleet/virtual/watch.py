@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 
-from potluck.events import Event, WorkerWent
 from potluck.fleet.effects import StepRecord
 from potluck.fleet.member import Phase
 from potluck.fleet.membership import Member
@@ -16,6 +15,8 @@ from tests.fleet.virtual.worker import Worker
 
 IDLE_TIMES = 3
 """Times patience: longer than that nobody waits while there is work and somebody to do it."""
+OFTEN_S = 0.1
+"""How often waits are looked at."""
 
 
 class Watch:
@@ -25,9 +26,10 @@ class Watch:
         self._seen: dict[str, tuple[int, int]] = {}
         """Of each worker, the version that was compared, in which of the run's lives."""
         self._idle_since = self._waiting_since = run.clock.now
+        self._looked_at = run.clock.now
         self.events = 0
         run.on_record = self._on_record
-        run.on_event = self._on_event
+        run.on_parting = self._on_parting
         run.clock.after_each = self._look
 
     # After each event
@@ -49,12 +51,13 @@ class Watch:
             if member.nodes and is_host_awake and isinstance(worker.waits, Receive):
                 is_told = not _knows_nothing(worker, worker.line)
                 assert is_told, f"{worker} does not know of {member.nodes}: {run.describe()}"
-        if is_host_awake:
-            self._look_at_transfers(members)
-        if is_host_awake and run.core.now is not None:
-            self._look_for_idleness(run.core.membership.ready)
-        else:
+        if not is_host_awake or run.core.now is None:
             self._idle_since = self._waiting_since = run.clock.now
+        if is_host_awake and run.clock.now > self._looked_at + OFTEN_S:
+            self._looked_at = run.clock.now
+            self._look_at_transfers(members)
+            if run.core.now is not None:
+                self._look_for_idleness(run.core.membership.ready)
 
     def _look_at_weights(self, worker: Worker, agreed: dict[int, Worker]) -> None:
         """All of whom the host knows that they took a step hold the same weights after it."""
@@ -98,8 +101,7 @@ class Watch:
             assert start == reached, f"rows {reached} to {start} of step {record.step} are lost or used twice"
             reached = end
         assert reached == record.row + record.rows, f"rows from {reached} of step {record.step} are lost"
-        described = self._run.core.description
-        if described is not None and described.windowed is not None and not math.isnan(record.loss):
+        if self._run.core.described.windowed is not None and not math.isnan(record.loss):
             losses = [loss_of(record.epoch, start, end) for start, end, _ in record.ranges]
             is_close = math.isclose(record.loss, math.fsum(losses) / record.rows, rel_tol=1e-6, abs_tol=1e-9)
             assert is_close, f"what was told of step {record.step} is of other rows"
@@ -111,16 +113,11 @@ class Watch:
         assert record.rows_seen == place + record.rows
         self._records[record.step] = record
 
-    def _on_event(self, event: Event) -> None:
+    def _on_parting(self, line: Line, why: str) -> None:
         """Nobody is given up for a silence of the host's own: of its bytes, none came for a long time."""
-        if not isinstance(event, WorkerWent) or "silent for" not in event.reason:
-            return
-        run = self._run
-        for worker in run.workers.values():
-            line = worker.line
-            if line is not None and worker.member.worker_id == event.worker and not worker.dead and not worker.done:
-                quiet_s = run.clock.now - line.arrived_at
-                assert quiet_s > run.patience_s / 2, f"{worker} is given up, and was heard of {quiet_s:.2f} s ago"
+        quiet_s = self._run.clock.now - line.arrived_at
+        is_just = "silent for" not in why or quiet_s > self._run.patience_s / 2
+        assert is_just, f"peer {line.peer} is {why}, and was heard of {quiet_s:.2f} s ago"
 
     # At the end
 
@@ -137,6 +134,8 @@ class Watch:
 def _is_free(run: Fleet, member: Member) -> bool:
     """It can compute, is heard, and was given nothing of the step under way, or has sent it."""
     under = run.core.now
+    if under is not None and under.batch and not any(m.speed for m in run.core.membership.holders):
+        return False  # nobody knows how long a window takes
     is_able = not member.plain and under is not None and member.since <= under.step and member.relieved < under.step
     return is_able and not member.nodes and not run.core.is_silent(member)
 

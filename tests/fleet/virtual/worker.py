@@ -58,7 +58,7 @@ class Worker(Client):
         self.member = Member()
         self.validated: dict[int, float] = {}
         self.stopping = False
-        self.finished_at: float | None = None
+        self.has_finished = False
         self.slices_computed: list[tuple[int, int]] = []
         """(step, slice)"""
         self.doing: Work | None = None
@@ -114,8 +114,7 @@ class Worker(Client):
                 yield from self._save()
                 yield from self._wait_for_saves()
             if self.stopping or self.is_at_the_end:
-                if self.is_at_the_end and self.member.is_in and not self.member.left:
-                    self.finished_at = self.fleet.clock.now
+                self.has_finished = self.is_at_the_end and self.member.is_in and not self.member.left
                 return
 
     def _rest_of_epoch(self) -> Life:

@@ -1,0 +1,81 @@
+"""What the simulation has found, each as the smallest run that shows it."""
+
+import math
+
+import pytest
+
+from potluck.agree.policy import Cadence
+from potluck.events import Stalled
+from potluck.fleet.description import settings_of
+from potluck.fleet.effects import SaveBegin, Send
+from potluck.fleet.membership import Membership
+from potluck.fleet.saving import SAVE
+from potluck.wire.messages import SaveDue, StateBegin, StateChunk, StateMore
+from tests.fleet.virtual import EPOCHS, PATIENCE_S, ROWS, STEPS, FaultScript, Fleet, described
+
+pytestmark = pytest.mark.timeout(30)
+KNOWN_LENGTH = described(rows_limit=EPOCHS * ROWS)
+WINDOWED = described(policy="cadence", settings=settings_of(Cadence(anchor=1)), rows_limit=EPOCHS * ROWS)
+
+
+def test_a_newcomer_goes_on_at_once_from_one_that_leaves_and_cannot_be_saved() -> None:
+    """The host's disk is full, so that the last who has the weights stays; it computes nothing any more."""
+    run = Fleet(workers=1, faults=FaultScript().leave("w0", at_step=2))
+    run.disk.is_full = True
+    run.add("newcomer", at_s=2.0)
+    run.run_until(lambda: run.standing().step >= 4, limit_s=2 * PATIENCE_S)
+    assert run.faults.fired == ["leave w0"] and run.workers["w0"].is_alive and not run.disk.states
+    run.disk.is_full = False
+    run.finish()
+
+
+def test_a_worker_that_hangs_alone_in_its_window_is_relieved_by_those_who_come_later() -> None:
+    faults = FaultScript().stall("w0", at_step=3, seconds=10_000)
+    run = Fleet(workers=1, faults=faults, description=WINDOWED)
+    run.add("newcomer", at_s=0.2, description=WINDOWED)
+    run.finish(limit_s=20 * PATIENCE_S)
+    assert faults.fired == ["stall w0"]
+    assert any(event.name == "w0" and "the others compute" in event.then for event in run.told(Stalled))
+
+
+def test_who_waits_for_the_end_to_be_kept_is_not_named_as_stalled() -> None:
+    run = Fleet(workers=2, description=KNOWN_LENGTH, save_every=STEPS)
+    run.disk.late_s = 3 * PATIENCE_S
+    run.finish()
+    assert not run.told(Stalled)
+
+
+def state_begun(step: int = 2) -> tuple[Fleet, int]:
+    """A host to whose disk a state of 120 bytes is on its way, and its sender."""
+    run = Fleet(workers=1)
+    run.run_until(lambda: run.standing().step >= step and run.member("w0").applied >= step)
+    peer, now = run.member("w0").peer, run.clock.now
+    run.core.on_message(now, peer, SaveDue(step, 1))
+    begun = run.core.on_message(now, peer, StateBegin(SAVE, step, '[["state", 120]]'))
+    assert any(isinstance(effect, SaveBegin) for effect in begun)
+    return run, peer
+
+
+@pytest.mark.parametrize(("chunks", "is_cancelled"), [(1, True), (2, False)])
+def test_a_state_that_cannot_be_kept_is_cancelled_only_while_it_is_coming(chunks: int, is_cancelled: bool) -> None:
+    """A sender that has sent all of it would take that for its next one."""
+    run, peer = state_begun()
+    for _ in range(chunks):
+        run.core.on_message(run.clock.now, peer, StateChunk(SAVE, bytes(60)))
+    failed = run.core.on_saved(run.clock.now, 2, "", "No space left on device")
+    told = [effect.message for effect in failed if isinstance(effect, Send)]
+    assert (StateMore(SAVE, 0) in told) == is_cancelled
+
+
+def test_a_sender_that_begins_another_state_ends_the_one_before() -> None:
+    run, peer = state_begun()
+    run.core.on_message(run.clock.now, peer, StateChunk(SAVE, bytes(60)))
+    again = run.core.on_message(run.clock.now, peer, StateBegin(SAVE, 2, '[["state", 120]]'))
+    assert type(again[0]) is SaveBegin  # in place of what has come of the last
+
+
+@pytest.mark.parametrize(("slices", "busy_s"), [(0, 1.0), (1, math.inf), (1, 0.0), (1, math.nan)])
+def test_no_speed_is_learned_from_nothing(slices: int, busy_s: float) -> None:
+    member = Membership().add(0.0, 1, "w0", "cpu", plain=False)
+    member.measure(slices, busy_s)
+    assert member.speed is None
