@@ -17,7 +17,7 @@ from potluck.engine.replica import StepConfig
 from potluck.engine.rows import mix
 from potluck.events import CheckpointSaved, Validated, WorkerCame, WorkerWent
 from potluck.save.checkpoint import CheckpointConfig
-from potluck.shard.strategy import FullShard, HybridShard, ShardGradOp, ShardingStrategy
+from potluck.sharding.strategy import FullShard, HybridShard, ShardGradOp, ShardingStrategy
 from tests.fleet.faults import at
 from tests.fleet.fleet import BATCH, EPOCHS, ROWS, STEPS, Fleet, assert_same, build, die
 from tests.fleet.test_fleet_windows import SHORT, assert_close, judge, rows_of
