@@ -10,7 +10,7 @@ from potluck.agree.policy import Async, Cadence, Windowed
 from potluck.events import Decided, Stalled, WorkerWent
 from potluck.fleet.description import Description, settings_of
 from potluck.fleet.member import Member
-from potluck.fleet.member_effects import Apply, Compute, DropAhead, Send
+from potluck.fleet.member_effects import Apply, Compute, DropAhead, SendToHost
 from potluck.wire.messages import Admitted, Committed, Leave, SliceReport, Welcome, Work
 from tests.fleet.virtual import EPOCHS, ROWS, FaultScript, Fleet, described
 
@@ -254,7 +254,7 @@ def test_one_who_wants_to_stop_begins_nothing_ahead_and_leaves_once_all_is_sent(
     member.wants_stop = True
     member.take()
     assert member.begin() is None
-    assert [type(effect.message) for effect in member.nothing(0.0) if isinstance(effect, Send)] == [Leave]
+    assert [type(effect.message) for effect in member.nothing(0.0) if isinstance(effect, SendToHost)] == [Leave]
 
 
 def test_one_who_wants_to_stop_waits_until_what_it_did_ahead_can_be_sent() -> None:
