@@ -90,27 +90,27 @@ class Ours:
         import torch
 
         import potluck
-        from potluck.shard.strategy import FullShard
+        from potluck.sharding.strategy import FullShard
         from potluck.train.model import next_token_loss
 
         self.folder = folder
         self.model = build(size)
-        self.engine = potluck.init(strategy=FullShard())
-        self.engine.prepare(self.model, torch.optim.AdamW(self.model.parameters(), fused=True))
+        self.fleet = potluck.init(strategy=FullShard())
+        self.fleet.prepare(self.model, torch.optim.AdamW(self.model.parameters(), fused=True))
         loss, samples = next_token_loss(self.model, torch.zeros(1, 9, dtype=torch.int64))
-        self.engine.backward(loss, samples=samples)
-        self.engine.step()
+        self.fleet.backward(loss, samples=samples)
+        self.fleet.step()
 
     def save(self) -> Callable[[], None]:
         self.stall()()
         return nothing
 
     def stall(self) -> Callable[[], None]:
-        self.engine.save(self.folder, keep_last=1)
-        return self.engine.wait_for_saves
+        self.fleet.save(self.folder, keep_last=1)
+        return self.fleet.wait_for_saves
 
     def load(self) -> Callable[[], None]:
-        assert self.engine.load(self.folder)
+        assert self.fleet.load(self.folder)
         return nothing
 
 

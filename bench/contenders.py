@@ -95,10 +95,10 @@ class Ours:
         import potluck
 
         config = potluck.StepConfig(clip=CLIP, precision="bf16" if task.fast else "fp32", compile=task.compiled)
-        self.engine = potluck.init(step=config, **options)
-        world = self.engine.world
+        self.fleet = potluck.init(step=config, **options)
+        world = self.fleet.world
         self.weights, optimizer = task.build()
-        self.model, _, loader = self.engine.prepare(
+        self.model, _, loader = self.fleet.prepare(
             self.weights, optimizer, task.tokens(world), batch_size=task.rows_per_rank * world
         )
         self.batches = iter(loader)
@@ -106,8 +106,8 @@ class Ours:
     def step(self) -> float:
         rows = next(self.batches)
         loss, samples = next_token_loss(self.model, rows)
-        self.engine.backward(loss, samples=samples)
-        return self.engine.step().loss
+        self.fleet.backward(loss, samples=samples)
+        return self.fleet.step().loss
 
 
 class Led:
@@ -116,10 +116,10 @@ class Led:
     def __init__(self, task: Task) -> None:
         import potluck
 
-        self.engine = potluck.init(step=potluck.StepConfig(clip=CLIP))
+        self.fleet = potluck.init(step=potluck.StepConfig(clip=CLIP))
         world = dist.get_world_size()
         self.weights, optimizer = task.build()
-        self.model, _, loader = self.engine.prepare(
+        self.model, _, loader = self.fleet.prepare(
             self.weights, optimizer, task.tokens(world), batch_size=task.rows_per_rank * world
         )
         self.batches = iter(loader)
@@ -129,9 +129,9 @@ class Led:
     def step(self) -> float:
         while True:  # slice by slice
             loss, samples = next_token_loss(self.model, next(self.batches))
-            self.engine.backward(loss, samples=samples)
+            self.fleet.backward(loss, samples=samples)
             started = time.perf_counter()
-            if (done := self.engine.step()) is not None:
+            if (done := self.fleet.step()) is not None:
                 self.step_s.append(time.perf_counter() - started)
                 return float(done.loss)
 

@@ -18,10 +18,9 @@ from statistics import median
 from bench.report import Comparison, Result
 from bench.stars import MB, PATIENCE_S, Actor, on_stage, receive_all, round_ms, start_star
 from bench.turns import take_turns
-from potluck.fleet.coordinator import PROTOCOL
 from potluck.fleet.invite import Invite
 from potluck.wire.codec import encode
-from potluck.wire.messages import Heartbeat, Hello
+from potluck.wire.messages import PROTOCOL, Heartbeat, Hello
 
 IDLE = 1_000
 STRANGERS = 10_000

@@ -29,7 +29,7 @@ STEADY = 6
 
 
 def measure(quick: bool) -> Result:
-    FORKED.set_forkserver_preload(["torch", "potluck.engine.led_rounds", "bench.pause"])
+    FORKED.set_forkserver_preload(["torch", "potluck.engine.host_rounds", "bench.pause"])
     kills = 2 if quick else 10
     pauses, details = [], {}
     for workers in (2, 3):
@@ -79,18 +79,18 @@ class Learner:
         import potluck
         from potluck.train.model import GPT, ModelConfig, next_token_loss
 
-        engine = potluck.init()
+        fleet = potluck.init()
         torch.manual_seed(1)
         model: Any = GPT(ModelConfig(dim=128, layers=4, heads=4, context=128))
         optimizer: Any = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
         rows = torch.randint(256, (4096, 129))
-        model, optimizer, loader = engine.prepare(model, optimizer, rows, batch_size=ROWS_PER_SLICE * SLICES)
-        engine.events.listeners.append(self._hear)
-        while not engine.stopping:
+        model, optimizer, loader = fleet.prepare(model, optimizer, rows, batch_size=ROWS_PER_SLICE * SLICES)
+        fleet.events.listeners.append(self._hear)
+        while not fleet.stopping:
             for batch in loader:
                 loss, samples = next_token_loss(model, batch)
-                engine.backward(loss, samples=samples)
-                engine.step()
+                fleet.backward(loss, samples=samples)
+                fleet.step()
 
     def _hear(self, event: Any) -> None:
         if type(event).__name__ == "StepDone":

@@ -80,18 +80,18 @@ class Ours:
             protocol=potluck.Pipeline(micro_batch_size=task.rows, schedule=schedule),  # type: ignore[arg-type]
             cuts=cuts(task, schedule),
         )
-        self.engine = potluck.init(potluck.Sync(balance=False), stages=stages)
+        self.fleet = potluck.init(potluck.Sync(balance=False), stages=stages)
         model = task.build()
         optimizer = AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
-        _, _, loader = self.engine.prepare(
+        _, _, loader = self.fleet.prepare(
             model, optimizer, task.data(), batch_size=task.micros * task.rows, loss=loss_of
         )
         self.batches = iter(loader)
 
     def step(self) -> float:
         while True:
-            self.engine.train(loss_of, next(self.batches))
-            if (done := self.engine.step()) is not None:
+            self.fleet.train(loss_of, next(self.batches))
+            if (done := self.fleet.step()) is not None:
                 return done.loss  # type: ignore[union-attr]
 
 
@@ -213,13 +213,13 @@ class Idle:
 
     def __init__(self, task: Task, schedule: str, micros: int) -> None:
         from potluck.stages.direct import GroupChannel
-        from potluck.stages.pipeline import Line
+        from potluck.stages.pipeline import PipelineRunner
         from potluck.stages.schedule import plan_orders
 
         self.rank = dist.get_rank()
         self.orders = plan_orders(schedule, 2, micros)  # type: ignore[arg-type]
         self.half = Half(task, self.rank, micros)
-        self.line = Line({self.rank: self.half}, [1], GroupChannel(None, CPU, rank=self.rank, workers=2))
+        self.line = PipelineRunner({self.rank: self.half}, [1], GroupChannel(None, CPU, rank=self.rank, workers=2))
         self.steps = 0
         self.busy: list[list[float]] = []
         """Of each step, the share of its time in which each worker computed."""

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from bench.ranks import CPU_ONLY
-from potluck.fleet import door
-from potluck.fleet.client import Client, Lost
+from potluck.fleet import host_connector
+from potluck.fleet.client import Client, ConnectionLost
 from potluck.fleet.coordinator import Coordinator
 from potluck.fleet.description import Description, Part
 from potluck.fleet.invite import Identity, Invite
@@ -163,7 +163,7 @@ class Helper:
         parts = tuple(Part(len(counts) - 1 - index, None, (count,)) for index, count in enumerate(counts))
         found = Invite.parse(invite)
         if found.pin is not None:  # encryption is measured as between two machines: on one there would be none
-            door.connect_local = lambda port: None  # type: ignore[assignment]
+            host_connector.connect_local = lambda port: None  # type: ignore[assignment]
         self.client = Client(found, name=f"helper {number}", kind="helper", say=lambda text: None)
         self.client.connect()
         self.client.description = Description(
@@ -202,7 +202,7 @@ class Helper:
 
     def _await(self, kind: type[Message]) -> Message:
         while not isinstance(message := self.client.receive(30.0), kind):
-            if message is None or isinstance(message, Lost):
+            if message is None or isinstance(message, ConnectionLost):
                 raise RuntimeError(f"waited for {kind.__name__}: {message}")
         return message
 

@@ -166,7 +166,7 @@ def _train(side: str, dim: int, layers: int, limit_bytes: int | None) -> None:
 
     from potluck.engine.sharded import shard_over
     from potluck.engine.switches import StepConfig, switch_on
-    from potluck.shard.strategy import FullShard
+    from potluck.sharding.strategy import FullShard
     from potluck.train.model import GPT, next_token_loss
 
     device = torch.device("cpu")

@@ -7,16 +7,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from potluck import shard as shard
     from potluck.agree.elche import ElChe
     from potluck.agree.policy import ApplyPolicy, Async, Cadence, Outer, Sync
     from potluck.engine.engine import Engine
     from potluck.engine.start import init
     from potluck.engine.switches import StepConfig
     from potluck.save.checkpoint import CheckpointConfig
-    from potluck.shard.optimizer_shard import OptimizerShard
-    from potluck.shard.strategy import FullShard, HybridShard, NoShard, ShardGradOp, ShardingStrategy
-    from potluck.shard.zero import ShardedOptimizer
+    from potluck.sharding.optimizer_shard import OptimizerShard
+    from potluck.sharding.splitting import shard
+    from potluck.sharding.strategy import FullShard, HybridShard, NoShard, ShardGradOp, ShardingStrategy
+    from potluck.sharding.zero import ShardedOptimizer
     from potluck.stages.protocol import CommunicationProtocol, DataStore, Direct, Pipeline, Stages
     from potluck.train.recipe import RunConfig
     from potluck.train.schedule import ScheduleConfig
@@ -31,9 +31,10 @@ _HOMES = {
     "engine.start": ("init",),
     "engine.switches": ("StepConfig",),
     "save.checkpoint": ("CheckpointConfig",),
-    "shard.optimizer_shard": ("OptimizerShard",),
-    "shard.strategy": ("FullShard", "HybridShard", "NoShard", "ShardGradOp", "ShardingStrategy"),
-    "shard.zero": ("ShardedOptimizer",),
+    "sharding.optimizer_shard": ("OptimizerShard",),
+    "sharding.splitting": ("shard",),
+    "sharding.strategy": ("FullShard", "HybridShard", "NoShard", "ShardGradOp", "ShardingStrategy"),
+    "sharding.zero": ("ShardedOptimizer",),
     "stages.protocol": ("CommunicationProtocol", "DataStore", "Direct", "Pipeline", "Stages"),
     "train.recipe": ("RunConfig",),
     "train.schedule": ("ScheduleConfig",),
@@ -73,8 +74,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "shard":  # a package that can be called
-        return import_module("potluck.shard")
     if name not in _MODULES:
         raise AttributeError(f"potluck has no public name {name!r}; it has {', '.join(__all__)}")
     return getattr(import_module(f"potluck.{_MODULES[name]}"), name)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from potluck.agree.policy import ApplyPolicy, Sync, Windowed
 from potluck.errors import ConfigError
-from potluck.shard.strategy import FullShard, HybridShard, NoShard, ShardGradOp, ShardingStrategy
+from potluck.sharding.strategy import FullShard, HybridShard, NoShard, ShardGradOp, ShardingStrategy
 from potluck.stages.protocol import DataStore, Stages
 from potluck.words import plural
 
@@ -52,7 +52,7 @@ class Composition:
     weights: tuple[tuple[float, ...], ...] = ()
     """Where `split` has weights: those of the ranks that hold each stage."""
     shares: tuple[float, ...] = ()
-    """The part of each batch that each lane of workers gets, if that is fixed."""
+    """The part of each batch that each pipeline of workers gets, if that is fixed."""
     is_measured: bool = False
     """Whether those parts follow measured speeds."""
     buddy_every: int = 0
@@ -144,7 +144,7 @@ def for_those_left(
 def _over_group(wanted: Wanted) -> Composition:
     policy, strategy, world = wanted.policy, wanted.strategy, wanted.world
     buddy_every = strategy.buddy_every if isinstance(strategy, FullShard | ShardGradOp) and strategy.buddy else 0
-    _insist_on_offload(wanted, strategy)
+    _check_offload(wanted, strategy)
     each = _node_size(strategy, world)
     if isinstance(policy, Sync):
         splits_all = isinstance(strategy, FullShard | ShardGradOp)
@@ -160,7 +160,7 @@ def _over_group(wanted: Wanted) -> Composition:
             is_measured=_is_measured(policy),
             buddy_every=buddy_every,
         )
-    _insist_on_replicas(policy, strategy, world)
+    _check_replicas(policy, strategy, world)
     if buddy_every:
         raise ConfigError("strategy.buddy keeps copies between steps of all workers together: use the Sync policy.")
     return Composition(
@@ -175,7 +175,7 @@ def _over_group(wanted: Wanted) -> Composition:
 def _in_stages(wanted: Wanted, stages: Stages) -> Composition:
     policy, strategy, world = wanted.policy, wanted.strategy, wanted.world
     is_whole = isinstance(strategy, NoShard) or (isinstance(strategy, HybridShard) and strategy.intra_node_size == 1)
-    _insist_on_fit(wanted, stages, is_whole=is_whole)
+    _check_fit(wanted, stages, is_whole=is_whole)
     each = strategy.intra_node_size if isinstance(strategy, HybridShard) else 1
     workers = stages.count or max(1, world // each)
     if world % (workers * each):
@@ -234,7 +234,7 @@ def _under_host(wanted: Wanted) -> Composition:
             f" {'intra_node_size' if isinstance(strategy, HybridShard) else '--ranks'}."
         )
     if isinstance(strategy, FullShard | ShardGradOp):
-        _insist_on_one_worker(wanted, strategy, ranks)
+        _check_one_worker(wanted, strategy, ranks)
     if not isinstance(policy, Sync) and policy.overlap and ranks > 1:
         raise ConfigError(
             "With policy.overlap a host's averages come while a worker computes, and the ranks of a node, which take"
@@ -250,7 +250,7 @@ def _under_host(wanted: Wanted) -> Composition:
     )
 
 
-def _insist_on_one_worker(wanted: Wanted, strategy: FullShard | ShardGradOp, ranks: int) -> None:
+def _check_one_worker(wanted: Wanted, strategy: FullShard | ShardGradOp, ranks: int) -> None:
     """Under a host: what a strategy says of ranks is said of those of each worker."""
     if strategy.buddy:
         raise ConfigError(
@@ -262,10 +262,10 @@ def _insist_on_one_worker(wanted: Wanted, strategy: FullShard | ShardGradOp, ran
             f"strategy.weights has {plural(len(strategy.weights), 'number')}, and this worker {plural(ranks, 'rank')}."
             ' Give each of its ranks one, start it with as many by --ranks, or use weights="memory".'
         )
-    _insist_on_offload(wanted, strategy)
+    _check_offload(wanted, strategy)
 
 
-def _insist_on_fit(wanted: Wanted, stages: Stages, *, is_whole: bool) -> None:
+def _check_fit(wanted: Wanted, stages: Stages, *, is_whole: bool) -> None:
     strategy = wanted.strategy
     if wanted.offload_optimizer:
         raise ConfigError("step.offload_optimizer does not go with stages. Leave it out, or cut into more stages.")
@@ -283,7 +283,7 @@ def _insist_on_fit(wanted: Wanted, stages: Stages, *, is_whole: bool) -> None:
         )
 
 
-def _insist_on_offload(wanted: Wanted, strategy: ShardingStrategy) -> None:
+def _check_offload(wanted: Wanted, strategy: ShardingStrategy) -> None:
     if wanted.offload_optimizer and wanted.on_gpu and isinstance(strategy, FullShard) and strategy.weights:
         raise ConfigError(
             "step.offload_optimizer does not go with FullShard's weights. Leave one of them out, or use"
@@ -308,7 +308,7 @@ def _node_size(strategy: ShardingStrategy, world: int) -> int:
     return size
 
 
-def _insist_on_replicas(policy: ApplyPolicy, strategy: ShardingStrategy, world: int) -> None:
+def _check_replicas(policy: ApplyPolicy, strategy: ShardingStrategy, world: int) -> None:
     """Where all ranks hold one replica there is nothing to average. One rank alone is one: it just steps."""
     if world == 1 or isinstance(strategy, NoShard):
         return
@@ -324,10 +324,10 @@ def _insist_on_replicas(policy: ApplyPolicy, strategy: ShardingStrategy, world: 
         )
 
 
-def _shares(policy: Sync, lanes: int) -> tuple[float, ...]:
-    if policy.shares and len(policy.shares) != lanes:
+def _shares(policy: Sync, pipelines: int) -> tuple[float, ...]:
+    if policy.shares and len(policy.shares) != pipelines:
         raise ConfigError(
-            f"policy.shares has {plural(len(policy.shares), 'number')}, and the run {plural(lanes, 'worker')}."
+            f"policy.shares has {plural(len(policy.shares), 'number')}, and the run {plural(pipelines, 'worker')}."
         )
     return policy.shares
 

@@ -4,7 +4,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from potluck.words import insist_at_most
+from potluck.words import check_at_most
 
 PATIENCE_S = 600.0
 
@@ -50,8 +50,8 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def insist_on_patience(name: str, seconds: float) -> None:
+def check_patience(name: str, seconds: float) -> None:
     """Time limits derive from it, and none of them can be endless."""
     if not seconds > 0:
         raise ValueError(f"{name} must be above 0, not {seconds}")
-    insist_at_most(name, seconds, 7 * 86_400, "that is a week, in seconds")
+    check_at_most(name, seconds, 7 * 86_400, "that is a week, in seconds")

@@ -3,13 +3,13 @@
 PotluckError            anything we say on purpose: a sentence, never a stack of frames
   ConfigError           you asked for something we cannot do; the sentence says what to do instead
     CheckpointError     a checkpoint cannot be used here, or cannot be written
-    StoreError          the store between workers cannot be read or written, or has gone on without us
+    StoreError          the store between workers cannot be read or written, or has moved on without us
     JournalError        a host's journal is damaged
   WireError             bytes that are no message
     OurProtocolError    we were about to send something illegal: a bug here
     TheirProtocolError  the peer sent something illegal: close it, keep training
   Diverged              the loss or the gradient stayed non-finite
-  WorkerLost            a peer stopped; whoever started it knows why
+  WorkerLost            a peer stopped; the process that started it knows why
   Interrupted           you pressed Ctrl-C, or the system asked for an end; the run is saved
 """
 

@@ -58,7 +58,7 @@ class WorkerStep:
     name: str = ""
     """Of a worker that joined a host, or of a stage."""
     send_s: float = 0.0
-    """Sending to other stages of a model that is cut."""
+    """Seconds spent sending to other stages."""
 
 
 class StepDone(Event):
@@ -259,7 +259,7 @@ class EventFile:
             self._file.flush()
         except OSError as error:
             raise ConfigError(
-                f"Cannot write to {self._file.name}: {error.strerror}. Free some space, then go on with --resume."
+                f"Cannot write to {self._file.name}: {error.strerror}. Free some space, then continue with --resume."
             ) from None
 
     def close(self) -> None:

@@ -44,7 +44,7 @@ def check_at_least(least: float, **values: float | None) -> None:
             raise ValueError(f"{name} must be at least {least:,}, not {value}")
 
 
-def insist_at_most(name: str, value: float | None, most: float, advice: str) -> None:
+def check_at_most(name: str, value: float | None, most: float, advice: str) -> None:
     """ValueError for a number beyond anything that can be meant, before it allocates or overflows something."""
     if value is not None and not value <= most:
         raise ValueError(f"{name} must be at most {most:,}, not {value:,}: {advice}")

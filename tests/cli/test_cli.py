@@ -259,11 +259,11 @@ def test_ctrl_c_finishes_the_step_saves_says_where_and_exits_130(place: Path) ->
     found = re.search(r"Stopped after step (\d+)\. Saved in (\S+)\.", stderr)
     assert found and (place / found[2] / "manifest.json").exists()
     assert steps(place / "runs" / "tiny")[-1] == int(found[1])
-    command = re.search(r"Go on with: potluck (.+)", stderr)
+    command = re.search(r"Continue with: potluck (.+)", stderr)
     assert command and "Traceback" not in stderr
     again = run(place, *command[1].split(), "--set", f"fit.max_steps={int(found[1]) + 2}")
     assert again.returncode == 0, again.stderr
-    assert f"Going on from step {int(found[1])}." in again.stdout
+    assert f"Continuing from step {int(found[1])}." in again.stdout
 
 
 def test_a_script_without_our_launcher_stops_alike(place: Path) -> None:
@@ -500,7 +500,7 @@ def test_the_trainer_example_trains_and_resumes(place: Path) -> None:
     found = re.search(r"validation loss (\d\.\d{5}), saved in (\S+)", done.stdout)
     assert found and float(found[1]) < 0.05 and (place / found[2]).is_dir()
     again = run(place, "run", "-n", "2", example, "--resume")
-    assert again.returncode == 0 and "Going on from step 252." in again.stdout
+    assert again.returncode == 0 and "Continuing from step 252." in again.stdout
 
 
 @pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)

@@ -91,7 +91,7 @@ def test_workers_on_other_machines_join_encrypted_leave_and_change_no_bit(
     assert "potluck" in told and secret not in told
     first.send_signal(signal.SIGINT)
     _, said = first.communicate(timeout=60)
-    assert first.returncode == 130 and "it goes on without this worker" in said, said
+    assert first.returncode == 130 and "it continues without this worker" in said, said
     out, error = host.communicate(timeout=90)
     _, other = second.communicate(timeout=30)
     assert host.returncode == 0 and second.returncode == 0, (out, error, other)
@@ -153,7 +153,7 @@ def test_ctrl_c_on_the_host_saves_for_all_and_a_wrong_invite_gets_nothing(
     right.communicate(timeout=30)
     assert host.returncode in (130, 0) and "Traceback" not in error, error
     if host.returncode == 130:
-        found = re.search(r"Stopped after step (\d+)\. Saved in \S+step-0*(\d+)\. Go on with: potluck (.+)", error)
+        found = re.search(r"Stopped after step (\d+)\. Saved in \S+step-0*(\d+)\. Continue with: potluck (.+)", error)
         assert found and found[1] == found[2], error
         again = subprocess.run([*POTLUCK, *found[3].split()], cwd=place, capture_output=True, text=True)
         assert again.returncode == 0, again.stderr
@@ -293,7 +293,7 @@ def test_a_rank_killed_ends_its_node_and_no_other_and_the_line_joins_again(place
     wait_until(lambda: any(r["event"] == "epoch_done" for r in events(run)))
     second.send_signal(signal.SIGINT)
     _, other = second.communicate(timeout=30)
-    assert second.returncode == 130 and other.count("it goes on without this worker") == 1, other
+    assert second.returncode == 130 and other.count("it continues without this worker") == 1, other
     host.send_signal(signal.SIGINT)
     out, error = host.communicate(timeout=60)
     assert host.returncode == 130 and "Traceback" not in error + said + other, (out, error, said, other)

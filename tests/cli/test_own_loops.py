@@ -71,7 +71,7 @@ def test_ctrl_c_on_the_host_saves_and_resume_continues_at_the_step_it_names(
     host.send_signal(signal.SIGINT)
     out, error = host.communicate(timeout=60)
     assert host.returncode == 130 and "Traceback" not in error, error
-    told = re.search(r"Stopped after step (\d+)\. Saved in \S+step-0*(\d+)\. Go on with: potluck (.+)", error)
+    told = re.search(r"Stopped after step (\d+)\. Saved in \S+step-0*(\d+)\. Continue with: potluck (.+)", error)
     assert told and told[1] == told[2], error
     assert re.search(r"step \d+/60, loss", out), "the length of the whole run is known"
     script(tmp_path, pause=0.0)

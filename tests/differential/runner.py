@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import potluck
-from potluck.engine import drafts
+from potluck.engine import stage_planner
 from potluck.errors import PotluckError
 from potluck.events import EpochDone, StepDone, StepSkipped
 from potluck.save import checkpoint_folder
@@ -95,7 +95,7 @@ def _results(outcomes: list[Outcome], leg: int) -> list[Told]:
 
 def train(case: Case, number: int, folder: str) -> Told:
     """One rank of one leg."""
-    drafts.MEASURE_S = 0.0  # what a cut is balanced by does not matter here
+    stage_planner.MEASURE_S = 0.0  # what a cut is balanced by does not matter here
     multiprocessing.set_start_method("fork", force=True)  # as it is where no fork server started us: for fetchers
     phase = ["start"]
     try:

@@ -32,7 +32,7 @@ from potluck.fleet.ledger import prove
 from potluck.fleet.server import Server
 from potluck.link.link import loss_of_peer
 from potluck.save.checkpoint_receiver import CheckpointReceiver
-from potluck.shard.strategy import HybridShard
+from potluck.sharding.strategy import HybridShard
 from tests.gathered import gathered
 from tests.odd import Odd
 from tests.ranks import _main_module_unnamed, _server
@@ -140,42 +140,42 @@ def _work(invite: str, folder: str, name: str, fault: Fault | None, options: dic
     try:
         import potluck
         from potluck.engine import slices
-        from potluck.fleet import door
+        from potluck.fleet import host_connector
 
         slices.SMALL_BYTES = 1024  # so that this small model, too, has several parts
         if not options.get("shared"):
-            door.connect_local = lambda port: None  # as a worker on another machine
+            host_connector.connect_local = lambda port: None  # as a worker on another machine
         if fault is not None:
             fault(place)
-        engine = potluck.init(
+        fleet = potluck.init(
             options.get("policy", potluck.Sync()),
             options.get("strategy", potluck.NoShard()),
             step=options.get("step", StepConfig()),
         )
-        signal.signal(signal.SIGUSR1, lambda number, frame: engine.request_stop())
+        signal.signal(signal.SIGUSR1, lambda number, frame: fleet.request_stop())
         (place / f"{name}.in").touch()
 
-        def on_step(engine: Any) -> None:
+        def on_step(fleet: Any) -> None:
             save_every = options.get("save_every")
-            if save_every and not engine.run.replaying and engine.step_number % save_every == 0:
-                engine.save(place)
+            if save_every and not fleet.run.replaying and fleet.step_number % save_every == 0:
+                fleet.save(place)
             if options.get("slow_s"):
                 time.sleep(options["slow_s"])
-            if "hold_at" in options and engine.step_number >= options["hold_at"]:
+            if "hold_at" in options and fleet.step_number >= options["hold_at"]:
                 wait_until((place / "go").exists)
 
         names = ("bare", "spoiled", "data_seed", "lr", "sgd", "schedule", "counts_itself", "by_len")
         what = {name: options[name] for name in names if name in options}
         if "fit" in options:
-            model = fit(engine, place / name, options["fit"])
+            model = fit(fleet, place / name, options["fit"])
         else:
-            model = train(engine, on_step=on_step, epochs=options.get("epochs", EPOCHS), **what)
-        engine.wait_for_saves()
-        if engine.step_number == options.get("steps", STEPS):
-            weights = whole_state(model, getattr(engine.run.replica, "sharded", None))
-            if engine.link.rank == 0:
+            model = train(fleet, on_step=on_step, epochs=options.get("epochs", EPOCHS), **what)
+        fleet.wait_for_saves()
+        if fleet.step_number == options.get("steps", STEPS):
+            weights = whole_state(model, getattr(fleet.run.replica, "sharded", None))
+            if fleet.link.rank == 0:
                 torch.save(weights, place / f"{name}.pt")
-        engine.close()
+        fleet.close()
     except Interrupted as error:
         (place / f"{name}.interrupted").write_text(str(error))
         os._exit(0)

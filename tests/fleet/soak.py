@@ -55,9 +55,9 @@ ALLOWED = ("The run has ended", "Nobody listens", "begins anew")
 
 
 def soon_gives_up(place: Path) -> None:
-    from potluck.fleet import door
+    from potluck.fleet import host_connector
 
-    door.NOBODY_S, door.GIVE_UP = 20.0, 20  # times patience
+    host_connector.NOBODY_S, host_connector.GIVE_UP = 20.0, 20  # times patience
 
 
 def tell_decision(place: str, event: Event) -> None:

@@ -12,14 +12,15 @@ import pytest
 
 from potluck.agree.policy import Async, Cadence, Sync
 from potluck.fleet import bounds
-from potluck.fleet.coordinator import PROTOCOL, Coordinator
+from potluck.fleet.coordinator import Coordinator
 from potluck.fleet.description import settings_of
 from potluck.fleet.effects import AbandonStep, Effect, Finish, Record, Restore, SaveBegin, Send
-from potluck.fleet.membership import Member, Phase
-from potluck.fleet.saving import SAVE
+from potluck.fleet.membership import WorkerPhase, WorkerRecord
 from potluck.wire.codec import decode, encode, is_bulk
 from potluck.wire.messages import (
     MESSAGES,
+    PROTOCOL,
+    SAVE,
     Applied,
     EvaluateNext,
     Heartbeat,
@@ -79,7 +80,7 @@ class Rogues:
     def close(self) -> list[Effect]:
         return self.core.on_closed(self.now, self.draw.randrange(PEERS), "it went")
 
-    def working(self) -> tuple[Member, Any] | None:
+    def working(self) -> tuple[WorkerRecord, Any] | None:
         found = [(m, node) for m in self.core.membership.members.values() for node in m.nodes]
         return self.draw.choice(found) if found and self.core.now is not None else None
 
@@ -125,14 +126,14 @@ class Rogues:
 
     # Messages
 
-    def sensible(self, member: Member | None) -> Message:
+    def sensible(self, member: WorkerRecord | None) -> Message:
         draw, step = self.draw, self.core.standing.step
         if member is None:
             name = draw.choice(["a", "b", "c-1", "c-2"])
             return draw.choice([Hello(PROTOCOL, SECRET, name, draw.choice("kl")), JoinRequest(name, 1, "cpu")])
         if member.plain:
             return Heartbeat("p", 1)
-        if member.phase is Phase.GREETED:
+        if member.phase is WorkerPhase.GREETED:
             text = self.description.to_json() if draw.random() < 0.8 else self.odd_description()
             return Ready(text, draw.choice([0, step]), draw.choice(["", "same"]), draw.randint(0, 1))
         under = self.core.now
@@ -165,7 +166,7 @@ class Rogues:
             ]
         )
 
-    def answer(self, member: Member) -> EvaluateNext | None:
+    def answer(self, member: WorkerRecord) -> EvaluateNext | None:
         if member.evaluating is None:
             return None
         (step, rows, size), start, end = member.evaluating

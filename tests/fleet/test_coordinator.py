@@ -24,7 +24,8 @@ from potluck.events import (
     WorkerCame,
     WorkerWent,
 )
-from potluck.fleet.coordinator import LEGAL, PROTOCOL, Coordinator
+from potluck.fleet.coordinator import LEGAL, Coordinator
+from potluck.fleet.coordinator_state import Resumed, RunPosition
 from potluck.fleet.description import BAD_BUFFERS, BUFFERS, Part, settings_of
 from potluck.fleet.effects import (
     Close,
@@ -38,11 +39,11 @@ from potluck.fleet.effects import (
     Send,
     SendCheckpoint,
 )
-from potluck.fleet.membership import Phase
-from potluck.fleet.parcel import Parcels
-from potluck.fleet.run_state import Resumed, Standing
+from potluck.fleet.file_stream import Parcels
+from potluck.fleet.membership import WorkerPhase
 from potluck.wire.messages import (
     OURS,
+    PROTOCOL,
     Admitted,
     Applied,
     AverageAt,
@@ -1120,21 +1121,23 @@ def example(kind: type[Message]) -> Message:
     return kind(*values[kind]) if kind in values else kind(1, 0, 1)
 
 
-def in_phase(phase: Phase) -> tuple[Coordinator, int]:
+def in_phase(phase: WorkerPhase) -> tuple[Coordinator, int]:
     """A coordinator in the middle of its first step, and a peer that has come so far."""
     core = Coordinator(patience_s=10, secret=SECRET)
     effects_of(core, (1, hello("first")), (1, ready()), (2, hello("second")))
-    if phase is Phase.READY:
+    if phase is WorkerPhase.READY:
         effects_of(core, (2, ready()))
-    elif phase is Phase.CATCHING_UP:
+    elif phase is WorkerPhase.CATCHING_UP:
         effects_of(core, (2, Ready(described().to_json(), 0, "another digest", 0)))
     assert core.membership.members[2].phase is phase
     return core, 2
 
 
-@pytest.mark.parametrize("phase", Phase)
+@pytest.mark.parametrize("phase", WorkerPhase)
 @pytest.mark.parametrize("kind", OURS)
-def test_a_message_that_is_not_legal_in_its_phase_is_refused_with_a_sentence(kind: type[Message], phase: Phase) -> None:
+def test_a_message_that_is_not_legal_in_its_phase_is_refused_with_a_sentence(
+    kind: type[Message], phase: WorkerPhase
+) -> None:
     core, peer = in_phase(phase)
     effects = effects_of(core, (peer, example(kind)))
     if kind in LEGAL[phase]:
@@ -1212,7 +1215,7 @@ def test_gradients_that_nobody_asked_for_go_nowhere() -> None:
     ids=["loss", "samples", "few samples"],
 )
 def test_reports_too_large_to_be_added_are_bad(bad: SliceReport) -> None:
-    core, _ = in_phase(Phase.READY)
+    core, _ = in_phase(WorkerPhase.READY)
     for peer in (1, 2):
         core.membership.members[peer].nodes = [(0, 8)] if peer == 1 else []
     effects_of(core, (1, bad), (1, report(1, list(range(8)))))
@@ -1221,7 +1224,7 @@ def test_reports_too_large_to_be_added_are_bad(bad: SliceReport) -> None:
 
 def test_what_the_first_slice_made_of_buffers_is_told_to_all() -> None:
     """Only whoever has slice 0 is asked, and the first of them is believed: a slice may be computed again."""
-    core, _ = in_phase(Phase.READY)
+    core, _ = in_phase(WorkerPhase.READY)
     members = core.membership.members
     members[1].nodes, members[2].nodes = [(0, 4)], [(4, 8)]
 
@@ -1234,7 +1237,7 @@ def test_what_the_first_slice_made_of_buffers_is_told_to_all() -> None:
 
 
 def test_buffers_that_are_not_finite_are_no_fault_of_samples_or_learning_rate() -> None:
-    core, _ = in_phase(Phase.READY)
+    core, _ = in_phase(WorkerPhase.READY)
     core.membership.members[1].nodes = [(0, 4)]
     core.at(100.0).rounds.on_bad(1, 1, (0, 4), BAD_BUFFERS)
     (again,) = (node for node in core.membership.members[2].nodes if node[0] == 0)
@@ -1247,7 +1250,7 @@ def test_buffers_that_are_not_finite_are_no_fault_of_samples_or_learning_rate() 
 
 
 def test_an_evaluation_of_any_numbers_is_only_a_number() -> None:
-    core, _ = in_phase(Phase.READY)
+    core, _ = in_phase(WorkerPhase.READY)
     asks = [EvaluateNext(0, 2, 1, 0, 0, 0.0, 0.0)] * 2
     effects_of(core, (1, asks[0]), (2, asks[1]))
     effects = effects_of(
@@ -1258,25 +1261,25 @@ def test_an_evaluation_of_any_numbers_is_only_a_number() -> None:
 
 
 def test_a_newcomer_that_says_twice_that_it_is_ready_is_let_in_once() -> None:
-    core = Coordinator(patience_s=10, secret=SECRET, resumed=Resumed(standing=Standing(4, 1, 16, 53), expected=1))
+    core = Coordinator(patience_s=10, secret=SECRET, resumed=Resumed(standing=RunPosition(4, 1, 16, 53), expected=1))
     core.description = described()
     effects_of(core, (1, hello()), (1, ready()), (1, ready()))
     core.on_heard(109.0, 1)
     assert core.on_tick(110.5) == [Restore()]
-    sent = [effect for effect in core.restored(110.5, Standing(4, 1, 16, 53)) if isinstance(effect, SendCheckpoint)]
+    sent = [effect for effect in core.restored(110.5, RunPosition(4, 1, 16, 53)) if isinstance(effect, SendCheckpoint)]
     assert len(sent) == 1
 
 
 def test_a_run_that_goes_back_says_from_where_and_that_it_waits_first() -> None:
-    core = Coordinator(patience_s=10, secret=SECRET, resumed=Resumed(standing=Standing(4, 1, 16, 53), expected=1))
+    core = Coordinator(patience_s=10, secret=SECRET, resumed=Resumed(standing=RunPosition(4, 1, 16, 53), expected=1))
     core.description = described()
     told = [e.event for e in effects_of(core, (1, hello()), (1, ready())) if isinstance(e, Emit)]
     assert "the weights of step 4" in told[0].name and "if nobody comes back within 10 s" in told[0].doing
     back = [e.event for e in core.restored(111.0, None) if isinstance(e, Emit)]
     assert back[0] == WentBack(from_step=4, step=0)
-    core = Coordinator(patience_s=10, secret=SECRET, resumed=Resumed(standing=Standing(4, 1, 16, 53), expected=1))
+    core = Coordinator(patience_s=10, secret=SECRET, resumed=Resumed(standing=RunPosition(4, 1, 16, 53), expected=1))
     core.description = described()
-    assert not [e for e in core.restored(111.0, Standing(4, 1, 16, 53)) if isinstance(e, Emit)]
+    assert not [e for e in core.restored(111.0, RunPosition(4, 1, 16, 53)) if isinstance(e, Emit)]
 
 
 def test_a_joiner_whose_run_would_be_shorter_or_longer_is_refused() -> None:
@@ -1445,7 +1448,9 @@ def test_a_plain_peer_that_leaves_at_the_end_is_not_told_as_lost() -> None:
 
 
 def test_a_plain_peer_may_not_come_once_the_run_is_on() -> None:
-    core = Coordinator(patience_s=10, secret=SECRET, plain_peers=True, resumed=Resumed(standing=Standing(3, 0, 20, 20)))
+    core = Coordinator(
+        patience_s=10, secret=SECRET, plain_peers=True, resumed=Resumed(standing=RunPosition(3, 0, 20, 20))
+    )
     assert effects_of(core, (1, JoinRequest("n", 1, "cuda")))[0] == Send(1, Shutdown())
 
 

@@ -8,7 +8,7 @@ import torch
 
 from potluck.agree.policy import Cadence
 from potluck.engine.switches import StepConfig
-from potluck.shard.strategy import FullShard, ShardGradOp, ShardingStrategy
+from potluck.sharding.strategy import FullShard, ShardGradOp, ShardingStrategy
 from tests.fleet.fleet import STEPS, Fleet, assert_same
 from tests.fleet.test_fleet_ranks import plain
 from tests.fleet.test_fleet_windows import SHORT, assert_close, judge

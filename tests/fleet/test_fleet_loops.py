@@ -151,7 +151,7 @@ def test_a_loop_that_is_asked_to_leave_does_so_politely(tmp_path: Path, counts_i
     fleet.wait_for_step(3)
     leaver.send(signal.SIGINT)
     wait_until((tmp_path / "leaver.interrupted").exists)
-    assert "it goes on without this worker" in (tmp_path / "leaver.interrupted").read_text()
+    assert "it continues without this worker" in (tmp_path / "leaver.interrupted").read_text()
     assert_same(fleet.finish(), plain_run())
     went = {e.name: e.polite for e in fleet.events if isinstance(e, WorkerWent)}
     assert went["leaver"]

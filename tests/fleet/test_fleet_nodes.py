@@ -123,9 +123,9 @@ def record_the_largest(place: Path, rank: int) -> None:
     def noted(self: Any) -> None:
         if Watch.largest:
             watch.__exit__(None, None, None)
-            client = self.keeper.client._client
+            client = self.lifecycle.client._client
             averages = len(client._one) if isinstance(client, Client) and client._one is not None else 0
-            parts = [part.floats for part in self.keeper.description.parts]
+            parts = [part.floats for part in self.lifecycle.description.parts]
             found = [Watch.largest, averages, max(parts), sum(parts)]
             (place / f"largest-{rank}").write_text(" ".join(map(str, found)))
             Watch.largest = 0

@@ -17,7 +17,7 @@ from potluck.engine.rows import mix
 from potluck.errors import ConfigError
 from potluck.events import CheckpointSaved, Decided, Validated, WorkerCame, WorkerWent
 from potluck.save.checkpoint import CheckpointConfig
-from potluck.shard.strategy import HybridShard
+from potluck.sharding.strategy import HybridShard
 from potluck.train.schedule import ScheduleConfig
 from tests.fleet.faults import after_recording, at
 from tests.fleet.fleet import BATCH, EPOCHS, ROWS, STEPS, Fleet, build, die, start_coordinator, wait_until

@@ -9,8 +9,7 @@ from potluck.events import Stalled
 from potluck.fleet.description import settings_of
 from potluck.fleet.effects import SaveBegin, Send
 from potluck.fleet.membership import Membership
-from potluck.fleet.saving import SAVE
-from potluck.wire.messages import SaveDue, StateBegin, StateChunk, StateMore
+from potluck.wire.messages import SAVE, SaveDue, StateBegin, StateChunk, StateMore
 from tests.fleet.virtual import EPOCHS, PATIENCE_S, ROWS, STEPS, FaultScript, Fleet, described
 
 pytestmark = pytest.mark.timeout(30)

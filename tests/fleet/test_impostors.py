@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from potluck.errors import ConfigError, WorkerLost
-from potluck.fleet import door
-from potluck.fleet.client import Client, Lost
+from potluck.fleet import host_connector
+from potluck.fleet.client import Client, ConnectionLost
 from potluck.fleet.invite import Identity, Invite
 from potluck.wire.codec import encode
 from potluck.wire.messages import Welcome
@@ -81,7 +81,7 @@ def test_a_worker_tells_nothing_to_whoever_took_the_port_and_finds_the_host_agai
     client.connect()
     process.kill()
     process.join()
-    assert isinstance(client.receive(10), Lost)
+    assert isinstance(client.receive(10), ConnectionLost)
     stranger = Identity.load_or_make(tmp_path / "stranger").server_context() if "certificate" in how else None
     answer = encode(Welcome(0, 1000, "")) if "welcoming" in how else b""
     again = threading.Thread(target=client.connect, kwargs={"again": True}, daemon=True)
@@ -136,7 +136,7 @@ def test_a_worker_that_joins_while_the_host_is_started_again_waits_for_it(encryp
 
 
 def test_a_worker_where_nobody_listens_hears_so_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "NOBODY_S", -1)
+    monkeypatch.setattr(host_connector, "NOBODY_S", -1)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     with pytest.raises(ConfigError, match="Nobody listens at"):
@@ -144,7 +144,7 @@ def test_a_worker_where_nobody_listens_hears_so_in_the_end(monkeypatch: pytest.M
 
 
 def test_a_worker_gives_up_in_the_end_where_an_impostor_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "GIVE_UP", 0.05)  # times a patience of 10 s
+    monkeypatch.setattr(host_connector, "GIVE_UP", 0.05)  # times a patience of 10 s
     with impostor(0, Identity.load_or_make(tmp_path / "stranger").server_context()) as thief:
         ours = Identity.load_or_make(tmp_path / "ours").invite("127.0.0.1", thief.port, encrypted=True)
         with pytest.raises(WorkerLost, match=r"The host has not been back .* is not the host that invited you"):
@@ -157,7 +157,7 @@ def test_a_worker_gives_up_in_the_end_where_an_impostor_stays(tmp_path: Path, mo
 def test_an_invite_of_an_early_potluck_never_sends_its_secret_over_tcp(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(door, "GIVE_UP", 0.02)
+    monkeypatch.setattr(host_connector, "GIVE_UP", 0.02)
     _, invite = start_coordinator(tmp_path, encrypted=True)
     early = Invite.parse(replace(invite, pin=None).line())
     client = helper(early, [])
@@ -174,7 +174,7 @@ def test_a_cut_invite_is_refused_wherever_it_is_used() -> None:
 
 
 def test_an_open_way_to_another_machine_is_told_to_the_one_who_joins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "GIVE_UP", -1)
+    monkeypatch.setattr(host_connector, "GIVE_UP", -1)
     said: list[str] = []
     with pytest.raises((WorkerLost, ConfigError)):
         helper(Invite("no-such-host.invalid", 1, "", None), said).connect()
@@ -188,8 +188,8 @@ def test_an_open_way_to_another_machine_is_told_to_the_one_who_joins(monkeypatch
 def test_a_host_that_takes_a_connection_and_says_nothing_does_not_keep_a_worker_for_ever(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(door, "ANSWER_S", 0.1)
-    monkeypatch.setattr(door, "GIVE_UP", -1)
+    monkeypatch.setattr(host_connector, "ANSWER_S", 0.1)
+    monkeypatch.setattr(host_connector, "GIVE_UP", -1)
     monkeypatch.setattr(Client, "patience_s", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         client = helper(Invite("127.0.0.1", silent.getsockname()[1], "", None), [])

@@ -17,14 +17,13 @@ import pytest
 from potluck.errors import TheirProtocolError
 from potluck.events import Event, Stalled, WorkerWent
 from potluck.fleet.client import Client
-from potluck.fleet.coordinator import PROTOCOL, TOO_SOON, Coordinator
+from potluck.fleet.coordinator import Coordinator
+from potluck.fleet.coordinator_state import Resumed, RunPosition
 from potluck.fleet.description import Description
 from potluck.fleet.effects import Close, Finish, SaveBegin, Send
 from potluck.fleet.invite import INVITE, Invite
 from potluck.fleet.journal import Journal
-from potluck.fleet.returns import FREE, FREE_OF_ADDRESS, MOST_KNOWN, Returns
-from potluck.fleet.run_state import Resumed, Standing
-from potluck.fleet.saving import SAVE
+from potluck.fleet.rejoin_limiter import FREE, FREE_OF_ADDRESS, MOST_KNOWN, RejoinLimiter
 from potluck.fleet.server import Server
 from potluck.fleet.transfers import CHUNKS_AHEAD
 from potluck.save import checkpoint_folder
@@ -32,6 +31,9 @@ from potluck.save.checkpoint_receiver import CheckpointReceiver
 from potluck.wire.codec import decode, encode
 from potluck.wire.frames import FrameReader
 from potluck.wire.messages import (
+    PROTOCOL,
+    SAVE,
+    TOO_SOON,
     Applied,
     EvaluateNext,
     Heartbeat,
@@ -128,7 +130,7 @@ def test_a_worker_that_does_not_hold_the_weights_cannot_end_the_run() -> None:
     run.finish()
 
 
-def test_whoever_calls_the_run_finished_at_its_end_costs_nobody_the_last_checkpoint() -> None:
+def test_a_worker_that_calls_the_run_finished_at_its_end_costs_nobody_the_last_checkpoint() -> None:
     """It says so the moment that the last step is on record; the others have not evaluated or saved yet."""
     run = Fleet(workers=2, description=LIMITED, save_every=100, evaluate_every=STEPS)
     run.add("insider", description=LIMITED, at_s=0.5)
@@ -140,7 +142,7 @@ def test_whoever_calls_the_run_finished_at_its_end_costs_nobody_the_last_checkpo
 
 
 @pytest.mark.parametrize("finished", [0, 1])
-def test_whoever_leaves_and_stays_is_closed_after_patience(finished: int) -> None:
+def test_a_worker_that_leaves_and_stays_is_closed_after_patience(finished: int) -> None:
     """The host would wait for it for ever once the run is over."""
     run = Fleet(workers=2, description=LIMITED)
     insider = run.add("insider", description=LIMITED)
@@ -351,7 +353,7 @@ def test_no_worker_can_have_the_hosts_checkpoints_removed(keep_last: int) -> Non
 
 def test_whoever_says_twice_that_it_is_ready_is_not_made_to_wait_for_its_own_weights() -> None:
     """Nobody holds the weights when it says so first; the second time it brings them, and is the first who is in."""
-    core = Coordinator(patience_s=10, secret=SECRET, resumed=Resumed(standing=Standing(4, 1, 16, 53), expected=1))
+    core = Coordinator(patience_s=10, secret=SECRET, resumed=Resumed(standing=RunPosition(4, 1, 16, 53), expected=1))
     core.description = described()
     text = described().to_json()
     for message in (hello(), Ready(text, 0, "", 0), Ready(text, 4, "x", 1)):
@@ -476,7 +478,7 @@ def test_a_worker_that_is_held_off_is_told_why_and_comes_in_when_it_is_time() ->
 
 
 def test_one_that_changes_its_name_each_time_is_held_off_by_its_address() -> None:
-    returns = Returns(10.0)
+    returns = RejoinLimiter(10.0)
     for number in range(FREE_OF_ADDRESS + 1):
         assert returns.wait_s(number, "10.0.0.1", f"name {number}") == 0
         returns.went(number + 0.5, "10.0.0.1", f"name {number}", number)
@@ -485,7 +487,7 @@ def test_one_that_changes_its_name_each_time_is_held_off_by_its_address() -> Non
 
 
 def test_whoever_joined_is_remembered_in_bounded_memory() -> None:
-    returns = Returns(10.0)
+    returns = RejoinLimiter(10.0)
     for number in range(3 * MOST_KNOWN):
         returns.went(number, f"10.0.0.{number}", "w", number)
     assert len(returns._known) <= MOST_KNOWN
@@ -549,7 +551,7 @@ def serve(patience_s: float = 0.3, secret: str = SECRET, **options: Any) -> Serv
     return server
 
 
-def test_whoever_beats_and_does_not_read_is_closed_and_keeps_nobody_waiting() -> None:
+def test_a_worker_that_beats_and_does_not_read_is_closed_and_keeps_nobody_waiting() -> None:
     events: list[Event] = []
     server = serve(on_event=events.append)
     try:

@@ -13,7 +13,7 @@ from potluck.fleet.journal import Journal
 from potluck.fleet.member import Member
 from potluck.fleet.membership import Membership
 from potluck.fleet.planning import StepUnderWay
-from potluck.fleet.rounds import Rounds
+from potluck.fleet.step_dispatcher import StepDispatcher
 from potluck.fleet.stragglers import Stragglers
 from potluck.fleet.transfers import Transfers
 from potluck.fleet.weights import Weights
@@ -35,7 +35,7 @@ def nothing(*given: Any, **named: Any) -> list[Any]:
 Patch = tuple[Any, str, Any]
 MUTANTS: dict[str, list[Patch]] = {
     # The two of old.
-    "a host counts its own pause as its workers' silence": [(Membership, "forgive", nothing)],
+    "a host counts its own pause as its workers' silence": [(Membership, "extend_deadlines", nothing)],
     "a worker that is given the end in mid-epoch waits for work": [
         (Worker, "_has_rows", lambda worker: not worker.stopping and worker.state.row < ROWS)
     ],
@@ -43,8 +43,8 @@ MUTANTS: dict[str, list[Patch]] = {
     "a host that finds all done waits for those who have ended": [(Ending, "_end_without_them", nothing)],
     "those who wait for weights are forgotten": [(Weights, "_take_waiting", nothing)],
     "nobody is relieved": [(Stragglers, "relieve", nothing)],
-    "who leaves keeps its slices": [(Rounds, "take_away", nothing)],
-    "what a lost worker owed is nobody's": [(Rounds, "on_gone", nothing)],
+    "who leaves keeps its slices": [(StepDispatcher, "take_away", nothing)],
+    "what a lost worker owed is nobody's": [(StepDispatcher, "on_gone", nothing)],
     "an evaluation waits for one who is gone": [(Evaluations, "give_back", nothing)],
     "a newcomer waits for weights from one who is gone": [(Transfers, "on_gone", nothing)],
     "a member does not ask again for what was lost": [(Member, "_ask_again", nothing)],

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from potluck.engine.rows import mix
 from potluck.events import EpochDone, Stalled, WorkerWent
-from potluck.fleet.client import Client, Lost
+from potluck.fleet.client import Client, ConnectionLost
 from potluck.wire.codec import decode, encode
 from potluck.wire.frames import FrameReader
 from potluck.wire.messages import (
@@ -313,8 +313,8 @@ def test_payloads_that_nobody_asked_for_are_counted_and_change_nothing(
     while time.monotonic() < deadline:
         message = liar.receive(timeout_s=0.2)
         heard.append(message)
-        if isinstance(message, Lost):
+        if isinstance(message, ConnectionLost):
             break
-    assert isinstance(heard[-1], Lost)
+    assert isinstance(heard[-1], ConnectionLost)
     assert not any(isinstance(message, Work) for message in heard)
     assert_same(fleet.finish(), expected)

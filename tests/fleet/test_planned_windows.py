@@ -6,10 +6,10 @@ import pytest
 
 from potluck.agree.policy import Async, Cadence, Windowed
 from potluck.events import Decided, Stalled, Validated, WorkerCame, WorkerWent
-from potluck.fleet.coordinator import PROTOCOL, Coordinator
+from potluck.fleet.coordinator import Coordinator
 from potluck.fleet.description import Description, settings_of
 from potluck.fleet.effects import Close, Send
-from potluck.wire.messages import Admitted, Hello, JoinAccepted, JoinRequest, Ready, Shutdown, Work
+from potluck.wire.messages import PROTOCOL, Admitted, Hello, JoinAccepted, JoinRequest, Ready, Shutdown, Work
 from tests.fleet.virtual import EPOCHS, PATIENCE_S, ROWS, FaultScript, Fleet, described
 
 pytestmark = pytest.mark.timeout(30)

@@ -12,7 +12,7 @@ import torch
 
 import potluck
 from potluck import DataStore, Pipeline
-from potluck.engine import drafts
+from potluck.engine import stage_planner
 from potluck.errors import StoreError, WorkerLost
 from tests.bare import Tell, Worker
 from tests.parity.test_stages import BATCH, MICRO, STEPS, assert_same, data, loss_of, make, one_process
@@ -29,7 +29,7 @@ def be(
 
     `wait_at`: before that step it waits until it may go on. `lr`: another learning rate than the others have.
     """
-    drafts.MEASURE_S = 0.0  # what a cut is balanced by does not matter here
+    stage_planner.MEASURE_S = 0.0  # what a cut is balanced by does not matter here
     seen = [0, 0]
 
     def watched(model: Any, batch: Any) -> Any:

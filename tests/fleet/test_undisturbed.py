@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 import potluck
 from potluck.engine.rows import mix, seed_everything
-from potluck.fleet.reading import Reader
+from potluck.fleet.reading import PeerReader
 from potluck.fleet.tree import children, slice_rows
 from tests.fleet.fleet import BATCH, EPOCHS, ROWS, SLICES, STEPS, Fleet, assert_same, build
 
@@ -112,8 +112,10 @@ def test_workers_that_share_memory_with_the_host_compute_the_same(
     shared: tuple[bool, ...], tmp_path: Path, expected: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown: list[int] = []
-    read = Reader._read_part_at
-    monkeypatch.setattr(Reader, "_read_part_at", lambda *told: (shown.append(told[0]._connection.peer), read(*told))[1])
+    read = PeerReader._read_part_at
+    monkeypatch.setattr(
+        PeerReader, "_read_part_at", lambda *told: (shown.append(told[0]._connection.peer), read(*told))[1]
+    )
     fleet = Fleet(tmp_path, encrypted=True, at_least=len(shared))  # the others' way is
     for number, is_shared in enumerate(shared):
         fleet.add(f"w{number}", shared=is_shared)

@@ -10,7 +10,7 @@ from potluck.agree.policy import Async, Cadence, Windowed
 from potluck.events import Decided, Stalled, WorkerWent
 from potluck.fleet.description import Description, settings_of
 from potluck.fleet.member import Member
-from potluck.fleet.member_effects import Apply, Compute, DropAhead, Send
+from potluck.fleet.member_effects import Apply, Compute, DropAhead, SendToHost
 from potluck.wire.messages import Admitted, Committed, Leave, SliceReport, Welcome, Work
 from tests.fleet.virtual import EPOCHS, ROWS, FaultScript, Fleet, described
 
@@ -134,6 +134,16 @@ def test_one_that_is_no_longer_waited_for_is_called_back() -> None:
     assert empty == [3] and (3, 1) not in run.workers["w1"].slices_computed
 
 
+def test_one_that_was_called_back_and_is_all_that_is_left_is_given_the_next_window_anew() -> None:
+    faults = FaultScript().stall("w1", at_step=2, seconds=80.0)
+    run = Fleet(workers=2, faults=faults, description=windowed())
+    run.run_until(lambda: run.member("w1").relieved == 2)
+    run.workers["w0"].kill()
+    run.finish()
+    assert run.member("w1") is None and faults.fired == ["stall w1"]
+    assert [len(work.nodes) for work in works(run, "w1") if work.step == 3] == [2, 0, 2]
+
+
 def test_a_window_that_begins_anew_is_followed_by_another() -> None:
     """A worker's weights flip once it has sent something of them: all begin the window again."""
     faults = FaultScript().flip("w1", at_step=3, phase="sent")
@@ -243,7 +253,7 @@ def test_one_who_wants_to_stop_begins_nothing_ahead_and_leaves_once_all_is_sent(
     member.wants_stop = True
     member.take()
     assert member.begin() is None
-    assert [type(effect.message) for effect in member.nothing(0.0) if isinstance(effect, Send)] == [Leave]
+    assert [type(effect.message) for effect in member.nothing(0.0) if isinstance(effect, SendToHost)] == [Leave]
 
 
 def test_one_who_wants_to_stop_waits_until_what_it_did_ahead_can_be_sent() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import potluck
 from potluck import Cadence, FitConfig, Pipeline, Stages
-from potluck.engine import drafts
+from potluck.engine import stage_planner
 from potluck.engine.loader import BatchConfig
 from potluck.engine.rows import mix
 from potluck.errors import ConfigError
@@ -44,7 +44,7 @@ def mse(model: nn.Module, batch: Any) -> Tensor:
 
 
 def train(policy: Any, options: dict[str, Any], stages: Any = None, rows: int = ROWS) -> dict[str, Any]:
-    drafts.MEASURE_S = 0.0
+    stage_planner.MEASURE_S = 0.0
     with potluck.init(policy, stages=stages, patience_s=20) as fleet:
         model, optimizer, data = make(rows)
         model, _, loader = fleet.prepare(model, optimizer, data, batch_size=BATCH, loss=mse, **options)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import potluck
 from potluck import FullShard, HybridShard, NoShard, Pipeline, ShardGradOp, StepConfig
-from potluck.engine import drafts
+from potluck.engine import stage_planner
 from potluck.engine.rows import mix
 from tests.gathered import gathered, home
 from tests.parity.test_sync import STILL
@@ -78,7 +78,7 @@ def plain() -> dict[str, Any]:
 
 
 def train(door: str, strategy: Any = NoShard(), options: dict[str, Any] | None = None) -> dict[str, Any]:
-    drafts.MEASURE_S = 0.0
+    stage_planner.MEASURE_S = 0.0
     losses, kinds = [], set()
     with potluck.init(strategy=strategy, step=BF16, **{"policy": STILL} | (options or {})) as fleet:
         model, optimizer = make()

@@ -17,13 +17,13 @@ from potluck import cli
 from potluck.errors import CheckpointError
 from potluck.events import CheckpointPassedOver
 from potluck.link.link import connect
-from potluck.save import checkpoint, parts, split_saves, together
+from potluck.save import checkpoint, parts, split_saves
 from potluck.save.checkpoint import Snapshot, new_aside
-from potluck.save.together import Share, write_share, write_together
-from potluck.shard.ranges import Ranges
-from potluck.shard.stored import Store
-from potluck.shard.strategy import FullShard, HybridShard, NoShard, ShardGradOp, ShardingStrategy
-from potluck.shard.uneven import UnevenShards
+from potluck.save.split_saves import Share, write_share, write_together
+from potluck.sharding.ranges import Ranges
+from potluck.sharding.stored import TensorFiles
+from potluck.sharding.strategy import FullShard, HybridShard, NoShard, ShardGradOp, ShardingStrategy
+from potluck.sharding.uneven import UnevenShards
 from tests.gathered import gathered, home
 from tests.ranks import RankFailed, run_ranks
 
@@ -401,7 +401,7 @@ def shares(folder: Path, world: int) -> tuple[list[Share], list[Snapshot]]:
 def test_rank_0_names_those_who_did_not_write_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(together, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(split_saves, "PATIENCE_S", 0.1)
     ours, snapshots = shares(tmp_path, 4)
     write_share(ours[2], snapshots[2])
     with pytest.raises(CheckpointError, match=r"nothing came from workers 1, 3 within .* on a disk that they share"):
@@ -412,7 +412,7 @@ def test_rank_0_names_those_who_did_not_write_and_leaves_nothing(
 def test_rank_0_does_not_wait_long_for_one_that_is_known_to_be_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(together, "GRACE_S", 0.05)
+    monkeypatch.setattr(split_saves, "GRACE_S", 0.05)
     ours, snapshots = shares(tmp_path, 2)
     with pytest.raises(CheckpointError, match="nothing came from worker 1 within 0 s"):
         write_together(tmp_path, ours[0], snapshots[0], lambda: True)
@@ -488,13 +488,13 @@ def large(strategy: ShardingStrategy, folder: str, *, saves: bool) -> dict[str, 
             fleet.wait_for_saves()
             return {}
         sizes: list[int] = []
-        read_bytes = Store.read_bytes
+        read_bytes = TensorFiles.read_bytes
 
-        def counted(self: Store, buffer: memoryview, name: str, at: int) -> None:
+        def counted(self: TensorFiles, buffer: memoryview, name: str, at: int) -> None:
             sizes.append(len(buffer))
             read_bytes(self, buffer, name, at)
 
-        Store.read_bytes = counted  # type: ignore[method-assign]
+        TensorFiles.read_bytes = counted  # type: ignore[method-assign]
         check = split_saves.checkpoint_folder.check
         split_saves.checkpoint_folder.check = lambda *arguments: _unmeasured(check, *arguments)
         before = _memory_mb("VmRSS")

@@ -238,10 +238,10 @@ def test_ranks_that_use_different_experts_train_as_one_process(world: int, strat
     for number, (name, kind, step, _) in enumerate(cases):
         expected = judge(name, kind, partial(parts, name), step.clip)
         for rank in range(world):
-            insist_on_same(told[rank][number], expected, f"case {number} on rank {rank}", step.clip)
+            check_same(told[rank][number], expected, f"case {number} on rank {rank}", step.clip)
 
 
-def insist_on_same(got: dict[str, Any], expected: dict[str, Any], where: str, clip: float | None = None) -> None:
+def check_same(got: dict[str, Any], expected: dict[str, Any], where: str, clip: float | None = None) -> None:
     torch.testing.assert_close(got["losses"], expected["losses"], rtol=1e-6, atol=0, msg=lambda m: f"{where}: {m}")
     rtol, atol = (1e-9, 1e-12) if clip is None else (1e-6, 1e-7)  # the norm is rounded to 32 bits
     for name, value in expected["weights"].items():
@@ -282,7 +282,7 @@ def ranks_by_hand(rows: Tensor) -> dict[str, Any]:
 
 def test_a_run_of_experts_is_saved_and_resumed(tmp_path: Path) -> None:
     for told in run_ranks(2, ranks_save_and_resume, str(tmp_path)):
-        insist_on_same(told, judge("experts", "adamw", lambda rows: [rows], None), "resumed")
+        check_same(told, judge("experts", "adamw", lambda rows: [rows], None), "resumed")
 
 
 def test_a_loop_of_ones_own_may_lead_ranks_to_different_experts() -> None:

@@ -11,9 +11,9 @@ from torch import nn
 import potluck
 from potluck import Async, ShardGradOp, Sync
 from potluck.events import Decided
-from potluck.shard.sharded import Sharded, SplitRequest
-from potluck.shard.splitting import BUILDERS
-from potluck.shard.zero import ShardedOptimizer
+from potluck.sharding.sharded import Sharded, SplitRequest
+from potluck.sharding.splitting import BUILDERS
+from potluck.sharding.zero import ShardedOptimizer
 from tests.ranks import run_ranks
 
 

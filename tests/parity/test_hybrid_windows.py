@@ -10,10 +10,10 @@ from torch import Tensor, nn
 import potluck
 from potluck import Async, Cadence, NoShard, StepConfig, Sync
 from potluck.composition import Wanted, compose
-from potluck.engine.standing import take_standing
+from potluck.engine.saved_position import take_position
 from potluck.errors import ConfigError
 from potluck.events import StepSkipped
-from potluck.shard.strategy import FullShard, HybridShard, ShardGradOp
+from potluck.sharding.strategy import FullShard, HybridShard, ShardGradOp
 from tests.parity import test_cadence
 from tests.parity.test_cadence import POLICIES, ROWS, Net, judge, ours, whole
 from tests.ranks import run_ranks
@@ -154,7 +154,7 @@ def look_and_stop() -> dict[str, Any]:
             "rates": rates,
             "used": used,
             "of_zeros": [evaluate(), float(data[1].square().mean())],
-            "standing": take_standing(fleet.run)[0],
+            "standing": take_position(fleet.run)[0],
             "version": fleet.version,
         }
 
@@ -243,7 +243,7 @@ def test_one_node_is_refused_on_every_rank_when_the_run_begins() -> None:
     assert all("Start 4 or more" in sentence for sentence in run_ranks(2, refused))
 
 
-def led(policy: Any, strategy: Any) -> Any:
+def driver(policy: Any, strategy: Any) -> Any:
     """Whether it steps by itself, and of how many ranks it is."""
     made = compose(Wanted(policy=policy, strategy=strategy, has_host=True))
     return made.window is not None, made.ranks_per_stage
@@ -251,11 +251,11 @@ def led(policy: Any, strategy: Any) -> Any:
 
 def test_more_ranks_than_a_host_takes_of_one_worker_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"A worker of 32 ranks is more than a host takes.*intra_node_size"):
-        led(Cadence(), HybridShard(intra_node_size=32))
+        driver(Cadence(), HybridShard(intra_node_size=32))
 
 
 def test_a_host_leads_nodes_and_a_node_of_one_rank_is_a_worker_like_any_other() -> None:
-    assert led(Cadence(), PAIRS) == (True, 2)
-    assert led(Sync(), PAIRS) == (False, 2)
-    assert led(Async(), HybridShard(intra_node_size=1)) == led(Async(), NoShard()) == (True, 1)
-    assert led(Sync(), HybridShard(intra_node_size=1)) == led(Sync(), NoShard()) == (False, 1)
+    assert driver(Cadence(), PAIRS) == (True, 2)
+    assert driver(Sync(), PAIRS) == (False, 2)
+    assert driver(Async(), HybridShard(intra_node_size=1)) == driver(Async(), NoShard()) == (True, 1)
+    assert driver(Sync(), HybridShard(intra_node_size=1)) == driver(Sync(), NoShard()) == (False, 1)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import potluck
 from potluck import Direct, FullShard, NoShard, ShardGradOp, Stages
-from potluck.shard.strategy import ShardingStrategy
+from potluck.sharding.strategy import ShardingStrategy
 from tests.ranks import run_ranks
 
 STEPS, ROWS = 9, 6

@@ -16,7 +16,7 @@ from potluck import Cadence, Direct, FullShard, HybridShard, NoShard, ShardGradO
 from potluck.engine.replica import Replica
 from potluck.errors import ConfigError
 from potluck.fleet.invite import INVITE
-from potluck.shard.norm import total_norm
+from potluck.sharding.runs import total_norm
 from tests.fleet.fleet import Fleet
 from tests.ranks import run_ranks
 

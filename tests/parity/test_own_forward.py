@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import potluck
 from potluck import DataStore, Direct, FullShard, HybridShard, NoShard, Pipeline, ShardGradOp, Stages
-from potluck.engine import drafts
+from potluck.engine import stage_planner
 from potluck.events import StepDone
 from potluck.save import checkpoint_folder
 from potluck.save.export import write_plain
@@ -179,7 +179,7 @@ def one_process(kind: str, steps: int = STEPS) -> dict[str, Any]:
 
 def train(kind: str, stages: Any, strategy: Any, folder: str | None = None, upto: int = STEPS) -> dict[str, Any]:
     """From wherever the folder stands. Each worker tells what it holds."""
-    drafts.MEASURE_S = 0.0  # what a cut is balanced by does not matter here
+    stage_planner.MEASURE_S = 0.0  # what a cut is balanced by does not matter here
     losses: list[float] = []
     with potluck.init(potluck.Sync(balance=False), strategy, stages=stages, patience_s=30) as fleet:
         model, optimizer, rows = make(kind)

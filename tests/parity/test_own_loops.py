@@ -14,8 +14,8 @@ from torch import nn
 from torch.optim import lr_scheduler as lr
 
 import potluck
-from potluck.engine import drafts
-from potluck.engine.standing import stand_at, standing_as_json
+from potluck.engine import stage_planner
+from potluck.engine.saved_position import position_as_json, restore_position
 from potluck.errors import CheckpointError, ConfigError, Interrupted
 from potluck.events import EpochDone
 from tests.gathered import gathered, home
@@ -164,11 +164,11 @@ def test_what_is_kept_also_travels_where_there_are_no_files() -> None:
         fleet.backward(F.mse_loss(model(x), y), samples=len(x))
         fleet.step()
     fleet.state["ema"] = torch.eye(2)
-    told = json.loads(json.dumps(standing_as_json(fleet.run)))
+    told = json.loads(json.dumps(position_as_json(fleet.run)))
     expected = settings(optimizer), scheduler.last_epoch, dict(scheduler.milestones)
     fleet.state["ema"] = torch.zeros(2, 2)
     scheduler.step()
-    stand_at(fleet.run, told)
+    restore_position(fleet.run, told)
     assert (settings(optimizer), scheduler.last_epoch, dict(scheduler.milestones)) == expected
     assert torch.equal(fleet.state["ema"], torch.eye(2))
 
@@ -340,7 +340,7 @@ def test_whatever_a_peer_sends_as_kept_is_a_sentence_at_most(damage: dict[str, A
     model, optimizer, data = make()
     fleet.prepare(model, optimizer, data, batch_size=BATCH, scheduler=SCHEDULERS["cosine"](optimizer))
     with pytest.raises(CheckpointError):
-        stand_at(fleet.run, standing_as_json(fleet.run) | damage)
+        restore_position(fleet.run, position_as_json(fleet.run) | damage)
 
 
 def test_a_checkpoint_without_a_scheduler_puts_it_where_the_run_is(tmp_path: Path) -> None:
@@ -377,7 +377,7 @@ def test_a_pass_of_exactly_len_batches_leaves_the_next_pass_whole() -> None:
 
 def by_len(policy: Any, rows: int, how: str, stages: Any = None) -> dict[str, Any]:
     """Passes of exactly len(loader) batches, or plain ones."""
-    drafts.MEASURE_S = 0.0
+    stage_planner.MEASURE_S = 0.0
     with potluck.init(policy, stages=stages, patience_s=20) as fleet:
         model, optimizer, (x, y) = make()
         x, y = (torch.cat([part] * 2)[:rows] for part in (x, y))

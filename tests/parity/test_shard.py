@@ -18,7 +18,7 @@ from potluck.engine.rows import mix
 from potluck.errors import ConfigError
 from potluck.events import EpochDone, StepSkipped
 from potluck.link.link import connect
-from potluck.shard import collectives, runs
+from potluck.sharding import collectives, runs
 from tests.gathered import gathered
 from tests.ranks import run_ranks
 

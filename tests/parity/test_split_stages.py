@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 import potluck
 from potluck import DataStore, Direct, Pipeline, Stages
-from potluck.agree.pulse import norm_of_stages
-from potluck.engine import drafts
+from potluck.agree.step_report import norm_of_stages
+from potluck.engine import stage_planner
 from potluck.engine.rows import mix
 from potluck.errors import PotluckError
 from potluck.events import StepDone, StepSkipped
-from potluck.shard.strategy import FullShard, HybridShard, NoShard, ShardGradOp
+from potluck.sharding.strategy import FullShard, HybridShard, NoShard, ShardGradOp
 from tests.ranks import run_ranks
 
 ROWS, WIDE, BATCH = 18, 6, 6
@@ -146,7 +146,7 @@ def plain(steps: int, case: dict[str, Any]) -> dict[str, Any]:
 
 
 def train(case: dict[str, Any], upto: int, folder: str = "") -> dict[str, Any]:
-    drafts.MEASURE_S = 0.0  # what a cut is balanced by does not matter here
+    stage_planner.MEASURE_S = 0.0  # what a cut is balanced by does not matter here
     policy, strategy = case.get("policy", potluck.Sync(balance=False)), case.get("strategy", NoShard())
     step = potluck.StepConfig(clip=case.get("clip"), nonfinite_limit=case.get("limit", 10))
     with potluck.init(policy, strategy, stages=case.get("stages"), step=step, patience_s=20) as fleet:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import potluck
 from potluck import Async, Cadence, Direct, HybridShard, NoShard, Pipeline, Stages, StepConfig
-from potluck.engine import drafts
+from potluck.engine import stage_planner
 from potluck.events import Decided, EpochDone
 from tests.gathered import gathered
 from tests.parity import test_cadence
@@ -52,7 +52,7 @@ def loss_of(model: nn.Module, batch: Any) -> Tensor:
 
 
 def ours(policy: Any, optimizer_name: str, batch_size: int, stages: Any, strategy: Any = NoShard()) -> dict[str, Any]:
-    drafts.MEASURE_S = 0.0  # what a cut is balanced by does not matter here
+    stage_planner.MEASURE_S = 0.0  # what a cut is balanced by does not matter here
     with potluck.init(policy, strategy, stages=stages, step=StepConfig(clip=1.0), patience_s=30) as fleet:
         model, data = make()
         optimizer = OPTIMIZERS[optimizer_name](model.parameters())
@@ -122,8 +122,8 @@ def test_stages_that_are_split_average_their_parts() -> None:
     told = run_ranks(8, ours, Cadence(anchor=2), "adamw", 24, stages, HybridShard(intra_node_size=2))
     for rank in told:
         assert rank["epochs"] == [[ROWS, ROWS, True]] * 2
-    lanes = by_node([told[0], told[1], told[4], told[5]])
-    expected = judge(Cadence(anchor=2), "adamw", lanes, make, through_node)
+    pipelines = by_node([told[0], told[1], told[4], told[5]])
+    expected = judge(Cadence(anchor=2), "adamw", pipelines, make, through_node)
     torch.testing.assert_close(together(told), expected, atol=5e-5, rtol=2e-4)
 
 

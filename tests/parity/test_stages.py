@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import potluck
 from potluck import DataStore, Direct, Pipeline, Stages
-from potluck.engine import drafts
+from potluck.engine import stage_planner
 from potluck.engine.rows import mix
 from potluck.errors import ConfigError
 from potluck.events import Decided, StepDone
@@ -77,7 +77,7 @@ def one_process(
     clip: float | None = None,
     tied: bool = True,
     micro: int = MICRO,
-    lanes: int = 1,
+    pipelines: int = 1,
     drop: bool = True,
     batch: int = BATCH,
     bf16: bool = False,
@@ -100,8 +100,8 @@ def one_process(
             order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(mix(0, epoch)))
         end = min(at + batch, ROWS)
         total = count = 0.0
-        parts = torch.arange(at, end).tensor_split(lanes)
-        for part in (one for lane in parts if len(lane) for one in lane.split(micro)):
+        parts = torch.arange(at, end).tensor_split(pipelines)
+        for part in (one for pipeline in parts if len(pipeline) for one in pipeline.split(micro)):
             seed = mix(0, epoch, int(part[0]))
             with torch.autocast(home().type, torch.bfloat16, enabled=bf16):
                 loss, samples = loss_of(model, rows[order[part]])
@@ -120,7 +120,7 @@ def one_process(
 
 
 def train(stages: Any, options: dict[str, Any]) -> dict[str, Any]:
-    drafts.MEASURE_S = 0.0  # what a cut is balanced by does not matter here
+    stage_planner.MEASURE_S = 0.0  # what a cut is balanced by does not matter here
     clip, tied = options.get("clip"), options.get("tied", True)
     losses, step = [], options.get("step", potluck.StepConfig(clip=clip))
     policy, strategy = options.get("policy", potluck.Sync(balance=False)), options.get("strategy", potluck.NoShard())
@@ -131,7 +131,7 @@ def train(stages: Any, options: dict[str, Any]) -> dict[str, Any]:
         model.to(options.get("device", "cpu"))
         model, optimizer, loader = fleet.prepare(model, optimizer, data(), batch_size=batch_size, loss=loss_of)
         fleet.events.listeners.append(lambda e: rows.append(list(e.rows)) if isinstance(e, Decided) else None)
-        if fleet.layers.lane in options.get("slow", ()):
+        if fleet.layers.pipeline in options.get("slow", ()):
             model.register_forward_pre_hook(lambda *_: time.sleep(0.02))
         fleet.events.listeners.append(lambda e: losses.append(e.loss) if isinstance(e, StepDone) else None)
         while fleet.step_number < steps:
@@ -187,7 +187,7 @@ def test_replicas_side_by_side_step_as_one(schedule: Any) -> None:
     for one, other in ((0, 2), (1, 3)):
         for name, tensor in found[one]["weights"].items():
             assert torch.equal(tensor, found[other]["weights"][name]), name
-    assert_same(found, one_process(micro=2, lanes=2))
+    assert_same(found, one_process(micro=2, pipelines=2))
 
 
 @pytest.mark.parametrize("kind", ["pipeline", "datastore"])
@@ -195,7 +195,7 @@ def test_a_replica_without_rows_takes_no_part_in_a_step(kind: str, tmp_path: Any
     """22 rows in batches of 7: the fourth has one row, which the first of two replicas gets."""
     protocol: Any = PIPELINE if kind == "pipeline" else DataStore(url=f"file://{tmp_path}/run", micro_batch_size=MICRO)
     found = run_ranks(4, train, Stages(protocol=protocol, count=2), {"batch": 7})
-    assert_same(found, one_process(lanes=2, batch=7))
+    assert_same(found, one_process(pipelines=2, batch=7))
 
 
 def test_a_replica_of_slow_stages_gets_fewer_rows() -> None:
@@ -204,12 +204,12 @@ def test_a_replica_of_slow_stages_gets_fewer_rows() -> None:
     shared = found[0]["rows"]
     assert all(each["rows"] == shared for each in found)
     assert shared and shared[-1][0] > shared[-1][1], shared
-    assert_same(found, one_process(steps=12, lanes=2, batch=11, micro=2, drop=False))
+    assert_same(found, one_process(steps=12, pipelines=2, batch=11, micro=2, drop=False))
 
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize(
-    ("strategy", "workers", "count", "lanes"),
+    ("strategy", "workers", "count", "pipelines"),
     [
         (potluck.HybridShard(intra_node_size=2), 4, 2, 2),
         pytest.param(potluck.HybridShard(intra_node_size=2), 8, 2, 4, marks=pytest.mark.slow),
@@ -217,16 +217,16 @@ def test_a_replica_of_slow_stages_gets_fewer_rows() -> None:
         (potluck.ShardGradOp(), 4, 2, 2),
     ],
 )
-def test_each_stage_may_itself_be_split(strategy: Any, workers: int, count: int, lanes: int, tied: bool) -> None:
+def test_each_stage_may_itself_be_split(strategy: Any, workers: int, count: int, pipelines: int, tied: bool) -> None:
     stages = Stages(protocol=Pipeline(micro_batch_size=2), count=count)
     # Their micro-batches are cut otherwise, so that all have equally many: no dropout, which would be another.
     found = run_ranks(workers, train, stages, {"strategy": strategy, "tied": tied, "drop": False})
-    assert_same(found, one_process(micro=2, lanes=lanes, tied=tied, drop=False))
+    assert_same(found, one_process(micro=2, pipelines=pipelines, tied=tied, drop=False))
 
 
 def go_on(folder: str, stages: Any, strategy: Any, upto: int) -> dict[str, Any]:
     """Trains to a step from wherever the folder stands, and saves."""
-    drafts.MEASURE_S = 0.0  # what a cut is balanced by does not matter here
+    stage_planner.MEASURE_S = 0.0  # what a cut is balanced by does not matter here
     with potluck.init(potluck.Sync(balance=False), strategy, stages=stages, patience_s=30) as fleet:
         model, optimizer = make(drop=False)
         model, optimizer, loader = fleet.prepare(model, optimizer, data(), batch_size=BATCH, loss=loss_of)
@@ -287,7 +287,7 @@ def test_recomputing_and_bf16_go_with_stages(schedule: Any) -> None:
 
 
 def of_hugging_face(kind: str, stages: Any) -> dict[str, Any]:
-    drafts.MEASURE_S = 0.0  # what a cut is balanced by does not matter here
+    stage_planner.MEASURE_S = 0.0  # what a cut is balanced by does not matter here
     import transformers
 
     torch.manual_seed(0)
@@ -336,7 +336,7 @@ def test_models_of_hugging_face_are_cut_as_they_are(kind: str) -> None:
 
 def spoiled(stages: Any) -> dict[str, Any]:
     """A loss that is not a number in the second step; weights before and after it."""
-    drafts.MEASURE_S = 0.0
+    stage_planner.MEASURE_S = 0.0
     events: list[Any] = []
     seen = 0
 

@@ -18,20 +18,20 @@ from potluck.engine.sharded import shard_over
 from potluck.engine.switches import StepConfig, switch_on
 from potluck.errors import ConfigError
 from potluck.link.link import connect
-from potluck.shard import splitting
-from potluck.shard.optimizer_shard import OptimizerShard
-from potluck.shard.sharded import SplitRequest
-from potluck.shard.strategy import FullShard
-from potluck.shard.uneven import UnevenShards
+from potluck.sharding import splitting
+from potluck.sharding.optimizer_shard import OptimizerShard
+from potluck.sharding.sharded import SplitRequest
+from potluck.sharding.strategy import FullShard
+from potluck.sharding.uneven import UnevenShards
 from tests.parity.test_zero import data, slow_down
 from tests.ranks import run_ranks
 
 ROWS = 24
 CPU = torch.device("cpu")
 CLOSE = {"atol": 1e-5, "rtol": 1e-4}
-"""Several ranks add the gradients of their rows in another order than one process, and float addition rounds each time;
-over ten steps of AdamW the last bits grow, and stay below this. A lost or doubled gradient is a thousand times larger.
-"""
+"""Several ranks add the gradients of their rows in another order than one process, and float addition rounds each
+time; over ten steps of AdamW the last bits grow, and stay below this. A lost or doubled gradient is a thousand
+times larger."""
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),
     "adamw_fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
@@ -426,25 +426,25 @@ def test_as_many_weights_as_ranks() -> None:
         split(model, torch.optim.SGD(model.parameters(), lr=0.1), (1, 2))
 
 
-def led(weights: Any) -> dict[str, Any]:
-    """Through the engine, as a person would."""
+def driver(weights: Any) -> dict[str, Any]:
+    """Through the fleet, as a person would."""
     torch.manual_seed(3)
-    engine = potluck.init(strategy=FullShard(weights=weights), step=StepConfig(clip=1.0))
+    fleet = potluck.init(strategy=FullShard(weights=weights), step=StepConfig(clip=1.0))
     model = Tower()
     rows = torch.randn(16, 8, generator=torch.Generator().manual_seed(1))
-    _, _, loader = engine.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2), rows, batch_size=4)
+    _, _, loader = fleet.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2), rows, batch_size=4)
     losses = []
     for batch in loader:
-        engine.backward(model(batch).square().mean(), samples=len(batch))
-        losses.append(engine.step().loss)
-    held = engine.run.prepared().sharded
-    engine.close()
+        fleet.backward(model(batch).square().mean(), samples=len(batch))
+        losses.append(fleet.step().loss)
+    held = fleet.run.prepared().sharded
+    fleet.close()
     return {"losses": torch.tensor(losses), "kind": type(held).__name__, "held": held.memory_bytes()["state"]}
 
 
 def test_full_shard_with_weights_is_uneven() -> None:
-    alone = run_ranks(1, led, (1.0,))[0]["losses"]
-    uneven, by_memory = run_ranks(2, led, (3.0, 1.0)), run_ranks(2, led, "memory")
+    alone = run_ranks(1, driver, (1.0,))[0]["losses"]
+    uneven, by_memory = run_ranks(2, driver, (3.0, 1.0)), run_ranks(2, driver, "memory")
     for rank in uneven + by_memory:
         assert rank["kind"] == "UnevenShards"
         torch.testing.assert_close(rank["losses"], alone, **CLOSE)

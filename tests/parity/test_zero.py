@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from potluck.errors import ConfigError
 from potluck.link.link import connect
-from potluck.shard import collectives
-from potluck.shard import zero as zero_module
-from potluck.shard.zero import ShardedOptimizer
+from potluck.sharding import collectives
+from potluck.sharding import zero as zero_module
+from potluck.sharding.zero import ShardedOptimizer
 from tests.parity.test_sync import OPTIMIZERS
 from tests.ranks import run_ranks
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from potluck.agree.balance import STEPS, Balance
+from potluck.agree.shares import STEPS, Balance
 
 
 def settle(balance: Balance, rows: list[int], seconds_per_row: list[float], fixed_s: float = 0.0) -> list[int]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from potluck.errors import CheckpointError
 from potluck.save import checkpoint_folder, state
-from potluck.save.checkpoint import Snapshot, Writer, write
+from potluck.save.checkpoint import CheckpointWriter, Snapshot, write
 from potluck.save.checkpoint_folder import check, newest, prune
 
 
@@ -153,7 +153,7 @@ def test_a_kill_at_any_moment_leaves_a_whole_one(tmp_path: Path) -> None:
 def test_the_writer_reports_what_went_wrong_at_the_next_wait(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("in the way")
-    writer = Writer(blocked / "checkpoints", keep_last=2)
+    writer = CheckpointWriter(blocked / "checkpoints", keep_last=2)
     writer.start(lambda: write(writer.folder, snapshot(1)), lambda place: None)
     with pytest.raises(CheckpointError, match=r"Cannot write the checkpoint of step 1 .*: Not a directory"):
         writer.wait()
@@ -164,7 +164,7 @@ def test_whatever_goes_wrong_in_the_background_is_raised_in_the_foreground(tmp_p
     def broken(place: Path) -> None:
         raise RuntimeError("nobody listens")
 
-    writer = Writer(tmp_path, keep_last=2)
+    writer = CheckpointWriter(tmp_path, keep_last=2)
     writer.start(lambda: write(writer.folder, snapshot(1)), broken)
     with pytest.raises(RuntimeError, match="nobody listens"):
         writer.wait()

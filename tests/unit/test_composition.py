@@ -17,7 +17,7 @@ from potluck import composition
 from potluck.agree.policy import ApplyPolicy, Async, Cadence, Outer, Sync
 from potluck.composition import MOST_RANKS, Composition, Wanted, compose, ranks_per_worker
 from potluck.errors import ConfigError
-from potluck.shard.strategy import FullShard, HybridShard, NoShard, ShardGradOp, ShardingStrategy
+from potluck.sharding.strategy import FullShard, HybridShard, NoShard, ShardGradOp, ShardingStrategy
 from potluck.stages.protocol import DataStore, Direct, Pipeline, Stages
 
 PAGE = Path(__file__).parents[2] / "docs" / "composition.md"
@@ -147,7 +147,7 @@ def test_the_page_has_the_table_of_today() -> None:
 
 
 def test_a_host_takes_nodes_whose_files_it_takes() -> None:
-    from potluck.fleet.parcel import MAX_FILES
+    from potluck.fleet.file_stream import MAX_FILES
 
     assert (MAX_FILES - 3) // 2 == MOST_RANKS
 

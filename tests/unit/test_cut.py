@@ -17,11 +17,10 @@ from torch import Tensor, nn
 
 from potluck.engine.switches import StepConfig, switch_on
 from potluck.errors import ConfigError
-from potluck.shard.blocks import find_blocks
-from potluck.stages.balance import Device, balance
+from potluck.sharding.blocks import find_blocks
 from potluck.stages.chain import find_chain
 from potluck.stages.cut import cut, owners
-from potluck.stages.plan import Plan
+from potluck.stages.plan import Device, Plan, balance
 from potluck.stages.profile import measure, survey
 from potluck.stages.seats import seed_of
 from potluck.train.model import GPT, ModelConfig, next_token_loss

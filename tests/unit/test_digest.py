@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from potluck.engine.weight_hash import digest, digest_and_glance, glance, hash_sums, sums_of_piece
+from potluck.engine.weight_hash import digest, digest_and_quick_digest, digest_sums_of_piece, hash_sums, quick_digest
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
 
@@ -21,7 +21,7 @@ def test_pieces_add_up_to_the_whole(sizes: list[int], cuts: list[int]) -> None:
     for parameter in parameters:
         at = sorted({0, parameter.numel(), *(cut for cut in cuts if cut < parameter.numel())})
         ranges = [(0, 0), *itertools.pairwise(at)]  # a rank may hold none
-        found = [sums_of_piece(parameter[start:end], start, parameter.numel()) for start, end in ranges]
+        found = [digest_sums_of_piece(parameter[start:end], start, parameter.numel()) for start, end in ranges]
         sums.append(torch.stack(found).sum(dim=0))
     assert hash_sums(sums) == digest(parameters)
 
@@ -38,13 +38,13 @@ def flip(words: torch.Tensor, place: int, bit: int) -> None:
 
 def test_a_flipped_bit_shows() -> None:
     parameter = torch.randn(2500)
-    before, seen = digest_and_glance([parameter])
+    before, seen = digest_and_quick_digest([parameter])
     words = parameter.view(torch.int32)
     for place, bit in itertools.product((0, 1, 1023, 1024, 2047, 2048, 2499), range(32)):
         flip(words, place, bit)
-        assert digest([parameter]) != before and not torch.equal(glance([parameter]), seen), (place, bit)
+        assert digest([parameter]) != before and not torch.equal(quick_digest([parameter]), seen), (place, bit)
         flip(words, place, bit)
-    assert digest([parameter]) == before and torch.equal(glance([parameter]), seen)
+    assert digest([parameter]) == before and torch.equal(quick_digest([parameter]), seen)
 
 
 @settings(deadline=None)

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from potluck.errors import ConfigError, JournalError
+from potluck.fleet.coordinator_state import RunPosition
 from potluck.fleet.description import Description, Part
 from potluck.fleet.effects import StepRecord
 from potluck.fleet.journal import Journal, set_aside
 from potluck.fleet.ledger import prove
-from potluck.fleet.run_state import Standing
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -71,7 +71,7 @@ def record(step: int, **changes: Any) -> StepRecord:
 
 def test_a_fresh_journal_stands_at_the_beginning(path: Path) -> None:
     journal = Journal(path)
-    assert journal.standing() == journal.standing(0) == Standing()
+    assert journal.standing() == journal.standing(0) == RunPosition()
     assert journal.description is None and journal.fact("port") is None and journal.steps() == []
     journal.close()
 
@@ -92,10 +92,10 @@ def test_recorded_steps_are_there_after_a_restart(journal: Journal, path: Path) 
     journal.close()
     again = Journal(path)
     assert again.steps() == [1, 2, 3, 4, 5]
-    assert again.standing() == Standing(5, 1, 8, 18, [(0, 2), (2, 4), (4, 6), (6, 8)])
-    assert again.standing(2) == Standing(2, 0, 8, 8, [(0, 2), (2, 4), (4, 6), (6, 8)])
-    assert again.standing(4) == Standing(4, 1, 4, 14, [(0, 2), (2, 4)])
-    assert again.standing(0) == Standing()
+    assert again.standing() == RunPosition(5, 1, 8, 18, [(0, 2), (2, 4), (4, 6), (6, 8)])
+    assert again.standing(2) == RunPosition(2, 0, 8, 8, [(0, 2), (2, 4), (4, 6), (6, 8)])
+    assert again.standing(4) == RunPosition(4, 1, 4, 14, [(0, 2), (2, 4)])
+    assert again.standing(0) == RunPosition()
     assert again.standing(6) is None
     assert prove(again.ranges(0), 10).holds
     again.close()
@@ -104,7 +104,7 @@ def test_recorded_steps_are_there_after_a_restart(journal: Journal, path: Path) 
 def test_after_an_epochs_last_step_the_next_one_begins(journal: Journal) -> None:
     for step in range(1, 4):
         journal.record(record(step))
-    assert journal.standing() == Standing(3, 1, 0, 10, [])
+    assert journal.standing() == RunPosition(3, 1, 0, 10, [])
 
 
 def test_a_step_that_is_computed_again_takes_the_place_of_the_one_before(journal: Journal) -> None:
@@ -117,12 +117,12 @@ def test_a_run_that_goes_back_forgets_what_came_after(journal: Journal) -> None:
     for step in range(1, 6):
         journal.record(record(step))
     journal.rewind(2)
-    assert journal.steps() == [1, 2] and journal.standing() == Standing(2, 0, 8, 8, [(0, 2), (2, 4), (4, 6), (6, 8)])
+    assert journal.steps() == [1, 2] and journal.standing() == RunPosition(2, 0, 8, 8, [(0, 2), (2, 4), (4, 6), (6, 8)])
     assert journal.ranges(1) == []
     journal.record(record(3))
     assert prove(journal.ranges(0), 10).holds
     journal.rewind(0)
-    assert journal.steps() == [] and journal.standing() == Standing()
+    assert journal.steps() == [] and journal.standing() == RunPosition()
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
@@ -306,7 +306,7 @@ def test_a_flipped_bit_changes_nothing_or_is_told(how: str, flips: int, in_memor
         try:
             assert what_it_tells(copy) == expected, where
         except JournalError as error:
-            assert "is damaged" in str(error) and "go on from the newest checkpoint" in str(error), where
+            assert "is damaged" in str(error) and "continue from the newest checkpoint" in str(error), where
             told += 1
     assert told > flips // 12
 
@@ -370,7 +370,9 @@ def test_a_full_disk_is_a_sentence_and_what_was_there_stays(journal: Journal, pa
     journal.record(record(1))
     (pages,) = journal._base.execute("PRAGMA page_count").fetchone()
     journal._base.execute(f"PRAGMA max_page_count = {pages}")
-    sentence = r"^Cannot write to the journal .*: database or disk is full. Free some space, then go on with --resume.$"
+    sentence = (
+        r"^Cannot write to the journal .*: database or disk is full. Free some space, then continue with --resume.$"
+    )
     with pytest.raises(ConfigError, match=sentence):
         journal.record(record(2, workers=({"name": "x" * 100_000},)))
     with pytest.raises(ConfigError, match=sentence):

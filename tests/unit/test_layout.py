@@ -17,17 +17,17 @@ BELOW = {
     "wire": "",
     "agree": "",
     "show": "",
-    "shard": "agree",
+    "sharding": "agree",
     "store": "agree",
-    "link": "agree shard store",
+    "link": "agree sharding store",
     "stages": "agree link store",
-    "composition": "agree shard stages",
+    "composition": "agree sharding stages",
     "fleet": "agree wire",
-    "save": "agree fleet link shard stages store",
-    "engine": "agree composition fleet link save shard show stages store wire",
-    "train": "agree composition engine fleet link save shard show stages store wire",
-    "launch": "agree composition engine fleet link save shard show stages store train wire",
-    "top": "agree composition engine fleet launch link save shard show stages store train wire",
+    "save": "agree fleet link sharding stages store",
+    "engine": "agree composition fleet link save sharding show stages store wire",
+    "train": "agree composition engine fleet link save sharding show stages store wire",
+    "launch": "agree composition engine fleet link save sharding show stages store train wire",
+    "top": "agree composition engine fleet launch link save sharding show stages store train wire",
 }
 MAY_IMPORT = {room: {"ground", room, *below.split()} for room, below in BELOW.items()}
 GROUND = {"errors", "events", "config", "environment", "files", "signals", "tensor_bytes", "waiting", "words"}
@@ -35,9 +35,9 @@ GROUND = {"errors", "events", "config", "environment", "files", "signals", "tens
 PURE = [
     "composition.py",
     "agree/*.py",
-    "shard/optimizer_shard.py",
+    "sharding/optimizer_shard.py",
     "stages/plan.py",
-    "stages/balance.py",
+    "stages/plan.py",
     "store/place.py",
     "stages/protocol.py",
     "wire/*.py",
@@ -54,9 +54,9 @@ PURE = [
     "fleet/membership.py",
     "fleet/plain_peers.py",
     "fleet/planning.py",
-    "fleet/returns.py",
-    "fleet/rounds.py",
-    "fleet/run_state.py",
+    "fleet/rejoin_limiter.py",
+    "fleet/step_dispatcher.py",
+    "fleet/coordinator_state.py",
     "fleet/saving.py",
     "fleet/stragglers.py",
     "fleet/transfers.py",
@@ -167,6 +167,16 @@ def test_the_layout_names_every_file_and_no_other() -> None:
     """`python -m tests.unit.test_layout` writes it anew."""
     found = TREE.search(LAYOUT.read_text(encoding="utf-8"))
     assert found is not None and found.group() == tree()
+
+
+def test_no_two_classes_share_a_name() -> None:
+    """One word per thing: a name says which class it is without its room."""
+    homes: dict[str, list[str]] = {}
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes.setdefault(node.name, []).append(str(path.relative_to(SOURCE)))
+    assert {name: found for name, found in homes.items() if len(found) > 1} == {}
 
 
 def test_every_module_says_what_it_is() -> None:

@@ -13,7 +13,7 @@ import pytest
 from potluck.errors import TheirProtocolError
 from potluck.fleet import mean as mean_module
 from potluck.fleet.description import BAD_BUFFERS
-from potluck.fleet.mean import Mean, Slot
+from potluck.fleet.mean import PayloadMean, Slot
 from potluck.fleet.tree import Node, children, cover, decide_quotas, share_nodes
 
 pytestmark = pytest.mark.timeout(20)
@@ -34,7 +34,7 @@ class Step:
         draw = np.random.default_rng((slices, seed))
         sizes = 10.0 ** draw.integers(-5, 5, (slices, 1))
         self.values = (draw.standard_normal((slices, sum(parts))) * sizes).astype(np.float32)
-        self.mean = Mean(parts, chunk=chunk)
+        self.mean = PayloadMean(parts, chunk=chunk)
         self.formed: list[int] = []
         self.done = threading.Event()
         self.bad: list[tuple[int, int, Node, str]] = []

@@ -68,7 +68,7 @@ def test_a_second_loss_needs_a_later_step(start: Start) -> None:
     second = start.next(plan(start, 1))
     assert second.folder.name == "start-1" and second.ranks == (0, 2, 3)
     keep(second, 1, step=10)
-    assert second.plan_recovery((2,)) == "They had gone on from step 10 before, and had kept no later step since."
+    assert second.plan_recovery((2,)) == "They had continued from step 10 before, and had kept no later step since."
     keep(second, 2, step=20)
     assert plan(second, 2).ranks == (0, 2)
 

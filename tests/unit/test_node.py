@@ -21,12 +21,12 @@ from potluck.engine.start import led_engine
 from potluck.engine.switches import StepConfig
 from potluck.environment import RENDEZVOUS
 from potluck.errors import ConfigError, PotluckError
-from potluck.fleet.client import AverageHere, Client, Lost
+from potluck.fleet.client import AverageReady, Client, ConnectionLost
 from potluck.fleet.description import BUFFERS, Part
 from potluck.fleet.invite import Invite
 from potluck.link.link import connect
 from potluck.link.ranks import NODE, RANKS, Request, asked_ranks, is_later_rank, meet, ranks_here
-from potluck.shard.strategy import HybridShard
+from potluck.sharding.strategy import HybridShard
 from potluck.wire.codec import encode
 from potluck.wire.messages import (
     Admitted,
@@ -93,7 +93,7 @@ class Spoken:
             StateChunk(2, b"12345"),
             Committed(6, 1, 1.0, 0.5, b"used", 3, 0, '{"workers": []}'),
             None,
-            Lost("it hung up"),
+            ConnectionLost("it hung up"),
         ]
 
     def take_averages_one_by_one(self) -> None:
@@ -131,7 +131,13 @@ def test_every_rank_hears_what_the_first_hears_and_a_wish_to_stop_of_any() -> No
     first, second = run_ranks(2, listen)
     assert first == second
     assert first[:3] == [3, 20.0, "a recipe"]
-    heard = [["Admitted", 5, 0], ["StateChunk", 0, 5], ["Committed", 6, 0], ["NoneType", 0, 0], ["Lost", 0, 0]]
+    heard = [
+        ["Admitted", 5, 0],
+        ["StateChunk", 0, 5],
+        ["Committed", 6, 0],
+        ["NoneType", 0, 0],
+        ["ConnectionLost", 0, 0],
+    ]
     assert first[3:] == [*heard, 0, "Shutdown", 1]
 
 
@@ -177,7 +183,7 @@ def test_averages_that_nobody_has_taken_yet_stay_what_they_were_when_the_host_ha
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As of a node that was stopped for longer than the host waits: it applies what it was sent, then joins again."""
-    monkeypatch.setattr("potluck.fleet.door.connect_local", lambda port: None)
+    monkeypatch.setattr("potluck.fleet.host_connector.connect_local", lambda port: None)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         hung_up = threading.Event()
         host = threading.Thread(target=averages_of_a_host_that_hangs_up, args=(listener, hung_up), daemon=True)
@@ -191,9 +197,9 @@ def test_averages_that_nobody_has_taken_yet_stay_what_they_were_when_the_host_ha
     wait_until(lambda: session.lost is not None)
     heard = [client.receive_any() for _ in range(5)]
     client.close()
-    found = [(a.step, a.part, a.floats.tolist()) for a in heard if isinstance(a, AverageHere)]
+    found = [(a.step, a.part, a.floats.tolist()) for a in heard if isinstance(a, AverageReady)]
     assert found == [(6, 0, [1.0] * 10), (6, 1, [2.0] * 3), (6, 2, [3.0] * 2)]
-    assert [type(each) for each in heard[3:]] == [Committed, Lost]
+    assert [type(each) for each in heard[3:]] == [Committed, ConnectionLost]
 
 
 # How ranks come together

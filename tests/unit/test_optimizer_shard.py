@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from potluck.shard.optimizer_shard import OptimizerShard
+from potluck.sharding.optimizer_shard import OptimizerShard
 
 LINES = (Path(__file__).parents[1] / "vectors" / "zero.jsonl").read_text().splitlines()
 

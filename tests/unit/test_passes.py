@@ -6,7 +6,7 @@ import threading
 import torch
 from torch import Tensor
 
-from potluck.shard.passes import Passes
+from potluck.sharding.passes import Passes
 
 UNITS, WORLD = 4, 3
 

@@ -15,7 +15,7 @@ import pytest
 
 from bench import testbed
 from bench.testbed import network, programs
-from potluck.fleet import door
+from potluck.fleet import host_connector
 from potluck.fleet import pipe as pipe_module
 from potluck.fleet.client import Client
 from potluck.fleet.invite import Identity, client_context
@@ -173,7 +173,7 @@ def test_a_link_is_given_up_after_a_time_that_follows_from_patience(patience_s: 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="these options are Linux's")
 def test_a_worker_and_its_host_give_up_their_link_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "connect_local", lambda port: None)  # as on another machine
+    monkeypatch.setattr(host_connector, "connect_local", lambda port: None)  # as on another machine
     fleet = Fleet(tmp_path, encrypted=True, patience_s=15.0)
     client = Client(fleet.invite, name="w", kind="cpu", say=lambda sentence: None)
     client.connect()

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from potluck.errors import ConfigError
-from potluck.stages.balance import Device, balance
-from potluck.stages.plan import Layer, Plan
+from potluck.stages.plan import Device, Layer, Plan, balance
 
 TENSOR = {"tensor": 0}
 

@@ -15,10 +15,10 @@ from potluck.engine import slices, weight_hash
 from potluck.engine.rows import mix
 from potluck.errors import TheirProtocolError
 from potluck.events import EpochDone
-from potluck.fleet import connection, description, door, lobby, parcel, rounds, transfers
+from potluck.fleet import connection, description, file_stream, host_connector, lobby, step_dispatcher, transfers
 from potluck.fleet.coordinator import LEGAL
 from potluck.fleet.description import Description
-from potluck.fleet.membership import Phase
+from potluck.fleet.membership import WorkerPhase
 from potluck.save.state import optimizer_state
 from potluck.wire import codec
 from potluck.wire.messages import MESSAGES, PUBLISHED, Hello, JoinRequest, Kind, Message, layout
@@ -95,8 +95,8 @@ def test_entrenars_encoding_ends_with_the_published_messages() -> None:
     assert ["messages", "all", f"0 to {len(PUBLISHED) - 1}"] in [cells(line) for line in DOCUMENT.splitlines()]
 
 
-@pytest.mark.parametrize("phase", Phase, ids=lambda phase: phase.name)
-def test_what_is_legal_in_a_phase_is_what_the_code_takes(phase: Phase) -> None:
+@pytest.mark.parametrize("phase", WorkerPhase, ids=lambda phase: phase.name)
+def test_what_is_legal_in_a_phase_is_what_the_code_takes(phase: WorkerPhase) -> None:
     rows = [row for row in table("phase", "it sends", "what comes of it") if row[0] == phase.name]
     assert {row[1] for row in rows} == {message.__name__ for message in LEGAL[phase]}
     assert len(rows) == len(LEGAL[phase]) and all(row[2] for row in rows)
@@ -104,8 +104,8 @@ def test_what_is_legal_in_a_phase_is_what_the_code_takes(phase: Phase) -> None:
 
 def test_the_diagram_shows_every_phase() -> None:
     diagram = DOCUMENT.split("## The states of a worker")[1].split("```")[1]
-    assert all(phase.name in diagram for phase in Phase)
-    assert {row[0] for row in table("phase", "it sends", "what comes of it")} == {phase.name for phase in Phase}
+    assert all(phase.name in diagram for phase in WorkerPhase)
+    assert {row[0] for row in table("phase", "it sends", "what comes of it")} == {phase.name for phase in WorkerPhase}
 
 
 def test_every_field_of_a_description_is_told() -> None:
@@ -119,10 +119,10 @@ def test_every_field_of_a_description_is_told() -> None:
         lobby.KNOWN_BYTES,
         lobby.MOST_UNKNOWN,
         connection.CONTROL_BYTES,
-        door.CONTROL_BYTES,
+        host_connector.CONTROL_BYTES,
         description.MAX_PARTS,
         description.MAX_FLOATS,
-        parcel.MAX_FILES,
+        file_stream.MAX_FILES,
         codec.MAX_FRAME_BYTES,
         description.ENTRENAR_BYTES,
     ],
@@ -151,7 +151,7 @@ def test_the_examples_are_what_the_code_makes_of_them() -> None:
     [
         ("### The digest", weight_hash.ROW_BYTES),
         ("### The description", slices.SMALL_BYTES),
-        ("**A parcel**", parcel.CHUNK_BYTES),
+        ("**A parcel**", file_stream.CHUNK_BYTES),
         ("**A parcel**", transfers.CHUNKS_AHEAD),
         ("## Limits", (description.ENTRENAR_BYTES - 21) // 4),
     ],
@@ -173,7 +173,7 @@ def test_the_example_of_an_optimizers_state_is_what_torchs_becomes() -> None:
 
 def test_what_committed_tells_is_told() -> None:
     done = EpochDone(epoch=0, used=1, total=1, same_weights=True, sentence="")
-    assert [row[0] for row in table("key of an epoch", "meaning")] == [*rounds.as_table(done)]
+    assert [row[0] for row in table("key of an epoch", "meaning")] == [*step_dispatcher.as_table(done)]
 
 
 def test_every_sentence_of_a_refusal_is_told() -> None:

@@ -258,7 +258,7 @@ def test_a_damaged_journal_is_set_aside_and_the_newest_checkpoint_taken(
         assert host.server.core.standing.step == 2
         assert host._invite("127.0.0.1") == before  # workers find it where it was
     said = capsys.readouterr().err
-    assert "is damaged (" in said and "the run goes on from step-00000002." in said and "Traceback" not in said
+    assert "is damaged (" in said and "the run continues from step-00000002." in said and "Traceback" not in said
     assert (damaged / "damaged-journal.sqlite").exists()
 
 
@@ -284,7 +284,7 @@ def test_a_full_disk_under_the_journal_leaves_a_sentence_and_an_exit_code(
         host._end(finish)
         assert host._summarize(finish) == 1
     said = capsys.readouterr().err
-    assert said.count("database or disk is full. Free some space, then go on with --resume.") == 1
+    assert said.count("database or disk is full. Free some space, then continue with --resume.") == 1
     assert "Traceback" not in said
     assert list(read_events(tmp_path / "run" / "events.jsonl"))[-1]["event"] == "run_ended"
 

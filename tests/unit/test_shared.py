@@ -9,16 +9,16 @@ import pytest
 
 from potluck.errors import TheirProtocolError
 from potluck.fleet.pipe import Pipe, connect_local, listen_local, local_name
-from potluck.fleet.shared import CAN_SHARE, PAGE, Memory, Receipts, Window
+from potluck.fleet.shared_memory import CAN_SHARE, PAGE, Receipts, SharedMemory, SharedView
 
 pytestmark = pytest.mark.skipif(not CAN_SHARE, reason="memory is shared on Linux only")
 
 
 def test_what_one_process_writes_the_other_sees() -> None:
-    memory = Memory(10_000)
+    memory = SharedMemory(10_000)
     first, second = memory.take(3), memory.take(5_000)
     assert first is not None and second is not None and not first.any()
-    window = Window(os.dup(memory.descriptor))
+    window = SharedView(os.dup(memory.descriptor))
     second[:] = np.arange(5_000)
     offset = memory.offset_of(second)
     assert offset == PAGE and memory.offset_of(first) == 0
@@ -28,27 +28,27 @@ def test_what_one_process_writes_the_other_sees() -> None:
 
 
 def test_memory_that_is_used_up_gives_none_and_strangers_have_no_place_in_it() -> None:
-    memory = Memory(PAGE // 4)
+    memory = SharedMemory(PAGE // 4)
     assert memory.take(PAGE // 4) is not None and memory.take(1) is None
     assert memory.offset_of(np.zeros(4, np.float32)) is None
 
 
 @pytest.mark.parametrize(("offset", "count"), [(2, 1), (0, 1 << 40), (1 << 62, 1), (PAGE, 1)])
 def test_places_outside_of_it_are_refused(offset: int, count: int) -> None:
-    memory = Memory(PAGE // 4)
+    memory = SharedMemory(PAGE // 4)
     with pytest.raises(TheirProtocolError, match="There are no"):
-        Window(os.dup(memory.descriptor)).floats(offset, count)
+        SharedView(os.dup(memory.descriptor)).floats(offset, count)
 
 
 def test_memory_that_could_become_shorter_is_refused_and_so_is_what_is_no_memory() -> None:
     unsealed = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
     os.ftruncate(unsealed, PAGE)
     with pytest.raises(TheirProtocolError, match="shorter"):
-        Window(unsealed)
+        SharedView(unsealed)
     one, other = socket.socketpair()
     other.close()
     with pytest.raises(TheirProtocolError, match="not memory"):
-        Window(one.detach())
+        SharedView(one.detach())
 
 
 def test_receipts_are_counted_and_a_death_is_heard() -> None:
@@ -68,7 +68,7 @@ def test_descriptors_travel_and_surplus_ones_are_closed() -> None:
     connection = connect_local(os.getpid())
     assert connection is not None
     here, there = Pipe(connection), Pipe(listener.accept()[0])
-    memory = Memory(10)
+    memory = SharedMemory(10)
     before = len(list(Path("/proc/self/fd").iterdir()))
     there.send_descriptors([b"hello"], [memory.descriptor] * 6)
     space = bytearray(5)

@@ -190,7 +190,7 @@ def test_what_somebody_may_still_need_survives_that_all_closed(tmp_path: Path) -
 # Killed
 
 
-def train(tell: Tell, url: str, saved: str, rank: int, steps: int, led: bool) -> None:
+def train(tell: Tell, url: str, saved: str, rank: int, steps: int, driver: bool) -> None:
     """Each step mixes in what all computed from their state; every third step's state is saved."""
     link = link_at(url, rank, 2, keeps=True)
     path = Path(saved)
@@ -199,7 +199,7 @@ def train(tell: Tell, url: str, saved: str, rank: int, steps: int, led: bool) ->
     part = link.part([[0, 1]])
     tell(state["step"])
     for step in range(state["step"], steps):
-        if led:
+        if driver:
             tell.listen()
         # What is computed again differs in its last bits, as on a GPU.
         given = torch.tensor(state["x"], dtype=torch.float64) * (rank + 0.5) * (1 + 1e-12 * random.random())
@@ -219,8 +219,8 @@ def train(tell: Tell, url: str, saved: str, rank: int, steps: int, led: bool) ->
 class Two:
     """Two workers that train; what they came to, step by step, must never change, whoever is killed."""
 
-    def __init__(self, folder: Path, steps: int, *, led: bool) -> None:
-        self._folder, self._steps, self._led = folder, steps, led
+    def __init__(self, folder: Path, steps: int, *, driver: bool) -> None:
+        self._folder, self._steps, self._driver = folder, steps, driver
         self.done: list[dict[int, list[float]]] = [{}, {}]
         self.workers = [self._start(rank) for rank in range(2)]
         assert [worker.hear() for worker in self.workers] == [0, 0]
@@ -249,7 +249,7 @@ class Two:
 
     def _start(self, rank: int) -> Worker:
         url, saved = url_of(self._folder / "store"), str(self._folder / f"saved-{rank}")
-        return Worker(train, url, saved, rank, self._steps, self._led)
+        return Worker(train, url, saved, rank, self._steps, self._driver)
 
 
 @pytest.mark.parametrize(
@@ -262,7 +262,7 @@ class Two:
 def test_a_worker_killed_between_and_within_operations_reads_the_very_same_values(
     kills: dict[int, list[tuple[int, str]]], tmp_path: Path
 ) -> None:
-    two = Two(tmp_path, 8, led=True)
+    two = Two(tmp_path, 8, driver=True)
     for step in range(8):
         for rank, when in kills.get(step, []):
             if when == "within":  # it has given its part, and waits for the other's
@@ -280,7 +280,7 @@ def test_a_worker_killed_between_and_within_operations_reads_the_very_same_value
 
 def test_workers_killed_at_any_moment_read_the_very_same_values(tmp_path: Path) -> None:
     steps = 150
-    two = Two(tmp_path, steps, led=False)
+    two = Two(tmp_path, steps, driver=False)
     for rank, moment in ((0, 3), (1, 20), (0, 21), (1, 40), (1, 41), (0, 60)):
         while two.hear_step(rank) < moment:
             pass

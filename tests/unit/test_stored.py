@@ -10,9 +10,9 @@ from safetensors.torch import load_file, save_file
 
 from potluck.errors import CheckpointError
 from potluck.save.checkpoint import write_tensors
-from potluck.shard import ranges
-from potluck.shard.ranges import Ranges
-from potluck.shard.stored import Store, piece_key
+from potluck.sharding import ranges
+from potluck.sharding.ranges import Ranges
+from potluck.sharding.stored import TensorFiles, piece_key
 
 WHOLE = torch.arange(35, dtype=torch.float32).reshape(5, 7)
 
@@ -87,9 +87,9 @@ def test_it_goes_straight_into_memory_that_is_there_or_by_blocks(
 ) -> None:
     monkeypatch.setattr(ranges, "BLOCK_BYTES", 12)
     sizes: list[int] = []
-    read_bytes = Store.read_bytes
+    read_bytes = TensorFiles.read_bytes
     monkeypatch.setattr(
-        Store, "read_bytes", lambda self, b, name, start: (sizes.append(len(b)), read_bytes(self, b, name, start))
+        TensorFiles, "read_bytes", lambda self, b, name, start: (sizes.append(len(b)), read_bytes(self, b, name, start))
     )
     with Ranges(in_pieces(tmp_path, [(0, 10), (10, 35)])) as source:
         there = torch.zeros(40)

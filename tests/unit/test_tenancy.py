@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from potluck.errors import StoreError
+from potluck.store.sessions import ABOUT, Tenant, move_in
 from potluck.store.store import Store
-from potluck.store.tenancy import ABOUT, Tenant, move_in
 from tests.unit.test_datastore import files
 
 FIRST = Tenant(

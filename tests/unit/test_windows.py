@@ -8,22 +8,22 @@ from hypothesis import strategies as st
 
 from potluck.agree.policy import ApplyPolicy, Async, Cadence, Outer, Sync
 from potluck.agree.shares import share_out
-from potluck.agree.windows import Decision, Divergence, Pool, Report, Windows, after
+from potluck.agree.windows import Divergence, RowPool, WindowPlan, WindowPlanner, WindowReport, rows_left_after
 from potluck.engine.loader import even_batches
 from potluck.errors import ConfigError
 
 MANY = 1 << 40
 
 
-def measured(policy: Cadence | Async, *ms: float, sync_s: float = 0.0) -> Windows:
-    windows = Windows(policy, [f"worker {rank}" for rank in range(len(ms))])
-    windows.report([Report(wall_s=ms / 100, batches=10) for ms in ms], sync_s)
+def measured(policy: Cadence | Async, *ms: float, sync_s: float = 0.0) -> WindowPlanner:
+    windows = WindowPlanner(policy, [f"worker {rank}" for rank in range(len(ms))])
+    windows.report([WindowReport(wall_s=ms / 100, batches=10) for ms in ms], sync_s)
     return windows
 
 
 def test_before_anything_is_measured_all_do_the_same_and_it_is_said() -> None:
-    decision = Windows(Cadence(), ["a", "b"]).decide(MANY, 4)
-    assert decision == Decision(
+    decision = WindowPlanner(Cadence(), ["a", "b"]).decide(MANY, 4)
+    assert decision == WindowPlan(
         rows=(8, 8),
         spare=(0, 0),
         until_s=None,
@@ -50,7 +50,7 @@ def test_async_ends_by_counts_and_cadence_by_the_clock() -> None:
 
 def test_costly_agreement_makes_windows_longer() -> None:
     windows = measured(Cadence(), 10.0, 10.0, sync_s=0.5)  # of the first window, which is too short to tell
-    windows.report([Report(wall_s=0.1, batches=10)] * 2, 0.004)
+    windows.report([WindowReport(wall_s=0.1, batches=10)] * 2, 0.004)
     decision = windows.decide(MANY, 1)
     assert decision.anchor == 20
     assert decision.reason.startswith(
@@ -68,7 +68,7 @@ def test_few_rows_are_not_left_for_another_window() -> None:
     windows = measured(Async(), 10.0, 30.0)
     assert windows.decide(167, 4, least=8).rows == (125, 42)
     assert windows.decide(168, 4, least=8).rows == (120, 40)
-    alone = Windows(Async(), ["a"], may_be_alone=True)
+    alone = WindowPlanner(Async(), ["a"])
     assert alone.decide(47, 4, least=8).rows == (47,) and alone.decide(48, 4, least=8).rows == (40,)
 
 
@@ -79,9 +79,9 @@ def test_what_may_be_done_beyond_a_part_never_exceeds_what_is_left() -> None:
 
 def test_drift_that_rises_three_windows_halves_the_anchor_of_async_only() -> None:
     for policy in (Async(), Cadence()):
-        windows = Windows(policy, ["a", "b"])
+        windows = WindowPlanner(policy, ["a", "b"])
         for drift in (0.01, 0.03, 0.04, 0.06):
-            windows.report([Report(wall_s=0.1, batches=10, divergence=drift)] * 2, 0.0)
+            windows.report([WindowReport(wall_s=0.1, batches=10, divergence=drift)] * 2, 0.0)
         decision = windows.decide(MANY, 1)
         if isinstance(policy, Async):
             assert decision.anchor == 5
@@ -113,7 +113,11 @@ def test_a_change_of_speed_is_followed_within_two_windows() -> None:
     for _ in range(2):
         rows = windows.decide(MANY, 1).rows
         windows.report(
-            [Report(wall_s=0.01 * rows[0], batches=rows[0]), Report(wall_s=0.03 * rows[1], batches=rows[1])], 0.0
+            [
+                WindowReport(wall_s=0.01 * rows[0], batches=rows[0]),
+                WindowReport(wall_s=0.03 * rows[1], batches=rows[1]),
+            ],
+            0.0,
         )
     rows = windows.decide(MANY, 1).rows
     assert rows[0] / rows[1] == pytest.approx(3.0, rel=0.1)
@@ -127,10 +131,10 @@ reports = st.lists(st.tuples(one, one, one, st.integers(0, 3000)), min_size=2, m
 def test_a_count_moves_by_no_more_than_it_may_also_of_a_replica_that_has_done_nothing_yet(
     told: list[tuple[tuple[int, int], tuple[int, int], tuple[int, int], int]], most: int
 ) -> None:
-    windows = Windows(Cadence(max_batch_diff=most), ["a", "b", "c"])
+    windows = WindowPlanner(Cadence(max_batch_diff=most), ["a", "b", "c"])
     before: tuple[int, ...] | None = None
     for *parts, sync_ms in told:
-        windows.report([Report(wall_s=ms / 1000, batches=batches) for ms, batches in parts], sync_ms / 1000)
+        windows.report([WindowReport(wall_s=ms / 1000, batches=batches) for ms, batches in parts], sync_ms / 1000)
         rows = windows.decide(MANY, 1).rows
         if before is not None:
             assert all(abs(new - old) <= most for new, old in zip(rows, before, strict=True))
@@ -149,20 +153,20 @@ def test_whatever_replicas_tell_a_window_is_planned(
     told: list[tuple[tuple[float, int, float], tuple[float, int, float], float]],
     left: int,
 ) -> None:
-    windows = Windows(policy, ["a", "b"])
+    windows = WindowPlanner(policy, ["a", "b"])
     for *parts, sync_s in told:
-        windows.report([Report(wall_s=wall, batches=done, divergence=drift) for wall, done, drift in parts], sync_s)
+        windows.report(
+            [WindowReport(wall_s=wall, batches=done, divergence=drift) for wall, done, drift in parts], sync_s
+        )
         decision = windows.decide(left, 4)
         assert min(decision.rows) >= 0 and min(decision.spare) >= 0
         assert 0 < sum(decision.rows) <= sum(decision.rows) + sum(decision.spare) <= left
 
 
 @pytest.mark.parametrize("policy", [Cadence(), Async()])
-def test_one_replica_is_an_error_that_names_the_way_out(policy: Cadence | Async) -> None:
-    with pytest.raises(ConfigError, match=f"{type(policy).__name__} averages replicas.*HybridShard"):
-        Windows(policy, ["alone"])
+def test_a_window_is_planned_for_somebody(policy: Cadence | Async) -> None:
     with pytest.raises(ConfigError, match="no replica"):
-        Windows(policy, [])
+        WindowPlanner(policy, [])
 
 
 @pytest.mark.parametrize(
@@ -182,31 +186,31 @@ def test_bad_settings_are_sentences(kind: type[ApplyPolicy], options: dict[str, 
 
 
 def test_a_clamped_target_is_said() -> None:
-    reason = Windows(Cadence(overhead_target=0.7), ["a", "b"]).decide(MANY, 1).reason
+    reason = WindowPlanner(Cadence(overhead_target=0.7), ["a", "b"]).decide(MANY, 1).reason
     assert reason.startswith("An overhead target of 0.7 is outside 0.01 to 0.5, and 0.5 is taken")
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.booleans()), max_size=30))
 def test_a_pool_gives_each_row_exactly_once_whatever_comes_back(turns: list[tuple[int, bool]]) -> None:
-    pool, done = Pool([(0, 100)]), []
+    pool, done = RowPool([(0, 100)]), []
     for rows, comes_back in turns:
         taken = pool.take(rows)
         kept = rows // 2 if comes_back else rows
-        left = after(taken, kept)
+        left = rows_left_after(taken, kept)
         pool.give_back(left)
         gone = {row for start, end in taken for row in range(start, end)}
         done += sorted(gone - {row for start, end in left for row in range(start, end)})
     assert sorted([*done, *(row for start, end in pool.ranges for row in range(start, end))]) == list(range(100))
 
 
-def parts(rows: list[int], spare: list[int]) -> Decision:
-    return Decision(rows=tuple(rows), spare=tuple(spare), until_s=None, anchor=1, reason="")
+def parts(rows: list[int], spare: list[int]) -> WindowPlan:
+    return WindowPlan(rows=tuple(rows), spare=tuple(spare), until_s=None, anchor=1, reason="")
 
 
 @given(total=st.integers(2, 120), size=st.integers(2, 9), seed=st.integers(0, 1 << 32))
 def test_no_row_of_a_group_is_alone_whatever_comes_back(total: int, size: int, seed: int) -> None:
     """Windows of any parts, of each of which any number of batches is done."""
-    pool, draw, done = Pool([(0, total)]), random.Random(seed), []
+    pool, draw, done = RowPool([(0, total)]), random.Random(seed), []
     while pool.rows:
         asked = share_out(draw.randint(1, pool.rows), [draw.random() for _ in range(draw.randint(2, 4))])
         wanted = parts(asked, [draw.randint(0, own) for own in asked])
@@ -217,24 +221,24 @@ def test_no_row_of_a_group_is_alone_whatever_comes_back(total: int, size: int, s
             assert all(end - start > 1 for start, end in batches)
             kept = batches[: draw.randint(1, max(1, len(batches)))]
             done += [row for start, end in kept for row in range(start, end)]
-            pool.give_back(after(part, sum(end - start for start, end in kept)))
+            pool.give_back(rows_left_after(part, sum(end - start for start, end in kept)))
     assert sorted(done) == list(range(total))
 
 
 def test_no_row_more_is_taken_than_the_run_has_left() -> None:
-    pool = Pool([(0, 3), (10, 100)])
+    pool = RowPool([(0, 3), (10, 100)])
     decision, taken = pool.take_in_pairs(parts([2, 3], [0, 0]), 5)
     assert decision.rows == (3, 2) and taken == [[(0, 3)], [(10, 12)]]
 
 
 @pytest.mark.parametrize("policy", [Cadence(anchor=4), Async(anchor=4)])
 def test_one_replica_may_be_alone_where_others_can_come(policy: Cadence | Async) -> None:
-    windows = Windows(policy, ["a"], may_be_alone=True)
+    windows = WindowPlanner(policy, ["a"])
     decision = windows.decide(MANY, 8)
     assert decision.rows == (32,) and decision.until_s is None and decision.spare == (0,)
     assert decision.reason == "Only a is there, so nothing is averaged: 32 rows."
     assert windows.decide(20, 8).rows == (20,)
-    windows.report([Report(wall_s=0.4, batches=4)], 0.0)
+    windows.report([WindowReport(wall_s=0.4, batches=4)], 0.0)
     windows.change(["a", "b"])
     decision = windows.decide(MANY, 4)
     assert decision.rows == (16, 16) and decision.reason.startswith("b came, and the work is shared anew")

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from potluck.agree.elche import ElChe
-from potluck.words import check_at_least, insist_at_most
+from potluck.words import check_at_least, check_at_most
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +38,7 @@ class Outer:
     def __post_init__(self) -> None:
         if not (math.isfinite(self.lr) and self.lr > 0):
             raise ValueError(f"lr must be above 0, not {self.lr}")
-        insist_at_most("lr", self.lr, 1000, "0.7 is usual")
+        check_at_most("lr", self.lr, 1000, "0.7 is usual")
         if not 0 <= self.momentum < 1:
             raise ValueError(f"momentum must be in [0, 1), not {self.momentum}")
 

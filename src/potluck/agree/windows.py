@@ -42,7 +42,7 @@ class Divergence:
 
 
 SPARE = 0.25
-"""Of its part that a replica may do beyond it, if it turns out to be faster."""
+"""The share of its part by which a replica may exceed it, if it turns out to be faster."""
 BRISK = 1.5
 """A replica at least this many times faster than the slowest continues beyond its part while others do theirs."""
 NUDGE = 0.5
@@ -52,22 +52,22 @@ JUMP = 1.3
 """A replica that is this many times faster or slower than before is measured anew: its old speed says nothing."""
 
 LEAST_S, MOST_S = 1e-6, 1e6
-"""Of a batch. A clock that says otherwise is wrong, or a liar's: what follows from it would not be a number of rows."""
+"""Bounds for the time of a batch. A clock beyond them is wrong, or lies: no number of rows would follow from it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Report:
+class WindowReport:
     """One replica's window."""
 
     wall_s: float
-    """Computing."""
+    """Seconds spent computing."""
     batches: int
     divergence: float = 0.0
     """Its distance from the last mean, as a part of that mean's norm."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Decision:
+class WindowPlan:
     """A window to come."""
 
     rows: tuple[int, ...]
@@ -81,18 +81,12 @@ class Decision:
     """Why it is so, as a sentence."""
 
 
-class Windows:
+class WindowPlanner:
     """For each window: decide, then report. Replicas are numbered from 0."""
 
-    def __init__(self, policy: Windowed, names: Sequence[str], *, may_be_alone: bool = False) -> None:
-        """`may_be_alone`: others may come later, so that one replica is no mistake."""
+    def __init__(self, policy: Windowed, names: Sequence[str]) -> None:
         if not names:
             raise ConfigError("There is no replica to plan a window for.")
-        if len(names) == 1 and not may_be_alone:
-            raise ConfigError(
-                f"{type(policy).__name__} averages replicas, and there is only one. Start at least two workers, or"
-                " split the workers into several replicas with HybridShard."
-            )
         self.policy = policy
         self.names = list(names)
         self.elche = make_elche(policy, len(names))
@@ -104,7 +98,7 @@ class Windows:
                 f" {self.elche.overhead_target:g} is taken; nothing was measured yet, so all do the same"
             )
 
-    def decide(self, rows_left: int, batch_rows: int, *, least: int = 0) -> Decision:
+    def decide(self, rows_left: int, batch_rows: int, *, least: int = 0) -> WindowPlan:
         """`rows_left` in the epoch, or in the run; `batch_rows` go into one step of a replica.
 
         Fewer than `least` rows are not left for another window.
@@ -150,7 +144,7 @@ class Windows:
         slowest = max(elche.ms_per_batch)
         return [max(1, round(elche.anchor * slowest / own)) if own > 0 else elche.anchor for own in elche.ms_per_batch]
 
-    def report(self, reports: Sequence[Report], sync_s: float) -> None:
+    def report(self, reports: Sequence[WindowReport], sync_s: float) -> None:
         """After each window; `sync_s` is what agreeing cost beyond waiting for the last."""
         elche, before = self.elche, self.elche.anchor
         reports = [_sane(report) for report in reports]
@@ -205,11 +199,13 @@ class Windows:
         told = [f"{' and '.join(came)} came"] * bool(came) + [f"{' and '.join(went)} went"] * bool(went)
         self._why = f"{' and '.join(told)}, and the work is shared anew" if told else self._why
 
-    def _decision(self, rows: list[int], spare: list[int], until_s: float | None, reason: str) -> Decision:
-        return Decision(rows=tuple(rows), spare=tuple(spare), until_s=until_s, anchor=self.elche.anchor, reason=reason)
+    def _decision(self, rows: list[int], spare: list[int], until_s: float | None, reason: str) -> WindowPlan:
+        return WindowPlan(
+            rows=tuple(rows), spare=tuple(spare), until_s=until_s, anchor=self.elche.anchor, reason=reason
+        )
 
 
-class Pool:
+class RowPool:
     """The rows of an epoch that nobody has done yet, as ranges of its order. The lowest are taken first."""
 
     def __init__(self, ranges: Sequence[tuple[int, int]]) -> None:
@@ -235,7 +231,7 @@ class Pool:
                 self.ranges.insert(0, (cut, end))
         return taken
 
-    def take_in_pairs(self, decision: Decision, most: int) -> tuple[Decision, list[list[tuple[int, int]]]]:
+    def take_in_pairs(self, decision: WindowPlan, most: int) -> tuple[WindowPlan, list[list[tuple[int, int]]]]:
         """What each replica takes, at most `most` rows in all: no single row, of which BatchNorm can take no mean.
 
         A row that is left alone between two that are done would have to be a batch by itself.
@@ -259,7 +255,7 @@ class Pool:
         self.ranges = merged
 
 
-def after(ranges: Sequence[tuple[int, int]], rows: int) -> list[tuple[int, int]]:
+def rows_left_after(ranges: Sequence[tuple[int, int]], rows: int) -> list[tuple[int, int]]:
     """What is left of these once `rows` rows of them are done, in order."""
     left = []
     for start, end in ranges:
@@ -270,7 +266,7 @@ def after(ranges: Sequence[tuple[int, int]], rows: int) -> list[tuple[int, int]]
     return left
 
 
-def _sane(report: Report) -> Report:
+def _sane(report: WindowReport) -> WindowReport:
     """Computing for no time at all, or for a time that is no number, counts as having done nothing."""
     if not (report.batches > 0 and 0 < report.wall_s < math.inf):
         return replace(report, wall_s=0.0, batches=0)

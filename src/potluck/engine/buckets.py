@@ -33,11 +33,11 @@ def split_like(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     return [piece.view_as(tensor) for piece, tensor in zip(pieces, tensors, strict=True)]
 
 
-class Bucket:
+class GradBucket:
     """Some parameters' gradients, end to end in one flat tensor."""
 
     def __init__(self, parameters: list[nn.Parameter], allocate: Allocate | None = None) -> None:
-        """`allocate`: makes a tensor of so many numbers, like the one that is given."""
+        """`allocate`: makes a tensor of a given number of elements, like the given one."""
         self.parameters = parameters
         total = sum(parameter.numel() for parameter in parameters)
         self.flat = (allocate or _allocate)(total, parameters[0])  # [sum of numel]
@@ -89,7 +89,7 @@ class Bucket:
         self.arrived = [False] * len(self.parameters)
 
 
-class Buckets:
+class GradBuckets:
     """The gradients of one model. For each step: arm, backward (many times), start_rest, finish."""
 
     def __init__(
@@ -103,7 +103,7 @@ class Buckets:
         self._pending: list[Pending] = []
         self.names = {id(parameter): name for name, parameter in model.named_parameters()}
         # The backward reaches the last layers first, so the buckets start from the end.
-        self.buckets = [Bucket(group) for group in group_units(list(reversed(find_units(model, blocks))))]
+        self.buckets = [GradBucket(group) for group in group_units(list(reversed(find_units(model, blocks))))]
         for bucket in self.buckets:
             for index, parameter in enumerate(bucket.parameters):
                 parameter.register_post_accumulate_grad_hook(self._hook(bucket, index))  # type: ignore[no-untyped-call]
@@ -150,7 +150,7 @@ class Buckets:
             for parameter in bucket.parameters:
                 parameter.grad = None
 
-    def _hook(self, bucket: Bucket, index: int) -> Callable[[Tensor], None]:
+    def _hook(self, bucket: GradBucket, index: int) -> Callable[[Tensor], None]:
         def on_gradient(parameter: Tensor) -> None:
             bucket.on_gradient(index, self.names[id(parameter)], is_last=self._communicate)
             if self._communicate:

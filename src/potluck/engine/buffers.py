@@ -2,8 +2,8 @@
 
 A number of a floating-point buffer that was finite and is finite has a mean: its changes are averaged, by samples.
 Nothing else has one: integers, truth values, numbers that are or become infinite or NaN. Those are, bit for bit, what
-the first has made of them: the first rank with samples of the step, or whoever computed the step's first slice. What
-nobody changed is not touched. Knows nothing of slices, windows or hosts.
+the first has made of them: the first rank with samples of the step, or the worker that computed the step's first slice.
+What nobody changed is not touched. Knows nothing of slices, windows or hosts.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,18 +19,18 @@ from torch import Tensor, nn
 from potluck.errors import ConfigError, PotluckError
 from potluck.fleet.description import BUFFERS, Part
 from potluck.link.link import Link
-from potluck.stages.changes import Seat, on_copies
+from potluck.stages.chain import BufferSlot, on_copies
 from potluck.tensor_bytes import raw
 
 LARGEST_FLOAT64 = torch.finfo(torch.float64).max
 LARGEST_ON_THE_WIRE = 1e30
 """A larger change could overflow where changes are added up in float32: it is taken to have no mean."""
 MOST_EXACT_BYTES = 8 << 20
-"""Of one step, in a message of a host's protocol."""
+"""The most bytes of exact values per step that a message to a host carries."""
 
 
 class BufferChanges(NamedTuple):
-    """Since some moment."""
+    """What changed in the buffers since some moment."""
 
     moved: list[Tensor]
     """Of each floating-point buffer, in float64: by how much its numbers changed; 0 where that has no mean."""
@@ -43,8 +43,8 @@ class SavedBuffers:
 
     def __init__(self, model: nn.Module) -> None:
         kept, seen = set(model.state_dict()), set()
-        self._places: list[Seat] = []
-        self._every_place: list[Seat] = []
+        self._places: list[BufferSlot] = []
+        self._every_place: list[BufferSlot] = []
         """Also of those that are in several places, or not saved."""
         self.names: list[str] = []
         for prefix, module in model.named_modules():
@@ -72,8 +72,8 @@ class SavedBuffers:
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """How the changes travel to a host: one part, if there are buffers. It is never empty, so that whoever cannot
-        send it, such as a plain peer, is given nothing to compute."""
+        """How the changes travel to a host: one part, if there are buffers. It is never empty, so that a peer that
+        cannot send it, such as a plain one, is given nothing to compute."""
         sizes = self.sizes if sum(self.sizes) else (1,)
         return (Part(None, BUFFERS, sizes),) if len(self) else ()
 

@@ -30,26 +30,28 @@ from torch.optim.lr_scheduler import LRScheduler
 from potluck.agree.policy import ApplyPolicy, Sync
 from potluck.composition import Wanted, check_data, compose
 from potluck.engine.compiling import Compiling, expect_any_rows
+from potluck.engine.engine_parts import EngineParts, over_group
 from potluck.engine.fingerprint import training_settings
 from potluck.engine.loader import BatchConfig, Loader
 from potluck.engine.losses import LossFunction
-from potluck.engine.parts import Parts, over_group
-from potluck.engine.replica import find_batch_norm, insist_on_memory
+from potluck.engine.replica import check_own_memory, find_batch_norm
 from potluck.engine.rounds import Collate
 from potluck.engine.rows import as_dataset
 from potluck.engine.run_state import RunState
-from potluck.engine.scheduled import Scheduled
+from potluck.engine.scheduled import RunScheduler
 from potluck.engine.switches import StepConfig
 from potluck.errors import ConfigError
 from potluck.events import EpochDone, EventLog, StepDone, StepSkipped
 from potluck.link.link import Alone, Link
-from potluck.save.kept import Kept
-from potluck.shard.strategy import NoShard, ShardingStrategy
+from potluck.save.state import UserState
+from potluck.sharding.strategy import NoShard, ShardingStrategy
 from potluck.signals import on_interrupt
 from potluck.words import plural
 
 
 class Engine:
+    """The handle of a run, made by init(): what a training loop calls. A context manager that closes itself."""
+
     def __init__(
         self,
         link: Link | None = None,
@@ -59,11 +61,12 @@ class Engine:
         strategy: ShardingStrategy = NoShard(),
         step: StepConfig = StepConfig(),
         wanted: Wanted | None = None,
-        parts: Callable[[RunState], Parts] = over_group,
+        parts: Callable[[RunState], EngineParts] = over_group,
     ) -> None:
         """`wanted`: what was asked for, if that is more than a policy and a strategy. `parts`: what this is made of."""
         self.link = link or Alone()
         self.device = device or torch.device("cpu")
+        """Where this worker computes."""
         wanted = wanted or Wanted(
             policy=policy,
             strategy=strategy,
@@ -72,7 +75,7 @@ class Engine:
             on_gpu=self.device.type == "cuda",
         )
         self.run = RunState(self.link, self.device, step, wanted, compose(wanted))
-        self.layers, self.rounds, self.keeper = parts(self.run)
+        self.layers, self.rounds, self.lifecycle = parts(self.run)
         self._compiling: Compiling | None = None
 
     @overload
@@ -112,12 +115,18 @@ class Engine:
         loss: LossFunction | None = None,
         scheduler: LRScheduler | None = None,
     ) -> Any:
-        """Readies model and optimizer, and gives a loader of this worker's share.
+        """Prepares model and optimizer, and returns them with a loader of this worker's share of the rows.
 
-        `batch_size` is the rows of one step over all workers together, so that the numbers do not depend on how many
-        there are. Without a dataset you bring your own batches; their sizes may differ between workers.
-        `loss` is needed only where the model is cut into stages: see train().
-        `scheduler` is stepped here, once per step of the run under every policy; you do not step it.
+        Without a dataset it returns two, and you bring your own batches, whose sizes may differ between workers.
+
+        - `batch_size`: rows of one step over all workers together, so that numbers do not depend on how many there are.
+        - `micro_batch_size`: rows that go through the model at once on one worker; None: all of its share.
+        - `fetchers`: processes that fetch rows ahead of the model; 0, and under a host: rows are fetched when needed.
+        - `slices`: under a host, with Sync: the least number of parts in which a batch is handed out; None: 8.
+        - `collate`: makes a batch from a list of rows; None: as torch's DataLoader does.
+        - `seed`: where the order of rows starts from.
+        - `loss`: your loss function, needed only where the model is cut into stages: see train().
+        - `scheduler`: any LRScheduler. It is stepped here, once per step of the run under every policy; do not step it.
         """
         run = self.run
         if run.replica is not None:
@@ -131,17 +140,17 @@ class Engine:
             dataset = as_dataset(dataset)
             self.introduce(model, optimizer, dataset, batch_size=batch_size, seed=seed)
         if isinstance(model, nn.Module):
-            insist_on_memory(model)
+            check_own_memory(model)
             run.batch_norm = find_batch_norm(model)
         run.caller.training = training_settings(optimizer, run.config.clip) | run.caller.training
-        run.scheduled = Scheduled(scheduler, optimizer) if scheduler is not None else None
+        run.scheduled = RunScheduler(scheduler, optimizer) if scheduler is not None else None
         data = {"batch_size": batch_size, "dataset": dataset, "loss": loss, "collate": collate}
         run.replica = self.layers.make_replica(model, optimizer, self.rounds, data)
         self.rounds.begin(run.replica)
         if run.config.compile:
             self._compiling = Compiling(run.say)
         if dataset is None:
-            self.keeper.begin()
+            self.lifecycle.begin()
             return run.replica.model, optimizer
         try:
             batch = BatchConfig(size=batch_size, micro_size=micro_batch_size, fetchers=fetchers, slices=slices)
@@ -160,21 +169,21 @@ class Engine:
             expect_any_rows(replica.model)
         if run.batch_norm is not None:
             self._warn_of_single_rows(run.batch_norm, loader)
-        loader.on_epoch_end = self.keeper.end_of_epoch
+        loader.on_epoch_end = self.lifecycle.end_of_epoch
         loader.on_stand_in = lambda: run.stand_in.enter_context(replica.buffers_kept())
         loader.is_stopped = lambda: run.stopping
-        self.keeper.begin()
+        self.lifecycle.begin()
         run.start_of_step()
         self.layers.settle_in()
         return loader
 
     def _warn_of_single_rows(self, layer: str, loader: Loader) -> None:
-        """Those that no plan can avoid, before the first step."""
+        """Warns, before the first step, of single rows that no plan can avoid."""
         size, micro = loader.batch.size, loader.batch.micro_size
         if micro == 1:
             where, advice = "micro-batches have 1 row", "make them larger"
-        elif size < 2 * self.layers.lanes:
-            where = f"some of {plural(self.layers.lanes, 'worker')} have 1 row of a batch of {size}"
+        elif size < 2 * self.layers.pipelines:
+            where = f"some of {plural(self.layers.pipelines, 'worker')} have 1 row of a batch of {size}"
             advice = "use more rows"
         elif loader.rows % size == 1:
             where, advice = f"the last of {loader.rows:,} rows is a batch by itself", "leave it out, or change the size"
@@ -212,15 +221,15 @@ class Engine:
         with on_interrupt(self.request_stop):
             yield from self.passes(count)
             if self.run.position.epoch < count:
-                self.keeper.end_early(folder)
-            self.keeper.end_well(folder)
+                self.lifecycle.end_early(folder)
+            self.lifecycle.end_well(folder)
 
     def passes(self, count: int) -> Iterator[int]:
         """As epochs(), for a caller that hears Ctrl-C, saves and shows the run itself."""
         run, loader = self.run, self.run.loader
         assert loader is not None
         run.caller.counts_epochs = True
-        self.keeper.begin_run(count)
+        self.lifecycle.begin_run(count)
         while True:
             if loader.position.row >= loader.rows:
                 loader.end_epoch()
@@ -244,11 +253,11 @@ class Engine:
             self.rounds.backward(*found, last=None)
 
     def backward(self, loss: Tensor, *, samples: float, last: bool | None = None) -> None:
-        """The gradient of a mean over `samples`, weighted by them: rows, or tokens, as you count.
+        """Computes the gradient of a mean over `samples`, weighted by them: rows, or tokens, as you count.
 
         `last` says whether the next call is step(); the loader knows it, and without one it is taken to be so.
         """
-        self.layers.insist_on_backward()
+        self.layers.check_backward()
         self.rounds.backward(loss, samples, last)
 
     def step(self) -> StepDone | StepSkipped | None:
@@ -261,33 +270,33 @@ class Engine:
 
     def evaluate(self, loss_of: LossFunction, dataset: Any, batch_size: int) -> float:
         """The mean loss over a dataset, each worker computing its share. Nothing is trained."""
-        return self.keeper.evaluate(loss_of, dataset, batch_size)
+        return self.lifecycle.evaluate(loss_of, dataset, batch_size)
 
     def save(self, folder: str | Path, *, keep_last: int = 2) -> None:
         """Saves a checkpoint below `folder`: call it on every worker. Under a host it is the host that saves.
 
         Returns once it is in host memory; the disk is written meanwhile.
         """
-        self.keeper.save(Path(folder), keep_last)
+        self.lifecycle.save(Path(folder), keep_last)
 
     def load(self, folder: str | Path) -> bool:
-        """Goes on from the newest whole checkpoint below `folder`, on any number of workers. False if there is none.
+        """Continues from the newest whole checkpoint below `folder`, on any number of workers. False if there is none.
 
-        A run that has just outlived a loss stays where it is. Under a host: whether the run is past its beginning.
+        A run that has just survived a loss stays where it is. Under a host: whether the run is past its beginning.
         """
-        return self.keeper.load(Path(folder))
+        return self.lifecycle.load(Path(folder))
 
     def wait_for_saves(self) -> None:
-        """Until every checkpoint is on the disk: call it on every worker."""
-        self.keeper.wait_for_saves()
+        """Waits until every checkpoint is on the disk: call it on every worker."""
+        self.lifecycle.wait_for_saves()
 
     def request_stop(self) -> None:
         """Asks all workers to stop together after the step in which they hear of it."""
-        self.keeper.request_stop()
+        self.lifecycle.request_stop()
 
     def seed_random(self, seed: int) -> None:
-        """Every worker draws its own numbers, the same in every run of this seed and this many workers."""
-        self.keeper.seed_random(seed)
+        """Gives every worker its own random numbers, the same in every run with this seed and this many workers."""
+        self.lifecycle.seed_random(seed)
 
     def close(self) -> None:
         """Ends what is still being written, and leaves the run."""
@@ -297,7 +306,7 @@ class Engine:
         if self._compiling is not None:
             self._compiling.close()
             self._compiling = None
-        self.keeper.close(error)
+        self.lifecycle.close(error)
 
     def __enter__(self) -> "Engine":
         return self
@@ -311,82 +320,88 @@ class Engine:
 
     @property
     def rank(self) -> int:
-        return self.keeper.rank
+        """Which worker this is, from 0."""
+        return self.lifecycle.rank
 
     @property
     def world(self) -> int:
-        return self.keeper.world
+        """How many workers there are."""
+        return self.lifecycle.world
 
     @property
     def is_led(self) -> bool:
         """Whether a host leads this worker: it keeps the run's folder, and hands out the work."""
-        return self.keeper.is_led
+        return self.lifecycle.is_led
 
     @property
     def parameters(self) -> int:
-        """How many numbers the whole model has, whoever holds them."""
+        """How many numbers the whole model has, over all workers that hold parts of it."""
         return self.layers.parameters
 
     @property
     def layout(self) -> str:
-        """How a model that is cut lies on the workers, as lines to be shown."""
+        """Where the model is cut into stages: which worker has which layers, as text."""
         return self.run.layout
 
     @property
     def version(self) -> int:
         """Agreements so far."""
-        return self.keeper.version
+        return self.lifecycle.version
 
     @property
     def step_number(self) -> int:
+        """Steps of the run so far."""
         return self.run.step_number
 
     @property
     def rows_seen(self) -> int:
+        """Rows of all epochs so far, over all workers."""
         return self.run.rows_seen
 
     @property
     def skipped(self) -> int:
+        """Steps that were skipped so far because they were not finite."""
         return self.run.skipped
 
     @property
     def stopping(self) -> bool:
-        """Every worker has agreed to stop after the step that is done."""
+        """Whether every worker has agreed to stop after the step that is done."""
         return self.run.stopping
 
     @property
     def last_step(self) -> StepDone | None:
-        """The last step that was applied, on every worker alike: also on one that had no rows of it."""
+        """The last step that was applied. It is the same on every worker, also on one that had no rows of it."""
         return self.run.events.last_step
 
     @property
     def last_epoch(self) -> EpochDone | None:
-        """What was proved of the epoch that ended last."""
+        """What was proved of the last epoch: `last_epoch.sentence`."""
         return self.run.last_epoch
 
     @property
     def events(self) -> EventLog:
+        """Everything that happens in the run: append a function to `events.listeners` to hear of it."""
         return self.run.events
 
     @property
     def after_step(self) -> list[Callable[[], None]]:
-        """Called on every worker once per step of the run, also for one in which this worker had no rows. Where workers
-        step by themselves, all steps of a window are told when it has ended and the weights are those agreed on."""
+        """Functions that are called on every worker once per step of the run, also for a step in which it had no rows.
+        Under Cadence and Async they are called for all steps of a window when it has ended, with the agreed weights."""
         return self.run.after_step
 
     @property
     def after_agreement(self) -> list[Callable[[], None]]:
-        """Called on every worker when all hold the same weights again: after each step, or after each window."""
+        """Functions that are called on every worker when all hold the same weights again: after each step or window."""
         return self.run.after_agreement
 
     @property
-    def state(self) -> Kept:
-        """What you want kept beside the model: saved, sent to whoever joins, and put back by load()."""
+    def state(self) -> UserState:
+        """What you want kept beside the model: saved, sent to newcomers, and restored by load()."""
         return self.run.state
 
     @property
     def lr_factor(self) -> Callable[[int], float] | None:
-        """The share of its peak that the learning rate has for the step which ends at so many rows; none: yours."""
+        """A function from rows seen to the share of its peak that the learning rate has; None: the rate is yours."""
         return self.run.caller.lr_factor
 
     @lr_factor.setter

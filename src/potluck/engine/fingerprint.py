@@ -25,13 +25,13 @@ from potluck.agree.terms import ALL, Fingerprint, Mark, differs
 from potluck.engine.rows import TensorRows, mix, seed_everything
 
 ROWS = 32
-"""Looked at, each twice."""
+"""How many rows are looked at, each twice."""
 BUDGET_S = 2.0
 """No further row is looked at after this; the rows that two workers have both looked at are compared."""
 WHOLE_BYTES = 1 << 24
 """Tensors in memory of no more than this are looked at as a whole."""
 MOST_NUMBERS = 1 << 18
-"""Of one array of a row; of a larger one every second, or third, and so on."""
+"""The most numbers that are read of one array of a row; of a larger one, every second, third, and so on."""
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
@@ -74,11 +74,11 @@ def training_settings(optimizer: Any, clip: float | None) -> dict[str, Any]:
 
 
 _OWN_AFFAIRS = {"params", "initial_lr", "foreach", "fused", "capturable", "differentiable"}
-"""Of an optimizer's group: how this machine computes it, not what."""
+"""Settings of an optimizer's group that say how this machine computes a step, not what it computes."""
 
 
 def _plain(value: Any) -> Any:
-    """As JSON has it; none for what it has no word for."""
+    """The value as JSON can hold it; None if it cannot."""
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()
     if isinstance(value, list | tuple):
@@ -128,7 +128,7 @@ class _Looks(Dataset[Any]):
             seed_everything(mix(ROWS, position))
             try:
                 row = self._row(position)
-            except Exception:  # whoever trains on it hears of it
+            except Exception:  # raised again when a row is trained on
                 return None
             mark = _mark_of(row)
             if mark is None:
@@ -204,7 +204,7 @@ class _Content:
         self._exact.update(data)
 
     def _as_array(self, tensor: Tensor) -> np.ndarray[Any, Any]:
-        """Of a large one, what is looked at; its shape counts by itself."""
+        """Of a large tensor, only what is looked at; its shape is noted separately."""
         self._note("tensor", str(list(tensor.shape)).encode())
         flat = tensor.detach().to_dense().reshape(-1)
         flat = flat[:: self._every(len(flat))].to("cpu")

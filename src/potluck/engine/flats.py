@@ -1,4 +1,4 @@
-"""Flat: some parameters' numbers end to end, in buffers beside the parameters. Knows nothing of means or windows."""
+"""FlatBuffer: some parameters' numbers end to end, in buffers of their own. Knows nothing of means or windows."""
 
 from collections.abc import Callable, Sequence
 
@@ -6,16 +6,16 @@ import torch
 from torch import Tensor
 
 from potluck.engine.buckets import split_like
-from potluck.shard.runs import Run
+from potluck.sharding.runs import FlatRun
 
 FLAT_BYTES = 32 << 20
 """The size of one buffer: while one of them travels, the next is filled."""
 
 
-class Flat:
+class FlatBuffer:
     """What is kept of some runs between two agreements. Each buffer is [sum of the runs' sizes]."""
 
-    def __init__(self, runs: Sequence[Run], allocate: Callable[[int, Tensor], Tensor]) -> None:
+    def __init__(self, runs: Sequence[FlatRun], allocate: Callable[[int, Tensor], Tensor]) -> None:
         self.runs = runs
         self.tensors = [run.parameter.data for run in runs]
         self.sum = allocate(sum(tensor.numel() for tensor in self.tensors), self.tensors[0])
@@ -42,17 +42,17 @@ class Flat:
         return torch.cat([tensor.reshape(-1) for tensor in self.tensors])
 
 
-def pack(runs: Sequence[Run]) -> list[Flat]:
+def pack(runs: Sequence[FlatRun]) -> list[FlatBuffer]:
     """Runs of one type after the other, in buffers of some size."""
-    flats: list[Flat] = []
+    flats: list[FlatBuffer] = []
     for dtype in dict.fromkeys(run.parameter.dtype for run in runs):
-        group: list[Run] = []
+        group: list[FlatRun] = []
         for run in (run for run in runs if run.parameter.dtype == dtype):
             if group and sum(other.parameter.nbytes for other in group) + run.parameter.nbytes > FLAT_BYTES:
-                flats.append(Flat(group, _allocate))
+                flats.append(FlatBuffer(group, _allocate))
                 group = []
             group.append(run)
-        flats.append(Flat(group, _allocate))
+        flats.append(FlatBuffer(group, _allocate))
     return flats
 
 

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from potluck.agree.pulse import Pulse, worker_steps
+from potluck.agree.step_report import StepReport, worker_steps
 from potluck.engine.loader import Loader
 from potluck.engine.losses import LossFunction, loss_and_samples
 from potluck.engine.replica import Replica
 from potluck.engine.run_state import RunState
 from potluck.events import WorkerStep
+from potluck.link.grid import Nodes, make_nodes
 from potluck.link.link import Alone, Link
-from potluck.link.nodes import Nodes, make_nodes
 
 if TYPE_CHECKING:
     from potluck.engine.rounds import Rounds
@@ -36,14 +36,14 @@ class WholeLayers:
 
     def __init__(self, run: RunState) -> None:
         self._run = run
-        self.lanes, self.lane = run.link.world, run.link.rank
+        self.pipelines, self.pipeline = run.link.world, run.link.rank
         """Among how many each batch is shared out, and which of them this worker is."""
-        self.peers = run.link
+        self.replica_group = run.link
         """All who hold the same layers as this worker, of any replica."""
 
     @property
     def parameters(self) -> int:
-        """How many numbers the whole model has, whoever holds them."""
+        """How many numbers the whole model has, over all workers that hold parts of it."""
         return sum(parameter.numel() for parameter in self._run.prepared().model.parameters())
 
     def introduce(self, model: nn.Module, optimizer: Optimizer, dataset: Any, about: dict[str, Any]) -> None:
@@ -62,11 +62,11 @@ class WholeLayers:
         """The forward of a batch: its mean loss, and its samples; none where the backward is done with it."""
         return loss_and_samples(self._run.prepared().loss(loss_of, batch), batch)
 
-    def insist_on_backward(self) -> None:
+    def check_backward(self) -> None:
         """Whether a loop may call backward() by itself."""
 
     def reduce(self, replica: Replica) -> tuple[float, float, float]:
-        """Ends the sums over all ranks: (seconds waited for them, the gradient's norm, this worker's loss sum)."""
+        """Finishes the sums over all ranks: (seconds waited, the gradient's norm, this worker's loss sum)."""
         run = self._run
         wait_s = replica.finish()
         started = time.perf_counter()
@@ -76,18 +76,18 @@ class WholeLayers:
         return wait_s, norm, loss_sum
 
     def times(self, busy_s: float, optimizer_s: float) -> tuple[float, float]:
-        """How long this worker computed of a step, and how long it sent to other stages."""
+        """Of a step: the seconds that this worker computed, and those that it sent to other stages."""
         return busy_s, 0.0
 
-    def lane_pulses(self, pulses: list[Pulse]) -> list[Pulse]:
-        """One for each lane."""
-        return pulses
+    def pipeline_reports(self, reports: list[StepReport]) -> list[StepReport]:
+        """One for each pipeline."""
+        return reports
 
-    def worker_steps(self, pulses: list[Pulse], took_s: float) -> tuple[WorkerStep, ...]:
-        return worker_steps(pulses, took_s)
+    def worker_steps(self, reports: list[StepReport], took_s: float) -> tuple[WorkerStep, ...]:
+        return worker_steps(reports, took_s)
 
-    def samples_of_lane(self, pulses: list[Pulse]) -> float:
-        """Over which samples this worker's gradient is, from the pulses of all workers."""
+    def samples_of_pipeline(self, reports: list[StepReport]) -> float:
+        """How many samples this worker's gradient covers, from the reports of all workers."""
         return self._run.tally.samples
 
     def samples_in_node(self, samples: Sequence[float]) -> float:
@@ -111,10 +111,10 @@ class WholeLayers:
         """A checkpoint is in host memory."""
 
     def end_of_step(self) -> None:
-        """Of all workers together."""
+        """Called after each step that all workers took together."""
 
     def end_of_window(self) -> None:
-        """All replicas have agreed."""
+        """Called when all replicas have agreed."""
 
     def close(self, *, has_failed: bool) -> None:
         """This worker leaves the run."""
@@ -123,7 +123,7 @@ class WholeLayers:
 def make_replica(run: RunState, layers: Layers, nodes: Nodes | None, model: nn.Module, optimizer: Optimizer) -> Replica:
     """Of what this worker holds of the model. `nodes`: where replicas step by themselves."""
     composed, split = run.composition, run.composition.split_of(layers.place)
-    link, within, others = layers.peers, None, {}
+    link, within, others = layers.replica_group, None, {}
     if nodes is not None:
         link, within = (run.link, nodes.within) if layers.is_whole else (nodes.across, layers.shards)
         others = {"across": nodes.across}

@@ -27,7 +27,7 @@ from potluck.engine.rows import (
 )
 from potluck.errors import ConfigError
 from potluck.fleet.tree import slice_rows
-from potluck.words import insist_at_most
+from potluck.words import check_at_most
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,8 +50,8 @@ class BatchConfig:
             raise ValueError(f"micro_size must be at least 1, not {self.micro_size}")
         if self.fetchers < 0:
             raise ValueError(f"fetchers must be at least 0, not {self.fetchers}")
-        insist_at_most("size", self.size, 1 << 31, "it is the rows of one step, such as 32")
-        insist_at_most("fetchers", self.fetchers, 1 << 10, "each is a process, and a few keep a model busy")
+        check_at_most("size", self.size, 1 << 31, "it is the rows of one step, such as 32")
+        check_at_most("fetchers", self.fetchers, 1 << 10, "each is a process, and a few keep a model busy")
         if self.slices is not None and not 1 <= self.slices <= 1 << 16:
             raise ValueError(f"slices must be between 1 and 65,536, not {self.slices}")
 
@@ -72,7 +72,7 @@ class BatchConfig:
 
 @dataclass(slots=True)
 class Position:
-    """Where an epoch stands, whoever trained it so far."""
+    """Where an epoch stands, no matter which workers have trained it so far."""
 
     epoch: int = 0
     row: int = 0
@@ -176,7 +176,7 @@ class BatchShare:
 class Loader:
     """This worker's micro-batches. Each pass gives the rest of the current epoch.
 
-    `current` is the micro-batch that was given last; whoever trains it moves `position` when its step is done.
+    `current` is the micro-batch that was given last; its trainer moves `position` when its step is done.
     """
 
     def __init__(
@@ -196,13 +196,13 @@ class Loader:
         self.seed = seed
         self.current: MicroBatch | None = None
         self.given = 0
-        """Batches so far."""
+        """Batches that were given so far."""
         self.on_stand_in: Callable[[], None] = lambda: None
         """Called before rows that do not count."""
         self.on_epoch_end: Callable[[], None] = lambda: None
         self.is_stopped: Callable[[], bool] = lambda: False
         self.shares = share.shares
-        """May be changed between two steps."""
+        """The weights by which each batch is divided. They may change between two steps."""
         self._share = share
         self._device = device
         self.collate = collate
@@ -212,16 +212,16 @@ class Loader:
             raise ConfigError("The dataset is empty.")
 
     def __iter__(self) -> Iterator[Any]:
-        if self.position.row >= self.rows:  # whoever took exactly len() batches has not asked for the end
+        if self.position.row >= self.rows:  # a loop that took exactly len() batches has not asked for the end
             self.end_epoch()
         yield from self._rest_of_epoch()
-        self._insist_on_step()
+        self._check_step()
         if self.is_stopped() and self.position.row < self.rows:
             return
         self.end_epoch()
 
     def end_epoch(self) -> None:
-        """All of its rows are done."""
+        """Ends the epoch: all of its rows are done."""
         self.current = None
         self.on_epoch_end()
         self.position = Position(self.position.epoch + 1)
@@ -231,7 +231,7 @@ class Loader:
         fetched: Iterator[Any] = iter(())
         try:
             while self.position.row < self.rows and not self.is_stopped():
-                self._insist_on_step()
+                self._check_step()
                 if shares != self.shares:  # also at first: rows are fetched ahead, for shares as they are
                     shares = self.shares
                     fetched = self._fetched = iter(self._fetch(order, self.position.row))
@@ -299,7 +299,7 @@ class Loader:
         return torch.cat([order[~is_left], order[is_left]])
 
     def pass_rows(self, rows: int) -> int:
-        """So many more rows of the epoch are done. How many whole batches ended with them, or the epoch's short one."""
+        """Counts `rows` more of the epoch as done. Returns how many batches, the short last one included, ended."""
         before, self.position.row = self.position.row, self.position.row + rows
         return -(-self.position.row // self.batch.size) - -(-before // self.batch.size)
 
@@ -343,7 +343,7 @@ class Loader:
     def _is_plain(self) -> bool:
         return is_plain(self.dataset, self.collate)
 
-    def _insist_on_step(self) -> None:
+    def _check_step(self) -> None:
         """A forgotten step() would leave the other workers waiting for this one's gradients."""
         done = self.current
         if done is not None and done.last and self.position.row < done.step_end:
@@ -421,7 +421,7 @@ class SliceLoader(Loader):
         return read_batch(self.dataset, self._rows_in(micro), self.collate)
 
     def _seed_of_rows(self, micro: MicroBatch) -> int:
-        """Not the model's, so that what it draws does not depend on which process reads its rows."""
+        """Differs from the model's seed: what the model draws must not depend on which process reads rows."""
         return mix(self.seed_of(micro), 1)
 
     def _rows_in(self, micro: MicroBatch) -> list[int]:

@@ -4,8 +4,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
-from potluck.agree.pulse import Verdict, decide_alone
-from potluck.engine.losses import STEP_TOO_EARLY, insist_on_mean
+from potluck.agree.step_report import StepDecision, decide_alone
+from potluck.engine.losses import STEP_TOO_EARLY, check_mean
 from potluck.engine.run_state import RunState
 from potluck.errors import ConfigError
 from potluck.events import StepSkipped
@@ -24,13 +24,13 @@ class BatchDone(NamedTuple):
     has_unused: float = 0.0
     """Whether some parameter got no gradient on this rank."""
     is_over: float = 0.0
-    """Whether the window ends with this step: the first rank's word. Whoever went on alone would wait for ever."""
+    """Whether the window ends here. The first rank decides: one that continued alone would wait forever."""
 
 
 def backward(run: RunState, loss: Tensor, samples: float, last: bool | None) -> None:
     """The gradient of a mean over `samples`, weighted by them."""
     replica = run.prepared()
-    loss = insist_on_mean(loss, samples)
+    loss = check_mean(loss, samples)
     micro = run.loader.current if run.loader is not None else None
     if last is None:
         last = micro is None or micro.last
@@ -68,7 +68,7 @@ def is_batch_done(run: RunState) -> bool:
 
 def end_batch(
     run: RunState, layers: "Layers", within: Link, *, is_over: bool = False
-) -> tuple[BatchDone, float, Verdict]:
+) -> tuple[BatchDone, float, StepDecision]:
     """What the ranks of this replica did together in the batch that ends; over which samples this rank's gradient is;
     and whether it is applied."""
     replica, tally = run.prepared(), run.tally
@@ -89,16 +89,16 @@ def end_batch(
     return done, own, decide_alone(done.samples, done.loss_sum, norm, run.unit, run.config.clip)
 
 
-def step_alone(run: RunState, verdict: Verdict, own_samples: float, rows: int, where: str) -> StepSkipped | None:
+def step_alone(run: RunState, decision: StepDecision, own_samples: float, rows: int, where: str) -> StepSkipped | None:
     """This replica's step by itself: applied, or skipped and told. `rows`: of all workers, as if all were as far."""
     replica, skipped = run.prepared(), None
-    if verdict.fault is None:
+    if decision.fault is None:
         run.skipped_in_a_row = 0
         run.set_lr(rows)
-        replica.apply(verdict.scale)
-        replica.average_buffers(own_samples / verdict.samples)
+        replica.apply(decision.scale)
+        replica.average_buffers(own_samples / decision.samples)
     else:
-        skipped = run.skip(verdict, step=run.step_number + 1, where=f"on {where}, ")
+        skipped = run.skip(decision, step=run.step_number + 1, where=f"on {where}, ")
         replica.restore_buffers()
         run.tell(skipped)
     run.start_of_step()

@@ -20,17 +20,17 @@ LossFunction = Callable[[nn.Module, Any], Any]
 """Gives the mean loss over a batch's rows, or (mean loss, number of samples) where rows are not what is counted."""
 
 
-def insist_on_mean(loss: Any, samples: float) -> Tensor:
+def check_mean(loss: Any, samples: float) -> Tensor:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise ConfigError(f"backward() takes the mean loss, a tensor of one number, not {_tell(loss)}.")
     if not (math.isfinite(samples) and samples >= 0):
         raise ConfigError(f"backward() takes how many samples the loss is a mean over, not {samples}.")
     if samples:
-        insist_on_grad(loss)
+        check_grad(loss)
     return in_float32(loss)
 
 
-def insist_on_grad(loss: Tensor) -> None:
+def check_grad(loss: Tensor) -> None:
     if not loss.requires_grad:
         raise ConfigError(
             "The loss has no gradient: no parameter that is trained had a part in it. It was detached (.detach(),"

@@ -11,36 +11,36 @@ from torch import Tensor
 
 from potluck.engine.buckets import Allocate
 from potluck.engine.buffers import SavedBuffers
-from potluck.engine.flats import Flat, pack
+from potluck.engine.flats import FlatBuffer, pack
 from potluck.engine.replica import Replica
-from potluck.engine.slices import insist_on_float32, plan_parts
+from potluck.engine.slices import check_float32, plan_parts
 from potluck.fleet.description import Part
 from potluck.link.link import Link, Pending
-from potluck.shard.blocks import find_blocks
-from potluck.shard.runs import Run
+from potluck.sharding.blocks import find_blocks
+from potluck.sharding.runs import FlatRun
 
 
 class Mean(Protocol):
     of_changes: bool
     """Whether changes travel, and the replica is back where it began meanwhile; else the parameters do."""
 
-    def lay_out(self, replica: Replica, buffers: SavedBuffers) -> list[Flat]:
+    def lay_out(self, replica: Replica, buffers: SavedBuffers) -> list[FlatBuffer]:
         """What this rank holds of a replica, in the pieces in which it travels. Called once."""
 
     def clear(self) -> None:
-        """What left before may be written over after this."""
+        """Waits until what was sent before may be overwritten."""
 
     def beside(self) -> AbstractContextManager[object]:
-        """Within it, what leaves is made ready."""
+        """A context in which what is sent is prepared."""
 
     def start(self, index: int, numbers: Tensor) -> None:
-        """The weighted numbers of a flat leave."""
+        """Starts to send the weighted numbers of a flat buffer."""
 
     def start_buffers(self, buffers: SavedBuffers, before: list[Tensor], weight: float) -> None:
-        """So does what has changed in the buffers since then."""
+        """Starts to send what has changed in the buffers since then."""
 
-    def arriving(self, flats: Sequence[Flat]) -> Iterator[Tensor]:
-        """The mean of each, as soon as it is here. It is not to be written over."""
+    def arriving(self, flats: Sequence[FlatBuffer]) -> Iterator[Tensor]:
+        """Yields the mean of each, as soon as it is here. Do not overwrite it."""
 
     def finish_buffers(self, buffers: SavedBuffers) -> None:
         """The buffers, which are what all agreed on last, become what all agree on now."""
@@ -57,7 +57,7 @@ class LinkMean:
         self._pending: list[Pending] = []
         self._stream: torch.cuda.Stream | None = None
 
-    def lay_out(self, replica: Replica, buffers: SavedBuffers) -> list[Flat]:
+    def lay_out(self, replica: Replica, buffers: SavedBuffers) -> list[FlatBuffer]:
         flats = pack(replica.owned())
         device = flats[0].sum.device if flats else torch.device("cpu")
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
@@ -80,10 +80,10 @@ class LinkMean:
             self._pending.append(self._link.start_sum(numbers))
 
     def start_buffers(self, buffers: SavedBuffers, before: list[Tensor], weight: float) -> None:
-        """They are small, and not all of them have a mean: they are everybody's at once."""
+        """Buffers are small, and not all of them have a mean: they are shared at once."""
         buffers.average(self._link, weight, before)
 
-    def arriving(self, flats: Sequence[Flat]) -> Iterator[Tensor]:
+    def arriving(self, flats: Sequence[FlatBuffer]) -> Iterator[Tensor]:
         for flat, pending in zip(flats, self._pending, strict=True):
             with self.beside():
                 pending.wait()
@@ -92,7 +92,7 @@ class LinkMean:
         self._pending = []
 
     def finish_buffers(self, buffers: SavedBuffers) -> None:
-        """They are so already."""
+        """Nothing to do: they already are."""
 
     def _join(self) -> None:
         if self._stream is not None:
@@ -114,15 +114,15 @@ class HostMean:
         self.described: tuple[Part, ...] = ()
         self._told: tuple[Sequence[Tensor], bytes] = (), b""
 
-    def lay_out(self, replica: Replica, buffers: SavedBuffers) -> list[Flat]:
+    def lay_out(self, replica: Replica, buffers: SavedBuffers) -> list[FlatBuffer]:
         model = replica.model
         planned = plan_parts(model, find_blocks(model))
         self.described = tuple(part for part, _ in planned) + buffers.parts
         held = replica.held()
         names = {id(parameter): name for name, parameter in model.named_parameters()}
-        runs: list[list[Run]] = [[run for each in of for run in held[names[id(each)]]] for _, of in planned]
-        insist_on_float32([run.parameter for each in runs for run in each])
-        return [Flat(each, self._allocate) for each in runs]
+        runs: list[list[FlatRun]] = [[run for each in of for run in held[names[id(each)]]] for _, of in planned]
+        check_float32([run.parameter for each in runs for run in each])
+        return [FlatBuffer(each, self._allocate) for each in runs]
 
     def beside(self) -> AbstractContextManager[object]:
         return nullcontext()
@@ -138,7 +138,7 @@ class HostMean:
         """What the host has told: the mean of each part, in host memory, and what changed in buffers and has none."""
         self._told = means, exact
 
-    def arriving(self, flats: Sequence[Flat]) -> Iterator[Tensor]:
+    def arriving(self, flats: Sequence[FlatBuffer]) -> Iterator[Tensor]:
         means, _ = self._told
         for flat, mean in zip(flats, means, strict=False):
             yield mean.to(flat.sum.device)

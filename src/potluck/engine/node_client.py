@@ -1,4 +1,4 @@
-"""The ranks of a node as one worker of a host: the first rank speaks with it, and tells the others what it hears.
+"""The ranks of a node as one worker of a host: the first rank talks to the host, and passes on what it hears.
 
 Every rank of the node runs the same engine over this, in place of a client of its own, and calls the same methods in
 the same order. So all of them hear the same, and do the same between two gathers of the model: work, commits, stops,
@@ -15,13 +15,14 @@ from enum import IntEnum, auto
 
 import torch
 
-from potluck.engine.node_parts import NodeParts, stretches_of
+from potluck.engine.node_parts import NodeParts, ranges_in_part
 from potluck.errors import ConfigError, PotluckError, WorkerLost
-from potluck.fleet.client import AverageHere, Client, Floats, Lost, Means
+from potluck.fleet.client import AverageReady, Client, ConnectionLost, Floats, Means
 from potluck.fleet.description import Description, Part
-from potluck.fleet.door import CONTROL_BYTES
+from potluck.fleet.host_connector import CONTROL_BYTES
 from potluck.link.link import GroupLink
-from potluck.shard.runs import Run
+from potluck.sharding.runs import FlatRun
+from potluck.tensor_bytes import from_bytes, to_bytes
 from potluck.wire.codec import decode, encode
 from potluck.wire.messages import Admitted, Message, StateChunk, Welcome
 
@@ -30,10 +31,10 @@ BEAT_S = 1.0
 PREFIX_BYTES = 4
 
 
-class Told(IntEnum):
-    """What the first rank tells the others."""
+class NodeMessage(IntEnum):
+    """What the first rank passes on to the others."""
 
-    WAIT = auto()  # it goes on waiting
+    WAIT = auto()  # it keeps waiting
     NOTHING = auto()  # nothing came in time
     MESSAGE = auto()
     CHUNK = auto()  # of a state that the first rank writes down: how long it is
@@ -82,11 +83,11 @@ class NodeClient:
         return self.welcome.patience_ms / 1000
 
     def ask_to_stop(self) -> None:
-        """All ranks hear of it with what they hear next."""
+        """All ranks hear of the wish with the next message."""
         self.wants_stop = True
 
     def say(self, sentence: str) -> None:
-        """Once for the node."""
+        """Says it once per node."""
         if self._client is not None:
             self._client.say(sentence)
 
@@ -98,7 +99,7 @@ class NodeClient:
         return self.welcome
 
     def _begin(self, join: Callable[[], Welcome | None]) -> Welcome:
-        """Another connection. What was heard over the one before is of no use."""
+        """A new connection has begun: what was heard over the last one is discarded."""
         self._kept.clear()
         self._means.clear()
         heard = self._on_first(join)
@@ -124,20 +125,20 @@ class NodeClient:
             while thread.is_alive():
                 thread.join(BEAT_S)
                 if thread.is_alive():
-                    self._tell(Told.WAIT)
+                    self._tell(NodeMessage.WAIT)
             if failed:
-                self._tell(Told.FAILED, json.dumps([failed[0].exit_code, str(failed[0])]).encode())
+                self._tell(NodeMessage.FAILED, json.dumps([failed[0].exit_code, str(failed[0])]).encode())
                 raise failed[0]
             assert found and found[0] is not None
-            self._tell(Told.MESSAGE, encode(found[0])[PREFIX_BYTES:])
+            self._tell(NodeMessage.MESSAGE, encode(found[0])[PREFIX_BYTES:])
             return found[0]
         while True:
             kind, data = self._tell()
-            if kind is Told.FAILED:
+            if kind is NodeMessage.FAILED:
                 code, sentence = json.loads(data)
                 kinds = {kind.exit_code: kind for kind in (ConfigError, WorkerLost)}
                 raise kinds.get(code, PotluckError)(sentence)
-            if kind is Told.MESSAGE:
+            if kind is NodeMessage.MESSAGE:
                 return decode(data)
 
     def close(self) -> None:
@@ -150,13 +151,13 @@ class NodeClient:
     def collect_parts(
         self,
         parts: Sequence[Part],
-        held: Sequence[Sequence[Run]],
+        held: Sequence[Sequence[FlatRun]],
         buffers: Sequence[Part],
         norms_on: torch.device | None = None,
     ) -> NodeParts:
         """How parts are put together here, and their means handed out. `held`: what this rank holds of each of them;
         of `buffers` it has all."""
-        own = [*map(stretches_of, held), *([(0, part.floats)] for part in buffers)]
+        own = [*map(ranges_in_part, held), *([(0, part.floats)] for part in buffers)]
         if self._client is not None:
             self._client.make_room(max(part.floats for part in parts))
         self.parts = NodeParts(
@@ -188,20 +189,20 @@ class NodeClient:
 
     # Receiving: on every rank alike
 
-    def receive(self, timeout_s: float | None = None) -> Message | Lost | None:
+    def receive(self, timeout_s: float | None = None) -> Message | ConnectionLost | None:
         if self._kept:
             return self._kept.popleft()
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             kind, data, first = self._next(deadline)
             match kind:
-                case Told.NOTHING:
+                case NodeMessage.NOTHING:
                     return None
-                case Told.LOST:
-                    return Lost(data.decode())
-                case Told.MESSAGE:
+                case NodeMessage.LOST:
+                    return ConnectionLost(data.decode())
+                case NodeMessage.MESSAGE:
                     return self._heard(first or decode(data))
-                case Told.CHUNK:
+                case NodeMessage.CHUNK:
                     return first or StateChunk(*_blank_chunk(data))
 
     def take_means(self, step: int) -> Means | None:
@@ -212,15 +213,15 @@ class NodeClient:
                 self._forget_until(step)
                 return found
             kind, data, first = self._next(None)
-            if kind is Told.LOST:
-                return None  # it is heard again by whoever asks next
-            if kind is Told.MESSAGE:
+            if kind is NodeMessage.LOST:
+                return None  # the next caller hears it again
+            if kind is NodeMessage.MESSAGE:
                 self._kept.append(self._heard(first or decode(data)))
-            elif kind is Told.CHUNK:
+            elif kind is NodeMessage.CHUNK:
                 self._kept.append(first or StateChunk(*_blank_chunk(data)))
 
     def give_back(self, means: Means) -> None:
-        """They are small, and are made anew."""
+        """Nothing to do: they are small, and allocated each time."""
 
     def pass_over_until(self, step: int) -> None:
         self._since = step
@@ -238,27 +239,27 @@ class NodeClient:
             self._since = message.step
         return message
 
-    def _next(self, deadline: float | None) -> tuple[Told, bytes, Message | None]:
+    def _next(self, deadline: float | None) -> tuple[NodeMessage, bytes, Message | None]:
         """What the first rank hears next; there, the message itself comes with it. Averages are taken in here."""
-        found: Message | Lost | AverageHere | None = None
+        found: Message | ConnectionLost | AverageReady | None = None
         if self._client is not None:
             left = None if deadline is None else deadline - time.monotonic()
             found = self._client.receive_any(BEAT_S if left is None else max(0.0, min(BEAT_S, left)))
         match found:
             case None:
                 is_over = deadline is not None and time.monotonic() >= deadline
-                kind, data = self._tell(Told.NOTHING if is_over else Told.WAIT)
-            case Lost():
-                kind, data = self._tell(Told.LOST, found.why.encode())
-            case AverageHere():
-                kind, data = self._tell(Told.AVERAGE, struct.pack("<QQ", found.step, found.part))
+                kind, data = self._tell(NodeMessage.NOTHING if is_over else NodeMessage.WAIT)
+            case ConnectionLost():
+                kind, data = self._tell(NodeMessage.LOST, found.why.encode())
+            case AverageReady():
+                kind, data = self._tell(NodeMessage.AVERAGE, struct.pack("<QQ", found.step, found.part))
             case StateChunk():
-                kind, data = self._tell(Told.CHUNK, struct.pack("<QQ", found.transfer, len(found.data)))
+                kind, data = self._tell(NodeMessage.CHUNK, struct.pack("<QQ", found.transfer, len(found.data)))
             case _:
-                kind, data = self._tell(Told.MESSAGE, encode(found)[PREFIX_BYTES:])
-        if kind is Told.AVERAGE:
+                kind, data = self._tell(NodeMessage.MESSAGE, encode(found)[PREFIX_BYTES:])
+        if kind is NodeMessage.AVERAGE:
             step, part = struct.unpack("<QQ", data)
-            self._take_in(step, part, found.floats if isinstance(found, AverageHere) else None)
+            self._take_in(step, part, found.floats if isinstance(found, AverageReady) else None)
         return kind, data, found if isinstance(found, Message) else None
 
     def _take_in(self, step: int, part: int, floats: Floats | None) -> None:
@@ -273,21 +274,21 @@ class NodeClient:
         means.parts[part] = own.numpy()
         means.missing.discard(part)
 
-    def _tell(self, kind: Told = Told.WAIT, data: bytes = b"") -> tuple[Told, bytes]:
+    def _tell(self, kind: NodeMessage = NodeMessage.WAIT, data: bytes = b"") -> tuple[NodeMessage, bytes]:
         """The first rank's words, on every rank. Whether anybody wishes to stop is heard with them."""
         rows = self._link.gather_rows([float(kind), float(len(data)), float(self.wants_stop)])
         if any(row[2] for row in rows):
             self.on_stop()
-        kind, size = Told(int(rows[0][0])), int(rows[0][1])
+        kind, size = NodeMessage(int(rows[0][0])), int(rows[0][1])
         if not size:
             return kind, b""
         if size > CONTROL_BYTES:
             raise PotluckError(f"The node's first rank tells {size:,} bytes at once, more than {CONTROL_BYTES:,}.")
         told = torch.empty(size, dtype=torch.uint8)
         if self._link.rank == 0:
-            told = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            told = from_bytes(data)
         self._link.broadcast(told)
-        return kind, told.numpy().tobytes()
+        return kind, to_bytes(told)
 
 
 _EMPTY = torch.empty(0).numpy()

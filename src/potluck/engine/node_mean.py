@@ -5,7 +5,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from potluck.engine.buffers import SavedBuffers
-from potluck.engine.flats import Flat
+from potluck.engine.flats import FlatBuffer
 from potluck.engine.means import HostMean
 from potluck.engine.node_client import NodeClient
 from potluck.engine.replica import Replica
@@ -18,7 +18,7 @@ class NodeMean(HostMean):
         super().__init__(send, clear)
         self._client = client
 
-    def lay_out(self, replica: Replica, buffers: SavedBuffers) -> list[Flat]:
+    def lay_out(self, replica: Replica, buffers: SavedBuffers) -> list[FlatBuffer]:
         flats = super().lay_out(replica, buffers)
         held = [flat.runs for flat in flats]
         self._parts = self._client.collect_parts(self.described[: len(flats)], held, buffers.parts)

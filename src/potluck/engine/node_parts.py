@@ -14,8 +14,7 @@ from torch import Tensor
 from potluck.errors import PotluckError
 from potluck.fleet.description import BUFFERS, Part
 from potluck.link.link import GroupLink
-from potluck.shard.norm import norms_of
-from potluck.shard.runs import Run
+from potluck.sharding.runs import FlatRun, norms_of
 
 Stretch = tuple[int, int]
 """Numbers of a part, from the first up to and without the last."""
@@ -46,7 +45,7 @@ class NodeParts:
         """Of each part and each rank."""
         for part, held in zip(parts, self._held, strict=True):
             if part.component != BUFFERS:  # those are whole on every rank
-                _insist_on_whole(part, held)
+                _check_whole(part, held)
         self._whole = allocate(max(part.floats for part in parts)) if link.rank == 0 else None
 
     def collect(self, index: int, own: Tensor) -> Tensor | None:
@@ -80,7 +79,7 @@ class NodeParts:
         return _join(whole, held[0], norms)
 
 
-def stretches_of(runs: Sequence[Run]) -> list[Stretch]:
+def ranges_in_part(runs: Sequence[FlatRun]) -> list[Stretch]:
     """Where in a part, its parameters end to end, these runs of each of them lie."""
     found, at = [], 0
     for index, run in enumerate(runs):
@@ -104,7 +103,7 @@ def _join(whole: Tensor, stretches: Sequence[Stretch], norms: Tensor) -> Tensor:
     return torch.cat([*(whole[start:end] for start, end in stretches), norms])
 
 
-def _insist_on_whole(part: Part, held: Sequence[Sequence[Stretch]]) -> None:
+def _check_whole(part: Part, held: Sequence[Sequence[Stretch]]) -> None:
     reached = 0
     for start, end in sorted((start, end) for stretches in held for start, end in stretches if start < end):
         if start != reached:

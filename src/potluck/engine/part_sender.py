@@ -6,18 +6,18 @@ import torch
 from torch import Tensor, nn
 
 from potluck.engine.buckets import Allocate
-from potluck.engine.led import Led
+from potluck.engine.member_driver import MemberDriver
 from potluck.fleet.client import Client
 
 
 class PartSender:
-    def __init__(self, led: Led, device: torch.device) -> None:
-        self._led = led
-        self._client = led.client
+    def __init__(self, driver: MemberDriver, device: torch.device) -> None:
+        self._driver = driver
+        self._client = driver.client
         self._device = device
         self._stream: torch.cuda.Stream | None = None
         self._hosted: list[Tensor] = []
-        """In host memory, until they have left."""
+        """Parts in host memory, until they have been sent."""
 
     def make_room(self, model: nn.Module) -> Allocate | None:
         """For tensors that a host on this machine can read where they are."""
@@ -39,8 +39,8 @@ class PartSender:
 
     def send(self, part: int, numbers: Tensor) -> None:
         """Of the step that is under way."""
-        self._led.reach("part", part=part, gradients=numbers)
-        step = self._led.member.version + 1
+        self._driver.reach("part", part=part, gradients=numbers)
+        step = self._driver.member.version + 1
         if numbers.device.type == "cpu":
             self._client.send_part(step, part, numbers.numpy())
             return

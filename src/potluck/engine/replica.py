@@ -15,20 +15,30 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from potluck.engine.buckets import Buckets
+from potluck.engine.buckets import GradBuckets
 from potluck.engine.buffers import SavedBuffers, is_expanded
 from potluck.engine.outer_state import OuterState
 from potluck.engine.seal import Seal
 from potluck.engine.switches import StepConfig, autocast, switch_on
-from potluck.engine.weight_hash import digest_and_glance, glance
+from potluck.engine.weight_hash import digest_and_quick_digest, quick_digest
 from potluck.errors import ConfigError
 from potluck.link.link import Link
-from potluck.shard.blocks import find_blocks
-from potluck.shard.norm import total_norm
-from potluck.shard.runs import Run, Span, can_skip, held_bytes, in_host_memory, scaling, state_at, step_unless
+from potluck.sharding.blocks import find_blocks
+from potluck.sharding.runs import (
+    FlatRun,
+    Span,
+    can_skip,
+    held_bytes,
+    in_host_memory,
+    scaling,
+    state_at,
+    step_unless,
+    total_norm,
+)
+from potluck.tensor_bytes import buffer
 
 if TYPE_CHECKING:
-    from potluck.shard.sharded import Sharded
+    from potluck.sharding.sharded import Sharded
 
 
 Agreed = Mapping[int, Tensor]
@@ -80,8 +90,8 @@ class Replica:
         self._same_start()
         self._switch_on()
         self._take_over(optimizer)
-        self._buckets: Buckets | None = None
-        self._on_host: OnHost | None = None
+        self._buckets: GradBuckets | None = None
+        self._on_host: OffloadedOptimizer | None = None
         self._prepare_sums()
         self._trained_ids = {id(parameter) for parameter in self.trained}
         self._seal = Seal(self.trained)
@@ -104,12 +114,12 @@ class Replica:
         self.model.zero_grad()
         optimizer.zero_grad = lambda set_to_none=True: None  # type: ignore[method-assign]
         self._is_stepping = False
-        optimizer.register_step_pre_hook(lambda *told: self._insist_on_own_step())
+        optimizer.register_step_pre_hook(lambda *told: self._check_own_step())
         self.outer = OuterState(optimizer, self.names)
         self._add_group = optimizer.add_param_group
         optimizer.add_param_group = self._add_param_group  # type: ignore[method-assign]
 
-    def _insist_on_own_step(self) -> None:
+    def _check_own_step(self) -> None:
         if not self._is_stepping:
             raise ConfigError(
                 "optimizer.step() was called. Call fleet.step() in its place, after fleet.backward(): it steps the"
@@ -143,38 +153,38 @@ class Replica:
 
     def loss(self, loss_of: Callable[[nn.Module, Any], Any], batch: Any) -> Any:
         """What the loss function gives; all of it is computed in the precision that was asked for."""
-        with naming_single_rows(), autocast(self.device, self.config):
+        with explain_single_rows(), autocast(self.device, self.config):
             return loss_of(self.model, batch)
 
     def _prepare_sums(self) -> None:
         if self.within.world > 1:
-            self._buckets = Buckets(self.model, find_blocks(self.model), self.within.start_sum)
+            self._buckets = GradBuckets(self.model, find_blocks(self.model), self.within.start_sum)
         if self.config.offload_optimizer:
-            self._on_host = OnHost(self.optimizer, self.names)
+            self._on_host = OffloadedOptimizer(self.optimizer, self.names)
 
-    def held(self) -> dict[str, list[Run]]:
+    def held(self) -> dict[str, list[FlatRun]]:
         """By a parameter's name: what this rank holds of it, here all. Of which it holds none, an empty run."""
         return {
-            name: [Run(parameter, Span(name, tuple(parameter.shape), 0, parameter.numel()))]
+            name: [FlatRun(parameter, Span(name, tuple(parameter.shape), 0, parameter.numel()))]
             for name, parameter in self.model.named_parameters()
         }
 
-    def owned(self) -> list[Run]:
+    def owned(self) -> list[FlatRun]:
         """What this rank holds of the parameters that are trained."""
         return [run for runs in self.held().values() for run in runs if run.parameter.requires_grad]
 
     def hash_weights(self, agreed: Agreed, buffers: Sequence[Tensor]) -> tuple[str, Tensor]:
         """The digest of what all workers agreed on last, as it is in memory here, and a glance at it."""
-        return digest_and_glance([*self._at(agreed), *buffers])
+        return digest_and_quick_digest([*self._at(agreed), *buffers])
 
-    def glance(self, agreed: Agreed, buffers: Sequence[Tensor]) -> Tensor:
-        return glance([*self._at(agreed), *buffers])
+    def quick_digest(self, agreed: Agreed, buffers: Sequence[Tensor]) -> Tensor:
+        return quick_digest([*self._at(agreed), *buffers])
 
     def _at(self, agreed: Agreed) -> Iterator[Tensor]:
         return (agreed.get(id(parameter), parameter) for parameter in self.model.parameters())
 
     def on_parts_written(self) -> None:
-        """Called by whoever wrote into what is held."""
+        """Call it after writing into what is held."""
 
     def arm(self, *, last: bool) -> None:
         """Before each backward: only the step's last backward talks to the other ranks."""
@@ -185,11 +195,11 @@ class Replica:
             )
         self._is_armed_for_last = last
         self._seal.open(for_step=False)
-        self._insist_on_frozen()
+        self._check_frozen()
         if self._buckets is not None:
             self._buckets.arm(communicate=last)
 
-    def _insist_on_frozen(self) -> None:
+    def _check_frozen(self) -> None:
         if any(p.requires_grad and id(p) not in self._trained_ids for p in self.model.parameters()):
             raise ConfigError(
                 "A parameter that was frozen at prepare() requires a gradient now. Unfreeze it before prepare(); an"
@@ -245,14 +255,14 @@ class Replica:
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether apply_unless_bad() can be used: one rank on a GPU, which then need not wait for our verdict."""
+        """Whether apply_unless_bad() can be used: one rank on a GPU, which then need not wait for our decision."""
         return (
             self.link.world == 1 and self.device.type == "cuda" and self._on_host is None and can_skip(self.optimizer)
         )
 
     @torch.no_grad()
     def apply_unless_bad(self, loss_sum: Tensor, scale: float, clip: float | None) -> tuple[Tensor, Tensor]:
-        """As pulse.decide_mean and apply(), on the GPU: steps only if loss and norm are finite. (norm, was it bad).
+        """decide_mean() and apply() in one, on the GPU: steps only if both are finite. (norm, whether it was bad).
 
         The gradient stays until drop(): a norm that is not finite may only have had no room in float32.
         """
@@ -293,8 +303,8 @@ class Replica:
         """A forward of rows that do not count leaves no trace in them."""
         return self._buffers.aside()
 
-    def suspicion(self) -> str:
-        """A sentence to add, where something is not finite: a buffer may be to blame, and not samples or settings."""
+    def nonfinite_hint(self) -> str:
+        """A sentence to add where something is not finite: the cause may be a buffer, not the data."""
         name = self._buffers.with_nan()
         return f" First of all: the model's buffer {name} holds NaN; if forward() uses it, that is why." if name else ""
 
@@ -304,7 +314,7 @@ class Replica:
 
     @property
     def _stepping(self) -> Link:
-        """Those who take each step together."""
+        """The ranks that take each step together."""
         return self.within
 
     def align(self) -> None:
@@ -316,7 +326,7 @@ class Replica:
         """A hash of every parameter's bytes: equal exactly when replicas are."""
         digest = hashlib.sha256()
         for parameter in self.model.parameters():
-            digest.update(as_bytes(parameter.detach()))
+            digest.update(buffer(parameter.cpu()))
         return digest.hexdigest()
 
     def _gradients(self) -> list[Tensor]:
@@ -334,7 +344,7 @@ class Replica:
                     "The optimizer holds a parameter that is not one of the model's. Make the optimizer from"
                     " model.parameters() of the model that you pass here."
                 )
-        insist_on_memory(self.model)
+        check_own_memory(self.model)
         if isinstance(self.optimizer, torch.optim.LBFGS):
             raise ConfigError("LBFGS evaluates the loss many times within one step, which step() cannot do.")
 
@@ -363,8 +373,8 @@ def find_batch_norm(model: nn.Module) -> str | None:
 
 
 @contextmanager
-def naming_single_rows() -> Iterator[None]:
-    """What torch says of a batch of one row, as a sentence that says what to do."""
+def explain_single_rows() -> Iterator[None]:
+    """Turns torch's error about a batch of one row into a sentence that says what to do."""
     try:
         yield
     except ValueError as error:
@@ -377,8 +387,8 @@ def naming_single_rows() -> Iterator[None]:
         ) from None
 
 
-def insist_on_memory(model: nn.Module) -> None:
-    """Each number of each parameter has a place of its own."""
+def check_own_memory(model: nn.Module) -> None:
+    """Refuses parameters whose elements share memory."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
             raise ConfigError(
@@ -399,7 +409,7 @@ def insist_on_memory(model: nn.Module) -> None:
             )
 
 
-class OnHost:
+class OffloadedOptimizer:
     """An optimizer that steps copies of the parameters in host memory, where its state is."""
 
     def __init__(self, optimizer: Optimizer, names: dict[int, str]) -> None:
@@ -439,11 +449,6 @@ def _dense(parameter: nn.Parameter) -> Tensor:
         parameter.grad = parameter.grad.coalesce()
         return parameter.grad._values()
     return parameter.grad
-
-
-def as_bytes(tensor: Tensor) -> memoryview:
-    """A tensor's bytes, of whatever type it is, without a copy where it lies on the CPU."""
-    return tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def _padded(a: list[Any], b: list[Any]) -> list[tuple[Any, Any]]:

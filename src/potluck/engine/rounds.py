@@ -1,7 +1,7 @@
 """Rounds: what a run does from one agreement of its replicas to the next. Steps, Windows and LedRounds are its kinds.
 
 Rounds talk to the other replicas. How rows go through this one is said by its layers (layers.py, staged.py), and who
-keeps the run by its keeper (keeper.py). None knows which of the others' kinds it works with.
+keeps the run by its keeper (lifecycle.py). None knows which of the others' kinds it works with.
 """
 
 import json
@@ -16,7 +16,7 @@ from potluck.engine.replica import Replica
 from potluck.engine.run_state import RunState
 from potluck.errors import ConfigError
 from potluck.events import StepDone, StepSkipped
-from potluck.link.nodes import Nodes
+from potluck.link.grid import Nodes
 from potluck.words import plural
 
 Collate = Callable[[list[Any]], Any] | None
@@ -25,7 +25,7 @@ Collate = Callable[[list[Any]], Any] | None
 class Rounds(Protocol):
     @property
     def has_fixed_shares(self) -> bool:
-        """Whether each lane's part of a batch stays as it was at first."""
+        """Whether each pipeline's part of a batch stays as it was at first."""
 
     @property
     def nodes(self) -> Nodes | None:
@@ -45,8 +45,8 @@ class Rounds(Protocol):
         """All replicas are equal after this. Called on every worker alike."""
 
 
-def insist_on_same_data(run: RunState, loader: Loader) -> None:
-    """Workers that planned different steps would wait for each other for ever; and none may train on other rows."""
+def check_same_data(run: RunState, loader: Loader) -> None:
+    """Workers that planned different steps would wait for each other forever, and none may train on other rows."""
     data, training, own_rank = (
         run.look_at_data(loader.dataset, elsewhere=loader.batch.fetchers > 0),
         run.caller.training,

@@ -15,7 +15,7 @@ from potluck.errors import ConfigError, PotluckError
 
 
 @dataclass(frozen=True, slots=True)
-class Unreadable:
+class UnreadableBatch:
     """In place of a batch that could not be read: a DataLoader would wrap an error into its own stack of frames."""
 
     sentence: str
@@ -56,7 +56,7 @@ def read_batch(dataset: Any, rows: list[int], collate: Callable[[list[Any]], Any
         raise
     except Exception as error:
         which = f"Rows {rows}" if hasattr(dataset, "__getitems__") else f"Row {rows[len(found)]}"
-        return Unreadable(f"{which} of the dataset could not be read: {_words(error)}.\n{_own_frames(error)}")
+        return UnreadableBatch(f"{which} of the dataset could not be read: {_words(error)}.\n{_own_frames(error)}")
     try:
         return (collate or default_collate)(found)
     except PotluckError:
@@ -64,7 +64,7 @@ def read_batch(dataset: Any, rows: list[int], collate: Callable[[list[Any]], Any
     except Exception as error:
         advice = "Mend collate" if collate else "Rows of different sizes or kinds need a collate= of yours"
         told = f"Rows {rows} of the dataset could not be put into one batch: {_words(error)}. {advice}."
-        return Unreadable(f"{told}\n{_own_frames(error)}" if collate else told)
+        return UnreadableBatch(f"{told}\n{_own_frames(error)}" if collate else told)
 
 
 def _words(error: Exception) -> str:
@@ -131,7 +131,7 @@ def as_dataset(data: Any) -> Any:
 
 def arrived(batch: Any, device: torch.device) -> Any:
     """A batch that was read, where it is used."""
-    if isinstance(batch, Unreadable):
+    if isinstance(batch, UnreadableBatch):
         raise ConfigError(batch.sentence)
     return to_device(batch, device)
 

@@ -14,31 +14,31 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from potluck.agree.pulse import Verdict
+from potluck.agree.step_report import StepDecision
 from potluck.agree.terms import Fingerprint
 from potluck.composition import Composition, Wanted
 from potluck.engine.fingerprint import fingerprint
 from potluck.engine.loader import Loader, MicroBatch, Position
 from potluck.engine.replica import Replica
 from potluck.engine.rows import mix, seed_everything
-from potluck.engine.scheduled import Scheduled
+from potluck.engine.scheduled import RunScheduler
 from potluck.engine.switches import StepConfig
 from potluck.environment import LAST_WORDS
 from potluck.errors import ConfigError, Diverged, Interrupted
 from potluck.events import EpochDone, EventLog, Noticed, StepDone, StepSkipped, WorkerStep
 from potluck.fleet.ledger import Ledger
 from potluck.link.link import Link
-from potluck.save.kept import Kept
 from potluck.save.memory import Recovery
 from potluck.save.saves import Saves, Standing, sharded_of
+from potluck.save.state import UserState
 from potluck.words import say
 
 if TYPE_CHECKING:
-    from potluck.shard.sharded import Sharded
+    from potluck.sharding.sharded import Sharded
 
 
 @dataclass(slots=True)
-class Tally:
+class StepTally:
     """What this worker has done of the step that is under way."""
 
     loss_sum: Tensor
@@ -52,7 +52,7 @@ class Tally:
 
 
 @dataclass(slots=True)
-class Caller:
+class LoopSettings:
     """What the one who runs the loop says of the run: Trainer, or a loop of your own."""
 
     has_trainer: bool = False
@@ -60,19 +60,19 @@ class Caller:
     counts_epochs: bool = False
     """epochs() or Trainer counts the passes over the loader, and so knows how many of them the run has."""
     rows_limit: int | None = None
-    """The run is over at so many rows; only policies that plan several steps ahead need to know."""
+    """The run is over after this many rows; only policies that plan several steps ahead need to know."""
     lr_factor: Callable[[int], float] | None = None
-    """The share of its peak that the learning rate has for the step which ends at so many rows; none: yours."""
+    """A function from rows seen to the share of its peak that the learning rate has; None: the rate is yours."""
     samples_per_row: float = 1.0
-    """How many samples a row counts as; only for peers of a host that cannot say."""
+    """How many samples a row counts as; only for plain peers of a host, which cannot say so themselves."""
     training: dict[str, Any] = field(default_factory=dict)
     """What every worker's step must do alike: the optimizer's settings, clipping, the schedule."""
     told: dict[str, Any] = field(default_factory=dict)
     """What a host shows of the run: its name, the unit of samples, how many steps there are."""
     memo: dict[str, int] = field(default_factory=dict)
-    """What a caller wants to find again, should this worker be killed and started again in a run that goes on."""
+    """What a caller wants to find again if this worker is killed and restarted while the run continues."""
     folder: Path | None = None
-    """The run's, kept with the rest in memory, so that a run that outlived a loss finds it again."""
+    """The run's folder, kept in memory with the rest, so that a run that survived a loss finds it again."""
 
 
 @dataclass(eq=False)
@@ -87,44 +87,44 @@ class RunState:
     """Whether this worker shows the run to a person."""
     say: Callable[[str], None] = say
 
-    caller: Caller = field(default_factory=Caller)
+    caller: LoopSettings = field(default_factory=LoopSettings)
     events: EventLog = field(default_factory=EventLog)
     after_step: list[Callable[[], None]] = field(default_factory=list)
     after_agreement: list[Callable[[], None]] = field(default_factory=list)
-    state: Kept = field(default_factory=Kept)
-    """What you want kept beside the model: saved, sent to whoever joins, and put back by load()."""
+    state: UserState = field(default_factory=UserState)
+    """What you want kept beside the model: saved, sent to newcomers, and restored by load()."""
 
     version: int = 0
     """Agreements so far."""
     step_number: int = 0
     steps_done: int = 0
-    """The same, but for while after_step is told of each step of a window."""
+    """The same as step_number, except while after_step runs for each step of a window."""
     rows_seen: int = 0
     skipped: int = 0
     skipped_in_a_row: int = 0
     skipped_rows: int = 0
-    """Of the epoch that is under way."""
+    """Rows of the current epoch that were skipped."""
     ledger: Ledger = field(default_factory=Ledger)
     last_epoch: EpochDone | None = None
-    """What was proved of the epoch that ended last."""
+    """What was proved of the last epoch: `last_epoch.sentence`."""
     wants_stop: bool = False
     stopping: bool = False
-    """Every worker has agreed to stop after the step that is done."""
+    """Whether every worker has agreed to stop after the step that is done."""
     replaying: bool = False
-    """A step is applied that others have taken before this worker came."""
+    """Whether the step being applied was taken by others before this worker joined."""
 
     replica: Replica | None = None
     loader: Loader | None = None
-    scheduled: Scheduled | None = None
+    scheduled: RunScheduler | None = None
     batch_norm: str | None = None
     """A layer of the whole model that takes means over rows, and so needs two of them at once."""
     unit: float = 1.0
     """By which each gradient is multiplied, beside its samples: about one over the rows of a batch."""
     data: Fingerprint | None = None
-    """What is in this worker's rows; none before it was looked at."""
+    """A fingerprint of this worker's rows; None until it has been taken."""
     layout: str = ""
-    """How a model that is cut lies on the workers, as lines to be shown."""
-    tally: Tally = field(init=False)
+    """Where the model is cut into stages: which worker has which layers, as text."""
+    tally: StepTally = field(init=False)
     trained: MicroBatch | None = None
     """The last that had a backward."""
     stand_in: ExitStack = field(default_factory=ExitStack)
@@ -136,9 +136,9 @@ class RunState:
     on_stand: list[Callable[[], None]] = field(default_factory=list)
     """Called when the run has been put somewhere else."""
     recovery: Recovery | None = None
-    """What was left of this run after a loss: prepare() goes on from it."""
+    """What was left of this run after a loss: prepare() continues from it."""
     is_restored: bool = False
-    """This worker was killed, and goes on where it had been, in a run that went on meanwhile."""
+    """Whether this worker was killed, and continues from where it was in a run that has continued meanwhile."""
     loaded_from: Path | None = None
 
     def __post_init__(self) -> None:
@@ -174,7 +174,7 @@ class RunState:
             raise Diverged(
                 f"Stopped after {event.in_a_row} skipped steps in a row, at step {event.step}: {event.reason}."
                 " The weights are those of the last good step. Try a lower learning rate, a longer warm-up, step.clip,"
-                f" or fp32, and look at the data around there.{self.prepared().suspicion()}"
+                f" or fp32, and look at the data around there.{self.prepared().nonfinite_hint()}"
             )
 
     def look_at_data(self, dataset: Any, *, elsewhere: bool = False) -> Fingerprint:
@@ -204,13 +204,15 @@ class RunState:
         return self.step_number - (row % size > 0 and row < self.loader.rows)
 
     def seed_random(self, seed: int) -> None:
-        """Every worker draws its own numbers, the same in every run of this seed and this many workers."""
+        """Gives every worker its own random numbers, the same in every run with this seed and this many workers."""
         seed_everything(mix(seed, self.step_number, self.link.rank))
 
     # A step
 
     def start_of_step(self) -> None:
-        self.tally = Tally(torch.zeros((), device=self.device), time.perf_counter(), is_untouched=self.loader is None)
+        self.tally = StepTally(
+            torch.zeros((), device=self.device), time.perf_counter(), is_untouched=self.loader is None
+        )
         if self.replica is not None:
             self.replica.remember_buffers()
 
@@ -221,7 +223,7 @@ class RunState:
             self.loader.position.row = self.loader.current.step_end
 
     def set_lr(self, rows: int) -> None:
-        """For the step that is being applied, by the end of which all workers have seen so many rows."""
+        """Sets the rate of the step that is being applied. `rows`: of all workers, by its end."""
         if self.scheduled is not None:
             self.scheduled.go_to(self._step_of_schedule(rows))
         if self.caller.lr_factor is not None:
@@ -240,29 +242,29 @@ class RunState:
     def lr(self) -> float:
         return float(self.prepared().optimizer.param_groups[0]["lr"])
 
-    def skip(self, verdict: Verdict, *, step: int, where: str = "") -> StepSkipped:
+    def skip(self, decision: StepDecision, *, step: int, where: str = "") -> StepSkipped:
         """The gradient is of no use."""
         self.prepared().drop()
         self.skipped_in_a_row += 1
         return StepSkipped(
-            step=step, loss=verdict.loss, in_a_row=self.skipped_in_a_row, reason=f"{where}{verdict.fault}"
+            step=step, loss=decision.loss, in_a_row=self.skipped_in_a_row, reason=f"{where}{decision.fault}"
         )
 
-    def step_done(self, verdict: Verdict, lr: float, seconds: float, workers: tuple[WorkerStep, ...]) -> StepDone:
+    def step_done(self, decision: StepDecision, lr: float, seconds: float, workers: tuple[WorkerStep, ...]) -> StepDone:
         return StepDone(
             step=self.step_number,
             epoch=self.loader.position.epoch if self.loader is not None else 0,
             rows_seen=self.rows_seen,
-            samples=verdict.samples,
-            loss=verdict.loss,
+            samples=decision.samples,
+            loss=decision.loss,
             lr=lr,
-            grad_norm=verdict.norm,
+            grad_norm=decision.norm,
             seconds=seconds,
             workers=workers,
         )
 
     def tell_agreed(self, steps_before: int) -> None:
-        """All workers hold the same weights; so many steps of the run were done when they last did."""
+        """All workers hold the same weights again, for the first time since `steps_before` steps."""
         if self.scheduled is not None:
             self.scheduled.agree(self.whole_steps)
         end = self.steps_done = self.step_number

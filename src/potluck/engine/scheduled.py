@@ -29,9 +29,9 @@ class _Look:
     groups: list[dict[str, Any]]
 
 
-class Scheduled:
+class RunScheduler:
     def __init__(self, scheduler: LRScheduler, optimizer: Optimizer) -> None:
-        _insist_on_fit(scheduler, optimizer)
+        _check_fit(scheduler, optimizer)
         self.scheduler = scheduler
         self.steps = 0
         """How many times it has been stepped."""
@@ -53,7 +53,7 @@ class Scheduled:
             self._window = self._look()
 
     def agree(self, steps: int) -> None:
-        """All workers are one again, and so many steps of the run are done."""
+        """All workers agree again, after this many steps of the run."""
         if self._window is not None:
             self._put(self._window)
             self._window = None
@@ -123,7 +123,7 @@ class Scheduled:
         self.steps = look.steps
 
 
-def _insist_on_fit(scheduler: LRScheduler, optimizer: Optimizer) -> None:
+def _check_fit(scheduler: LRScheduler, optimizer: Optimizer) -> None:
     if isinstance(scheduler, ReduceLROnPlateau):
         raise ConfigError(
             "ReduceLROnPlateau is stepped with a loss, and scheduler= is for those that count steps. Leave it out of"

@@ -1,4 +1,4 @@
-"""A replica that is split over ranks: the strategies of shard/, behind what an engine asks of a replica."""
+"""A replica that is split over ranks: the strategies of sharding/, behind what an engine asks of a replica."""
 
 import hashlib
 import time
@@ -8,14 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from potluck.engine.replica import Agreed, Replica, as_bytes, find_batch_norm
-from potluck.engine.weight_hash import hash_sums, sums_of, sums_of_piece
+from potluck.engine.replica import Agreed, Replica, find_batch_norm
+from potluck.engine.weight_hash import digest_sums, digest_sums_of_piece, hash_sums
 from potluck.errors import ConfigError
 from potluck.link.link import Alone, Link
-from potluck.shard.runs import Run, Span
-from potluck.shard.sharded import Sharded
-from potluck.shard.splitting import shard_over
-from potluck.shard.strategy import ShardingStrategy
+from potluck.sharding.runs import FlatRun, Span
+from potluck.sharding.sharded import Sharded
+from potluck.sharding.splitting import shard_over
+from potluck.sharding.strategy import ShardingStrategy
+from potluck.tensor_bytes import buffer
 
 
 class ShardedReplica(Replica):
@@ -68,48 +69,50 @@ class ShardedReplica(Replica):
             )
         except ValueError as error:
             raise ConfigError(f"strategy: {error}.") from None
-        self.sharded.asks = False  # workers' pulses say whether any has left a parameter unused
+        self.sharded.asks = False  # workers' reports say whether any has left a parameter unused
         self.names = {id(run.parameter): f"run {index}" for index, run in enumerate(self.sharded.runs)}
         self.outer.names = self.names
         self.trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
-    def held(self) -> dict[str, list[Run]]:
+    def held(self) -> dict[str, list[FlatRun]]:
         sharded = self.sharded
-        found: dict[str, list[Run]] = {}
+        found: dict[str, list[FlatRun]] = {}
         for run in (*sharded.runs, *sharded.rest):
             found.setdefault(run.span.name, []).append(run)
         where = next((run.parameter.device for runs in found.values() for run in runs), torch.device("cpu"))
         for name, parameter in self.model.named_parameters():
             shape, is_here = tuple(parameter.shape), name not in sharded.split and self.within.rank == 0
             if name not in found and is_here:  # every rank has all of it, and one must be the first
-                found[name] = [Run(parameter, Span(name, shape, 0, parameter.numel()))]
+                found[name] = [FlatRun(parameter, Span(name, shape, 0, parameter.numel()))]
             elif name not in found:
                 dtype = sharded.split[name].dtype if name in sharded.split else parameter.dtype
                 empty = nn.Parameter(torch.empty(0, dtype=dtype, device=where), requires_grad=False)
-                found[name] = [Run(empty, Span(name, shape, 0, 0))]
+                found[name] = [FlatRun(empty, Span(name, shape, 0, 0))]
         return found
 
-    def owned(self) -> list[Run]:
+    def owned(self) -> list[FlatRun]:
         names = {name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
         # A frozen parameter may be the optimizer's all the same; averaging it could change its last bit.
         return [run for run in self.sharded.runs if run.span.name in names]
 
     def hash_weights(self, agreed: Agreed, buffers: Sequence[Tensor]) -> tuple[str, Tensor]:
         """Of the whole replica, as of one that is not split: each rank adds what its numbers come to."""
-        found = self.glance(agreed, buffers)
+        found = self.quick_digest(agreed, buffers)
         return hash_sums([found]), found
 
-    def glance(self, agreed: Agreed, buffers: Sequence[Tensor]) -> Tensor:
+    def quick_digest(self, agreed: Agreed, buffers: Sequence[Tensor]) -> Tensor:
         held, sums = self.held(), []
         for name, parameter in self.model.named_parameters():
             pieces = [
-                sums_of_piece(agreed.get(id(run.parameter), run.parameter.data), run.span.start, parameter.numel())
+                digest_sums_of_piece(
+                    agreed.get(id(run.parameter), run.parameter.data), run.span.start, parameter.numel()
+                )
                 for run in held[name]
             ]
             sums.append(torch.stack(pieces).sum(dim=0).to(self.device))
         told = torch.cat(sums).cpu()
         self.link.start_sum(told).wait()
-        return torch.cat([told, *(sums_of(buffer).cpu() for buffer in buffers)])
+        return torch.cat([told, *(digest_sums(buffer).cpu() for buffer in buffers)])
 
     def on_parts_written(self) -> None:
         self.sharded.share()
@@ -118,7 +121,7 @@ class ShardedReplica(Replica):
         super().arm(last=last)
         self.sharded.arm(last=last)
 
-    def _insist_on_frozen(self) -> None:
+    def _check_frozen(self) -> None:
         """The parameters that a model has while it computes are not those that it has between steps."""
 
     def end_backward(self) -> None:
@@ -176,7 +179,7 @@ class ShardedReplica(Replica):
         """Of all ranks' parts together: equal exactly when whole replicas are."""
         digest = hashlib.sha256()
         for run in self.sharded.runs:
-            digest.update(as_bytes(run.parameter.detach()))
+            digest.update(buffer(run.parameter.cpu()))
         told = self.within.gather_bytes(digest.digest())
         size = self.sharded.collectives.world
         first = self.within.rank // size * size

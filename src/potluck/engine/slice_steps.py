@@ -8,9 +8,9 @@ from dataclasses import replace
 import numpy as np
 from torch import Tensor
 
-from potluck.agree.pulse import Verdict, decide_mean
-from potluck.engine.led import Led
+from potluck.agree.step_report import StepDecision, decide_mean
 from potluck.engine.loader import BatchConfig, MicroBatch, plan_step
+from potluck.engine.member_driver import MemberDriver
 from potluck.engine.part_sender import PartSender
 from potluck.engine.replica import Replica
 from potluck.engine.rows import mix
@@ -30,10 +30,12 @@ class SliceSteps:
     is_repeatable = True
     divergence = 0.0
 
-    def __init__(self, run: RunState, replica: Replica, led: Led, sender: PartSender, gradients: Gradients) -> None:
+    def __init__(
+        self, run: RunState, replica: Replica, driver: MemberDriver, sender: PartSender, gradients: Gradients
+    ) -> None:
         self._run = run
         self._replica = replica
-        self._led = led
+        self._driver = driver
         self._sender = sender
         self.sums = SliceSums(replica.model, gradients, replica.link, sender.send)
         self.sums.before_last_part = self._send_used
@@ -43,7 +45,7 @@ class SliceSteps:
         """Of each slice: the samples of this rank's rows, and the sum of their losses."""
         self._loss = self._samples = 0.0
         self.is_done = True
-        """step() was called for the slice that was given out last."""
+        """Whether step() was called for the last slice that was given out."""
         self._started = 0.0
 
     @property
@@ -51,7 +53,7 @@ class SliceSteps:
         return self.sums.described
 
     def seed_of(self, seed: int, micro: MicroBatch) -> int:
-        """Of the slice; the ranks of one worker each draw numbers of their own."""
+        """The slice's seed; the ranks of one worker each draw their own numbers."""
         rank = self._replica.link.rank
         return mix(seed, self._step, self.slices[micro.number], *([rank + 1] if rank else []))
 
@@ -89,7 +91,7 @@ class SliceSteps:
         """`last`: of this slice, of which a loop may give several."""
         last, unit = last is not False, self._run.unit
         if micro.number == 0:
-            self._led.reach("forward")
+            self._driver.reach("forward")
         self._replica.arm(last=last)
         self._run.stand_in.close()
         samples = samples if micro.counts else 0.0
@@ -113,31 +115,31 @@ class SliceSteps:
         self._replica.unseal()
         self.is_done = True
         if micro.last:
-            self._led.reach("sent")
+            self._driver.reach("sent")
         return micro.last, None
 
     def count_rows(self, rows: int) -> None:
         assert self._run.loader is not None
-        self._run.step_number = self._led.member.version
+        self._run.step_number = self._driver.member.version
         self._run.loader.position.row += rows
 
     def send_ahead(self, *, is_wanted: bool) -> None:
-        """A step is computed from what the last one led to: there is nothing to do ahead."""
+        """Nothing to do: a step needs the result of the last one."""
 
-    def agree(self, committed: Committed, means: list[Tensor]) -> Verdict:
+    def agree(self, committed: Committed, means: list[Tensor]) -> StepDecision:
         """The mean gradient goes to the optimizer, or all skip it."""
         run, sums = self._run, self.sums
         norm = sums.load(means, bytes(committed.used))
-        verdict = decide_mean(committed.samples, committed.loss, norm, 1.0, run.config.clip)
-        if verdict.fault is not None:
+        decision = decide_mean(committed.samples, committed.loss, norm, 1.0, run.config.clip)
+        if decision.fault is not None:
             sums.restore_buffers()
-            return verdict
+            return decision
         sums.apply_buffers(means, bytes(committed.buffers))
         run.skipped_in_a_row = 0
         run.set_lr(run.rows_seen)
-        self._replica.apply(verdict.scale)
+        self._replica.apply(decision.scale)
         sums.reset()
-        return verdict
+        return decision
 
     # What all agreed on
 
@@ -147,19 +149,19 @@ class SliceSteps:
     def hash_weights(self) -> tuple[str, Tensor]:
         return self._replica.hash_weights({}, self.sums.agreed_buffers)
 
-    def glance(self) -> Tensor:
-        return self._replica.glance({}, self.sums.agreed_buffers)
+    def quick_digest(self) -> Tensor:
+        return self._replica.quick_digest({}, self.sums.agreed_buffers)
 
     def start_anew(self) -> None:
         self.sums.start_anew()
 
     def forget(self) -> None:
-        """The model is again as it was agreed on."""
+        """Discards what was computed: the model is again as it was agreed on."""
         self.sums.reset()
         self.sums.restore_buffers()
 
     def _send(self, report: SliceReport) -> None:
-        self._led.client.send(report)
+        self._driver.client.send(report)
 
     def _send_report(self) -> None:
         numbers = np.array(list(self._reports), "<u4")
@@ -171,7 +173,7 @@ class SliceSteps:
         """Which parameters the slices used is known when the last part is; so is how long they took."""
         self._sender.synchronize()
         busy_s = time.perf_counter() - self._started
-        self._led.check_weights(in_step=True)  # before the last part, without which nothing is committed
+        self._driver.check_weights(in_step=True)  # before the last part, without which nothing is committed
         none = np.zeros(0)
         self._send(SliceReport(self._step, none.astype("<u4"), none, none, busy_s, self.sums.used_bits()))
 
@@ -181,4 +183,4 @@ class SliceSteps:
 
     @property
     def _step(self) -> int:
-        return self._led.member.version + 1
+        return self._driver.member.version + 1

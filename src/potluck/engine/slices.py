@@ -13,15 +13,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from potluck.engine.buckets import Allocate, Bucket, find_units, split_like
+from potluck.engine.buckets import Allocate, GradBucket, find_units, split_like
 from potluck.engine.buffers import SavedBuffers
 from potluck.engine.replica import Replica
 from potluck.errors import ConfigError
 from potluck.fleet.description import MAX_FLOATS, Part
 from potluck.fleet.tree import Node, merges
 from potluck.link.link import Link
-from potluck.shard.blocks import find_blocks
-from potluck.shard.ranges import Spec
+from potluck.sharding.blocks import find_blocks
+from potluck.sharding.ranges import Spec
 
 SMALL_BYTES = 1 << 20
 """Neighbouring layers outside the blocks travel together up to this size: each part costs a message."""
@@ -104,16 +104,16 @@ class WholeGradients:
     """Of a replica that this process has all of. Parts leave one by one while the backward still runs."""
 
     def __init__(self, replica: Replica, allocate: Allocate | None = None) -> None:
-        """`allocate`: for tensors that whoever sends them prefers."""
+        """`allocate`: makes tensors in the memory that their sender prefers."""
         model = replica.model
         self._replica = replica
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        insist_on_float32(self._trained)
+        check_float32(self._trained)
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._index = {id(parameter): index for index, parameter in enumerate(self._trained)}
         self._used = [False] * len(self._trained)
         planned = plan_parts(model, find_blocks(model))
-        self._buckets = [Bucket(parameters, allocate) for _, parameters in planned]
+        self._buckets = [GradBucket(parameters, allocate) for _, parameters in planned]
         pairs = zip(planned, self._buckets, strict=True)
         self.parts = [PartSums(part, bucket.flat, allocate) for (part, _), bucket in pairs]
         self.on_part: Callable[[], None] = lambda: None
@@ -155,7 +155,7 @@ class WholeGradients:
                 parameter.grad = piece if is_set(used, self._index[id(parameter)]) else None
         return float(self._replica.norm().item())
 
-    def _hook(self, bucket: Bucket, index: int) -> Callable[[Tensor], None]:
+    def _hook(self, bucket: GradBucket, index: int) -> Callable[[Tensor], None]:
         def on_gradient(parameter: Tensor) -> None:
             bucket.on_gradient(index, self._names[id(parameter)], is_last=self._communicate)
             if self._communicate:
@@ -221,7 +221,7 @@ class SliceSums:
         self._gradients.start_slice()
         if not self._before:
             self._before = self._buffers.copy()
-        else:  # each slice of a step starts from the same buffers, whoever computes it
+        else:  # each slice of a step starts from the same buffers, no matter who computes it
             self._buffers.put(self._before)
 
     def arm(self, *, communicate: bool) -> None:
@@ -305,7 +305,7 @@ def is_set(bits: bytes, index: int) -> bool:
     return index // 8 >= len(bits) or bool(bits[index // 8] >> (index % 8) & 1)
 
 
-def insist_on_float32(trained: Sequence[Tensor | Spec]) -> None:
+def check_float32(trained: Sequence[Tensor | Spec]) -> None:
     wrong = next((p.dtype for p in trained if p.dtype != torch.float32), None)
     if wrong is not None:
         raise ConfigError(

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from potluck.engine.node_client import NodeClient
-from potluck.engine.slices import PartSums, as_bits, insist_on_float32, is_set, plan_parts
+from potluck.engine.slices import PartSums, as_bits, check_float32, is_set, plan_parts
 from potluck.errors import ConfigError
 from potluck.fleet.description import Part
-from potluck.shard.blocks import find_blocks
-from potluck.shard.norm import ROOM
+from potluck.sharding.blocks import find_blocks
+from potluck.sharding.runs import ROOM
 
 if TYPE_CHECKING:
     from potluck.engine.sharded import ShardedReplica
@@ -30,8 +30,8 @@ class SplitGradients:
         model, sharded = replica.model, replica.sharded
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._trained = [names[id(parameter)] for parameter in model.parameters() if parameter.requires_grad]
-        _insist_on_optimizer(self._trained, sharded.group_names)
-        insist_on_float32([sharded.split[name] for name in self._trained if name in sharded.split])
+        _check_optimizer(self._trained, sharded.group_names)
+        check_float32([sharded.split[name] for name in self._trained if name in sharded.split])
         self._used: set[str] = set()
         planned = plan_parts(model, find_blocks(model))
         self._names = [[names[id(parameter)] for parameter in parameters] for _, parameters in planned]
@@ -95,7 +95,7 @@ class SplitGradients:
         return norm if ROOM[0] < norm < ROOM[1] else float(self._replica.norm())
 
 
-def _insist_on_optimizer(trained: Sequence[str], groups: Sequence[Sequence[str]]) -> None:
+def _check_optimizer(trained: Sequence[str], groups: Sequence[Sequence[str]]) -> None:
     held = {name for group in groups for name in group}
     if unheld := [name for name in trained if name not in held]:
         raise ConfigError(

@@ -18,35 +18,34 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from potluck.agree.pulse import Pulse, norm_of_stages, worker_steps
-from potluck.engine.drafts import Draft
+from potluck.agree.step_report import StepReport, norm_of_stages, worker_steps
 from potluck.engine.fingerprint import training_settings
-from potluck.engine.held import Held, HeldPart, empty, hold, narrow
 from potluck.engine.layers import make_replica
 from potluck.engine.loader import Loader
-from potluck.engine.losses import LossFunction, insist_on_grad, loss_and_samples
-from potluck.engine.replica import Replica, naming_single_rows
+from potluck.engine.losses import LossFunction, check_grad, loss_and_samples
+from potluck.engine.replica import Replica, explain_single_rows
 from potluck.engine.rows import mix
 from potluck.engine.run_state import RunState
+from potluck.engine.saved_position import check_position, position_as_json, restore_position
 from potluck.engine.slices import describe_model
-from potluck.engine.standing import check_standing, stand_at, standing_as_json
+from potluck.engine.stage_modules import StageModules, StageShard, describe_uncut, free_params_outside, keep_params_of
+from potluck.engine.stage_planner import StagePlanner
 from potluck.engine.switches import autocast, in_float32
 from potluck.engine.ties import Ties
 from potluck.errors import ConfigError
 from potluck.events import WorkerStep
 from potluck.fleet.ledger import Ledger
-from potluck.link.places import make_places
+from potluck.link.grid import make_places
 from potluck.save.saves import Standing
-from potluck.save.store_run import StoreRun
-from potluck.save.store_saves import StoreSaves
+from potluck.save.store_run import StoreRun, StoreSaves
 from potluck.stages.channel import Channel
-from potluck.stages.cut import Stage, cut, give_up_foreign
+from potluck.stages.cut import CutStage, cut, give_up_foreign
 from potluck.stages.direct import GroupChannel
-from potluck.stages.pipeline import Line
+from potluck.stages.pipeline import PipelineRunner
 from potluck.stages.plan import Plan, count_sent
 from potluck.stages.protocol import Stages
 from potluck.stages.schedule import forward_only, plan_orders
-from potluck.store.tenancy import Tenant
+from potluck.store.sessions import Tenant
 
 if TYPE_CHECKING:
     from potluck.engine.rounds import Rounds
@@ -68,12 +67,12 @@ class _Micro:
 class _Work:
     """What one stage computes of the micro-batches at hand."""
 
-    def __init__(self, stage: Stage, replica: Replica, unit: Callable[[], float]) -> None:
+    def __init__(self, stage: CutStage, replica: Replica, unit: Callable[[], float]) -> None:
         self._stage = stage
         self._replica = replica
         self._unit = unit
         held = replica.model
-        self._run: Callable[[Callable[[], Any]], Any] = held if isinstance(held, Held) else lambda run: run()
+        self._run: Callable[[Callable[[], Any]], Any] = held if isinstance(held, StageModules) else lambda run: run()
         self.micros: list[_Micro] = []
         self.loss_of: LossFunction | None = None
         self.samples = 0.0
@@ -87,7 +86,7 @@ class _Work:
         one, loss_of, replica = self.micros[micro], self.loss_of, self._replica
         assert loss_of is not None
         kept = nullcontext() if one.weight else replica.buffers_kept()
-        with kept, naming_single_rows(), autocast(replica.device, replica.config):
+        with kept, explain_single_rows(), autocast(replica.device, replica.config):
             found = self._run(lambda: self._stage.run(loss_of, one.batch, received or None, seed=one.seed))
         if not self._stage.is_last:
             return tuple(found)
@@ -96,7 +95,7 @@ class _Work:
         if not samples:  # a mean over nothing is not a number, and weighs nothing
             return ()
         if torch.is_grad_enabled():
-            insist_on_grad(loss)
+            check_grad(loss)
         self.samples += samples
         told = loss.detach().reshape(()) * samples
         self.loss_sum = told if self.loss_sum is None else self.loss_sum + told
@@ -111,20 +110,20 @@ class StagedLayers:
 
     is_whole = False
 
-    def __init__(self, run: RunState, stages: Stages, depot: StoreRun | None = None) -> None:
-        """`depot`: where workers meet who have no connection to each other; the link is its."""
+    def __init__(self, run: RunState, stages: Stages, store_run: StoreRun | None = None) -> None:
+        """`store_run`: where workers meet who have no connection to each other; the link is its."""
         self._run = run
         self._stages = stages
-        self._depot = depot
+        self._store_run = store_run
         self._has_saved = False
         self._has_met = False
-        if depot is not None:
-            run.saves = StoreSaves(run.link, run.events, depot)
+        if store_run is not None:
+            run.saves = StoreSaves(run.link, run.events, store_run)
         run.standing_of.append(self._standing)
         composed = run.composition
         places = self.places = make_places(run.link, composed.stages, composed.node_size)
-        self.lanes, self.lane, self.place = places.lanes, places.lane, places.place
-        self.peers, self.shards = places.peers, places.shards
+        self.pipelines, self.pipeline, self.place = places.pipelines, places.pipeline, places.place
+        self.replica_group, self.shards = places.replica_group, places.shards
         self.parameters = 0
         self._plan: Plan | None = None
         self._micros: list[_Micro] = []
@@ -136,7 +135,7 @@ class StagedLayers:
 
     def introduce(self, model: nn.Module, optimizer: Optimizer, dataset: Any, about: dict[str, Any]) -> None:
         """What this worker brings, before it says anything to the others: a store may be another run's."""
-        if self._depot is None or self._has_met:
+        if self._store_run is None or self._has_met:
             return
         run = self._run
         settings = training_settings(optimizer, run.config.clip) | {
@@ -150,41 +149,41 @@ class StagedLayers:
         }
         name = about.get("name") or Path(sys.argv[0]).name or "a script"
         data = run.look_at_data(dataset)
-        self._depot.meet(Tenant(name=name, settings=settings, data=data, out=about.get("out")))
+        self._store_run.meet(Tenant(name=name, settings=settings, data=data, out=about.get("out")))
         self._has_met = True
-        run.is_restored = self._depot.kept is not None
+        run.is_restored = self._store_run.kept is not None
 
     def make_replica(
         self, model: nn.Module, optimizer: Optimizer, rounds: "Rounds", options: dict[str, Any]
     ) -> Replica:
         run, places = self._run, self.places
-        draft = Draft(self._stages, places, run.device, options["batch_size"])
-        plan = self._plan = draft.agree(model, options["loss"], options["dataset"], options["collate"])
-        held = hold(model, optimizer)
+        planner = StagePlanner(self._stages, places, run.device, options["batch_size"])
+        plan = self._plan = planner.agree(model, options["loss"], options["dataset"], options["collate"])
+        held = describe_uncut(model, optimizer)
         self.parameters = held.parameters
         stages = [cut(model, plan, number) for number in range(places.place, len(plan.stages), places.workers)]
-        own = stages[0].model if len(stages) == 1 else Held([stage.model for stage in stages])
-        narrow(optimizer, own)
-        empty(model, own)
+        own = stages[0].model if len(stages) == 1 else StageModules([stage.model for stage in stages])
+        keep_params_of(optimizer, own)
+        free_params_outside(model, own)
         give_up_foreign(stages)
         self._ties = Ties(own, places)
         replica = make_replica(run, self, rounds.nodes, own, optimizer)
         replica.always_used = self._ties.names
         firsts, rank = self._ties.is_first_of, run.link.rank
         together = run.link.world if run.composition.splits_all else places.size
-        self._part = replica.part = HeldPart(replica, held, firsts, rank=rank % together, world=together)
-        self._own = HeldPart(replica, held, dict.fromkeys(firsts, True), rank=0, world=1)
+        self._part = replica.part = StageShard(replica, held, firsts, rank=rank % together, world=together)
+        self._own = StageShard(replica, held, dict.fromkeys(firsts, True), rank=0, world=1)
         self._work = {stage.index: _Work(stage, replica, lambda: run.unit) for stage in stages}
         widths = [count_sent(plan.layers[cut - 1].output or {"value": None}) for cut in plan.cuts]
-        self._line = Line(self._work, widths, self._make_channel())
-        run.layout = draft.describe(plan)
+        self._runner = PipelineRunner(self._work, widths, self._make_channel())
+        run.layout = planner.describe(plan)
         return replica
 
     def _make_channel(self) -> Channel:
         places, device = self.places, self._run.device
-        if self._depot is not None:
-            return self._depot.open_channel(self.lane, places.place, device)
-        return GroupChannel(places.line.group, device, rank=places.place, workers=places.workers)
+        if self._store_run is not None:
+            return self._store_run.open_channel(self.pipeline, places.place, device)
+        return GroupChannel(places.stage_group.group, device, rank=places.place, workers=places.workers)
 
     # A step
 
@@ -206,7 +205,7 @@ class StagedLayers:
             run.tally.is_last = True
         return None
 
-    def insist_on_backward(self) -> None:
+    def check_backward(self) -> None:
         raise ConfigError(
             "Stages go forward and backward by themselves: call fleet.train(loss_of, batch) instead of the loss"
             " function and backward()."
@@ -220,7 +219,7 @@ class StagedLayers:
             work.begin(loss_of, micros)
         orders = plan_orders(self._stages.schedule, self.places.workers, len(micros))
         self._pass += 1
-        self._line.run(
+        self._runner.run(
             self._pass,
             orders,
             self.places.place,
@@ -237,41 +236,43 @@ class StagedLayers:
         run = self._run
         wait_s = replica.finish()
         started = time.perf_counter()
-        self._ties.add_up(self._part, self._line.channel, self._pass)
+        self._ties.add_up(self._part, self._runner.channel, self._pass)
         own, loss_sum = torch.stack([replica.norm().to(run.device), run.tally.loss_sum]).tolist()
-        told = self.places.line.gather_rows([own, self._ties.counted_elsewhere(self._part)])
+        told = self.places.stage_group.gather_rows([own, self._ties.counted_elsewhere(self._part)])
         norm = norm_of_stages(*zip(*told, strict=True))
         return wait_s + time.perf_counter() - started, norm, loss_sum
 
     def times(self, busy_s: float, optimizer_s: float) -> tuple[float, float]:
-        return self._line.times.busy_s + optimizer_s, self._line.times.send_s
+        return self._runner.times.busy_s + optimizer_s, self._runner.times.send_s
 
-    def lane_pulses(self, pulses: list[Pulse]) -> list[Pulse]:
+    def pipeline_reports(self, reports: list[StepReport]) -> list[StepReport]:
         """The last stage's figures, and the time of its busiest stage."""
         found = []
-        for lane in range(self.lanes):
-            own = [pulses[rank] for rank in self.places.ranks_of(lane)]
-            found.append(own[-1]._replace(busy_s=max(pulse.busy_s for pulse in own)))
+        for pipeline in range(self.pipelines):
+            own = [reports[rank] for rank in self.places.ranks_of(pipeline)]
+            found.append(own[-1]._replace(busy_s=max(report.busy_s for report in own)))
         return found
 
-    def samples_of_lane(self, pulses: list[Pulse]) -> float:
-        return self.lane_pulses(pulses)[self.lane].samples
+    def samples_of_pipeline(self, reports: list[StepReport]) -> float:
+        return self.pipeline_reports(reports)[self.pipeline].samples
 
     def samples_in_node(self, samples: Sequence[float]) -> float:
-        """What the last stage of our lane tells."""
+        """What the last stage of our pipeline tells."""
         return samples[-self.places.each + self._run.link.rank % self.places.each]
 
-    def worker_steps(self, pulses: list[Pulse], took_s: float) -> tuple[WorkerStep, ...]:
-        lanes = self.lane_pulses(pulses)
+    def worker_steps(self, reports: list[StepReport], took_s: float) -> tuple[WorkerStep, ...]:
+        pipelines = self.pipeline_reports(reports)
         found = []
-        for step in worker_steps(pulses, took_s):
-            lane = self.places.lane_of(step.rank)
-            name = f"stage {self.places.place_of(step.rank)}" + (f" of {lane}" if self.lanes > 1 else "")
-            found.append(replace(step, name=name, rows=int(lanes[lane].rows), samples=lanes[lane].samples))
+        for step in worker_steps(reports, took_s):
+            pipeline = self.places.pipeline_of(step.rank)
+            name = f"stage {self.places.place_of(step.rank)}" + (f" of {pipeline}" if self.pipelines > 1 else "")
+            found.append(
+                replace(step, name=name, rows=int(pipelines[pipeline].rows), samples=pipelines[pipeline].samples)
+            )
         return tuple(found)
 
     def fingerprint(self, replica: Replica) -> str:
-        return "/".join(data.decode() for data in self.places.line.gather_bytes(replica.fingerprint().encode()))
+        return "/".join(data.decode() for data in self.places.stage_group.gather_bytes(replica.fingerprint().encode()))
 
     def look(self, loss_of: LossFunction, loader: Loader) -> tuple[float, float]:
         total = count = 0.0
@@ -280,7 +281,7 @@ class StagedLayers:
                 work.begin(loss_of, micros)
             orders = forward_only(self._stages.schedule, self.places.workers, len(micros))
             self._pass += 1
-            self._line.run(self._pass, orders, self.places.place)
+            self._runner.run(self._pass, orders, self.places.place)
             for work in self._work.values():
                 count += work.samples
                 total += work.loss_sum.item() if work.loss_sum is not None else 0.0
@@ -291,58 +292,58 @@ class StagedLayers:
         return {"plan": self._plan.to_json()}
 
     def close(self, *, has_failed: bool) -> None:
-        if self._depot is not None:
-            (self._depot.close if has_failed else self._depot.end)()
+        if self._store_run is not None:
+            (self._store_run.close if has_failed else self._store_run.end)()
         elif self._work:
-            self._line.channel.close()
+            self._runner.channel.close()
 
     # Workers that meet in a store
 
     def settle_in(self) -> None:
         """Goes on from what this worker had kept before it was killed; or keeps itself for the first time."""
-        depot, run = self._depot, self._run
-        if depot is None:
+        store_run, run = self._store_run, self._run
+        if store_run is None:
             return
-        if depot.kept is None:
-            if depot.every is not None:
-                self._keep(depot)
+        if store_run.kept is None:
+            if store_run.every is not None:
+                self._keep(store_run)
             return
-        notes = depot.kept.notes
-        depot.kept.load_into(self._own)
+        notes = store_run.kept.notes
+        store_run.kept.load_into(self._own)
         run.prepared().remember_buffers()
-        check_standing(run, Path(f"What worker {run.link.rank} kept of itself"), notes["standing"])
-        stand_at(run, notes["standing"])
+        check_position(run, Path(f"What worker {run.link.rank} kept of itself"), notes["standing"])
+        restore_position(run, notes["standing"])
         run.ledger = Ledger([(start, end) for start, end in notes["ledger"]])
         self._pass, run.caller.memo = notes["passes"], notes["memo"]
-        depot.link.log.seal()
-        depot.kept = None
+        store_run.link.log.seal()
+        store_run.kept = None
         run.start_of_step()
 
-    def _keep(self, depot: StoreRun) -> None:
+    def _keep(self, store_run: StoreRun) -> None:
         run = self._run
         notes = {
-            "standing": standing_as_json(run),
+            "standing": position_as_json(run),
             "ledger": run.ledger.ranges,
             "memo": run.caller.memo,
             "passes": self._pass,
         }
-        depot.keep(self._own, notes, self._pass)
+        store_run.keep(self._own, notes, self._pass)
 
     def on_saved(self) -> None:
-        self._has_saved = True  # whoever starts again must not come by here again: it would find it done
+        self._has_saved = True  # after a restart this must not run again: it would find the step done
 
     def end_of_step(self) -> None:
-        depot, run = self._depot, self._run
-        if depot is None or depot.every is None:
+        store_run, run = self._store_run, self._run
+        if store_run is None or store_run.every is None:
             return
-        if self._has_saved or run.step_number % depot.every == 0:
-            self._keep(depot)
+        if self._has_saved or run.step_number % store_run.every == 0:
+            self._keep(store_run)
             run.start_of_step()
         self._has_saved = False
 
     def end_of_window(self) -> None:
-        if self._depot is not None:
-            self._depot.forget(self._pass)
+        if self._store_run is not None:
+            self._store_run.forget(self._pass)
 
 
 def _in_groups(loader: Loader) -> Iterator[list[_Micro]]:

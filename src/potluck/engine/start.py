@@ -11,16 +11,16 @@ from potluck.agree.policy import ApplyPolicy, Sync
 from potluck.composition import Wanted, compose, for_those_left, ranks_per_worker
 from potluck.config import checked
 from potluck.engine.engine import Engine
-from potluck.engine.parts import in_stages, under_host
+from potluck.engine.engine_parts import in_stages, under_host
 from potluck.engine.switches import StepConfig
-from potluck.environment import PATIENCE_S, insist_on_patience
+from potluck.environment import PATIENCE_S, check_patience
 from potluck.fleet.client import Client
 from potluck.fleet.invite import INVITE, Invite, read_invite
 from potluck.link.link import Alone, GroupLink, Link, choose_device, placed
 from potluck.link.link import connect as join_group
 from potluck.link.ranks import asked_ranks, is_later_rank, meet, ranks_here
 from potluck.save.memory import my_recovery
-from potluck.shard.strategy import NoShard, ShardingStrategy
+from potluck.sharding.strategy import NoShard, ShardingStrategy
 from potluck.stages.protocol import CommunicationProtocol, Stages
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def init(
     workers, and `step` how one step is computed. `patience_s` is how long a worker of a process group may be silent
     before the others give it up. These pages call what it returns `fleet`.
     """
-    checked(lambda: insist_on_patience("patience_s", patience_s))
+    checked(lambda: check_patience("patience_s", patience_s))
     if isinstance(stages, CommunicationProtocol):
         stages = Stages(protocol=stages)
     device = choose_device()
@@ -75,7 +75,7 @@ def init(
 def _in_stages(wanted: Wanted, stages: Stages, device: torch.device, step: StepConfig, patience_s: float) -> Engine:
     from potluck.save.store_run import StoreRun
 
-    depot: StoreRun | None = None
+    store_run: StoreRun | None = None
     link: Link | None = None
     if stages.store is None:
         link = join_group(device, patience_s)
@@ -83,9 +83,9 @@ def _in_stages(wanted: Wanted, stages: Stages, device: torch.device, step: StepC
     wanted = replace(wanted, world=world)
     compose(wanted)
     if stages.store is not None:  # only now: what is refused must not have touched it
-        depot = StoreRun(stages.store, rank, world, patience_s, keeps=wanted.policy.steps_together)
-        link = depot.link
-    return Engine(link, device, step=step, wanted=wanted, parts=lambda run: in_stages(run, depot))
+        store_run = StoreRun(stages.store, rank, world, patience_s, keeps=wanted.policy.steps_together)
+        link = store_run.link
+    return Engine(link, device, step=step, wanted=wanted, parts=lambda run: in_stages(run, store_run))
 
 
 def connect(invite: Invite, device: torch.device, ranks: int) -> Client:

@@ -10,15 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from potluck.agree.balance import Balance
-from potluck.agree.pulse import Pulse, Verdict, decide_step
-from potluck.agree.shares import share_out
-from potluck.engine.copies import Copies
+from potluck.agree.shares import Balance, share_out
+from potluck.agree.step_report import StepDecision, StepReport, decide_step
+from potluck.engine.buddy_copies import BuddyCopies
 from potluck.engine.layers import Layers
 from potluck.engine.loader import BatchConfig, BatchShare, Loader
 from potluck.engine.local_steps import backward, is_batch_done
 from potluck.engine.replica import Replica
-from potluck.engine.rounds import Collate, insist_on_same_data
+from potluck.engine.rounds import Collate, check_same_data
 from potluck.engine.run_state import RunState
 from potluck.errors import ConfigError
 from potluck.events import Decided, StepDone, StepSkipped
@@ -29,7 +28,7 @@ from potluck.words import plural
 class Steps:
     nodes = None
 
-    def __init__(self, run: RunState, layers: Layers, copies: Copies) -> None:
+    def __init__(self, run: RunState, layers: Layers, copies: BuddyCopies) -> None:
         self._run = run
         self._layers = layers
         self._copies = copies
@@ -42,20 +41,20 @@ class Steps:
         pass
 
     def make_loader(self, dataset: Any, batch: BatchConfig, seed: int, collate: Collate) -> Loader:
-        run, lanes = self._run, self._layers.lanes
-        replica, shares = run.prepared(), run.composition.shares or (1.0,) * lanes
+        run, pipelines = self._run, self._layers.pipelines
+        replica, shares = run.prepared(), run.composition.shares or (1.0,) * pipelines
         if 0 in (parts := share_out(batch.size, shares)):
             raise ConfigError(
-                f"A batch of {batch.size} does not fit {plural(lanes, 'worker')}: each needs at least one row, and"
+                f"A batch of {batch.size} does not fit {plural(pipelines, 'worker')}: each needs at least one row, and"
                 f" they would have {', '.join(map(str, parts))}. Use a larger batch, fewer workers, or more even"
                 " shares."
             )
-        share = BatchShare(shares, self._layers.lane, in_step=replica.in_step, in_pairs=run.batch_norm is not None)
+        share = BatchShare(shares, self._layers.pipeline, in_step=replica.in_step, in_pairs=run.batch_norm is not None)
         loader = Loader(dataset, batch, share, device=run.device, seed=seed, collate=collate)
-        insist_on_same_data(run, loader)
+        check_same_data(run, loader)
         # Where ranks gather parameters they wait for each other in every layer, and nobody's own speed can be seen.
-        if run.composition.is_measured and lanes > 1 and not replica.gathers:
-            self._balance = Balance(batch.size, lanes)
+        if run.composition.is_measured and pipelines > 1 and not replica.gathers:
+            self._balance = Balance(batch.size, pipelines)
         return loader
 
     @property
@@ -82,19 +81,19 @@ class Steps:
         told = self._tell(busy_s) if run.link.world > 1 else None
         wait_s, norm, loss_sum = layers.reduce(replica)
         told = told or self._tell(busy_s, loss_sum)
-        pulses = [Pulse(*row) for row in told.wait()]
-        if any(pulse.has_unused for pulse in pulses):
+        reports = [StepReport(*row) for row in told.wait()]
+        if any(report.has_unused for report in reports):
             replica.drop_unused()
-        verdict = decide_step(pulses, norm, run.unit, run.config.clip)
-        run.advance(sum(int(pulse.rows) for pulse in pulses))
-        run.stopping = any(pulse.wants_stop for pulse in pulses)
+        decision = decide_step(reports, norm, run.unit, run.config.clip)
+        run.advance(sum(int(report.rows) for report in reports))
+        run.stopping = any(report.wants_stop for report in reports)
         exchanged = time.perf_counter()
-        event = self._apply(pulses, verdict, busy_s + wait_s)
+        event = self._apply(reports, decision, busy_s + wait_s)
         self._optimizer_s = time.perf_counter() - exchanged
-        return self._end(event, pulses)
+        return self._end(event, reports)
 
     def _step_ahead(self, replica: Replica, busy_s: float) -> StepDone | StepSkipped:
-        """As step(), with the verdict reached on the GPU, which has its next work before we know of it."""
+        """As step(), with the decision reached on the GPU, which has its next work before we know of it."""
         run, tally = self._run, self._run.tally
         replica.finish()
         run.advance(tally.rows)
@@ -107,16 +106,16 @@ class Steps:
             norm = replica.norm().item()
         else:
             replica.drop()
-        pulses = [Pulse(*row) for row in self._tell(busy_s, loss_sum).wait()]
-        run.stopping = bool(pulses[0].wants_stop)
-        verdict = decide_step(pulses, norm, run.unit, run.config.clip)
-        return self._end(self._apply(pulses, verdict, busy_s, is_done=not was_bad), pulses)
+        reports = [StepReport(*row) for row in self._tell(busy_s, loss_sum).wait()]
+        run.stopping = bool(reports[0].wants_stop)
+        decision = decide_step(reports, norm, run.unit, run.config.clip)
+        return self._end(self._apply(reports, decision, busy_s, is_done=not was_bad), reports)
 
     def _tell(self, busy_s: float, loss_sum: float | None = None) -> Rows:
         """What this worker says of the step, and hears from all, while the sums are under way."""
         run = self._run
         busy_s, send_s = self._layers.times(busy_s, self._optimizer_s)
-        mine = Pulse(
+        mine = StepReport(
             samples=run.tally.samples,
             loss_sum=run.tally.loss_sum.item() if loss_sum is None else loss_sum,
             rows=run.tally.rows,
@@ -128,43 +127,43 @@ class Steps:
         return run.link.start_gather(mine)
 
     def _apply(
-        self, pulses: list[Pulse], verdict: Verdict, took_s: float, *, is_done: bool = False
+        self, reports: list[StepReport], decision: StepDecision, took_s: float, *, is_done: bool = False
     ) -> StepDone | StepSkipped:
         """`is_done`: the optimizer has stepped already, or has left it out."""
         run, layers = self._run, self._layers
         replica = run.prepared()
-        if verdict.fault is not None:
-            skipped = run.skip(verdict, step=run.step_number)
+        if decision.fault is not None:
+            skipped = run.skip(decision, step=run.step_number)
             replica.restore_buffers()
             run.skipped += 1
-            run.skipped_rows += sum(int(pulse.rows) for pulse in pulses)
+            run.skipped_rows += sum(int(report.rows) for report in reports)
             return skipped
         run.skipped_in_a_row = 0
         if not is_done:
             run.set_lr(run.rows_seen)
-            replica.apply(verdict.scale)
-        replica.average_buffers(layers.samples_of_lane(pulses) / verdict.samples)
+            replica.apply(decision.scale)
+        replica.average_buffers(layers.samples_of_pipeline(reports) / decision.samples)
         seconds = time.perf_counter() - run.tally.started
-        return run.step_done(verdict, run.lr, seconds, layers.worker_steps(pulses, took_s))
+        return run.step_done(decision, run.lr, seconds, layers.worker_steps(reports, took_s))
 
-    def _end(self, event: StepDone | StepSkipped, pulses: list[Pulse]) -> StepDone | StepSkipped:
+    def _end(self, event: StepDone | StepSkipped, reports: list[StepReport]) -> StepDone | StepSkipped:
         run = self._run
         self._copies.tell()
         run.tell(event)
         run.version += 1
-        self._share_anew(self._layers.lane_pulses(pulses))
+        self._share_anew(self._layers.pipeline_reports(reports))
         run.tell_agreed(run.step_number - 1)
         self._copies.refresh_if_due()
         run.start_of_step()
         self._layers.end_of_step()
         return event
 
-    def _share_anew(self, pulses: list[Pulse]) -> None:
+    def _share_anew(self, reports: list[StepReport]) -> None:
         """Workers of different speeds get parts of different sizes."""
         run = self._run
         if self._balance is None or run.loader is None:
             return
-        changed = self._balance.report([int(pulse.rows) for pulse in pulses], [pulse.busy_s for pulse in pulses])
+        changed = self._balance.report([int(report.rows) for report in reports], [report.busy_s for report in reports])
         if changed is not None:
             parts, reason = changed
             run.loader.shares = tuple(float(part) for part in parts)

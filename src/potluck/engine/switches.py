@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 
 from potluck.engine.compiling import AnyRows
 from potluck.errors import ConfigError
-from potluck.shard.blocks import find_blocks, is_staged
+from potluck.sharding.blocks import find_blocks, is_staged
 
 Precision = Literal["fp32", "bf16"]
 
@@ -83,7 +83,7 @@ def switch_on(model: nn.Module, device: torch.device, config: StepConfig) -> Non
 
 
 def _autocast_forward(forward: Callable[..., Any], device: torch.device, config: StepConfig) -> Callable[..., Any]:
-    """For a loop that calls the model by itself: what it goes on with is float32, so that its loss is computed in that.
+    """For a loop that calls the model by itself: the output is float32, so that the loss is computed in float32.
 
     Where autocast is on already, around the whole loss, the output is as it would be without us.
     """

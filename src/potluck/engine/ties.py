@@ -7,22 +7,22 @@ import json
 
 from torch import Tensor, nn
 
-from potluck.engine.held import HeldPart, held_in
-from potluck.link.places import Places
+from potluck.engine.stage_modules import StageShard, state_held_by
+from potluck.link.grid import Grid
 from potluck.stages.channel import Channel, Label
 
 
 class Ties:
-    def __init__(self, own: nn.Module, places: Places) -> None:
-        """`own`: this worker's part of the model. Called on every worker of a lane alike."""
+    def __init__(self, own: nn.Module, places: Grid) -> None:
+        """`own`: this worker's part of the model. Called on every worker of a pipeline alike."""
         self._place = places.place
         self.is_first_of: dict[str, bool] = {}
         """By name: whether this worker saves it and counts it, or another that has it too."""
         self._holders: dict[str, list[int]] = {}
         """Of each that is tied and trained: who has it, by place."""
-        names = [name for name, _ in held_in(own)]
+        names = [name for name, _ in state_held_by(own)]
         trained = {name for name, parameter in own.named_parameters() if parameter.requires_grad}
-        told = [set(json.loads(data)) for data in places.line.gather_bytes(json.dumps(names).encode())]
+        told = [set(json.loads(data)) for data in places.stage_group.gather_bytes(json.dumps(names).encode())]
         for name in names:
             holders = [place for place, theirs in enumerate(told) if name in theirs]
             self.is_first_of[name] = holders[0] == self._place
@@ -34,7 +34,7 @@ class Ties:
         """Of those that are tied and trained. A stage that has not used one in a step steps it with the others."""
         return frozenset(self._holders)
 
-    def add_up(self, part: HeldPart, channel: Channel, step: int) -> None:
+    def add_up(self, part: StageShard, channel: Channel, step: int) -> None:
         """The sum of all stages' gradients becomes each one's."""
         if not self._holders:
             return
@@ -55,7 +55,7 @@ class Ties:
         for name, total in sums.items():
             part.put_gradient(name, total)
 
-    def counted_elsewhere(self, part: HeldPart) -> float:
+    def counted_elsewhere(self, part: StageShard) -> float:
         """The norm of what another stage has too, and counts."""
         return part.norm_of([name for name in self._holders if not self.is_first_of[name]])
 

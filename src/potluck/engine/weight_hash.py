@@ -15,17 +15,17 @@ ROW_WORDS = ROW_BYTES // 8
 
 def digest(tensors: Iterable[Tensor]) -> str:
     """A hash of every tensor's bits, the same for the same bits on every device."""
-    return digest_and_glance(tensors)[0]
+    return digest_and_quick_digest(tensors)[0]
 
 
-def digest_and_glance(tensors: Iterable[Tensor]) -> tuple[str, Tensor]:
-    sums = [sums_of(tensor) for tensor in tensors]
+def digest_and_quick_digest(tensors: Iterable[Tensor]) -> tuple[str, Tensor]:
+    sums = [digest_sums(tensor) for tensor in tensors]
     return hash_sums(sums), torch.cat([found[:-ROW_WORDS] for found in sums])
 
 
 @torch.no_grad()
-def glance(tensors: Iterable[Tensor]) -> Tensor:
-    """The sums of rows alone, which stay where the tensors are: quicker than digest(), and sees any single flip."""
+def quick_digest(tensors: Iterable[Tensor]) -> Tensor:
+    """Sums of rows only, computed where the tensors are: quicker than digest(), and sees any single flipped bit."""
     return torch.cat([_row_sums(tensor) for tensor in tensors])
 
 
@@ -34,7 +34,7 @@ def hash_sums(sums: Sequence[Tensor]) -> str:
 
 
 @torch.no_grad()
-def sums_of(tensor: Tensor) -> Tensor:
+def digest_sums(tensor: Tensor) -> Tensor:
     """What a tensor's digest is of: its words are laid out in rows, and each row and each column is added up.
 
     Sums of integers, so that it runs at the speed of memory, where the tensor is, and is the same in any order. Words
@@ -44,7 +44,7 @@ def sums_of(tensor: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def sums_of_piece(numbers: Tensor, start: int, size: int) -> Tensor:
+def digest_sums_of_piece(numbers: Tensor, start: int, size: int) -> Tensor:
     """What some numbers of a tensor of that size, laid flat, add to its sums."""
     at = start * numbers.itemsize
     first, count = at // ROW_BYTES, -(-size * numbers.itemsize // ROW_BYTES)

@@ -16,17 +16,17 @@ from torch import Tensor
 from potluck.agree.policy import Outer
 from potluck.engine.buckets import split_like
 from potluck.engine.buffers import SavedBuffers
-from potluck.engine.flats import Flat
+from potluck.engine.flats import FlatBuffer
 from potluck.engine.means import Mean
 from potluck.engine.replica import Replica
 from potluck.link.link import Alone, Link
-from potluck.shard.norm import total_norm
+from potluck.sharding.runs import total_norm
 
 MOMENTUM, START = "outer_momentum", "outer_start"
 
 
 class Drift:
-    """How far a replica is from the mean, as a part of it."""
+    """How far a replica is from the mean, as a fraction of the mean's norm."""
 
     def __init__(self) -> None:
         self._off = self._size = 0.0
@@ -36,7 +36,7 @@ class Drift:
         self._size += float(finite_norm(size)) ** 2
 
     def share(self, within: Link) -> float:
-        """Of the whole replica, whose parts all ranks of `within` hold."""
+        """The drift of the whole replica, whose parts the ranks of `within` hold."""
         off, size = (sum(column) for column in zip(*within.gather_rows([self._off, self._size]), strict=True))
         return math.sqrt(off / max(size, 1e-300))
 
@@ -68,7 +68,7 @@ class WindowDelta:
         self._is_again = self._is_exact = False
         self._weight = 0.0
         self._forgotten = 0
-        """How many times."""
+        """How often forget() was called."""
         self.is_open = False
         """Whether a part is under way."""
         self.is_agreed = True
@@ -136,8 +136,8 @@ class WindowDelta:
             self.is_agreed = True
             self._replica.on_parts_written()
 
-    def _fill(self, flat: Flat) -> None:
-        """With what leaves: the parameters, or what the part has changed in them."""
+    def _fill(self, flat: FlatBuffer) -> None:
+        """Fills it with what is sent: the parameters, or what the part has changed in them."""
         if not self._mean.of_changes:
             if self._overlap and not self._is_exact:
                 flat.sum.copy_(flat.copy_to(flat.start))
@@ -152,7 +152,7 @@ class WindowDelta:
 
     @torch.no_grad()
     def apply(self) -> None:
-        """The mean is merged."""
+        """Merges the mean."""
         drift = Drift()
         if self._mean.of_changes:
             self._set_aside()
@@ -170,7 +170,7 @@ class WindowDelta:
         found = drift.share(self._within)
         self.drift = self.drift if self._is_exact else found
 
-    def _take(self, flat: Flat, mean: Tensor, drift: Drift) -> None:
+    def _take(self, flat: FlatBuffer, mean: Tensor, drift: Drift) -> None:
         """The mean of all parameters takes the place of this replica's; or the outer optimizer steps towards it."""
         torch._foreach_sub_(flat.tensors, split_like(mean, flat.tensors))  # own - mean
         drift.add(flat.tensors, [mean])
@@ -182,7 +182,7 @@ class WindowDelta:
             flat.start.sub_(change.add_(flat.momentum, alpha=self._outer.momentum), alpha=self._outer.lr)
             flat.copy_from(flat.start)
 
-    def _correct(self, flat: Flat, mean: Tensor, drift: Drift) -> None:
+    def _correct(self, flat: FlatBuffer, mean: Tensor, drift: Drift) -> None:
         """Of what this replica had when the mean was begun, with what it changed since."""
         moved = difference_(flat.start, mean)
         drift.add([moved], [mean])
@@ -192,7 +192,7 @@ class WindowDelta:
         else:
             torch._foreach_copy_(flat.tensors, torch._foreach_sub([t.float() for t in flat.tensors], moves))
 
-    def _take_change(self, flat: Flat, mean: Tensor, drift: Drift) -> None:
+    def _take_change(self, flat: FlatBuffer, mean: Tensor, drift: Drift) -> None:
         """From where all began, by what all changed."""
         moved = mean
         if self._outer is not None:
@@ -234,7 +234,7 @@ class WindowDelta:
             self._take_outer(flat)
         self._replica.outer.loaded = {}
 
-    def _take_outer(self, flat: Flat) -> None:
+    def _take_outer(self, flat: FlatBuffer) -> None:
         """What was loaded; and from here on, what is saved."""
         outer = self._replica.outer
         momenta, starts = split_like(flat.momentum, flat.tensors), split_like(flat.start, flat.tensors)
@@ -297,7 +297,7 @@ class WindowDelta:
         self._go_back()
 
     def _resume(self) -> None:
-        """What was set aside goes on from what all agree on now."""
+        """What was set aside continues from what all agree on now."""
         if self._aside is None:
             return
         for flat in self._flats:

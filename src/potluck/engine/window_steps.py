@@ -17,12 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from potluck.agree.pulse import Verdict
+from potluck.agree.step_report import StepDecision
 from potluck.engine.layers import Layers
-from potluck.engine.led import Led
 from potluck.engine.loader import MicroBatch, even_batches, plan_step
 from potluck.engine.local_steps import backward, end_batch, step_alone
 from potluck.engine.means import HostMean
+from potluck.engine.member_driver import MemberDriver
 from potluck.engine.part_sender import PartSender
 from potluck.engine.rows import mix
 from potluck.engine.run_state import RunState
@@ -37,10 +37,10 @@ from potluck.wire.messages import Committed, SliceReport, Work
 class WindowSteps:
     is_repeatable = False
 
-    def __init__(self, run: RunState, layers: Layers, led: Led, sender: PartSender, mean: HostMean) -> None:
+    def __init__(self, run: RunState, layers: Layers, driver: MemberDriver, sender: PartSender, mean: HostMean) -> None:
         self._run = run
         self._layers = layers
-        self._led = led
+        self._driver = driver
         self._sender = sender
         self._mean = mean
         policy = run.composition.window
@@ -48,9 +48,9 @@ class WindowSteps:
         self._delta = WindowDelta(run.prepared(), mean, policy.outer, overlap=policy.overlap, within=run.link)
         self._norm = 0.0
         self._ahead: tuple[SliceReport, float] | None = None
-        """Of a part that is done and must not be sent yet: what to tell of it, and its weight."""
+        """The report and the weight of a part that is done and must not be sent yet."""
         self._told = torch.zeros(0)
-        """What a glance gave with the last digest."""
+        """The quick digest that belongs to the last digest."""
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -68,7 +68,7 @@ class WindowSteps:
         one, which is a lost worker's, from what all agreed on."""
         (node,) = nodes
         assert self._run.loader is not None
-        is_next = work.step == self._led.member.version + 1
+        is_next = work.step == self._driver.member.version + 1
         self._step = work.step
         self._rows_before = self._run.rows_seen + work.row - self._run.loader.position.row
         self._number = node[0]
@@ -108,36 +108,36 @@ class WindowSteps:
 
     def step(self, micro: MicroBatch) -> tuple[bool, StepSkipped | None]:
         """Steps this worker's optimizer once its batch is done."""
-        run, led = self._run, self._led
+        run, driver = self._run, self._driver
         if not run.tally.is_last:
             return False, None
-        led.reach("batch", self._step, done=self._batches)
-        done, own_samples, verdict = end_batch(run, self._layers, run.link)  # all ranks of this worker step as one
+        driver.reach("batch", self._step, done=self._batches)
+        done, own_samples, decision = end_batch(run, self._layers, run.link)  # all ranks of this worker step as one
         self._batches += 1
         self._samples += done.samples
-        if verdict.fault is None:
+        if decision.fault is None:
             self._good_samples += done.samples
             self._good_loss += done.loss_sum
-            self._norm = verdict.norm
+            self._norm = decision.norm
         else:
             run.skipped += 1
         first, end = self._own
         rows = self._rows_before + round(self._whole * (self._batch_end - first) / (end - first))
-        skipped = step_alone(run, verdict, own_samples, rows, led.client.name)
+        skipped = step_alone(run, decision, own_samples, rows, driver.client.name)
         if self._batch_end < end:
             return False, skipped
         report, weight = self._report(), self._samples * run.unit
-        if self._step == led.member.version + 1:
+        if self._step == driver.member.version + 1:
             self._send_change(report, weight)
         else:
             self._ahead = report, weight
-            led.reach("ahead", self._step)
+            driver.reach("ahead", self._step)
         return True, None
 
     def _report(self) -> SliceReport:
         self._sender.synchronize()
         busy_s = time.perf_counter() - self._started
-        # Steps that were skipped weigh what they would have, so that a part weighs the same whoever does it.
+        # Skipped steps weigh what they would have, so that a part weighs the same no matter who does it.
         loss = self._good_loss / self._good_samples * self._samples if self._good_samples else math.nan
         return SliceReport(
             self._step,
@@ -152,10 +152,10 @@ class WindowSteps:
     def _send_change(self, report: SliceReport, weight: float) -> None:
         if report.slices[0] == 0:  # only now: what was done ahead counts from what all agreed on since
             report = replace(report, buffers=self._delta.exact())
-        self._led.client.send(report)
-        self._led.check_weights(in_step=True)  # what the window began with, which its change is counted from
+        self._driver.client.send(report)
+        self._driver.check_weights(in_step=True)  # what the window began with, which its change is counted from
         self._delta.end(weight)
-        self._led.reach("sent")
+        self._driver.reach("sent")
 
     def send_ahead(self, *, is_wanted: bool) -> None:
         ahead, self._ahead = self._ahead, None
@@ -170,11 +170,11 @@ class WindowSteps:
         assert self._run.loader is not None
         self._run.step_number += self._run.loader.pass_rows(rows)
 
-    def agree(self, committed: Committed, means: list[Tensor]) -> Verdict:
+    def agree(self, committed: Committed, means: list[Tensor]) -> StepDecision:
         """The mean of what all changed, from where all began."""
         self._mean.take(means, bytes(committed.buffers))
         self._delta.apply()
-        return Verdict(committed.samples, committed.loss, self._norm, 1.0, None)
+        return StepDecision(committed.samples, committed.loss, self._norm, 1.0, None)
 
     # What all agreed on
 
@@ -182,10 +182,10 @@ class WindowSteps:
         digest, self._told = self._run.prepared().hash_weights(self._delta.agreed(), self._delta.agreed_buffers)
         return digest, self._told
 
-    def glance(self) -> Tensor:
+    def quick_digest(self) -> Tensor:
         if self._run.link.world > 1 and not self._delta.is_agreed:
             return self._told  # to look costs the ranks a sum, and a look comes soon
-        return self._run.prepared().glance(self._delta.agreed(), self._delta.agreed_buffers)
+        return self._run.prepared().quick_digest(self._delta.agreed(), self._delta.agreed_buffers)
 
     def as_agreed(self) -> AbstractContextManager[None]:
         return self._delta.as_agreed()

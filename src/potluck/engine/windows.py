@@ -16,29 +16,28 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from potluck.agree.pulse import Verdict
-from potluck.agree.windows import Decision, Pool, Report, after
-from potluck.agree.windows import Windows as WindowPlanner
+from potluck.agree.step_report import StepDecision
+from potluck.agree.windows import RowPool, WindowPlan, WindowPlanner, WindowReport, rows_left_after
 from potluck.engine.layers import Layers
 from potluck.engine.loader import BatchConfig, Loader, MicroBatch, SliceLoader, even_batches, plan_step
 from potluck.engine.local_steps import backward, end_batch, is_batch_done, step_alone
 from potluck.engine.means import LinkMean
 from potluck.engine.replica import Replica
-from potluck.engine.rounds import Collate, insist_on_same_data
+from potluck.engine.rounds import Collate, check_same_data
 from potluck.engine.rows import mix
 from potluck.engine.run_state import RunState
 from potluck.engine.window_delta import WindowDelta
 from potluck.errors import ConfigError
 from potluck.events import Decided, StepDone, StepSkipped, WorkerStep
+from potluck.link.grid import make_nodes
 from potluck.link.link import Alone, Rows
-from potluck.link.nodes import make_nodes
 from potluck.save.saves import Standing
 
 NEARLY = 0.9
-"""Of its part: whoever may go on beyond it says here already that nobody need wait for it."""
+"""The share of its part after which a replica that may continue beyond it says that nobody need wait for it."""
 
 
-class WindowPulse(NamedTuple):
+class WindowTotals(NamedTuple):
     """What one replica tells the others at the end of a window; of a node, each of its ranks."""
 
     samples: float = 0.0
@@ -49,9 +48,9 @@ class WindowPulse(NamedTuple):
     """Steps whose gradient was not finite."""
     busy_s: float = 0.0
     sync_s: float = 0.0
-    """What the agreement before cost."""
+    """The cost of the previous agreement."""
     divergence: float = 0.0
-    """How far it was from the mean then."""
+    """Its distance from the mean at that agreement."""
     wants_stop: float = 0.0
 
 
@@ -65,15 +64,15 @@ class Windows:
         self._layers = layers
         self._policy = composed.window
         self.nodes = make_nodes(run.link, composed.stages * composed.node_size)
-        self._planner = WindowPlanner(self._policy, self.nodes.names, may_be_alone=True)
-        self._pool = Pool([])
+        self._planner = WindowPlanner(self._policy, self.nodes.names)
+        self._pool = RowPool([])
         self._taken: list[list[tuple[int, int]]] = []
-        self._decision: Decision | None = None
-        self._window = WindowPulse()
+        self._decision: WindowPlan | None = None
+        self._window = WindowTotals()
         self._window_started = 0.0
         self._all_done: Rows | None = None
         self._is_open = False
-        """Whether a window is under way: its last step closes it."""
+        """Whether a window is open: its last step closes it."""
         self._has_more = False
         """Whether the batch that is under way is not the last of this replica's part."""
         self._sync_s = 0.0
@@ -95,7 +94,7 @@ class Windows:
     def make_loader(self, dataset: Any, batch: BatchConfig, seed: int, collate: Collate) -> Loader:
         options: dict[str, Any] = {"device": self._run.device, "seed": seed, "collate": collate}
         loader = self._loader = SliceLoader(dataset, batch, **options)
-        insist_on_same_data(self._run, loader)
+        check_same_data(self._run, loader)
         loader.plan = self._plan
         loader.seed_of = lambda micro: mix(loader.seed, loader.position.epoch, micro.start)
         return loader
@@ -125,7 +124,7 @@ class Windows:
             self._taken = [self._pool.take(a + b) for a, b in zip(decision.rows, decision.spare, strict=True)]
         self._decision = decision
         self._emit_decision(decision)
-        self._window, self._window_started = WindowPulse(), time.perf_counter()
+        self._window, self._window_started = WindowTotals(), time.perf_counter()
         self._all_done = None
         self._delta.begin()
         if self._run.scheduled is not None:
@@ -157,13 +156,13 @@ class Windows:
         together = {"in_step": size > 1, "in_pairs": run.batch_norm is not None}
         return plan_step(start, end, batch, (1.0,) * size, run.link.rank % size, **together)
 
-    def _is_over(self, decision: Decision) -> bool:
+    def _is_over(self, decision: WindowPlan) -> bool:
         """After each batch. The ranks of a node have heard it with their last step."""
         if self.nodes.size > 1:
             return self._node_is_over
         return self._sees_end(decision, self._window.batches, self._window.rows)
 
-    def _sees_end(self, decision: Decision, batches: float, rows: float) -> bool:
+    def _sees_end(self, decision: WindowPlan, batches: float, rows: float) -> bool:
         """Whether the window's end is nearer than the middle of another batch; or whether all have done their parts."""
         if decision.until_s is not None:
             spent = time.perf_counter() - self._window_started
@@ -172,8 +171,8 @@ class Windows:
         part = decision.rows[node] * (NEARLY if decision.spare[node] else 1)
         return rows >= part and self._own_part_done(decision).is_here()
 
-    def _own_part_done(self, decision: Decision) -> Rows:
-        """Tells the others so, once in each window in which some may go on while others are not done."""
+    def _own_part_done(self, decision: WindowPlan) -> Rows:
+        """Tells the others so, once in each window in which some may continue while others are not done."""
         if self._all_done is None:
             among = self.nodes.across if any(decision.spare) else Alone()
             self._all_done = among.start_gather([1.0])
@@ -193,9 +192,9 @@ class Windows:
         assert decision is not None
         nodes, rows = self.nodes, before.rows + self._batch_rows
         tells_end = nodes.size > 1 and nodes.within.rank == 0 and self._sees_end(decision, before.batches + 1, rows)
-        done, own_samples, verdict = end_batch(run, self._layers, nodes.within, is_over=tells_end)
+        done, own_samples, step_decision = end_batch(run, self._layers, nodes.within, is_over=tells_end)
         self._node_is_over = bool(done.is_over)
-        is_good = verdict.fault is None
+        is_good = step_decision.fault is None
         self._window = before._replace(
             samples=before.samples + done.samples * is_good,
             loss_sum=before.loss_sum + (done.loss_sum if is_good else 0.0),
@@ -203,14 +202,14 @@ class Windows:
             batches=before.batches + 1,
             skipped=before.skipped + (not is_good),
         )
-        event = step_alone(run, verdict, own_samples, self._rows_of_schedule(decision), nodes.names[nodes.number])
+        event = step_alone(run, step_decision, own_samples, self._rows_of_schedule(decision), nodes.names[nodes.number])
         if is_good:
-            self._lr, self._norm = run.lr, verdict.norm
+            self._lr, self._norm = run.lr, step_decision.norm
         if not self._has_more or self._is_over(decision):
             self._end_window(self._loader)
         return event
 
-    def _rows_of_schedule(self, decision: Decision) -> int:
+    def _rows_of_schedule(self, decision: WindowPlan) -> int:
         """As if all replicas were as far in the window as this one."""
         mine, whole = decision.rows[self.nodes.number], sum(decision.rows)
         done = min(1.0, self._window.rows / mine) if mine else 1.0
@@ -232,25 +231,25 @@ class Windows:
         )
         if self._decision.until_s is None:
             self._own_part_done(self._decision).wait()
-        pulses = _by_node([WindowPulse(*row) for row in self._run.link.gather_rows(mine)], self.nodes.size)
+        reports = _by_node([WindowTotals(*row) for row in self._run.link.gather_rows(mine)], self.nodes.size)
         started = time.perf_counter()
-        samples = sum(pulse.samples for pulse in pulses)
+        samples = sum(report.samples for report in reports)
         self._weight = mine.samples / samples if samples else 1 / self.nodes.count
         self._merge()
         self._sync_s = time.perf_counter() - started
-        for pulse, taken in zip(pulses, self._taken, strict=True):
-            self._pool.give_back(after(taken, int(pulse.rows)))
+        for report, taken in zip(reports, self._taken, strict=True):
+            self._pool.give_back(rows_left_after(taken, int(report.rows)))
         self._planner.report(
-            [Report(wall_s=p.busy_s, batches=int(p.batches), divergence=p.divergence) for p in pulses],
-            max(pulse.sync_s for pulse in pulses),
+            [WindowReport(wall_s=p.busy_s, batches=int(p.batches), divergence=p.divergence) for p in reports],
+            max(report.sync_s for report in reports),
         )
         self._run.version += 1
-        steps_before, rows = self._run.step_number, sum(int(pulse.rows) for pulse in pulses)
-        self._run.skipped += sum(int(pulse.skipped) for pulse in pulses)
+        steps_before, rows = self._run.step_number, sum(int(report.rows) for report in reports)
+        self._run.skipped += sum(int(report.skipped) for report in reports)
         self._run.rows_seen += rows
         self._run.step_number += loader.pass_rows(rows)
-        self._run.stopping = any(pulse.wants_stop for pulse in pulses)
-        self._run.events.emit(self._tell_window(pulses, samples))
+        self._run.stopping = any(report.wants_stop for report in reports)
+        self._run.events.emit(self._tell_window(reports, samples))
         self._run.tell_agreed(steps_before)
         self._layers.end_of_window()
 
@@ -269,7 +268,7 @@ class Windows:
             self._delta.end(self._weight, exactly=True)
             self._delta.apply()
 
-    def _emit_decision(self, decision: Decision) -> None:
+    def _emit_decision(self, decision: WindowPlan) -> None:
         self._run.events.emit(
             Decided(
                 step=self._run.step_number,
@@ -281,21 +280,21 @@ class Windows:
             )
         )
 
-    def _tell_window(self, pulses: list[WindowPulse], samples: float) -> StepDone:
-        longest = max(pulse.busy_s for pulse in pulses)
-        loss = sum(pulse.loss_sum for pulse in pulses) / samples if samples else math.nan
+    def _tell_window(self, reports: list[WindowTotals], samples: float) -> StepDone:
+        longest = max(report.busy_s for report in reports)
+        loss = sum(report.loss_sum for report in reports) / samples if samples else math.nan
         workers = tuple(
             WorkerStep(
                 rank=rank,
-                rows=int(pulse.rows),
-                samples=pulse.samples,
-                busy_s=pulse.busy_s,
-                wait_s=longest - pulse.busy_s + self._sync_s,
+                rows=int(report.rows),
+                samples=report.samples,
+                busy_s=report.busy_s,
+                wait_s=longest - report.busy_s + self._sync_s,
             )
-            for rank, pulse in enumerate(pulses)
+            for rank, report in enumerate(reports)
         )
         seconds = time.perf_counter() - self._window_started
-        return self._run.step_done(Verdict(samples, loss, self._norm, 1.0, None), self._lr, seconds, workers)
+        return self._run.step_done(StepDecision(samples, loss, self._norm, 1.0, None), self._lr, seconds, workers)
 
     # Where the run stands
 
@@ -308,15 +307,15 @@ class Windows:
         self._pool = _rest_of_epoch(self._loader)
 
 
-def _rest_of_epoch(loader: SliceLoader) -> Pool:
-    return Pool([(loader.position.row, loader.rows)])
+def _rest_of_epoch(loader: SliceLoader) -> RowPool:
+    return RowPool([(loader.position.row, loader.rows)])
 
 
-def _by_node(pulses: list[WindowPulse], size: int) -> list[WindowPulse]:
+def _by_node(reports: list[WindowTotals], size: int) -> list[WindowTotals]:
     """One for each node: its ranks did the same steps, each has its own times, and any of them may want to stop."""
     return [
-        max(node, key=lambda pulse: pulse.busy_s)._replace(
-            sync_s=max(pulse.sync_s for pulse in node), wants_stop=max(pulse.wants_stop for pulse in node)
+        max(node, key=lambda report: report.busy_s)._replace(
+            sync_s=max(report.sync_s for report in node), wants_stop=max(report.wants_stop for report in node)
         )
-        for node in (pulses[first : first + size] for first in range(0, len(pulses), size))
+        for node in (reports[first : first + size] for first in range(0, len(reports), size))
     ]

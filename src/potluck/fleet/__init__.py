@@ -1,1 +1,1 @@
-"""Workers and the work they were given."""
+"""A host and its workers: the protocol, who is in, and who computes what."""

@@ -1,7 +1,7 @@
 """A worker's side of the coordinator's protocol: join, heartbeat, work, payloads, averages, catching up.
 
 One thread reads, one writes; the training thread calls what is here and never touches a socket. A connection that is
-lost is made again by whoever waits for the next message. Knows nothing of torch: gradients are numpy arrays.
+lost is made again by the thread that waits for the next message. Knows nothing of torch: gradients are numpy arrays.
 """
 
 import socket
@@ -15,13 +15,13 @@ import numpy as np
 import numpy.typing as npt
 
 from potluck.errors import PotluckError, TheirProtocolError
-from potluck.fleet.connection import Connection, Layout, part_of
+from potluck.fleet.connection import Connection, PayloadLayout, part_of
 from potluck.fleet.description import Description
-from potluck.fleet.door import CONTROL_BYTES, Door
+from potluck.fleet.file_stream import Parcels
+from potluck.fleet.host_connector import CONTROL_BYTES, HostConnector
 from potluck.fleet.invite import Invite
-from potluck.fleet.parcel import Parcels
-from potluck.fleet.phases import reach
-from potluck.fleet.shared import Memory, Receipts, Window
+from potluck.fleet.phases import enter_phase
+from potluck.fleet.shared_memory import Receipts, SharedMemory, SharedView
 from potluck.wire.codec import encode_parts, is_bulk, peek
 from potluck.wire.messages import (
     Admitted,
@@ -44,14 +44,14 @@ SHARED_TIMES = 8
 
 
 @dataclass
-class Lost:
+class ConnectionLost:
     """In place of a message: the connection is gone, and why."""
 
     why: str
 
 
 @dataclass
-class AverageHere:
+class AverageReady:
     """In place of a message, where averages are taken one by one: one of them lies here until release_average()."""
 
     step: int
@@ -73,7 +73,7 @@ class Means:
 class _Session(Connection):
     """One connection's queues."""
 
-    inbox: deque[Message | Lost | AverageHere] = field(default_factory=deque)
+    inbox: deque[Message | ConnectionLost | AverageReady] = field(default_factory=deque)
     outbox: deque[tuple[Message, Callable[[], None] | None]] = field(default_factory=deque)
     parcels: Parcels = field(default_factory=Parcels)
     unsent: int = 0
@@ -94,7 +94,7 @@ class Client:
         """Called when this worker was asked to stop."""
         self.welcome: Welcome | None = None
         self._description: Description | None = None
-        self._layout = Layout()
+        self._layout = PayloadLayout()
         self._session: _Session | None = None
         self._change = threading.Condition()
         self._means: dict[int, Means] = {}
@@ -104,13 +104,13 @@ class Client:
         self._takes_one_by_one = self._is_one_here = False
         self._since = 0
         self.is_closed = False
-        self._door = Door(invite, name=name, kind=kind, say=say)
-        self._memory: Memory | None = None
+        self._door = HostConnector(invite, name=name, kind=kind, say=say)
+        self._memory: SharedMemory | None = None
 
     def make_room(self, floats: int) -> None:
-        """For gradients of so many numbers in memory that a host on this machine can read; before ready to train."""
+        """Allocates memory for this many numbers that a host on this machine can read. Call it before ready()."""
         if self._door.is_here:
-            self._memory = Memory(SHARED_TIMES * floats)
+            self._memory = SharedMemory(SHARED_TIMES * floats)
 
     def allocate(self, floats: int) -> Floats:
         """Zeros, where send_part() need not copy them if that can be."""
@@ -131,7 +131,7 @@ class Client:
 
     @description.setter
     def description(self, described: Description) -> None:
-        self._description, self._layout = described, Layout.of(described)
+        self._description, self._layout = described, PayloadLayout.of(described)
 
     @property
     def patience_s(self) -> float:
@@ -156,7 +156,7 @@ class Client:
         return self.welcome
 
     def close(self) -> None:
-        """Once everything queued has left."""
+        """Closes the connection once everything queued has been sent."""
         self.is_closed = True
         session = self._session
         if session is None:
@@ -171,11 +171,11 @@ class Client:
     # Sending
 
     def send(self, message: Message, before: Callable[[], None] | None = None) -> None:
-        """Puts a message in line; arrays in it must stay as they are until flush(). `before` is called first."""
+        """Queues a message; arrays in it must not change until flush(). `before` is called first."""
         with self._change:
             session = self._session
             if session is None or session.lost is not None:
-                return  # whoever waits for an answer will hear of it
+                return  # the thread that waits for an answer will hear of it
             session.outbox.append((message, before))
             session.unsent += 1
             self._change.notify_all()
@@ -204,7 +204,7 @@ class Client:
     def send_parcel(
         self, session: object, begin: Message, transfer: int, chunks: Iterator[bytes], done: Callable[[], None]
     ) -> None:
-        """Chunk by chunk, as the other end takes them, and only while nothing else is in line."""
+        """Sends chunk by chunk, as the other end takes them, and only while nothing else is queued."""
         with self._change:
             if not isinstance(session, _Session) or session is not self._session or session.lost is not None:
                 done()
@@ -213,7 +213,7 @@ class Client:
             self._change.notify_all()
 
     def flush(self) -> None:
-        """Until all that was put in line has left, or the connection is lost."""
+        """Waits until everything queued has been sent, or the connection is lost."""
         with self._change:
             session = self._session
             while session is not None and session.unsent and session.lost is None and session is self._session:
@@ -221,13 +221,13 @@ class Client:
 
     # Receiving
 
-    def receive(self, timeout_s: float | None = None) -> Message | Lost | None:
+    def receive(self, timeout_s: float | None = None) -> Message | ConnectionLost | None:
         """The next message, or that the connection is lost; none if neither came in time."""
         heard = self.receive_any(timeout_s)
-        assert not isinstance(heard, AverageHere)
+        assert not isinstance(heard, AverageReady)
         return heard
 
-    def receive_any(self, timeout_s: float | None = None) -> Message | Lost | AverageHere | None:
+    def receive_any(self, timeout_s: float | None = None) -> Message | ConnectionLost | AverageReady | None:
         """The same, and averages too, where they are taken one by one."""
         with self._change:
             session = self._session
@@ -235,7 +235,7 @@ class Client:
             deadline = None if timeout_s is None else time.monotonic() + timeout_s
             while not session.inbox:
                 if session.lost is not None:
-                    return Lost(session.lost)
+                    return ConnectionLost(session.lost)
                 left = None if deadline is None else deadline - time.monotonic()
                 if left is not None and left <= 0:
                     return None
@@ -257,13 +257,13 @@ class Client:
                 self._change.wait()
 
     def release_average(self) -> None:
-        """The one that was received last has been taken."""
+        """Releases the average that was received last."""
         with self._change:
             self._is_one_here = False
             self._change.notify_all()
 
     def give_back(self, means: Means) -> None:
-        """Its arrays may be written again."""
+        """Gives the arrays of a step's averages back, to be overwritten."""
         with self._change:
             if len(self._spare) < 2:
                 self._spare.append(means.parts)
@@ -321,7 +321,7 @@ class Client:
         index = self._layout.parts.get(key)
         if index is None or bulk.count != self.description.parts[index].floats:
             raise TheirProtocolError(f"The host sent {bulk.count:,} averages for {key[0]} {key[1]}.")
-        reach("average", step, part=index)
+        enter_phase("average", step, part=index)
         means = self._means_of(step)
         over = session.fill(means.parts[index].view(np.uint8).data, over)
         bulk.finish(session.fill_after(over, length - bulk.start - 4 * bulk.count))
@@ -332,7 +332,7 @@ class Client:
         descriptors = session.pipe.take_descriptors()
         if len(descriptors) != 2 or session.receipts is not None or self.description is None:
             raise TheirProtocolError("The host shares memory at a time when it should not.")
-        window, session.receipts = Window(descriptors[0]), Receipts(socket.socket(fileno=descriptors[1]))
+        window, session.receipts = SharedView(descriptors[0]), Receipts(socket.socket(fileno=descriptors[1]))
         offset = 0
         for part in self.description.parts:
             session.averages.append(window.floats(offset, part.floats))
@@ -343,7 +343,7 @@ class Client:
     def _take_average(self, session: _Session, at: AverageAt) -> None:
         if at.part >= len(session.averages) or session.receipts is None:
             raise TheirProtocolError("The host tells of an average that it does not share.")
-        reach("average seen", at.step, part=at.part)
+        enter_phase("average seen", at.step, part=at.part)
         means = self._means_of(at.step)
         np.copyto(means.parts[at.part], session.averages[at.part])
         session.receipts.give()
@@ -352,13 +352,13 @@ class Client:
     def _arrived(self, means: Means, part: int) -> None:
         with self._change:
             if self._takes_one_by_one:
-                self._hand_over(AverageHere(means.step, part, means.parts[part]))
+                self._hand_over(AverageReady(means.step, part, means.parts[part]))
                 return
             means.missing.discard(part)
             if not means.missing:
                 self._change.notify_all()
 
-    def _hand_over(self, average: AverageHere) -> None:
+    def _hand_over(self, average: AverageReady) -> None:
         """Waits until it is taken. There is one reader at a time: a lost session's has ended before the next begins."""
         session = self._session
         assert session is not None
@@ -404,7 +404,7 @@ class Client:
                     session.shows = True
                 else:
                     parts = encode_parts(message)
-                    reach("sending", getattr(message, "step", 0), message=message, pipe=session.pipe, parts=parts)
+                    enter_phase("sending", getattr(message, "step", 0), message=message, pipe=session.pipe, parts=parts)
                     session.pipe.send(parts)
                 sent += 1
                 owed += isinstance(message, PartAt)
@@ -412,7 +412,7 @@ class Client:
                     continue
                 while owed:  # what lies in shared memory has left when the host has taken it
                     assert session.receipts is not None
-                    reach("shown", getattr(message, "step", 0))
+                    enter_phase("shown", getattr(message, "step", 0))
                     owed -= session.receipts.wait(owed)
                 with self._change:
                     session.unsent -= sent

@@ -8,7 +8,7 @@ import numpy as np
 from potluck.errors import TheirProtocolError
 from potluck.fleet.description import BUFFERS, Description
 from potluck.fleet.pipe import Pipe
-from potluck.fleet.shared import Receipts
+from potluck.fleet.shared_memory import Receipts
 from potluck.wire.codec import Bulk, decode, open_bulk
 from potluck.wire.messages import Message
 from potluck.wire.words import heard
@@ -68,11 +68,11 @@ class Connection:
 
 
 @dataclass(frozen=True)
-class Layout:
+class PayloadLayout:
     """How the gradients of a run lie in messages; of a run that nobody has described yet, there are none."""
 
     parts: dict[tuple[str, int], int] = field(default_factory=dict)
-    """As a message names it -> its place in the order of the backward."""
+    """The name of a part in a message -> its place in the order of the backward."""
     forward: list[int] = field(default_factory=list)
     """A whole gradient comes in the order of the model's parameters; parts come in the order of the backward."""
     tails: list[np.ndarray] = field(default_factory=list)
@@ -81,7 +81,7 @@ class Layout:
     plain_limit_bytes: int = CONTROL_BYTES
 
     @classmethod
-    def of(cls, description: Description) -> "Layout":
+    def of(cls, description: Description) -> "PayloadLayout":
         limit = max(CONTROL_BYTES, *(4 * part.floats + 4 * len(part.sizes) + 256 for part in description.parts))
         return cls(
             {part.key: index for index, part in enumerate(description.parts)},

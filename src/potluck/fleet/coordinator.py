@@ -15,23 +15,25 @@ from typing import Any
 from potluck.errors import TheirProtocolError
 from potluck.events import Stalled, WentBack, WorkerWent
 from potluck.fleet import bounds
+from potluck.fleet.coordinator_state import CoordinatorState, Resumed, RunPosition
 from potluck.fleet.digests import Digests
 from potluck.fleet.effects import Close, Effect, Emit, Send
 from potluck.fleet.ending import Ending
 from potluck.fleet.evaluation import Evaluations
 from potluck.fleet.invite import is_right_secret
-from potluck.fleet.membership import Member, Phase
+from potluck.fleet.membership import WorkerPhase, WorkerRecord
 from potluck.fleet.plain_peers import PlainPeers
 from potluck.fleet.planning import StepUnderWay
-from potluck.fleet.returns import Returns
-from potluck.fleet.rounds import Rounds
-from potluck.fleet.run_state import Resumed, RunState, Standing
+from potluck.fleet.rejoin_limiter import RejoinLimiter
 from potluck.fleet.saving import Saving
+from potluck.fleet.step_dispatcher import StepDispatcher
 from potluck.fleet.stragglers import Stragglers
 from potluck.fleet.transfers import Transfers
 from potluck.fleet.tree import Node
 from potluck.fleet.weights import Weights
 from potluck.wire.messages import (
+    PROTOCOL,
+    TOO_SOON,
     Applied,
     EvaluateNext,
     Heartbeat,
@@ -48,20 +50,16 @@ from potluck.wire.messages import (
     Welcome,
 )
 
-PROTOCOL = 2
-TOO_SOON = 5
-"""The code of a refusal after which a worker waits, and comes again."""
-
 _INSIDE = (Applied, SliceReport, EvaluateNext, SaveDue, StateBegin, StateChunk, Heartbeat, Leave)
-LEGAL: dict[Phase, tuple[type[Message], ...]] = {
-    Phase.GREETED: (Ready, Heartbeat, Leave),
-    Phase.CATCHING_UP: _INSIDE,  # it may have been ready before, and not know yet that its weights will be replaced
-    Phase.READY: _INSIDE,
+LEGAL: dict[WorkerPhase, tuple[type[Message], ...]] = {
+    WorkerPhase.GREETED: (Ready, Heartbeat, Leave),
+    WorkerPhase.CATCHING_UP: _INSIDE,  # it may not know yet that its weights will be replaced
+    WorkerPhase.READY: _INSIDE,
 }
 """What a worker of ours may send. Gradients are not listed: the server takes them only where they were asked for."""
 
 
-class Coordinator(RunState):
+class Coordinator(CoordinatorState):
     def __init__(
         self,
         *,
@@ -75,13 +73,13 @@ class Coordinator(RunState):
         super().__init__(patience_s, resumed)
         self._recipe = recipe
         self._secret = secret
-        self._returns = Returns(patience_s)
+        self._returns = RejoinLimiter(patience_s)
         self._ticked_at: float | None = None
         # Each knows those above it, and none below.
         self.digests = Digests(self, dict(resumed.agreed))
         self.evaluations = Evaluations(self)
         self.saving = Saving(self, self.digests)
-        self.rounds = Rounds(self, self.digests, at_least)
+        self.rounds = StepDispatcher(self, self.digests, at_least)
         self.stragglers = Stragglers(self, self.rounds)
         self.transfers = Transfers(self, self.digests, self.rounds, self.saving)
         self.plain_peers = PlainPeers(self, self.rounds, self._returns, at_least, plain_peers)
@@ -89,7 +87,7 @@ class Coordinator(RunState):
             self, self.digests, self.rounds, self.transfers, self.saving, self.evaluations, self.plain_peers
         )
         self.ending = Ending(self, self.rounds, self.saving, self.evaluations, self.weights)
-        self._hear: dict[type[Message], Callable[[Member, Any], list[Effect]]] = {
+        self._hear: dict[type[Message], Callable[[WorkerRecord, Any], list[Effect]]] = {
             Heartbeat: lambda member, beat: [],  # a thousand who wait would get as many answers that nobody reads
             Ready: self.weights.on_ready,
             SliceReport: self.rounds.on_report,
@@ -165,12 +163,12 @@ class Coordinator(RunState):
         return [Send(peer, Welcome(member.worker_id, int(self.patience_s * 1000), self._recipe))]
 
     def on_heard(self, now: float, peer: int) -> None:
-        """Any byte counts as life."""
+        """Notes that the peer is alive: any byte counts."""
         if (member := self.membership.members.get(peer)) is not None:
             member.heard_at = max(now, member.heard_at)
 
     def on_closed(self, now: float, peer: int, why: str) -> list[Effect]:
-        """The connection is gone, whoever closed it."""
+        """The connection is gone, no matter which side closed it."""
         self.clock = now
         member = self.membership.remove(peer)
         self.weights.forget(peer)
@@ -193,7 +191,7 @@ class Coordinator(RunState):
             effects += self.weights.on_nobody_holds(may_come_back=not member.leaving)
         return effects + self.ending.on_gone()
 
-    def _hold_off(self, member: Member) -> list[Effect]:
+    def _hold_off(self, member: WorkerRecord) -> list[Effect]:
         """A worker that comes and goes in a loop is let in less and less often."""
         times, wait_s = self._returns.went(self.clock, member.address, member.name, member.came_at)
         if not wait_s or self.finished:
@@ -227,11 +225,11 @@ class Coordinator(RunState):
         """The newest checkpoint on the disk, from before this coordinator was there."""
         self.saving.found(step, folder)
 
-    def restored(self, now: float, standing: Standing | None) -> list[Effect]:
+    def restored(self, now: float, standing: RunPosition | None) -> list[Effect]:
         """The run resumes from the newest checkpoint, or from its beginning where there is none."""
         before = self.steps_done
         self.clock = now
-        self.standing = standing or Standing()
+        self.standing = standing or RunPosition()
         self.previous = self.ahead = None
         self.weights.is_restoring, self.expected = False, 0
         self.saving.on_restored()
@@ -257,9 +255,9 @@ class Coordinator(RunState):
         effects += self.stragglers.relieve()
         effects += self.stragglers.tell()
         effects += self.evaluations.on_tick()
-        effects += self.transfers.tire()
-        effects += self.saving.tire()
-        effects += self.ending.tire()
+        effects += self.transfers.expire_slow()
+        effects += self.saving.expire_slow()
+        effects += self.ending.expire_slow()
         effects += self.saving.ask_again()
         effects += self.weights.on_tick()
         return effects + self.ending.finish()
@@ -270,8 +268,8 @@ class Coordinator(RunState):
         gap = now - self._ticked_at if self._ticked_at is not None else 0.0
         self._ticked_at = now
         if gap > self.patience_s / 4:
-            self.membership.forgive(now, gap)
-            self.transfers.forgive(gap)
-            self.saving.forgive(gap)
-            self.ending.forgive(gap)
-            self.weights.forgive(gap)
+            self.membership.extend_deadlines(now, gap)
+            self.transfers.extend_deadlines(gap)
+            self.saving.extend_deadlines(gap)
+            self.ending.extend_deadlines(gap)
+            self.weights.extend_deadlines(gap)

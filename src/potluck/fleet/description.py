@@ -26,7 +26,7 @@ ENTRENAR_BYTES = 100_000_000
 """The longest message that entrenar's own client takes."""
 MAX_SLICES = 1 << 16
 MAX_TOLD = 1 << 16
-"""Characters, as JSON."""
+"""The most characters of `told`, as JSON."""
 MAX_WHOLE = (1 << 63) - 1
 LEAST_UNIT, LEAST_SAMPLES = 2.0**-64, 1e-12
 _WINDOWED: dict[str, type[Windowed]] = {kind.kind: kind for kind in (Cadence, Async)}
@@ -53,7 +53,7 @@ class Part:
 
     @property
     def key(self) -> tuple[str, int]:
-        """As a message names it."""
+        """How a message names it."""
         return ("block", self.block) if self.block is not None else ("component", self.component or 0)
 
 

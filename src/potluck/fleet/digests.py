@@ -1,20 +1,20 @@
-"""What workers told of their weights after each step, and which of it is right. Pure.
+"""What workers reported of their weights after each step, and which report is right. Pure.
 
-It only keeps account. What follows from it is decided in weights.py.
+It only keeps account; weights.py decides what follows.
 """
 
 from collections.abc import Iterable
 from typing import NamedTuple
 
 from potluck.events import Stalled
+from potluck.fleet.coordinator_state import CoordinatorState
 from potluck.fleet.effects import Agreed, Effect, Emit
-from potluck.fleet.membership import Member, labels
-from potluck.fleet.run_state import RunState
+from potluck.fleet.membership import WorkerRecord, unique_names
 from potluck.wire.messages import Ready
 
 
-class Told(NamedTuple):
-    """What a worker said of its weights after a step."""
+class ReportedDigest(NamedTuple):
+    """What a worker reported of its weights after a step."""
 
     kind: str
     digest: str
@@ -23,20 +23,20 @@ class Told(NamedTuple):
 
 
 class Digests:
-    def __init__(self, run: RunState, agreed: dict[int, dict[str, str]]) -> None:
+    def __init__(self, run: CoordinatorState, agreed: dict[int, dict[str, str]]) -> None:
         self._run = run
-        self.told: dict[int, dict[int, Told]] = {}
+        self.told: dict[int, dict[int, ReportedDigest]] = {}
         """step -> worker id -> what it told first"""
         self.agreed = agreed
         """step -> kind -> the digest that is right: a worker that tells another has wrong weights."""
         self.changed: dict[int, str] = {}
         """worker id -> another digest of the last step than it told first, before it told anything of the next."""
         self.drifted = False
-        """Somebody's weights have, in this epoch."""
+        """Whether somebody's weights have drifted in this epoch."""
         self.alike: set[str] = set()
-        """Kinds that have come to the same bits as another."""
+        """Kinds that have computed the same bits as another kind."""
         self.apart: set[str] = set()
-        """Kinds that have not, and are compared among themselves."""
+        """Kinds that have not, and are compared only among themselves."""
 
     def clear(self) -> None:
         self.told.clear()
@@ -51,14 +51,14 @@ class Digests:
         for old in [step for step in self.told if step < self._run.standing.step - 2]:
             self.forget(old)
 
-    def forget_worker(self, member: Member) -> None:
-        """Its weights are wrong, whatever it told of them."""
+    def forget_worker(self, member: WorkerRecord) -> None:
+        """Forgets a worker's reports: its weights are wrong."""
         for told in self.told.values():
             told.pop(member.worker_id, None)
         self.changed.pop(member.worker_id, None)
 
     @property
-    def trusted(self) -> list[Member]:
+    def trusted(self) -> list[WorkerRecord]:
         """Holders whose weights have not changed since they told their digest; if there is none, all holders."""
         holders = self._run.membership.holders
         return [m for m in holders if m.worker_id not in self.changed] or holders
@@ -69,7 +69,7 @@ class Digests:
             return ""  # a window's average is only subtracted, which is the same on every device
         return kind if kind in self.apart else kind.rpartition("; ")[2]
 
-    def is_believed(self, member: Member, ready: Ready) -> bool:
+    def is_believed(self, member: WorkerRecord, ready: Ready) -> bool:
         """Whether the weights that it comes with are those that were agreed on, as far as anybody knows."""
         agreed = self.agreed.get(ready.step, {})
         is_unknown = self.compared_as(member.kind) not in agreed
@@ -82,13 +82,15 @@ class Digests:
         agreed[kind] = digest
         return [Agreed(step, kind, digest)]
 
-    def admit(self, member: Member, ready: Ready) -> list[Effect]:
+    def admit(self, member: WorkerRecord, ready: Ready) -> list[Effect]:
         """It continues with the weights that it came with."""
-        self.told.setdefault(ready.step, {})[member.worker_id] = Told(member.kind, ready.digest, computed=False)
+        self.told.setdefault(ready.step, {})[member.worker_id] = ReportedDigest(
+            member.kind, ready.digest, computed=False
+        )
         kind = self.compared_as(member.kind)
         return self.agree(ready.step, kind, ready.digest) if kind not in self.agreed.get(ready.step, {}) else []
 
-    def set_apart(self, voices: Iterable[Told]) -> bool:
+    def set_apart(self, voices: Iterable[ReportedDigest]) -> bool:
         """Whether there are kinds that have never come to the bits of the others: no fault, but how they compute."""
         kinds: dict[str, set[str]] = {}
         for told in voices:
@@ -103,8 +105,8 @@ class Digests:
     def tell_compared(self) -> tuple[list[str], tuple[str, ...]]:
         """Whose weights were compared, as parts of a sentence; and the names of those whose were not."""
         ready = self._run.membership.ready
-        names = dict(zip((m.worker_id for m in ready), labels(ready), strict=True))
-        kinds: dict[str, list[Member]] = {}
+        names = dict(zip((m.worker_id for m in ready), unique_names(ready), strict=True))
+        kinds: dict[str, list[WorkerRecord]] = {}
         for member in self._run.membership.holders:
             kinds.setdefault(self.compared_as(member.kind), []).append(member)
         plain = [names[m.worker_id] for m in ready if m.plain]
@@ -127,6 +129,6 @@ def _list(names: list[str]) -> str:
     return ", ".join(names if len(names) <= 8 else [*names[:7], f"{len(names) - 7} more"])
 
 
-def tell_drift(member: Member, step: int, what: str) -> Emit:
+def drift_event(member: WorkerRecord, step: int, what: str) -> Emit:
     doing = f"its weights after step {step} {what}"
     return Emit(Stalled(worker=member.worker_id, name=member.name, doing=doing, seconds=0.0))

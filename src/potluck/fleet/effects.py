@@ -47,7 +47,7 @@ class Close(Effect):
 
 
 class Describe(Effect):
-    """The run is known now: its gradients' sizes above all."""
+    """The run has been described: the sizes of its gradients above all."""
 
     description: Description
     is_new: bool = True
@@ -62,7 +62,7 @@ class BeginStep(Effect):
 
 
 class Widen(Effect):
-    """Somebody sends several nodes of the step under way after all."""
+    """Some worker will send several nodes of the step under way after all."""
 
     step: int
 
@@ -78,7 +78,7 @@ class Expect(Effect):
 
 
 class Discard(Effect):
-    """Whatever the peer still sends of this node is of no use."""
+    """Drop whatever the peer still sends of this node."""
 
     peer: int
     node: Node
@@ -101,7 +101,7 @@ class Subscribe(Effect):
 
 
 class Record(Effect):
-    """To be on the disk before anything that follows it is sent."""
+    """Write a step to the disk before anything that follows is sent."""
 
     step: StepRecord
 
@@ -143,11 +143,11 @@ class SaveAbort(Effect): ...
 
 
 class Restore(Effect):
-    """Nobody holds the weights: go back to the newest checkpoint and tell by restored()."""
+    """Nobody holds the weights: go back to the newest checkpoint, then call restored()."""
 
 
 class SendCheckpoint(Effect):
-    """The checkpoint that the run was restored from, to a newcomer."""
+    """Send a newcomer the checkpoint that the run was restored from."""
 
     peer: int
     transfer: int

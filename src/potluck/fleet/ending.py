@@ -2,20 +2,20 @@
 
 from dataclasses import dataclass, field
 
+from potluck.fleet.coordinator_state import CoordinatorState
 from potluck.fleet.effects import Effect, Finish
 from potluck.fleet.evaluation import Evaluations
-from potluck.fleet.membership import Member
-from potluck.fleet.rounds import Rounds
-from potluck.fleet.run_state import RunState
+from potluck.fleet.membership import WorkerRecord
 from potluck.fleet.saving import Saving
+from potluck.fleet.step_dispatcher import StepDispatcher
 from potluck.fleet.weights import Weights
 from potluck.wire.messages import Leave
 
 
 @dataclass
 class Ending:
-    run: RunState
-    rounds: Rounds
+    run: CoordinatorState
+    rounds: StepDispatcher
     saving: Saving
     evaluations: Evaluations
     weights: Weights
@@ -23,14 +23,14 @@ class Ending:
     """The step after which a worker said that the run is over."""
     over_since: float = field(default=0.0, init=False)
 
-    def on_leave(self, member: Member, leave: Leave) -> list[Effect]:
+    def on_leave(self, member: WorkerRecord, leave: Leave) -> list[Effect]:
         """It goes, and others do at once what it was given since: it may have to stay, while its state is saved."""
         member.leaving = True
         effects = self.rounds.take_away(member) + self.evaluations.give_back(member)
         effects += self.rounds.abandon_if_deserted() + self.weights.transfers.pass_over_leavers()
         return effects + self._part_with(member, leave)
 
-    def _part_with(self, member: Member, leave: Leave) -> list[Effect]:
+    def _part_with(self, member: WorkerRecord, leave: Leave) -> list[Effect]:
         """That it has finished ends the run for all only once nobody else who holds the weights is at work."""
         run = self.run
         is_last = member.is_ready and member.applied >= run.standing.step
@@ -45,7 +45,7 @@ class Ending:
 
     @property
     def _is_said_to_be_over(self) -> bool:
-        """By a worker that held the weights of the last step; one that took another step since then knows better."""
+        """Whether a worker with the last step's weights said so, and has taken no other step since."""
         return self.over_at is not None and self.over_at >= self.run.standing.step
 
     def request_stop(self) -> list[Effect]:
@@ -54,7 +54,7 @@ class Ending:
         return self._interrupt() if self.rounds.now is None else []
 
     def _interrupt(self) -> list[Effect]:
-        """There is no step under way to wait for."""
+        """Ends the run at once: there is no step under way to wait for."""
         told = self._end()
         return told if self.run.membership.holders else [*told, Finish("interrupted")]
 
@@ -76,11 +76,11 @@ class Ending:
         is_over = self.run.finished is not None and not self.run.membership.members
         return [Finish(self.run.finished or "")] if is_over else []
 
-    def forgive(self, seconds: float) -> None:
+    def extend_deadlines(self, seconds: float) -> None:
         self.over_since += seconds
 
-    def tire(self) -> list[Effect]:
-        """Workers that were told to go, or have nothing left to do and do not say so, keep nobody waiting."""
+    def expire_slow(self) -> list[Effect]:
+        """Closes workers that were told to go, or that have nothing left to do and do not say so."""
         run = self.run
         effects: list[Effect] = []
         for member in [m for m in run.membership.members.values() if m.shut_at is not None]:

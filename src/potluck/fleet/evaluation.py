@@ -1,14 +1,14 @@
-"""Validation sets in ranges, which those who look at one together take one by one. Pure."""
+"""Validation sets in ranges, which the workers that evaluate one together take one by one. Pure."""
 
 import math
 from array import array
 from dataclasses import dataclass, field
 
 from potluck.events import Validated
+from potluck.fleet.coordinator_state import CoordinatorState, exact_sum
 from potluck.fleet.effects import Effect, Emit, Send
 from potluck.fleet.ledger import Range
-from potluck.fleet.membership import Look, Member, Phase
-from potluck.fleet.run_state import RunState, total_of
+from potluck.fleet.membership import Look, WorkerPhase, WorkerRecord
 from potluck.wire.messages import Evaluated, EvaluateNext, EvaluateRange
 
 MOST_ROWS, MOST_RANGES = 1 << 48, 1 << 20
@@ -31,9 +31,9 @@ class Evaluation:
     loss_sums: "array[float]" = field(default_factory=lambda: array("d"))
     samples: "array[float]" = field(default_factory=lambda: array("d"))
     waiting: list[int] = field(default_factory=list)
-    """Peers, for whom nothing was left."""
+    """Peers that asked when no range was left."""
     longest_s: float = 0.0
-    """That a range has taken."""
+    """The longest time that a range has taken."""
 
     def take(self) -> Range | None:
         if self.returned:
@@ -58,21 +58,21 @@ class Evaluation:
 
 @dataclass
 class Evaluations:
-    """All that are under way, and the last results."""
+    """All evaluations that are under way, and the last results."""
 
-    run: RunState
+    run: CoordinatorState
     open: dict[Look, Evaluation] = field(default_factory=dict, init=False)
     done: dict[Look, Evaluated] = field(default_factory=dict, init=False)
-    """The last few."""
+    """The last few results."""
 
-    def on_next(self, member: Member, ask: EvaluateNext) -> list[Effect]:
+    def on_next(self, member: WorkerRecord, ask: EvaluateNext) -> list[Effect]:
         look = ask.step, ask.rows, ask.size
         if (done := self.done.get(look)) is not None:
             member.evaluating = None
             return [Send(member.peer, done)]
         if not (0 < ask.size <= ask.rows <= MOST_ROWS and -(-ask.rows // ask.size) <= MOST_RANGES):
             return self.run.refuse(member.peer, "illegal", "EvaluateNext has no rows, or too many ranges.")
-        if member.phase is Phase.CATCHING_UP:  # it will have other weights; those who keep theirs look
+        if member.phase is WorkerPhase.CATCHING_UP:  # it will have other weights; those who keep theirs look
             return [Send(member.peer, Evaluated(ask.step, 0.0, 0.0))]
         if not self._may_look(member, ask.step, is_new=look not in self.open):
             return self.run.refuse(member.peer, "illegal", "EvaluateNext is of a step to come, or one of very many.")
@@ -89,16 +89,16 @@ class Evaluations:
             return effects + self._end(member, look, evaluation)
         return effects + self._give_next(member, look, evaluation)
 
-    def _may_look(self, member: Member, step: int, *, is_new: bool) -> bool:
+    def _may_look(self, member: WorkerRecord, step: int, *, is_new: bool) -> bool:
         """One worker keeps no more than one set open, and begins only some at one step."""
         before, count = member.looks
         count = (count if before == step else 0) + is_new
         member.looks = step, count
         return step <= self.run.latest and count <= MOST_AT_ONE_STEP
 
-    def _end(self, member: Member, look: Look, evaluation: Evaluation) -> list[Effect]:
+    def _end(self, member: WorkerRecord, look: Look, evaluation: Evaluation) -> list[Effect]:
         step = look[0]
-        total, samples = total_of(evaluation.loss_sums), total_of(evaluation.samples)
+        total, samples = exact_sum(evaluation.loss_sums), exact_sum(evaluation.samples)
         done = Evaluated(step, total, samples)
         self.done[look] = done
         for old in list(self.done)[:-MOST_DONE]:
@@ -107,7 +107,7 @@ class Evaluations:
         validated = Validated(step=self.run.steps.get(step, step), loss=total / samples if samples else math.nan)
         return [Emit(validated), *(Send(peer, done) for peer in (member.peer, *evaluation.waiting))]
 
-    def _give_next(self, member: Member, look: Look, evaluation: Evaluation) -> list[Effect]:
+    def _give_next(self, member: WorkerRecord, look: Look, evaluation: Evaluation) -> list[Effect]:
         found = evaluation.take()
         if found is None:
             evaluation.waiting.append(member.peer)
@@ -115,7 +115,7 @@ class Evaluations:
         member.evaluating, member.evaluating_since = (look, *found), self.run.clock
         return [Send(member.peer, EvaluateRange(look[0], *found))]
 
-    def give_back(self, member: Member) -> list[Effect]:
+    def give_back(self, member: WorkerRecord) -> list[Effect]:
         """It looks at nothing any more: others do its range, and what nobody looks at is forgotten."""
         for evaluation in self.open.values():
             evaluation.waiting = [peer for peer in evaluation.waiting if peer != member.peer]

@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from potluck.fleet import effects
-from potluck.fleet.connection import Connection, Layout
+from potluck.fleet.connection import Connection, PayloadLayout
 from potluck.fleet.coordinator import Coordinator
 from potluck.fleet.description import BUFFERS, Description
 from potluck.fleet.effects import Effect
-from potluck.fleet.mean import Mean, Slot
-from potluck.fleet.phases import reach
-from potluck.fleet.shared import Memory, Receipts, Window
+from potluck.fleet.mean import PayloadMean, Slot
+from potluck.fleet.phases import enter_phase
+from potluck.fleet.shared_memory import Receipts, SharedMemory, SharedView
 from potluck.fleet.tree import Node
 from potluck.wire.codec import encode_parts
 from potluck.wire.messages import (
@@ -34,11 +34,11 @@ from potluck.wire.messages import (
 PIECE_BYTES = 4 << 20
 
 Act = Callable[[Callable[[float], list[Effect]]], None]
-"""Decides under the server's lock, given the time, and does what is decided."""
+"""Calls a function of the coordinator under the server's lock, with the time, and carries out its effects."""
 
 
 @dataclass
-class Expected:
+class ExpectedPayloads:
     """Payloads that a peer was asked for: for each part in turn, each node."""
 
     step: int
@@ -50,7 +50,7 @@ class Expected:
 
 
 @dataclass
-class Out:
+class Outgoing:
     """Something to be written: a message, or the average of a part."""
 
     message: Message | None
@@ -69,36 +69,36 @@ class PeerConnection(Connection):
     plain: bool
     since: int
     """The first step whose average it gets."""
-    expected: deque[Expected] = field(default_factory=deque)
+    expected: deque[ExpectedPayloads] = field(default_factory=deque)
     held: bool = False
     """Its bytes are not being read, on purpose."""
     slot: Slot | None = None
     blocks: bool | None = None
     """Whether it is sent averages part by part, or in one. A plain peer is sent what it sends itself; none: not known
     yet."""
-    queue: deque[Out] = field(default_factory=deque)
+    queue: deque[Outgoing] = field(default_factory=deque)
     change: threading.Condition = field(default_factory=threading.Condition)
     closing_at: float | None = None
     gone: bool = False
-    window: Window | None = None
+    window: SharedView | None = None
     owed: deque[int] = field(default_factory=deque)
     """Averages that it was told of and has not taken yet."""
     is_writing: bool = False
     pieces: int = 0
-    """That have left, or were taken."""
+    """Pieces that have been sent, or taken from shared memory."""
     stuck: tuple[int, float] = (0, 0.0)
     """How many pieces had left when it was last looked at, and for how many seconds none has."""
     blamed: str = ""
     """Why it was closed here."""
 
-    def put(self, out: Out) -> None:
+    def put(self, out: Outgoing) -> None:
         with self.change:
             if not self.gone:
                 self.queue.append(out)
                 self.change.notify()
 
     def end(self) -> None:
-        """It is closed once what is queued has left."""
+        """Closes the connection once everything queued has been sent."""
         with self.change:
             self.closing_at = self.closing_at or time.monotonic()
             self.change.notify_all()
@@ -122,7 +122,7 @@ class PeerConnection(Connection):
         for asked in self.expected:
             asked.useless.update(asked.nodes)
 
-    def take_queue(self) -> list[Out]:
+    def take_queue(self) -> list[Outgoing]:
         """It is gone: what it can no longer be sent."""
         self.gone = True
         self.revoke()
@@ -145,8 +145,8 @@ class PeerConnection(Connection):
         self.pipe.send(together)
         self.pieces += 1
 
-    def tire(self, tick_s: float, limit_s: float) -> None:
-        """Counted in ticks, and not by the clock: while this process is stopped nobody is late."""
+    def expire_slow(self, tick_s: float, limit_s: float) -> None:
+        """Closes a peer that reads nothing. Counted in ticks: while this process is stopped, nobody is late."""
         before, seconds = self.stuck
         self.stuck = self.pieces, seconds + tick_s if self.is_writing and self.pieces == before else 0.0
         if self.stuck[1] > limit_s and not self.blamed:
@@ -161,10 +161,10 @@ class Exchange:
         self.act = act
         self.lock = lock
         self.connections: dict[int, PeerConnection] = {}
-        self.mean: Mean | None = None
-        self.memory: Memory | None = None
-        """Where the averages are, if others may look."""
-        self.layout = Layout()
+        self.mean: PayloadMean | None = None
+        self.memory: SharedMemory | None = None
+        """The memory that holds the averages, where other processes may read it."""
+        self.layout = PayloadLayout()
         self._is_local = is_local
         self._loss = 0.0
         self._formed: tuple[int, list[int]] = (0, [])
@@ -173,8 +173,8 @@ class Exchange:
     def describe(self, description: Description) -> None:
         total = sum(part.floats for part in description.parts)
         if self._is_local:
-            self.memory = Memory(total)
-        mean = self.mean = Mean(
+            self.memory = SharedMemory(total)
+        mean = self.mean = PayloadMean(
             [part.floats for part in description.parts],
             flat=self.memory.floats[:total] if self.memory is not None else None,
             buffers=next((i for i, part in enumerate(description.parts) if part.component == BUFFERS), None),
@@ -182,13 +182,13 @@ class Exchange:
         mean.on_part = self._on_part
         mean.on_done = self._on_mean
         mean.on_bad = lambda *what: self.act(lambda now: self.core.at(now).rounds.on_bad(*what))
-        self.layout = Layout.of(description)
+        self.layout = PayloadLayout.of(description)
 
     def do(self, effect: Effect) -> None:
         """What the coordinator decides of gradients. Under the lock, as all effects are."""
         match effect:
             case effects.Expect() if (connection := self.connections.get(effect.peer)) is not None:
-                connection.expected.append(Expected(effect.step, effect.nodes, effect.weights))
+                connection.expected.append(ExpectedPayloads(effect.step, effect.nodes, effect.weights))
             case effects.Discard() if (connection := self.connections.get(effect.peer)) is not None:
                 connection.discard(effect.node)
         if self.mean is None:
@@ -218,10 +218,10 @@ class Exchange:
     def _send_average(self, connection: PeerConnection, step: int, part: int) -> None:
         assert self.mean is not None
         self.mean.hold(part, 1)
-        connection.put(Out(None, step, part))
+        connection.put(Outgoing(None, step, part))
 
     def release(self, part: int) -> None:
-        """One who was to be sent this average has it, or will never have it."""
+        """One receiver of this average has it, or will never have it."""
         if self.mean is not None:
             self.mean.release(part)
 
@@ -238,7 +238,7 @@ class Exchange:
         with self.lock:
             for connection in self.connections.values():
                 if connection.since <= step and not connection.blocks:
-                    connection.put(Out(self._whole(step)))
+                    connection.put(Outgoing(self._whole(step)))
             self.act(lambda now: self.core.on_mean(now, step))
 
     def _whole(self, step: int) -> Message:
@@ -247,7 +247,7 @@ class Exchange:
         return AveragedGradient(step, flat, np.float32(self._loss))
 
     def average(self, step: int, index: int, *, plain: bool) -> Message | None:
-        """Of one part, as a message; none: a plain peer knows none for it."""
+        """The average of one part as a message; None where a plain peer knows no such message."""
         assert self.mean is not None and self.core.description is not None
         part = self.core.description.parts[index]
         if plain and part.component == BUFFERS:
@@ -273,7 +273,7 @@ class Exchange:
 
 
 @dataclass
-class Writer:
+class PeerWriter:
     """The thread that writes to one peer: messages, and averages from where they were formed."""
 
     connection: PeerConnection
@@ -303,14 +303,14 @@ class Writer:
                 self.exchange.release(connection.owed.popleft())
 
     def _settle(self) -> None:
-        """Averages that the peer has taken may be written over."""
+        """Allows averages that the peer has taken to be overwritten."""
         connection = self.connection
         assert connection.receipts is not None
         for _ in range(connection.receipts.wait(len(connection.owed))):
             connection.pieces += 1
             self.exchange.release(connection.owed.popleft())
 
-    def write(self, out: Out) -> None:
+    def write(self, out: Outgoing) -> None:
         connection = self.connection
         if out.raw:
             connection.pipe.send([out.raw])
@@ -324,9 +324,9 @@ class Writer:
             if out.credit is not None:
                 self.exchange.taken(*out.credit)
 
-    def _write_average(self, out: Out) -> None:
+    def _write_average(self, out: Outgoing) -> None:
         connection = self.connection
-        reach("average leaves", out.step, part=out.part)
+        enter_phase("average leaves", out.step, part=out.part)
         if connection.receipts is not None:
             connection.owed.append(out.part)
             connection.pipe.send(encode_parts(AverageAt(out.step, out.part), connection.codec))

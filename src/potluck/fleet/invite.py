@@ -3,8 +3,8 @@
     potluck://HOST:PORT/SECRET.PIN
 
 The secret shows the helper to the host; the pin, the SHA-256 of the host's certificate, shows the host to the helper.
-There is no authority to ask: whoever handed over the line vouches for both. A helper checks the pin before it says the
-secret, so that someone in between learns nothing.
+There is no authority to ask: the person who handed over the line vouches for both. A helper checks the pin before it
+says the secret, so that someone in between learns nothing.
 
 Knows of certificates and TLS settings, but opens no connection and speaks no message.
 """
@@ -68,7 +68,7 @@ class Invite:
 
     @classmethod
     def parse(cls, line: str) -> "Invite":
-        """Takes what line() gives and nothing else."""
+        """Parses what line() gives, and nothing else."""
         found = _LINE.fullmatch(line)
         if found is None or (found["address"] and not _is_ipv6(found["address"])):
             raise ConfigError(f"This is no invite: one looks like potluck://HOST:PORT/SECRET. {_COPY}")
@@ -79,7 +79,7 @@ class Invite:
         """Whether others on the way can read and change all that is said."""
         return self.pin is None and not is_loopback(self.host)
 
-    def insist_on_pin(self) -> None:
+    def check_has_pin(self) -> None:
         """Without it the secret would travel to another machine in plain text."""
         if self.secret and self.is_open:
             raise ConfigError("This invite is cut short: it lacks the part after the dot. Copy the whole line.")
@@ -184,7 +184,7 @@ def check_pin(socket: ssl.SSLSocket, invite: Invite) -> None:
 
 
 def is_right_secret(given: str, expected: str) -> bool:
-    """In a time that does not tell how much of it was right."""
+    """Compares in constant time."""
     return hmac.compare_digest(given.encode(), expected.encode())
 
 

@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from potluck.errors import ConfigError, JournalError, PotluckError
+from potluck.fleet.coordinator_state import Resumed, RunPosition
 from potluck.fleet.description import Description
 from potluck.fleet.effects import StepRecord
 from potluck.fleet.ledger import Range
-from potluck.fleet.phases import reach
-from potluck.fleet.run_state import Resumed, Standing
+from potluck.fleet.phases import enter_phase
 
 _TABLES = """
 CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT NOT NULL);
@@ -86,7 +86,7 @@ class Journal:
                 return ConfigError(f"Cannot open the journal {self.path}: {told}.")
         reason = told.removesuffix(".") or type(error).__name__
         return JournalError(
-            f"{self.path} is damaged ({reason}). Remove it to go on from the newest checkpoint with --resume."
+            f"{self.path} is damaged ({reason}). Remove it to continue from the newest checkpoint with --resume."
         )
 
     def _open(self, is_new: bool) -> None:
@@ -121,7 +121,7 @@ class Journal:
             self._base.execute(f"PRAGMA user_version = {VERSION}")
 
     def _verify(self, writes: int) -> None:
-        """Every row, and that none is missing."""
+        """Checks every row, and that none is missing."""
         facts = self._base.execute("SELECT name, value, checksum FROM facts").fetchall()
         for name, value, checksum in facts:
             if checksum != _row_checksum({"name": name, "value": value}):
@@ -172,7 +172,7 @@ class Journal:
             self._kept, self._steps = before
             if isinstance(error, sqlite3.OperationalError):
                 raise ConfigError(
-                    f"Cannot write to the journal {self.path}: {error}. Free some space, then go on with --resume."
+                    f"Cannot write to the journal {self.path}: {error}. Free some space, then continue with --resume."
                 ) from None
             raise
         self._writes += 1
@@ -220,7 +220,7 @@ class Journal:
             "loss": float(record.loss) if record.loss == record.loss else None,
             "workers": json.dumps(record.workers),
         }
-        reach("recording", record.step)
+        enter_phase("recording", record.step)
         with self._writing():
             there = self._base.execute("SELECT count(*) FROM steps WHERE step = ?", (record.step,)).fetchone()[0]
             self._base.execute("DELETE FROM ranges WHERE step = ?", (record.step,))
@@ -230,7 +230,7 @@ class Journal:
                 "INSERT INTO ranges VALUES (?, ?, ?, ?)", [(record.step, *found) for found in record.ranges]
             )
             self._steps += 1 - there
-        reach("recorded", record.step)
+        enter_phase("recorded", record.step)
 
     def agree(self, step: int, kind: str, digest: str) -> None:
         """The right weights' digest. It need not outlive the machine, only this process: so nothing waits for it."""
@@ -251,7 +251,7 @@ class Journal:
         return found
 
     def rewind(self, step: int) -> None:
-        """The run has gone back to this step: what came after it never was."""
+        """Removes every later step: the run has gone back to this one."""
         with self._writing():
             self._base.execute("DELETE FROM steps WHERE step > ?", (step,))
             self._base.execute("DELETE FROM ranges WHERE step > ?", (step,))
@@ -273,13 +273,13 @@ class Journal:
         text = self.fact("description")
         return Description.from_json(text) if text else None
 
-    def standing(self, step: int | None = None) -> Standing | None:
+    def standing(self, step: int | None = None) -> RunPosition | None:
         """Where the run stood after a step, or stands now; none if that step is not on record."""
         described = self.description
         last = self._base.execute("SELECT max(step) FROM steps").fetchone()[0]
         step = last if step is None else step
         if not step or described is None:
-            return Standing() if step in (None, 0) else None
+            return RunPosition() if step in (None, 0) else None
         found = self._base.execute(
             "SELECT epoch, first_row + rows, rows_seen FROM steps WHERE step = ?", (step,)
         ).fetchone()
@@ -287,10 +287,10 @@ class Journal:
             return None
         epoch, row, rows_seen = found
         if row >= described.rows:
-            return Standing(step, epoch + 1, 0, rows_seen, [])
-        return Standing(step, epoch, row, rows_seen, self.ranges(epoch, until=step))
+            return RunPosition(step, epoch + 1, 0, rows_seen, [])
+        return RunPosition(step, epoch, row, rows_seen, self.ranges(epoch, until=step))
 
-    def resumed(self, standing: Standing | None = None) -> Resumed:
+    def resumed(self, standing: RunPosition | None = None) -> Resumed:
         """All that the next coordinator of this run begins with. `standing`: of a checkpoint, where this holds none."""
         standing = standing or self.standing()
         step = standing.step if standing is not None else 0
@@ -304,7 +304,7 @@ class Journal:
         )
 
     def ranges(self, epoch: int, *, until: int | None = None) -> list[Range]:
-        """What was trained of an epoch."""
+        """The ranges of an epoch that were trained."""
         found = self._base.execute(
             "SELECT ranges.first_row, ranges.end_row FROM ranges JOIN steps USING (step)"
             " WHERE epoch = ? AND step <= ? ORDER BY ranges.first_row",

@@ -1,4 +1,4 @@
-"""Those who knock: one thread for every connection that has not been let in to the floor yet.
+"""Connections that are not workers yet: one thread serves all of them.
 
 However many there are, and whatever they send, each costs a socket and a few kilobytes, and those who are still unknown
 after a while are closed. Knows frames, and nothing of what a message means.
@@ -43,7 +43,7 @@ class Guest:
     shaking: bool = False
     """In the middle of its TLS handshake."""
     address: str = ""
-    """Of its machine; empty: this one."""
+    """The address of its machine; empty for this machine."""
     out: bytearray = field(default_factory=bytearray)
     closing: bool = False
 
@@ -67,7 +67,7 @@ class Lobby:
         self._new_peer = new_peer
         self._guests: dict[int, Guest] = {}
         self._strangers: dict[int, Guest] = {}
-        """In order of arrival."""
+        """Strangers, in order of arrival."""
         self._selector = selectors.DefaultSelector()
         self._waker, self._wake = socket.socketpair()
         self._lock = threading.RLock()
@@ -106,7 +106,7 @@ class Lobby:
                 self._flush(guest)
 
     def close(self, peer: int) -> None:
-        """After what it is still to be sent."""
+        """Closes a guest once everything queued for it has been sent."""
         with self._lock:
             guest = self._guests.get(peer)
             if guest is not None:

@@ -24,11 +24,11 @@ Floats = npt.NDArray[np.float32]
 CHUNK = 1 << 18
 """Floats: a megabyte. Less costs more turns of the interpreter, more leaves the processor's caches."""
 MOST_FREE = 16
-"""Chunks that are kept for later."""
+"""The most free chunks that are kept for reuse."""
 WILD = 1e6
 """A gradient this many times larger than any before it is taken for a fault."""
 NO_ROOM = 1e36
-"""And one that is larger than this: in float32, the sum of some slices could overflow."""
+"""A gradient larger than this is a fault too: in float32, a sum of slices could overflow."""
 
 
 @dataclass
@@ -53,7 +53,7 @@ class _Step:
     largest: float = 0.0
 
 
-class Mean:
+class PayloadMean:
     """Of one step at a time. `on_part`, `on_done` and `on_bad` are called from whichever thread brought it about."""
 
     def __init__(
@@ -238,7 +238,7 @@ class Mean:
 class Slot:
     """One payload on its way: for each of its chunks, fill space() and call filled()."""
 
-    def __init__(self, mean: Mean, step: _Step | None, peer: int, part: int, node: Node, weight: float) -> None:
+    def __init__(self, mean: PayloadMean, step: _Step | None, peer: int, part: int, node: Node, weight: float) -> None:
         self.step = step
         self.part = part
         self.node = node

@@ -1,9 +1,10 @@
 """Member: a worker's side of the protocol, the mirror of the coordinator. A message or a local event in, effects out.
 
 It knows where this worker stands with its host: whether it is in, what it was asked for, what the host still owes it.
-What a step computes, where weights lie, how bytes travel and what time it is are for whoever drives it: engine/led.py
-with a real connection, tests/fleet/virtual.py on a virtual clock. Several ranks that are one worker each drive a Member
-of their own with the same messages, so nothing here may depend on `now` but how long to wait.
+What a step computes, where weights lie, how bytes travel and what time it is are up to its driver:
+engine/member_driver.py with a real connection, tests/fleet/virtual.py on a virtual clock. Several ranks that are one
+worker each drive a Member of their own with the same messages, so nothing here may depend on `now` but how long to
+wait.
 """
 
 import json
@@ -13,28 +14,28 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from potluck.errors import ConfigError, Diverged, PotluckError
+from potluck.fleet.file_stream import stream_files
 from potluck.fleet.member_effects import (
     Apply,
     Compute,
     DropAhead,
     DropState,
-    Effect,
     Fail,
     Load,
     LookAt,
+    MemberEffect,
     ReceiveState,
     Rejoin,
     Say,
-    Send,
+    SendToHost,
     ServeState,
     SkipAverages,
     StandAt,
     TakeChunk,
     TellApplied,
 )
-from potluck.fleet.parcel import files_in
-from potluck.fleet.saving import SAVE
 from potluck.wire.messages import (
+    SAVE,
     Admitted,
     Committed,
     Evaluated,
@@ -66,7 +67,7 @@ KEEP_SHARE = 20
 """And not before this many times as long as the last save took."""
 
 
-class Phase(Enum):
+class MemberPhase(Enum):
     AWAY = auto()
     """Nothing has been said over this connection, or there is none."""
     PRESENTING = auto()
@@ -80,22 +81,22 @@ class Phase(Enum):
 
 
 @dataclass
-class Evaluation:
-    """Under way until it has a loss."""
+class MemberEvaluation:
+    """An evaluation of this worker's; it is under way until it has a loss."""
 
     step: int
     rows: int
     size: int
     loss: float | None = None
 
-    def ask(self, start: int = 0, end: int = 0, total: float = 0.0, samples: float = 0.0) -> Send:
-        """For the next range, with what came of the last one."""
-        return Send(EvaluateNext(self.step, self.rows, self.size, start, end, total, samples))
+    def ask(self, start: int = 0, end: int = 0, total: float = 0.0, samples: float = 0.0) -> SendToHost:
+        """Asks for the next range, and reports the last one."""
+        return SendToHost(EvaluateNext(self.step, self.rows, self.size, start, end, total, samples))
 
 
 class Member:
     def __init__(self) -> None:
-        self.phase = Phase.AWAY
+        self.phase = MemberPhase.AWAY
         self.worker_id = 0
         self.patience_s = 10.0
         self.version = 0
@@ -103,7 +104,7 @@ class Member:
         self.committed: Committed | None = None
         """The last one that was agreed on here."""
         self.work: Work | None = None
-        """What the loop is to compute next."""
+        """The work that the loop has to compute next."""
         self.ahead: Work | None = None
         """What follows the step under way, with overlap: it is computed while that one is agreed on, and nothing of it
         is sent before."""
@@ -118,7 +119,7 @@ class Member:
         """Since it joined, or joined again: the host has said that its weights are the run's, or has sent it those."""
         self.is_replaying = False
         """It has others' weights, and has computed nothing since."""
-        self.evaluation: Evaluation | None = None
+        self.evaluation: MemberEvaluation | None = None
         self.save_due = 0
         self.saved = self.unsaved = Saved(0, "", "")
         """The last checkpoint on the host's disk; the last that it could not write, and why."""
@@ -140,12 +141,12 @@ class Member:
 
     @property
     def is_over(self) -> bool:
-        return self.phase is Phase.OVER
+        return self.phase is MemberPhase.OVER
 
     @property
     def is_settled(self) -> bool:
         """Not on its way into the run, nor out of it: a loop may continue, or end."""
-        return self.phase in (Phase.IN, Phase.OVER)
+        return self.phase in (MemberPhase.IN, MemberPhase.OVER)
 
     @property
     def leads(self) -> bool:
@@ -159,56 +160,56 @@ class Member:
 
     def wait_s(self, now: float) -> float:
         """How long to wait for the next message before nothing() is told."""
-        return max(0.0, self._deadline - now) if self.phase is Phase.LEAVING else BEAT_S
+        return max(0.0, self._deadline - now) if self.phase is MemberPhase.LEAVING else BEAT_S
 
     # Joining
 
-    def present(self, welcome: Welcome, description: str, digest: str, *, is_same: bool) -> list[Effect]:
+    def present(self, welcome: Welcome, description: str, digest: str, *, is_same: bool) -> list[MemberEffect]:
         """Connected: says what this worker has built and holds. `is_same`: the weights are those it last told of."""
-        self.phase, self.is_in = Phase.PRESENTING, False
+        self.phase, self.is_in = MemberPhase.PRESENTING, False
         self.worker_id, self.patience_s = welcome.worker_id, welcome.patience_ms / 1000
-        holds, said = self.version > 0, list[Effect]()
+        holds, said = self.version > 0, list[MemberEffect]()
         is_changed = self._is_damaged or (self._changed_at == self.version and not self._changes_itself)
         if holds and (is_changed or not is_same):
             digest = ""  # this host may not have heard the one that was told before
             said.append(Say("The weights changed in this worker's memory since their last step; it gets them anew."))
         ready = Ready(description, self.version, digest, int(holds))
-        return [SkipAverages(self.version), *said, Send(ready)]
+        return [SkipAverages(self.version), *said, SendToHost(ready)]
 
-    def lost(self, why: str) -> list[Effect]:
+    def lost(self, why: str) -> list[MemberEffect]:
         """The connection is gone: joins again, and continues from wherever the run stands then."""
-        if self.phase in (Phase.LEAVING, Phase.OVER):
+        if self.phase in (MemberPhase.LEAVING, MemberPhase.OVER):
             self.end()
             return []
-        dropped: list[Effect] = [DropState()] if self.phase is Phase.CATCHING_UP else []
-        self.phase = Phase.AWAY
+        dropped: list[MemberEffect] = [DropState()] if self.phase is MemberPhase.CATCHING_UP else []
+        self.phase = MemberPhase.AWAY
         self._forget_work()
         self._asked.clear()
         self.turn += 1
         return [*dropped, Say(f"Lost the host ({why}); joining again."), Rejoin()]
 
-    def _on_admitted(self, message: Admitted) -> list[Effect]:
+    def _on_admitted(self, message: Admitted) -> list[MemberEffect]:
         match self.phase:
-            case Phase.CATCHING_UP:  # from somebody else, or from the disk, and maybe of an earlier step
+            case MemberPhase.CATCHING_UP:  # from somebody else, or from the disk, and maybe of an earlier step
                 self._later.clear()
-            case Phase.IN if message.wait:
+            case MemberPhase.IN if message.wait:
                 return self._on_drift() or self._catch_up()
-            case Phase.PRESENTING if message.wait:
+            case MemberPhase.PRESENTING if message.wait:
                 return self._catch_up()
-            case Phase.PRESENTING:
+            case MemberPhase.PRESENTING:
                 return self._come_in(message)
         return []
 
-    def _come_in(self, admitted: Admitted) -> list[Effect]:
-        self.phase, self.is_in = Phase.IN, True
+    def _come_in(self, admitted: Admitted) -> list[MemberEffect]:
+        self.phase, self.is_in = MemberPhase.IN, True
         where = position_of(admitted.position)
         begins = not self.version and admitted.step == where["step"]
-        effects: list[Effect] = [StandAt(where["epoch"], where["row"])] if begins else []
+        effects: list[MemberEffect] = [StandAt(where["epoch"], where["row"])] if begins else []
         if self.saved.step < self.save_due:  # the answer may have been lost with the connection
-            effects.append(Send(SaveDue(self.save_due, 2)))
+            effects.append(SendToHost(SaveDue(self.save_due, 2)))
         return effects + self._ask_again()
 
-    def _ask_again(self) -> list[Effect]:
+    def _ask_again(self) -> list[MemberEffect]:
         """An evaluation that was under way begins anew, or is of weights that are no more."""
         found = self.evaluation
         if found is None or found.loss is not None:
@@ -218,7 +219,7 @@ class Member:
             return []
         return [found.ask()]
 
-    def _on_drift(self) -> list[Effect]:
+    def _on_drift(self) -> list[MemberEffect]:
         """Weights that have drifted are sent anew; where they do so again and again, that mends nothing."""
         self._drifts = [step for step in self._drifts if step > self.version - DRIFT_STEPS] + [self.version]
         if len(self._drifts) <= DRIFTS:
@@ -227,13 +228,13 @@ class Member:
             f"This worker's weights have differed from the others' {len(self._drifts)} times in"
             f" {self.version - self._drifts[0] + 1} steps, so its loop does something else than theirs. Often it is"
             " a learning-rate scheduler that starts anew here: give it to prepare(..., scheduler=scheduler), which"
-            " sends it to whoever joins."
+            " sends it to newcomers."
         )
         return [Fail(ConfigError, sentence)]
 
-    def _catch_up(self) -> list[Effect]:
+    def _catch_up(self) -> list[MemberEffect]:
         """The run's weights come from a worker that has them, or from the host's disk; the averages since then wait."""
-        self.phase, self.is_in = Phase.CATCHING_UP, False
+        self.phase, self.is_in = MemberPhase.CATCHING_UP, False
         self._transfer = -1
         self._forget_work()
         return []
@@ -243,11 +244,11 @@ class Member:
         self.is_ahead = False
         self._later.clear()
 
-    def _on_state(self, message: StateBegin | StateChunk) -> list[Effect]:
-        effects: list[Effect]
+    def _on_state(self, message: StateBegin | StateChunk) -> list[MemberEffect]:
+        effects: list[MemberEffect]
         if isinstance(message, StateBegin):
             self._transfer = message.transfer
-            self._left_bytes = sum(size for _, size in files_in(message.header))
+            self._left_bytes = sum(size for _, size in stream_files(message.header))
             effects = [ReceiveState(message.step, message.header)]
         elif message.transfer != self._transfer:
             return []
@@ -256,21 +257,21 @@ class Member:
             effects = [TakeChunk(message.data)]
         return effects if self._left_bytes > 0 else [*effects, Load()]
 
-    def loaded(self, version: int, step: int) -> list[Effect]:
+    def loaded(self, version: int, step: int) -> list[MemberEffect]:
         """The state is in the model. `step`: what a person calls it."""
         self.version = version
         self.save_due = self.saved.step  # what was due before is of a state that this worker no longer has
         self._changed_at, self._is_damaged = -1, False
         self._later = deque(message for message in self._later if message.step > version)
-        self.phase, self.is_in, self.is_replaying = Phase.IN, True, True
+        self.phase, self.is_in, self.is_replaying = MemberPhase.IN, True, True
         self.turn += 1
-        told: list[Effect] = [SkipAverages(version), Say(f"Got the weights of step {step}."), TellApplied()]
+        told: list[MemberEffect] = [SkipAverages(version), Say(f"Got the weights of step {step}."), TellApplied()]
         return told + self._ask_again()
 
     # Messages
 
-    def hear(self, now: float, message: Message) -> list[Effect]:
-        if self.phase is Phase.LEAVING:
+    def hear(self, now: float, message: Message) -> list[MemberEffect]:
+        if self.phase is MemberPhase.LEAVING:
             return self._hear_at_the_end(now, message)
         match message:
             case Shutdown():
@@ -281,38 +282,38 @@ class Member:
                 kind = Diverged if message.code == DIVERGED else PotluckError
                 return [
                     *self._drop_state(),
-                    Fail(ConfigError if self.phase is Phase.PRESENTING else kind, message.sentence),
+                    Fail(ConfigError if self.phase is MemberPhase.PRESENTING else kind, message.sentence),
                 ]
             case Admitted():
                 self._kept_at = self._kept_at or now
                 return self._on_admitted(message)
-            case StateBegin() | StateChunk() if self.phase is Phase.CATCHING_UP:
+            case StateBegin() | StateChunk() if self.phase is MemberPhase.CATCHING_UP:
                 return self._on_state(message)
             case Work() | Committed():
                 self._later.append(message)
-            case StateRequest() if self.phase is not Phase.CATCHING_UP:
+            case StateRequest() if self.phase is not MemberPhase.CATCHING_UP:
                 self._asked.append(message)
-                return self._serve() if self.phase is Phase.IN else []
+                return self._serve() if self.phase is MemberPhase.IN else []
             case Saved():
                 self._on_saved(now, message)
             case EvaluateRange() | Evaluated():
                 return self._on_evaluation(message)
         return []
 
-    def nothing(self, now: float) -> list[Effect]:
-        """Came while wait_s() passed."""
-        if self.phase is Phase.LEAVING:
+    def nothing(self, now: float) -> list[MemberEffect]:
+        """No message came within wait_s()."""
+        if self.phase is MemberPhase.LEAVING:
             self.end()
-        elif self.phase is Phase.IN and self.wants_stop and self.work is None and not self.is_ahead:
+        elif self.phase is MemberPhase.IN and self.wants_stop and self.work is None and not self.is_ahead:
             return self.leave(now)
         return []
 
-    def _drop_state(self) -> list[Effect]:
-        return [DropState()] if self.phase is Phase.CATCHING_UP else []
+    def _drop_state(self) -> list[MemberEffect]:
+        return [DropState()] if self.phase is MemberPhase.CATCHING_UP else []
 
     # Steps
 
-    def take(self) -> list[Effect]:
+    def take(self) -> list[MemberEffect]:
         """What the loop waits for, if it is here: a step to apply, or slices to compute. Requests are served first."""
         effects = self._serve()
         while self._later:
@@ -330,7 +331,7 @@ class Member:
                     return [*effects, Compute(message)]
         return effects
 
-    def _look_ahead(self, work: Work) -> list[Effect]:
+    def _look_ahead(self, work: Work) -> list[MemberEffect]:
         """In place of what was to be done ahead before; without nodes, nothing is."""
         was_ahead, self.is_ahead = self.is_ahead, False
         self.ahead = work if len(work.nodes) else None
@@ -352,7 +353,7 @@ class Member:
         self.work, self.ahead = None if was_ahead else self.ahead, None
         return was_ahead and not committed.stop
 
-    def changed(self, *, in_step: bool) -> list[Effect]:
+    def changed(self, *, in_step: bool) -> list[MemberEffect]:
         """The weights are not what the host was told: a bit that flipped must not reach the others.
 
         `in_step`: nothing has run since the last look that may change them.
@@ -364,15 +365,15 @@ class Member:
 
     # Evaluations
 
-    def evaluate(self, rows: int, size: int) -> list[Effect]:
-        self.evaluation = Evaluation(self.version, rows, size)
+    def evaluate(self, rows: int, size: int) -> list[MemberEffect]:
+        self.evaluation = MemberEvaluation(self.version, rows, size)
         return [self.evaluation.ask()]
 
-    def looked(self, asked: LookAt, total: float, samples: float) -> list[Effect]:
+    def looked(self, asked: LookAt, total: float, samples: float) -> list[MemberEffect]:
         assert self.evaluation is not None
         return [self.evaluation.ask(asked.start, asked.end, total, samples)]
 
-    def _on_evaluation(self, message: EvaluateRange | Evaluated) -> list[Effect]:
+    def _on_evaluation(self, message: EvaluateRange | Evaluated) -> list[MemberEffect]:
         found = self.evaluation
         if found is None or found.loss is not None or message.step != found.step:
             return []
@@ -383,10 +384,10 @@ class Member:
 
     # Saving
 
-    def save(self, now: float, keep_last: int) -> list[Effect]:
+    def save(self, now: float, keep_last: int) -> list[MemberEffect]:
         """One at a time: not while is_saving(), of the one who speaks for all."""
         self.save_due, self._due_at = self.version, now
-        sent: list[Effect] = [Send(SaveDue(self.version, keep_last))]
+        sent: list[MemberEffect] = [SendToHost(SaveDue(self.version, keep_last))]
         return [*sent, ServeState(SAVE)] if self.leads else sent
 
     def is_saving(self, *, until_kept: bool) -> bool:
@@ -395,7 +396,7 @@ class Member:
         return not self.left and not self.is_over and answered < self.save_due
 
     def is_keep_due(self, now: float) -> bool:
-        """A loop of one's own need not think of it: the host gets a checkpoint as often as that costs little.
+        """A user's own loop need not think of saving: the host gets a checkpoint as often as that costs little.
 
         The worker that speaks for all decides; should it be lost, the host asks another.
         """
@@ -410,7 +411,7 @@ class Member:
         self._keeping_s = now - self._due_at if self._due_at else 0.0
         self._due_at = 0.0
 
-    def _serve(self) -> list[Effect]:
+    def _serve(self) -> list[MemberEffect]:
         """Requests for a state that this worker has by now."""
         due = [asked for asked in self._asked if asked.step <= self.version]
         self._asked = [asked for asked in self._asked if asked.step > self.version]
@@ -418,20 +419,20 @@ class Member:
 
     # The end
 
-    def leave(self, now: float) -> list[Effect]:
+    def leave(self, now: float) -> list[MemberEffect]:
         """After a step, or while there is nothing to do: nothing is computed again."""
         self.left = True
         return self._say_goodbye(now, Leave(0, "asked to stop"))
 
-    def finish(self, now: float) -> list[Effect]:
-        """The loop is done; the run ends when all who hold its weights are."""
+    def finish(self, now: float) -> list[MemberEffect]:
+        """The loop is done; the run ends when all holders of its weights are."""
         return self._say_goodbye(now, Leave(1, "finished"))
 
-    def _say_goodbye(self, now: float, leave: Leave) -> list[Effect]:
-        self.phase, self._deadline = Phase.LEAVING, now + self.patience_s
-        return [Send(leave)]
+    def _say_goodbye(self, now: float, leave: Leave) -> list[MemberEffect]:
+        self.phase, self._deadline = MemberPhase.LEAVING, now + self.patience_s
+        return [SendToHost(leave)]
 
-    def _hear_at_the_end(self, now: float, message: Message) -> list[Effect]:
+    def _hear_at_the_end(self, now: float, message: Message) -> list[MemberEffect]:
         match message:
             case Shutdown():
                 self.end()
@@ -446,7 +447,7 @@ class Member:
         return []
 
     def end(self) -> None:
-        self.phase = Phase.OVER
+        self.phase = MemberPhase.OVER
         self.turn += 1
         if self.evaluation is not None and self.evaluation.loss is None:
             self.evaluation.loss = math.nan

@@ -1,98 +1,98 @@
-"""What a Member decides, as things to do: whoever drives it does them, in their order. Pure."""
+"""What a Member decides, as things to do: its driver does them, in their order. Pure."""
 
 from potluck.errors import PotluckError
 from potluck.fleet import effects
 from potluck.wire.messages import Committed, Message, Work
 
 
-class Effect(effects.Effect):
+class MemberEffect(effects.Effect):
     """Each is one of the classes below."""
 
 
-class Send(Effect):
+class SendToHost(MemberEffect):
     message: Message
 
 
-class Say(Effect):
+class Say(MemberEffect):
     """To the person who started this worker."""
 
     sentence: str
 
 
-class Fail(Effect):
+class Fail(MemberEffect):
     """This worker ends."""
 
     kind: type[PotluckError]
     sentence: str
 
 
-class Rejoin(Effect):
+class Rejoin(MemberEffect):
     """The connection is lost: what was computed is of no use. Connect again, then present()."""
 
 
-class StandAt(Effect):
+class StandAt(MemberEffect):
     """The run begins here, with the weights that this worker has built."""
 
     epoch: int
     row: int
 
 
-class SkipAverages(Effect):
+class SkipAverages(MemberEffect):
     """Up to this step they are in the weights."""
 
     step: int
 
 
-class ReceiveState(Effect):
+class ReceiveState(MemberEffect):
     """A state begins to arrive, in place of whatever has arrived of another."""
 
     step: int
     header: str
 
 
-class TakeChunk(Effect):
+class TakeChunk(MemberEffect):
     data: bytes | memoryview
 
 
-class Load(Effect):
+class Load(MemberEffect):
     """The state is here: put it into the model, then loaded()."""
 
 
-class DropState(Effect):
+class DropState(MemberEffect):
     """The rest of it will not come."""
 
 
-class ServeState(Effect):
+class ServeState(MemberEffect):
     """Copy the state as it is now, and send it."""
 
     transfer: int
 
 
-class TellApplied(Effect):
+class TellApplied(MemberEffect):
     """Hash the weights, and tell the host what they came to."""
 
     norm: float = 0.0
     fault: str = ""
 
 
-class LookAt(Effect):
+class LookAt(MemberEffect):
     """Evaluate these rows, then looked()."""
 
     start: int
     end: int
 
 
-class Compute(Effect):
+class Compute(MemberEffect):
     """These slices, or this window; then take() again."""
 
     work: Work
 
 
-class DropAhead(Effect):
+class DropAhead(MemberEffect):
     """What was computed ahead is of no use: nothing of it has been sent, and nothing will be."""
 
 
-class Apply(Effect):
+class Apply(MemberEffect):
     """The averages of this step, once all of them are here, after agree()."""
 
     committed: Committed

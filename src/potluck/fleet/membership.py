@@ -12,10 +12,10 @@ Look = tuple[int, int, int]
 """What is evaluated: (step, rows, rows of a range). A worker that names another set looks at it alone."""
 
 LEAST_S = 1e-6
-"""Of a slice, at the fastest."""
+"""The least time that a slice can take."""
 
 
-class Phase(Enum):
+class WorkerPhase(Enum):
     """How far a worker has come. What it may send depends on it."""
 
     GREETED = auto()  # let in; it builds its model and its data
@@ -24,8 +24,8 @@ class Phase(Enum):
 
 
 @dataclass
-class Member:
-    """One connection's worker. Its id is never used again, by whomever."""
+class WorkerRecord:
+    """One worker, as the coordinator knows it. Its id is never used again."""
 
     peer: int
     worker_id: int
@@ -36,8 +36,8 @@ class Member:
     heard_at: float
     came_at: float
     address: str = ""
-    """Of its machine."""
-    phase: Phase = Phase.GREETED
+    """The address of its machine."""
+    phase: WorkerPhase = WorkerPhase.GREETED
     applied: int = 0
     """The last step that its optimizer has taken."""
     since: int = 1
@@ -55,7 +55,7 @@ class Member:
     busy_s: float = 0.0
     working_since: float = 0.0
     evaluating: tuple[Look, int, int] | None = None
-    """Of what, the first row, the last + 1."""
+    """What it evaluates, the first row, and the last + 1."""
     evaluating_since: float = 0.0
     looks: tuple[int, int] = (0, 0)
     """(step, how many sets it began to look at there)"""
@@ -66,7 +66,7 @@ class Member:
     relieved_amount: float = 0.0
     """What was taken from it, as its speed is measured."""
     relieved_of: str = ""
-    """What it was doing then."""
+    """What it was doing when that happened."""
     leaving: bool = False
     shut_at: float | None = None
     """When it was told that the run is over for it."""
@@ -74,7 +74,7 @@ class Member:
 
     @property
     def is_ready(self) -> bool:
-        return self.phase is Phase.READY
+        return self.phase is WorkerPhase.READY
 
     @property
     def is_computing(self) -> bool:
@@ -88,19 +88,19 @@ class Member:
         return now - self.heard_at
 
     def measure(self, slices: float, busy_s: float) -> None:
-        """`busy_s` is what it told: one that claims to need no time at all would be given everything, for ever. Of no
-        slices, nothing is learned."""
+        """`busy_s` is its own report: a worker that claims to need no time at all would be given everything, forever.
+        Of no slices, nothing is learned."""
         if 0 < busy_s < math.inf and slices:
             speed = slices / max(busy_s, LEAST_S * slices)
             self.speed = speed if self.speed is None else 0.7 * self.speed + 0.3 * speed
 
     def doing(self, committed: int) -> str:
-        """For a person who waits for it."""
+        """What it is doing, for a person who waits for it."""
         if self.relieved > self.applied:  # the others are further by now
             return self.relieved_of
-        if self.phase is Phase.GREETED:
+        if self.phase is WorkerPhase.GREETED:
             return "building its model"
-        if self.phase is Phase.CATCHING_UP:
+        if self.phase is WorkerPhase.CATCHING_UP:
             return "catching up"
         if self.evaluating:
             return "evaluating"
@@ -113,62 +113,62 @@ class Member:
 
 class Membership:
     def __init__(self, next_id: int = 0) -> None:
-        self.members: dict[int, Member] = {}
+        self.members: dict[int, WorkerRecord] = {}
         self.next_id = next_id
         self._changes = 0
-        """Of anybody's phase."""
-        self._found: tuple[int, list[Member], list[Member]] = (-1, [], [])
+        """Counts changes of any worker's phase."""
+        self._found: tuple[int, list[WorkerRecord], list[WorkerRecord]] = (-1, [], [])
 
-    def add(self, now: float, peer: int, name: str, kind: str, *, plain: bool, address: str = "") -> Member:
-        member = Member(peer, self.next_id, name, kind, plain, heard_at=now, came_at=now, address=address)
+    def add(self, now: float, peer: int, name: str, kind: str, *, plain: bool, address: str = "") -> WorkerRecord:
+        member = WorkerRecord(peer, self.next_id, name, kind, plain, heard_at=now, came_at=now, address=address)
         self.next_id += 1
         self._changes += 1
         self.members[peer] = member
         return member
 
-    def remove(self, peer: int) -> Member | None:
+    def remove(self, peer: int) -> WorkerRecord | None:
         self._changes += 1
         return self.members.pop(peer, None)
 
-    def admit(self, member: Member) -> None:
-        member.phase = Phase.READY
+    def admit(self, member: WorkerRecord) -> None:
+        member.phase = WorkerPhase.READY
         self._changes += 1
 
-    def set_back(self, member: Member, phase: Phase) -> None:
-        """It no longer takes part, or not yet."""
+    def set_back(self, member: WorkerRecord, phase: WorkerPhase) -> None:
+        """Puts it back to a phase in which it does not take part."""
         self._changes += 1
         member.phase = phase
         member.ahead = []  # it has forgotten that itself once it hears so
 
     @property
-    def ready(self) -> list[Member]:
+    def ready(self) -> list[WorkerRecord]:
         """In order of their ids."""
         return self._find()[1]
 
     @property
-    def inside(self) -> list[Member]:
+    def inside(self) -> list[WorkerRecord]:
         """Those who are ready, or about to be: all but the greeted."""
         return self._find()[2]
 
-    def _find(self) -> tuple[int, list[Member], list[Member]]:
+    def _find(self) -> tuple[int, list[WorkerRecord], list[WorkerRecord]]:
         """Anew only when somebody came, went or changed: there may be a thousand who only wait."""
         if self._found[0] != self._changes:
             inside = sorted(
-                (m for m in self.members.values() if m.phase is not Phase.GREETED), key=lambda m: m.worker_id
+                (m for m in self.members.values() if m.phase is not WorkerPhase.GREETED), key=lambda m: m.worker_id
             )
             self._found = self._changes, [m for m in inside if m.is_ready], inside
         return self._found
 
     @property
-    def holders(self) -> list[Member]:
+    def holders(self) -> list[WorkerRecord]:
         """Those who can give the run's weights to others."""
         return [member for member in self.ready if not member.plain]
 
-    def late(self, now: float, patience_s: float) -> list[Member]:
+    def late(self, now: float, patience_s: float) -> list[WorkerRecord]:
         return [member for member in self.members.values() if member.silent_s(now) > patience_s]
 
-    def forgive(self, now: float, seconds: float) -> None:
-        """Time in which nobody could be heard is nobody's silence."""
+    def extend_deadlines(self, now: float, seconds: float) -> None:
+        """Time in which nobody could be heard counts as nobody's silence."""
         for member in self.members.values():
             member.heard_at = min(now, member.heard_at + seconds)
             member.working_since = min(now, member.working_since + seconds)
@@ -177,7 +177,7 @@ class Membership:
                 member.shut_at += seconds
 
 
-def labels(members: Sequence[Member]) -> list[str]:
+def unique_names(members: Sequence[WorkerRecord]) -> list[str]:
     """Their names, each with its id where there are two of one name."""
     counts = Counter(member.name for member in members)
     return [m.name if counts[m.name] == 1 else f"{m.name} ({m.worker_id})" for m in members]

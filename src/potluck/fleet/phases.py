@@ -4,10 +4,10 @@ from collections.abc import Callable
 from typing import Any
 
 listeners: list[Callable[..., None]] = []
-"""Each is called with the phase, the step it belongs to, and whatever else reach() was given."""
+"""Each is called with the phase, the step it belongs to, and whatever else enter_phase() was given."""
 
 
-def reach(phase: str, step: int, **what: Any) -> None:
-    """A phase begins. Costs nothing while nobody listens."""
+def enter_phase(phase: str, step: int, **what: Any) -> None:
+    """Announces that a phase begins. Costs nothing while nobody listens."""
     for listener in listeners:
         listener(phase, step, **what)

@@ -11,24 +11,24 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from potluck.fleet.shared import CAN_SHARE
+from potluck.fleet.shared_memory import CAN_SHARE
 
 LOOPBACK = ("127.0.0.1", "::1")
 _CREDENTIALS = struct.Struct("3i")
 """Process, user, group."""
 _MOST_DESCRIPTORS = 4
 _MOST_PARTS = 64
-"""Of one sendmsg; the system takes 1,024."""
+"""The most parts of one sendmsg; the system takes 1,024."""
 _MOST_LINK_S = 4 * 32_767
 """The system takes no more than a quarter of it before the first question."""
 LOOPBACK_BYTES = 256 << 10
 """The send buffer between processes of one machine: with a larger one, what is sent has left the processor's caches
 before it is received, and a round takes half as long again. Other connections are the system's to tune."""
 SLICE_BYTES = 1 << 20
-"""Of one wait for bytes, so that a slow peer is heard of now and then."""
+"""The most bytes of one wait, so that progress of a slow peer is noticed."""
 LINK_TIMES, LEAST_LINK_S = 2, 10.0
-"""A link is dead once the peer's machine has not answered for this many times `patience`, and at least so many seconds.
-More than once: the system counts a peer that is alive and does not read as one that does not answer."""
+"""A link is dead once the peer's machine has not answered for LINK_TIMES `patience`, and at least LEAST_LINK_S. More
+than once: the system counts a peer that is alive and does not read as one that does not answer."""
 
 
 class Pipe:

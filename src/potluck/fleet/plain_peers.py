@@ -1,24 +1,24 @@
 """Peers that speak the eleven published messages and no other: who of them may take part, and when they must go. Pure.
 
-What they are given of a step is in rounds.py and planning.py: they are workers there, of whom less is asked.
+What they are given of a step is in rounds.py and planning.py: there they are workers that are asked for less.
 """
 
 from dataclasses import dataclass
 
 from potluck.fleet import bounds
+from potluck.fleet.coordinator_state import CoordinatorState
 from potluck.fleet.description import BUFFERS
 from potluck.fleet.effects import Effect, Send, Subscribe
-from potluck.fleet.returns import Returns
-from potluck.fleet.rounds import Rounds
-from potluck.fleet.run_state import RunState
+from potluck.fleet.rejoin_limiter import RejoinLimiter
+from potluck.fleet.step_dispatcher import StepDispatcher
 from potluck.wire.messages import JoinAccepted, JoinRequest, Shutdown
 
 
 @dataclass
 class PlainPeers:
-    run: RunState
-    rounds: Rounds
-    returns: Returns
+    run: CoordinatorState
+    rounds: StepDispatcher
+    returns: RejoinLimiter
     at_least: int
     are_welcome: bool
     """They show no secret, so that only a host that asks nobody for one lets them in."""

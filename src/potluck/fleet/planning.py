@@ -6,12 +6,12 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from potluck.agree.shares import without_singles
-from potluck.agree.windows import Decision, Report, Windows
+from potluck.agree.windows import WindowPlan, WindowPlanner, WindowReport
 from potluck.events import Decided
+from potluck.fleet.coordinator_state import CoordinatorState
 from potluck.fleet.effects import Emit
 from potluck.fleet.ledger import Range
-from potluck.fleet.membership import Member, labels
-from potluck.fleet.run_state import RunState
+from potluck.fleet.membership import WorkerRecord, unique_names
 from potluck.fleet.tree import Node, decide_quotas, share_nodes, sized_rows, slice_rows
 from potluck.wire.messages import Applied, Work
 
@@ -27,20 +27,20 @@ class Slice:
 
 
 @dataclass(kw_only=True)
-class Plan:
+class StepPlan:
     """What a step consists of, and who computes it. Where workers step by themselves, it is a window."""
 
     step: int
     epoch: int
     bounds: list[Range]
-    """Of each slice."""
+    """The first and the last + 1 row of each slice."""
     nodes: list[list[Node]]
-    """For each worker."""
+    """The nodes of each worker."""
     workers: tuple[int, ...]
     """Their ids."""
     batch: int = 0
     """Rows of a step that a worker takes by itself; 0: it takes none."""
-    decision: Decision | None = None
+    decision: WindowPlan | None = None
     """Of a window: why it is so."""
 
     @property
@@ -65,7 +65,7 @@ class Plan:
 
 
 @dataclass(kw_only=True)
-class StepUnderWay(Plan):
+class StepUnderWay(StepPlan):
     """One agreement, whatever it is over."""
 
     started: float
@@ -77,8 +77,8 @@ class StepUnderWay(Plan):
     bad: dict[int, str] = field(default_factory=dict)
     """slice -> who computed it badly."""
     granted: set[int] = field(default_factory=set)
-    """Slices of a plain peer that is gone: the report of whoever computes them next takes the place of what was taken
-    for granted. Until then that stays, so that a step never lacks a report."""
+    """Slices of a plain peer that is gone: the report of the worker that computes them next replaces what was assumed.
+    Until then that stays, so that a step never lacks a report."""
     used: bytearray = field(default_factory=bytearray)
     buffers: bytes = b""
     """What the first slice changed in buffers that have no mean, as the first who computed it told."""
@@ -99,12 +99,12 @@ class StepUnderWay(Plan):
         return len(self.reports) >= self.slices
 
 
-class Planner:
-    def __init__(self, run: RunState) -> None:
+class StepPlanner:
+    def __init__(self, run: CoordinatorState) -> None:
         self._run = run
         self._last: tuple[list[int], list[int]] | None = None
         """The peers of the last step, and how many slices each had."""
-        self._windows: Windows | None = None
+        self._windows: WindowPlanner | None = None
         self._planned: tuple[int, ...] = ()
         """Whom the last window was planned for, in the order of their names there."""
         self._worked: tuple[int, ...] = ()
@@ -120,11 +120,11 @@ class Planner:
         """When each told last of the window before; and how long, with overlap, the one waited that waited least."""
         self._waited_s = 0.0
 
-    def plan(self, working: list[Member], after: StepUnderWay | None = None) -> Plan | None:
+    def plan(self, working: list[WorkerRecord], after: StepUnderWay | None = None) -> StepPlan | None:
         """The next step, or the one that follows `after`. None: the run is over, or `after` ends an epoch."""
         return self._plan_window(working, after) if self._run.described.windowed else self._plan_step(working)
 
-    def _plan_step(self, working: list[Member]) -> Plan:
+    def _plan_step(self, working: list[WorkerRecord]) -> StepPlan:
         """One batch, in as many slices as ever, to each as many as its speed allows."""
         described, standing = self._run.described, self._run.standing
         rows = min(described.batch, described.rows - standing.row)
@@ -138,7 +138,7 @@ class Planner:
         shared = share_nodes(slices, quotas)
         _spare_plain_peers(working, shared)
         self._last = peers, quotas
-        return Plan(
+        return StepPlan(
             step=standing.step + 1,
             epoch=standing.epoch,
             bounds=slice_rows(standing.row, rows, slices),
@@ -146,7 +146,7 @@ class Planner:
             workers=tuple(m.worker_id for m in working),
         )
 
-    def _plan_window(self, working: list[Member], after: StepUnderWay | None) -> Plan | None:
+    def _plan_window(self, working: list[WorkerRecord], after: StepUnderWay | None) -> StepPlan | None:
         """One slice for each worker, as large as its speed allows; none if no rows are left."""
         run, described, standing = self._run, self._run.described, self._run.standing
         policy, under_way = described.windowed, after.rows if after is not None else 0
@@ -156,9 +156,9 @@ class Planner:
             rows_left = min(rows_left, run.rows_limit - standing.rows_seen - under_way)
         if rows_left <= 0:
             return None
-        names = labels(working)
+        names = unique_names(working)
         if self._windows is None:
-            self._windows = Windows(policy, names, may_be_alone=True)
+            self._windows = WindowPlanner(policy, names)
         self._windows.change(names)
         self._planned = tuple(m.worker_id for m in working)
         batch = min(-(-described.batch // len(working)), MOST_WINDOW)
@@ -170,7 +170,7 @@ class Planner:
         for rows in decision.rows:
             nodes.append([(len(sizes), len(sizes) + 1)] if rows else [])
             sizes += [rows] if rows else []
-        return Plan(
+        return StepPlan(
             step=standing.step + 1 + (after is not None),
             epoch=standing.epoch,
             bounds=sized_rows(standing.row + under_way, sizes),
@@ -180,7 +180,7 @@ class Planner:
             decision=decision,
         )
 
-    def tell(self, decision: Decision) -> Emit:
+    def tell(self, decision: WindowPlan) -> Emit:
         return Emit(
             Decided(
                 step=self._run.steps_done,
@@ -201,7 +201,7 @@ class Planner:
         if self._windows.policy.overlap:
             sync_s = self._unhidden_s(under)
         reports = [
-            Report(
+            WindowReport(
                 wall_s=under.busy.get(who, 0.0) if who in under.batches else 0.0,
                 batches=under.batches.get(who, 0),
                 divergence=self._divergence.get(who, 0.0),
@@ -216,21 +216,21 @@ class Planner:
 
     def _unhidden_s(self, under: StepUnderWay) -> float:
         """With overlap a mean costs only what it takes beyond the next window. From one report to the next a worker
-        computes, and waits for the mean; whoever waits for others, too, waits longer than that. Of two windows it is
+        computes, and waits for the mean; one that also waits for others waits longer than that. Of two windows it is
         the lesser: an evaluation lies between some of them, and is nothing that longer windows would save."""
         told = [(at, self._reported.get(who), under.busy[who]) for who, at in under.reported.items()]
         waited_s = max(0.0, min((at - before - busy for at, before, busy in told if before is not None), default=0.0))
         before_s, self._waited_s, self._reported = self._waited_s, waited_s, under.reported
         return min(waited_s, before_s)
 
-    def on_applied(self, member: Member, applied: Applied) -> None:
-        """For the first time, by this worker."""
+    def on_applied(self, member: WorkerRecord, applied: Applied) -> None:
+        """This worker has applied a step for the first time."""
         if member.worker_id in self._worked and applied.step == self._run.standing.step:
             self._applying_s = max(self._applying_s, self._run.clock - self._committed_at)
             self._divergence[member.worker_id] = applied.divergence if applied.divergence >= 0 else math.inf
 
 
-def _give_each_plain_peer_one(working: list[Member], quotas: list[int]) -> None:
+def _give_each_plain_peer_one(working: list[WorkerRecord], quotas: list[int]) -> None:
     """The published worker expects rows in every step; one of ours bears a step without any."""
     for index, member in enumerate(working):
         if member.plain and not quotas[index]:
@@ -241,7 +241,7 @@ def _give_each_plain_peer_one(working: list[Member], quotas: list[int]) -> None:
                 quotas[giver], quotas[index] = quotas[giver] - 1, 1
 
 
-def _spare_plain_peers(working: list[Member], shared: list[list[Node]]) -> None:
+def _spare_plain_peers(working: list[WorkerRecord], shared: list[list[Node]]) -> None:
     """A plain peer sends one payload per step: of several nodes it keeps the largest, and ours take the others."""
     ours = [index for index, member in enumerate(working) if not member.plain]
     for index, member in enumerate(working):

@@ -11,21 +11,21 @@ import numpy as np
 from potluck.errors import TheirProtocolError
 from potluck.fleet.connection import part_of
 from potluck.fleet.effects import Effect
-from potluck.fleet.exchange import Exchange, Expected, PeerConnection
-from potluck.fleet.mean import Mean, Slot
-from potluck.fleet.shared import Window
+from potluck.fleet.exchange import Exchange, ExpectedPayloads, PeerConnection
+from potluck.fleet.mean import PayloadMean, Slot
+from potluck.fleet.shared_memory import SharedView
 from potluck.wire.codec import Bulk, is_bulk, peek
 from potluck.wire.messages import BlockGradientPayload, GradientPayload, NonBlockGradientPayload, PartAt, ShareMemory
 
 
-class Reader:
+class PeerReader:
     def __init__(self, connection: PeerConnection, exchange: Exchange) -> None:
         self._connection = connection
         self._exchange = exchange
         self._core = exchange.core
 
     @property
-    def _mean(self) -> Mean:
+    def _mean(self) -> PayloadMean:
         if self._exchange.mean is None:
             raise TheirProtocolError("A gradient came before the run was described.")
         return self._exchange.mean
@@ -96,7 +96,7 @@ class Reader:
         if expected.at == len(layout.tails) if connection.plain else part == len(layout.tails) - 1:
             self._payload_done(expected, slot)
 
-    def _read_whole(self, mean: Mean, bulk: Bulk, over: memoryview, length: int) -> None:
+    def _read_whole(self, mean: PayloadMean, bulk: Bulk, over: memoryview, length: int) -> None:
         """A plain peer's whole gradient, in the order of the model's parameters."""
         connection, forward = self._connection, self._exchange.layout.forward
         total = sum(mean.sizes[part] for part in forward)
@@ -158,7 +158,7 @@ class Reader:
             for descriptor in descriptors:
                 os.close(descriptor)
             raise TheirProtocolError("It shares memory that it was not asked for.")
-        connection.window = Window(descriptors[0])
+        connection.window = SharedView(descriptors[0])
 
     def _read_part_at(self, at: PartAt) -> None:
         connection, mean, last = self._connection, self._exchange.mean, len(self._exchange.layout.tails) - 1
@@ -179,13 +179,13 @@ class Reader:
 
     # Which of those that it was asked for
 
-    def _open_next(self, step: int, part: int, count: int) -> tuple[Expected | None, Slot]:
+    def _open_next(self, step: int, part: int, count: int) -> tuple[ExpectedPayloads | None, Slot]:
         """Both in one: a peer that is closed in between would have nothing to be revoked."""
         with self._exchange.lock:
             expected = self._next_expected(step, part)
             return expected, self._open(expected, part, count)
 
-    def _next_expected(self, step: int, part: int | None) -> Expected | None:
+    def _next_expected(self, step: int, part: int | None) -> ExpectedPayloads | None:
         """Which of the payloads that it was asked for this is; none if it was not asked for it. Under the lock."""
         connection, core, parts = self._connection, self._core, len(self._exchange.layout.tails)
         if not connection.expected or connection.expected[0].step != step:
@@ -207,9 +207,9 @@ class Reader:
         first.came.add(part)
         if first.at == len(first.nodes) * parts:
             connection.expected.popleft()
-        return Expected(step, (node,), (first.weights[0],), first.at, useless=first.useless)
+        return ExpectedPayloads(step, (node,), (first.weights[0],), first.at, useless=first.useless)
 
-    def _open(self, expected: Expected | None, part: int, count: int) -> Slot:
+    def _open(self, expected: ExpectedPayloads | None, part: int, count: int) -> Slot:
         peer, mean = self._connection.peer, self._mean
         if expected is None or expected.nodes[0] in expected.useless:
             return mean.open(peer, -1, part, (0, 1), count)
@@ -221,7 +221,7 @@ class Reader:
         self._connection.slot = None
         slot.close()
 
-    def _payload_done(self, expected: Expected, slot: Slot) -> None:
+    def _payload_done(self, expected: ExpectedPayloads, slot: Slot) -> None:
         node, peer = expected.nodes[0], self._connection.peer
 
         def tell(now: float) -> list[Effect]:  # of a step that was begun anew it would be taken for the next attempt's

@@ -1,23 +1,21 @@
 """Checkpoints for the host's disk: when one is due, who sends it, and what is kept. Pure."""
 
 from potluck.events import CheckpointFailed, CheckpointSaved
+from potluck.fleet.coordinator_state import CoordinatorState
 from potluck.fleet.digests import Digests
 from potluck.fleet.effects import Effect, Emit, SaveAbort, SaveBegin, SaveChunk, Send
-from potluck.fleet.membership import Member
-from potluck.fleet.run_state import RunState
-from potluck.wire.messages import Saved, SaveDue, StateBegin, StateChunk, StateMore, StateRequest
+from potluck.fleet.membership import WorkerRecord
+from potluck.wire.messages import SAVE, Saved, SaveDue, StateBegin, StateChunk, StateMore, StateRequest
 
-SAVE = 0
-"""The transfer that is a checkpoint for the host's disk; all others are for newcomers."""
 MOST_KEPT = 1000
-"""Checkpoints, for anybody."""
+"""The most checkpoints that are kept, no matter what a worker asks for."""
 SLOW_STATE = 4
 """Times `patience` without a byte of a state that is wanted: then another worker is asked for it."""
 NOBODY = -1
 
 
 class Saving:
-    def __init__(self, run: RunState, digests: Digests) -> None:
+    def __init__(self, run: CoordinatorState, digests: Digests) -> None:
         self._run = run
         self._digests = digests
         self.due: SaveDue | None = None
@@ -34,7 +32,7 @@ class Saving:
         self._passed_over: set[int] = set()
         """Worker ids that were to send it, and did not."""
         self._keep_last = 1
-        """The most that a worker wanted to be kept."""
+        """The largest number of checkpoints that a worker wanted kept."""
         self._moved_at = 0.0
         self._again_at: float | None = None
         """A checkpoint could not be written, and is asked for again then."""
@@ -53,14 +51,14 @@ class Saving:
             self.saved = Saved(step, folder, "")
 
     def on_restored(self) -> None:
-        """The run has gone back: what was due is not."""
+        """The run has gone back: saves that were due no longer are."""
         self.due = self._again_at = None
         if self.saved.step > self._run.standing.step:  # it turned out to be damaged
             self.saved = Saved(0, "", "")
 
     # When, and by whom
 
-    def on_due(self, member: Member, due: SaveDue) -> list[Effect]:
+    def on_due(self, member: WorkerRecord, due: SaveDue) -> list[Effect]:
         if self.saved.step >= due.step and self.saved.folder:
             return [Send(member.peer, self.saved)]
         if due.step > self._run.latest:
@@ -85,7 +83,7 @@ class Saving:
         # What it has now, if that is news: it may be waiting for a save itself, and apply nothing before it.
         return [Send(asked.peer, StateRequest(SAVE, max(self.saved.step + 1, asked.applied)))]
 
-    def let_go(self, member: Member) -> list[Effect]:
+    def let_go(self, member: WorkerRecord) -> list[Effect]:
         """The last who has the weights leaves them behind: those it has, for it will apply no other step."""
         others = [m for m in self._run.membership.holders if m is not member and not m.leaving]
         is_kept = self.saved.step >= member.applied and bool(self.saved.folder)
@@ -100,7 +98,7 @@ class Saving:
 
     # On its way: see transfers.py
 
-    def may_begin(self, member: Member, begin: StateBegin) -> bool:
+    def may_begin(self, member: WorkerRecord, begin: StateBegin) -> bool:
         is_old = bool(self.saved.folder) and begin.step <= self.saved.step  # the leader has changed meanwhile
         if self.sender is not None and self._asked == member.worker_id and self.sender != member.peer:
             self._asked = NOBODY  # it is turned away now: should the one under way fail, somebody is asked anew
@@ -108,11 +106,11 @@ class Saving:
         is_free = self.sender is None or (self.sender == member.peer and self._left > 0)
         return self.due is not None and is_free and member in self._digests.trusted and not is_old
 
-    def begin(self, member: Member, begin: StateBegin, total: int) -> Effect:
+    def begin(self, member: WorkerRecord, begin: StateBegin, total: int) -> Effect:
         self.sender, self._asked, self._left, self._moved_at = member.peer, member.worker_id, total, self._run.clock
         return SaveBegin(member.peer, begin.step, begin.header, self._keep_last)
 
-    def take(self, member: Member, chunk: StateChunk) -> Effect | None:
+    def take(self, member: WorkerRecord, chunk: StateChunk) -> Effect | None:
         if self.sender != member.peer or self._left <= 0:
             return None
         self._left, self._moved_at = self._left - len(chunk.data), self._run.clock
@@ -130,7 +128,7 @@ class Saving:
         return [Send(sender, StateMore(SAVE, 0))] if sender is not None and is_sending else []
 
     def pass_over(self, peer: int) -> list[Effect]:
-        """It is gone, or its weights are wrong."""
+        """Takes no checkpoint from this peer: it is gone, or its weights are wrong."""
         return (self.abort() if self.sender == peer else []) + self.ask()
 
     # What became of it
@@ -167,10 +165,10 @@ class Saving:
 
     # Time
 
-    def forgive(self, seconds: float) -> None:
+    def extend_deadlines(self, seconds: float) -> None:
         self._moved_at += seconds
 
-    def tire(self) -> list[Effect]:
+    def expire_slow(self) -> list[Effect]:
         """A worker that was to send it, and sends nothing of it, is passed over while there are others to ask. One that
         has stopped in the middle is asked once more: a failure may have reached it when the next was on its way."""
         run = self._run

@@ -20,19 +20,18 @@ from potluck.errors import ConfigError, PotluckError
 from potluck.events import Event
 from potluck.fleet import effects
 from potluck.fleet.coordinator import Coordinator
+from potluck.fleet.coordinator_state import RunPosition
 from potluck.fleet.description import Description
 from potluck.fleet.effects import Effect, StepRecord
-from potluck.fleet.exchange import Exchange, Out, PeerConnection, Writer
+from potluck.fleet.exchange import Exchange, Outgoing, PeerConnection, PeerWriter
+from potluck.fleet.file_stream import stream_chunks, stream_header
 from potluck.fleet.journal import Journal
 from potluck.fleet.lobby import Guest, Lobby
-from potluck.fleet.parcel import chunks, pack
-from potluck.fleet.phases import reach
+from potluck.fleet.phases import enter_phase
 from potluck.fleet.pipe import LOOPBACK, Pipe, listen_local
-from potluck.fleet.reading import Reader
-from potluck.fleet.run_state import Standing
-from potluck.fleet.saving import SAVE
+from potluck.fleet.reading import PeerReader
 from potluck.wire.codec import decode
-from potluck.wire.messages import Message, ShareMemory, StateBegin, StateChunk
+from potluck.wire.messages import SAVE, Message, ShareMemory, StateBegin, StateChunk
 from potluck.wire.words import heard
 
 log = logging.getLogger("potluck.fleet")
@@ -56,9 +55,8 @@ class Saver(Protocol):
     def begin(self, step: int, header: str, keep_last: int, on_saved: OnSaved) -> None: ...
     def feed(self, data: bytes | memoryview, taken: Callable[[], None]) -> None: ...
     def abort(self) -> None: ...
-    def newest(self) -> tuple[Path, Standing] | None:
+    def newest(self) -> tuple[Path, RunPosition] | None:
         """The newest whole checkpoint, and where the run stood."""
-        ...
 
 
 class Server:
@@ -110,12 +108,12 @@ class Server:
         self._spawn(self._tick, "ticker")
 
     def wait(self, timeout_s: float | None = None) -> effects.Finish | None:
-        """Until the run is over; none if it is not by then."""
+        """Waits until the run is over. None if it is not over within the timeout."""
         self._ended.wait(timeout_s)
         return self.finished
 
     def stop(self) -> None:
-        """Closes everything, once what is queued has left."""
+        """Closes everything, once what is queued has been sent."""
         self._ended.set()
         deadline = time.monotonic() + 2.0
         for connection in list(self.connections.values()):
@@ -204,9 +202,9 @@ class Server:
         assert self._restored is not None
         folder, step = self._restored
         try:
-            header = pack(folder)
+            header = stream_header(folder)
             self._send_now(peer, StateBegin(transfer, step, header))
-            for data in chunks(folder, header):
+            for data in stream_chunks(folder, header):
                 connection = self.connections.get(peer)
                 while connection is not None and len(connection.queue) > MOST_QUEUED and not connection.gone:
                     time.sleep(0.005)
@@ -241,19 +239,19 @@ class Server:
         connection.pipe.give_up_link(self.core.patience_s)
         self.connections[guest.peer] = connection
         if connection.pipe.is_local and not plain:
-            connection.put(Out(ShareMemory()))
+            connection.put(Outgoing(ShareMemory()))
         if not plain:
             self.exchange.send_by_parts(connection)
         if guest.out:
-            connection.queue.appendleft(Out(None, raw=bytes(guest.out)))
-        self._spawn(Reader(connection, self.exchange).run, f"reader {guest.peer}")
-        self._spawn(Writer(connection, self.exchange).run, f"writer {guest.peer}")
+            connection.queue.appendleft(Outgoing(None, raw=bytes(guest.out)))
+        self._spawn(PeerReader(connection, self.exchange).run, f"reader {guest.peer}")
+        self._spawn(PeerWriter(connection, self.exchange).run, f"writer {guest.peer}")
 
     def _send(self, effect: effects.Send) -> None:
         connection = self.connections.get(effect.peer)
         if connection is not None:
-            connection.put(Out(effect.message, credit=effect.credit))
-            reach("queued", getattr(effect.message, "step", 0), message=effect.message, connection=connection)
+            connection.put(Outgoing(effect.message, credit=effect.credit))
+            enter_phase("queued", getattr(effect.message, "step", 0), message=effect.message, connection=connection)
         else:
             self._lobby.send(effect.peer, effect.message)
 
@@ -279,7 +277,7 @@ class Server:
         for connection in self.connections.values():
             if connection.closing_at is not None and now - connection.closing_at > LAST_WORDS_S:
                 connection.close()  # it does not read, and averages that wait for it keep the others waiting
-            connection.tire(TICK_S, UNREAD * self.core.patience_s)
+            connection.expire_slow(TICK_S, UNREAD * self.core.patience_s)
             self.core.on_heard(now if connection.held else connection.pipe.heard_at, connection.peer)
         return self.core.on_tick(now)
 

@@ -1,12 +1,12 @@
-"""Those who keep the others waiting: they are named, and others do what they owe. Pure, and without a state."""
+"""Workers that keep the others waiting: they are reported, and others do their work. Pure, and stateless."""
 
 from dataclasses import dataclass
 
 from potluck.events import Stalled
+from potluck.fleet.coordinator_state import CoordinatorState
 from potluck.fleet.effects import Effect, Emit
-from potluck.fleet.membership import Member, slices_of
-from potluck.fleet.rounds import Rounds
-from potluck.fleet.run_state import RunState
+from potluck.fleet.membership import WorkerRecord, slices_of
+from potluck.fleet.step_dispatcher import StepDispatcher
 
 LONG = 4
 """A worker that takes this many times longer than expected is no longer waited for, where others have nothing to do."""
@@ -14,8 +14,8 @@ LONG = 4
 
 @dataclass
 class Stragglers:
-    run: RunState
-    rounds: Rounds
+    run: CoordinatorState
+    rounds: StepDispatcher
 
     def tell(self) -> list[Effect]:
         """Workers that keep the others waiting are named, each with what it is doing and for how long."""
@@ -34,11 +34,11 @@ class Stragglers:
                 effects.append(self._stalled(member, is_silent, seconds))
         return effects
 
-    def _stalled(self, member: Member, is_silent: bool, seconds: float, then: str = "") -> Emit:
+    def _stalled(self, member: WorkerRecord, is_silent: bool, seconds: float, then: str = "") -> Emit:
         doing = f"{'silent while ' * is_silent}{member.doing(self.run.standing.step)}"
         return Emit(Stalled(worker=member.worker_id, name=member.name, doing=doing, seconds=seconds, then=then))
 
-    def _waited_since(self, member: Member) -> float:
+    def _waited_since(self, member: WorkerRecord) -> float:
         now = self.rounds.now
         if member.evaluating:
             return member.evaluating_since
@@ -60,7 +60,7 @@ class Stragglers:
                 return self._relieve(under.step, member)  # one at a time: the next may have been given this one's part
         return []
 
-    def _delivers_nothing(self, member: Member) -> bool:
+    def _delivers_nothing(self, member: WorkerRecord) -> bool:
         """It is silent, or takes far longer than it should, though its heart beats."""
         if self.run.is_silent(member):
             return True
@@ -71,21 +71,21 @@ class Stragglers:
             since = member.working_since  # it may be the only one in its window, which nobody else would end before it
         return self.run.clock - since > most_s
 
-    def _expected_s(self, member: Member) -> float | None:
+    def _expected_s(self, member: WorkerRecord) -> float | None:
         """How long its part of the step under way should take, by its own speed or that of the slowest other; none
         where nobody's is known yet: a first step may be slow."""
         known = [m.speed for m in self.run.membership.holders if m.speed]
         speed = member.speed or min(known, default=0.0)
         return self._amount(member) / speed if speed else None
 
-    def _amount(self, member: Member) -> float:
+    def _amount(self, member: WorkerRecord) -> float:
         """What it has yet to deliver: slices, or where workers step by themselves, rows."""
         under, numbers = self.rounds.now, slices_of(member.nodes)
         if under is None:
             return 0.0
         return sum(under.bounds[n][1] - under.bounds[n][0] for n in numbers) if under.batch else len(numbers)
 
-    def _relieve(self, step: int, member: Member) -> list[Effect]:
+    def _relieve(self, step: int, member: WorkerRecord) -> list[Effect]:
         run = self.run
         is_silent = run.is_silent(member)
         seconds = member.silent_s(run.clock) if is_silent else run.clock - member.working_since

@@ -4,17 +4,17 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from potluck.errors import TheirProtocolError
+from potluck.fleet.coordinator_state import CoordinatorState
 from potluck.fleet.digests import Digests
 from potluck.fleet.effects import Effect, Send, SendCheckpoint, Subscribe
-from potluck.fleet.membership import Member, Phase
-from potluck.fleet.parcel import files_in, most_bytes
-from potluck.fleet.rounds import Rounds
-from potluck.fleet.run_state import RunState
-from potluck.fleet.saving import SAVE, SLOW_STATE, Saving
-from potluck.wire.messages import Admitted, StateBegin, StateChunk, StateMore, StateRequest
+from potluck.fleet.file_stream import most_bytes, stream_files
+from potluck.fleet.membership import WorkerPhase, WorkerRecord
+from potluck.fleet.saving import SLOW_STATE, Saving
+from potluck.fleet.step_dispatcher import StepDispatcher
+from potluck.wire.messages import SAVE, Admitted, StateBegin, StateChunk, StateMore, StateRequest
 
 CHUNKS_AHEAD = 4
-"""Of a state: may be on their way before the first has left here."""
+"""How many chunks of a state may be on their way before the first has left the host."""
 
 
 @dataclass
@@ -23,7 +23,7 @@ class Transfer:
 
     number: int
     sponsor: int | None
-    """None: the host's own disk."""
+    """The peer that sends the state; None: the host's own disk."""
     to: int
     step: int
     left: int | None = None
@@ -32,15 +32,15 @@ class Transfer:
 
     @property
     def is_whole(self) -> bool:
-        """It no longer needs its sponsor."""
+        """Whether all of the state has come from its sponsor."""
         return self.sponsor is None or self.left == 0
 
 
 @dataclass
 class Transfers:
-    run: RunState
+    run: CoordinatorState
     digests: Digests
-    rounds: Rounds
+    rounds: StepDispatcher
     saving: Saving
     under_way: dict[int, Transfer] = field(default_factory=dict, init=False)
     next_number: int = field(default=1, init=False)
@@ -48,16 +48,16 @@ class Transfers:
     """(peer, transfer) -> chunks that came from it and have not left here."""
 
     @property
-    def stranded(self) -> list[Member]:
+    def stranded(self) -> list[WorkerRecord]:
         """Those who were being given the weights by somebody who is gone. They may have had all of them."""
         given = {transfer.to for transfer in self.under_way.values()}
         return [m for m in self.run.membership.inside if not m.is_ready and m.peer not in given]
 
-    def awaits_weights(self, member: Member) -> bool:
+    def awaits_weights(self, member: WorkerRecord) -> bool:
         """It will be given others, whatever it says of those it has."""
         return any(t.to == member.peer and not t.is_whole for t in self.under_way.values())
 
-    def catch_up(self, member: Member, avoid: int | None = None) -> list[Effect]:
+    def catch_up(self, member: WorkerRecord, avoid: int | None = None) -> list[Effect]:
         """The weights of a worker that has them, as of the end of the step under way, and the averages since."""
         busy = Counter(transfer.sponsor for transfer in self.under_way.values())
         # Of its own kind if it can be: another's weights differ in their last bits, and would be taken for drift.
@@ -69,12 +69,12 @@ class Transfers:
         effects, number = self._begin(sponsor.peer, member, after)
         return [*effects, Send(sponsor.peer, StateRequest(number, after))]
 
-    def send_checkpoint(self, member: Member) -> list[Effect]:
+    def send_checkpoint(self, member: WorkerRecord) -> list[Effect]:
         effects, number = self._begin(None, member, self.run.standing.step)
         return [*effects, SendCheckpoint(member.peer, number)]
 
-    def _begin(self, sponsor: int | None, member: Member, step: int) -> tuple[list[Effect], int]:
-        self.run.membership.set_back(member, Phase.CATCHING_UP)
+    def _begin(self, sponsor: int | None, member: WorkerRecord, step: int) -> tuple[list[Effect], int]:
+        self.run.membership.set_back(member, WorkerPhase.CATCHING_UP)
         member.since = step + 1
         number, self.next_number = self.next_number, self.next_number + 1
         self.under_way[number] = Transfer(number, sponsor, member.peer, step, moved_at=self.run.clock)
@@ -86,12 +86,12 @@ class Transfers:
     def _whose(self, transfer: int) -> "Saving | Transfers":
         return self.saving if transfer == SAVE else self
 
-    def on_begin(self, member: Member, begin: StateBegin) -> list[Effect]:
+    def on_begin(self, member: WorkerRecord, begin: StateBegin) -> list[Effect]:
         run, whose = self.run, self._whose(begin.transfer)
         if not whose.may_begin(member, begin):
             return [Send(member.peer, StateMore(begin.transfer, 0))]
         try:
-            total = sum(size for _, size in files_in(begin.header))
+            total = sum(size for _, size in stream_files(begin.header))
         except TheirProtocolError as error:
             return run.refuse(member.peer, "illegal", str(error))
         most = most_bytes(max(run.described.state_bytes, 4 * run.described.floats))
@@ -105,7 +105,7 @@ class Transfers:
         self.unpaid.pop((member.peer, begin.transfer), None)
         return [whose.begin(member, begin, total), Send(member.peer, StateMore(begin.transfer, CHUNKS_AHEAD))]
 
-    def on_chunk(self, member: Member, chunk: StateChunk) -> list[Effect]:
+    def on_chunk(self, member: WorkerRecord, chunk: StateChunk) -> list[Effect]:
         taken = self._whose(chunk.transfer).take(member, chunk)
         if taken is None:
             return []
@@ -122,18 +122,18 @@ class Transfers:
             del self.unpaid[peer, transfer]
         return [Send(peer, StateMore(transfer, 1))] if peer in self.run.membership.members else []
 
-    def may_begin(self, member: Member, begin: StateBegin) -> bool:
+    def may_begin(self, member: WorkerRecord, begin: StateBegin) -> bool:
         transfer = self.under_way.get(begin.transfer)
         return transfer is not None and transfer.sponsor == member.peer and transfer.left is None
 
-    def begin(self, member: Member, begin: StateBegin, total: int) -> Effect:
+    def begin(self, member: WorkerRecord, begin: StateBegin, total: int) -> Effect:
         transfer = self.under_way[begin.transfer]
         transfer.left, transfer.moved_at = total, self.run.clock
         newcomer = self.run.membership.members[transfer.to]
         newcomer.since = max(newcomer.since, begin.step + 1)
         return Send(transfer.to, begin)
 
-    def take(self, member: Member, chunk: StateChunk) -> Effect | None:
+    def take(self, member: WorkerRecord, chunk: StateChunk) -> Effect | None:
         transfer = self.under_way.get(chunk.transfer)
         if transfer is None or transfer.sponsor != member.peer or not transfer.left:
             return None
@@ -142,8 +142,8 @@ class Transfers:
 
     # What ends them
 
-    def end_of(self, member: Member) -> None:
-        """It has the weights."""
+    def end_of(self, member: WorkerRecord) -> None:
+        """Ends the transfer to a worker that has the weights."""
         for number in [t.number for t in self.under_way.values() if t.to == member.peer]:
             del self.under_way[number]
 
@@ -190,11 +190,11 @@ class Transfers:
             return []
         return [Send(transfer.sponsor, StateMore(transfer.number, 0))]
 
-    def forgive(self, seconds: float) -> None:
+    def extend_deadlines(self, seconds: float) -> None:
         for transfer in self.under_way.values():
             transfer.moved_at += seconds
 
-    def tire(self) -> list[Effect]:
+    def expire_slow(self) -> list[Effect]:
         """A worker that was to send a state, and sends nothing of it, is passed over while there are others to ask."""
         run = self.run
         effects: list[Effect] = []

@@ -1,8 +1,8 @@
 """The slices of a step, the fixed tree in which their gradients are added, and who computes which part of it. Pure.
 
-A step's rows are cut into slices, whoever is there. A node (first, last + 1) of the tree stands for the sum of those
-slices; its two children are fixed by its bounds alone. A worker sends whole nodes, and the sum of the root does not
-depend on which nodes came from whom: only on the tree.
+A step's rows are cut into the same slices no matter which workers are there. A node (first, last + 1) of the tree
+stands for the sum of those slices; its two children are fixed by its bounds alone. A worker sends whole nodes, and the
+sum of the root does not depend on which nodes came from whom: only on the tree.
 """
 
 import itertools
@@ -78,7 +78,7 @@ def decide_quotas(slices: int, speeds: Sequence[float | None], before: Sequence[
     mean = sum(known) / len(known) if known else 1.0
     pace = [speed or mean for speed in speeds]
     quotas = [0] * len(pace)
-    for _ in range(slices):  # the next slice goes to whoever would be done with it first
+    for _ in range(slices):  # the next slice goes to the worker that would finish it first
         chosen = min(range(len(pace)), key=lambda worker: ((quotas[worker] + 1) / pace[worker], worker))
         quotas[chosen] += 1
     if before is None or sum(before) != slices or len(before) != len(pace):

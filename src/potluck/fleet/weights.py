@@ -9,24 +9,24 @@ from dataclasses import dataclass, field, replace
 
 from potluck.errors import TheirProtocolError
 from potluck.events import Stalled
+from potluck.fleet.coordinator_state import CoordinatorState
 from potluck.fleet.description import MAX_TOTAL, Description
-from potluck.fleet.digests import Digests, Told, tell_drift
+from potluck.fleet.digests import Digests, ReportedDigest, drift_event
 from potluck.fleet.effects import Describe, Effect, Emit, Restore, Send, Subscribe
 from potluck.fleet.evaluation import Evaluations
-from potluck.fleet.membership import Member, Phase
+from potluck.fleet.membership import WorkerPhase, WorkerRecord
 from potluck.fleet.plain_peers import PlainPeers
-from potluck.fleet.rounds import Rounds
-from potluck.fleet.run_state import RunState
 from potluck.fleet.saving import Saving
+from potluck.fleet.step_dispatcher import StepDispatcher
 from potluck.fleet.transfers import Transfers
 from potluck.wire.messages import Admitted, Applied, Ready
 
 
 @dataclass
 class Weights:
-    run: RunState
+    run: CoordinatorState
     digests: Digests
-    rounds: Rounds
+    rounds: StepDispatcher
     transfers: Transfers
     saving: Saving
     evaluations: Evaluations
@@ -39,7 +39,7 @@ class Weights:
     alone_since: float | None = field(default=None, init=False)
     """Since when nobody holds the weights."""
 
-    def on_ready(self, member: Member, ready: Ready) -> list[Effect]:
+    def on_ready(self, member: WorkerRecord, ready: Ready) -> list[Effect]:
         run = self.run
         if run.finished:
             return run.shut(member)
@@ -83,7 +83,7 @@ class Weights:
 
     # With which weights
 
-    def _place(self, member: Member, ready: Ready) -> list[Effect]:
+    def _place(self, member: WorkerRecord, ready: Ready) -> list[Effect]:
         """Whether a worker that has built its model may continue with its own weights, or where it gets the run's."""
         run, step = self.run, self.run.standing.step
         holds = bool(ready.holds) and self.digests.is_believed(member, ready)
@@ -98,7 +98,7 @@ class Weights:
             return self._admit(member, ready, since=step + 1)
         return self.transfers.catch_up(member)
 
-    def _place_first(self, member: Member, ready: Ready, holds: bool) -> list[Effect]:
+    def _place_first(self, member: WorkerRecord, ready: Ready, holds: bool) -> list[Effect]:
         """Where nobody else holds the weights."""
         run = self.run
         if holds and run.previous is not None and ready.step == run.previous.step and not self._may_have_the_last():
@@ -122,7 +122,7 @@ class Weights:
             self.alone_since = run.clock
         effects: list[Effect] = []
         if ready.holds and not holds:
-            effects.append(tell_drift(member, ready.step, "are not those that were agreed on"))
+            effects.append(drift_event(member, ready.step, "are not those that were agreed on"))
         return effects + (self.on_tick() if not self.run.expected else [self._tell_nobody_holds(member)])
 
     def _may_have_the_last(self) -> bool:
@@ -139,7 +139,7 @@ class Weights:
     def _waited_s(self) -> float:
         return self.run.clock - self.alone_since if self.alone_since is not None else 0.0
 
-    def _tell_nobody_holds(self, member: Member) -> Emit:
+    def _tell_nobody_holds(self, member: WorkerRecord) -> Emit:
         """Else a newcomer would see a host that stands still and says nothing."""
         doing = (
             f"{member.name} has joined and needs them; if nobody comes back within {self.run.patience_s:.0f} s, the"
@@ -148,7 +148,7 @@ class Weights:
         name = f"a worker that has the weights of step {self.run.steps_done}"
         return Emit(Stalled(worker=member.worker_id, name=name, doing=doing, seconds=0.0))
 
-    def _admit(self, member: Member, ready: Ready, since: int) -> list[Effect]:
+    def _admit(self, member: WorkerRecord, ready: Ready, since: int) -> list[Effect]:
         member.applied, member.since = ready.step, since
         return [
             *self.digests.admit(member, ready),
@@ -157,7 +157,7 @@ class Weights:
             *self.take_in(member),
         ]
 
-    def take_in(self, member: Member) -> list[Effect]:
+    def take_in(self, member: WorkerRecord) -> list[Effect]:
         """It holds the run's weights, and takes part."""
         self.run.membership.admit(member)
         self.alone_since = None
@@ -170,7 +170,7 @@ class Weights:
             effects += self.transfers.catch_up(other)
         return effects
 
-    def _take_waiting(self) -> Iterator[tuple[Member, Ready]]:
+    def _take_waiting(self) -> Iterator[tuple[WorkerRecord, Ready]]:
         waiting, self.waiting = self.waiting, []
         for peer, ready in waiting:
             if (member := self.run.membership.members.get(peer)) is not None:
@@ -193,7 +193,7 @@ class Weights:
             self.alone_since = self.run.clock
         return self._waited_s > self.run.patience_s
 
-    def forgive(self, seconds: float) -> None:
+    def extend_deadlines(self, seconds: float) -> None:
         if self.alone_since is not None:
             self.alone_since = min(self.run.clock, self.alone_since + seconds)
 
@@ -204,9 +204,9 @@ class Weights:
             return []
         if self.run.expected and self._waited_s < run.patience_s and not self.saving.is_last_kept:
             return []
-        return self._go_on_without_them()
+        return self._continue_without_them()
 
-    def _go_on_without_them(self) -> list[Effect]:
+    def _continue_without_them(self) -> list[Effect]:
         """Nobody came who has the last step: from a checkpoint, or from the step before if somebody has that."""
         run = self.run
         self.run.expected = 0
@@ -239,12 +239,12 @@ class Weights:
 
     # After each step
 
-    def on_applied(self, member: Member, applied: Applied) -> list[Effect]:
+    def on_applied(self, member: WorkerRecord, applied: Applied) -> list[Effect]:
         effects = self._on_applied(member, applied)
         self.digests.forget_old()
         return effects
 
-    def _on_applied(self, member: Member, applied: Applied) -> list[Effect]:
+    def _on_applied(self, member: WorkerRecord, applied: Applied) -> list[Effect]:
         run, digests = self.run, self.digests
         if applied.step > run.latest:
             run.refused["applied too early"] += 1
@@ -257,9 +257,9 @@ class Weights:
             return self._on_change(member, applied)
         member.applied = max(member.applied, applied.step)
         effects = self.rounds.on_applied(member, applied, is_first=first is None)
-        told[member.worker_id] = Told(member.kind, applied.digest, applied.step >= member.since)
+        told[member.worker_id] = ReportedDigest(member.kind, applied.digest, applied.step >= member.since)
         effects += self._judge(applied.step, digests.compared_as(member.kind))
-        if member.phase is not Phase.CATCHING_UP or applied.step < run.standing.step:
+        if member.phase is not WorkerPhase.CATCHING_UP or applied.step < run.standing.step:
             return effects + self.rounds.start()  # where all who are left had been relieved
         if self.is_restoring or member.worker_id not in digests.told.get(applied.step, {}):
             return effects  # it has been found wrong
@@ -288,10 +288,10 @@ class Weights:
                 return self._on_draw(step, kind, found)
         elif step and len({told.kind for told in voices.values() if told.computed}) > 1:
             digests.alike |= {told.kind for told in voices.values()}
-        return digests.agree(step, kind, counts[0][0]) + self._condemn(step, found, counts[0][0])
+        return digests.agree(step, kind, counts[0][0]) + self._mark_wrong(step, found, counts[0][0])
 
-    def _condemn(
-        self, step: int, found: dict[int, Told], right: str, what: str = "are not the others'"
+    def _mark_wrong(
+        self, step: int, found: dict[int, ReportedDigest], right: str, what: str = "are not the others'"
     ) -> list[Effect]:
         effects: list[Effect] = []
         wrong = {who for who, told in found.items() if told.digest != right}
@@ -300,20 +300,20 @@ class Weights:
                 effects += self._on_drift(other, step, what)
         return effects
 
-    def _on_draw(self, step: int, kind: str, found: dict[int, Told]) -> list[Effect]:
+    def _on_draw(self, step: int, kind: str, found: dict[int, ReportedDigest]) -> list[Effect]:
         """Both had the same weights before, so only computing the steps since the checkpoint again can tell."""
-        right = found[min(found)].digest  # of whoever has been in for longest, where nothing better is known
+        right = found[min(found)].digest  # of the worker that has been in longest, where nothing better is known
         if not self._can_go_back:
             what = "are not the others' (no checkpoint can tell whose are right)"
-            return self.digests.agree(step, kind, right) + self._condemn(step, found, right, what)
+            return self.digests.agree(step, kind, right) + self._mark_wrong(step, found, right, what)
         what = "are not the others', and nobody can tell whose are right: all go back to the last checkpoint"
         holders = self.run.membership.holders
         wrong = [m for m in holders if m.worker_id in found and found[m.worker_id].digest != right]
         self.digests.drifted = True
-        return [*(tell_drift(member, step, what) for member in wrong), *self._go_back()]
+        return [*(drift_event(member, step, what) for member in wrong), *self._go_back()]
 
-    def _on_change(self, member: Member, applied: Applied) -> list[Effect]:
-        """Its weights are not what it told of them after the same step."""
+    def _on_change(self, member: WorkerRecord, applied: Applied) -> list[Effect]:
+        """A worker's weights are no longer what it reported after the same step."""
         if applied.step != self.run.standing.step or member.reported:
             return self._on_drift(member, applied.step, "changed in its memory")
         # Between two steps its own loop may have changed them: then every worker's does. See judge_changes().
@@ -339,12 +339,12 @@ class Weights:
                 if changed.get(member.worker_id) != right:
                     effects += self._on_drift(member, step, "changed in its memory")
                 elif right is not None:
-                    digests.told[step][member.worker_id] = Told(member.kind, right, computed=False)
+                    digests.told[step][member.worker_id] = ReportedDigest(member.kind, right, computed=False)
         return effects
 
     # How the others get the right ones
 
-    def _on_drift(self, member: Member, step: int, what: str) -> list[Effect]:
+    def _on_drift(self, member: WorkerRecord, step: int, what: str) -> list[Effect]:
         """Its weights are wrong: it gets those of the others, or all get those of the checkpoint."""
         run = self.run
         run.refused["drifted"] += 1
@@ -352,11 +352,11 @@ class Weights:
         self.digests.forget_worker(member)
         others = [m for m in run.membership.holders if m is not member and m.applied >= step - 1]
         if not others and not self._can_go_back:
-            return [tell_drift(member, step, f"{what}; there is neither a worker nor a checkpoint to mend it")]
+            return [drift_event(member, step, f"{what}; there is neither a worker nor a checkpoint to mend it")]
         if not others:
-            return [tell_drift(member, step, f"{what}; the run goes back to its checkpoint"), *self._go_back()]
-        effects: list[Effect] = [tell_drift(member, step, f"{what}, and are sent to it anew")]
-        run.membership.set_back(member, Phase.CATCHING_UP)
+            return [drift_event(member, step, f"{what}; the run goes back to its checkpoint"), *self._go_back()]
+        effects: list[Effect] = [drift_event(member, step, f"{what}, and are sent to it anew")]
+        run.membership.set_back(member, WorkerPhase.CATCHING_UP)
         if self.rounds.has_sent(member):
             member.nodes = []
             effects += self.rounds.begin_anew()
@@ -364,8 +364,8 @@ class Weights:
             effects += self.rounds.take_away(member)
         return effects + self._pass_over(member) + self.transfers.catch_up(member)
 
-    def _pass_over(self, member: Member) -> list[Effect]:
-        """What it was to compute or to send with its weights comes from the others."""
+    def _pass_over(self, member: WorkerRecord) -> list[Effect]:
+        """Takes from others what this worker was to compute or send with its weights."""
         return [
             *self.evaluations.give_back(member),
             *self.transfers.pass_over(member.peer),
@@ -381,7 +381,7 @@ class Weights:
         effects = self.transfers.end_all() + self.saving.abort()
         for member in self.run.membership.holders:
             member.nodes = []
-            self.run.membership.set_back(member, Phase.CATCHING_UP)
+            self.run.membership.set_back(member, WorkerPhase.CATCHING_UP)
         self.digests.changed.clear()
         effects += self.on_nobody_holds(may_come_back=False)
         return effects + self.restore()

@@ -129,7 +129,7 @@ class _Host:
         if not args.resume and (steps or checkpoint_folder.holds_any(self.receiver.folder)):
             at = f", at step {steps}" if steps else ""
             raise ConfigError(
-                f"{self.folder} already holds a run{at}. Go on with it by --resume, or name another folder with --out."
+                f"{self.folder} already holds a run{at}. Continue it with --resume, or name another folder with --out."
             )
         resumed = journal.resumed(standing)
         described = resumed.description
@@ -175,7 +175,7 @@ class _Host:
             if newest is None:
                 raise
             why = str(error).partition(". Remove it")[0]
-            say(f"{why}. It is now {set_aside(path).name}, and the run goes on from {newest[0].name}.")
+            say(f"{why}. It is now {set_aside(path).name}, and the run continues from {newest[0].name}.")
             return Journal(path)
 
     def _port_before(self) -> int:
@@ -199,11 +199,11 @@ class _Host:
         if self.listening.insecure:
             say(
                 f"INSECURE: anybody who reaches {self.listening.host} port {self.server.port} can take part, read the"
-                " weights and change them, and nothing is encrypted. Use this on a network that you trust wholly."
+                " weights and change them, and nothing is encrypted. Use this on a network that you fully trust."
             )
         where = "another terminal here" if is_loopback(invite.host) else "another machine"
         print(f"To join from {where} (the line is a secret; it is also in the file below it):", flush=True)
-        print(f"  potluck join {invite.line()}", flush=True)
+        print(f"  potluck join {invite.line()}{'' if self.args.recipe else ' SCRIPT'}", flush=True)
         print(f"  {path}", flush=True)
         if is_loopback(invite.host):
             print("Other machines can join a host that is started with --host 0.0.0.0.", flush=True)
@@ -227,7 +227,7 @@ class _Host:
                 name=str(told.get("name") or self.folder.name),
                 folder=str(self.folder),
                 workers=max(1, len(core.membership.ready)),
-                device="whatever comes",
+                device="any device",
                 parameters=description.floats,
                 unit=str(told.get("unit") or "rows"),
                 batch_size=description.batch,
@@ -321,7 +321,7 @@ class _Host:
             say(f"{fault.removesuffix('.')}. What was trained after the newest checkpoint is lost.")
         if finish.reason == "interrupted":
             what = f"{self.folder}/run.toml" if self.args.recipe else self.args.command[0]
-            again = f" Go on with: potluck host {what} --out {self.folder} --resume" if saved else ""
+            again = f" Continue with: potluck host {what} --out {self.folder} --resume" if saved else ""
             say(f"Stopped after step {step}.{saved or ' Nothing was saved.'}{again}")
             return Interrupted.exit_code
         loss = f", loss {self.loss:.4f}" if self.loss is not None else ""

@@ -24,7 +24,7 @@ def join(invite: str, script: list[str], config: WorkersConfig, settings: tuple[
         raise ConfigError(f"Options come before the invite: potluck join {script[0]} ... INVITE.")
     if script and not Path(script[0]).is_file():
         raise ConfigError(f"There is no script {script[0]}.")
-    found.insist_on_pin()
+    found.check_has_pin()
     if invite != HIDDEN and invite != "-" and not Path(invite).is_file():
         _hide(found.line(), invite)
     while True:

@@ -351,7 +351,7 @@ class WorkerPool:
     def news(self) -> list[tuple[Worker, str]]:
         """Workers that have ended since this was last asked, and what became of each, as a sentence.
 
-        Of several ranks, the one that ended it. Whoever asks for more ranks gets them here.
+        Of several ranks, the one that ended it. A worker that asks for more ranks gets them here.
         """
         told = []
         for number, team in enumerate(self._teams):

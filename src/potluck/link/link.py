@@ -19,8 +19,8 @@ from torch.distributed.rendezvous import rendezvous as rendezvous_at
 
 from potluck.environment import ONLY, PATIENCE_S, RENDEZVOUS
 from potluck.errors import ConfigError, WorkerLost
-from potluck.shard.collectives import Done as Done
-from potluck.shard.collectives import Pending as Pending
+from potluck.sharding.collectives import Done as Done
+from potluck.sharding.collectives import Pending as Pending
 from potluck.tensor_bytes import from_bytes, raw, to_bytes
 
 

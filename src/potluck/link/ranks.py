@@ -74,7 +74,9 @@ class Request:
         """Waits for the answer: the environment by which they meet."""
         write_whole(self.place, str(ranks))
         if not wait_until(self._answer.exists, ANSWER_S):
-            raise WorkerLost(f"Whoever started this worker has not started its other ranks within {ANSWER_S:.0f} s.")
+            raise WorkerLost(
+                f"The command that started this worker has not started its other ranks within {ANSWER_S:.0f} s."
+            )
         return dict(json.loads(self._answer.read_text(encoding="utf-8")))
 
     def look(self) -> int | None:

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from potluck.errors import PotluckError, StoreError, TheirProtocolError, WorkerLost
-from potluck.store.sessions import IN_FLIGHT, Background, StoreSession
-from potluck.store.tenancy import ABOUT
+from potluck.store.sessions import ABOUT, IN_FLIGHT, Background, StoreSession
 from potluck.tensor_bytes import buffer
 
 Position = dict[str, int]

@@ -184,7 +184,7 @@ class Log:
         self.is_open = False
 
 
-class Door:
+class DeferredStoreLink:
     """To a StoreLink that is made once the store is ours; its parts are made then, in the order they were asked for."""
 
     def __init__(self) -> None:
@@ -218,7 +218,7 @@ class ReplayedLink(Link):
     was told, and hears the same again, while the others are long past it.
     """
 
-    def __init__(self, rank: int, world: int, log: Log, door: Door, number: int = 0) -> None:
+    def __init__(self, rank: int, world: int, log: Log, door: DeferredStoreLink, number: int = 0) -> None:
         self.rank, self.world, self.log, self.door, self._number = rank, world, log, door, number
 
     @property

@@ -21,9 +21,9 @@ from potluck.save import parts
 from potluck.save.checkpoint import MODEL, OPTIMIZER
 from potluck.save.memory import NEIGHBOUR, OWN, PLACE, STANDING, Recovery, my_folder, numbered, rank_folder
 from potluck.save.saves import Standing
-from potluck.shard.ranges import Ranges, type_name
-from potluck.shard.sharded import Sharded
-from potluck.shard.stored import make_header, write_all
+from potluck.sharding.ranges import Ranges, type_name
+from potluck.sharding.sharded import Sharded
+from potluck.sharding.stored import make_header, write_all
 from potluck.tensor_bytes import from_bytes, raw
 
 BLOCK_BYTES = 16 << 20

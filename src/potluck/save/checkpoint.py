@@ -23,8 +23,8 @@ from potluck.errors import CheckpointError
 from potluck.files import publish, sync
 from potluck.save.checkpoint_folder import FORMAT, WRITING, body_sha256, check_space, files_of, free_place, prune
 from potluck.save.run_folder import make_private
-from potluck.shard.ranges import Ranges, type_name
-from potluck.shard.stored import make_header, write_all
+from potluck.sharding.ranges import Ranges, type_name
+from potluck.sharding.stored import make_header, write_all
 from potluck.tensor_bytes import buffer
 from potluck.words import check_at_least
 
@@ -103,7 +103,7 @@ def failures_told(folder: Path, aside: Path, step: int) -> Iterator[None]:
         reason = getattr(error, "strerror", None) or str(error).removesuffix(".")
         raise CheckpointError(
             f"Cannot write the checkpoint of step {step} to {folder}: {reason}. Checkpoints that were there"
-            " are whole. Free some space or choose another folder with --out, then go on with --resume."
+            " are whole. Free some space or choose another folder with --out, then continue with --resume."
         ) from None
 
 
@@ -131,7 +131,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], notes: Mapping[str,
     return {"bytes": header.total_bytes, "sha256": digest.hexdigest()}
 
 
-class Writer:
+class CheckpointWriter:
     """Writes snapshots in the background, one at a time, so that training continues."""
 
     def __init__(self, folder: Path, keep_last: int) -> None:

@@ -18,7 +18,7 @@ from potluck.errors import CheckpointError
 from potluck.files import first_free
 
 FORMAT, FORMAT_IN_PARTS = 1, 2
-"""Of a checkpoint with whole tensors; and of one whose files each hold some pieces (shard/stored.py)."""
+"""Of a checkpoint with whole tensors; and of one whose files each hold some pieces (sharding/stored.py)."""
 WRITING, LEAVING = ".writing-", ".leaving-"
 _NAME = re.compile(r"step-(\d{8,})(?:-(\d+))?")
 

@@ -13,9 +13,9 @@ from typing import Any
 
 from potluck.errors import CheckpointError, PotluckError
 from potluck.files import publish, sync
+from potluck.fleet.coordinator_state import RunPosition
 from potluck.fleet.description import MAX_WHOLE
-from potluck.fleet.parcel import Unpacker
-from potluck.fleet.run_state import Standing
+from potluck.fleet.file_stream import FileStreamReceiver
 from potluck.fleet.server import OnSaved
 from potluck.save import checkpoint_folder
 from potluck.save.run_folder import make_private
@@ -48,7 +48,7 @@ class CheckpointReceiver:
             self._queue.put(None)
             self._queue = None
 
-    def newest(self) -> tuple[Path, Standing] | None:
+    def newest(self) -> tuple[Path, RunPosition] | None:
         for path in checkpoint_folder.found(self.folder):
             try:
                 return path, standing_of(path, checkpoint_folder.check(path))
@@ -69,7 +69,7 @@ class CheckpointReceiver:
         try:
             make_private(self.folder)
             sync(self.folder.parent)
-            unpacker = Unpacker(aside, header, MOST_BYTES)
+            unpacker = FileStreamReceiver(aside, header, MOST_BYTES)
             checkpoint_folder.check_space(self.folder, unpacker.total)
             while not unpacker.is_complete:
                 chunk = chunks.get()
@@ -94,7 +94,7 @@ class CheckpointReceiver:
         on_saved(step, str(place), "", unpacker.total, False)
 
 
-def standing_of(path: Path, body: dict[str, Any]) -> Standing:
+def standing_of(path: Path, body: dict[str, Any]) -> RunPosition:
     """Where the run stood; CheckpointError if the manifest, whose checksum anybody can make, does not say so."""
     figures = {name: body.get(name) for name in ("step", "epoch", "row", "rows_seen", "rows_in_epoch")}
     figures["version"] = body.get("version", body.get("step"))  # what the coordinator counts
@@ -103,4 +103,4 @@ def standing_of(path: Path, body: dict[str, Any]) -> Standing:
     step, epoch, row, rows_seen = (int(body[name]) for name in ("step", "epoch", "row", "rows_seen"))
     if row and row == body["rows_in_epoch"]:
         epoch, row = epoch + 1, 0
-    return Standing(body.get("version", step), epoch, row, rows_seen, [(0, row)] if row else [])
+    return RunPosition(body.get("version", step), epoch, row, rows_seen, [(0, row)] if row else [])

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from potluck.errors import CheckpointError, ConfigError
 from potluck.files import written_aside
 from potluck.save import checkpoint_folder
-from potluck.shard.stored import SIZES, Header, Store, make_header, write_all
+from potluck.sharding.stored import SIZES, SafetensorsHeader, TensorFiles, make_header, write_all
 from potluck.words import plural
 
 BLOCK_BYTES = 16 << 20
@@ -43,7 +43,7 @@ def write_plain(checkpoint: Path, out: Path) -> None:
 
 def _write_model(path: Path, body: dict[str, Any], out: Path, begin: Begin) -> tuple[int, int]:
     """How many tensors and numbers it has."""
-    with Store(checkpoint_folder.files_of(path, body, MODEL)) as store:
+    with TensorFiles(checkpoint_folder.files_of(path, body, MODEL)) as store:
         store.check_whole(str(path))
         header = make_header({name: (stored.dtype, stored.shape) for name, stored in store.tensors.items()})
         _write(store, header, out, begin("Writing", header.total_bytes))
@@ -76,7 +76,7 @@ def _bytes_of(path: Path) -> int:
     return sum(file.stat().st_size for file in path.glob("*.safetensors"))
 
 
-def _write(store: Store, header: Header, out: Path, tell: Callable[[int], None]) -> None:
+def _write(store: TensorFiles, header: SafetensorsHeader, out: Path, tell: Callable[[int], None]) -> None:
     """Whole or not at all."""
     try:
         checkpoint_folder.check_space(out.absolute().parent, header.total_bytes)
@@ -90,7 +90,7 @@ def _write(store: Store, header: Header, out: Path, tell: Callable[[int], None])
         raise CheckpointError(f"Cannot write {out}: {error.strerror}.") from None
 
 
-def _blocks(store: Store, name: str) -> Iterator[memoryview]:
+def _blocks(store: TensorFiles, name: str) -> Iterator[memoryview]:
     stored = store.tensors[name]
     width = SIZES[stored.dtype]
     step = BLOCK_BYTES // width

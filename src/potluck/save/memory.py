@@ -90,7 +90,7 @@ class Start:
     def _recovery(self, lost: Sequence[int], parts: list[Path]) -> Recovery | str:
         standing = json.loads((parts[0] / STANDING).read_text(encoding="utf-8"))
         if standing["step"] <= self.from_step:
-            return f"They had gone on from step {self.from_step} before, and had kept no later step since."
+            return f"They had continued from step {self.from_step} before, and had kept no later step since."
         return Recovery(
             step=standing["step"],
             ranks=tuple(first for rank, first in enumerate(self.ranks) if rank not in lost),

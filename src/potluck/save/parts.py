@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from potluck.save import state
-from potluck.shard.ranges import Ranges
-from potluck.shard.runs import COUNTERS, Run, Span
-from potluck.shard.sharded import Sharded
-from potluck.shard.stored import Spans, piece_key
+from potluck.sharding.ranges import Ranges
+from potluck.sharding.runs import COUNTERS, FlatRun, Span
+from potluck.sharding.sharded import Sharded
+from potluck.sharding.stored import Spans, piece_key
 
 # Out of the model
 
@@ -84,7 +84,7 @@ def whole_tensors(sharded: Sharded) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in sharded.model.state_dict().items() if name not in elsewhere}
 
 
-def _add_state(pieces: Pieces, said: dict[str, Any], run: Run, known: dict[str, Any]) -> None:
+def _add_state(pieces: Pieces, said: dict[str, Any], run: FlatRun, known: dict[str, Any]) -> None:
     span, flat = run.span, {key: value for key, value in known.items() if _is_flat(value, run)}
     for key, value in flat.items():
         pieces.add(f"{span.name}/{key}", span, value.view(-1))
@@ -97,7 +97,7 @@ def _add_state(pieces: Pieces, said: dict[str, Any], run: Run, known: dict[str, 
         said[span.name] = {"dict": told | {key: {"tensor": f"{span.name}/{key}"} for key in flat}}
 
 
-def _is_flat(value: Any, run: Run) -> bool:
+def _is_flat(value: Any, run: FlatRun) -> bool:
     """Whether it holds a number for each of the run's."""
     return isinstance(value, Tensor) and value.dim() > 0 and value.shape == run.parameter.shape
 
@@ -147,7 +147,7 @@ def load_optimizer_part(sharded: Sharded, source: Ranges, skeleton: dict[str, An
     optimizer.load_state_dict({"param_groups": groups, "state": {i: each for i, each in states.items() if each}})
 
 
-def _read_state(run: Run, source: Ranges, skeleton: dict[str, Any]) -> dict[str, Any]:
+def _read_state(run: FlatRun, source: Ranges, skeleton: dict[str, Any]) -> dict[str, Any]:
     """Of a parameter that no step has used, there is none."""
     span = run.span
     found: dict[str, Any] = {}
@@ -167,7 +167,7 @@ def _is_range(key: str, span: Span, entry: Any, source: Ranges) -> bool:
 
 
 @torch.no_grad()
-def _read_flat(run: Run, source: Ranges, name: str) -> Tensor:
+def _read_flat(run: FlatRun, source: Ranges, name: str) -> Tensor:
     span = run.span
     flat = torch.empty(span.size, dtype=source.spec(name).dtype, device=run.parameter.device)
     source.read_into(flat, name, span.start)

@@ -19,10 +19,18 @@ from potluck.errors import CheckpointError
 from potluck.events import CheckpointPassedOver, CheckpointSaved, EventLog
 from potluck.link.link import Link
 from potluck.save import checkpoint, checkpoint_folder, split_saves, state
-from potluck.save.split_saves import ALL_DAMAGED, TENSORS, KeptTensors, Standing, together
-from potluck.save.together import Share, write_share, write_together
-from potluck.shard.ranges import Ranges, Spec
-from potluck.shard.sharded import Sharded
+from potluck.save.split_saves import (
+    ALL_DAMAGED,
+    TENSORS,
+    KeptTensors,
+    Share,
+    Standing,
+    together,
+    write_share,
+    write_together,
+)
+from potluck.sharding.ranges import Ranges, Spec
+from potluck.sharding.sharded import Sharded
 
 if TYPE_CHECKING:
     from potluck.engine.replica import Replica
@@ -35,7 +43,7 @@ class Saves:
         """`is_gone`: whether what another worker has not written by now of a checkpoint will not come."""
         self._link = link
         self._events = events
-        self._writers: dict[Path, checkpoint.Writer] = {}
+        self._writers: dict[Path, checkpoint.CheckpointWriter] = {}
         self._gone = threading.Event()
         self._is_gone = is_gone or self._gone.is_set
 
@@ -44,7 +52,7 @@ class Saves:
 
         One at a time: it waits for the write before it, if that has not ended yet.
         """
-        writer = self._writers.setdefault(folder, checkpoint.Writer(folder, keep_last))
+        writer = self._writers.setdefault(folder, checkpoint.CheckpointWriter(folder, keep_last))
         writer.keep_last = keep_last
         writer.wait()
         started = time.perf_counter()

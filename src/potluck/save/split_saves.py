@@ -1,24 +1,124 @@
 """Saves and finds a model that is split over workers: each writes and reads its own part, in a folder that they share.
 
-What all must do alike is agreed over the link, in the foreground; the disk is written in the background (together.py).
+What all must do alike is agreed over the link, in the foreground. The disk is written in the background: each worker
+says in a small file, `00001.done`, that it has written its own; rank 0 waits until all have, and only then makes a
+checkpoint of it. While they write they tell each other nothing but through that folder.
 """
 
+import contextlib
 import json
+import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from potluck.errors import CheckpointError
+from potluck.files import write_whole
 from potluck.link.link import Link
 from potluck.save import checkpoint, checkpoint_folder, parts, state
-from potluck.save.checkpoint import new_aside
-from potluck.save.together import Share
-from potluck.shard.ranges import Ranges, Spec
-from potluck.shard.sharded import Sharded
+from potluck.save.checkpoint import MODEL, OPTIMIZER, Snapshot, failures_told, finish, new_aside, ranges, write_files
+from potluck.save.checkpoint_folder import FORMAT_IN_PARTS
+from potluck.sharding.ranges import Ranges, Spec
+from potluck.sharding.sharded import Sharded
 from potluck.tensor_bytes import from_bytes, to_bytes
+
+PATIENCE_S = 600.0
+"""How long rank 0 waits for the files of the others, once its own are written."""
+GRACE_S = 5.0
+"""The same, once it is known that one of them is gone."""
+LOOK_S = 0.02
+"""Between two looks for them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One of those who write a checkpoint together."""
+
+    rank: int
+    world: int
+    """How many write."""
+    aside: Path
+    """The folder that all of them write into."""
+
+    def stem(self, stem: str) -> str:
+        """Of this rank's own file of a kind."""
+        return f"{stem}-{self.rank:05d}-of-{self.world:05d}"
+
+    def done(self, rank: int) -> Path:
+        """There when a rank has written all of its files; holds their checksums."""
+        return self.aside / f"{rank:05d}.done"
+
+    def failed(self, rank: int) -> Path:
+        """There when a rank could not; says why."""
+        return self.aside / f"{rank:05d}.failed"
+
+
+def write_share(share: Share, snapshot: Snapshot) -> None:
+    """What a rank other than 0 does."""
+    try:
+        _write_files(share, snapshot)
+    except (OSError, CheckpointError) as error:
+        reason = getattr(error, "strerror", None) or str(error).removesuffix(".")
+        with contextlib.suppress(OSError):  # then it is missed all the same
+            write_whole(share.failed(share.rank), reason)
+        raise CheckpointError(
+            f"Cannot write the checkpoint of step {snapshot.step} to {share.aside.parent}: {reason}."
+        ) from None
+
+
+def write_together(folder: Path, share: Share, snapshot: Snapshot, is_one_gone: Callable[[], bool]) -> Path:
+    """What rank 0 does: its own files, and what makes the files of all a checkpoint. Returns where that is."""
+    with failures_told(folder, share.aside, snapshot.step):
+        _write_files(share, snapshot)
+        sums = _await_all(share, is_one_gone)
+        files = {"files": sums}
+        with ranges(share.aside, files, MODEL) as model, ranges(share.aside, files, OPTIMIZER) as optimizer:
+            model.check_whole("it")
+            optimizer.check_whole("it")
+            said = snapshot.body | {"optimizer": optimizer.notes}
+        for rank in range(share.world):
+            share.done(rank).unlink()
+        return finish(share.aside, FORMAT_IN_PARTS, sums, said)
+
+
+def _write_files(share: Share, snapshot: Snapshot) -> None:
+    sums = write_files(share.aside, snapshot)
+    write_whole(share.done(share.rank), json.dumps(sums), durable=True)
+
+
+def _await_all(share: Share, is_one_gone: Callable[[], bool]) -> dict[str, Any]:
+    """The checksums of all ranks' files, once all are there."""
+    started = time.monotonic()
+    deadline = started + PATIENCE_S
+    while missing := [rank for rank in range(share.world) if not share.done(rank).exists()]:
+        if failed := [rank for rank in missing if share.failed(rank).exists()]:
+            raise CheckpointError(f"worker {failed[0]} says: {share.failed(failed[0]).read_text(encoding='utf-8')}")
+        if is_one_gone():
+            deadline = min(deadline, time.monotonic() + GRACE_S)
+            is_one_gone = _no
+        if time.monotonic() > deadline:
+            raise CheckpointError(
+                f"nothing came from {_workers(missing)} within {time.monotonic() - started:.0f} s; all write into the"
+                " same folder, which must be on a disk that they share"
+            )
+        time.sleep(LOOK_S)
+    sums: dict[str, Any] = {}
+    for rank in range(share.world):
+        sums |= json.loads(share.done(rank).read_text(encoding="utf-8"))
+    return sums
+
+
+def _no() -> bool:
+    return False
+
+
+def _workers(ranks: list[int]) -> str:
+    return f"worker {ranks[0]}" if len(ranks) == 1 else f"workers {', '.join(map(str, ranks))}"
+
 
 Standing = dict[str, Any]
 """Where a run stands, as JSON: step, rows, epoch, position; what is kept beside the model."""
@@ -76,7 +176,7 @@ def files_beside(randoms: list[bytes], kept: KeptTensors) -> dict[str, dict[str,
     return {checkpoint.RANDOM: randoms_by_rank, **({checkpoint.KEPT: kept} if kept else {})}
 
 
-def load_beside(link: Link, standing: Standing, opened: Callable[[str], "Source"]) -> Standing:
+def load_beside(link: Link, standing: Standing, opened: Callable[[str], "TensorSource"]) -> Standing:
     """The reverse. The random state is put back if there are as many workers as there were."""
     if standing["workers"] == link.world:
         source = opened(checkpoint.RANDOM)
@@ -86,7 +186,7 @@ def load_beside(link: Link, standing: Standing, opened: Callable[[str], "Source"
     return standing | {TENSORS: {name: kept[name] for name in kept.specs}}
 
 
-class Source(state.Tensors, Protocol):
+class TensorSource(state.Tensors, Protocol):
     """Tensors of a file: read here, or sent by the rank that reads them."""
 
     @property

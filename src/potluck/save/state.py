@@ -3,7 +3,7 @@
 import base64
 import json
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -12,8 +12,8 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from potluck.errors import CheckpointError
-from potluck.shard.ranges import Ranges
+from potluck.errors import CheckpointError, ConfigError
+from potluck.sharding.ranges import Ranges
 from potluck.tensor_bytes import from_bytes, to_bytes
 
 
@@ -208,3 +208,54 @@ def _tensor_json(tensor: Tensor) -> Any:
 
 def _shape(tensor: Described) -> str:
     return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+
+
+NAME = "fleet.state"
+
+
+class UserState(MutableMapping[str, Any]):
+    """Numbers, strings, lists, tuples, dictionaries and tensors, by name. Refuses at once what cannot be kept.
+
+    Every worker has its own, and should put the same there: kept is that of the worker who saves. Tensors come back in
+    host memory.
+    """
+
+    def __init__(self) -> None:
+        self._values: dict[str, Any] = {}
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if not isinstance(name, str):
+            raise ConfigError(f"{NAME} has names for keys, not {name!r}.")
+        try:
+            flatten(value, f"{NAME}/{name}", None, "")
+        except CheckpointError as error:
+            raise ConfigError(str(error)) from None
+        except RecursionError:
+            raise ConfigError(f"{NAME}/{name} holds itself, and has no end that could be kept.") from None
+        self._values[name] = value
+
+    def __getitem__(self, name: str) -> Any:
+        return self._values[name]
+
+    def __delitem__(self, name: str) -> None:
+        del self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __repr__(self) -> str:
+        return f"{NAME} {self._values!r}"
+
+    def save(self, tensors: dict[str, Tensor]) -> Any:
+        """As JSON; tensors go into `tensors`."""
+        return flatten(self._values, NAME, tensors, "")
+
+    def load(self, saved: Any, tensors: Tensors) -> None:
+        """What was kept takes the place of what is here; what is here alone stays."""
+        found = unflatten(saved, tensors)
+        if not isinstance(found, dict):
+            raise TypeError(f"{NAME} is a table, not a {type(found).__name__}")
+        self._values |= found

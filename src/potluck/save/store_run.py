@@ -1,32 +1,47 @@
 """StoreRun: a store as the meeting place of a run whose workers have no connection to each other.
 
-It gives each worker its link and its channel, and keeps what the worker needs to resume after it was killed: its own
-part of the model, where it stands, and what it was told before the first step. Everything it has been sent since then
-is still in the store, so it does the same steps again and finds itself where the others wait for it.
-A store is one run's at a time (tenancy.py): before that is seen to be ours, nothing in it is changed.
+StoreSaves: their checkpoints. They share no disk: the first keeps them, and the others' parts travel to it. On the disk
+they are the same as any other: the whole model's, in files that each hold some pieces.
 """
 
 import json
 import struct
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from potluck.errors import StoreError, TheirProtocolError
-from potluck.fleet.parcel import Unpacker, chunks, pack
-from potluck.link.store_link import Door, Log, ReplayedLink, StoreLink
-from potluck.save import parts
-from potluck.save.checkpoint import MODEL, OPTIMIZER, write_tensors
-from potluck.shard.ranges import Ranges
-from potluck.shard.sharded import Sharded
+from potluck.events import EventLog
+from potluck.fleet.file_stream import FileStreamReceiver, stream_chunks, stream_header
+from potluck.link.link import Link
+from potluck.link.store_link import DeferredStoreLink, Log, ReplayedLink, StoreLink
+from potluck.save import checkpoint_folder, parts, split_saves, state
+from potluck.save.checkpoint import MODEL, OPTIMIZER, new_aside, write_tensors
+from potluck.save.saves import Saves
+from potluck.save.split_saves import (
+    KeptTensors,
+    Share,
+    Standing,
+    ask_first,
+    take_part,
+    together,
+    write_share,
+    write_together,
+)
+from potluck.sharding.ranges import Ranges
+from potluck.sharding.sharded import Sharded
 from potluck.stages.datastore import StoreChannel
 from potluck.stages.protocol import DataStore
+from potluck.store.sessions import Tenant, move_in
 from potluck.store.store import Store
-from potluck.store.tenancy import Tenant, move_in
+
+if TYPE_CHECKING:
+    from potluck.engine.replica import Replica
 
 _LENGTH = struct.Struct("<Q")
 """Of the list of files with which an object of files begins."""
@@ -34,7 +49,7 @@ NOTES = "notes.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class StoredProgress:
     """What a worker had kept of itself."""
 
     notes: dict[str, Any]
@@ -59,11 +74,11 @@ class StoreRun:
         """All that this worker puts there itself has a key below this."""
         self._key = f"{self._room}/state"
         self._states, self._hall = self._open("states"), self._open("link")
-        self.kept: Kept | None = None
+        self.kept: StoredProgress | None = None
         self._run = ""
         """The id of the run whose store this is, once that is ours."""
         self._place = rank, world, keeps
-        self.link = ReplayedLink(rank, world, Log(), Door())
+        self.link = ReplayedLink(rank, world, Log(), DeferredStoreLink())
         self._channel: StoreChannel | None = None
 
     def meet(self, tenant: Tenant) -> None:
@@ -108,8 +123,8 @@ class StoreRun:
 
     def give_files(self, key: str, folder: Path) -> None:
         """All files of a folder, as one object."""
-        header = pack(folder)
-        data = [memoryview(each) for each in (header.encode(), *chunks(folder, header))]
+        header = stream_header(folder)
+        data = [memoryview(each) for each in (header.encode(), *stream_chunks(folder, header))]
         self._states.put(key, data, _LENGTH.pack(len(data[0])))
 
     def take_files(self, key: str, folder: Path, awaited: str) -> None:
@@ -142,13 +157,13 @@ class StoreRun:
         if not self._run:
             self._hall.close()
 
-    def _look(self) -> Kept | None:
+    def _look(self) -> StoredProgress | None:
         arrived = _Files(f"What {self._room} kept of itself in {self._states.url}")
         if not self._states.get(self._key, arrived.room):
             return None
         with tempfile.TemporaryDirectory(prefix="potluck-") as folder:
             arrived.unpack(Path(folder))
-            kept = Kept(json.loads((Path(folder) / NOTES).read_text()), arrived)
+            kept = StoredProgress(json.loads((Path(folder) / NOTES).read_text()), arrived)
         if kept.notes.get("run", self._run) != self._run:
             raise StoreError(
                 f"{self._states.url} holds what {self._room} kept of another run than the one that is there now. Give"
@@ -178,7 +193,7 @@ class _Files:
     def unpack(self, folder: Path) -> None:
         header, data = self._data[: self._length], memoryview(self._data)[self._length :]
         try:
-            unpacker = Unpacker(folder, header.decode(), len(data), limit_files=len(header))
+            unpacker = FileStreamReceiver(folder, header.decode(), len(data), limit_files=len(header))
             unpacker.feed(data)
         except (TheirProtocolError, UnicodeDecodeError):
             raise self._damaged() from None
@@ -190,3 +205,77 @@ class _Files:
         return StoreError(
             f"{self._what} cannot be used: damaged. Start the run anew, with another stages.protocol.generation."
         )
+
+
+RESUME = "worker-0/resume"
+
+
+def _part(rank: int, step: int) -> str:
+    """A worker's own part of a checkpoint, among what is its own in the store."""
+    return f"worker-{rank}/part-{step}"
+
+
+class StoreSaves(Saves):
+    def __init__(self, link: Link, events: EventLog, run: StoreRun) -> None:
+        super().__init__(link, events)
+        self._run = run
+
+    def save(self, folder: Path, replica: "Replica", standing: Standing, keep_last: int, kept: KeptTensors) -> None:
+        """Returns once it is on the first worker's disk. What one of them cannot do is raised on all."""
+        randoms = self._link.gather_bytes(state.random_state())
+        together(self._link, lambda: self._save(folder, replica, standing, randoms, keep_last, kept))
+
+    def _save(
+        self,
+        folder: Path,
+        replica: "Replica",
+        standing: Standing,
+        randoms: list[bytes],
+        keep_last: int,
+        kept: KeptTensors,
+    ) -> None:
+        assert replica.part is not None
+        rank, world, step = self._link.rank, replica.part.collectives.world, standing["step"]
+        started = time.perf_counter()
+        if rank == 0:
+            share = Share(0, world, new_aside(folder, step))
+            snapshot = take_part(replica.part, standing, randoms, share, kept)
+            for other in range(1, world):
+                self._run.take_files(_part(other, step), share.aside, f"worker {other}'s part of the checkpoint")
+            place = write_together(folder, share, snapshot, lambda: True)
+            checkpoint_folder.prune(folder, keep_last, place)
+            self._saved(step, time.perf_counter() - started)(place)
+            self._run.drop_files([_part(other, step) for other in range(1, world)])
+        elif rank < world:  # another replica holds the same parts, and its ranks write them
+            with tempfile.TemporaryDirectory(prefix="potluck-") as aside:
+                share = Share(rank, world, Path(aside))
+                write_share(share, take_part(replica.part, standing, randoms, share, kept))
+                self._run.give_files(_part(rank, step), share.aside)
+
+    def load(self, folder: Path, replica: "Replica", check: Callable[[Path, Standing], None]) -> Standing | None:
+        """The first worker's newest whole checkpoint; the others get its files."""
+
+        def give() -> str | None:
+            if (found := self._newest(folder)) is None:
+                return None
+            self._run.give_files(RESUME, found[0])
+            return str(found[0])
+
+        path = ask_first(self._link, give)
+        if path is None:
+            return None
+        assert replica.part is not None
+        with tempfile.TemporaryDirectory(prefix="potluck-") as shared:
+            self._fetch(Path(shared) / Path(path).name, path)
+            standing = split_saves.load(self._link, Path(shared), replica.part, check, self._pass_over)
+        if self._link.rank == 0:
+            self._run.drop_files([RESUME])
+        replica.remember_buffers()
+        return None if standing is None else standing | {"path": path}
+
+    def _fetch(self, place: Path, path: str) -> None:
+        if self._link.rank == 0:
+            place.symlink_to(Path(path).absolute(), target_is_directory=True)
+        else:
+            place.mkdir()
+            self._run.take_files(RESUME, place, "the checkpoint that worker 0 resumes from")

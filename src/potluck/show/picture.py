@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class TimeSpan:
     """A worker's part of one step or window, in seconds since the run started."""
 
     start_s: float
@@ -23,7 +23,7 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Mean:
+class TimeMean:
     """The mean loss over some rows, which were trained from `start_s` to `end_s`."""
 
     start_s: float
@@ -36,9 +36,9 @@ class Mean:
 class Timeline:
     """A run from its start to the end of its last step; the validation and the checkpoint after that do not count."""
 
-    lanes: list[list[Span]] = field(default_factory=list)
+    lanes: list[list[TimeSpan]] = field(default_factory=list)
     """Each worker's spans."""
-    losses: list[Mean] = field(default_factory=list)
+    losses: list[TimeMean] = field(default_factory=list)
     """Of every step or window."""
     seconds: float = 0.0
     rows: int = 0
@@ -55,7 +55,7 @@ class Timeline:
         """The part of the whole time for which a worker computed."""
         return sum(span.busy_until_s - span.start_s for span in self.lanes[worker]) / max(self.seconds, 1e-9)
 
-    def means_over(self, rows: int) -> list[Mean]:
+    def means_over(self, rows: int) -> list[TimeMean]:
         """The losses, averaged over at least this many rows each, so that two runs can be compared."""
         return list(_means_over(self.losses, rows))
 
@@ -94,16 +94,16 @@ def _add_step(timeline: Timeline, record: dict[str, Any], now_s: float) -> None:
         timeline.lanes.append([])
         timeline.rows_of.append(0)
     for index, worker in enumerate(workers):
-        timeline.lanes[index].append(Span(start_s, min(start_s + worker["busy_s"], now_s), now_s))
+        timeline.lanes[index].append(TimeSpan(start_s, min(start_s + worker["busy_s"], now_s), now_s))
         timeline.rows_of[index] += worker["rows"]
     rows = sum(worker["rows"] for worker in workers)
-    timeline.losses.append(Mean(start_s, now_s, rows, record["loss"]))
+    timeline.losses.append(TimeMean(start_s, now_s, rows, record["loss"]))
     timeline.rows += rows
     timeline.seconds = now_s
 
 
-def _means_over(losses: list[Mean], rows: int) -> Iterator[Mean]:
-    taken: list[Mean] = []
+def _means_over(losses: list[TimeMean], rows: int) -> Iterator[TimeMean]:
+    taken: list[TimeMean] = []
     left = sum(mean.rows for mean in losses)
     for mean in losses:
         taken.append(mean)
@@ -115,12 +115,12 @@ def _means_over(losses: list[Mean], rows: int) -> Iterator[Mean]:
         yield _joined(taken)
 
 
-def _joined(parts: list[Mean]) -> Mean:
+def _joined(parts: list[TimeMean]) -> TimeMean:
     """A step whose loss is not known counts by its rows alone."""
     told = [part for part in parts if math.isfinite(part.loss)]
     weight = sum(part.rows for part in told)
     loss = sum(part.rows * part.loss for part in told) / max(weight, 1) if told else math.nan
-    return Mean(parts[0].start_s, parts[-1].end_s, sum(part.rows for part in parts), loss)
+    return TimeMean(parts[0].start_s, parts[-1].end_s, sum(part.rows for part in parts), loss)
 
 
 SYNC, CADENCE = "#d55e00", "#0072b2"

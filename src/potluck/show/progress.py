@@ -81,7 +81,7 @@ class Progress:
             case CheckpointPassedOver():
                 self.say(f"Passed over a checkpoint: {event.reason}", style="yellow")
             case CheckpointFailed():
-                self.say(f"{event.reason.removesuffix('.')}. Training goes on, and it is tried again.", style="red")
+                self.say(f"{event.reason.removesuffix('.')}. Training continues, and it is tried again.", style="red")
             case CheckpointSaved():
                 if self._live is None:
                     self.say(f"step {event.step}: saved {event.folder} ({size(event.bytes)})")
@@ -128,7 +128,7 @@ class Progress:
         if run.layout:
             self.say(run.layout, style="dim")
         if run.from_step:
-            self.say(f"Going on from step {run.from_step:,}.")
+            self.say(f"Continuing from step {run.from_step:,}.")
         if self.console.is_terminal:
             self._live = Live(self._picture(), console=self.console, refresh_per_second=4)
             self._live.start()

@@ -15,18 +15,17 @@ import torch
 from torch import nn
 
 from potluck.errors import ConfigError
-from potluck.stages.chain import Chain, chain_of, parameters_of
-from potluck.stages.changes import left_alone, seats_of_buffers
+from potluck.stages.chain import Chain, chain_of, left_alone, parameters_of, seats_of_buffers
 from potluck.stages.forms import Crossing, Way
 from potluck.stages.plan import Layer, Plan, count_sent
 from potluck.stages.seats import (
     AbsentLayer,
     AbsentPart,
     Activation,
-    Booth,
+    LayerSlot,
+    OuterModuleSlot,
     Pass,
     Reached,
-    Seat,
     StandIn,
     hollow,
     left,
@@ -39,7 +38,7 @@ LossOf = Callable[[nn.Module, Any], Any]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Stage:
+class CutStage:
     """One stage of a plan."""
 
     model: nn.Module
@@ -93,7 +92,7 @@ class Stage:
         return torch.device("cpu")
 
 
-def cut(model: nn.Module, plan: Plan, index: int) -> Stage:
+def cut(model: nn.Module, plan: Plan, index: int) -> CutStage:
     """A stage of the model. The model itself stays as it is and works on; the stage holds nothing of other stages.
 
     So to free what the others own, let go of the model. It may also be without memory, on the meta device: then only
@@ -132,7 +131,7 @@ def cut(model: nn.Module, plan: Plan, index: int) -> Stage:
     if index < len(plan.stages) - 1:
         own_model._forward_hooks.clear()  # the whole model's, which wait for what the whole forward gives
     first = plan.stages[index].start
-    return Stage(
+    return CutStage(
         model=own_model,
         plan=plan,
         index=index,
@@ -144,7 +143,7 @@ def cut(model: nn.Module, plan: Plan, index: int) -> Stage:
     )
 
 
-def give_up_foreign(stages: Sequence[Stage]) -> None:
+def give_up_foreign(stages: Sequence[CutStage]) -> None:
     """Buffers that no stage of a worker has to itself are no part of its state_dict from now on.
 
     What several would change alike, the first has to itself.
@@ -220,7 +219,7 @@ def _place_layers(plan: Plan, index: int, chain: Chain, now: Pass, replaced: dic
         if number in own:
             takes = opening if number == own.start == 1 else None
             layer_here = shallow(module, seated(type(module)))
-            layer_here.__dict__["_seat"] = Seat(now=now, place=place, takes=takes, crossing=crossing)
+            layer_here.__dict__["_seat"] = LayerSlot(now=now, place=place, takes=takes, crossing=crossing)
             blocks.append(layer_here)
             replaced[id(module)] = layer_here
         else:
@@ -246,10 +245,12 @@ def _crossing(plan: Plan, index: int, number: int, place: int) -> Crossing:
 def _place_parts(chain: Chain, now: Pass, replaced: dict[int, nn.Module]) -> None:
     """What each module around the chain does counts as one operation, also if a stand-in does it."""
     for name, part in chain.parts.items():
-        if isinstance(part, nn.Module) and not isinstance(getattr(replaced.get(id(part)), "_seat", None), Booth):
+        if isinstance(part, nn.Module) and not isinstance(
+            getattr(replaced.get(id(part)), "_seat", None), OuterModuleSlot
+        ):
             here = replaced.get(id(part), part)
             replaced[id(part)] = shallow(here, seated(type(here)))
-            replaced[id(part)].__dict__["_seat"] = Booth(now, name)
+            replaced[id(part)].__dict__["_seat"] = OuterModuleSlot(now, name)
 
 
 def _hollow(holder: nn.Module, path: str, now: Pass, kept: set[str], used: set[int]) -> nn.Module:

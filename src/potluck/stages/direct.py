@@ -67,7 +67,7 @@ def unpack(data: bytes, label: Label) -> Header:
 
 
 class GroupChannel:
-    """Among the workers of one lane, who are the ranks of `group`. Stage s is with worker s % workers."""
+    """Among the workers of one pipeline, who are the ranks of `group`. Stage s is with worker s % workers."""
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device, *, rank: int, workers: int) -> None:
         """`rank`: ours in the group. One worker alone needs no group."""

@@ -1,6 +1,6 @@
 """The stages of one worker at work: micro-batches forward and backward in the order of a schedule.
 
-Knows no model and no data: `Stage` computes, a Channel sends. The backward that is cut in two is torch's own.
+Knows no model and no data: `StageCompute` computes, a Channel sends. The backward that is cut in two is torch's own.
 """
 
 import time
@@ -17,7 +17,7 @@ from potluck.stages.channel import Channel, Label
 from potluck.stages.schedule import Action, Order
 
 
-class Stage(Protocol):
+class StageCompute(Protocol):
     """What one stage computes."""
 
     def forward(self, micro: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -46,10 +46,10 @@ class _Kept:
     """What torch's stage_backward_input left for stage_backward_weight."""
 
 
-class Line:
+class PipelineRunner:
     """One worker's place among those who hold one replica together."""
 
-    def __init__(self, stages: Mapping[int, Stage], widths: Sequence[int], channel: Channel) -> None:
+    def __init__(self, stages: Mapping[int, StageCompute], widths: Sequence[int], channel: Channel) -> None:
         """`stages`: this worker's own, by number. `widths`: how many tensors each stage but the last gives the next."""
         self._stages = stages
         self._widths = widths

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from potluck.errors import ConfigError
-from potluck.stages.chain import Chain, find_chain, parameters_of
-from potluck.stages.changes import buffers_outside, check_one, copies, differing
-from potluck.stages.cut import LossOf, Stage, cut
+from potluck.stages.chain import Chain, buffers_outside, check_one, copies, differing, find_chain, parameters_of
+from potluck.stages.cut import CutStage, LossOf, cut
 from potluck.stages.forms import all_tensors
 from potluck.stages.plan import Layer, Plan, table
 from potluck.stages.seats import Activation, generators_of
@@ -228,7 +227,7 @@ def measure(
 
 
 def _measure_layer(
-    stage: Stage, loss_of: LossOf, batch: Any, activation: Activation, repeats: int, at_least_s: float
+    stage: CutStage, loss_of: LossOf, batch: Any, activation: Activation, repeats: int, at_least_s: float
 ) -> tuple[Any, list[float], int]:
     """Its result, the seconds of each forward and backward, and the bytes it keeps in between."""
     own = {tensor.untyped_storage().data_ptr() for tensor in (*stage.model.parameters(), *stage.model.buffers())}

@@ -142,7 +142,7 @@ def needs(action: Action, stages: int, *, is_split: bool) -> Iterator[Action]:
 
 
 def validate(orders: Sequence[Order], stages: int, micros: int) -> None:
-    """Every stage sees every micro-batch forward and backward once, and nobody waits for ever."""
+    """Every stage sees every micro-batch forward and backward once, and nobody waits forever."""
     wanted: dict[tuple[int, int], list[str]] = {(s, m): [] for s in range(stages) for m in range(micros)}
     for order in orders:
         for action in order:

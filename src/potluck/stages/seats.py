@@ -168,7 +168,7 @@ def generators_of(device: torch.device) -> list[torch.Generator]:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Seat:
+class LayerSlot:
     """The place of one of the stage's own layers."""
 
     now: Pass
@@ -190,7 +190,7 @@ class Seat:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Booth:
+class OuterModuleSlot:
     """The place of a module around the chain, which counts as one operation of the model's forward."""
 
     now: Pass

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from potluck.errors import ConfigError
-from potluck.stages.chain import Chain
-from potluck.stages.changes import Touches, buffers_outside
+from potluck.stages.chain import Chain, Touches, buffers_outside
 from potluck.stages.forms import Ear, Inputs, all_tensors, arguments, describe, has_form, narrow, tensors_in
 from potluck.stages.plan import Form
 from potluck.stages.seats import generators_of, seed_of
@@ -32,7 +31,7 @@ Mark = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class TracedEvent:
     """A layer, or an operation or a part of the model around its layers, has given something."""
 
     name: str
@@ -58,7 +57,7 @@ class Watch:
     def __init__(self, model: nn.Module, chain: Chain) -> None:
         self._model, self._chain = model, chain
         self.links = list(chain.modules)
-        self.events: list[Event] = []
+        self.events: list[TracedEvent] = []
         """In order. The last is what the loss function returned."""
         self.layers: list[int] = []
         """Which events are those of the links."""
@@ -187,7 +186,7 @@ class Watch:
         number = len(self.events)
         tensors = tensors_in(output)
         counted = {index for index, one in enumerate(tensors) if not one.is_floating_point()} if is_layer else set()
-        self.events.append(Event(name, self.done, is_layer, form, behind, parameters, counted))
+        self.events.append(TracedEvent(name, self.done, is_layer, form, behind, parameters, counted))
         numbers = iter(range(len(tensors)))
 
         def sever(one: Tensor) -> Tensor:
@@ -209,7 +208,7 @@ class Watch:
                 f"The loss function ran {self.done} of the model's {plural(len(self.links), 'layer')}, and each has to"
                 " run once. It has to run the model that it gets as its argument, and no other."
             )
-        self.events.append(Event("", self.done, False, {"value": None}, *self._behind(all_tensors(result))))
+        self.events.append(TracedEvent("", self.done, False, {"value": None}, *self._behind(all_tensors(result))))
 
     def _behind(self, tensors: Iterable[Tensor]) -> tuple[set[Mark], set[int]]:
         leaves = [id(leaf) for leaf in leaves_behind(tensors)]

@@ -149,7 +149,7 @@ class Store:
         if newest > self.generation:
             raise StoreError(
                 f"Run {self.run} is in its generation {newest}, and this worker still in {self.generation}: the others"
-                " went on without it. Start it again to join them."
+                " continued without it. Start it again to join them."
             )
 
     def close(self) -> None:

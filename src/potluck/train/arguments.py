@@ -14,12 +14,12 @@ from typing import Literal
 import tomli_w
 
 from potluck.config import checked, from_dict, parse_toml
-from potluck.environment import PATIENCE_S, insist_on_patience
+from potluck.environment import PATIENCE_S, check_patience
 from potluck.errors import ConfigError
 from potluck.files import first_free, write_whole
 from potluck.save.run_folder import holds_run, name_fault
 from potluck.train.slowdown import Slowdown
-from potluck.words import check_at_least, insist_at_most
+from potluck.words import check_at_least, check_at_most
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,9 +36,9 @@ class WorkersConfig:
 
     def __post_init__(self) -> None:
         check_at_least(1, count=self.count, threads=self.threads, ranks=self.ranks)
-        insist_at_most("count", self.count, 1 << 12, "each is a process; one for each GPU, or for each core, is usual")
-        insist_at_most("threads", self.threads, 1 << 12, "more than the cores of this machine help nobody")
-        insist_on_patience("patience_s", self.patience_s)
+        check_at_most("count", self.count, 1 << 12, "each is a process; one for each GPU, or for each core, is usual")
+        check_at_most("threads", self.threads, 1 << 12, "more than the cores of this machine help nobody")
+        check_patience("patience_s", self.patience_s)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,7 +152,7 @@ def host_args(
     if resume and not holds_run(folder):
         raise ConfigError(f"There is no run to resume in {folder}. Leave out --resume, or name its folder with --out.")
     config = checked(lambda: WorkersConfig(count=max(1, workers), threads=threads, ranks=ranks), "Workers: ")
-    checked(lambda: insist_on_patience("--patience", listening.patience_s))
+    checked(lambda: check_patience("--patience", listening.patience_s))
     return HostArgs(
         folder=folder,
         recipe=recipe,
@@ -171,7 +171,7 @@ def ask_for_files(paths: Sequence[str]) -> ConfigError:
     if place is not None and len(paths) <= MOST_SHOWN and all(len(path) <= 1024 for path in paths):
         write_whole(Path(place), json.dumps(list(paths)))
     return ConfigError(
-        f"The host's recipe names files for this machine to read: {shown[:2000]}. Nothing was read: whoever leads a run"
+        f"The host's recipe names files for this machine to read: {shown[:2000]}. Nothing was read: the host of a run"
         " learns what is in the data that others train it on. Name what you want to train on yourself, with"
         " potluck join --data PATH INVITE."
     )

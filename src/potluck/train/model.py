@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from potluck.words import check_at_least, insist_at_most
+from potluck.words import check_at_least, check_at_most
 
 _MOST = {
     "vocab": 1 << 24,
@@ -44,7 +44,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         check_at_least(1, **asdict(self))
         for name, most in _MOST.items():
-            insist_at_most(name, getattr(self, name), most, "no machine trains such a model")
+            check_at_most(name, getattr(self, name), most, "no machine trains such a model")
         if self.dim % self.heads:
             raise ValueError(f"dim {self.dim} must be a multiple of heads {self.heads}")
         if (self.dim // self.heads) % 2:

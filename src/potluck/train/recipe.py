@@ -30,7 +30,7 @@ from potluck.fleet.invite import read_invite
 from potluck.link.link import Alone, Link, choose_device
 from potluck.link.ranks import asked_ranks, is_later_rank, ranks_here
 from potluck.save.run_folder import holds_run, name_fault
-from potluck.shard.strategy import NoShard, ShardingStrategy
+from potluck.sharding.strategy import NoShard, ShardingStrategy
 from potluck.stages.protocol import Stages
 from potluck.train.arguments import TrainArgs, WorkersConfig, ask_for_files, find_recipe
 from potluck.train.model import GPT, ModelConfig, next_token_loss
@@ -38,7 +38,7 @@ from potluck.train.slowdown import Brake
 from potluck.train.text import DataConfig, read_windows
 from potluck.train.trainer import FitConfig, Summary, Trainer
 from potluck.wire.words import clean
-from potluck.words import count, insist_at_most, plural, size
+from potluck.words import check_at_most, count, plural, size
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,8 +56,8 @@ class OptimizerConfig:
             raise ValueError(f"lr must be above 0, not {self.lr}")
         if not (self.weight_decay >= 0 and math.isfinite(self.weight_decay)):
             raise ValueError(f"weight_decay must be at least 0, not {self.weight_decay}")
-        insist_at_most("lr", self.lr, 1000, "3e-4 is usual for AdamW, and 0.1 for SGD")
-        insist_at_most("weight_decay", self.weight_decay, 1000, "0.1 is usual")
+        check_at_most("lr", self.lr, 1000, "3e-4 is usual for AdamW, and 0.1 for SGD")
+        check_at_most("weight_decay", self.weight_decay, 1000, "0.1 is usual")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas are two numbers in [0, 1), not {list(self.betas)}")
 
@@ -119,14 +119,14 @@ def train_recipe(config: RunConfig, args: TrainArgs, engine: Engine) -> tuple[Su
         engine=engine,
         config=replace(config.fit, unit="tokens"),
     )
-    if engine.keeper.keeps_folder:
+    if engine.lifecycle.keeps_folder:
         engine.events.listeners.append(lambda event: _keep_recipe(event, folder, config))
     try:
         return trainer.fit(resume=args.resume), model
     except Interrupted as error:
         if engine.is_led:
             raise
-        raise Interrupted(f"{error} Go on with: potluck train {folder}/run.toml --out {folder} --resume") from None
+        raise Interrupted(f"{error} Continue with: potluck train {folder}/run.toml --out {folder} --resume") from None
 
 
 def main(arguments: list[str]) -> None:
@@ -142,7 +142,7 @@ def main(arguments: list[str]) -> None:
         patience_s=config.workers.patience_s,
     ) as engine:
         summary, model = train_recipe(config, args, engine)
-        if engine.keeper.keeps_folder and args.summary != "none":
+        if engine.lifecycle.keeps_folder and args.summary != "none":
             from potluck.train.summary import show_summary
 
             replica = engine.run.replica
@@ -164,7 +164,7 @@ def join(arguments: list[str]) -> None:
         text = client.welcome.recipe if client.welcome is not None else ""
         if not text:
             raise ConfigError(
-                "This host trains a script, not a recipe. Join with your copy of it: potluck join - SCRIPT"
+                "This host trains a script, not a recipe. Join with your copy of it: potluck join INVITE SCRIPT"
             )
         try:
             config = from_toml(RunConfig, text, source="the host's recipe", overrides=settings)
@@ -206,8 +206,8 @@ def _check_little(config: RunConfig) -> None:
 def _check_memory(config: RunConfig, engine: Engine, rows: int) -> None:
     """A model or a batch that cannot fit is refused, with figures, before the system ends somebody for it."""
     # Weights, gradients and AdamW's two means, in fp32; each rank's share of what the strategy splits.
-    stages = engine.link.world // engine.layers.lanes
-    for_model = int(config.model.parameters * config.strategy.bytes_per_parameter(engine.layers.lanes) / stages)
+    stages = engine.link.world // engine.layers.pipelines
+    for_model = int(config.model.parameters * config.strategy.bytes_per_parameter(engine.layers.pipelines) / stages)
     at_once = _rows_at_once(config, engine, rows)
     step = config.step
     kept = config.model.activations(at_once, checkpointed=step.checkpoint_activations, compiled=step.compile)
@@ -238,7 +238,7 @@ def _rows_at_once(config: RunConfig, engine: Engine, rows: int) -> int:
     """That go through a worker's part of the model together."""
     if config.stages is not None:
         return min(config.stages.micro_batch_size or config.batch.size, config.batch.size, rows)
-    parts = config.batch.slice_count if engine.is_led else engine.layers.lanes
+    parts = config.batch.slice_count if engine.is_led else engine.layers.pipelines
     return min(config.batch.micro_size or config.batch.size, -(-min(config.batch.size, rows) // parts))
 
 
@@ -263,7 +263,7 @@ def _run_folder(config: RunConfig, args: TrainArgs, engine: Engine) -> Path | st
         return wanted
     if args.out and holds_run(wanted):
         raise ConfigError(
-            f"{wanted} already holds a run. Go on with it by --resume, or name another folder with --out."
+            f"{wanted} already holds a run. Continue it with --resume, or name another folder with --out."
         )
     return first_free(wanted, holds_run)
 

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 
 from potluck.environment import free_memory_bytes
 from potluck.errors import ConfigError
-from potluck.words import check_at_least, insist_at_most
+from potluck.words import check_at_least, check_at_most
 
 COPIES = 4
 """Of a text in memory, at most at once, while rows are made of it."""
@@ -35,7 +35,7 @@ class DataConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.validation < 1:
             raise ValueError(f"validation is a share of the text, in [0, 1), not {self.validation}")
-        insist_at_most("limit_bytes", self.limit_bytes, 1 << 62, "leave it out to read all of the text")
+        check_at_most("limit_bytes", self.limit_bytes, 1 << 62, "leave it out to read all of the text")
         check_at_least(1, limit_bytes=self.limit_bytes)
 
 

@@ -39,7 +39,7 @@ from potluck.save.run_folder import hold, make_run_folder
 from potluck.show.progress import Progress
 from potluck.signals import on_interrupt
 from potluck.train.schedule import ScheduleConfig
-from potluck.words import check_at_least, insist_at_most, plural, size
+from potluck.words import check_at_least, check_at_most, plural, size
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,8 +67,8 @@ class FitConfig:
 
     def __post_init__(self) -> None:
         check_at_least(1, epochs=self.epochs, max_steps=self.max_steps, validate_every=self.validate_every)
-        insist_at_most("epochs", self.epochs, 10**6, "to end a run after some steps, set fit.max_steps")
-        insist_at_most("max_steps", self.max_steps, 10**12, "leave it out for no limit but the epochs")
+        check_at_most("epochs", self.epochs, 10**6, "to end a run after some steps, set fit.max_steps")
+        check_at_most("max_steps", self.max_steps, 10**12, "leave it out for no limit but the epochs")
         if not 0 <= self.seed < 1 << 63:
             raise ValueError(f"seed must be at least 0 and below 2**63, not {self.seed}")
 
@@ -188,8 +188,8 @@ class Trainer:
 
     def _leave(self) -> NoReturn:
         """Says where the run is saved; our launcher does so itself."""
-        where = f" Saved in {self.summary.checkpoint}." if self.engine.keeper.keeps_folder else ""
-        raise self.engine.run.interrupted(self.engine.keeper.last_words() + where)
+        where = f" Saved in {self.summary.checkpoint}." if self.engine.lifecycle.keeps_folder else ""
+        raise self.engine.run.interrupted(self.engine.lifecycle.last_words() + where)
 
     def _run(self) -> None:
         self.model.train()
@@ -321,7 +321,7 @@ class Trainer:
         with ExitStack() as stack:
             stack.callback(listeners.__setitem__, slice(None), list(listeners))
             listeners.append(self.summary)
-            if self.engine.keeper.keeps_folder:
+            if self.engine.lifecycle.keeps_folder:
                 listeners += self._open_folder(stack, resume=resume)
             if self.config.progress and self.engine.run.speaks:
                 progress = Progress()
@@ -332,9 +332,9 @@ class Trainer:
     def _open_folder(self, stack: ExitStack, *, resume: bool) -> list[Listener]:
         """What listens on rank 0; the stack closes it."""
         if not resume and holds_any(self.checkpoints):
-            raise ConfigError(f"{self.folder} already holds a run. Go on with it by resuming, or name another folder.")
+            raise ConfigError(f"{self.folder} already holds a run. Resume it, or name another folder.")
         make_run_folder(self.folder)
-        _insist_on_room(self.folder, 3 * sum(p.nbytes for p in self.model.parameters()))
+        _check_room(self.folder, 3 * sum(p.nbytes for p in self.model.parameters()))
         stack.enter_context(hold(self.folder))
         file = EventFile(self.folder / "events.jsonl")
         stack.callback(file.close)
@@ -344,7 +344,7 @@ class Trainer:
         return opened
 
 
-def _insist_on_room(folder: Path, needed_bytes: int) -> None:
+def _check_room(folder: Path, needed_bytes: int) -> None:
     """Before anything is computed."""
     free = shutil.disk_usage(folder).free
     if free < needed_bytes:

@@ -12,6 +12,13 @@ from typing import Annotated, Any, dataclass_transform, get_args, get_type_hints
 import numpy as np
 import numpy.typing as npt
 
+PROTOCOL = 2
+"""Of our own messages: a Hello says which one its sender speaks."""
+TOO_SOON = 5
+"""The code of a Refusal after which a worker waits, and comes again."""
+SAVE = 0
+"""The transfer that is a checkpoint for the host's disk; all others are for newcomers."""
+
 
 class Kind(Enum):
     """How a field travels. Integers are unsigned and little-endian."""

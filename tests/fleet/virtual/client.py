@@ -3,9 +3,18 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from potluck.fleet.coordinator import PROTOCOL, TOO_SOON
-from potluck.fleet.parcel import Parcels
-from potluck.wire.messages import Admitted, Heartbeat, Hello, Refusal, StateBegin, StateMore, Welcome
+from potluck.fleet.file_stream import Parcels
+from potluck.wire.messages import (
+    PROTOCOL,
+    TOO_SOON,
+    Admitted,
+    Heartbeat,
+    Hello,
+    Refusal,
+    StateBegin,
+    StateMore,
+    Welcome,
+)
 from tests.fleet.virtual.line import Average, Line, packed
 from tests.fleet.virtual.process import Ended, Life, Process, Receive, Sleep
 from tests.fleet.virtual.toy import PARTS, Floats

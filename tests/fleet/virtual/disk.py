@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable
 
-from potluck.fleet.run_state import Standing
+from potluck.fleet.coordinator_state import RunPosition
 from tests.fleet.virtual.toy import ROWS, State
 
 
@@ -26,13 +26,13 @@ class Disk:
         return max(self.states, default=None)
 
     @property
-    def standing(self) -> Standing | None:
+    def standing(self) -> RunPosition | None:
         """Where the run stood at the newest, as its manifest says."""
         if self.newest is None:
             return None
         state = State.from_bytes(self.states[self.newest])
         epoch, row = (state.epoch + 1, 0) if state.row >= ROWS else (state.epoch, state.row)
-        return Standing(state.step, epoch, row, epoch * ROWS + row, [(0, row)] if row else [])
+        return RunPosition(state.step, epoch, row, epoch * ROWS + row, [(0, row)] if row else [])
 
     def begin(self, step: int, header: str, on_saved: Callable[..., None]) -> None:
         self._arriving, self._data = (step, json.loads(header)[0][1], on_saved), b""

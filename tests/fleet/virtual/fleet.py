@@ -9,11 +9,11 @@ import numpy as np
 
 from potluck.events import Event, WorkerCame, WorkerWent
 from potluck.fleet.coordinator import Coordinator
+from potluck.fleet.coordinator_state import RunPosition
 from potluck.fleet.description import Description
 from potluck.fleet.effects import StepRecord
 from potluck.fleet.journal import Journal
 from potluck.fleet.ledger import prove
-from potluck.fleet.run_state import Standing
 from tests.fleet.virtual.clock import VirtualClock
 from tests.fleet.virtual.disk import Disk
 from tests.fleet.virtual.faults import FaultScript
@@ -204,7 +204,7 @@ class Fleet:
         """All is trained, and kept."""
         return self.core.is_complete and self.core.saving.is_last_kept
 
-    def standing(self) -> Standing:
+    def standing(self) -> RunPosition:
         return self.core.standing
 
     def describe(self) -> str:

@@ -11,13 +11,12 @@ from potluck.fleet import effects
 from potluck.fleet.coordinator import Coordinator
 from potluck.fleet.description import Description
 from potluck.fleet.effects import Effect
-from potluck.fleet.exchange import Exchange, Out, PeerConnection
+from potluck.fleet.exchange import Exchange, Outgoing, PeerConnection
 from potluck.fleet.journal import Journal
-from potluck.fleet.mean import Mean
+from potluck.fleet.mean import PayloadMean
 from potluck.fleet.pipe import Pipe
-from potluck.fleet.reading import Reader
-from potluck.fleet.saving import SAVE
-from potluck.wire.messages import Message, StateBegin, StateChunk
+from potluck.fleet.reading import PeerReader
+from potluck.wire.messages import SAVE, Message, StateBegin, StateChunk
 from tests.fleet.virtual.clock import ProcessClock
 from tests.fleet.virtual.disk import Disk
 from tests.fleet.virtual.line import Average, Line, Lost, Payload, packed
@@ -35,7 +34,7 @@ class _Wire(PeerConnection):
         self._line = line
         self._exchange = exchange
 
-    def put(self, out: Out) -> None:
+    def put(self, out: Outgoing) -> None:
         mean = self._exchange.mean
         if out.part < 0:
             self._line.send_down(out.message)
@@ -48,7 +47,7 @@ class _Wire(PeerConnection):
         pass
 
 
-class _Pourer(Reader):
+class _Pourer(PeerReader):
     """Takes payloads where they were asked for, and never waits: a payload whose turn has not come is tried again."""
 
     def pour(self, item: Payload) -> bool:
@@ -165,7 +164,7 @@ class Host:
         self.exchange.describe(description)
         made = self.exchange.mean
         assert made is not None
-        mean = self.exchange.mean = Mean(made.sizes, chunk=CHUNK)
+        mean = self.exchange.mean = PayloadMean(made.sizes, chunk=CHUNK)
         mean.on_part, mean.on_done, mean.on_bad = made.on_part, made.on_done, made.on_bad
 
     def _subscribe(self, line: Line, since: int) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from potluck.fleet.exchange import Expected, PeerConnection
+from potluck.fleet.exchange import ExpectedPayloads, PeerConnection
 from potluck.fleet.mean import Slot
 from potluck.wire.codec import decode, encode
 from potluck.wire.messages import Heartbeat, Message
@@ -23,7 +23,7 @@ class Payload:
     gradients: Floats
     cut: bool = False
     slot: Slot | None = None
-    expected: Expected | None = None
+    expected: ExpectedPayloads | None = None
 
 
 @dataclass

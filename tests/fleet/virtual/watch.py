@@ -4,8 +4,8 @@ import math
 from collections.abc import Sequence
 
 from potluck.fleet.effects import StepRecord
-from potluck.fleet.member import Phase
-from potluck.fleet.membership import Member
+from potluck.fleet.member import MemberPhase
+from potluck.fleet.membership import WorkerRecord
 from potluck.fleet.stragglers import LONG
 from tests.fleet.virtual.fleet import Fleet
 from tests.fleet.virtual.line import Line
@@ -40,7 +40,7 @@ class Watch:
         members, agreed = run.core.membership.members, dict[int, Worker]()
         is_host_awake = run.host.is_up and not run.host.clock.is_stopped
         for worker in run.workers.values():
-            if worker.dead or worker.done or worker.member.phase is not Phase.IN or worker.line is None:
+            if worker.dead or worker.done or worker.member.phase is not MemberPhase.IN or worker.line is None:
                 continue
             assert worker.member.version == worker.state.step, f"{worker} thinks it is at {worker.member.version}"
             member = members.get(worker.line.peer)
@@ -70,7 +70,7 @@ class Watch:
         assert other.weights == worker.weights, f"{other} and {worker} differ"
         assert worker.is_windowed or self._run.is_undisturbed(worker), f"{worker} has not the weights of one machine"
 
-    def _look_for_idleness(self, ready: Sequence[Member]) -> None:
+    def _look_for_idleness(self, ready: Sequence[WorkerRecord]) -> None:
         """While a step is under way, somebody who is there, and stays, owes something of it; and nobody who could
         compute waits for long for one that computes nothing."""
         run, now = self._run, self._run.clock.now
@@ -82,7 +82,7 @@ class Watch:
         assert now - self._idle_since < IDLE_TIMES * run.patience_s, f"all wait: {run.describe()}"
         assert now - self._waiting_since < 2 * LONG * run.patience_s, f"some wait: {run.describe()}"
 
-    def _look_at_transfers(self, members: dict[int, Member]) -> None:
+    def _look_at_transfers(self, members: dict[int, WorkerRecord]) -> None:
         """Nobody waits for weights from a worker that will never have them: one that leaves takes no other step."""
         for transfer in self._run.core.transfers.under_way.values():
             sponsor = members.get(transfer.sponsor) if transfer.sponsor is not None else None
@@ -101,7 +101,8 @@ class Watch:
             assert start == reached, f"rows {reached} to {start} of step {record.step} are lost or used twice"
             reached = end
         assert reached == record.row + record.rows, f"rows from {reached} of step {record.step} are lost"
-        if self._run.core.described.windowed is not None and not math.isnan(record.loss):
+        described = self._run.core.description
+        if described is not None and described.windowed is not None and not math.isnan(record.loss):
             losses = [loss_of(record.epoch, start, end) for start, end, _ in record.ranges]
             is_close = math.isclose(record.loss, math.fsum(losses) / record.rows, rel_tol=1e-6, abs_tol=1e-9)
             assert is_close, f"what was told of step {record.step} is of other rows"
@@ -131,7 +132,7 @@ class Watch:
         assert not run.core.refused["drifted"], "weights were taken for wrong"
 
 
-def _is_free(run: Fleet, member: Member) -> bool:
+def _is_free(run: Fleet, member: WorkerRecord) -> bool:
     """It can compute, is heard, and was given nothing of the step under way, or has sent it."""
     under = run.core.now
     if under is not None and under.batch and not any(m.speed for m in run.core.membership.holders):

@@ -1,4 +1,5 @@
-"""A worker of a virtual fleet: a real Member, driven as engine/led.py drives it, with a toy to compute with."""
+"""A worker of a virtual fleet: a real Member, driven as engine/member_driver.py drives it, with a toy to compute
+with."""
 
 import json
 import math
@@ -10,7 +11,7 @@ import numpy as np
 from potluck.fleet import member_effects as effects
 from potluck.fleet.description import Description
 from potluck.fleet.ledger import Range
-from potluck.fleet.member import Member, Phase
+from potluck.fleet.member import Member, MemberPhase
 from potluck.wire.messages import Applied, Committed, SliceReport, Work
 from tests.fleet.virtual.client import Client
 from tests.fleet.virtual.faults import Fault
@@ -148,21 +149,21 @@ class Worker(Client):
                 return
 
     def _pump(self) -> Life:
-        """One message, or none in time, and what it leads to. Whether the run may stand elsewhere than before."""
+        """Handles one message, or its absence. Returns whether the run may stand elsewhere than before."""
         turn = self.member.turn
         yield from self._hear()
         yield from self._settle()
         return self.member.turn != turn
 
     def _settle(self) -> Life:
-        """Until this worker is in the run, or out of it."""
+        """Waits until this worker is in the run, or out of it."""
         while not self.member.is_settled:
             yield from self._hear()
         self.stopping |= self.member.is_over
 
     def _hear(self) -> Life:
         # A real worker looks every fifth of a second whether it is to stop; this one is poked.
-        waits = self.member.phase is Phase.LEAVING or self.member.wants_stop
+        waits = self.member.phase is MemberPhase.LEAVING or self.member.wants_stop
         item = yield Receive(self.member.wait_s(self.clock.now) if waits else None)
         match item:
             case None:
@@ -172,10 +173,10 @@ class Worker(Client):
             case _:
                 yield from self._do(self.member.hear(self.clock.now, item))
 
-    def _do(self, found: list[effects.Effect]) -> Life:
+    def _do(self, found: list[effects.MemberEffect]) -> Life:
         for effect in found:
             match effect:
-                case effects.Send():
+                case effects.SendToHost():
                     self.send(effect.message)
                 case effects.Fail():
                     raise Ended(effect.sentence)

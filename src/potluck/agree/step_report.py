@@ -1,0 +1,99 @@
+"""What workers report to each other once per step, and what all of them decide from it. Pure.
+
+Every worker gets the same reports and so reaches the same decision: to apply the step or to skip it.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from potluck.events import WorkerStep
+
+
+class StepReport(NamedTuple):
+    """One worker's part of one step."""
+
+    samples: float
+    loss_sum: float
+    rows: float
+    busy_s: float
+    has_unused: float
+    """Whether some parameter got no gradient on this worker."""
+    wants_stop: float
+    send_s: float = 0.0
+    """Seconds spent sending to other stages."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepDecision:
+    samples: float
+    loss: float
+    """The mean over the samples of all workers."""
+    norm: float
+    """The norm of that mean's gradient, before clipping."""
+    scale: float
+    """What turns the summed gradient into the one to apply."""
+    fault: str | None
+    """Why the step is skipped, as part of a sentence; none: it is applied."""
+
+
+def decide_step(reports: Sequence[StepReport], norm_of_sum: float, unit: float, clip: float | None) -> StepDecision:
+    """`unit` is what each worker's gradient was multiplied by, beside its number of samples."""
+    samples = sum(report.samples for report in reports)
+    loss_sum = sum(report.loss_sum for report in reports)
+    culprits = [str(rank) for rank, report in enumerate(reports) if not math.isfinite(report.loss_sum)]
+    fault = f"the loss of worker {' and '.join(culprits)} is not finite" if culprits else None
+    return _decide(samples, loss_sum, norm_of_sum, unit, clip, fault)
+
+
+def decide_alone(samples: float, loss_sum: float, norm_of_sum: float, unit: float, clip: float | None) -> StepDecision:
+    """The decision of a replica that steps by itself."""
+    fault = None if math.isfinite(loss_sum) else "the loss is not finite"
+    return _decide(samples, loss_sum, norm_of_sum, unit, clip, fault)
+
+
+def _decide(
+    samples: float, loss_sum: float, norm_of_sum: float, unit: float, clip: float | None, fault: str | None
+) -> StepDecision:
+    if not samples:
+        return StepDecision(0.0, math.nan, math.nan, math.nan, "the step has no samples")
+    scale = 1 / (samples * unit)
+    return decide_mean(samples, loss_sum / samples, norm_of_sum * scale, scale, clip, fault)
+
+
+def decide_mean(
+    samples: float, loss: float, norm: float, scale: float, clip: float | None, fault: str | None = None
+) -> StepDecision:
+    """`norm` is the mean gradient's; `scale` turns what there is into that mean."""
+    if fault is None and not math.isfinite(norm):
+        fault = f"the gradient's norm ({norm}) is not finite"
+    if fault is None and clip is not None:
+        scale *= min(1.0, clip / (norm + 1e-6))
+    return StepDecision(samples, loss, norm, scale, fault)
+
+
+def norm_of_stages(norms: Sequence[float], elsewhere: Sequence[float]) -> float:
+    """Of the whole gradient: each stage's, without what it has too and another stage counts (`elsewhere`).
+
+    Not finite if any of them is not. Python's max(0.0, nan) is 0.0, which would pass for a good gradient.
+    """
+    whole, twice = math.hypot(*norms), math.hypot(*elsewhere)
+    if not whole or not math.isfinite(whole + twice):
+        return whole + twice
+    return whole * math.sqrt(max(0.0, 1 - (twice / whole) ** 2))
+
+
+def worker_steps(reports: Sequence[StepReport], took_s: float) -> tuple[WorkerStep, ...]:
+    """What each worker did of a step that all began together and finished after `took_s`."""
+    return tuple(
+        WorkerStep(
+            rank=rank,
+            rows=int(p.rows),
+            samples=p.samples,
+            busy_s=p.busy_s,
+            wait_s=max(0.0, took_s - p.busy_s - p.send_s),
+            send_s=p.send_s,
+        )
+        for rank, p in enumerate(reports)
+    )

@@ -1,0 +1,180 @@
+"""Lifecycle: how a run begins, is saved, evaluated and ends. GroupLifecycle: its workers do so among themselves.
+
+HostLifecycle (host_lifecycle.py) answers the same calls where a host does; what each is for is said here.
+"""
+
+import json
+import math
+import os
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, Union
+
+import torch
+
+from potluck.agree.terms import UNCOMPARED
+from potluck.engine.buddy_copies import BuddyCopies
+from potluck.engine.layers import Layers
+from potluck.engine.loader import BatchConfig, BatchShare, Loader
+from potluck.engine.losses import LossFunction, looking
+from potluck.engine.rounds import Rounds
+from potluck.engine.rows import as_dataset
+from potluck.engine.run_state import RunState
+from potluck.engine.saved_position import check_position, restore_position, take_position
+from potluck.environment import ONLY
+from potluck.errors import Interrupted, WorkerLost
+from potluck.events import EpochDone
+from potluck.fleet.ledger import Ledger, prove
+from potluck.link.link import loss_of_peer
+from potluck.words import say
+
+if TYPE_CHECKING:
+    from potluck.engine.host_lifecycle import HostLifecycle
+
+Lifecycle = Union["GroupLifecycle", "HostLifecycle"]
+
+
+class GroupLifecycle:
+    is_led = False
+    """Whether a host leads this worker: it keeps the run's folder, and hands out the work."""
+
+    def __init__(self, run: RunState, layers: Layers, rounds: Rounds, copies: BuddyCopies) -> None:
+        self._run = run
+        self._layers = layers
+        self._rounds = rounds
+        self._copies = copies
+        self._folder: Path | None = None
+        """The folder that load() was given."""
+        self._saved_last: tuple[Path, int] | None = None
+        self.rank, self.world = run.link.rank, run.link.world
+        self.keeps_folder = self.rank == 0
+        """Whether this worker writes the run folder."""
+        run.speaks = self.rank == 0 or ONLY in os.environ
+        run.say = say if run.speaks else lambda sentence: None
+
+    @property
+    def version(self) -> int:
+        """Agreements so far."""
+        return self._run.version
+
+    def begin(self) -> None:
+        """The replica is there, and the loader if the data are ours."""
+        self._copies.begin()
+
+    def begin_run(self, epochs: int) -> None:
+        """Called before the first epoch."""
+        if (done := self._run.position.epoch) >= epochs:
+            self._run.notice(
+                f"This run has done {done} of its epochs, and {epochs} {'was' if epochs == 1 else 'were'} asked for:"
+                " nothing is left to train. Ask for more epochs to continue it."
+            )
+
+    def end_of_epoch(self) -> None:
+        """Ends the epoch: all of its rows are done."""
+        run = self._run
+        assert run.loader is not None
+        mine = json.dumps([self._layers.fingerprint(run.prepared()), run.ledger.ranges]).encode()
+        told = [json.loads(data) for data in run.link.gather_bytes(mine)]
+        proof = prove(((a, b) for _, ranges in told for a, b in ranges), run.loader.rows)
+        same = len({fingerprint for fingerprint, _ in told}) == 1
+        weights = "all workers hold the same weights"
+        if not same:
+            run.prepared().align()
+            weights = "THE WORKERS' WEIGHTS HAD DRIFTED APART, and are worker 0's again"
+        skipped = f", {run.skipped_rows:,} of them in steps that were skipped" if run.skipped_rows else ""
+        unseen = "" if run.data else UNCOMPARED
+        run.ledger, run.skipped_rows = Ledger(), 0
+        epoch = run.loader.position.epoch
+        run.last_epoch = EpochDone(
+            epoch=epoch,
+            used=proof.used,
+            total=proof.total,
+            same_weights=same,
+            sentence=f"Epoch {epoch + 1}: {proof}{skipped}" + (f"{unseen}; {weights}." if self.world > 1 else "."),
+        )
+        run.events.emit(run.last_epoch)
+
+    def end_early(self, folder: Path | None) -> NoReturn:
+        """The run was stopped: what is done is saved, and a sentence says where."""
+        folder = folder or self._folder
+        where = " Nothing was saved: name a folder for that, as in fleet.epochs(3, 'runs/mine')."
+        if folder is not None:
+            self._save_once(folder)
+            where = f" Saved in {folder}, from where fleet.load() continues."
+        raise self._run.interrupted(self.last_words() + where)
+
+    def end_well(self, folder: Path | None) -> None:
+        if (folder := folder or self._folder) is not None:
+            self._save_once(folder)
+
+    def _save_once(self, folder: Path) -> None:
+        if self._saved_last != (folder, self._run.step_number):
+            self.save(folder, keep_last=2)
+        self.wait_for_saves()
+
+    def last_words(self) -> str:
+        """Where the run stands when it is stopped."""
+        return f"Stopped after step {self._run.step_number}."
+
+    def request_stop(self) -> None:
+        self._run.wants_stop = True
+
+    def seed_random(self, seed: int) -> None:
+        self._run.seed_random(seed)
+
+    def evaluate(self, loss_of: LossFunction, dataset: Any, batch_size: int) -> float:
+        self._rounds.settle()
+        run, pipelines = self._run, self._layers.pipelines
+        replica, rows = run.prepared(), as_dataset(dataset)
+        shares = run.composition.shares or (1.0,) * pipelines
+        if run.loader is not None and not self._rounds.has_fixed_shares:
+            shares = run.loader.shares
+        batch = BatchConfig(size=max(1, len(rows)), micro_size=max(1, batch_size // pipelines))
+        share = BatchShare(shares, self._layers.pipeline, in_step=replica.in_step)
+        collate = run.loader.collate if run.loader is not None else None
+        loader = Loader(rows, batch, share, device=run.device, collate=collate)
+        with looking(replica.model), torch.no_grad():
+            total, count = self._layers.look(loss_of, loader)
+        sums = run.link.gather_rows([total, count])
+        counted = sum(row[1] for row in sums)
+        return sum(row[0] for row in sums) / counted if counted else math.nan
+
+    def save(self, folder: Path, keep_last: int) -> None:
+        self._rounds.settle()
+        run = self._run
+        standing, kept = take_position(run)
+        run.saves.save(folder, run.prepared(), standing, keep_last, kept)
+        self._saved_last = folder, standing["step"]
+        self._layers.on_saved()
+
+    def load(self, folder: Path) -> bool:
+        self._folder = folder
+        if self._copies.has_just_recovered:
+            return True
+        run = self._run
+        standing = run.saves.load(folder, run.prepared(), partial(check_position, run))
+        if standing is None:
+            return False
+        restore_position(run, standing)
+        run.loaded_from = Path(standing["path"])
+        self._saved_last = folder, run.step_number
+        if run.loader is not None and run.loader.position.row >= run.loader.rows:
+            run.loader.end_epoch()
+        if standing["workers"] != self.world:
+            run.seed_random(standing["seed"])
+        self._copies.refresh()
+        return True
+
+    def wait_for_saves(self) -> None:
+        self._run.saves.wait_together()
+
+    def close(self, error: BaseException | None) -> None:
+        """Finishes what is still being written, and leaves. `error`: what ended the loop."""
+        run = self._run
+        if isinstance(error, WorkerLost) or (error is not None and loss_of_peer(error) is not None):
+            run.saves.one_is_gone()
+        self._layers.close(has_failed=error is not None and not isinstance(error, Interrupted))
+        try:
+            run.saves.wait()
+        finally:
+            run.link.close()

@@ -1,0 +1,107 @@
+"""Where a run stands, as a checkpoint saves and restores it. The model's own state is up to save/."""
+
+from pathlib import Path
+
+from potluck.agree.terms import differing_data
+from potluck.engine.loader import Loader, Position
+from potluck.engine.run_state import RunState
+from potluck.errors import CheckpointError
+from potluck.fleet.ledger import Ledger
+from potluck.save.saves import TENSORS, KeptTensors, Standing
+from potluck.save.state import tensors_json, tensors_of_json
+from potluck.words import plural
+
+
+def take_position(run: RunState) -> tuple[Standing, KeptTensors]:
+    """Where the run stands and what is kept beside the model, and the tensors among that."""
+    tensors: KeptTensors = {}
+    loader = run.loader
+    position = loader.position if loader is not None else Position()
+    found = {
+        "step": max(run.steps_done, run.step_number),
+        "rows_seen": run.rows_seen,
+        "skipped": run.skipped,
+        "skipped_rows": run.skipped_rows,
+        "epoch": position.epoch,
+        "row": position.row,
+        "left": [list(part) for part in position.left],
+        "rows_in_epoch": loader.rows if loader is not None else 0,
+        "seed": loader.seed if loader is not None else 0,
+        "batch": loader.batch.size if loader is not None else 0,
+        "data": run.data or {},
+    }
+    for more in run.standing_of:
+        found |= more()
+    scheduler = run.scheduled.save(tensors) if run.scheduled is not None else None
+    return found | {"scheduler": scheduler, "kept": run.state.save(tensors)}, tensors
+
+
+def position_as_json(run: RunState) -> Standing:
+    standing, tensors = take_position(run)
+    return standing | {TENSORS: tensors_json(tensors)}
+
+
+def check_position(run: RunState, path: Path, standing: Standing) -> None:
+    """Checks a saved position before anything is loaded."""
+    if run.scheduled is not None:
+        run.scheduled.check(standing.get("scheduler"), str(path))
+    if run.loader is not None and standing["rows_in_epoch"] not in (0, run.loader.rows):
+        raise CheckpointError(
+            f"{path} stands in an epoch of {plural(standing['rows_in_epoch'], 'row')}, and the data now has"
+            f" {run.loader.rows:,}. Continue with the same data, or start anew in another folder."
+        )
+
+
+def restore_position(run: RunState, standing: Standing) -> None:
+    """Moves the run to a saved position."""
+    run.step_number = standing["step"]
+    run.rows_seen = standing["rows_seen"]
+    run.skipped = standing["skipped"]
+    run.skipped_rows = standing["skipped_rows"]
+    if run.loader is not None:
+        _tell_of_changes(run, standing, run.loader)
+        left = tuple((start, end) for start, end in standing.get("left", ()))
+        run.loader.position = Position(standing["epoch"], standing["row"], left)
+        run.loader.seed = standing["seed"]
+        run.loader.current = None
+    run.steps_done = run.step_number
+    _take_back(run, standing)
+    for call in run.on_stand:
+        call()
+    # What was trained before the checkpoint is rank 0's to tell, since those workers may be gone.
+    run.ledger = Ledger([(0, standing["row"])] if run.link.rank == 0 else [])
+
+
+def _take_back(run: RunState, standing: Standing) -> None:
+    """What was kept beside the model; checkpoints of earlier versions have none of it."""
+    tensors = standing.get(TENSORS, {})
+    tensors = tensors_of_json(tensors) if isinstance(tensors, str) else tensors
+    try:
+        if run.scheduled is not None:
+            run.scheduled.load(standing.get("scheduler"), tensors, run.whole_steps)
+        if standing.get("kept") is not None:
+            run.state.load(standing["kept"], tensors)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"What the checkpoint keeps beside the model is damaged: {error!r}.") from None
+
+
+def _tell_of_changes(run: RunState, standing: Standing, loader: Loader) -> None:
+    """What is not as it was when this was saved: allowed, and said. Older checkpoints do not know all of it."""
+    step, changes = standing["step"], []
+    where = differing_data(standing.get("data", {}), run.data or {}, ("the checkpoint's", "yours"))
+    if where is not None:
+        changes.append(
+            f"The data are OTHER DATA than those this run was trained on up to step {step}: as many rows, but"
+            f" {where}. It continues with them. If that is not what you want, stop it, and give it the data it had."
+        )
+    if standing["seed"] != loader.seed:
+        changes.append(
+            f"This run was begun with seed {standing['seed']}, and keeps it: the order of its rows depends on it."
+            f" Seed {loader.seed}, which was given now, is not used."
+        )
+    if standing.get("batch") not in (None, 0, loader.batch.size):
+        changes.append(
+            f"Batches had {standing['batch']:,} rows up to step {step}, and from here on {loader.batch.size:,}."
+        )
+    for sentence in changes:
+        run.notice(sentence)

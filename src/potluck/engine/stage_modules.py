@@ -1,0 +1,233 @@
+"""What a worker holds of a model that is cut into stages: its parameters under the whole model's names.
+
+Saving and loading see it as one of those who hold a model that is split (parts.py), so a checkpoint is the whole
+model's, and loads with another cut, or none.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from potluck.engine.replica import Replica
+from potluck.sharding.ranges import Spec
+from potluck.sharding.runs import FlatRun, Span, group_names
+from potluck.sharding.sharded import Sharded
+from potluck.stages.chain import BufferSlot, seats_of_buffers
+
+
+@dataclass(frozen=True, slots=True)
+class UncutModel:
+    """The model as it was before it was cut."""
+
+    specs: dict[str, Spec]
+    """Every entry of its state_dict, by first names."""
+    tied: dict[str, str]
+    """Further names of parameters, and the first name of each."""
+    group_names: list[list[str]]
+    """The names of the parameters in each of the optimizer's groups, as they were given."""
+    parameters: int
+
+
+def describe_uncut(model: nn.Module, optimizer: Optimizer) -> UncutModel:
+    """Describes a model before it is cut."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    tied = {
+        name: names[id(parameter)]
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if names[id(parameter)] != name
+    }
+    specs = {
+        name: Spec(tuple(tensor.shape), tensor.dtype) for name, tensor in model.state_dict().items() if name not in tied
+    }
+    return UncutModel(
+        specs, tied, group_names(optimizer, names), sum(parameter.numel() for parameter in model.parameters())
+    )
+
+
+def state_held_by(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The state that a part of the model holds, by name. A parameter has its first name in every part."""
+    yield from model.named_parameters()
+    # Where several stages are one model, one that does not use a parameter has zeros by its name.
+    saved = set(model.state_dict()) - {name for name, _ in model.named_parameters()}
+    yield from ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
+
+
+def keep_params_of(optimizer: Optimizer, own: nn.Module) -> None:
+    """Removes from the optimizer the parameters that this worker does not have."""
+    kept = {id(parameter) for parameter in own.parameters()}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if id(parameter) not in kept:
+                optimizer.state.pop(parameter, None)
+        group["params"] = [parameter for parameter in group["params"] if id(parameter) in kept]
+
+
+def free_params_outside(model: nn.Module, own: nn.Module) -> None:
+    """Frees the memory of what other workers have, even if the caller still holds the whole model."""
+    kept = {id(parameter) for parameter in own.parameters()}
+    for parameter in model.parameters():
+        if id(parameter) not in kept:
+            parameter.data = parameter.data.new_empty(()).expand(parameter.shape)
+
+
+class StageModules(nn.Module):
+    """Several stages of one worker as one model, whose parameters have the whole model's names.
+
+    It is what computes: run() calls it around the run of any of its stages, so that hooks on it hear of each forward.
+    """
+
+    holds_stages = True
+
+    def __init__(self, stages: Sequence[nn.Module]) -> None:
+        super().__init__()
+        for number, stage in enumerate(stages):
+            self.add_module(str(number), stage)
+
+    def forward(self, run: Callable[[], Any]) -> Any:
+        return run()
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Each stage's under the names that they have in the whole model."""
+        memo = set() if memo is None else memo
+        yield prefix, self
+        for stage in self.children():
+            yield from stage.named_modules(memo, prefix, remove_duplicate)
+
+    def state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:  # type: ignore[override]
+        """Likewise. What several stages have comes from the first of them."""
+        found: dict[str, Any] = {}
+        for name, tensor in super().state_dict(*args, **options).items():
+            found.setdefault(name.partition(".")[2], tensor)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Writer:
+    """Which of the ranks that write the model this one is."""
+
+    rank: int
+    world: int
+    group: None = None
+
+
+class BufferRun(FlatRun):
+    """A buffer, looked up each time: `self.average = ...` in a forward puts another tensor in its place."""
+
+    def __init__(self, module: nn.Module, key: str, span: Span) -> None:
+        self._seat = (module, key)
+        self.span = span
+
+    @property
+    def parameter(self) -> Tensor:  # type: ignore[override]
+        module, key = self._seat
+        buffer = module._buffers[key]
+        assert buffer is not None
+        if not buffer.is_contiguous():
+            buffer = module._buffers[key] = buffer.contiguous()
+        return buffer
+
+
+class StageShard(Sharded):
+    """A worker's stages as its part of a model that is split."""
+
+    def __init__(
+        self, replica: Replica, whole: UncutModel, is_first_of: Mapping[str, bool], *, rank: int, world: int
+    ) -> None:
+        """`is_first_of`: by name, whether this worker writes it, or another that has it too."""
+        self.model, self.optimizer = replica.model, replica.optimizer
+        self.collectives = _Writer(rank, world)  # type: ignore[assignment]
+        self.split, self.group_names = whole.specs, whole.group_names
+        self._tied = whole.tied
+        self._device = replica.device
+        self._inner: Sharded | None = getattr(replica, "sharded", None)
+        self.runs, self.mirrors, self.rest = [], [], []
+        self._having: dict[str, list[FlatRun]] = {}
+        """By name: the runs that hold numbers of it."""
+        stepped = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        for run, is_ours in self._found():
+            if not is_ours or not is_first_of[run.span.name]:
+                self.mirrors.append(run)
+            elif id(run.parameter) in stepped:
+                self.runs.append(run)
+            else:
+                self.rest.append(run)
+            self._having.setdefault(run.span.name, []).append(run)
+
+    def _found(self) -> Iterator[tuple[FlatRun, bool]]:
+        """What is here, and whether it is this rank's to write: what is not split, each rank of the stage has."""
+        inner = self._inner
+        if inner is not None:
+            yield from ((run, True) for run in (*inner.runs, *inner.rest))
+        split = inner.split if inner is not None else {}
+        is_ours = inner is None or inner.collectives.rank == 0
+        seats: dict[str, BufferSlot] = {}
+        for name, seat in seats_of_buffers(self.model):
+            seats.setdefault(name, seat)  # of several stages, the first one's
+        for name, tensor in state_held_by(self.model):
+            if tensor.numel() and name not in split:
+                span = Span(name, tuple(tensor.shape), 0, tensor.numel())
+                found = FlatRun(tensor, span) if isinstance(tensor, nn.Parameter) else BufferRun(*seats[name], span)
+                yield found, is_ours
+
+    # Of a weight that other stages have too
+
+    def gradient_of(self, name: str) -> Tensor:
+        """Flat, and of those numbers that the same rank of another stage has too: where each splits its parameters
+        elsewhere, of all of them, which is a collective. Zeros, where there is none."""
+        pieces = self._pieces_of(name)
+        if self._cuts_alike:
+            return pieces[0][1] if pieces else torch.empty(0, dtype=self.split[name].dtype, device=self._device)
+        assert self._inner is not None
+        spec = self.split[name]
+        whole = torch.zeros(math.prod(spec.shape), dtype=spec.dtype, device=self._device)
+        for span, numbers in pieces:
+            whole[span.start : span.end] = numbers
+        self._inner.collectives.start_sum(whole).wait()
+        return whole
+
+    def put_gradient(self, name: str, gradient: Tensor) -> None:
+        """Puts back a gradient in the form that gradient_of() gave."""
+        for span, numbers in self._pieces_of(name):
+            numbers.copy_(gradient if self._cuts_alike else gradient[span.start : span.end])
+
+    def norm_of(self, names: Sequence[str]) -> float:
+        """The norm of these parameters' gradients, over all ranks that hold this stage."""
+        if not names:
+            return 0.0
+        pieces = [numbers.double() for name in names for _, numbers in self._pieces_of(name)]
+        norm = torch.nn.utils.get_total_norm(pieces)
+        if self._inner is None:
+            return float(norm)
+        square = norm.double().square().to(self._device)
+        self._inner.collectives.start_sum(square).wait()
+        return math.sqrt(float(square))
+
+    @property
+    def _cuts_alike(self) -> bool:
+        return self._inner is None or self._inner.cuts_alike
+
+    def _pieces_of(self, name: str) -> list[tuple[Span, Tensor]]:
+        found = []
+        for run in self._having.get(name, ()):
+            if run.parameter.grad is None:
+                run.parameter.grad = torch.zeros_like(run.parameter)
+            found.append((run.span, run.parameter.grad.view(-1)))
+        return found
+
+    def tied(self) -> dict[str, str]:
+        return self._tied
+
+    def share(self) -> None:
+        if self._inner is not None:
+            self._inner.share()
+
+    def settle(self) -> None:
+        if self._inner is not None:
+            self._inner.settle()

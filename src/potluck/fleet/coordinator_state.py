@@ -1,0 +1,153 @@
+"""What the coordinator's machines share of a run: where it stands, who is in, and how a connection is closed. Pure.
+
+Each machine has its own state beside this, and sees the others only through the calls that its constructor names.
+A machine parts with a peer by close(), refuse() or shut(): through them the coordinator tells every other machine.
+"""
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from potluck.events import WorkerCame
+from potluck.fleet.description import Description
+from potluck.fleet.effects import Close, Effect, Emit, Send
+from potluck.fleet.ledger import Range
+from potluck.fleet.membership import Membership, WorkerRecord
+from potluck.wire.messages import Refusal, Shutdown
+
+
+@dataclass
+class RunPosition:
+    """Where the run stands: what a restart resumes from."""
+
+    step: int = 0
+    epoch: int = 0
+    row: int = 0
+    rows_seen: int = 0
+    ranges: list[Range] = field(default_factory=list)
+    """Committed ranges of this epoch."""
+
+    def position(self) -> str:
+        return json.dumps({"step": self.step, "epoch": self.epoch, "row": self.row, "rows_seen": self.rows_seen})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resumed:
+    """What a coordinator knows of the one that led this run before it."""
+
+    standing: RunPosition | None = None
+    previous: RunPosition | None = None
+    """The position one step earlier."""
+    description: Description | None = None
+    next_id: int = 0
+    """The id of the next worker: no id is used twice."""
+    expected: int = 0
+    """How many workers were in when it ended: they may come back."""
+    agreed: dict[int, dict[str, str]] = field(default_factory=dict)
+    """For each of the last steps, by kind, the digest of the right weights."""
+
+
+class CoordinatorState:
+    def __init__(self, patience_s: float, resumed: Resumed) -> None:
+        described = resumed.description
+        self.patience_s = patience_s
+        self.clock = 0.0
+        """The time of the last call from outside."""
+        self.standing = resumed.standing or RunPosition()
+        self.previous = resumed.previous
+        self.ahead: RunPosition | None = None
+        """After the step that is being computed again: it is on record, and somebody may have applied it."""
+        self.description = described
+        self.membership = Membership(resumed.next_id)
+        self.stopping = False
+        self.finished: str | None = None
+        self.refused: Counter[str] = Counter()
+        """What was turned away, by kind."""
+        self.rows_limit = described.rows_limit if described is not None else 0
+        """Of all epochs, as the first who held the weights told it; 0: nobody knows."""
+        self.expected = resumed.expected
+        """How many may come back who hold the weights, while nobody here does."""
+        self.leaders: dict[int, int] = {}
+        """After each of the last steps, the worker that speaks for all."""
+        self.steps: dict[int, int] = {}
+        """After each of the last windows, how many batches of the run were done."""
+
+    @property
+    def described(self) -> Description:
+        assert self.description is not None
+        return self.description
+
+    @property
+    def latest(self) -> int:
+        """The last step that anybody can have applied: also the one under way, if it is being computed again."""
+        return self.ahead.step if self.ahead is not None else self.standing.step
+
+    @property
+    def is_complete(self) -> bool:
+        """All rows of the run are in the weights, where it is known how many there are."""
+        return 0 < self.rows_limit <= self.standing.rows_seen
+
+    @property
+    def steps_done(self) -> int:
+        """Batches of the run. The standing's step counts agreements, and there may be several batches to one."""
+        standing = self.standing
+        if self.description is None or self.description.windowed is None:
+            return standing.step
+        return self.description.steps_at(standing.epoch, standing.row)
+
+    @property
+    def steps_total(self) -> int:
+        """Batches of the whole run; 0: nobody has said how long it is."""
+        described = self.description
+        return described.steps_at(*divmod(self.rows_limit, described.rows)) if described is not None else 0
+
+    def is_silent(self, member: WorkerRecord) -> bool:
+        """Longer than two heartbeats: it may be gone, or asleep."""
+        return member.silent_s(self.clock) > self.patience_s / 2
+
+    def skip_ahead(self) -> None:
+        """The step that was being computed again counts as it is on record."""
+        if self.ahead is not None:
+            self.previous, self.standing, self.ahead = self.standing, self.ahead, None
+
+    def came(self, member: WorkerRecord) -> Emit:
+        return Emit(
+            WorkerCame(
+                worker=member.worker_id,
+                name=member.name,
+                kind=member.kind,
+                step=member.applied,
+                workers=len(self.membership.ready),
+            )
+        )
+
+    # Parting with a peer
+
+    def on_closed(self, now: float, peer: int, why: str) -> list[Effect]:
+        """The connection is gone, whichever end closed it: the coordinator tells every machine."""
+        raise NotImplementedError
+
+    def close(self, peer: int, why: str) -> list[Effect]:
+        return [Close(peer, why), *self.on_closed(self.clock, peer, why)]
+
+    def refuse(self, peer: int, kind: str, sentence: str) -> list[Effect]:
+        """Refuses a peer. Without a sentence it hears nothing at all."""
+        self.refused[kind] += 1
+        told: list[Effect] = [Send(peer, Refusal(1, sentence))] if sentence else []
+        return [*told, *self.close(peer, sentence or kind)]
+
+    def shut(self, member: WorkerRecord) -> list[Effect]:
+        """Sends Shutdown: the run is over for this worker, which has `patience` to go."""
+        member.leaving = True
+        member.shut_at = self.clock if member.shut_at is None else member.shut_at
+        return [Send(member.peer, Shutdown()), *([Close(member.peer, "the run is over")] if member.plain else [])]
+
+
+def exact_sum(figures: Iterable[float]) -> float:
+    """The exact sum, independent of order; NaN where there is none."""
+    try:
+        return math.fsum(figures)
+    except (OverflowError, ValueError):  # inf - inf
+        return math.nan

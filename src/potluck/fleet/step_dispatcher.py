@@ -1,0 +1,502 @@
+"""One step after another: handed out in slices, reported, summed, committed. Pure.
+
+A step whose gradients are lost, late or bad is mended within itself: somebody else computes the same slices. Whether
+the weights that it leads to are right is not decided here.
+"""
+
+import json
+import math
+from typing import Any
+
+from potluck.agree.terms import UNCOMPARED
+from potluck.events import EpochDone, Stalled
+from potluck.fleet.coordinator_state import CoordinatorState, RunPosition, exact_sum
+from potluck.fleet.description import BAD_BUFFERS
+from potluck.fleet.digests import Digests
+from potluck.fleet.effects import (
+    AbandonStep,
+    BeginStep,
+    Discard,
+    Effect,
+    Emit,
+    Expect,
+    Finish,
+    Record,
+    Send,
+    SetScale,
+    StepApplied,
+    StepRecord,
+    Widen,
+)
+from potluck.fleet.ledger import prove
+from potluck.fleet.membership import WorkerRecord, slices_of
+from potluck.fleet.planning import Slice, StepPlan, StepPlanner, StepUnderWay
+from potluck.fleet.tree import Node, cover, decide_quotas
+from potluck.wire.messages import Applied, Committed, Refusal, ShardAssignment, Shutdown, SliceReport
+
+LEAST_SAMPLES, MOST_SAMPLES, MOST_LOSS = 1e-6, 1e15, 1e300
+"""What a slice may report: beyond these, sums of them would overflow or vanish."""
+
+
+class StepDispatcher:
+    def __init__(self, run: CoordinatorState, digests: Digests, at_least: int) -> None:
+        self._run = run
+        self._digests = digests
+        self._planner = StepPlanner(run)
+        self._at_least = at_least
+        """The number of workers that the first step waits for."""
+        self.now: StepUnderWay | None = None
+        self._next: StepPlan | None = None
+        """What follows it, with overlap: workers have it already, and continue with it while this one is agreed on."""
+        self._records: dict[int, StepRecord] = {}
+        """Steps that are committed, and not yet reported as applied."""
+
+    # Handing out
+
+    def start(self) -> list[Effect]:
+        run, standing = self._run, self._run.standing
+        ready = run.membership.ready
+        if self.now is not None or run.finished or not ready or run.description is None or run.is_complete:
+            return []
+        if run.stopping and standing.step:
+            return []
+        if not standing.step and len(ready) < self._at_least:
+            return []
+        working = self._working(standing.step + 1)
+        if not any(not m.plain for m in working):
+            return []
+        told, self._next = self._next, None
+        plan = told or self._planner.plan(working)
+        if plan is None:
+            return []
+        self.now = StepUnderWay(**vars(plan), started=run.clock)
+        for member in ready:
+            member.nodes, member.is_ahead, member.busy_s = [], False, 0.0
+            member.reported.clear()
+        several = any(len(nodes) > 1 for nodes in plan.nodes)
+        # A plain peer sends its parts in another order than ours, so that all of them must be able to wait.
+        count = 1 if any(m.plain for m in working) else sum(map(len, plan.nodes))
+        effects: list[Effect] = [BeginStep(self.now.step, self.now.slices, count, several)]
+        if plan.decision is not None:
+            effects.append(self._planner.tell(plan.decision))
+        effects += self._give_all(self.now, working) if told is None else self._take_up(self.now, working)
+        return effects + self._tell_next(self.now)
+
+    def _working(self, step: int) -> list[WorkerRecord]:
+        """Those who can be given something of that step."""
+        able = [m for m in self._run.membership.ready if not m.leaving and m.since <= step and m.applied >= m.relieved]
+        return [m for m in able if not (m.plain and m.assigned >= step)]  # the step is begun anew
+
+    def _give_all(self, under: StepUnderWay, working: list[WorkerRecord]) -> list[Effect]:
+        effects: list[Effect] = []
+        for member, nodes in zip(working, under.nodes, strict=True):
+            effects += self._give(under, member, nodes)
+            if member.plain and not nodes:
+                effects += self.give_nothing(member)
+        return effects
+
+    # Ahead: with overlap the next window is in the workers' hands before it begins
+
+    def _tell_next(self, under: StepUnderWay) -> list[Effect]:
+        """The window after this one, for those who will have done their part of it. None beyond an epoch, after which
+        all hold what was agreed on and nothing else."""
+        policy = self._run.described.windowed
+        if policy is None or not policy.overlap or self._run.stopping:
+            return []
+        working = self._working(under.step + 1)
+        plan = self._next = self._planner.plan(working, after=under) if working else None
+        if plan is None:
+            return []
+        for member, nodes in zip(working, plan.nodes, strict=True):
+            member.ahead = nodes
+        return [Send(member.peer, plan.work(member.ahead)) for member in working if member.ahead]
+
+    def _take_up(self, under: StepUnderWay, working: list[WorkerRecord]) -> list[Effect]:
+        """What was told ahead is under way now. Parts of those who are gone, or late, are for the others."""
+        there = {member.worker_id: member for member in working}
+        effects: list[Effect] = []
+        lost: list[Node] = []
+        for worker_id, nodes in zip(under.workers, under.nodes, strict=True):
+            member = there.get(worker_id)
+            if member is None or member.ahead != nodes:
+                lost += nodes
+                continue
+            member.ahead, member.is_ahead = [], True
+            effects += self._expect(under, member, nodes) if nodes else []
+        return effects + (self.hand_out(lost) if lost else [])
+
+    def call_back(self, member: WorkerRecord) -> list[Effect]:
+        """It is not to do what it was told ahead: whatever it has done of it is of no use.
+
+        It hears of that before it can hear that the step under way is over, so that it never sends any of it.
+        """
+        nodes, member.ahead = member.ahead, []
+        return [Send(member.peer, self._next.work([]))] if self._next is not None and nodes else []
+
+    def give_nothing(self, member: WorkerRecord) -> list[Effect]:
+        """The published worker takes an average only after an assignment: where there are no rows for it, an empty
+        one, whose answer nobody expects."""
+        if self.now is None:
+            return []
+        member.assigned = self.now.step
+        return [Send(member.peer, ShardAssignment(self.now.step, self.now.row, self.now.row))]
+
+    def _give(self, under: StepUnderWay, member: WorkerRecord, nodes: list[Node]) -> list[Effect]:
+        if not nodes:
+            return []
+        if under.batch and len(nodes) > 1:  # each is a replica of its own
+            return [effect for node in nodes for effect in self._give(under, member, [node])]
+        if member.relieved == under.step:  # there is nobody else: what it reports counts again
+            member.relieved = 0
+        if member.plain:
+            member.nodes = member.nodes + nodes
+            member.working_since = self._run.clock
+            return self._give_plain(under, member, nodes)
+        return [*self._expect(under, member, nodes), Send(member.peer, under.work(nodes))]
+
+    def _expect(self, under: StepUnderWay, member: WorkerRecord, nodes: list[Node]) -> list[Effect]:
+        member.nodes = member.nodes + nodes
+        member.working_since = self._run.clock
+        return [Expect(member.peer, under.step, tuple(nodes), (1.0,) * len(nodes))]
+
+    def _give_plain(self, under: StepUnderWay, member: WorkerRecord, nodes: list[Node]) -> list[Effect]:
+        """It will not say how many samples its rows have: that is taken for granted."""
+        described = self._run.described
+        effects: list[Effect] = []
+        member.assigned = under.step
+        for node in nodes:
+            start, end = under.rows_of(node)
+            weight = (end - start) * described.samples_per_row * described.unit
+            for number in range(*node):
+                rows = under.bounds[number][1] - under.bounds[number][0]
+                under.reports[number] = Slice(rows * described.samples_per_row, math.nan, member.worker_id)
+            effects.append(Expect(member.peer, under.step, (node,), (weight,)))
+            effects.append(Send(member.peer, ShardAssignment(under.step, start, end)))
+        return effects + self._scale()
+
+    def give_orphans(self) -> list[Effect]:
+        """Hands out nodes that nobody could take until now."""
+        if self.now is None or not self.now.orphans:
+            return []
+        orphans, self.now.orphans = self.now.orphans, []
+        return self.hand_out(orphans)
+
+    def hand_out(self, nodes: list[Node], avoid: int | None = None) -> list[Effect]:
+        """Nodes that have lost their worker, to the others, within the same step."""
+        under, holders = self.now, self._run.membership.holders
+        assert under is not None
+        able = [m for m in holders if m.since <= under.step and not m.leaving]  # who leaves computes nothing any more
+        able = [m for m in able if m.relieved < under.step] or able
+        able = [m for m in able if m.peer != avoid] or able
+        if not able and self._run.ahead is not None and any(m.since > under.step for m in holders):
+            self._run.skip_ahead()  # they have applied what was being computed again
+            return self.begin_anew()
+        if not able:
+            under.orphans += nodes
+            return self.abandon_if_deserted()
+        slices = slices_of(nodes)
+        quotas = decide_quotas(len(slices), [m.speed for m in able], None)
+        effects: list[Effect] = [Widen(under.step)]
+        given = 0
+        for member, quota in zip(able, quotas, strict=True):
+            mine = set(slices[given : given + quota])
+            given += quota
+            # Within each lost node: what was already added of it must not be added again as part of a larger one.
+            parts = [
+                piece
+                for node in nodes
+                if (inside := sorted(mine & set(range(*node))))
+                for piece in cover(under.slices, inside[0], inside[-1] + 1)
+            ]
+            effects += self._give(under, member, parts)
+        return effects
+
+    # Taking it away
+
+    def on_gone(self, member: WorkerRecord) -> list[Effect]:
+        nodes = list(member.nodes)
+        if self.now is None or not nodes:
+            return []
+        if member.plain:  # what its rows weigh was only assumed: the worker that computes them now knows better
+            self.now.granted.update(slices_of(nodes))
+        return self.hand_out(nodes)
+
+    def take_away(self, member: WorkerRecord, avoid: int | None = None) -> list[Effect]:
+        """Hands to others what this worker was given and has not fully sent."""
+        nodes, member.nodes = member.nodes, []
+        if self.now is None or not nodes:
+            return []
+        return [*(Discard(member.peer, node) for node in nodes), *self.hand_out(nodes, avoid)]
+
+    def has_sent(self, member: WorkerRecord) -> bool:
+        """Something of it may be in the sums of the step under way."""
+        return bool(member.reported) or (self.now is not None and member.worker_id in self.now.computed_by.values())
+
+    def abandon(self) -> list[Effect]:
+        told = [effect for member in self._run.membership.members.values() for effect in self.call_back(member)]
+        now, self.now, self._next = self.now, None, None
+        return [*told, AbandonStep()] if now is not None else told
+
+    def abandon_if_deserted(self) -> list[Effect]:
+        """Where all leave who could compute what is left of the step: a newcomer gets the weights as they are."""
+        holders = self._run.membership.holders
+        is_stuck = self.now is not None and self.now.orphans
+        return self.abandon() if is_stuck and holders and all(m.leaving for m in holders) else []
+
+    def begin_anew(self) -> list[Effect]:
+        """Starts the step under way again: what is in its sums is wrong, and cannot be taken out."""
+        return [*self.abandon(), *self.start()] if self.now is not None else []
+
+    # What comes back
+
+    def _given(self, peer: int, step: int, node: Node) -> tuple[StepUnderWay, WorkerRecord] | None:
+        """The step under way and the worker, if it was given this node of it and has not wholly sent it."""
+        member = self._run.membership.members.get(peer)
+        if member is None or self.now is None or self.now.step != step or node not in member.nodes:
+            return None
+        return self.now, member
+
+    def on_report(self, member: WorkerRecord, report: SliceReport) -> list[Effect]:
+        run, under = self._run, self.now
+        if report.step == member.relieved:  # of no use any more, but for what it tells of its speed
+            member.measure(member.relieved_amount, report.busy_s)
+            return []
+        if under is None or report.step != under.step:
+            run.refused["stale report"] += 1
+            return []
+        mine = {*slices_of(member.nodes)}
+        told = [int(number) for number in report.slices]
+        if not (len(told) == len(report.samples) == len(report.loss_sums)) or not mine.issuperset(told):
+            run.refused["foreign report"] += 1
+            return []
+        if not mine:  # it was taken from it meanwhile
+            return []
+        bad = self._note_slices(under, member, report)
+        _either(under.used, bytes(report.used))
+        if 0 in mine and not under.buffers:
+            under.buffers = bytes(report.buffers)
+        if told:
+            under.first_report = under.first_report if under.first_report is not None else run.clock
+            under.last_report = run.clock
+        if not under.batch:
+            member.measure(len(mine & member.reported), report.busy_s)
+        elif 0 < report.busy_s < math.inf:  # slices are of many sizes
+            member.measure(sum(under.bounds[n][1] - under.bounds[n][0] for n in told), report.busy_s)
+            under.batches[member.worker_id] = under.batches.get(member.worker_id, 0) + report.batches
+        member.busy_s += report.busy_s
+        under.busy[member.worker_id], under.reported[member.worker_id] = member.busy_s, run.clock
+        effects: list[Effect] = []
+        for node in bad:
+            effects += self.on_bad(member.peer, under.step, node, "has a loss that is not finite")
+        return effects + self._scale()
+
+    def _note_slices(self, under: StepUnderWay, member: WorkerRecord, report: SliceReport) -> list[Node]:
+        """Its nodes in which a slice has a loss or samples that nothing can be done with."""
+        bad: list[Node] = []
+        for number, samples, loss_sum in zip(map(int, report.slices), report.samples, report.loss_sums, strict=True):
+            member.reported.add(number)
+            is_told = abs(loss_sum) < MOST_LOSS or (under.batch > 0 and math.isnan(loss_sum))  # none of its steps had
+            if not (is_told and (samples == 0 or LEAST_SAMPLES < samples < MOST_SAMPLES)):
+                bad += [node for node in member.nodes if node[0] <= number < node[1] and node not in bad]
+            elif number not in under.reports or number in under.granted:
+                under.granted.discard(number)
+                under.reports[number] = Slice(float(samples), float(loss_sum), member.worker_id)
+        return bad
+
+    def on_plain_loss(self, peer: int, step: int, node: Node, loss: float) -> list[Effect]:
+        """A plain peer's loss stands behind its gradients. It is told before the last of them reach the sums: these
+        may complete the step."""
+        if (given := self._given(peer, step, node)) is None:
+            return []
+        for number in range(*node):
+            told = given[0].reports[number]
+            told.loss_sum = loss * told.samples
+        return self._scale()
+
+    def on_payload(self, peer: int, step: int, node: Node) -> list[Effect]:
+        """All parts of a node are in the sums."""
+        if (given := self._given(peer, step, node)) is None:
+            return []
+        under, member = given
+        member.heard_at = self._run.clock
+        member.nodes.remove(node)
+        for number in range(*node):
+            under.computed_by.setdefault(number, member.worker_id)
+        return []
+
+    def on_bad(self, peer: int, step: int, node: Node, why: str) -> list[Effect]:
+        """A payload that must not reach the others. Its slices are computed again, one by one, by somebody else."""
+        if (given := self._given(peer, step, node)) is None:
+            return []
+        under, member = given
+        self._run.refused["bad payload"] += 1
+        member.nodes.remove(node)
+        again = [number for number in range(*node) if number in under.bad]
+        if again:
+            return self._give_up(under, member, again[0], why)
+        for number in range(*node):
+            # What it told of the slice stays: parts that came before the bad one may be in the sums, and be scaled.
+            under.bad[number] = member.name
+        doing = f"its gradient of slices {_tell(node)} of step {step} {why}; they are computed again"
+        return [
+            Discard(peer, node),
+            Emit(Stalled(worker=member.worker_id, name=member.name, doing=doing, seconds=0.0)),
+            *self.hand_out([(number, number + 1) for number in range(*node)], avoid=peer),
+        ]
+
+    def _give_up(self, under: StepUnderWay, member: WorkerRecord, number: int, why: str) -> list[Effect]:
+        run = self._run
+        start, end = under.bounds[number]
+        first = under.bad[number]
+        who = f"on {first} and again on {member.name}" if first != member.name else f"twice on {member.name}"
+        advice = "Look at those samples, or try a lower learning rate or step.clip"
+        if why == BAD_BUFFERS:
+            advice = "Look at what the model's forward writes into its buffers, or register them with persistent=False"
+        run.finished = (
+            f"The gradient of slice {number} of step {under.step} {why}, {who}. It is positions {start} to {end - 1}"
+            f" of epoch {run.standing.epoch + 1}'s order. {advice}; the weights are those of the step before"
+        )
+        refusal = Refusal(4, run.finished + ".")
+        effects: list[Effect] = [Send(m.peer, refusal) for m in run.membership.members.values() if not m.plain]
+        effects += self._shut_plain_peers()
+        return [*effects, *self.abandon(), Finish(run.finished + ".", failed=True)]
+
+    def _shut_plain_peers(self) -> list[Effect]:
+        return [Send(m.peer, Shutdown()) for m in self._run.membership.members.values() if m.plain]
+
+    def _scale(self) -> list[Effect]:
+        under = self.now
+        if under is None or not under.is_reported:
+            return []
+        slices = [under.reports[number] for number in range(under.slices)]
+        under.samples = math.fsum(found.samples for found in slices)
+        # A plain peer that sends blocks never tells its loss.
+        told = [found for found in slices if not math.isnan(found.loss_sum)]
+        weight = math.fsum(found.samples for found in told)
+        under.loss = exact_sum(found.loss_sum for found in told) / weight if weight else math.nan
+        weighed = under.samples * self._run.described.unit
+        scale = 1 / weighed if weighed else 0.0
+        return [SetScale(under.step, scale, under.loss)]
+
+    # Committing
+
+    def commit(self) -> list[Effect]:
+        """Every part's average is formed, and on its way."""
+        run, under, standing = self._run, self.now, self._run.standing
+        assert under is not None
+        record = self._make_record(under)
+        if under.decision is not None:
+            self._planner.measure(under)
+        run.ahead = None
+        run.previous = RunPosition(
+            standing.step, standing.epoch, standing.row, standing.rows_seen, list(standing.ranges)
+        )
+        standing.step, standing.row = under.step, under.row + under.rows
+        standing.rows_seen += under.rows
+        standing.ranges += [(start, end) for start, end, _ in record.ranges]
+        self._records[under.step] = record
+        self._digests.forget_old()
+        epoch = self._end_epoch() if standing.row >= run.described.rows else None
+        if under.decision is not None:
+            run.steps[standing.step] = run.steps_done
+        holders = run.membership.holders
+        run.leaders[under.step] = holders[0].worker_id if holders else 0
+        run.leaders.pop(under.step - 3, None)
+        effects: list[Effect] = [Record(record), *self._tell_committed(under, record, epoch)]
+        if epoch is not None:
+            effects.append(Emit(epoch))
+        if run.stopping:
+            effects += self._shut_plain_peers()
+        self.now = None
+        return effects + self.start()
+
+    def _make_record(self, under: StepUnderWay) -> StepRecord:
+        run, standing = self._run, self._run.standing
+        for member in run.membership.members.values():
+            for number in slices_of(member.nodes):
+                under.computed_by.setdefault(number, member.worker_id)
+            member.nodes = []  # all is in the sums: it owes nothing, also where no other step follows
+        by = {number: under.computed_by.get(number, under.reports[number].worker_id) for number in under.reports}
+        ranges = tuple((*under.bounds[number], by[number]) for number in sorted(by))
+        workers = tuple(
+            {
+                "rank": m.worker_id,
+                "name": m.name,
+                "rows": sum(end - start for start, end, who in ranges if who == m.worker_id),
+                "samples": sum(under.reports[n].samples for n in by if by[n] == m.worker_id),
+                "busy_s": round(under.busy.get(m.worker_id, 0.0), 6),
+                "wait_s": round(max(0.0, run.clock - under.started - under.busy.get(m.worker_id, 0.0)), 6),
+            }
+            for m in run.membership.ready
+        )
+        return StepRecord(
+            under.step,
+            standing.epoch,
+            under.row,
+            under.rows,
+            standing.rows_seen + under.rows,
+            under.samples,
+            under.loss,
+            workers,
+            ranges,
+        )
+
+    def _tell_committed(self, under: StepUnderWay, record: StepRecord, epoch: EpochDone | None) -> list[Effect]:
+        run = self._run
+        seconds = run.clock - under.started
+        told = {"workers": record.workers, "epoch": epoch and as_table(epoch), "seconds": seconds}
+        committed = Committed(
+            under.step,
+            under.rows,
+            under.samples,
+            under.loss,
+            bytes(under.used),
+            run.leaders[under.step],
+            int(run.stopping),
+            json.dumps(told),
+            under.buffers,
+        )
+        those = [m for m in run.membership.inside if not m.plain and m.since <= under.step]
+        return [Send(member.peer, committed) for member in those]
+
+    def _end_epoch(self) -> EpochDone:
+        described, standing = self._run.described, self._run.standing
+        proof = prove(standing.ranges, described.rows)
+        unseen = "" if described.data else UNCOMPARED
+        compared, left_out = self._digests.tell_compared()
+        done = EpochDone(
+            epoch=standing.epoch,
+            used=proof.used if proof.holds else -1,
+            total=proof.total,
+            same_weights=not self._digests.drifted,
+            not_compared=left_out,
+            sentence="; ".join([f"Epoch {standing.epoch + 1}: {proof}{unseen}", *compared]) + ".",
+        )
+        standing.epoch, standing.row, standing.ranges = standing.epoch + 1, 0, []
+        self._digests.drifted = False
+        return done
+
+    def on_applied(self, member: WorkerRecord, applied: Applied, *, is_first: bool) -> list[Effect]:
+        """`is_first`: it has not told of this step before."""
+        if is_first:
+            self._planner.on_applied(member, applied)
+        record = self._records.pop(applied.step, None)
+        return [StepApplied(record, applied.lr, applied.norm, applied.fault)] if record is not None else []
+
+    def on_restored(self) -> None:
+        self._records.clear()
+
+
+def _either(bits: bytearray, others: bytes) -> None:
+    if len(bits) < len(others):
+        bits.extend(bytes(len(others) - len(bits)))
+    for index, byte in enumerate(others):
+        bits[index] |= byte
+
+
+def as_table(epoch: EpochDone) -> dict[str, Any]:
+    return dict(vars(epoch))
+
+
+def _tell(node: Node) -> str:
+    return str(node[0]) if node[1] - node[0] == 1 else f"{node[0]} to {node[1] - 1}"

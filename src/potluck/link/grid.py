@@ -1,0 +1,105 @@
+"""Grid: who holds which stage, of which replica, for whose rows. Knows no model.
+
+A replica is cut over `workers` places, and each place may be held by several ranks that split it. Of 2 replicas of 3
+stages, each split over 2 ranks, rank 0 and 1 are stage 0 of the first, 2 and 3 stage 1, and so on. Ranks of one number
+within their places compute the same rows: they are a *pipeline*.
+"""
+
+from dataclasses import dataclass
+
+from potluck.link.link import Alone, Link
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    link: Link
+    workers: int
+    """Grid of each replica."""
+    each: int
+    """Ranks that hold one place together."""
+    stage_group: Link
+    """The ranks of our pipeline, in the order of their stages."""
+    replica_group: Link
+    """All who hold the same stages as we do, of any replica."""
+    shards: Link
+    """Those of them who hold them of our replica: each some part."""
+
+    @property
+    def size(self) -> int:
+        """Ranks of a replica."""
+        return self.workers * self.each
+
+    @property
+    def pipelines(self) -> int:
+        return self.link.world // self.workers
+
+    def pipeline_of(self, rank: int) -> int:
+        return rank // self.size * self.each + rank % self.each
+
+    def place_of(self, rank: int) -> int:
+        return rank // self.each % self.workers
+
+    @property
+    def pipeline(self) -> int:
+        return self.pipeline_of(self.link.rank)
+
+    @property
+    def place(self) -> int:
+        return self.place_of(self.link.rank)
+
+    @property
+    def is_last(self) -> bool:
+        return self.place == self.workers - 1
+
+    def ranks_of(self, pipeline: int) -> list[int]:
+        return [rank for rank in range(self.link.world) if self.pipeline_of(rank) == pipeline]
+
+
+def make_places(link: Link, workers: int, each: int) -> Grid:
+    """Every rank of the link calls this alike. `workers`: places of each replica; `each`: ranks of each place."""
+    alone = Grid(link, workers, each, Alone(), Alone(), Alone())
+    if link.world == 1:
+        return alone
+    ranks = range(link.world)
+    stage_groups = [alone.ranks_of(pipeline) for pipeline in range(alone.pipelines)]
+    replica_groups = [[rank for rank in ranks if alone.place_of(rank) == place] for place in range(workers)]
+    shards = link.part([ranks[first : first + each] for first in ranks[::each]]) if each > 1 else Alone()
+    return Grid(link, workers, each, link.part(stage_groups), link.part(replica_groups), shards)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Nodes:
+    link: Link
+    """All ranks of all nodes."""
+    size: int
+    """Ranks of each node."""
+    within: Link
+    """The ranks of our node."""
+    across: Link
+    """One rank of each node: those who hold the same part of a replica as we do."""
+
+    @property
+    def count(self) -> int:
+        return self.link.world // self.size
+
+    @property
+    def number(self) -> int:
+        """Of our node."""
+        return self.link.rank // self.size
+
+    @property
+    def names(self) -> list[str]:
+        return [f"node {number}" if self.size > 1 else f"worker {number}" for number in range(self.count)]
+
+
+def make_nodes(link: Link, size: int) -> Nodes:
+    """Every rank of the link calls this alike."""
+    if size == 1:
+        return Nodes(link=link, size=1, within=Alone(), across=link)
+    ranks = range(link.world)
+    return Nodes(
+        link=link,
+        size=size,
+        within=link.part([ranks[first : first + size] for first in ranks[::size]]),
+        across=link.part([ranks[place::size] for place in ranks[:size]]),
+    )

@@ -1,0 +1,421 @@
+"""FullShard and HybridShard on torch's fully_shard: parameters, gradients and optimizer state split within a node.
+
+The optimizer is pointed at this rank's own memory, as plain tensors: it need not know of shards, and steps without
+DTensor's overhead. Between ranks of Gloo our own collectives are used (collectives.py), on all others torch's.
+
+By itself fully_shard begins a gather when this rank's forward comes to a module, and sums the gradients that this rank
+has; where ranks run other modules than the rest, it adds up what does not belong together. FullyShardedUnits makes it
+begin its collectives in an order that all ranks share (passes.py). This is the one place that knows its insides.
+"""
+
+from collections.abc import Callable, Mapping, Sequence, Set
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor import DTensor
+
+from potluck.errors import ConfigError
+from potluck.sharding.blocks import untied
+from potluck.sharding.collectives import Collectives, GlooCollectives, lend, local_part, sum_gradients
+from potluck.sharding.passes import Passes
+from potluck.sharding.ranges import Spec
+from potluck.sharding.runs import FlatRun, Span, check_elementwise, claim, group_names, homes, repoint
+from potluck.sharding.sharded import Sharded, SplitRequest
+
+IN_USE = (TrainingState.FORWARD, TrainingState.PRE_BACKWARD)
+
+
+class FullyShardedUnits:
+    """Of the model's blocks, and of the root, which every forward gathers first and every backward sums last."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: Sequence[nn.Module],
+        over: Sequence[Collectives],
+        *,
+        before_sum: Callable[[object], None],
+        gathers_ahead: bool,
+    ) -> None:
+        """`over`: all ranks that sum with each other, in one dimension or two. `before_sum`: is called with the unit.
+
+        `gathers_ahead`: in a forward, begin a block's gather while the one before it computes.
+        """
+        self._over, self._before_sum, self._gathers_ahead = over, before_sum, gathers_ahead
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._roots = _groups(model)
+        self._groups = [group for block in dict.fromkeys(blocks) for group in _groups(block)]
+        self._own_unshard = [group.unshard for group in self._groups]
+        self._sum_of = {id(group): group.post_backward for group in (*self._groups, *self._roots)}
+        trained = [each for group in (*self._groups, *self._roots) for each in group.fsdp_params]
+        self._parameters = {id(each): self._names[id(each.sharded_param)] for each in trained}
+        self._used: set[int] = set()
+        self.used: set[str] = set()
+        """The parameters that got a gradient on any rank, in the backwards since somebody emptied it."""
+        self.has_ended = True
+        self._is_ending = False
+        self._passes = Passes(
+            len(self._groups),
+            begin=self._begin,
+            skip=self._skip,
+            may_begin_early=self._may_begin_early,
+            used=lambda: [each in self._used for each in self._parameters],
+            agree=self._agree,
+        )
+        self._put_in_place(model)
+
+    def _put_in_place(self, model: nn.Module) -> None:
+        for number, group in enumerate(self._groups):
+            group.unshard = partial(self._want_gather, number)  # type: ignore[method-assign]
+            group.post_backward = partial(self._want_sum, number)  # type: ignore[method-assign]
+            group._backward_prefetch = lambda: None  # type: ignore[method-assign]
+        for root in self._roots:
+            root.post_backward = lambda *unused: None  # type: ignore[method-assign]
+            root._backward_prefetch = self._before_backward  # type: ignore[method-assign]
+        self._end = _state(model)._root_post_backward_final_callback
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                state = _state(module)
+                state._root_post_backward_final_callback = partial(
+                    self._at_end_of_backward, state._root_post_backward_final_callback
+                )
+        if self._groups:
+            quiet: Callable[..., Any] = torch.compiler.disable
+            model.register_forward_pre_hook(quiet(self._before_forward), prepend=True)
+            model.register_forward_hook(quiet(self._after_forward))
+
+    # What torch calls
+
+    def _before_forward(self, module: nn.Module, args: Any) -> None:
+        if self._passes.kind != "backward":  # in which a forward is computed again
+            self._passes.start("forward")
+
+    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._passes.end("forward")
+
+    def _before_backward(self) -> None:
+        if self._passes.kind != "backward":
+            self._start_backward()
+            self._passes.begin_early()
+
+    def _want_gather(self, number: int, async_op: bool = False) -> None:
+        if torch._C._current_graph_task_id() != -1:
+            self._before_backward()
+        if self._groups[number].is_unsharded:
+            return
+        if self._passes.kind is None:  # somebody runs a block without the model
+            self._own_unshard[number](async_op)
+        else:
+            self._passes.want(self._passes.gather(number))
+
+    def _want_sum(self, number: int, *unused: Any) -> None:
+        if self._passes.kind == "backward":
+            self._passes.want(self._passes.sum(number))
+
+    def _at_end_of_backward(self, then: Callable[[], None]) -> None:
+        self._end_backward()
+        then()
+
+    def take_part(self) -> None:
+        """In a backward for which this rank has nothing that autograd could run."""
+        self._end_backward()
+        self._end()
+
+    def _start_backward(self) -> None:
+        # Another backward may have come since this one's forward, and let go of the root: then every rank gathers it
+        # here, also one that has no backward of its own.
+        for root in self._roots:
+            if not root.is_unsharded:
+                with root.use_training_state(TrainingState.PRE_BACKWARD):
+                    root.unshard(root.unshard_async_op)
+                    root.wait_for_unshard()
+        self._passes.start("backward")
+
+    def _end_backward(self) -> None:
+        if self._passes.kind != "backward":
+            self._start_backward()
+        self._is_ending = True
+        for number in reversed(range(len(self._groups))):
+            # Where no input of a block needs a gradient, nothing has said that its own are complete.
+            if any(_gradient(each) is not None for each in self._groups[number].fsdp_params):
+                self._want_sum(number)
+        for root in self._roots:
+            self._fill(root)
+        self._passes.end("backward")
+        self._is_ending = False
+        for root in self._roots:
+            self._sum(root)
+        for group in self._groups:
+            _release(group)
+        told = zip(self._parameters.values(), self._passes.used_by_any, strict=True)
+        self.used |= {name for name, is_used in told if is_used}
+        self._used.clear()
+        self.has_ended = True
+
+    # What all ranks do alike
+
+    def _begin(self, operation: int, wanted: bool) -> None:
+        group = self._groups[operation % len(self._groups)]
+        if operation >= len(self._groups):
+            self._fill(group)
+            self._sum(group, in_use=not wanted and not self._is_ending and group._training_state in IN_USE)
+        elif group.is_unsharded or group._all_gather_result is not None:
+            _gather_aside(group, self._own_unshard[operation])
+        else:
+            state = TrainingState.FORWARD if self._passes.kind == "forward" else TrainingState.PRE_BACKWARD
+            with group.use_training_state(state):
+                self._own_unshard[operation](group.unshard_async_op)
+
+    def _skip(self, operation: int) -> None:
+        if operation < len(self._groups):
+            group = self._groups[operation]
+            if self._is_ending or group._training_state not in IN_USE:
+                _release(group)
+
+    def _may_begin_early(self, operation: int) -> bool:
+        if operation >= len(self._groups) or (self._passes.kind == "forward" and not self._gathers_ahead):
+            return False
+        group = self._groups[operation]
+        return not group.is_unsharded and group._all_gather_result is None
+
+    def _fill(self, group: FSDPParamGroup) -> None:
+        """Zeros for what no backward of this rank has used, so that all ranks sum the same parameters."""
+        for each in group.fsdp_params:
+            if _gradient(each) is not None:
+                self._used.add(id(each))
+            elif hasattr(each, "_unsharded_param") and each._unsharded_param.requires_grad:
+                each._unsharded_param.grad = torch.zeros_like(each._unsharded_param)
+
+    def _sum(self, group: FSDPParamGroup, *, in_use: bool = False) -> None:
+        """`in_use`: its backward is not over, so that the rest of its gradients are summed once more later on."""
+        self._before_sum(group)
+        state, group.reshard_after_backward = group._training_state, not in_use
+        self._sum_of[id(group)]()
+        group.reshard_after_backward = True
+        if in_use:
+            group._training_state = state
+
+    def _agree(self, told: torch.Tensor) -> None:
+        for over in self._over:
+            over.maximum(told)
+
+
+def _state(module: Any) -> Any:
+    return module._get_fsdp_state()
+
+
+def _groups(module: nn.Module) -> list[FSDPParamGroup]:
+    """None for a module all of whose parameters are of other units."""
+    state = _state(module)
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+
+
+def _gradient(parameter: FSDPParam) -> torch.Tensor | None:
+    """One that was never gathered has none."""
+    whole = getattr(parameter, "_unsharded_param", None)
+    return None if whole is None else whole.grad
+
+
+def _release(group: FSDPParamGroup) -> None:
+    group.wait_for_unshard()
+    if group.is_unsharded:
+        with group.use_training_state(TrainingState.IDLE):
+            group.reshard()
+
+
+def _gather_aside(group: FSDPParamGroup, unshard: Callable[[], None]) -> None:
+    """Sends this rank's part to others that gather it now, while this rank has all of it already."""
+    states: list[ShardedState] = [each.sharded_state for each in group.fsdp_params]
+    result, state = group._all_gather_result, group._sharded_state
+    group._all_gather_result, group._sharded_state = None, ShardedState.SHARDED
+    _set_states(group.fsdp_params, [ShardedState.SHARDED] * len(states))
+    unshard()
+    got = group._all_gather_result
+    assert got is not None
+    if got.all_gather_event is not None and group.device.type != "cpu":
+        group.device_handle.current_stream().wait_event(got.all_gather_event)
+    if got.all_gather_work is not None:
+        got.all_gather_work.wait()
+    group._all_gather_result, group._sharded_state = result, state
+    _set_states(group.fsdp_params, states)
+
+
+def _set_states(parameters: Sequence[FSDPParam], states: Sequence[ShardedState]) -> None:
+    for each, state in zip(parameters, states, strict=True):
+        each.sharded_state = state
+
+
+class FullySharded(Sharded):
+    in_step = gathers = cuts_alike = True
+
+    def __init__(self, wanted: SplitRequest, mesh: DeviceMesh) -> None:
+        """`mesh`: of one dimension, or of two: nodes, and the ranks of each."""
+        self.model, self.optimizer = model, optimizer = wanted.model, wanted.optimizer
+        check_elementwise(optimizer)
+        blocks = untied(model, wanted.blocks)
+        self.collectives = Collectives(mesh.get_group(mesh.ndim - 1))
+        self._lent = GlooCollectives() if _is_gloo(self.collectives.group, mesh.device_type) else None
+        # What a reduction gives is read at once: summed over nodes, or copied to a GPU on a stream of its own.
+        self._must_wait = mesh.device_type == "cuda" or (mesh.ndim == 2 and mesh.size(0) > 1)
+        whole = dict(model.named_parameters())
+        _check_dimensions(whole)
+        home = homes(optimizer)
+        held = {name: parameter for name, parameter in whole.items() if id(parameter) in home}
+        self.group_names = group_names(optimizer, {id(parameter): name for name, parameter in whole.items()})
+        claim(held, self)
+        number = {name: home[id(parameter)] for name, parameter in held.items()}
+        shapes = {name: tuple(parameter.shape) for name, parameter in whole.items()}
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        self._split(
+            blocks,
+            mesh=mesh,
+            mp_policy=policy if wanted.bf16 else MixedPrecisionPolicy(),
+            offload_policy=CPUOffloadPolicy() if wanted.offload and mesh.device_type == "cuda" else OffloadPolicy(),
+        )
+        if not wanted.mean and mesh.size() > 1:  # of one, the sum is the mean, and dividing it by 1 takes time
+            for module in self._modules:
+                sum_gradients(module)
+        self._units = self._in_order(blocks, mesh) if mesh.size() > 1 else None
+        self._summed: set[object] = set()
+        """Units whose gradients of this step are under way already, or have arrived."""
+        parts = {name: part for name, part in model.named_parameters() if isinstance(part, DTensor)}
+        self.split = {name: Spec(shapes[name], part.dtype) for name, part in parts.items()}
+        self._point_optimizer(parts, number, held)
+        self._is_loaded = False
+        """Whether the gradient came from elsewhere, and not from backwards."""
+
+    def _split(self, blocks: Sequence[nn.Module], **options: Any) -> None:
+        # One of no numbers stays as it is: torch cannot sum it.
+        ignored = {parameter for parameter in self.model.parameters() if not parameter.numel()}
+        for module in (*blocks, self.model):
+            whole = [each for each in module.parameters() if not isinstance(each, DTensor) and each.numel()]
+            fully_shard(module, ignored_params=ignored, **options)
+            for parameter in whole:  # the optimizer still has it: else all of the model would be on the device at once
+                parameter.data = parameter.data.new_empty(1).expand(parameter.shape)
+        self._modules = [module for module in self.model.modules() if isinstance(module, FSDPModule)]
+        if self._lent is not None:
+            for module in self._modules:
+                lend(module, self._lent)
+
+    def _in_order(self, blocks: Sequence[nn.Module], mesh: DeviceMesh) -> FullyShardedUnits:
+        over = [Collectives(mesh.get_group(dimension)) for dimension in range(mesh.ndim)]
+        # Gloo's collectives run beside the CPU's work only if they begin early; on a GPU, streams see to that.
+        ahead = self._lent is not None
+        return FullyShardedUnits(self.model, blocks, over, before_sum=self._before_sum, gathers_ahead=ahead)
+
+    def _before_sum(self, unit: object) -> None:
+        """What is added to must have arrived, and so must what is added."""
+        if unit in self._summed and self._lent is not None:
+            self._lent.finish()
+            self._lent.arm(waits=True)
+        self._summed.add(unit)
+
+    def _point_optimizer(
+        self, parts: Mapping[str, DTensor], number: Mapping[str, int], whole: Mapping[str, nn.Parameter]
+    ) -> None:
+        """`number`: of a trained parameter's group, by name."""
+        self.runs, self.rest, self._sources = [], [], []
+        numbered = []
+        for name, part in parts.items():
+            if not local_part(part).numel():
+                continue
+            parameter = nn.Parameter(_flat(part), requires_grad=name in number)
+            run = FlatRun(parameter, self._span(name, self.split[name].shape))
+            if name not in number:
+                self.rest.append(run)
+            else:
+                self.runs.append(run)
+                self._sources.append(part)
+                numbered.append((number[name], run))
+        repoint(self.optimizer, numbered, whole)
+
+    def _span(self, name: str, shape: tuple[int, ...]) -> Span:
+        """Which rows are here: as torch.chunk cuts them."""
+        each = -(-shape[0] // self.collectives.world)
+        first, last = (min(shape[0], each * rank) for rank in (self.collectives.rank, self.collectives.rank + 1))
+        size = torch.Size(shape[1:]).numel()
+        return Span(name, shape, first * size, last * size)
+
+    def arm(self, *, last: bool) -> None:
+        self.end_backward()
+        if self._lent is not None:
+            self._lent.finish()
+            self._lent.arm(waits=self._must_wait or self._units is None)
+        if self._units is not None:
+            self._units.has_ended = False
+
+    @torch.no_grad()
+    def end_backward(self) -> None:
+        if self._units is not None and not self._units.has_ended:
+            self._units.take_part()
+
+    @property
+    def used(self) -> Set[str]:
+        return self._units.used if self._units is not None else self.split.keys()
+
+    @torch.no_grad()
+    def load(self, gradients: Sequence[Tensor | None]) -> None:
+        self.drop()
+        for run, gradient in zip(self.runs, gradients, strict=True):
+            run.parameter.grad = None if gradient is None else gradient.to(run.parameter.device).view_as(run.parameter)
+        self._is_loaded = True
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        if self._is_loaded:
+            return
+        self.end_backward()
+        if self._lent is not None:
+            self._lent.finish()
+        for run, source in zip(self.runs, self._sources, strict=True):
+            name = run.span.name
+            if name in self.always_used:
+                source.grad = torch.zeros_like(source) if source.grad is None else source.grad
+            elif self._units is not None and name not in self._units.used:
+                source.grad = None  # nobody has used it: the zeros that all have summed are no gradient
+            run.parameter.grad = None if source.grad is None else _flat(source.grad)
+
+    def share(self) -> None:
+        """A forward without a backward leaves the root's parameters gathered, and they would be taken for the new."""
+        for module in self._modules:
+            module.reshard()
+
+    def drop(self) -> None:
+        if self._lent is not None:
+            self._lent.finish()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._is_loaded = False
+        for run, source in zip(self.runs, self._sources, strict=True):
+            run.parameter.grad = source.grad = None
+        self._summed.clear()
+        if self._units is not None:
+            self._units.used.clear()
+
+
+def _check_dimensions(parameters: Mapping[str, Tensor]) -> None:
+    for name, parameter in parameters.items():
+        if not parameter.dim():
+            raise ConfigError(
+                f"{name} is a single number without a dimension, which FullShard cannot split. Make it"
+                " a tensor of one number, or use ShardGradOp or NoShard."
+            )
+
+
+def _flat(part: Tensor) -> Tensor:
+    return local_part(part).detach().view(-1)
+
+
+def _is_gloo(group: dist.ProcessGroup | None, device_type: str) -> bool:
+    return dist.get_backend(group) == "gloo" or (device_type == "cpu" and "gloo" in str(dist.get_backend(group)))

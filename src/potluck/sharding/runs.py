@@ -1,0 +1,252 @@
+"""What one rank owns of a model, laid flat; the same words for every way to split it.
+
+A Run is what the optimizer takes for a parameter: the numbers of one, or of a part of it. It has a state of its own,
+and its own count of steps, so one that a step has not used is left alone as in plain PyTorch.
+Saving, averaging and handing over need nothing else than a rank's runs and the optimizer's state of each.
+"""
+
+import math
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from potluck.errors import ConfigError
+
+ELEMENTWISE = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.ASGD,
+)
+REASONS = {
+    "Adafactor": "it keeps means over whole rows and columns of a matrix",
+    "Muon": "it makes a whole matrix orthogonal",
+    "LBFGS": "it searches along one direction for all parameters together",
+    "SparseAdam": "its gradients are sparse",
+}
+COUNTERS = {"step", "eta", "mu", "mu_product"}
+"""What optimizers keep once for a whole parameter. Of one that is a single number, it has the shape of all the rest."""
+SMALLEST = 1e-37
+"""Of scales that float32 holds with all of its digits, as it does their inverse."""
+_MARK = "_sharded_by"
+"""On a parameter: what has split it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Numbers of one parameter, as it would lie flat."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+    """Exclusive."""
+
+    @property
+    def size(self) -> int:
+        return self.end - self.start
+
+
+@dataclass(eq=False, slots=True)
+class FlatRun:
+    parameter: nn.Parameter
+    """[the span's size], or of one whole parameter's shape; its memory is the model's own."""
+    span: Span
+
+
+def check_elementwise(optimizer: Optimizer) -> None:
+    name = type(optimizer).__name__
+    if isinstance(optimizer, ELEMENTWISE) and name not in REASONS:
+        if any(each.get("differentiable") for each in optimizer.param_groups):
+            raise ConfigError(f"{name} with differentiable=True cannot be sharded.")
+        return
+    why = REASONS.get(name, "Potluck does not know whether it treats each number of a parameter by itself")
+    known = ", ".join(kind.__name__ for kind in ELEMENTWISE)
+    raise ConfigError(
+        f"{name} cannot be sharded over ranges of the flattened parameters: {why}. Use one of {known}, or NoShard."
+    )
+
+
+def can_skip(optimizer: Optimizer) -> bool:
+    """Whether it can leave out a step by what stands in a tensor on the GPU, so that nobody has to look there first."""
+    return getattr(optimizer, "_step_supports_amp_scaling", False) and all(
+        group.get("fused") and all(_is_small_on_gpu(p) for p in group["params"]) and _has_begun(optimizer, group)
+        for group in optimizer.param_groups
+    )
+
+
+def _is_small_on_gpu(parameter: Tensor) -> bool:
+    """What it is scaled by has 32 bits."""
+    return parameter.is_cuda and parameter.dtype != torch.float64
+
+
+def _has_begun(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
+    """If SGD's first step is left out, its momentum stays what happened to be in memory."""
+    return not group.get("momentum") or all(
+        optimizer.state.get(parameter, {}).get("momentum_buffer") is not None for parameter in group["params"]
+    )
+
+
+def step_unless(optimizer: Optimizer, is_bad: Tensor, factor: Tensor) -> None:
+    """A step on the gradients times `factor`, but none if `is_bad`, which can_skip() says that it understands."""
+    optimizer.found_inf = is_bad.float()  # type: ignore[attr-defined]
+    optimizer.grad_scale = factor.reciprocal()  # type: ignore[attr-defined]
+    try:
+        optimizer.step()
+    finally:
+        del optimizer.found_inf, optimizer.grad_scale  # type: ignore[attr-defined]
+
+
+@contextmanager
+def scaling(optimizer: Optimizer, gradients: Sequence[Tensor], scale: float) -> Iterator[None]:
+    """Within it, steps are on the gradients times `scale`; one that is fused does that in the same pass over them."""
+    if scale == 1.0 or not gradients:
+        yield
+    elif _scales_by_itself(optimizer, gradients, scale):
+        optimizer.grad_scale = torch.tensor(1 / scale, dtype=torch.float32)  # type: ignore[attr-defined]
+        try:
+            yield
+        finally:
+            del optimizer.grad_scale  # type: ignore[attr-defined]
+    else:
+        torch._foreach_mul_(list(gradients), scale)
+        yield
+
+
+def _scales_by_itself(optimizer: Optimizer, gradients: Sequence[Tensor], scale: float) -> bool:
+    """It takes the scale in 32 bits, which is too few for gradients of 64."""
+    return (
+        getattr(optimizer, "_step_supports_amp_scaling", False)
+        and all(group.get("fused") for group in optimizer.param_groups)
+        and not any(gradient.dtype == torch.float64 for gradient in gradients)
+        and SMALLEST < scale < 1 / SMALLEST
+    )
+
+
+def claim(parameters: Mapping[str, nn.Parameter], owner: object) -> None:
+    """For one optimizer alone: two that split one parameter would each step it."""
+    for name, parameter in parameters.items():
+        other = getattr(parameter, _MARK, None)
+        if other is not None and other() is not None:
+            raise ConfigError(
+                f"Two optimizers hold {name}. Give each parameter to one of them, or use groups of one optimizer."
+            )
+    for parameter in parameters.values():
+        setattr(parameter, _MARK, weakref.ref(owner))
+
+
+def homes(optimizer: Optimizer) -> dict[int, int]:
+    """By a parameter's id: the number of its group."""
+    return {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
+
+
+def group_names(optimizer: Optimizer, names: Mapping[int, str]) -> list[list[str]]:
+    """The names of each group's parameters, in its order. `names`: by a parameter's id."""
+    return [[names.get(id(parameter), "") for parameter in group["params"]] for group in optimizer.param_groups]
+
+
+def run_of(flat: Tensor, gradient: Tensor | None, at: int, span: Span) -> FlatRun:
+    """Of numbers that begin at `at` in memory which holds several; no `gradient`: it is not stepped."""
+    parameter = nn.Parameter(flat[at : at + span.size], requires_grad=gradient is not None)
+    if gradient is not None:
+        parameter.grad = gradient[at : at + span.size]
+    return FlatRun(parameter, span)
+
+
+def repoint(optimizer: Optimizer, runs: Sequence[tuple[int, FlatRun]], whole: Mapping[str, nn.Parameter]) -> None:
+    """The optimizer's groups hold these runs instead of whole parameters. What it knows of those is kept, by spans."""
+    before = dict(optimizer.state)
+    optimizer.state.clear()
+    groups: list[list[nn.Parameter]] = [[] for _ in optimizer.param_groups]
+    for number, run in runs:
+        groups[number].append(run.parameter)
+        span = run.span
+        if whole[span.name] in before:
+            known = _part_of(run, whole[span.name], before[whole[span.name]])
+            optimizer.state[run.parameter] = state_at(run.parameter.device, known, optimizer.param_groups[number])
+    for group, parameters in zip(optimizer.param_groups, groups, strict=True):
+        group["params"] = parameters
+    optimizer.zero_grad = lambda set_to_none=True: None  # type: ignore[method-assign]  # gradients are not its own
+
+
+def _part_of(run: FlatRun, whole: nn.Parameter, known: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a whole parameter's state that a run holds; what is not of the parameter's shape, all of it."""
+    span = run.span
+    found: dict[str, Any] = {}
+    for key, value in known.items():
+        if isinstance(value, Tensor) and value.shape == whole.shape and key not in COUNTERS:
+            found[key] = value.reshape(-1)[span.start : span.end].clone()
+        else:
+            found[key] = value.clone() if isinstance(value, Tensor) else value
+    return found
+
+
+def state_at(device: torch.device, known: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
+    """What is known of a parameter, where that lies now; what it counts stays in host memory unless kernels count."""
+    counts_there = group.get("fused") or group.get("capturable")
+    return {
+        key: value.to(device) if isinstance(value, Tensor) and (counts_there or key not in COUNTERS) else value
+        for key, value in known.items()
+    }
+
+
+def held_bytes(parameters: Sequence[Tensor], gradients: Sequence[Tensor], optimizer: Optimizer) -> dict[str, int]:
+    """Of the memory under them, each piece of it counted once."""
+    values = [value for each in optimizer.state.values() for value in each.values()]
+    state = [value for value in values if isinstance(value, Tensor) and value.dim()]
+    found = {}
+    for kind, tensors in (("parameters", parameters), ("gradients", gradients), ("state", state)):
+        storages = [tensor.untyped_storage() for tensor in tensors]
+        found[kind] = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    return found
+
+
+def in_host_memory(tensor: Tensor) -> Tensor:
+    """A copy there; pinned, if it is to travel to a GPU and back."""
+    copy = torch.empty_like(tensor.detach(), device="cpu", pin_memory=tensor.is_cuda)
+    return copy.copy_(tensor.detach())
+
+
+ROOM = (1e-15, 1e18)
+"""Between these, squares of float32 neither overflow nor vanish, however many are added up."""
+AT_ONCE = 1 << 22
+"""Numbers that are in float64 at a time."""
+
+
+@torch.no_grad()
+def total_norm(tensors: Sequence[Tensor]) -> Tensor:
+    """In host memory. As torch.nn.utils.get_total_norm has it, at the same cost; and finite where every number is.
+
+    Above 1.8e19 torch's own, and so clip_grad_norm_, is inf in float32, and a gradient of which each number is finite
+    would count as one that is not. Of float64 it is what torch says: inf where squares have no room in float64.
+    """
+    norm = torch.nn.utils.get_total_norm(tensors).cpu()  # read off a GPU once: all who ask want it here
+    if not tensors or ROOM[0] < norm.item() < ROOM[1]:
+        return norm
+    return torch.tensor(_norm_in_float64(tensors), dtype=torch.float64)
+
+
+@torch.no_grad()
+def norms_of(tensors: Sequence[Tensor]) -> Tensor:
+    """Of each by itself, to the bit as total_norm() has them before it takes them together."""
+    is_foreach = tensors[0].is_cuda
+    found = torch._foreach_norm(list(tensors)) if is_foreach else [torch.linalg.vector_norm(t) for t in tensors]
+    return torch.stack(list(found))
+
+
+def _norm_in_float64(tensors: Sequence[Tensor]) -> float:
+    pieces = [piece for tensor in tensors for piece in torch.split(tensor.detach().reshape(-1), AT_ONCE)]
+    return math.sqrt(sum(float(piece.double().square().sum()) for piece in pieces))

@@ -1,0 +1,181 @@
+"""Sharded: a model whose bytes are split over ranks, with its optimizer. What every way to split it has in common.
+
+For each step: arm and backward, once or many times; then finish, and step or drop.
+"""
+
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from potluck.sharding.collectives import Collectives
+from potluck.sharding.ranges import Spec
+from potluck.sharding.runs import FlatRun, held_bytes, scaling, total_norm
+
+
+@dataclass(frozen=True, slots=True)
+class SplitRequest:
+    """A model and its optimizer that are to be split, and how, and over whom."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    device: torch.device
+    blocks: Sequence[nn.Module] = ()
+    """Modules that are whole only while they compute, one at a time."""
+    mean: bool = True
+    """Gradients are averaged over the ranks, and not summed."""
+    bf16: bool = False
+    """To compute in."""
+    offload: bool = False
+    """Each rank steps its part in host memory, and has its optimizer's state there."""
+    group: dist.ProcessGroup | None = None
+    """The ranks that hold it between them; none: all there are."""
+    nodes: dist.ProcessGroup | None = None
+    """If `group` is one node of several: the ranks of our place in each."""
+
+
+class Sharded:
+    model: nn.Module
+    optimizer: Optimizer
+    """Holds the runs of this rank that are trained, and steps those."""
+    runs: list[FlatRun]
+    """All that this rank owns of the trained parameters; the runs of all ranks of `collectives` are the whole model."""
+    rest: list[FlatRun]
+    """The same of parameters that are split too and that the optimizer does not have, such as frozen ones."""
+    mirrors: Sequence[FlatRun] = ()
+    """Runs that other ranks own too, and write: this one only reads them, such as a weight that two stages have."""
+    split: dict[str, Spec]
+    """Every parameter that is split over ranks, by name, whichever rank owns it; every rank has all else whole."""
+    group_names: list[list[str]]
+    """The names of the whole parameters of each of the optimizer's groups, as they were given."""
+    collectives: Collectives
+    """The ranks over which the model is split."""
+    in_step: bool = False
+    """Whether every rank has to run as many backwards as the others, since they talk in each."""
+    asks: bool = True
+    """Whether step() asks the other ranks what they have used; an engine knows when nobody need ask."""
+    always_used: Set[str] = frozenset()
+    """Parameters that have a gradient in every step, such as a weight that another stage has too, and may have used."""
+    _idle: Set[str] = frozenset()
+    """Parameters that no rank has used in this step."""
+    gathers: bool = False
+    """Whether they also wait for each other in every layer, so that no rank's own speed can be seen."""
+
+    cuts_alike: bool = False
+    """Whether a parameter is split the same way whatever else the model has, as two stages that have it need it."""
+
+    def tied(self) -> dict[str, str]:
+        """Further names of split parameters, and the first name of each."""
+        first: dict[int, str] = {}
+        found: dict[str, str] = {}
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            if (known := first.setdefault(id(parameter), name)) != name and known in self.split:
+                found[name] = known
+        return found
+
+    def arm(self, *, last: bool) -> None:
+        """Before each backward. `last`: the step comes after it."""
+
+    def end_backward(self) -> None:
+        """After each backward, and in place of one that has no samples: what the other ranks still wait for."""
+
+    def start_sums(self) -> None:
+        """After the step's last backward: begins what it has not begun."""
+
+    def finish(self) -> None:
+        """Until this rank's runs have their whole gradients."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def norm(self) -> Tensor:
+        """Of the whole gradient, on every rank alike."""
+        norm = total_norm(self.gradients())
+        if self.collectives.world == 1:
+            return norm
+        square = norm.double().square()
+        self.collectives.start_sum(square).wait()
+        return square.sqrt()
+
+    def gradients(self) -> list[Tensor]:
+        return [run.parameter.grad for run in self.runs if run.parameter.grad is not None]
+
+    @property
+    def used(self) -> Set[str]:
+        """Parameters that got a gradient in this step: on this rank, or already known to on another. After finish()."""
+        raise NotImplementedError
+
+    def run_gradients(self) -> list[Tensor | None]:
+        """The whole gradient of each of this rank's runs. After finish()."""
+        return [run.parameter.grad for run in self.runs]
+
+    @torch.no_grad()
+    def load(self, gradients: Sequence[Tensor | None]) -> None:
+        """The gradient of each of this rank's runs, from elsewhere: step() steps on it. None: nobody has used it."""
+        self.drop()
+        for place, gradient in zip(self.run_gradients(), gradients, strict=True):
+            assert place is not None
+            place.zero_() if gradient is None else place.copy_(gradient.view_as(place))
+        pairs = zip(self.runs, gradients, strict=True)
+        self._idle = {run.span.name for run, gradient in pairs if gradient is None}
+
+    @torch.no_grad()
+    def step(self, scale: float = 1.0) -> None:
+        """Steps this rank's runs, on their gradients times `scale`."""
+        self.finish()
+        with scaling(self.optimizer, self.gradients(), scale):
+            self._step_used()
+        self._forget()
+
+    @torch.no_grad()
+    def drop(self) -> None:
+        """Forgets the gradient: this step is skipped."""
+        self.finish()
+        self._forget()
+
+    def _forget(self) -> None:
+        """The next step begins."""
+        raise NotImplementedError
+
+    def share(self) -> None:
+        """After step(), or when this rank's runs were written: sends new parameters to where they are kept whole."""
+
+    def settle(self) -> None:
+        """Until all that share() began has arrived."""
+
+    @property
+    def has_unused(self) -> bool:
+        """Whether some parameter got no gradient on this rank."""
+        return False
+
+    def drop_unused(self) -> None:
+        """Parameters that no rank used get no gradient, as in one process. A collective."""
+
+    def _forget_unused(self, names: Sequence[str], used: Sequence[bool]) -> None:
+        """`used`: for each of these parameters, whether this rank has."""
+        counts = torch.tensor(used, dtype=torch.int32)
+        self.collectives.start_sum(counts).wait()
+        self._idle = {n for n, count in zip(names, counts.tolist(), strict=True) if not count} - self.always_used
+
+    def _step_used(self) -> None:
+        """The optimizer's step, which sees no gradient of what no rank has used: no state of it, no count of steps."""
+        if self.asks:
+            self.drop_unused()
+        idle = [run.parameter for run in self.runs if run.span.name in self._idle] if self._idle else []
+        kept = [parameter.grad for parameter in idle]
+        for parameter in idle:
+            parameter.grad = None
+        try:
+            self.optimizer.step()
+        finally:
+            for parameter, gradient in zip(idle, kept, strict=True):
+                parameter.grad = gradient
+
+    def memory_bytes(self) -> dict[str, int]:
+        """What this rank holds of the model between backward and step."""
+        return held_bytes(self._parameters(), self.gradients(), self.optimizer)
+
+    def _parameters(self) -> list[Tensor]:
+        return [run.parameter for run in self.runs]

@@ -1,0 +1,328 @@
+"""UnevenShards: parameters, gradients and optimizer state split in proportion to weights; ZeRO-3 on unequal machines.
+
+    sharded = UnevenShards(SplitRequest(model, AdamW(model.parameters()), device, list(model.blocks)), weights=(3, 1))
+    loss_of(model, batch).backward()      # block by block: gathered, used, freed; gradients go to their owners
+    sharded.step()                        # each rank steps what it owns
+
+The order of events, for blocks 1 to n and the root unit (units.py says what those are):
+
+    forward        gather root; at each block: start the next one, wait for its own, compute, release
+    backward       at each block, from n to 1: release the one after it and send its gradients, start the one before,
+                   wait for its own; in the end the root's gradients leave, and everything is released
+    step           what is on its way arrives, and the optimizer steps this rank's homes
+
+Each collective begins at a place in this order, and never because a gradient has arrived: a rank whose rows leave a
+parameter unused would else begin them in another order than the rest, and hang. Where its rows leave out whole blocks,
+or run them in another order, passes.py keeps the ranks together.
+Why this is not torch's fully_shard: docs/decisions/0012-uneven-shards-have-their-own-engine.md.
+"""
+
+from collections.abc import Callable, Sequence, Set
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from potluck.errors import ConfigError
+from potluck.sharding.collectives import Collectives
+from potluck.sharding.optimizer_shard import weights_for
+from potluck.sharding.passes import Passes
+from potluck.sharding.ranges import Spec
+from potluck.sharding.runs import FlatRun, check_elementwise, claim, group_names, homes, repoint, run_of
+from potluck.sharding.sharded import Sharded, SplitRequest
+from potluck.sharding.units import FlatParam, FlatParamMember, OwnedShard, ParamGroup, Placement, Sum
+
+MOST_ON_THEIR_WAY = 1
+"""Sums of gradients: further ones wait for it. One lasts as long as a block's backward, and costs a block's memory."""
+
+
+class UnevenShards(Sharded):
+    in_step = gathers = True
+
+    def __init__(self, wanted: SplitRequest, weights: Sequence[float] | None = None) -> None:
+        """`weights`: each rank's part, in proportion."""
+        self.model, self.optimizer, self.device = wanted.model, wanted.optimizer, wanted.device
+        check_elementwise(self.optimizer)
+        self.collectives = Collectives(wanted.group)
+        self._weights = weights_for(weights, self.collectives.world)
+        self._share = 1 / self.collectives.world if wanted.mean else 1.0
+        self._computes_in = torch.bfloat16 if wanted.bf16 else None
+        self._in_backward = self._is_owed = False
+        """Whether a backward runs; and whether one was announced that has not ended."""
+        self._current: ParamGroup | None = None
+        """The block whose backward runs."""
+        self._sums: list[Sum] = []
+        self._used: set[str] = set()
+        """Parameters that got a gradient on this rank in this step."""
+        distinct = list(dict.fromkeys(wanted.blocks))
+        members = self._members()
+        claim({member.name: member.parameter for member in members.values() if member.is_trained}, self)
+        self.split = {member.name: Spec(member.shape, member.dtype) for member in members.values()}
+        self.group_names = group_names(self.optimizer, {key: member.name for key, member in members.items()})
+        self._plan(distinct, members)
+        self._move()
+        self._passes = Passes(
+            len(self._blocks),
+            begin=self._begin,
+            skip=self._skip,
+            may_begin_early=lambda each: each < len(self._blocks) and self._blocks[each].placement is Placement.SPLIT,
+            used=list,
+            agree=self.collectives.maximum,
+        )
+        self._hook(distinct)
+
+    # A step
+
+    def arm(self, *, last: bool) -> None:
+        self.end_backward()
+        self._is_owed = True
+
+    @torch.no_grad()
+    def end_backward(self) -> None:
+        if self._is_owed:
+            self._start_backward()
+            self._end_backward()
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        self.end_backward()
+        while self._sums:
+            self._sums.pop(0).take_in(self._share)
+
+    def gradients(self) -> list[Tensor]:
+        return [home.gradient for home in self._homes.values() if home.gradient is not None]
+
+    def share(self) -> None:
+        """What was gathered before the runs were written is out of date."""
+        for unit in self._units:
+            unit.release()
+
+    def _forget(self) -> None:
+        for unit in self._units:
+            unit.release()
+            unit.forget()
+        for gradient in self.gradients():
+            gradient.zero_()
+        self._used.clear()
+        self._idle = frozenset()
+        self._in_backward, self._current = False, None
+
+    @property
+    def used(self) -> Set[str]:
+        return self._used
+
+    @property
+    def has_unused(self) -> bool:
+        return len(self._used) < len(self._trained)
+
+    def drop_unused(self) -> None:
+        self._forget_unused(self._trained, [name in self._used for name in self._trained])
+
+    def _parameters(self) -> list[Tensor]:
+        gathered = [stretch.whole for unit in self._units for stretch in unit.stretches]
+        return [home.flat for home in self._homes.values()] + gathered
+
+    # How it is made
+
+    def _members(self) -> dict[int, FlatParamMember]:
+        """By a parameter's id, so that a tied one is there once."""
+        home = homes(self.optimizer)
+        found = {}
+        for name, parameter in self.model.named_parameters():
+            group = home.get(id(parameter)) if parameter.requires_grad else None
+            found[id(parameter)] = FlatParamMember(name, parameter, group, tuple(parameter.shape), parameter.dtype)
+        if not any(member.is_trained for member in found.values()):
+            raise ConfigError("The optimizer holds no parameter of the model that requires a gradient.")
+        return found
+
+    def _plan(self, blocks: list[nn.Module], members: dict[int, FlatParamMember]) -> None:
+        """A unit for each block, and the root for whatever is in no block, or is tied to something outside its own."""
+        inside = [{id(parameter) for parameter in block.parameters()} for block in blocks]
+        within = {module for block in blocks for module in block.modules()}
+        outside = {id(p) for m in self.model.modules() if m not in within for p in m.parameters(recurse=False)}
+        shared = {key for key in members if sum(key in block for block in inside) != 1 or key in outside}
+        self._blocks = [self._unit([members[key] for key in members if key in block - shared]) for block in inside]
+        self._root = self._unit([members[key] for key in members if key in shared])
+        self._root_ids = shared
+        self._units = [*self._blocks, self._root]
+
+    def _unit(self, members: list[FlatParamMember]) -> ParamGroup:
+        kinds: dict[tuple[torch.dtype, bool], list[FlatParamMember]] = {}
+        for member in members:
+            kinds.setdefault((member.dtype, member.is_trained), []).append(member)
+        stretches = []
+        for (dtype, _), alike in kinds.items():
+            gathered = self._computes_in if self._computes_in and dtype.is_floating_point else dtype
+            stretches.append(FlatParam(alike, self.collectives.rank, self._weights, gathered, self.device))
+        return ParamGroup(stretches)
+
+    @torch.no_grad()
+    def _move(self) -> None:
+        """Unit by unit, so that a model that is not yet on the device is never all there."""
+        stretches = [stretch for unit in self._units for stretch in unit.stretches]
+        sizes: dict[tuple[torch.dtype, int | None], int] = {}
+        for stretch in stretches:
+            for index, span in stretch.own_spans():
+                key = stretch.members[index].dtype, stretch.members[index].group
+                sizes[key] = sizes.get(key, 0) + span.size
+        self._homes = {
+            (dtype, group): OwnedShard(size, dtype, self.device, is_trained=group is not None)
+            for (dtype, group), size in sizes.items()
+        }
+        trained = {m.name: m.parameter for stretch in stretches if stretch.is_trained for m in stretch.members}
+        self._trained = list(trained)
+        for stretch in stretches:
+            stretch.move_into(self._homes)
+        self.model.to(self.device)  # its buffers
+        numbered: list[tuple[int, FlatRun]] = []
+        self.rest = []
+        for (_, group), home in self._homes.items():
+            runs = [run_of(home.flat, home.gradient, at, span) for at, span in home.spans.items()]
+            if group is None:
+                self.rest += runs
+            else:
+                numbered += [(group, run) for run in runs]
+        self.runs = [run for _, run in numbered]
+        repoint(self.optimizer, numbered, trained)
+
+    def _hook(self, blocks: list[nn.Module]) -> None:
+        quiet: Callable[..., Any] = torch.compiler.disable
+        for unit, module in zip(self._units, [*blocks, self.model], strict=True):
+            module.register_forward_pre_hook(quiet(partial(self._before_forward, unit)), prepend=True, with_kwargs=True)
+            module.register_forward_hook(quiet(partial(self._after_forward, unit)))
+        for module in self.model.modules():
+            # Also where somebody calls a part of the model without the model.
+            if module is not self.model and any(id(p) in self._root_ids for p in module.parameters(recurse=False)):
+                module.register_forward_pre_hook(quiet(self._before_part_of_root), prepend=True)
+        for unit in self._units:
+            for stretch in unit.stretches:
+                for index, member in enumerate(stretch.members):
+                    if member.parameter.requires_grad:
+                        on_gradient = partial(self._on_gradient, unit, stretch, index)
+                        member.parameter.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]
+
+    # While it computes
+
+    def _before_forward(self, unit: ParamGroup, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        with torch.no_grad():
+            self._gather(unit)
+            if unit is self._root and not self._in_backward:
+                self._passes.start("forward")
+        return None if self._computes_in is None else tree_map_only(Tensor, self._cast, (args, kwargs))
+
+    def _gather(self, unit: ParamGroup) -> None:
+        unit.in_use = True
+        if unit is not self._root and unit.placement is not Placement.WHOLE and self._passes.kind is not None:
+            self._passes.want(self._passes.gather(self._blocks.index(unit)))
+        unit.gather(self.collectives)
+
+    def _begin(self, operation: int, wanted: bool) -> None:
+        """Of passes.py: what all ranks begin now."""
+        unit = self._blocks[operation % len(self._blocks)]
+        if operation >= len(self._blocks):
+            self._start_sums_of(unit)
+        elif unit.placement is Placement.SPLIT:
+            unit.start_gather(self.collectives)
+        else:
+            unit.gather_aside(self.collectives)
+
+    def _skip(self, operation: int) -> None:
+        if operation < len(self._blocks) and not self._blocks[operation].in_use:
+            self._blocks[operation].release()
+
+    def _cast(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._computes_in) if tensor.is_floating_point() else tensor
+
+    @torch.no_grad()
+    def _before_part_of_root(self, module: nn.Module, args: Any) -> None:
+        self._root.gather(self.collectives)
+
+    def _after_forward(self, unit: ParamGroup, module: nn.Module, args: Any, output: Any) -> None:
+        if self._in_backward:
+            return  # computed again: its backward comes at once
+        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        ends_here = not torch.is_grad_enabled() or (bool(tensors) and not any(t.requires_grad for t in tensors))
+        if unit is self._root:
+            self._passes.end("forward")
+        if not ends_here:
+            self._hook_outputs(unit, tensors)
+        # Tensors that we cannot find we cannot hook: then nothing would gather the unit again before its backward.
+        if ends_here or (tensors and unit is not self._root):
+            unit.release()
+
+    def _hook_outputs(self, unit: ParamGroup, tensors: list[Tensor]) -> None:
+        unit.uses += 1
+        is_first = True
+
+        def before_backward(gradient: Tensor) -> None:
+            nonlocal is_first
+            unit.uses -= is_first
+            is_first = False
+            self._before_backward(unit)
+
+        for tensor in tensors:
+            if tensor.requires_grad:
+                tensor.register_hook(before_backward)  # type: ignore[no-untyped-call]
+
+    @torch.no_grad()
+    def _before_backward(self, unit: ParamGroup) -> None:
+        self._begin_backward()
+        unit.owes_sums = True
+        if unit is not self._root and unit is not self._current:
+            # Autograd runs what was computed later first, so nothing of the other block is left to run.
+            self._leave_current()
+            self._current = unit
+        self._gather(unit)
+
+    def _begin_backward(self) -> None:
+        if not self._in_backward:
+            self._start_backward()
+            Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _start_backward(self) -> None:
+        self._in_backward = True
+        self._passes.start("backward")
+        self._gather(self._root)
+        self._passes.begin_early()
+
+    def _leave_current(self) -> None:
+        unit, self._current = self._current, None
+        if unit is not None:
+            unit.release()
+            if unit.uses <= 0:  # else its gradients come with the first of its uses
+                self._passes.want(self._passes.sum(self._blocks.index(unit)))
+
+    @torch.no_grad()
+    def _end_backward(self) -> None:
+        self._leave_current()
+        for number in reversed(range(len(self._blocks))):
+            unit = self._blocks[number]
+            unit.uses, unit.in_use = 0, False
+            if unit.owes_sums:
+                self._passes.want(self._passes.sum(number))
+        self._passes.end("backward")
+        for unit in self._units:
+            unit.release()
+        self._start_sums_of(self._root)
+        self._in_backward = self._is_owed = False
+
+    def _start_sums_of(self, unit: ParamGroup) -> None:
+        unit.owes_sums = False
+        for stretch in unit.stretches:
+            if stretch.is_trained:
+                while len(self._sums) >= MOST_ON_THEIR_WAY:
+                    self._sums.pop(0).take_in(self._share)
+                self._sums.append(stretch.start_reduce(self.collectives))
+
+    @torch.no_grad()
+    def _on_gradient(self, unit: ParamGroup, stretch: FlatParam, index: int, parameter: Tensor) -> None:
+        self._begin_backward()
+        if not stretch.is_trained:
+            parameter.grad = None
+            return
+        unit.owes_sums = True
+        self._used.add(stretch.members[index].name)
+        stretch.add_gradient(index)

@@ -1,0 +1,259 @@
+"""Units: parameters that are gathered together, and otherwise split over the ranks in proportion to weights.
+
+    unit      the parameters of one block, or all that are in no block
+    stretch   a unit's parameters of one type that are all trained or all frozen, end to end; each rank owns a range
+    home      a rank's ranges of all stretches, as far as one of the optimizer's groups steps them: one flat tensor
+
+A gathered stretch is one flat tensor, of which the parameters are views. Only its storage comes and goes: autograd's
+saved views of it find their numbers again once it is gathered again. Knows nothing of when that has to happen.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from itertools import accumulate, groupby, pairwise
+
+import torch
+from torch import Tensor, nn
+
+from potluck.sharding.collectives import Collectives, Pending
+from potluck.sharding.optimizer_shard import OptimizerShard
+from potluck.sharding.runs import Span
+
+
+class Placement(Enum):
+    """Where a unit's bytes are."""
+
+    SPLIT = auto()  # each rank's own ranges alone
+    ARRIVING = auto()  # there is memory for all of it, which the owners fill
+    WHOLE = auto()  # its parameters can be used
+
+
+@dataclass(frozen=True, slots=True)
+class FlatParamMember:
+    """A parameter of a stretch."""
+
+    name: str
+    parameter: nn.Parameter
+    group: int | None
+    """Of the optimizer; none: it does not step this parameter."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    """As the optimizer has it; it may compute in another one."""
+
+    @property
+    def is_trained(self) -> bool:
+        return self.group is not None
+
+
+class OwnedShard:
+    """What one of the optimizer's groups steps on this rank, of one type; or what it does not step."""
+
+    def __init__(self, size: int, dtype: torch.dtype, device: torch.device, *, is_trained: bool) -> None:
+        self.flat = torch.empty(size, dtype=dtype, device=device)  # [size]
+        self.gradient = torch.zeros_like(self.flat) if is_trained else None  # [size]
+        self.spans: dict[int, Span] = {}
+        """What is in it, by where that begins."""
+        self._filled = 0
+
+    def take(self, member: FlatParamMember, span: Span) -> slice:
+        """Copies some of a parameter's numbers. Returns where they are."""
+        place = slice(self._filled, self._filled + span.size)
+        self.flat[place].copy_(member.parameter.detach().reshape(-1)[span.start : span.end])
+        self.spans[place.start] = span
+        self._filled = place.stop
+        return place
+
+
+@dataclass(frozen=True, slots=True)
+class FlatParamPiece:
+    """A part of a stretch that lies in one home."""
+
+    start: int
+    end: int
+    numbers: Tensor  # [end - start]
+    gradient: Tensor | None  # [end - start]
+
+
+class FlatParam:
+    def __init__(
+        self,
+        members: Sequence[FlatParamMember],
+        rank: int,
+        weights: Sequence[float],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """`dtype`: in which it is gathered."""
+        self.members = sorted(members, key=lambda member: -1 if member.group is None else member.group)
+        self.is_trained = self.members[0].is_trained
+        ends = list(accumulate(member.parameter.numel() for member in self.members))
+        self.starts = [0, *ends]
+        self.shards = [OptimizerShard.for_weights(other, weights, ends[-1]) for other in range(len(weights))]
+        self.own = self.shards[rank]
+        self.pieces: list[FlatParamPiece] = []
+        self.whole = torch.empty(ends[-1], dtype=dtype, device=device)  # [all numbers], if gathered
+        self._whole_bytes = self.whole.untyped_storage().nbytes()
+        cuts = pairwise(self.starts)
+        self._views = [self.whole[a:b].view(m.shape) for (a, b), m in zip(cuts, self.members, strict=True)]
+        self.whole.untyped_storage().resize_(0)
+        # Reading a parameter that is not gathered must give nonsense that shows, and not read memory that is gone.
+        nothing = torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=device)
+        self._absent = [nothing.expand(member.shape) for member in self.members]
+        self._gradient: Tensor | None = None  # [all numbers], while it arrives
+        self._arrived: set[int] = set()
+        self._pending: list[Pending] = []
+
+    def own_spans(self) -> list[tuple[int, Span]]:
+        """What this rank owns of its members, by their index."""
+        found = []
+        for index, (member, (start, end)) in enumerate(zip(self.members, pairwise(self.starts), strict=True)):
+            low, high = max(start, self.own.param_start), min(end, self.own.param_end)
+            if low < high:
+                found.append((index, Span(member.name, member.shape, low - start, high - start)))
+        return found
+
+    def move_into(self, homes: dict[tuple[torch.dtype, int | None], OwnedShard]) -> None:
+        """Each rank keeps its own range, and the parameters lose their memory."""
+        at = self.own.param_start
+        for group, spans in groupby(self.own_spans(), key=lambda found: self.members[found[0]].group):
+            home = homes[self.members[0].dtype, group]
+            places = [home.take(self.members[index], span) for index, span in spans]
+            place = slice(places[0].start, places[-1].stop)
+            end = at + place.stop - place.start
+            gradient = home.gradient[place] if home.gradient is not None else None
+            self.pieces.append(FlatParamPiece(at, end, home.flat[place], gradient))
+            at = end
+        self._point(self._absent)
+
+    def _point(self, tensors: list[Tensor]) -> None:
+        for member, tensor in zip(self.members, tensors, strict=True):
+            member.parameter.data = tensor
+
+    def start_gather(self, over: Collectives) -> None:
+        self.whole.untyped_storage().resize_(self._whole_bytes)
+        for piece in self.pieces:
+            self.whole[piece.start : piece.end].copy_(piece.numbers)
+        for shard in self.shards:
+            if shard.shard_size:
+                part = self.whole[shard.param_start : shard.param_end]
+                self._pending.append(over.start_broadcast(part, shard.rank))
+
+    def gather_aside(self, over: Collectives) -> None:
+        """Sends this rank's range to others that gather it now, while this rank has all of it already."""
+        whole = torch.empty_like(self.whole)
+        for piece in self.pieces:
+            whole[piece.start : piece.end].copy_(piece.numbers)
+        parts = [(whole[shard.param_start : shard.param_end], shard.rank) for shard in self.shards if shard.shard_size]
+        for work in [over.start_broadcast(part, rank) for part, rank in parts]:
+            work.wait()
+
+    def wait(self) -> None:
+        for pending in self._pending:
+            pending.wait()
+        self._pending = []
+
+    def show(self) -> None:
+        self._point(self._views)
+
+    def release(self) -> None:
+        self.wait()
+        self._point(self._absent)
+        self.whole.untyped_storage().resize_(0)
+
+    # Gradients
+
+    def add_gradient(self, index: int) -> None:
+        """Moves a parameter's gradient to where it leaves from."""
+        parameter = self.members[index].parameter
+        assert parameter.grad is not None
+        gradient = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
+        if self._gradient is None:
+            self._gradient = torch.empty(self.starts[-1], dtype=self.members[0].dtype, device=self.whole.device)
+        part = self._gradient[self.starts[index] : self.starts[index + 1]].view(self.members[index].shape)
+        if index in self._arrived:
+            part.add_(gradient)
+        else:
+            part.copy_(gradient)
+        self._arrived.add(index)
+        parameter.grad = None
+
+    def start_reduce(self, over: Collectives) -> "Sum":
+        """What no backward of this rank has used counts as zeros."""
+        gradient = self._gradient
+        if gradient is None:
+            gradient = torch.zeros(self.starts[-1], dtype=self.members[0].dtype, device=self.whole.device)
+        else:
+            for index in range(len(self.members)):
+                if index not in self._arrived:
+                    gradient[self.starts[index] : self.starts[index + 1]].zero_()
+        self._gradient = None
+        self._arrived.clear()
+        works = [
+            over.start_reduce(gradient[shard.param_start : shard.param_end], shard.rank)
+            for shard in self.shards
+            if shard.shard_size
+        ]
+        return Sum(self.pieces, gradient, works)
+
+    def forget_gradient(self) -> None:
+        self._gradient = None
+        self._arrived.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """A stretch's gradients on their way to their owners."""
+
+    pieces: list[FlatParamPiece]
+    gradient: Tensor  # [all numbers of the stretch]
+    works: list[Pending]
+
+    def take_in(self, share: float) -> None:
+        for work in self.works:
+            work.wait()
+        for piece in self.pieces:
+            assert piece.gradient is not None
+            piece.gradient.add_(self.gradient[piece.start : piece.end], alpha=share)
+
+
+class ParamGroup:
+    def __init__(self, stretches: list[FlatParam]) -> None:
+        self.stretches = stretches
+        self.placement = Placement.SPLIT
+        self.in_use = False
+        """Whether this rank computes with it, or has to keep it whole until it does."""
+        self.uses = 0
+        """Forwards whose backwards have not come yet."""
+        self.owes_sums = False
+        """Whether a backward has used it since its gradients left."""
+
+    def start_gather(self, over: Collectives) -> None:  # SPLIT -> ARRIVING
+        if self.placement is Placement.SPLIT:
+            for stretch in self.stretches:
+                stretch.start_gather(over)
+            self.placement = Placement.ARRIVING
+
+    def gather_aside(self, over: Collectives) -> None:
+        for stretch in self.stretches:
+            stretch.gather_aside(over)
+
+    def gather(self, over: Collectives) -> None:  # SPLIT or ARRIVING -> WHOLE
+        self.start_gather(over)
+        if self.placement is Placement.ARRIVING:
+            for stretch in self.stretches:
+                stretch.wait()
+                stretch.show()
+            self.placement = Placement.WHOLE
+
+    def release(self) -> None:  # ARRIVING or WHOLE -> SPLIT
+        self.in_use = False
+        if self.placement is not Placement.SPLIT:
+            for stretch in self.stretches:
+                stretch.release()
+            self.placement = Placement.SPLIT
+
+    def forget(self) -> None:
+        self.uses, self.owes_sums = 0, False
+        for stretch in self.stretches:
+            stretch.forget_gradient()

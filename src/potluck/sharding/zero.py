@@ -1,0 +1,402 @@
+"""ShardedOptimizer: gradients and optimizer state split over the ranks, parameters whole on each of them.
+
+    sharded = ShardedOptimizer(model, torch.optim.AdamW(model.parameters()))
+    loss_of(model, batch).backward()      # gradients go to their owners while the backward still runs, and are freed
+    sharded.step()                        # each owner steps its own range
+    sharded.broadcast_updated_params()    # the ranges go back, while the next forward begins
+
+Parameters lie end to end in one flat tensor, in the model's order, and each rank owns a range of it
+(optimizer_shard.py). The given optimizer is pointed at that range, so whatever sets its learning rate still does.
+With `keep_gradients` each rank has its whole gradient until the step, as ZeRO-1 says, and it travels once a step.
+"""
+
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from potluck.errors import ConfigError
+from potluck.sharding.collectives import Collectives, Pending
+from potluck.sharding.optimizer_shard import OptimizerShard, weights_for
+from potluck.sharding.ranges import Spec
+from potluck.sharding.runs import (
+    Span,
+    check_elementwise,
+    claim,
+    group_names,
+    homes,
+    in_host_memory,
+    repoint,
+    run_of,
+    scaling,
+)
+from potluck.sharding.sharded import Sharded
+
+BUCKET_BYTES = 8 << 20
+"""Of gradients that travel together."""
+MOST_ON_THEIR_WAY = 3
+"""Buckets: further ones wait for the first of them, so that gradients never take more memory than that."""
+
+
+@dataclass(eq=False)
+class _Bucket:
+    """Some neighbours in the flat tensor, whose gradients travel together."""
+
+    start: int
+    end: int
+    parameters: list[int]
+    missing: set[int] = field(default_factory=set)
+    gradient: Tensor | None = None
+    pending: list[Pending] = field(default_factory=list)
+    is_sent: bool = False
+    """Whether it has left since the last finish()."""
+    is_taken: bool = False
+    """Whether an earlier backward of this step is in this rank's range already."""
+
+
+class ShardedOptimizer(Sharded):
+    """ZeRO-1 and ZeRO-2 for a loop of your own: each rank steps its range of the flattened parameters.
+
+    For each step: backward(), then step(), then broadcast_updated_params().
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        group: dist.ProcessGroup | None = None,
+        weights: Sequence[float] | None = None,
+        mean: bool = True,
+        keep_gradients: bool = False,
+        offload: bool = False,
+    ) -> None:
+        """`weights`: each rank's part of the state, in proportion; `mean`: gradients are averaged, and not summed.
+
+        `offload`: this rank's range is stepped in host memory, and so its state is there.
+        """
+        check_elementwise(optimizer)
+        self.model = model
+        self.optimizer = optimizer
+        self.collectives = Collectives(group)
+        shares = weights_for(weights, self.collectives.world)
+        self._mean = mean
+        self._keeps = keep_gradients
+        self.in_step = not keep_gradients  # gradients travel in each backward
+        self._offloads = offload
+        self._is_last = True
+        held = {id(parameter) for each in optimizer.param_groups for parameter in each["params"]}
+        self.parameters = [p for p in model.parameters() if p.requires_grad and id(p) in held]
+        self._check(model)
+        self.rest = []
+        self.split = {self._names[id(p)]: Spec(tuple(p.shape), p.dtype) for p in self.parameters}
+        self.group_names = group_names(optimizer, self._names)
+        sizes = [parameter.numel() for parameter in self.parameters]
+        self._starts = [sum(sizes[:index]) for index in range(len(sizes))]
+        total = sum(sizes)
+        self.shards = [OptimizerShard.for_weights(rank, shares, total) for rank in range(self.collectives.world)]
+        self.shard = self.shards[self.collectives.rank]
+        self._flatten(total)
+        self._point_optimizer()
+        self._buckets = self._plan_buckets()
+        self._arrived: set[int] = set()
+        """Parameters that got a gradient on this rank in this step."""
+        self._is_summed = False
+        """Whether this rank's range holds its whole gradient already."""
+        self._is_armed = False
+        """Whether a backward was announced that has not ended."""
+        self._has_ended = False
+        """Whether all buckets of a backward have left, also those that it did not fill."""
+        self._memory: list[Tensor] = []
+        """Of buckets that have arrived, for the next ones: fresh memory would cost more than what is sent in it."""
+        self._on_their_way: list[_Bucket] = []
+        self._updates: list[tuple[int, int, Pending]] = []
+        self._is_stale = False
+        for bucket in self._buckets:
+            for index in bucket.parameters:
+                self.parameters[index].register_post_accumulate_grad_hook(self._hook(bucket, index))  # type: ignore[no-untyped-call]
+        for module in model.modules():
+            if any(p.requires_grad for p in module.parameters(recurse=False)):
+                module.register_forward_pre_hook(self._before_forward(module))
+        model.register_state_dict_pre_hook(lambda *_: self.wait())  # type: ignore[no-untyped-call]
+
+    # A step
+
+    def arm(self, *, last: bool) -> None:
+        self._is_last, self._is_armed = last, True
+
+    @torch.no_grad()
+    def end_backward(self) -> None:
+        """Its buckets leave, filled or not: else ranks would differ in how many backwards a bucket holds."""
+        if self._keeps or not self._is_armed:
+            return
+        if self._has_ended:  # an earlier backward has left, and this one has brought nothing
+            self.finish()
+        self._is_summed = False
+        self.start_sums()
+        self._is_armed, self._has_ended = False, True
+
+    @torch.no_grad()
+    def start_sums(self) -> None:
+        if self._is_summed:
+            return
+        for bucket in self._buckets:
+            if not bucket.is_sent:
+                self._fill(bucket)
+                self._clear_missing(bucket)
+                self._send(bucket)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Until this rank's range holds its whole gradient; parameters that were not used count as zeros."""
+        self.start_sums()
+        while self._on_their_way:
+            self._take_in(self._on_their_way[0])
+        for bucket in self._buckets:
+            bucket.missing, bucket.is_sent = set(bucket.parameters), False
+        self._is_summed, self._has_ended = True, False
+
+    @property
+    def has_unused(self) -> bool:
+        return len(self._arrived) < len(self.parameters)
+
+    @property
+    def used(self) -> Set[str]:
+        return {self._names[id(self.parameters[index])] for index in self._arrived}
+
+    def run_gradients(self) -> list[Tensor | None]:
+        return list(torch.split(self.gradient, [run.parameter.numel() for run in self.runs]))
+
+    @torch.no_grad()
+    def load(self, gradients: Sequence[Tensor | None]) -> None:
+        super().load(gradients)
+        self._is_summed = True
+
+    def drop_unused(self) -> None:
+        used = [index in self._arrived for index in range(len(self.parameters))]
+        self._forget_unused([self._names[id(p)] for p in self.parameters], used)
+
+    def gradients(self) -> list[Tensor]:
+        return [self.gradient]
+
+    @torch.no_grad()
+    def step(self, scale: float = 1.0) -> None:
+        """Steps this rank's range, on its gradient times `scale`. The others do not see it before the broadcast."""
+        if self._is_stale:
+            raise ConfigError(_FORGOTTEN)
+        self.finish()
+        with scaling(self.optimizer, self.gradients(), scale):
+            if self._host is not None:
+                self._host_gradient.copy_(self.gradient)
+            self._step_used()
+        self._forget()
+        self._is_stale = self.collectives.world > 1 or self._host is not None
+
+    def _forget(self) -> None:
+        if self._whole_gradient is not None:
+            self._whole_gradient.zero_()
+        for bucket in self._buckets:
+            bucket.is_taken = False
+        self._arrived.clear()
+        self._idle = frozenset()
+        self._is_summed = False
+
+    @torch.no_grad()
+    def broadcast_updated_params(self) -> None:
+        """Begins to send each owner's range to all; a layer's forward waits for its own parameters alone."""
+        if self._host is not None:
+            self.flat[self.shard.param_start : self.shard.param_end].copy_(self._host)
+        self._is_stale = False
+        for bucket in reversed(self._buckets):  # the forward needs the first layers first
+            for shard in self.shards:
+                start, end = max(shard.param_start, bucket.start), min(shard.param_end, bucket.end)
+                if start < end:
+                    pending = self.collectives.start_broadcast(self.flat[start:end], shard.rank)
+                    self._updates.append((start, end, pending))
+
+    def wait(self) -> None:
+        """Until all parameters are whole here."""
+        for _, _, pending in self._updates:
+            pending.wait()
+        self._updates.clear()
+
+    share, settle = broadcast_updated_params, wait  # what every way to split calls them
+
+    def _parameters(self) -> list[Tensor]:
+        return [self.flat]
+
+    # How it is made
+
+    def _check(self, model: nn.Module) -> None:
+        self._names = names = {id(parameter): name for name, parameter in model.named_parameters()}
+        if not self.parameters:
+            raise ConfigError("The optimizer holds no parameter of the model that requires a gradient.")
+        claim({names[id(parameter)]: parameter for parameter in self.parameters}, self)
+        kinds = {(parameter.dtype, parameter.device) for parameter in self.parameters}
+        if len(kinds) > 1:
+            raise ConfigError(
+                "Parameters of one sharded optimizer are of one type and on one device, and these are of"
+                f" {', '.join(sorted(f'{dtype} on {device}' for dtype, device in kinds))}."
+            )
+
+    @torch.no_grad()
+    def _flatten(self, total: int) -> None:
+        first = self.parameters[0]
+        self.flat = torch.empty(total, dtype=first.dtype, device=first.device)  # [all parameters]
+        for parameter, start in zip(self.parameters, self._starts, strict=True):
+            piece = self.flat[start : start + parameter.numel()].view_as(parameter)
+            piece.copy_(parameter)
+            parameter.data = piece
+        a, b = self.shard.param_start, self.shard.param_end
+        self._whole_gradient = torch.zeros_like(self.flat) if self._keeps else None
+        self.gradient = self._whole_gradient[a:b] if self._whole_gradient is not None else self.flat.new_zeros(b - a)
+
+    def _point_optimizer(self) -> None:
+        """Its groups hold what this rank's range has of each parameter, instead of the parameters."""
+        own, gradient = self.flat[self.shard.param_start : self.shard.param_end], self.gradient
+        self._host: Tensor | None = None
+        if self._offloads:
+            own = self._host = in_host_memory(own)
+            gradient = self._host_gradient = torch.zeros_like(own)
+        home, numbered, at = homes(self.optimizer), [], 0
+        for whole, start in zip(self.parameters, self._starts, strict=True):
+            begin = max(start, self.shard.param_start)
+            end = min(start + whole.numel(), self.shard.param_end)
+            if begin < end:
+                span = Span(self._names[id(whole)], tuple(whole.shape), begin - start, end - start)
+                numbered.append((home[id(whole)], run_of(own, gradient, at, span)))
+                at += span.size
+        self.runs = [run for _, run in numbered]
+        repoint(self.optimizer, numbered, {self._names[id(p)]: p for p in self.parameters})
+
+    def _plan_buckets(self) -> list[_Bucket]:
+        """From the last parameters to the first, as the backward gives their gradients."""
+        most = max(1, BUCKET_BYTES // self.flat.element_size())
+        buckets: list[_Bucket] = []
+        for index in reversed(range(len(self.parameters))):
+            start, end = self._starts[index], self._starts[index] + self.parameters[index].numel()
+            if buckets and buckets[-1].end - start <= most:
+                buckets[-1].start = start
+                buckets[-1].parameters.append(index)
+            else:
+                buckets.append(_Bucket(start, end, [index]))
+        for bucket in buckets:
+            bucket.missing = set(bucket.parameters)
+        return buckets
+
+    # Gradients
+
+    def _hook(self, bucket: _Bucket, index: int) -> Callable[[Tensor], None]:
+        start, size = self._starts[index] - bucket.start, self.parameters[index].numel()
+
+        @torch.no_grad()
+        def on_gradient(parameter: Tensor) -> None:
+            assert parameter.grad is not None
+            if self._is_stale:
+                raise ConfigError(_FORGOTTEN)
+            if (index not in bucket.missing or self._has_ended) and not self._keeps:
+                self.finish()  # another backward before the step: the first one leaves now
+            self._is_summed = False
+            self._fill(bucket)
+            assert bucket.gradient is not None
+            mine = bucket.gradient[start : start + size].view_as(parameter)
+            if self._keeps:
+                mine.add_(parameter.grad)
+            else:
+                mine.copy_(parameter.grad)
+            parameter.grad = None
+            self._arrived.add(index)
+            if self._is_last or not self._keeps:
+                bucket.missing.discard(index)
+                self._send_in_order()
+
+        return on_gradient
+
+    def _fill(self, bucket: _Bucket) -> None:
+        if bucket.gradient is None and self._whole_gradient is not None:
+            bucket.gradient = self._whole_gradient[bucket.start : bucket.end]
+        elif bucket.gradient is None:
+            size = bucket.end - bucket.start
+            fits = next((index for index, memory in enumerate(self._memory) if memory.numel() >= size), None)
+            memory = self._memory.pop(fits) if fits is not None else self.flat.new_empty(size)
+            bucket.gradient = memory[:size]
+
+    def _clear_missing(self, bucket: _Bucket) -> None:
+        """What no backward of this rank has given; with gradients that are kept, an earlier one may have."""
+        assert bucket.gradient is not None
+        for index in () if self._keeps else bucket.missing:
+            start = self._starts[index] - bucket.start
+            bucket.gradient[start : start + self.parameters[index].numel()].zero_()
+
+    def _send_in_order(self) -> None:
+        """Ranks that reduced in different orders would add up the wrong tensors."""
+        for bucket in self._buckets:
+            if bucket.is_sent:
+                continue
+            if bucket.missing:
+                return
+            if bucket.gradient is not None:
+                self._send(bucket)
+
+    def _send(self, bucket: _Bucket) -> None:
+        assert bucket.gradient is not None
+        bucket.is_sent = True
+        while len(self._on_their_way) >= MOST_ON_THEIR_WAY:
+            self._take_in(self._on_their_way[0])
+        for shard in self.shards:
+            start, end = max(shard.param_start, bucket.start), min(shard.param_end, bucket.end)
+            if start < end:
+                part = bucket.gradient[start - bucket.start : end - bucket.start]
+                bucket.pending.append(self.collectives.start_reduce(part, shard.rank))
+        self._on_their_way.append(bucket)
+
+    def _take_in(self, bucket: _Bucket) -> None:
+        """Its own part of a bucket that has arrived; the rest is forgotten."""
+        assert bucket.gradient is not None
+        self._on_their_way.remove(bucket)
+        for pending in bucket.pending:
+            pending.wait()
+        start, end = max(self.shard.param_start, bucket.start), min(self.shard.param_end, bucket.end)
+        if start < end:
+            part = bucket.gradient[start - bucket.start : end - bucket.start]
+            mine = self.gradient[start - self.shard.param_start : end - self.shard.param_start]
+            share = 1 / self.collectives.world if self._mean else 1.0
+            if self._keeps:
+                mine.mul_(share)
+            elif bucket.is_taken:
+                mine.add_(part, alpha=share)
+            else:
+                torch.mul(part, share, out=mine)
+        if not self._keeps and len(self._memory) <= MOST_ON_THEIR_WAY:
+            self._memory.append(bucket.gradient)
+        bucket.gradient, bucket.pending, bucket.is_taken = None, [], True
+
+    # Parameters
+
+    def _before_forward(self, module: nn.Module) -> Callable[..., None]:
+        own = [
+            index for index, p in enumerate(self.parameters) if any(p is q for q in module.parameters(recurse=False))
+        ]
+        ranges = [(self._starts[index], self._starts[index] + self.parameters[index].numel()) for index in own]
+        low, high = min((a for a, _ in ranges), default=0), max((b for _, b in ranges), default=0)
+
+        def wait(module: nn.Module, inputs: Any) -> None:
+            if self._is_stale:
+                raise ConfigError(_FORGOTTEN)
+            if self._updates:
+                needed = [update for update in self._updates if update[0] < high and low < update[1]]
+                for update in needed:
+                    update[2].wait()
+                    self._updates.remove(update)
+
+        return wait
+
+
+_FORGOTTEN = (
+    "The parameters here are out of date: broadcast_updated_params() was not called after step(), so each rank has only"
+    " its own range of the new ones. Call it after every step()."
+)
