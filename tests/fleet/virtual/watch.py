@@ -78,7 +78,7 @@ class Watch:
         if not staying or any(member.nodes or member.evaluating for member in staying):
             self._idle_since = now
         computing = [member for member in staying if member.is_computing]
-        is_slow = any(m.speed and m.speed < SLICES / run.patience_s for m in computing)  # it was, so it is waited for
+        is_slow = any(m.speed and m.speed < SLICES / run.patience_s for m in ready)  # others are measured by it, too
         if is_slow or not computing or not any(_is_free(run, member) for member in staying):
             self._waiting_since = now
         assert now - self._idle_since < IDLE_TIMES * run.patience_s, f"all wait: {run.describe()}"
