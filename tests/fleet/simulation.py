@@ -110,11 +110,10 @@ def _live(seed: int, policy: str) -> Outcome:
 
 def _live_many(numbers: range, policies: tuple[str, ...], deadline: float, outcomes: Any) -> None:
     """In a process of its own, until there is no seed left, or no time."""
-    for seed in numbers:
-        for policy in policies:
-            if time.monotonic() > deadline:
-                break
-            outcomes.put(_live(seed, policy))
+    for seed, policy in ((seed, policy) for seed in numbers for policy in policies):
+        if time.monotonic() > deadline:
+            break
+        outcomes.put(_live(seed, policy))
     outcomes.put(None)
 
 

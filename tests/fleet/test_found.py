@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 
 from potluck.agree.policy import Cadence
@@ -71,6 +72,16 @@ def test_a_sender_that_begins_another_state_ends_the_one_before() -> None:
     run.core.on_message(run.clock.now, peer, StateChunk(SAVE, bytes(60)))
     again = run.core.on_message(run.clock.now, peer, StateBegin(SAVE, 2, '[["state", 120]]'))
     assert type(again[0]) is SaveBegin  # in place of what has come of the last
+
+
+def test_a_plain_peer_is_not_sent_the_average_of_a_step_again_that_it_has_applied() -> None:
+    """The only one who held the weights comes back with those of the step before, and the last is computed again."""
+    run = Fleet(workers=1, plain_peers=True, faults=FaultScript().cut("w0", at_step=2, phase="committed"))
+    run.add_plain("plain")
+    run.finish()
+    (plain,) = run.plain
+    assert run.faults.fired == ["cut w0"] and plain.state.step == STEPS
+    assert np.allclose(plain.state.weights, run.workers["w0"].state.weights, rtol=1e-4)
 
 
 @pytest.mark.parametrize(("slices", "busy_s"), [(0, 1.0), (1, math.inf), (1, 0.0), (1, math.nan)])

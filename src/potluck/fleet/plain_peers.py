@@ -58,6 +58,13 @@ class PlainPeers:
             return "a plain peer cannot send buffers, such as running statistics, and this run's model has some"
         return None
 
+    def skip(self, step: int) -> list[Effect]:
+        """It is computed again: they were sent its average before, and would apply it twice."""
+        plain = [m for m in self.run.membership.members.values() if m.plain]
+        for member in plain:
+            member.since = step + 1
+        return [Subscribe(member.peer, step + 1) for member in plain]
+
     def on_described(self) -> list[Effect]:
         why = self._why_none
         return self.turn_away_all(why) if why is not None else []

@@ -100,16 +100,17 @@ class Weights:
 
     def _place_first(self, member: WorkerRecord, ready: Ready, holds: bool) -> list[Effect]:
         """Where nobody else holds the weights."""
-        run = self.run
+        run, skipped = self.run, list[Effect]()
         if holds and run.previous is not None and ready.step == run.previous.step and not self._may_have_the_last():
             # The step after it is on record, but nobody came back who had applied it: it is computed again.
             if run.described.windowed is not None:
                 self.digests.forget(run.standing.step)
             run.ahead, run.standing, run.previous = run.standing, run.previous, None
+            skipped = self.plain_peers.skip(run.ahead.step)
         step = run.standing.step
         is_origin = not ready.holds and step == 0
         if is_origin or (holds and ready.step == step):
-            return self._admit(member, ready, since=step + 1)
+            return [*skipped, *self._admit(member, ready, since=step + 1)]
         if ready.holds and not step:
             return run.refuse(
                 member.peer,

@@ -10,7 +10,7 @@ from potluck.fleet.stragglers import LONG
 from tests.fleet.virtual.fleet import Fleet
 from tests.fleet.virtual.line import Line
 from tests.fleet.virtual.process import Receive
-from tests.fleet.virtual.toy import ROWS, loss_of
+from tests.fleet.virtual.toy import ROWS, SLICES, loss_of
 from tests.fleet.virtual.worker import Worker
 
 IDLE_TIMES = 3
@@ -77,7 +77,9 @@ class Watch:
         staying = [member for member in ready if not member.leaving]
         if not staying or any(member.nodes or member.evaluating for member in staying):
             self._idle_since = now
-        if not any(_is_free(run, member) for member in staying) or not any(m.is_computing for m in staying):
+        computing = [member for member in staying if member.is_computing]
+        is_slow = any(m.speed and m.speed < SLICES / run.patience_s for m in ready)  # others are measured by it, too
+        if is_slow or not computing or not any(_is_free(run, member) for member in staying):
             self._waiting_since = now
         assert now - self._idle_since < IDLE_TIMES * run.patience_s, f"all wait: {run.describe()}"
         assert now - self._waiting_since < 2 * LONG * run.patience_s, f"some wait: {run.describe()}"
