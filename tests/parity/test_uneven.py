@@ -484,8 +484,8 @@ def by_memory() -> dict[str, Any]:
         for batch in loader:
             staged.train(squares, batch)
             staged.step()
-        assert staged.replica is not None and staged.last_step is not None
-        own = staged.replica.sharded.runs  # type: ignore[attr-defined]
+        assert staged.run.replica is not None and staged.last_step is not None
+        own = staged.run.replica.sharded.runs  # type: ignore[attr-defined]
         fleet.link.gather_rows([0.0])
         return {"shares": shares, "stage": sum(run.parameter.numel() for run in own), "loss": staged.last_step.loss}
 
