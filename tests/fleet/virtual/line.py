@@ -62,6 +62,8 @@ class Line:
     received: list[Any] = field(default_factory=list)
     arrived_at: float = 0.0
     """When anything last came to the host's machine, whether it was read or not."""
+    quiet_s: float = 0.0
+    """How long nothing had come before that."""
     coming_up: int = 0
     coming_down: int = 0
     """Items that are on their way."""
@@ -112,7 +114,7 @@ class Line:
             self._take(item)
 
     def _take(self, item: Any) -> None:
-        self.arrived_at = self.clock.now
+        self.quiet_s, self.arrived_at = self.clock.now - self.arrived_at, self.clock.now
         self.up.append(item)
         self.host.read(self)
 

@@ -118,7 +118,8 @@ class Watch:
 
     def _on_parting(self, line: Line, why: str) -> None:
         """Nobody is given up for a silence of the host's own: of its bytes, none came for a long time."""
-        quiet_s = self._run.clock.now - line.arrived_at
+        # What came last may have come while the host did not run for a moment that is too short to be forgiven.
+        quiet_s = max(self._run.clock.now - line.arrived_at, line.quiet_s)
         is_just = "silent for" not in why or quiet_s > self._run.patience_s / 2
         assert is_just, f"peer {line.peer} is {why}, and was heard of {quiet_s:.2f} s ago"
 
