@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from potluck.agree.policy import Cadence
-from potluck.events import Stalled
-from potluck.fleet.description import settings_of
+from potluck.events import Stalled, WentBack
+from potluck.fleet.description import Description, settings_of
 from potluck.fleet.effects import SaveBegin, Send
-from potluck.fleet.membership import Membership
+from potluck.fleet.membership import Membership, WorkerPhase
 from potluck.wire.messages import SAVE, SaveDue, StateBegin, StateChunk, StateMore
 from tests.fleet.virtual import EPOCHS, PATIENCE_S, ROWS, STEPS, FaultScript, Fleet, described
 
@@ -36,6 +36,26 @@ def test_a_worker_that_hangs_alone_in_its_window_is_relieved_by_those_who_come_l
     run.finish(limit_s=20 * PATIENCE_S)
     assert faults.fired == ["stall w0"]
     assert any(event.name == "w0" and "the others compute" in event.then for event in run.told(Stalled))
+
+
+@pytest.mark.parametrize("description", [KNOWN_LENGTH, WINDOWED], ids=["sync", "cadence"])
+def test_one_that_hangs_since_an_earlier_step_is_not_given_what_another_lost(description: Description) -> None:
+    faults = FaultScript().stall("w1", at_step=2, seconds=10_000).kill("w2", at_step=3)
+    run = Fleet(workers=3, faults=faults, description=description)
+    run.finish(limit_s=20 * PATIENCE_S)
+    assert faults.fired == ["stall w1", "kill w2"]
+    assert len([event for event in run.told(Stalled) if event.name == "w1" and event.then]) == 1
+
+
+def test_one_that_was_relieved_gets_work_after_the_run_went_back_to_before_that_step() -> None:
+    """It is the only one left: of those who gave it up, two held different weights, and are gone."""
+    faults = FaultScript().stall("w1", at_step=3, seconds=2.5 * PATIENCE_S).drift("w0", at_step=3)
+    run = Fleet(workers=3, faults=faults, description=KNOWN_LENGTH, save_every=2)
+    run.run_until(lambda: bool(run.told(WentBack)))
+    assert run.member("w1").phase is WorkerPhase.CATCHING_UP and any(event.then for event in run.told(Stalled))
+    run.workers["w0"].kill()
+    run.workers["w2"].kill()
+    run.finish(limit_s=20 * PATIENCE_S)
 
 
 def test_who_waits_for_the_end_to_be_kept_is_not_named_as_stalled() -> None:

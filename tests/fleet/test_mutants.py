@@ -11,7 +11,7 @@ from potluck.fleet.evaluation import Evaluations
 from potluck.fleet.exchange import PeerConnection
 from potluck.fleet.journal import Journal
 from potluck.fleet.member import Member
-from potluck.fleet.membership import Membership
+from potluck.fleet.membership import Membership, WorkerRecord
 from potluck.fleet.planning import StepUnderWay
 from potluck.fleet.step_dispatcher import StepDispatcher
 from potluck.fleet.stragglers import Stragglers
@@ -43,6 +43,7 @@ MUTANTS: dict[str, list[Patch]] = {
     "a host that finds all done waits for those who have ended": [(Ending, "_end_without_them", nothing)],
     "those who wait for weights are forgotten": [(Weights, "_take_waiting", nothing)],
     "nobody is relieved": [(Stragglers, "relieve", nothing)],
+    "one that hangs is given work again": [(WorkerRecord, "is_relieved", False)],
     "who leaves keeps its slices": [(StepDispatcher, "take_away", nothing)],
     "what a lost worker owed is nobody's": [(StepDispatcher, "on_gone", nothing)],
     "an evaluation waits for one who is gone": [(Evaluations, "give_back", nothing)],

@@ -77,6 +77,11 @@ class WorkerRecord:
         return self.phase is WorkerPhase.READY
 
     @property
+    def is_relieved(self) -> bool:
+        """It hangs, or is far behind: where there is anybody else, nothing is given to it."""
+        return self.applied < self.relieved
+
+    @property
     def is_computing(self) -> bool:
         """Of what it was given, something is not reported yet."""
         return not all(self.reported.issuperset(range(*node)) for node in self.nodes)
@@ -96,7 +101,7 @@ class WorkerRecord:
 
     def doing(self, committed: int) -> str:
         """What it is doing, for a person who waits for it."""
-        if self.relieved > self.applied:  # the others are further by now
+        if self.is_relieved:  # the others are further by now
             return self.relieved_of
         if self.phase is WorkerPhase.GREETED:
             return "building its model"
@@ -139,6 +144,7 @@ class Membership:
         self._changes += 1
         member.phase = phase
         member.ahead = []  # it has forgotten that itself once it hears so
+        member.relieved = 0  # the step may never be applied: the run may go back to before it
 
     @property
     def ready(self) -> list[WorkerRecord]:

@@ -6,11 +6,12 @@ the weights that it leads to are right is not decided here.
 
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 from potluck.agree.terms import UNCOMPARED
 from potluck.events import EpochDone, Stalled
-from potluck.fleet.coordinator_state import CoordinatorState, RunPosition, exact_sum
+from potluck.fleet.coordinator_state import CoordinatorState, exact_sum
 from potluck.fleet.description import BAD_BUFFERS
 from potluck.fleet.digests import Digests
 from potluck.fleet.effects import (
@@ -58,9 +59,7 @@ class StepDispatcher:
         ready = run.membership.ready
         if self.now is not None or run.finished or not ready or run.description is None or run.is_complete:
             return []
-        if run.stopping and standing.step:
-            return []
-        if not standing.step and len(ready) < self._at_least:
+        if run.stopping if standing.step else len(ready) < self._at_least:
             return []
         working = self._working(standing.step + 1)
         if not any(not m.plain for m in working):
@@ -84,7 +83,7 @@ class StepDispatcher:
 
     def _working(self, step: int) -> list[WorkerRecord]:
         """Those who can be given something of that step."""
-        able = [m for m in self._run.membership.ready if not m.leaving and m.since <= step and m.applied >= m.relieved]
+        able = [m for m in self._run.membership.ready if not m.leaving and m.since <= step and not m.is_relieved]
         return [m for m in able if not (m.plain and m.assigned >= step)]  # the step is begun anew
 
     def _give_all(self, under: StepUnderWay, working: list[WorkerRecord]) -> list[Effect]:
@@ -186,7 +185,7 @@ class StepDispatcher:
         under, holders = self.now, self._run.membership.holders
         assert under is not None
         able = [m for m in holders if m.since <= under.step and not m.leaving]  # who leaves computes nothing any more
-        able = [m for m in able if m.relieved < under.step] or able
+        able = [m for m in able if not m.is_relieved] or able
         able = [m for m in able if m.peer != avoid] or able
         if not able and self._run.ahead is not None and any(m.since > under.step for m in holders):
             self._run.skip_ahead()  # they have applied what was being computed again
@@ -388,9 +387,7 @@ class StepDispatcher:
         if under.decision is not None:
             self._planner.measure(under)
         run.ahead = None
-        run.previous = RunPosition(
-            standing.step, standing.epoch, standing.row, standing.rows_seen, list(standing.ranges)
-        )
+        run.previous = replace(standing, ranges=list(standing.ranges))
         standing.step, standing.row = under.step, under.row + under.rows
         standing.rows_seen += under.rows
         standing.ranges += [(start, end) for start, end, _ in record.ranges]

@@ -56,7 +56,7 @@ class Stragglers:
         for member in [m for m in holders if m.is_computing and self._delivers_nothing(m)]:
             able = [m for m in holders if m is not member and m.since <= under.step and not m.leaving]
             # Those who were relieved themselves have nothing to do either, and must not be relied on.
-            if any(not m.is_computing and m.relieved < under.step and not self.run.is_silent(m) for m in able):
+            if any(not (m.is_computing or m.is_relieved or self.run.is_silent(m)) for m in able):
                 return self._relieve(under.step, member)  # one at a time: the next may have been given this one's part
         return []
 

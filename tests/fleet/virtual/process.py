@@ -119,7 +119,11 @@ class Process:
         turn = self._turn
 
         def go() -> None:
-            if turn == self._turn and self.inbox:
+            if turn != self._turn or not self.inbox:
+                return
+            if self.clock.is_stopped:  # it stays in the inbox: what is given to a stopped process is lost to the next
+                self.fleet.clock.at(self.clock.stopped_until, go)
+            else:
                 self._resume(self.inbox.popleft())
 
         self.fleet.clock.after(0.0, go)

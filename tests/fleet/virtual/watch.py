@@ -7,6 +7,7 @@ from potluck.fleet.effects import StepRecord
 from potluck.fleet.member import MemberPhase
 from potluck.fleet.membership import WorkerRecord
 from potluck.fleet.stragglers import LONG
+from potluck.fleet.tree import Node
 from tests.fleet.virtual.fleet import Fleet
 from tests.fleet.virtual.line import Line
 from tests.fleet.virtual.process import Receive
@@ -25,6 +26,8 @@ class Watch:
         self._records: dict[int, StepRecord] = {}
         self._seen: dict[str, tuple[int, int]] = {}
         """Of each worker, the version that was compared, in which of the run's lives."""
+        self._owed: dict[int, list[Node]] = {}
+        """By peer, what those owed who hang."""
         self._idle_since = self._waiting_since = run.clock.now
         self._looked_at = run.clock.now
         self.events = 0
@@ -46,6 +49,7 @@ class Watch:
             member = members.get(worker.line.peer)
             if member is None or not member.is_ready:
                 continue
+            self._look_at_burden(member)
             if member.applied == worker.state.step:
                 self._look_at_weights(worker, agreed)
             if member.nodes and is_host_awake and isinstance(worker.waits, Receive):
@@ -69,6 +73,16 @@ class Watch:
         self._seen[worker.name] = now
         assert other.weights == worker.weights, f"{other} and {worker} differ"
         assert worker.is_windowed or self._run.is_undisturbed(worker), f"{worker} has not the weights of one machine"
+
+    def _look_at_burden(self, member: WorkerRecord) -> None:
+        """Nothing is given to one that hangs since an earlier step while another is there who does not."""
+        under, before = self._run.core.now, self._owed.pop(member.peer, [])
+        if under is None or not _hangs(member):
+            return
+        self._owed[member.peer] = list(member.nodes)
+        if not all(node in before for node in member.nodes):
+            others = [m for m in self._run.core.membership.holders if m.since <= under.step and not m.leaving]
+            assert all(map(_hangs, others)), f"{member.name} hangs, and is given {member.nodes}: {self._run.describe()}"
 
     def _look_for_idleness(self, ready: Sequence[WorkerRecord]) -> None:
         """While a step is under way, somebody who is there, and stays, owes something of it; and nobody who could
@@ -140,8 +154,14 @@ def _is_free(run: Fleet, member: WorkerRecord) -> bool:
     under = run.core.now
     if under is not None and under.batch and not any(m.speed for m in run.core.membership.holders):
         return False  # nobody knows how long a window takes
-    is_able = not member.plain and under is not None and member.since <= under.step and member.relieved < under.step
-    return is_able and not member.nodes and not run.core.is_silent(member)
+    is_able = not member.plain and under is not None and member.since <= under.step
+    # One that hangs is not free in the steps after that either, and must not hide that all the others compute.
+    return is_able and not _hangs(member) and not member.nodes and not run.core.is_silent(member)
+
+
+def _hangs(member: WorkerRecord) -> bool:
+    """Others were given its work, and it has not applied that step yet."""
+    return member.applied < member.relieved
 
 
 def _knows_nothing(worker: Worker, line: Line) -> bool:
