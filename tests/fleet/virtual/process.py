@@ -90,11 +90,12 @@ class Process:
     def _resume(self, value: Any) -> None:
         if not self.is_alive:
             return
+        if self.clock.is_stopped:
+            before = self._turn
+            self.fleet.clock.at(self.clock.stopped_until, lambda: self._resume(value) if before == self._turn else None)
+            return
         self._turn += 1
         turn = self._turn
-        if self.clock.is_stopped:
-            self.fleet.clock.at(self.clock.stopped_until, lambda: self._resume(value) if turn == self._turn else None)
-            return
         self.waits = None
         try:
             self.waits = self._life.send(value)
@@ -119,7 +120,9 @@ class Process:
         turn = self._turn
 
         def go() -> None:
-            if turn == self._turn and self.inbox:
+            if self.clock.is_stopped:  # it takes nothing out of its inbox meanwhile: more may come
+                self.fleet.clock.at(self.clock.stopped_until, go)
+            elif turn == self._turn and self.inbox:
                 self._resume(self.inbox.popleft())
 
         self.fleet.clock.after(0.0, go)
