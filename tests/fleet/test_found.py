@@ -12,6 +12,7 @@ from potluck.fleet.effects import SaveBegin, Send
 from potluck.fleet.membership import Membership, WorkerPhase
 from potluck.wire.messages import SAVE, SaveDue, StateBegin, StateChunk, StateMore
 from tests.fleet.virtual import EPOCHS, PATIENCE_S, ROWS, STEPS, FaultScript, Fleet, described
+from tests.fleet.virtual.process import Receive
 
 pytestmark = pytest.mark.timeout(30)
 KNOWN_LENGTH = described(rows_limit=EPOCHS * ROWS)
@@ -63,6 +64,31 @@ def test_who_waits_for_the_end_to_be_kept_is_not_named_as_stalled() -> None:
     run.disk.late_s = 3 * PATIENCE_S
     run.finish()
     assert not run.told(Stalled)
+
+
+def test_a_run_is_over_whose_last_worker_is_killed_when_its_end_is_on_the_disk() -> None:
+    """It does not hear that the end is kept, so that nobody has finished; nobody need come to do so."""
+    run = Fleet(workers=1, description=WINDOWED)
+    run.disk.late_s = PATIENCE_S / 2
+    run.run_until(lambda: run.core.is_complete and run.disk.newest == run.standing().step)
+    assert not run.is_done
+    run.workers["w0"].kill()
+    run.finish(limit_s=2 * PATIENCE_S)
+    assert run.is_done and not run.workers["w0"].has_finished
+
+
+def test_a_stopped_worker_misses_nothing_of_what_befalls_it_meanwhile() -> None:
+    """A fault of the simulation: that its connection was lost was forgotten when it was asked to leave."""
+    run = Fleet(workers=2)
+    run.run_until(lambda: run.standing().step >= 2 and isinstance(run.workers["w0"].waits, Receive))
+    worker, line = run.workers["w0"], run.workers["w0"].line
+    worker.clock.stop(1.0)
+    worker.lose_connection()
+    run.run_for(0.1)
+    worker.ask_to_leave()
+    run.run_for(PATIENCE_S)
+    assert worker.line is not line and worker.done and worker.error is None
+    run.finish()
 
 
 def state_begun(step: int = 2) -> tuple[Fleet, int]:

@@ -174,14 +174,19 @@ class Fleet:
         """Whatever the windows were, there is one result of them; where a disk forgot it, there may be another."""
         if self.lost_at:
             return
-        workers, end = (
-            self.workers.values(),
-            self.standing().step,
-        )  # a run that began anew has another, and other weights
+        workers, end = list(self.workers.values()), self.standing().step
+        # A run that began anew has another end, and other weights; who was lost before that may stand at the old one.
         last = [w for w in workers if (w.state.epoch, w.state.step) == (self.epochs, end)]
         if described.rows_limit:  # then those who have finished have what is kept; one that was killed may have less
-            last = [worker for worker in workers if worker.has_finished]
-            assert {w.weights for w in last} == {State.from_bytes(self.disk.states[end]).weights.tobytes()}, last
+            kept = State.from_bytes(self.disk.states[end]).weights.tobytes()
+            finished = [worker for worker in workers if worker.has_finished]
+            if not finished:
+                # All who were there were killed, or cut off, after the end was on its way to the disk, and before they
+                # heard that it is kept; or left then. What is kept is what one of them had.
+                finished = [worker for worker in last if worker.weights == kept]
+                assert not any(w.done and not w.error and not w.member.left for w in finished), finished
+            last = finished
+            assert {worker.weights for worker in last} == {kept}, workers
         assert last and len({worker.weights for worker in last}) == 1, [w.state for w in workers]
 
     def is_undisturbed(self, worker: Worker) -> bool:

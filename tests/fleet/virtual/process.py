@@ -90,11 +90,12 @@ class Process:
     def _resume(self, value: Any) -> None:
         if not self.is_alive:
             return
+        if self.clock.is_stopped:
+            before = self._turn
+            self.fleet.clock.at(self.clock.stopped_until, lambda: self._resume(value) if before == self._turn else None)
+            return
         self._turn += 1
         turn = self._turn
-        if self.clock.is_stopped:
-            self.fleet.clock.at(self.clock.stopped_until, lambda: self._resume(value) if turn == self._turn else None)
-            return
         self.waits = None
         try:
             self.waits = self._life.send(value)
