@@ -29,6 +29,7 @@ from potluck.fleet.effects import StepRecord
 from potluck.fleet.invite import INVITE, Identity, Invite
 from potluck.fleet.journal import Journal
 from potluck.fleet.ledger import prove
+from potluck.fleet.membership import WorkerPhase
 from potluck.fleet.server import Server
 from potluck.link.link import loss_of_peer
 from potluck.save.checkpoint_receiver import CheckpointReceiver
@@ -305,8 +306,13 @@ class Fleet:
         return started
 
     def let_in(self, name: str) -> None:
-        """Those with `hold_at` wait at that step until this one is here."""
-        wait_until(lambda: any(member.name == name for member in self.server.core.membership.members.values()))
+        """Those with `hold_at` wait at that step until this one is here, and has its model and its data."""
+        members = self.server.core.membership.members
+
+        def is_here() -> bool:
+            return any(m.name == name and m.phase is not WorkerPhase.GREETED for m in list(members.values()))
+
+        wait_until(is_here)
         (self.folder / "go").touch()
 
     def wait_for_step(self, step: int, timeout_s: float = 40) -> None:

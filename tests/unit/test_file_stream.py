@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from potluck.errors import TheirProtocolError
 from potluck.fleet import file_stream
-from potluck.fleet.file_stream import MAX_FILES, FileStreamReceiver, stream_chunks, stream_header
+from potluck.fleet.file_stream import MAX_FILES, FileStreamReceiver, Parcels, stream_chunks, stream_header
+from potluck.wire.messages import StateBegin, StateChunk, StateMore
 
 contents = st.dictionaries(
     st.text("abcxyz019-_.", min_size=1, max_size=12).filter(lambda name: not name.startswith(".")),
@@ -154,3 +155,18 @@ def test_any_header_is_a_list_of_files_or_a_refusal(header: str) -> None:
     except TheirProtocolError:
         return
     assert all(size >= 0 and name and "/" not in name for name, size in files)
+
+
+def test_a_parcel_of_which_all_has_left_is_not_in_the_way_of_the_next() -> None:
+    """A host that could not write it pays for none of its chunks, and needs no more of them."""
+    ended: list[int] = []
+    parcels = Parcels()
+    for number in range(2):
+        begin = StateBegin(0, number, "[]")
+        parcels.add(0, begin, iter([b"a", b"b", b"c", b"d"]), lambda number=number: ended.append(number))
+    assert isinstance(parcels.next(), StateBegin)
+    assert parcels.next() is None  # before there is credit
+    parcels.on_more(StateMore(0, 4))
+    assert [parcels.next() for _ in range(4)] == [StateChunk(0, data) for data in (b"a", b"b", b"c", b"d")]
+    assert ended == [0]
+    assert parcels.next() == StateBegin(0, 1, "[]")

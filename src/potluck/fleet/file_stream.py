@@ -4,7 +4,6 @@ Knows nothing of what is in the files; the receiver checks a checkpoint's own ch
 stream a parcel.
 """
 
-import itertools
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -109,6 +108,7 @@ def most_bytes(model_bytes: int) -> int:
 @dataclass
 class _Outgoing:
     transfer: int
+    upcoming: Message
     messages: Iterator[Message]
     done: Callable[[], None]
     credit: int = 1
@@ -123,8 +123,8 @@ class Parcels:
         self._all: list[_Outgoing] = []
 
     def add(self, transfer: int, begin: Message, chunks: Iterator[bytes], done: Callable[[], None]) -> None:
-        messages = itertools.chain([begin], (StateChunk(transfer, data) for data in chunks))
-        self._all.append(_Outgoing(transfer, messages, done))
+        messages = (StateChunk(transfer, data) for data in chunks)
+        self._all.append(_Outgoing(transfer, begin, messages, done))
 
     def on_more(self, more: StateMore) -> None:
         """The other end takes more chunks of the first parcel of that number, or wants no more of it."""
@@ -140,14 +140,18 @@ class Parcels:
         for parcel in list(self._all):
             if parcel.transfer in waiting:
                 continue
-            message = next(parcel.messages, None) if parcel.credit and not parcel.cancelled else None
-            if message is not None:
-                parcel.credit -= 1
-                return message
-            if parcel.credit or parcel.cancelled:
+            if parcel.cancelled:
                 self._end(parcel)
-            else:
+            elif not parcel.credit:
                 waiting.add(parcel.transfer)
+            else:
+                message, following = parcel.upcoming, next(parcel.messages, None)
+                parcel.credit -= 1
+                if following is not None:
+                    parcel.upcoming = following
+                else:  # at once: credit may never come for what a host could not write, and the next would wait for it
+                    self._end(parcel)
+                return message
         return None
 
     def _end(self, parcel: _Outgoing) -> None:
