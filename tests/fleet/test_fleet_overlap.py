@@ -15,9 +15,8 @@ from potluck.engine.rows import mix
 from potluck.events import CheckpointSaved, Validated, WorkerCame, WorkerWent
 from potluck.save.checkpoint import CheckpointConfig
 from tests.fleet.faults import at
-from tests.fleet.fleet import BATCH, EPOCHS, ROWS, STEPS, Fleet, Worker, assert_same, build, die, start_coordinator
+from tests.fleet.fleet import BATCH, EPOCHS, ROWS, STEPS, Fleet, build, die
 from tests.fleet.test_fleet_windows import (
-    PHASES_OF_HOST,
     assert_close,
     check_ledger,
     rows_of,
@@ -194,23 +193,6 @@ def test_a_polite_leaver_computes_nothing_in_vain(tmp_path: Path) -> None:
     fleet.finish()
     (went,) = [e for e in fleet.events if isinstance(e, WorkerWent) and e.name == "leaver"]
     assert went.polite and fleet.server.core.refused.total() == 0
-
-
-def test_a_host_that_is_killed_after_its_record_loses_and_repeats_nothing(tmp_path: Path) -> None:
-    process, invite = start_coordinator(tmp_path, fault=PHASES_OF_HOST)
-    options = {"policy": CADENCE, "slow_s": 0.02}
-    workers = [Worker(invite, tmp_path, f"w{number}", None, options) for number in range(2)]
-    process.join(20)
-    assert (tmp_path / "fired-after").exists()
-    process, _ = start_coordinator(tmp_path, port=invite.port)
-    for worker in workers:
-        worker.wait(30)
-    found = [worker.weights for worker in workers if (tmp_path / f"{worker.name}.pt").exists()]
-    assert found
-    for other in found[1:]:
-        assert_same(found[0], other)
-    process.join(10)
-    check_ledger(tmp_path)
 
 
 def test_a_run_that_is_stopped_continues_from_what_was_agreed_on(tmp_path: Path) -> None:

@@ -263,12 +263,12 @@ def test_a_run_that_everybody_died_in_goes_on_from_its_checkpoint(tmp_path: Path
     fleet.finish()
 
 
-@pytest.mark.parametrize("outer", [None, Outer()], ids=["plain", "outer"])
-def test_a_coordinator_killed_after_its_record_loses_and_repeats_nothing(outer: Outer | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize("extra", [{}, {"outer": Outer()}, {"overlap": True}], ids=["plain", "outer", "overlap"])
+def test_a_coordinator_killed_after_its_record_loses_and_repeats_nothing(extra: dict[str, Any], tmp_path: Path) -> None:
     from tests.fleet.fleet import Worker, assert_same
 
     process, invite = start_coordinator(tmp_path, fault=PHASES_OF_HOST)
-    options = {"policy": Cadence(**SHORT, outer=outer), "slow_s": 0.02}
+    options = {"policy": Cadence(**SHORT, **extra), "slow_s": 0.02}
     workers = [Worker(invite, tmp_path, f"w{number}", None, options) for number in range(2)]
     process.join(20)
     assert (tmp_path / "fired-after").exists()

@@ -71,6 +71,10 @@ class HostLifecycle:
         return self.driver.member.version
 
     @property
+    def is_replaying(self) -> bool:
+        return self.driver.member.is_replaying
+
+    @property
     def _is_over(self) -> bool:
         return self.driver.member.is_over
 
@@ -159,7 +163,7 @@ class HostLifecycle:
         """The mean loss over a dataset, in ranges that the host hands out; it does not depend on who computes which."""
         self.join()
         run, rows = self.run, as_dataset(dataset)
-        if run.replaying or self._has_left or (run.stopping and self._is_over) or not len(rows):
+        if self.is_replaying or self._has_left or (run.stopping and self._is_over) or not len(rows):
             return math.nan
         replica, link, collate = run.prepared(), run.link, run.loader.collate if run.loader is not None else None
         whole, shares = BatchConfig(size=len(rows)), (1.0,) * link.world
@@ -184,14 +188,14 @@ class HostLifecycle:
             return  # a window has many steps, and one agreement
         self.join()
         # A worker that has just caught up with the end would leave before it is saved, and end the run for all.
-        is_past = self.run.replaying and not self.run.is_at_the_end
+        is_past = self.is_replaying and not self.run.is_at_the_end
         if not (is_past or self._has_left or self._is_over):
             self.driver.save(keep_last)
 
     def keep(self) -> None:
         """A user's own loop need not think of saving: the host gets a checkpoint as often as that costs little."""
         run = self.run
-        if run.caller.has_trainer or run.replaying or self._has_left or self._is_over or run.stopping:
+        if run.caller.has_trainer or self.is_replaying or self._has_left or self._is_over or run.stopping:
             return
         if run.link.gather_rows([float(self.driver.member.is_keep_due(time.monotonic()))])[0][0]:
             self.save(Path(), keep_last=2)

@@ -183,7 +183,6 @@ class HostRounds:
 
     def _parts_of(self, work: Work) -> Iterator[MicroBatch]:
         run, member = self._run, self._driver.member
-        run.replaying = False
         nodes = [(int(a), int(b)) for a, b in zip(work.nodes[::2], work.nodes[1::2], strict=True)]
         bounds = slice_rows(work.row, work.rows, work.slices)
         if len(work.sizes):

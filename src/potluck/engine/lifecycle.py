@@ -37,6 +37,8 @@ Lifecycle = Union["GroupLifecycle", "HostLifecycle"]
 class GroupLifecycle:
     is_led = False
     """Whether a host leads this worker: it keeps the run's folder, and hands out the work."""
+    is_replaying = False
+    """Whether the step being applied was taken by others before this worker joined."""
 
     def __init__(self, run: RunState, layers: Layers, rounds: Rounds, copies: BuddyCopies) -> None:
         self._run = run

@@ -149,7 +149,6 @@ class MemberDriver:
                 self._close_unpacker()
                 version, step = self._lifecycle.load_state(self._arriving)
                 self._drop_state()
-                self._lifecycle.run.replaying = True
                 self._do(self.member.loaded(version, step))
             case effects.DropState():
                 self._drop_state()

@@ -110,8 +110,6 @@ class RunState:
     wants_stop: bool = False
     stopping: bool = False
     """Whether every worker has agreed to stop after the step that is done."""
-    replaying: bool = False
-    """Whether the step being applied was taken by others before this worker joined."""
 
     replica: Replica | None = None
     loader: Loader | None = None

@@ -254,7 +254,7 @@ class Trainer:
 
     def _after_agreement(self) -> None:
         """On every worker alike, so that what follows may talk to the others."""
-        if self.engine.run.replaying:
+        if self.engine.lifecycle.is_replaying:
             return
         at_end_of_epoch = self._loader.position.row == self._loader.rows
         every = self.config.validate_every
