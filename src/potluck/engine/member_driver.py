@@ -40,7 +40,7 @@ class MemberDriver:
         self.has_joined = False
         self._link = link
         self._lifecycle = lifecycle
-        self._told = torch.zeros(0)
+        self._told: torch.Tensor | None = None
         """The quick digest of the weights when the host was last told their digest."""
         self._look: Look | None = None
         self._arriving: Path | None = None
@@ -126,7 +126,7 @@ class MemberDriver:
         described = self.client.description = self._lifecycle.describe()
         before = self._told
         digest, self._told = self._lifecycle.work.hash_weights()
-        is_same = torch.equal(before, self._told)
+        is_same = before is not None and torch.equal(before, self._told)
         assert self.client.welcome is not None
         self._do(self.member.present(self.client.welcome, described.to_json(), digest, is_same=is_same))
 
@@ -188,7 +188,7 @@ class MemberDriver:
 
     def check_weights(self, *, in_step: bool = False) -> None:
         """Tells the host if they are no longer what it was told. `in_step`: no code of the loop has run since."""
-        if not torch.equal(self._lifecycle.work.quick_digest(), self._told):
+        if self._told is None or not torch.equal(self._lifecycle.work.quick_digest(), self._told):
             self._do(self.member.changed(in_step=in_step))
 
     def tell_applied(self, norm: float, fault: str) -> None:
