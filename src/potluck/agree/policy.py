@@ -63,6 +63,10 @@ class _Windowed:
     """Form a window's average while the next window computes, and merge it at that window's end."""
     outer: Outer | None = None
     """Step along each window's mean change with this optimizer, instead of taking the change as it is."""
+    together: float = 0.0
+    """The share of the run, from its start, in which all agree in every step as under Sync: most is learned there."""
+    moments: bool = False
+    """Average what the optimizer keeps of each parameter, too; replicas then step farther as the rate falls."""
 
     @property
     def drift_limit(self) -> float | None:
@@ -72,6 +76,10 @@ class _Windowed:
     def __post_init__(self) -> None:
         if self.outer is not None and self.overlap:
             raise ValueError("outer steps from the last average, which overlap has not yet; switch one of them off")
+        if self.moments and self.overlap:
+            raise ValueError("moments are averaged where replicas are equal, and with overlap they are not; choose one")
+        if not 0 <= self.together <= 1:
+            raise ValueError(f"together is a share of the run, from 0 to 1, not {self.together}")
         make_elche(self, 1)
 
 

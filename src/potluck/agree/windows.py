@@ -79,6 +79,15 @@ class WindowPlan:
     anchor: int
     reason: str
     """Why it is so, as a sentence."""
+    together: bool = False
+    """It is one step, of the mean gradient over all rows."""
+
+    def stretch(self, batch_rows: int, batch: int) -> float:
+        """By how much a replica's steps of `batch_rows` have to be longer for the mean to move as far as Sync does,
+        where a step's length is divided by its noise, and noise is most of a gradient."""
+        whole = sum(self.rows)
+        steps = sum(rows * rows / batch_rows for rows in self.rows) / whole if whole else 0.0
+        return max(1.0, whole / batch * math.sqrt(batch / batch_rows) / steps) if steps else 1.0
 
 
 class WindowPlanner:
@@ -127,6 +136,19 @@ class WindowPlanner:
             if over > 0:
                 spare = share_out(max(0, sum(spare) - over), [float(part) for part in spare])
         return self._decision(rows, spare, until_s, f"{self._why}: {_list(counts)} batches.")
+
+    def decide_together(self, rows: int) -> WindowPlan:
+        """One step of all replicas, over `rows` rows that are shared by speed."""
+        speeds = self.elche.speeds
+        parts = share_out(rows, [speed or max(speeds) for speed in speeds])
+        reason = f"In the first {self.policy.together:.0%} of the run all agree in every step: {_list(parts)} rows."
+        return replace(self._decision(parts, [0] * len(parts), None, reason), together=True)
+
+    def observe(self, rows: Sequence[int], busy_s: Sequence[float], batch_rows: int) -> None:
+        """What a step that all took together says of their speeds."""
+        seconds = [own_s * batch_rows / own if own else 0.0 for own, own_s in zip(rows, busy_s, strict=True)]
+        reports = [_sane(WindowReport(wall_s=each, batches=1)) for each in seconds]
+        self.elche.report_timing([1000 * each.wall_s for each in reports], [each.batches for each in reports], 0.0)
 
     def _is_brisk(self, rank: int) -> bool:
         """Whether one more batch of it is soon done, should all others have ended meanwhile."""
