@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import potluck
-from potluck import Async, Cadence, StepConfig
+from potluck import Async, Auto, Cadence, StepConfig
 from potluck.engine.moments import look_at_state
 from potluck.events import Decided, EpochDone
 from tests.parity.test_cadence import ROWS, make, state, through, whole
@@ -24,6 +24,7 @@ POLICIES: dict[str, Any] = {
     "moments": Async(anchor=2, moments=True),
     "both": Cadence(anchor=3, max_anchor=3, together=0.2, moments=True),
     "sync": Cadence(together=1.0),
+    "auto": Auto(together=0.2),
 }
 
 
@@ -50,7 +51,7 @@ def ours(policy: Any, optimizer_name: str, micro: int | None = None, has_schedul
         return {
             "weights": torch.cat([whole(model), model.norm.running_mean.cpu(), model.norm.running_var.cpu()]),
             "windows": windows,
-            "planned": [[event.reason, list(event.rows)] for event in events if isinstance(event, Decided)],
+            "planned": [[event.anchor, list(event.rows)] for event in events if isinstance(event, Decided)],
             "epochs": [[event.used, event.same_weights] for event in events if isinstance(event, EpochDone)],
             "steps": fleet.step_number,
         }
@@ -71,11 +72,11 @@ def judge(policy: Any, optimizer_name: str, told: list[dict[str, Any]], has_sche
     peak, is_adam = optimizers[0].param_groups[0]["lr"], "adam" in optimizer_name
     x, y = make()[1]
     seen = 0
-    for window, (reason, planned) in enumerate(told[0]["planned"]):
+    for window, (anchor, planned) in enumerate(told[0]["planned"]):
         done = [rank["windows"][window] for rank in told]
         counts = [sum(len(rows) for batch in batches for rows in batch) for batches in done]
         weights = [count / sum(counts) for count in counts]
-        if reason.startswith("In the first"):
+        if anchor == 0:
             step_together(replicas, optimizers, done, weights, x, y, lr_at(seen + sum(counts), peak, has_schedule))
         else:
             own = -(-BATCH // world)
@@ -109,7 +110,8 @@ def step_together(
         for parameter in replica.parameters():
             if parameter.requires_grad:
                 parameter.grad = parameter.grad * weight if batches else torch.zeros_like(parameter)
-    gradients = [sum(same) for same in zip(*([p.grad for p in r.parameters() if p.requires_grad] for r in replicas))]
+    given = ([p.grad for p in replica.parameters() if p.requires_grad] for replica in replicas)
+    gradients = [sum(same) for same in zip(*given, strict=True)]
     for replica, optimizer in zip(replicas, optimizers, strict=True):
         for parameter, mean in zip((p for p in replica.parameters() if p.requires_grad), gradients, strict=True):
             parameter.grad = mean.clone()
@@ -148,6 +150,7 @@ def average_moments(replicas: Any, optimizers: Any, weights: list[float]) -> Non
         ("both", "adamw", 2, 2),
         ("sync", "adamw", 2, None),
         ("both", "adamw", 1, None),
+        ("auto", "adamw", 3, None),
     ],
 )
 def test_the_weights_are_those_of_replicas_that_do_so_in_turn(
@@ -157,9 +160,11 @@ def test_the_weights_are_those_of_replicas_that_do_so_in_turn(
     for rank in told:
         assert torch.equal(rank["weights"], told[0]["weights"])  # to the bit
         assert rank["epochs"] == [[ROWS, True]] * EPOCHS and rank["steps"] == STEPS
-    kinds = [reason.startswith("In the first") for reason, _ in told[0]["planned"]]
-    assert any(kinds) == (POLICIES[policy].together > 0 and world > 1) and all(kinds) == (policy == "sync")
-    assert kinds == sorted(kinds, reverse=True)
+    kinds = [anchor == 0 for anchor, _ in told[0]["planned"]]
+    assert any(kinds) == (POLICIES[policy].together > 0 and world > 1) and (
+        all(kinds) == (policy == "sync") or policy == "auto"
+    )
+    assert kinds == sorted(kinds, reverse=True) or policy == "auto"
     torch.testing.assert_close(told[0]["weights"], judge(POLICIES[policy], optimizer, told), atol=2e-5, rtol=1e-4)
 
 

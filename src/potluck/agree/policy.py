@@ -48,6 +48,8 @@ class _Windowed:
     """What Cadence and Async have in common: replicas step by themselves."""
 
     steps_together: ClassVar[bool] = False
+    weighs_learning: ClassVar[bool] = False
+    """Whether a window's length, and whether there are windows at all, follows from what both teach for their time."""
     ends_by_clock: ClassVar[bool] = True
     """Whether a window ends at a time, whatever is done by then; else when each has done its own count of batches."""
 
@@ -113,8 +115,22 @@ class Async(_Windowed):
         check_at_least(0, divergence_threshold=self.divergence_threshold)
 
 
-Windowed = Cadence | Async
-ApplyPolicy = Sync | Cadence | Async
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Auto(_Windowed):
+    """Sync as long as that is the shortest way to a loss, else Cadence in windows that lose the least; it says why.
+
+    It begins as Sync, measures what computing and agreeing take, and changes when another way is clearly shorter.
+    """
+
+    kind: ClassVar[str] = "auto"
+    weighs_learning: ClassVar[bool] = True
+
+    together: float = 0.15
+    moments: bool = True
+
+
+Windowed = Cadence | Async | Auto
+ApplyPolicy = Sync | Cadence | Async | Auto
 
 
 def make_elche(policy: _Windowed, world: int) -> ElChe:

@@ -84,6 +84,7 @@ class Windows:
         self._node_is_over = False
         self._moments: Moments | None = None
         self._stretch = 1.0
+        self._was_together = False
         run.standing_of.append(self._standing)
         run.on_stand.append(self._stand)
 
@@ -103,7 +104,8 @@ class Windows:
         """Where replicas are split or cut, they step by themselves from the start."""
         composed = self._run.composition
         is_whole = self._layers.is_whole and composed.split is None
-        return self._policy.together > 0 and is_whole and self.nodes.count > 1
+        may = self._policy.together > 0 or self._policy.weighs_learning
+        return may and is_whole and self.nodes.count > 1
 
     def make_loader(self, dataset: Any, batch: BatchConfig, seed: int, collate: Collate) -> Loader:
         options: dict[str, Any] = {"device": self._run.device, "seed": seed, "collate": collate}
@@ -130,10 +132,12 @@ class Windows:
         rows_left = min(self._pool.rows, (self._run.caller.rows_limit or 1 << 62) - self._run.rows_seen)
         nodes = self.nodes
         own_rows = self._own_rows = -(-loader.batch.size // nodes.count)
-        is_together = self._is_together_now(loader)
+        is_first = self._is_first_share()
+        is_together = is_first or (self._may_step_together and self._planner.is_best_together())
         if is_together:
-            step_rows = min(rows_left, loader.batch.size - loader.position.row % loader.batch.size)
-            decision = self._planner.decide_together(step_rows)
+            first, end = self._pool.ranges[0]
+            step_rows = min(rows_left, end - first, loader.batch.size - loader.position.row % loader.batch.size)
+            decision = self._planner.decide_together(step_rows, is_first=is_first)
         else:
             decision = self._planner.decide(rows_left, own_rows)
         in_pairs = self._run.batch_norm is not None and own_rows > 1
@@ -146,6 +150,8 @@ class Windows:
         self._window, self._window_started = WindowTotals(), time.perf_counter()
         self._all_done = None
         self._run.prepared().step_with(self._run.link if is_together else nodes.within)
+        if self._was_together != is_together:  # what a step costs says nothing of a window's end
+            self._sync_s, self._was_together = 0.0, is_together
         if is_together:
             self._stretch = 1.0
         else:
@@ -239,12 +245,10 @@ class Windows:
             self._end_window(self._loader)
         return event
 
-    def _is_together_now(self, loader: SliceLoader) -> bool:
-        """The first share of the run, if it is known how long that is, and rows are taken in order."""
+    def _is_first_share(self) -> bool:
+        """Whether the run is in the share of it in which all step together, if it is known how long it is."""
         limit = self._run.caller.rows_limit
-        if not self._may_step_together or limit is None or len(self._pool.ranges) > 1:
-            return False
-        return self._run.rows_seen < self._policy.together * limit
+        return self._may_step_together and limit is not None and self._run.rows_seen < self._policy.together * limit
 
     def _step_together(self, decision: WindowPlan) -> StepDone | StepSkipped:
         """A window that is one step: of the mean gradient of all replicas, as under Sync."""
@@ -263,14 +267,14 @@ class Windows:
             has_unused=replica.has_unused,
             wants_stop=run.wants_stop,
         )
-        told = run.link.start_gather(mine)
+        told = run.link.start_gather([*mine, self._sync_s])
         wait_s, norm, _ = self._layers.reduce(replica)
-        reports = [StepReport(*row) for row in told.wait()]
+        rows_told = told.wait()
+        reports = [StepReport(*row[:-1]) for row in rows_told]
         if any(report.has_unused for report in reports):
             replica.drop_unused()
         found, rows = decide_step(reports, norm, run.unit, run.config.clip), [int(report.rows) for report in reports]
         self._is_open, self._window = False, self._window._replace(rows=tally.rows)
-        self._planner.observe(rows, [report.busy_s for report in reports], self._own_rows)
         run.version += 1
         run.stopping = any(report.wants_stop for report in reports)
         steps_before = run.step_number
@@ -288,6 +292,9 @@ class Windows:
             replica.restore_buffers()
             run.skipped += 1
         run.tell(event)
+        busy = [report.busy_s for report in reports]
+        self._planner.observe(rows, busy, self._own_rows, max(row[-1] for row in rows_told))
+        self._sync_s = max(0.0, time.perf_counter() - self._window_started - max(busy))
         run.tell_agreed(steps_before)
         self._layers.end_of_window()
         run.start_of_step()
