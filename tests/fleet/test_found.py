@@ -1,6 +1,7 @@
 """What the simulation has found, each as the smallest run that shows it."""
 
 import math
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from potluck.fleet.description import Description, settings_of
 from potluck.fleet.effects import SaveBegin, Send
 from potluck.fleet.membership import Membership, WorkerPhase
 from potluck.wire.messages import SAVE, SaveDue, StateBegin, StateChunk, StateMore
+from tests.fleet.simulation import simulate
 from tests.fleet.virtual import EPOCHS, PATIENCE_S, ROWS, STEPS, FaultScript, Fleet, described
 from tests.fleet.virtual.process import Receive
 
@@ -135,3 +137,19 @@ def test_no_speed_is_learned_from_nothing(slices: int, busy_s: float) -> None:
     member = Membership().add(0.0, 1, "w0", "cpu", plain=False)
     member.measure(slices, busy_s)
     assert member.speed is None
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [
+        pytest.param(7000006, id="each step waits for one that saves"),
+        pytest.param(7000906, id="each step waits for a plain peer that is far away"),
+        pytest.param(7003004, id="the last step is in a checkpoint alone, because the journal lost it"),
+        pytest.param(7006530, id="a worker is heard only while the host sleeps"),
+        pytest.param(7007029, id="two hang and nobody else is left, so that both are given work"),
+        pytest.param(7008540, id="a step is begun anew without the plain peer that was in its first means"),
+    ],
+)
+def test_the_simulation_asks_for_no_more_than_must_hold(seed: int) -> None:
+    """Faults of what it looks at; the runs are right. So long, each, that no smaller one shows it."""
+    simulate(seed, "sync", Counter())

@@ -20,7 +20,7 @@ from tests.fleet.virtual.faults import FaultScript
 from tests.fleet.virtual.host import Host
 from tests.fleet.virtual.line import Line
 from tests.fleet.virtual.plain import PlainPeer
-from tests.fleet.virtual.toy import BATCH, EPOCHS, PATIENCE_S, ROWS, SECRET, State, undisturbed
+from tests.fleet.virtual.toy import BATCH, EPOCHS, PATIENCE_S, ROWS, SECRET, Floats, State, undisturbed
 from tests.fleet.virtual.worker import Worker
 
 
@@ -190,11 +190,14 @@ class Fleet:
         assert last and len({worker.weights for worker in last}) == 1, [w.state for w in workers]
 
     def is_undisturbed(self, worker: Worker) -> bool:
-        """Under Sync it has the weights of one machine; with plain peers, whose sums are in no tree, nearly."""
-        right = undisturbed(worker.state.step)
+        """Under Sync it has the weights of one machine."""
+        return self.are_alike(worker.state.weights, np.frombuffer(undisturbed(worker.state.step), np.float32))
+
+    def are_alike(self, one: Floats, other: Floats) -> bool:
+        """To the last bit; with plain peers, whose sums are in no tree, nearly: it depends on who computed what."""
         if not self.plain:
-            return worker.weights == right
-        return np.allclose(worker.state.weights, np.frombuffer(right, np.float32), rtol=1e-3, atol=1e-4)
+            return one.tobytes() == other.tobytes()
+        return np.allclose(one, other, rtol=1e-3, atol=1e-4)
 
     @property
     def is_anybody_alive(self) -> bool:

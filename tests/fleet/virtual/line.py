@@ -63,7 +63,7 @@ class Line:
     arrived_at: float = 0.0
     """When anything last came to the host's machine, whether it was read or not."""
     quiet_s: float = 0.0
-    """How long nothing had come before that."""
+    """How long nothing had come before the first of what the host has not read."""
     coming_up: int = 0
     coming_down: int = 0
     """Items that are on their way."""
@@ -114,7 +114,9 @@ class Line:
             self._take(item)
 
     def _take(self, item: Any) -> None:
-        self.quiet_s, self.arrived_at = self.clock.now - self.arrived_at, self.clock.now
+        if not self.up:
+            self.quiet_s = self.clock.now - self.arrived_at
+        self.arrived_at = self.clock.now
         self.up.append(item)
         self.host.read(self)
 

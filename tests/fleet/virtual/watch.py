@@ -28,7 +28,11 @@ class Watch:
         """Of each worker, the version that was compared, in which of the run's lives."""
         self._owed: dict[int, list[Node]] = {}
         """By peer, what those owed who hang."""
+        self._hung: set[int] = set()
+        """The peers that hung before what has just happened."""
         self._idle_since = self._waiting_since = run.clock.now
+        self._waiting_in = 0
+        """The step in which somebody waits."""
         self._looked_at = run.clock.now
         self.events = 0
         run.on_record = self._on_record
@@ -55,6 +59,7 @@ class Watch:
             if member.nodes and is_host_awake and isinstance(worker.waits, Receive):
                 is_told = not _knows_nothing(worker, worker.line)
                 assert is_told, f"{worker} does not know of {member.nodes}: {run.describe()}"
+        self._hung = {member.peer for member in members.values() if _hangs(member)}
         if not is_host_awake or run.core.now is None:
             self._idle_since = self._waiting_since = run.clock.now
         if is_host_awake and run.clock.now > self._looked_at + OFTEN_S:
@@ -82,7 +87,9 @@ class Watch:
         self._owed[member.peer] = list(member.nodes)
         if not all(node in before for node in member.nodes):
             others = [m for m in self._run.core.membership.holders if m.since <= under.step and not m.leaving]
-            assert all(map(_hangs, others)), f"{member.name} hangs, and is given {member.nodes}: {self._run.describe()}"
+            # Where all hang, all are given some, and one that was relieved of this very step counts again from then on.
+            is_last_resort = all(_hangs(m) or (m.nodes and m.peer in self._hung) for m in others)
+            assert is_last_resort, f"{member.name} hangs, and is given {member.nodes}: {self._run.describe()}"
 
     def _look_for_idleness(self, ready: Sequence[WorkerRecord]) -> None:
         """While a step is under way, somebody who is there, and stays, owes something of it; and nobody who could
@@ -93,7 +100,10 @@ class Watch:
             self._idle_since = now
         computing = [member for member in staying if member.is_computing]
         is_slow = any(m.speed and m.speed < SLICES / run.patience_s for m in ready)  # others are measured by it, too
-        if is_slow or not computing or not any(_is_free(run, member) for member in staying):
+        step = run.core.now.step if run.core.now is not None else 0
+        # Each step may wait for one that saves, or is far away: as long as one follows the other, nobody hangs.
+        is_next, self._waiting_in = step != self._waiting_in, step
+        if is_next or is_slow or not computing or not any(_is_free(run, member) for member in staying):
             self._waiting_since = now
         assert now - self._idle_since < IDLE_TIMES * run.patience_s, f"all wait: {run.describe()}"
         assert now - self._waiting_since < 2 * LONG * run.patience_s, f"some wait: {run.describe()}"
@@ -132,8 +142,9 @@ class Watch:
 
     def _on_parting(self, line: Line, why: str) -> None:
         """Nobody is given up for a silence of the host's own: of its bytes, none came for a long time."""
-        # What came last may have come while the host did not run for a moment that is too short to be forgiven.
-        quiet_s = max(self._run.clock.now - line.arrived_at, line.quiet_s)
+        # What it has not read may have come while it did not run: for a moment that is too short to be forgiven, or in
+        # a sleep, of which its clock knows nothing.
+        quiet_s = max(self._run.clock.now - line.arrived_at, line.quiet_s if line.up else 0.0)
         is_just = "silent for" not in why or quiet_s > self._run.patience_s / 2
         assert is_just, f"peer {line.peer} is {why}, and was heard of {quiet_s:.2f} s ago"
 
@@ -142,9 +153,11 @@ class Watch:
     def finish(self) -> None:
         """Every row of every epoch was used once, by the record of what the host wrote down."""
         run = self._run
-        last = max(self._records)
-        done = self._records[last]
-        assert done.rows_seen == run.epochs * ROWS, f"{done.rows_seen} rows were seen, of {run.epochs * ROWS}"
+        last, end, rows = max(self._records), run.standing(), run.epochs * ROWS
+        # Steps that a disk forgot, and that are not computed again, are in the checkpoint that the run resumed from.
+        is_restored = run.lost_at and end.step > last and end.step in run.disk.states
+        seen = end.rows_seen if is_restored else self._records[last].rows_seen
+        assert seen == rows, f"{seen} rows were seen, of {rows}"
         assert run.lost_at or sorted(self._records) == list(range(1, last + 1))
         assert not run.core.refused["drifted"], "weights were taken for wrong"
 
