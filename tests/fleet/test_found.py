@@ -132,6 +132,30 @@ def test_a_plain_peer_is_not_sent_the_average_of_a_step_again_that_it_has_applie
     assert np.allclose(plain.state.weights, run.workers["w0"].state.weights, rtol=1e-4)
 
 
+def test_a_newcomer_goes_on_from_one_that_leaves_though_a_plain_peer_has_the_rest_of_the_step() -> None:
+    """The step would be nobody's: who leaves takes no other, and a plain peer gives its weights to none."""
+    run = Fleet(workers=1, plain_peers=True, faults=FaultScript().leave("w0", at_step=2, phase="sent"))
+    run.disk.is_full = True  # so that it stays
+    run.add_plain("plain", batch_s=PATIENCE_S / 2)
+    run.run_until(lambda: run.standing().step == 1)
+    run.add("newcomer")
+    run.run_until(lambda: run.standing().step >= 4, limit_s=3 * PATIENCE_S)
+    assert run.faults.fired == ["leave w0"] and run.workers["w0"].is_alive
+    run.disk.is_full = False
+    run.finish()
+
+
+def test_a_plain_peer_that_owes_nothing_is_not_late_while_nobody_holds_the_weights() -> None:
+    """The step that it had a part of is abandoned, and it cannot be given the weights anew."""
+    run = Fleet(workers=1, plain_peers=True)
+    run.add_plain("plain")
+    run.run_until(lambda: run.standing().step == 2 and bool(run.member("plain").nodes))
+    run.workers["w0"].clock.stop(3 * PATIENCE_S)
+    run.workers["w0"].lose_connection()
+    run.finish()
+    assert run.plain[0].state.step == STEPS and not run.told(Stalled)
+
+
 @pytest.mark.parametrize(("slices", "busy_s"), [(0, 1.0), (1, math.inf), (1, 0.0), (1, math.nan)])
 def test_no_speed_is_learned_from_nothing(slices: int, busy_s: float) -> None:
     member = Membership().add(0.0, 1, "w0", "cpu", plain=False)

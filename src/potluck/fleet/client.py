@@ -66,7 +66,7 @@ class Means:
     step: int
     parts: list[Floats]
     missing: set[int]
-    """A part may come twice, if the step was begun anew; it is the same bits then."""
+    """A part may come twice, if the step was begun anew: all of them do then, before the step is agreed on."""
 
 
 @dataclass(eq=False)
