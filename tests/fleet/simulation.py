@@ -83,7 +83,8 @@ def _live_through(run: Fleet, storm: Storm, habits: dict[str, Any]) -> None:
 
 
 def _start_another(run: Fleet, habits: dict[str, Any]) -> None:
-    """Where nobody is left; of a run that is done and kept, the host finds out by itself that it is."""
+    """Where nobody is left; of a run that is done and kept, the host finds out by itself that it is, once it runs."""
+    run.clock.run(lambda: run.host.is_up and not run.host.clock.is_stopped, limit_s=20 * run.patience_s)
     run.clock.run(lambda: run.host.finish is not None, limit_s=4 * run.patience_s)
     if run.host.finish is None:
         is_stuck = run.is_done and run.core.expected and run.host.is_up  # else it may become a longer run

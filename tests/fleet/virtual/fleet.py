@@ -176,7 +176,8 @@ class Fleet:
             return
         workers, end = list(self.workers.values()), self.standing().step
         # A run that began anew has another end, and other weights; who was lost before that may stand at the old one.
-        last = [w for w in workers if (w.state.epoch, w.state.step) == (self.epochs, end)]
+        # The end of an epoch is the beginning of the next: one that was killed there stands at either.
+        last = [w for w in workers if (w.state.epoch * ROWS + w.state.row, w.state.step) == (self.epochs * ROWS, end)]
         if described.rows_limit:  # then those who have finished have what is kept; one that was killed may have less
             kept = State.from_bytes(self.disk.states[end]).weights.tobytes()
             finished = [worker for worker in workers if worker.has_finished]

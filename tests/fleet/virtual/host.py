@@ -85,6 +85,8 @@ class Host:
         self.is_up = True
         self.reads_first = False
         """Whether, on waking, it reads what has come before its clock ticks."""
+        self.ran_at = fleet.clock.now
+        """When its clock last ticked before now."""
         self.finish: effects.Finish | None = None
         self._restored: int | None = None
         if coordinator.description is not None:
@@ -240,6 +242,7 @@ class Host:
             if line.connection is not None and line.connection.held:  # its bytes are not being read, on purpose
                 self.core.on_heard(self.clock.now, line.peer)
         self.act(self.core.on_tick(self.clock.now))
+        self.ran_at = self.fleet.clock.now
         self.fleet.clock.after(TICK_S, self._tick)
 
     # Checkpoints

@@ -60,10 +60,8 @@ class Line:
     closing: bool = False
     """The host has parted from it, and still reads what comes, as a server's thread does until the socket is closed."""
     received: list[Any] = field(default_factory=list)
-    arrived_at: float = 0.0
-    """When anything last came to the host's machine, whether it was read or not."""
-    quiet_s: float = 0.0
-    """How long nothing had come before the first of what the host has not read."""
+    arrivals: list[float] = field(default_factory=list)
+    """When anything came to the host's machine, whether it was read or not."""
     coming_up: int = 0
     coming_down: int = 0
     """Items that are on their way."""
@@ -114,9 +112,7 @@ class Line:
             self._take(item)
 
     def _take(self, item: Any) -> None:
-        if not self.up:
-            self.quiet_s = self.clock.now - self.arrived_at
-        self.arrived_at = self.clock.now
+        self.arrivals.append(self.clock.now)
         self.up.append(item)
         self.host.read(self)
 

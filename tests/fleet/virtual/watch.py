@@ -142,11 +142,12 @@ class Watch:
 
     def _on_parting(self, line: Line, why: str) -> None:
         """Nobody is given up for a silence of the host's own: of its bytes, none came for a long time."""
-        # What it has not read may have come while it did not run: for a moment that is too short to be forgiven, or in
-        # a sleep, of which its clock knows nothing.
-        quiet_s = max(self._run.clock.now - line.arrived_at, line.quiet_s if line.up else 0.0)
+        # Some of it may have come while the host did not run for a moment that its clock took for one too short to be
+        # forgiven: then what counts is how long nothing had come when it last looked.
+        ran_at = self._run.host.ran_at
+        quiet_s = ran_at - max((at for at in line.arrivals if at <= ran_at), default=ran_at)
         is_just = "silent for" not in why or quiet_s > self._run.patience_s / 2
-        assert is_just, f"peer {line.peer} is {why}, and was heard of {quiet_s:.2f} s ago"
+        assert is_just, f"peer {line.peer} is {why}, and was heard of {quiet_s:.2f} s before the host looked last"
 
     # At the end
 
