@@ -156,6 +156,21 @@ def test_a_plain_peer_that_owes_nothing_is_not_late_while_nobody_holds_the_weigh
     assert run.plain[0].state.step == STEPS and not run.told(Stalled)
 
 
+def test_a_step_is_not_computed_again_by_one_that_has_applied_it() -> None:
+    """It was sent the step while it caught up. The one who computed it then came back with the one before."""
+    run = Fleet(workers=1, slice_s=0.05, faults=FaultScript().cut("w0", at_step=3, phase="sent"))
+    run.run_until(lambda: run.standing().step == 1)
+    newcomer = run.add("newcomer")
+    run.run_until(lambda: bool(run.core.transfers.under_way))
+    assert newcomer.line is not None
+    newcomer.line.latency_s = 0.2
+    run.run_until(lambda: run.core.ahead is not None)
+    run.workers["w0"].clock.stop(10 * PATIENCE_S)
+    run.run_until(lambda: run.member("newcomer").applied == 3)
+    assert run.standing().step == 2  # what w0 owes of the third is soon given to others
+    run.finish(limit_s=2 * PATIENCE_S)
+
+
 @pytest.mark.parametrize(("slices", "busy_s"), [(0, 1.0), (1, math.inf), (1, 0.0), (1, math.nan)])
 def test_no_speed_is_learned_from_nothing(slices: int, busy_s: float) -> None:
     member = Membership().add(0.0, 1, "w0", "cpu", plain=False)
@@ -172,6 +187,7 @@ def test_no_speed_is_learned_from_nothing(slices: int, busy_s: float) -> None:
         pytest.param(7006530, id="a worker is heard only while the host sleeps"),
         pytest.param(7007029, id="two hang and nobody else is left, so that both are given work"),
         pytest.param(7008540, id="a step is begun anew without the plain peer that was in its first means"),
+        pytest.param(8101685, id="a step that the journal lost is computed again without its plain peer"),
     ],
 )
 def test_the_simulation_asks_for_no_more_than_must_hold(seed: int) -> None:

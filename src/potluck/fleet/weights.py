@@ -259,6 +259,9 @@ class Weights:
         member.applied = max(member.applied, applied.step)
         effects = self.rounds.on_applied(member, applied, is_first=first is None)
         told[member.worker_id] = ReportedDigest(member.kind, applied.digest, applied.step >= member.since)
+        if applied.step > run.standing.step:  # as it was agreed on before: it computes nothing of the step under way
+            member.since = applied.step + 1
+            effects += self.rounds.take_away(member)
         effects += self._judge(applied.step, digests.compared_as(member.kind))
         if member.phase is not WorkerPhase.CATCHING_UP or applied.step < run.standing.step:
             return effects + self.rounds.start()  # where all who are left had been relieved
