@@ -1,6 +1,7 @@
 """What the simulation has found, each as the smallest run that shows it."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -135,3 +136,19 @@ def test_no_speed_is_learned_from_nothing(slices: int, busy_s: float) -> None:
     member = Membership().add(0.0, 1, "w0", "cpu", plain=False)
     member.measure(slices, busy_s)
     assert member.speed is None
+
+
+@pytest.mark.parametrize(("seconds", "times"), [(1.0, 1), (1.2 * PATIENCE_S, 2)])
+def test_a_window_is_not_computed_again_that_a_newcomer_is_about_to_have(seconds: float, times: int) -> None:
+    """It has been sent a whole state, and the average since; who held the weights lost its connection, and comes back
+    with those of the window before. A newcomer that takes longer than patience comes again: its own are of no use."""
+    described = replace(WINDOWED, rows_limit=20 * ROWS)
+    faults = FaultScript().cut("w0", at_step=5, phase="sent")
+    faults.stall("newcomer", at_step=0, phase="catching up", seconds=seconds)
+    run = Fleet(workers=1, faults=faults, description=described, epochs=20)
+    recorded = list[int]()
+    run.on_record = lambda record: recorded.append(record.step)
+    run.add("newcomer", at_s=0.45, description=described)
+    run.finish()
+    assert faults.fired == ["stall newcomer", "cut w0"] and recorded.count(5) == times
+    assert not run.core.refused["drifted"] and run.workers["newcomer"].has_finished

@@ -241,6 +241,7 @@ class Coordinator(CoordinatorState):
         )
         if self.steps_done < before:
             effects.append(Emit(WentBack(from_step=before, step=self.steps_done)))
+            effects += self.transfers.part_with_receivers()
         return effects + self.weights.on_restored(had=standing is not None)
 
     # Time
