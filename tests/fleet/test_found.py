@@ -8,10 +8,14 @@ import pytest
 
 from potluck.agree.policy import Cadence
 from potluck.events import Stalled, WentBack
+from potluck.fleet.coordinator import Coordinator
+from potluck.fleet.coordinator_state import Resumed, RunPosition
 from potluck.fleet.description import Description, settings_of
 from potluck.fleet.effects import SaveBegin, Send
+from potluck.fleet.member import Member
+from potluck.fleet.member_effects import Rejoin, SendToHost
 from potluck.fleet.membership import Membership, WorkerPhase
-from potluck.wire.messages import SAVE, SaveDue, StateBegin, StateChunk, StateMore
+from potluck.wire.messages import SAVE, Admitted, Ready, SaveDue, StateBegin, StateChunk, StateMore, Welcome
 from tests.fleet.virtual import EPOCHS, PATIENCE_S, ROWS, STEPS, FaultScript, Fleet, described
 from tests.fleet.virtual.process import Receive
 
@@ -152,3 +156,23 @@ def test_a_window_is_not_computed_again_that_a_newcomer_is_about_to_have(seconds
     run.finish()
     assert faults.fired == ["stall newcomer", "cut w0"] and recorded.count(5) == times
     assert not run.core.refused["drifted"] and run.workers["newcomer"].has_finished
+
+
+def test_a_worker_whose_window_is_over_other_rows_than_the_runs_gets_its_weights_anew() -> None:
+    """The run went back while it was away, and the next window of that number is told by nobody yet: the host does not
+    know its digest."""
+    member, welcome = Member(), Welcome(0, 1000, "")
+    member.version = 5
+    member.present(welcome, "", "a digest", rows_seen=3 * ROWS, is_same=True)
+    found = member.hear(0.0, Admitted(5, 0, RunPosition(5, 2, 16, 2 * ROWS + 16).position()))
+    assert Rejoin() in found and not member.is_settled
+    assert SendToHost(Ready("", 5, "", 1)) in member.present(welcome, "", "a digest", rows_seen=3 * ROWS, is_same=True)
+
+
+@pytest.mark.parametrize(("rows_seen", "is_kept"), [(2 * ROWS, True), (2 * ROWS + 16, False)])
+def test_a_checkpoint_of_a_lost_step_is_not_that_of_the_one_that_has_its_number_now(
+    rows_seen: int, is_kept: bool
+) -> None:
+    core = Coordinator(patience_s=1.0, secret="", resumed=Resumed(standing=RunPosition(5, 2, 0, 2 * ROWS)))
+    core.found(RunPosition(5, *divmod(rows_seen, ROWS), rows_seen), "a folder")
+    assert core.saving.is_last_kept == is_kept

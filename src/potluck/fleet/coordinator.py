@@ -221,9 +221,9 @@ class Coordinator(CoordinatorState):
             return self.refuse(self.saving.sender, "bad checkpoint", error)
         return self.saving.on_saved(step, folder, error, size)
 
-    def found(self, step: int, folder: str) -> None:
+    def found(self, kept: RunPosition, folder: str) -> None:
         """The newest checkpoint on the disk, from before this coordinator was there."""
-        self.saving.found(step, folder)
+        self.saving.found(kept, folder)
 
     def restored(self, now: float, standing: RunPosition | None) -> list[Effect]:
         """The run resumes from the newest checkpoint, or from its beginning where there is none."""

@@ -52,6 +52,7 @@ class Watch:
             self._look_at_burden(member)
             if member.applied == worker.state.step:
                 self._look_at_weights(worker, agreed)
+                self._look_at_place(worker)
             if member.nodes and is_host_awake and isinstance(worker.waits, Receive):
                 is_told = not _knows_nothing(worker, worker.line)
                 assert is_told, f"{worker} does not know of {member.nodes}: {run.describe()}"
@@ -73,6 +74,12 @@ class Watch:
         self._seen[worker.name] = now
         assert other.weights == worker.weights, f"{other} and {worker} differ"
         assert worker.is_windowed or self._run.is_undisturbed(worker), f"{worker} has not the weights of one machine"
+
+    def _look_at_place(self, worker: Worker) -> None:
+        """Who has the run's weights has those of its rows, and no others."""
+        standing, state = self._run.standing(), worker.state
+        seen = state.epoch * ROWS + state.row
+        assert state.step != standing.step or seen == standing.rows_seen, f"{worker} is not at {standing}"
 
     def _look_at_burden(self, member: WorkerRecord) -> None:
         """Nothing is given to one that hangs since an earlier step while another is there who does not."""
@@ -145,7 +152,9 @@ class Watch:
         """Every row of every epoch was used once, by the record of what the host wrote down."""
         run = self._run
         last = max(self._records)
-        done = self._records[last]
+        # Where the journal lost its last step, a checkpoint may be all that is left of it: a run that goes back to that
+        # has as many rows as it says, and no record of them.
+        done = run.standing() if run.lost_at else self._records[last]
         assert done.rows_seen == run.epochs * ROWS, f"{done.rows_seen} rows were seen, of {run.epochs * ROWS}"
         assert run.lost_at or sorted(self._records) == list(range(1, last + 1))
         assert not run.core.refused["drifted"], "weights were taken for wrong"
