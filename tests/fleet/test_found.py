@@ -11,7 +11,7 @@ from potluck.events import Stalled, WentBack
 from potluck.fleet.coordinator import Coordinator
 from potluck.fleet.coordinator_state import Resumed, RunPosition
 from potluck.fleet.description import Description, settings_of
-from potluck.fleet.effects import SaveBegin, Send
+from potluck.fleet.effects import SaveAbort, SaveBegin, Send
 from potluck.fleet.member import Member
 from potluck.fleet.member_effects import Rejoin, SendToHost
 from potluck.fleet.membership import Membership, WorkerPhase
@@ -116,6 +116,16 @@ def test_a_state_that_cannot_be_kept_is_cancelled_only_while_it_is_coming(chunks
     failed = run.core.on_saved(run.clock.now, 2, "", "No space left on device")
     told = [effect.message for effect in failed if isinstance(effect, Send)]
     assert (StateMore(SAVE, 0) in told) == is_cancelled
+
+
+@pytest.mark.parametrize(("chunks", "is_aborted"), [(1, True), (2, False)])
+def test_a_state_of_which_all_has_come_is_kept_though_its_sender_is_gone(chunks: int, is_aborted: bool) -> None:
+    """Else the next one begins, the first is told to be on the disk, and nobody waits for the rest of the next."""
+    run, peer = state_begun()
+    for _ in range(chunks):
+        run.core.on_message(run.clock.now, peer, StateChunk(SAVE, bytes(60)))
+    assert (SaveAbort() in run.core.on_closed(run.clock.now, peer, "it closed the connection")) == is_aborted
+    assert (run.core.saving.sender is None) == is_aborted
 
 
 def test_a_sender_that_begins_another_state_ends_the_one_before() -> None:

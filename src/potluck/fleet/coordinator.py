@@ -217,8 +217,10 @@ class Coordinator(CoordinatorState):
     ) -> list[Effect]:
         """`theirs`: what came is no checkpoint, so that its sender goes, and another is asked."""
         self.clock = now
-        if theirs and self.saving.sender is not None:
-            return self.refuse(self.saving.sender, "bad checkpoint", error)
+        sender = self.saving.sender
+        if theirs and sender in self.membership.members:
+            self.saving.sender = None
+            return self.refuse(sender, "bad checkpoint", error)
         return self.saving.on_saved(step, folder, error, size)
 
     def found(self, kept: RunPosition, folder: str) -> None:

@@ -119,9 +119,12 @@ class Saving:
         return SaveChunk(member.peer, chunk.data)
 
     def abort(self) -> list[Effect]:
-        """What has come is of no use; its sender, if it is still there, sends no more of it."""
+        """What has come is of no use; its sender, if it is still there, sends no more of it. Where all has come, the
+        disk is writing it, and says so: a later one that began meanwhile would be taken for it."""
+        if self.sender is None or self._left <= 0:
+            return []
         sender, self.sender = self.sender, None
-        return [SaveAbort(), *self._spare(sender)] if sender is not None else []
+        return [SaveAbort(), *self._spare(sender)]
 
     def _spare(self, sender: int | None) -> list[Effect]:
         """Else the rest of its state would be in the way of the next. Where there is no rest, it would take this for
