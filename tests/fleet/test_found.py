@@ -2,16 +2,21 @@
 
 import math
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from potluck.agree.policy import Cadence
 from potluck.events import Stalled, WentBack
+from potluck.fleet.coordinator import Coordinator
+from potluck.fleet.coordinator_state import Resumed, RunPosition
 from potluck.fleet.description import Description, settings_of
-from potluck.fleet.effects import SaveBegin, Send
+from potluck.fleet.effects import SaveAbort, SaveBegin, Send
+from potluck.fleet.member import Member
+from potluck.fleet.member_effects import Rejoin, SendToHost
 from potluck.fleet.membership import Membership, WorkerPhase
-from potluck.wire.messages import SAVE, SaveDue, StateBegin, StateChunk, StateMore
+from potluck.wire.messages import SAVE, Admitted, Ready, SaveDue, StateBegin, StateChunk, StateMore, Welcome
 from tests.fleet.simulation import simulate
 from tests.fleet.virtual import EPOCHS, PATIENCE_S, ROWS, STEPS, FaultScript, Fleet, described
 from tests.fleet.virtual.process import Receive
@@ -115,6 +120,16 @@ def test_a_state_that_cannot_be_kept_is_cancelled_only_while_it_is_coming(chunks
     assert (StateMore(SAVE, 0) in told) == is_cancelled
 
 
+@pytest.mark.parametrize(("chunks", "is_aborted"), [(1, True), (2, False)])
+def test_a_state_of_which_all_has_come_is_kept_though_its_sender_is_gone(chunks: int, is_aborted: bool) -> None:
+    """Else the next one begins, the first is told to be on the disk, and nobody waits for the rest of the next."""
+    run, peer = state_begun()
+    for _ in range(chunks):
+        run.core.on_message(run.clock.now, peer, StateChunk(SAVE, bytes(60)))
+    assert (SaveAbort() in run.core.on_closed(run.clock.now, peer, "it closed the connection")) == is_aborted
+    assert (run.core.saving.sender is None) == is_aborted
+
+
 def test_a_sender_that_begins_another_state_ends_the_one_before() -> None:
     run, peer = state_begun()
     run.core.on_message(run.clock.now, peer, StateChunk(SAVE, bytes(60)))
@@ -176,6 +191,42 @@ def test_no_speed_is_learned_from_nothing(slices: int, busy_s: float) -> None:
     member = Membership().add(0.0, 1, "w0", "cpu", plain=False)
     member.measure(slices, busy_s)
     assert member.speed is None
+
+
+@pytest.mark.parametrize(("seconds", "times"), [(1.0, 1), (1.2 * PATIENCE_S, 2)])
+def test_a_window_is_not_computed_again_that_a_newcomer_is_about_to_have(seconds: float, times: int) -> None:
+    """It has been sent a whole state, and the average since; who held the weights lost its connection, and comes back
+    with those of the window before. A newcomer that takes longer than patience comes again: its own are of no use."""
+    described = replace(WINDOWED, rows_limit=20 * ROWS)
+    faults = FaultScript().cut("w0", at_step=5, phase="sent")
+    faults.stall("newcomer", at_step=0, phase="catching up", seconds=seconds)
+    run = Fleet(workers=1, faults=faults, description=described, epochs=20)
+    recorded = list[int]()
+    run.on_record = lambda record: recorded.append(record.step)
+    run.add("newcomer", at_s=0.45, description=described)
+    run.finish()
+    assert faults.fired == ["stall newcomer", "cut w0"] and recorded.count(5) == times
+    assert not run.core.refused["drifted"] and run.workers["newcomer"].has_finished
+
+
+def test_a_worker_whose_window_is_over_other_rows_than_the_runs_gets_its_weights_anew() -> None:
+    """The run went back while it was away, and the next window of that number is told by nobody yet: the host does not
+    know its digest."""
+    member, welcome = Member(), Welcome(0, 1000, "")
+    member.version = 5
+    member.present(welcome, "", "a digest", rows_seen=3 * ROWS, is_same=True)
+    found = member.hear(0.0, Admitted(5, 0, RunPosition(5, 2, 16, 2 * ROWS + 16).position()))
+    assert Rejoin() in found and not member.is_settled
+    assert SendToHost(Ready("", 5, "", 1)) in member.present(welcome, "", "a digest", rows_seen=3 * ROWS, is_same=True)
+
+
+@pytest.mark.parametrize(("rows_seen", "is_kept"), [(2 * ROWS, True), (2 * ROWS + 16, False)])
+def test_a_checkpoint_of_a_lost_step_is_not_that_of_the_one_that_has_its_number_now(
+    rows_seen: int, is_kept: bool
+) -> None:
+    core = Coordinator(patience_s=1.0, secret="", resumed=Resumed(standing=RunPosition(5, 2, 0, 2 * ROWS)))
+    core.found(RunPosition(5, *divmod(rows_seen, ROWS), rows_seen), "a folder")
+    assert core.saving.is_last_kept == is_kept
 
 
 @pytest.mark.parametrize(

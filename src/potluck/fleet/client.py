@@ -144,7 +144,11 @@ class Client:
     # Connecting
 
     def connect(self, *, again: bool = False) -> Welcome:
-        """Joins, or joins again after a loss."""
+        """Joins, or joins again: after a loss, or where this worker wants to be asked anew what it holds."""
+        if (before := self._session) is not None:
+            before.close()
+            with self._change:  # else what it has read would be taken for the next one's
+                self._change.wait_for(lambda: before.lost is not None, self.patience_s)
         pipe, self.welcome = self._door.connect(self.patience_s, again=again)
         pipe.give_up_link(self.patience_s)
         with self._change:

@@ -91,8 +91,8 @@ class Host:
         self._restored: int | None = None
         if coordinator.description is not None:
             self._describe(coordinator.description)
-        if disk.newest is not None and coordinator.standing.step:
-            coordinator.found(disk.newest, "a folder")
+        if disk.standing is not None and coordinator.standing.step:
+            coordinator.found(disk.standing, "a folder")
         self._tick()
 
     def accept(self, line: Line) -> None:
@@ -259,10 +259,8 @@ class Host:
     def _restore(self, now: float) -> None:
         self.fleet.restores += 1
         assert self.fleet.restores < 100, "the run is restored again and again"
-        newest = self._restored = self.disk.newest
-        standing = (self.journal.standing(newest) or self.disk.standing) if newest is not None else None
-        self.journal.rewind(standing.step if standing is not None else 0)
-        self.act(self.core.restored(now, standing))
+        self._restored = self.disk.newest
+        self.act(self.core.restored(now, self.journal.go_back(self.disk.standing)))
 
     def _send_checkpoint(self, line: Line, transfer: int) -> None:
         step = self._restored

@@ -56,6 +56,7 @@ class Watch:
             self._look_at_burden(member)
             if member.applied == worker.state.step:
                 self._look_at_weights(worker, agreed)
+                self._look_at_place(worker)
             if member.nodes and is_host_awake and isinstance(worker.waits, Receive):
                 is_told = not _knows_nothing(worker, worker.line)
                 assert is_told, f"{worker} does not know of {member.nodes}: {run.describe()}"
@@ -78,6 +79,12 @@ class Watch:
         self._seen[worker.name] = now
         assert other.weights == worker.weights, f"{other} and {worker} differ"
         assert worker.is_windowed or self._run.is_undisturbed(worker), f"{worker} has not the weights of one machine"
+
+    def _look_at_place(self, worker: Worker) -> None:
+        """Who has the run's weights has those of its rows, and no others."""
+        standing, state = self._run.standing(), worker.state
+        seen = state.epoch * ROWS + state.row
+        assert state.step != standing.step or seen == standing.rows_seen, f"{worker} is not at {standing}"
 
     def _look_at_burden(self, member: WorkerRecord) -> None:
         """Nothing is given to one that hangs since an earlier step while another is there who does not."""

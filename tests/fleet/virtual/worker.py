@@ -216,7 +216,9 @@ class Worker(Client):
         before, self._told = self._told, digest_of(self.state.weights)
         described, is_same = self.description.to_json(), before == self._told
         assert self.welcome is not None
-        yield from self._do(self.member.present(self.welcome, described, self._told, is_same=is_same))
+        seen = self.state.epoch * ROWS + self.state.row
+        found = self.member.present(self.welcome, described, self._told, rows_seen=seen, is_same=is_same)
+        yield from self._do(found)
 
     # Steps
 
