@@ -18,7 +18,7 @@ from tests.fleet.virtual.clock import VirtualClock
 from tests.fleet.virtual.disk import Disk
 from tests.fleet.virtual.faults import FaultScript
 from tests.fleet.virtual.host import Host
-from tests.fleet.virtual.line import Line
+from tests.fleet.virtual.line import Line, Payload
 from tests.fleet.virtual.plain import PlainPeer
 from tests.fleet.virtual.toy import BATCH, EPOCHS, PATIENCE_S, ROWS, SECRET, Floats, State, undisturbed
 from tests.fleet.virtual.worker import Worker
@@ -49,6 +49,10 @@ class Fleet:
         """Called when the journal has it."""
         self.on_parting: Callable[[Line, str], None] = lambda line, why: None
         """Called when the host parts with a peer."""
+        self.on_begin: Callable[[], None] = lambda: None
+        """Called when a step begins, or begins anew."""
+        self.on_payload: Callable[[Payload], None] = lambda payload: None
+        """Called when one comes from a peer that the host has not parted with."""
         self.workers: dict[str, Worker] = {}
         self.plain: list[PlainPeer] = []
         self.restores = 0

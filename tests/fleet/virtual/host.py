@@ -153,6 +153,8 @@ class Host:
             case effects.Finish():
                 self.finish = self.finish or effect
             case _:
+                if isinstance(effect, effects.BeginStep):
+                    self.fleet.on_begin()
                 self.exchange.do(effect)
 
     def _send(self, line: Line | None, effect: effects.Send) -> None:
@@ -203,6 +205,8 @@ class Host:
             return True
         if line.connection.blocks is None:
             self.exchange.send_by_parts(line.connection)
+        if item.slot is None and not line.closing:
+            self.fleet.on_payload(item)
         before, line.connection.held = len(item.gradients), False
         is_poured = _Pourer(line.connection, self.exchange).pour(item)
         line.connection.held = not is_poured

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from potluck.fleet.exchange import ExpectedPayloads, PeerConnection
 from potluck.fleet.mean import Slot
+from potluck.fleet.tree import Node
 from potluck.wire.codec import decode, encode
 from potluck.wire.messages import Heartbeat, Message
 from tests.fleet.virtual.clock import VirtualClock
@@ -22,6 +23,8 @@ class Payload:
     part: int
     gradients: Floats
     cut: bool = False
+    node: Node = (0, 0)
+    """What it is of, for those who look: the host knows what it asked for."""
     slot: Slot | None = None
     expected: ExpectedPayloads | None = None
 

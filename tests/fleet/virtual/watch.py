@@ -1,7 +1,10 @@
 """What must hold after each event of a virtual run, whatever happened; it is found out by no code of the fleet."""
 
+import itertools
 import math
 from collections.abc import Sequence
+
+import numpy as np
 
 from potluck.fleet.effects import StepRecord
 from potluck.fleet.member import MemberPhase
@@ -9,9 +12,9 @@ from potluck.fleet.membership import WorkerRecord
 from potluck.fleet.stragglers import LONG
 from potluck.fleet.tree import Node
 from tests.fleet.virtual.fleet import Fleet
-from tests.fleet.virtual.line import Line
+from tests.fleet.virtual.line import Line, Payload
 from tests.fleet.virtual.process import Receive
-from tests.fleet.virtual.toy import ROWS, SLICES, loss_of
+from tests.fleet.virtual.toy import CHUNK, ROWS, SLICES, UNIT, Floats, loss_of
 from tests.fleet.virtual.worker import Worker
 
 IDLE_TIMES = 3
@@ -30,6 +33,8 @@ class Watch:
         """By peer, what those owed who hang."""
         self._hung: set[int] = set()
         """The peers that hung before what has just happened."""
+        self._came: dict[tuple[int, Node], list[Floats]] = {}
+        """By part and node, what has come of the step under way; twice, where a lost worker's was handed to another."""
         self._idle_since = self._waiting_since = run.clock.now
         self._waiting_in = 0
         """The step in which somebody waits."""
@@ -37,6 +42,8 @@ class Watch:
         self.events = 0
         run.on_record = self._on_record
         run.on_parting = self._on_parting
+        run.on_begin = self._came.clear
+        run.on_payload = self._on_payload
         run.clock.after_each = self._look
 
     # After each event
@@ -139,6 +146,7 @@ class Watch:
             losses = [loss_of(record.epoch, start, end) for start, end, _ in record.ranges]
             is_close = math.isclose(record.loss, math.fsum(losses) / record.rows, rel_tol=1e-6, abs_tol=1e-9)
             assert is_close, f"what was told of step {record.step} is of other rows"
+            self._look_at_mean(record)
         before = self._records.get(record.step - 1)
         place = (
             (before.epoch * ROWS + before.row + before.rows) if before is not None else record.rows_seen - record.rows
@@ -146,6 +154,24 @@ class Watch:
         assert record.epoch * ROWS + record.row == place, f"{record} does not follow {before}"
         assert record.rows_seen == place + record.rows
         self._records[record.step] = record
+
+    def _on_payload(self, payload: Payload) -> None:
+        if np.isfinite(payload.gradients).all():
+            self._came.setdefault((payload.part, payload.node), []).append(payload.gradients.copy())
+
+    def _look_at_mean(self, record: StepRecord) -> None:
+        """A window's mean is that of what came of each of its slices, once. Chunks of a lost worker's may be in it:
+        those of the worker that computes the slice again are passed over then."""
+        mean = self._run.host.exchange.mean
+        assert mean is not None
+        for part, result in enumerate(mean.results):
+            came = [self._came.get((part, (number, number + 1)), []) for number in range(len(record.ranges))]
+            for at in range(0, len(result), CHUNK):
+                chunks = [[values[at : at + CHUNK] for values in found if len(values) > at] for found in came]
+                sums = (np.sum(found, axis=0) for found in itertools.product(*chunks))
+                wanted = (total / np.float32(record.rows * UNIT) for total in sums)
+                is_mean = any(np.allclose(result[at : at + CHUNK], found, rtol=1e-4, atol=1e-6) for found in wanted)
+                assert is_mean, f"part {part} of window {record.step} is not the mean of what came"
 
     def _on_parting(self, line: Line, why: str) -> None:
         """Nobody is given up for a silence of the host's own: of its bytes, none came for a long time."""
