@@ -18,7 +18,6 @@ from potluck.save.checkpoint import CheckpointConfig
 from potluck.sharding.strategy import FullShard, HybridShard, ShardGradOp, ShardingStrategy
 from tests.fleet.faults import at
 from tests.fleet.fleet import BATCH, EPOCHS, ROWS, STEPS, Fleet, build, die
-from tests.fleet.test_fleet_ranks import but_slow
 from tests.fleet.test_fleet_windows import (
     assert_close,
     check_ledger,
@@ -27,11 +26,12 @@ from tests.fleet.test_fleet_windows import (
 )
 from tests.fleet.test_fleet_windows import judge as judge_that_waits
 from tests.odd import assert_constant
+from tests.quick import first_of
 
 pytestmark = pytest.mark.timeout(90)
 SHORT: dict[str, Any] = {"anchor": 1, "max_anchor": 2, "overlap": True}
 CADENCE = Cadence(**SHORT)
-BY_RANKS = pytest.mark.parametrize("ranks", [1, 2])
+BY_RANKS = pytest.mark.parametrize("ranks", first_of([1, 2]))
 
 
 def judge(fleet: Fleet) -> dict[str, torch.Tensor]:
@@ -151,13 +151,13 @@ def test_saving_and_looking_within_a_window_see_what_was_agreed_on(ranks: int, t
 
 STRATEGIES: dict[str, ShardingStrategy] = {
     "FullShard": FullShard(),
-    "FullShard, uneven": FullShard(weights=(1.0, 3.0)),
     "ShardGradOp": ShardGradOp(),
+    "FullShard, uneven": FullShard(weights=(1.0, 3.0)),
     "HybridShard": HybridShard(intra_node_size=2),
 }
 
 
-@pytest.mark.parametrize("strategy", but_slow(STRATEGIES, ["FullShard", "ShardGradOp"]))
+@pytest.mark.parametrize("strategy", first_of(STRATEGIES, 2))
 def test_a_worker_of_two_ranks_and_one_of_one_rank_are_ahead_together(strategy: str, tmp_path: Path) -> None:
     fleet = Fleet(tmp_path, at_least=2)
     policy = Async(**SHORT) if strategy == "HybridShard" else CADENCE
@@ -184,6 +184,7 @@ def is_long_ahead(place: Path) -> None:
     at("ahead", wait)
 
 
+@pytest.mark.slow
 def test_a_worker_whose_ranks_are_ahead_for_long_is_not_one_that_reads_nothing(tmp_path: Path) -> None:
     """Of shared memory the host sees whether each average is taken, however small it is. Others do the late one's part
     meanwhile, so the means of several windows are kept."""
@@ -242,7 +243,7 @@ def dies_ahead(place: Path) -> None:
     at("ahead", fatal)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", first_of([1, 0]))
 def test_a_rank_that_is_killed_ahead_ends_its_worker_alone_which_joins_again(rank: int, tmp_path: Path) -> None:
     fleet = Fleet(tmp_path, at_least=2)
     options: dict[str, Any] = {"policy": CADENCE, "strategy": FullShard(), "slow_s": 0.1}
