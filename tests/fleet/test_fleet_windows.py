@@ -12,12 +12,9 @@ import torch
 import torch.nn.functional as F
 
 from potluck.agree.policy import Async, Cadence, Outer, Windowed
-from potluck.composition import Wanted, compose
 from potluck.engine.rows import mix
-from potluck.errors import ConfigError
 from potluck.events import CheckpointSaved, Decided, Validated, WorkerCame, WorkerWent
 from potluck.save.checkpoint import CheckpointConfig
-from potluck.sharding.strategy import HybridShard
 from potluck.train.schedule import ScheduleConfig
 from tests.fleet.faults import after_recording, at
 from tests.fleet.fleet import BATCH, EPOCHS, ROWS, STEPS, Fleet, build, die, start_coordinator, wait_until
@@ -321,12 +318,7 @@ def test_a_slow_worker_soon_gets_fewer_rows_in_proportion(tmp_path: Path) -> Non
     assert any(reason.startswith("slow is the slowest, at ") for reason in reasons), reasons
 
 
-# What a host cannot do
-
-
-def test_what_a_host_cannot_do_is_said() -> None:
-    with pytest.raises(ConfigError, match="take them one by one, have nowhere to keep them"):
-        compose(Wanted(policy=Cadence(overlap=True), strategy=HybridShard(intra_node_size=2), has_host=True))
+# What a host refuses
 
 
 def test_another_policy_or_other_settings_are_refused(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Checkpoints for the host's disk: when one is due, who sends it, and what is kept. Pure."""
 
 from potluck.events import CheckpointFailed, CheckpointSaved
-from potluck.fleet.coordinator_state import CoordinatorState
+from potluck.fleet.coordinator_state import CoordinatorState, RunPosition
 from potluck.fleet.digests import Digests
 from potluck.fleet.effects import Effect, Emit, SaveAbort, SaveBegin, SaveChunk, Send
 from potluck.fleet.membership import WorkerRecord
@@ -45,10 +45,12 @@ class Saving:
     def is_under_way(self) -> bool:
         return self.sender is not None or self.due is not None
 
-    def found(self, step: int, folder: str) -> None:
-        """The newest checkpoint on the disk, from before this coordinator was there."""
-        if step <= self._run.standing.step:
-            self.saved = Saved(step, folder, "")
+    def found(self, kept: RunPosition, folder: str) -> None:
+        """The newest checkpoint on the disk, from before this coordinator was there. It may be of a step that a journal
+        has lost, and whose number another has by now."""
+        standing = self._run.standing
+        if kept.step < standing.step or (kept.step, kept.rows_seen) == (standing.step, standing.rows_seen):
+            self.saved = Saved(kept.step, folder, "")
 
     def on_restored(self) -> None:
         """The run has gone back: saves that were due no longer are."""
@@ -117,9 +119,12 @@ class Saving:
         return SaveChunk(member.peer, chunk.data)
 
     def abort(self) -> list[Effect]:
-        """What has come is of no use; its sender, if it is still there, sends no more of it."""
+        """What has come is of no use; its sender, if it is still there, sends no more of it. Where all has come, the
+        disk is writing it, and says so: a later one that began meanwhile would be taken for it."""
+        if self.sender is None or self._left <= 0:
+            return []
         sender, self.sender = self.sender, None
-        return [SaveAbort(), *self._spare(sender)] if sender is not None else []
+        return [SaveAbort(), *self._spare(sender)]
 
     def _spare(self, sender: int | None) -> list[Effect]:
         """Else the rest of its state would be in the way of the next. Where there is no rest, it would take this for
