@@ -27,7 +27,7 @@ class Ending:
         """It goes, and others do at once what it was given since: it may have to stay, while its state is saved."""
         member.leaving = True
         effects = self.rounds.take_away(member) + self.evaluations.give_back(member)
-        effects += self.rounds.abandon_if_deserted() + self.weights.transfers.pass_over_leavers()
+        effects += self.weights.transfers.pass_over_leavers()
         return effects + self._part_with(member, leave)
 
     def _part_with(self, member: WorkerRecord, leave: Leave) -> list[Effect]:
