@@ -40,14 +40,14 @@ def in_legs(folder: str, stops: list[int], optimizer: str, strategy: Any = NoSha
     for turn, stop in enumerate([*stops, None]):
         with potluck.init(POLICY, strategy, step=StepConfig(clip=1.0)) as fleet:
             model, data = make(3)
-            model, _, loader = fleet.prepare(model, OPTIMIZERS[optimizer](model.parameters()), data, batch_size=12)
+            numbered = (*data, torch.arange(ROWS))  # a resumed loader counts what is left, and not the epoch's order
+            model, _, loader = fleet.prepare(model, OPTIMIZERS[optimizer](model.parameters()), numbered, batch_size=12)
             if turn:
                 assert fleet.load(folder)
-            order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(0)).tolist()
             fleet.after_agreement.append(lambda: windows.append([]))
             rows: list[list[int]] = []
-            for x, y in loader:
-                rows.append(order[loader.current.start : loader.current.end] if loader.current.counts else [])
+            for x, y, numbers in loader:
+                rows.append(numbers.tolist() if loader.current.counts else [])
                 fleet.backward(F.mse_loss(model(x), y), samples=len(x))
                 if loader.current.last:
                     windows[-1].append(rows)

@@ -60,7 +60,7 @@ class Moments:
 
     def __init__(self, optimizer: Optimizer, names: dict[int, str], groups: Sequence[Sequence[FlatRun]]) -> None:
         """`names`: by the id of what the optimizer steps, which may be a copy. `groups`: each becomes a flat tensor."""
-        self._state = optimizer.state
+        self._optimizer = optimizer
         self._like = look_at_state(optimizer)
         self._keys = sorted(self._like.keys() - COUNTERS)
         self._counters = sorted(key for key in self._like.keys() & COUNTERS)
@@ -74,6 +74,11 @@ class Moments:
         self.flats = [_flat(each) for each in self._parameters for _ in self._keys]
         self.counts = torch.zeros((1 + len(self._counters)) * sum(map(len, self._parameters)), dtype=torch.float64)
         """Of each parameter: the weight of those who have a state of it, and what they count."""
+
+    @property
+    def _state(self) -> Any:
+        """Loading a state gives an optimizer another."""
+        return self._optimizer.state
 
     def _pieces(self) -> Iterator[tuple[nn.Parameter, str, Tensor]]:
         """Each parameter, what is kept of it, and where that lies in a flat tensor."""
