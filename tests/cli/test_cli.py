@@ -266,6 +266,7 @@ def test_ctrl_c_finishes_the_step_saves_says_where_and_exits_130(place: Path) ->
     assert f"Continuing from step {int(found[1])}." in again.stdout
 
 
+@pytest.mark.slow
 def test_a_script_without_our_launcher_stops_alike(place: Path) -> None:
     text = (ROOT / "examples" / "trainer.py").read_text().replace("epochs=4", "epochs=4000")
     (place / "script.py").write_text(text)
@@ -317,6 +318,7 @@ def test_nobody_leaves_before_the_checkpoint_is_on_the_disk(place: Path) -> None
     assert found and (place / found[1] / "manifest.json").exists()
 
 
+@pytest.mark.slow
 def test_the_first_to_fail_is_named_even_if_another_fails_because_of_it(place: Path) -> None:
     (place / "bad.py").write_text(
         "import os, torch, torch.distributed as dist\n"
@@ -436,6 +438,7 @@ def test_a_worker_that_dies_ends_the_others_within_seconds(place: Path) -> None:
     assert not any(map(is_alive, workers))
 
 
+@pytest.mark.slow
 def test_a_script_that_fails_on_one_worker_has_its_last_words(place: Path) -> None:
     (place / "bad.py").write_text(
         "import potluck, torch\n"
@@ -450,6 +453,7 @@ def test_a_script_that_fails_on_one_worker_has_its_last_words(place: Path) -> No
     assert done.stderr.count("Traceback") == 1
 
 
+@pytest.mark.slow
 def test_no_worker_outlives_a_killed_launcher(place: Path) -> None:
     process = start(place, "train", "tiny.toml", "--set", "fit.epochs=1000")
     wait_until(lambda: len(steps(place / "runs" / "tiny")) >= 1)

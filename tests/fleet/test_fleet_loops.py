@@ -21,6 +21,7 @@ COSINE = partial(CosineAnnealingLR, T_max=STEPS)
 ONE_CYCLE = partial(OneCycleLR, max_lr=0.02, total_steps=STEPS)
 
 
+@pytest.mark.slow
 def test_a_late_joiner_trains_what_is_left_when_the_first_is_killed(tmp_path: Path) -> None:
     """Its own passes are fewer than the run's epochs; its scheduler begins in the middle."""
     fleet = Fleet(tmp_path)
@@ -60,6 +61,7 @@ def test_passes_of_exactly_len_batches_use_each_row_once(tmp_path: Path, policy:
         assert_same(weights, plain_run())
 
 
+@pytest.mark.slow
 def test_a_loop_that_counts_by_itself_is_refused_where_it_would_train_too_much(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path)
     fleet.add("first", slow_s=0.3, epochs=3, steps=3 * STEPS // EPOCHS, counts_itself=True)

@@ -136,6 +136,7 @@ def record_the_largest(place: Path, rank: int) -> None:
     Engine.close = noted  # type: ignore[method-assign]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", first_of([Cadence(**SHORT), Sync()]), ids=["cadence", "sync"])
 def test_no_rank_ever_holds_the_whole_models_change_nor_its_state(policy: ApplyPolicy, tmp_path: Path) -> None:
     fleet = Fleet(tmp_path, at_least=2)
@@ -209,6 +210,7 @@ def test_a_rank_killed_ends_its_node_alone_which_joins_again(what: str, fault: A
     assert (tmp_path / "again.pt").exists()
 
 
+@pytest.mark.slow
 def test_a_node_that_joins_in_mid_run_gets_its_state_from_a_node_and_takes_part(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path)
     fleet.add_node("first", policy=Async(**SHORT), slow_s=0.15, hold_at=3)
@@ -254,6 +256,7 @@ def test_a_run_that_everybody_died_in_goes_on_from_the_checkpoint_of_a_node(tmp_
     fleet.finish()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlap", first_of([False, True]), ids=["", "overlap"])
 def test_nodes_join_a_host_again_that_was_killed(overlap: bool, tmp_path: Path) -> None:
     process, invite = start_coordinator(tmp_path, fault=PHASES_OF_HOST)

@@ -25,7 +25,7 @@ def refusal(worker: Worker) -> str:
     ("other", "said"),
     [
         ({"data_seed": 6}, "Your data have as many rows as this run's, but what is in them is not the same."),
-        ({"lr": 0.02}, "This run has optimizer.lr = 0.01, and you have 0.02."),
+        pytest.param({"lr": 0.02}, "This run has optimizer.lr = 0.01, and you have 0.02.", marks=pytest.mark.slow),
     ],
     ids=["data", "lr"],
 )

@@ -102,7 +102,7 @@ def a_store(kind: str, folder: Path) -> Iterator[tuple[str, dict[str, str], Path
     ("kind", "victim", "die_at", "stands_at"),
     [
         ("file", 0, (3, 1), 2),
-        ("s3", 1, (3, 0), 2),
+        pytest.param("s3", 1, (3, 0), 2, marks=pytest.mark.slow),
         pytest.param("file", 2, (5, 1), 4, marks=pytest.mark.slow),
         pytest.param("file", 1, (0, 2), 0, marks=pytest.mark.slow),
         pytest.param("s3", 0, (3, 1), 2, marks=pytest.mark.slow),
@@ -134,6 +134,7 @@ def test_a_stage_that_is_killed_and_started_again_goes_on_where_its_inputs_lie(
     assert not left
 
 
+@pytest.mark.slow
 def test_another_run_with_the_url_of_one_that_lives_is_refused_and_the_first_does_not_feel_it(tmp_path: Path) -> None:
     stages = DataStore(url=f"file://{tmp_path}/run", micro_batch_size=MICRO, keep_every=2)
     with ExitStack() as stack:

@@ -147,6 +147,7 @@ def strategies(world: int) -> list[ShardingStrategy]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 3])
 def test_every_optimizer_leaves_alone_what_nobody_has_used_and_checkpoints_count_its_steps(
     world: int, tmp_path: Path

@@ -107,6 +107,7 @@ def assert_as_plain(found: nn.Module, scenario: dict[str, Any], what: str) -> No
         )
 
 
+@pytest.mark.slow
 def test_every_strategy_and_stages_clip_and_skip_by_the_norm_of_the_type(tmp_path: Path) -> None:
     told = run_ranks(2, in_a_group, str(tmp_path))[0]
     for name, scenario in SCENARIOS.items():

@@ -292,6 +292,7 @@ FURTHER: list[tuple[int, Any, Any]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setups", [SETUPS, pytest.param(FURTHER, marks=pytest.mark.slow)], ids=["some", "more"])
 def test_a_stage_that_is_split_over_replicas_is_saved_and_loaded_as_any(setups: Any, tmp_path: Path) -> None:
     """One run that changes its workers, its cut and its strategy at every step; embedding and head are one weight."""

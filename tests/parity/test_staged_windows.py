@@ -116,6 +116,7 @@ def test_replicas_of_stages_end_where_replicas_stepped_in_turn_end(
     torch.testing.assert_close(together(told), expected, atol=5e-5, rtol=2e-4)
 
 
+@pytest.mark.slow
 def test_stages_that_are_split_average_their_parts() -> None:
     """Two replicas of two stages of two ranks: eight workers."""
     stages = Stages(protocol=Pipeline(micro_batch_size=4), count=2)

@@ -255,6 +255,7 @@ SETUPS: list[tuple[int, Any, Any]] = [
 ]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_the_whole_models_and_loads_with_another_cut_or_none(tmp_path: Any) -> None:
     """One run that changes its workers, its cut and its strategy at every step."""
     in_a_store = DataStore(url=f"file://{tmp_path}/store", micro_batch_size=MICRO)
