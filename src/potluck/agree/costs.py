@@ -1,8 +1,8 @@
 """What windows cost: the time to agree, and what is learned less from the same rows. Pure.
 
 A window of H batches wastes agree_s / H of each batch's time; and replicas that step by themselves for H batches need
-about LEARNING * sqrt(H) more rows for the same loss, as measured (docs/decisions/0062). Both together are least at one
-H, and where even that is dearer than a step that all take together, all should step together.
+about LEARNING * sqrt(H) more rows for the same loss: a guess from few runs (docs/decisions/0062). Both together are
+least at one H, and where even that is dearer than a step that all take together, all should step together.
 """
 
 import math
@@ -10,7 +10,7 @@ import math
 from potluck.words import plural
 
 LEARNING = 0.036
-"""More rows for the same loss, by the square root of a window's batches: 8 % at 5 of them, 16 % at 20."""
+"""More rows for the same loss, by the square root of a window's batches: 8 % at 5 of them, 16 % at 20. Not measured."""
 STATE = 3
 """A window moves parameters and two moments, where a step moves gradients: so many times the bytes, until measured."""
 SMOOTH = 0.2
