@@ -64,7 +64,7 @@ LIMIT_S = 400.0
 
 
 @dataclass(frozen=True)
-class Lesson:
+class Trial:
     policy: str
     rate: float
     seed: int
@@ -87,41 +87,41 @@ def measure(quick: bool) -> Result | None:
         return None
     rates, seeds = ((3e-3,), (0,)) if quick else ((2e-3, 3e-3, 4e-3), (0, 1, 2))
     names = ("Sync", "Cadence 5", "Auto") if quick else ("Sync", "Cadence 5", "Async 5", "Auto")
-    found = learn_all(lessons(names, rates, seeds, 2 if quick else 4), 1 if quick else 3)
+    found = learn_all(trials(names, rates, seeds, 2 if quick else 4), 1 if quick else 3)
     return Result(compare(found), {"found": told(found)})
 
 
-def lessons(names: Sequence[str], rates: Sequence[float], seeds: Sequence[int], workers: int) -> list[Lesson]:
+def trials(names: Sequence[str], rates: Sequence[float], seeds: Sequence[int], workers: int) -> list[Trial]:
     where = Path(torch.__file__).parent
     size = (*WHOLE, f'data.paths=["{where}"]', "data.limit_bytes=16_000_000") if torch.cuda.is_available() else TINY
-    return [Lesson(name, rate, seed, workers, size) for seed, rate, name in product(seeds, rates, names)]
+    return [Trial(name, rate, seed, workers, size) for seed, rate, name in product(seeds, rates, names)]
 
 
-def learn_all(wanted: Sequence[Lesson], at_once: int) -> dict[Lesson, Learned]:
+def learn_all(wanted: Sequence[Trial], at_once: int) -> dict[Trial, Learned]:
     """So many runs at a time: their times are comparable only if it is one."""
-    found: dict[Lesson, Learned] = {}
+    found: dict[Trial, Learned] = {}
     if torch.cuda.is_available():
         subprocess.run(["nvidia-cuda-mps-control", "-d"], check=False, capture_output=True)
     with ThreadPoolExecutor(at_once) as pool, tempfile.TemporaryDirectory(prefix="bench-") as folder:
-        for lesson, learned in zip(wanted, pool.map(lambda each: learn(each, Path(folder)), wanted), strict=True):
+        for trial, learned in zip(wanted, pool.map(lambda each: learn(each, Path(folder)), wanted), strict=True):
             if learned is None:
                 continue
-            found[lesson] = learned
-            say(f"h200_learning: {lesson.policy}, rate {lesson.rate:g}, seed {lesson.seed}: {learned.loss:.4f}")
+            found[trial] = learned
+            say(f"h200_learning: {trial.policy}, rate {trial.rate:g}, seed {trial.seed}: {learned.loss:.4f}")
             if out := os.environ.get("OUT"):
                 Path(out, "h200_learning.json").write_text(json.dumps(told(found), indent=1))
     return found
 
 
-def learn(lesson: Lesson, folder: Path) -> Learned | None:
-    out = folder / f"{lesson.policy}-{lesson.rate}-{lesson.seed}".replace(" ", "-")
+def learn(trial: Trial, folder: Path) -> Learned | None:
+    out = folder / f"{trial.policy}-{trial.rate}-{trial.seed}".replace(" ", "-")
     settings = (
         *COMMON,
-        *lesson.settings,
-        *(f"policy.{each}" for each in POLICIES[lesson.policy]),
-        f"optimizer.lr={lesson.rate}",
-        f"fit.seed={lesson.seed}",
-        f"workers.count={lesson.workers}",
+        *trial.settings,
+        *(f"policy.{each}" for each in POLICIES[trial.policy]),
+        f"optimizer.lr={trial.rate}",
+        f"fit.seed={trial.seed}",
+        f"workers.count={trial.workers}",
         "workers.threads=1",
     )
     command = [sys.executable, "-c", "import sys; from potluck.cli import main; sys.exit(main())", "train", "demo"]
@@ -130,7 +130,7 @@ def learn(lesson: Lesson, folder: Path) -> Learned | None:
     with (folder / f"{out.name}.log").open("wb") as log:
         ran = subprocess.run(command, stdout=log, stderr=log, env=environment, timeout=LIMIT_S, check=False)
     if ran.returncode:
-        say(f"h200_learning: {lesson.policy} ended with {ran.returncode}: {log.name}")
+        say(f"h200_learning: {trial.policy} ended with {ran.returncode}: {log.name}")
         print(Path(log.name).read_text()[-2000:])
         return None
     events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
@@ -140,19 +140,19 @@ def learn(lesson: Lesson, folder: Path) -> Learned | None:
     return Learned(end["validation_loss"], end["seconds"], tuple((at - start, loss) for at, loss in looks))
 
 
-def best(found: dict[Lesson, Learned], policy: str) -> list[float]:
+def best(found: dict[Trial, Learned], policy: str) -> list[float]:
     """The losses of all seeds at the rate that is best for this policy."""
     by_rate: dict[float, list[float]] = {}
-    for lesson, learned in found.items():
-        if lesson.policy == policy:
-            by_rate.setdefault(lesson.rate, []).append(learned.loss)
+    for trial, learned in found.items():
+        if trial.policy == policy:
+            by_rate.setdefault(trial.rate, []).append(learned.loss)
     return min(by_rate.values(), key=mean, default=[])
 
 
-def compare(found: dict[Lesson, Learned]) -> list[Comparison]:
+def compare(found: dict[Trial, Learned]) -> list[Comparison]:
     sync = best(found, "Sync")
-    names = dict.fromkeys(lesson.policy for lesson in found if lesson.policy != "Sync")
-    workers = next((lesson.workers for lesson in found), 0)
+    names = dict.fromkeys(trial.policy for trial in found if trial.policy != "Sync")
+    workers = next((trial.workers for trial in found), 0)
     return [
         Comparison(
             what=f"validation loss after the same samples, {workers} workers, each at its best rate: {name} / Sync",
@@ -166,18 +166,18 @@ def compare(found: dict[Lesson, Learned]) -> list[Comparison]:
     ]
 
 
-def told(found: dict[Lesson, Learned]) -> list[dict[str, object]]:
+def told(found: dict[Trial, Learned]) -> list[dict[str, object]]:
     return [
         {
-            "policy": lesson.policy,
-            "rate": lesson.rate,
-            "seed": lesson.seed,
-            "workers": lesson.workers,
+            "policy": trial.policy,
+            "rate": trial.rate,
+            "seed": trial.seed,
+            "workers": trial.workers,
             "loss": learned.loss,
             "seconds": learned.seconds,
             "curve": learned.curve,
         }
-        for lesson, learned in found.items()
+        for trial, learned in found.items()
     ]
 
 
@@ -190,7 +190,7 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=3)
     asked = parser.parse_args()
     started = time.monotonic()
-    found = learn_all(lessons(asked.policies, asked.rates, asked.seeds, asked.workers), asked.at_once)
+    found = learn_all(trials(asked.policies, asked.rates, asked.seeds, asked.workers), asked.at_once)
     for each in compare(found):
         print(f"{each.what}: {each.ratio:.3f} ({each.median_ours:.4f} against {each.median_bare:.4f})")
     print(f"{time.monotonic() - started:.0f} s")

@@ -81,8 +81,11 @@ class WindowPlan:
     """Batches of the slowest replica; 0: all step together."""
     reason: str
     """Why it is so, as a sentence."""
-    together: bool = False
-    """It is one step, of the mean gradient over all rows."""
+
+    @property
+    def together(self) -> bool:
+        """It is one step, of the mean gradient over all rows."""
+        return self.anchor == 0
 
     def stretch(self, batch_rows: int, batch: int) -> float:
         """By how much a replica's steps of `batch_rows` have to be longer for the mean to move as far as Sync does,
@@ -144,11 +147,9 @@ class WindowPlanner:
         """One step of all replicas, over `rows` rows that are shared by speed. `is_first`: for the run's start."""
         speeds = self.elche.speeds
         parts = share_out(rows, [speed or max(speeds) for speed in speeds])
-        why = f"In the first {self.policy.together:.0%} of the run all agree in every step"
-        if not is_first:
-            why = self._why
-        reason = f"{why}: {_list(parts)} rows."
-        return replace(self._decision(parts, [0] * len(parts), None, reason), anchor=0, together=True)
+        at_first = f"In the first {self.policy.together:.0%} of the run all agree in every step"
+        reason = f"{at_first if is_first else self._why}: {_list(parts)} rows."
+        return replace(self._decision(parts, [0] * len(parts), None, reason), anchor=0)
 
     def is_best_together(self) -> bool:
         """Whether all should step together, now that the run is past its start."""

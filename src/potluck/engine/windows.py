@@ -84,7 +84,7 @@ class Windows:
         self._node_is_over = False
         self._moments: Moments | None = None
         self._stretch = 1.0
-        self._was_together = False
+        """Of this replica's own steps, in the window that is open."""
         run.standing_of.append(self._standing)
         run.on_stand.append(self._stand)
 
@@ -148,17 +148,15 @@ class Windows:
             decision, self._taken = self._pool.take_in_pairs(decision, rows_left)
         else:
             self._taken = [self._pool.take(a + b) for a, b in zip(decision.rows, decision.spare, strict=True)]
+        if self._decision is not None and self._decision.together != is_together:
+            self._sync_s = 0.0  # what a step costs says nothing of a window's end
         self._decision = decision
         self._emit_decision(decision)
         self._window, self._window_started = WindowTotals(), time.perf_counter()
         self._all_done = None
         if self._may_step_together:  # elsewhere it steps with those who hold the same stage, and no others
             self._run.prepared().step_with(self._run.link if is_together else nodes.within)
-        if self._was_together != is_together:  # what a step costs says nothing of a window's end
-            self._sync_s, self._was_together = 0.0, is_together
-        if is_together:
-            self._stretch = 1.0
-        else:
+        if not is_together:
             self._delta.begin()
             is_stretched = self._moments is not None and self._moments.are_divided_by
             self._stretch = decision.stretch(own_rows, loader.batch.size) if is_stretched else 1.0
@@ -228,7 +226,7 @@ class Windows:
             return None
         assert decision is not None
         if decision.together:
-            return self._step_together(decision)
+            return self._step_together()
         nodes, rows = self.nodes, before.rows + self._batch_rows
         tells_end = nodes.size > 1 and nodes.within.rank == 0 and self._sees_end(decision, before.batches + 1, rows)
         done, own_samples, step_decision = end_batch(run, self._layers, nodes.within, is_over=tells_end)
@@ -254,7 +252,7 @@ class Windows:
         limit = self._run.caller.rows_limit
         return self._may_step_together and limit is not None and self._run.rows_seen < self._policy.together * limit
 
-    def _step_together(self, decision: WindowPlan) -> StepDone | StepSkipped:
+    def _step_together(self) -> StepDone | StepSkipped:
         """A window that is one step: of the mean gradient of all replicas, as under Sync."""
         run, replica = self._run, self._run.prepared()
         replica.unseal()
@@ -308,7 +306,7 @@ class Windows:
     def _end_without_rows(self, loader: SliceLoader) -> None:
         assert self._decision is not None
         if self._decision.together:
-            self._step_together(self._decision)
+            self._step_together()
         else:
             self._end_window(loader)
 
