@@ -143,7 +143,10 @@ class WindowPlanner:
     def decide_together(self, rows: int, *, is_first: bool = True) -> WindowPlan:
         """One step of all replicas, over `rows` rows that are shared by speed. `is_first`: for the run's start."""
         speeds = self.elche.speeds
-        parts = share_out(rows, [speed or max(speeds) for speed in speeds])
+        return self.together(share_out(rows, [speed or max(speeds) for speed in speeds]), is_first=is_first)
+
+    def together(self, parts: list[int], *, is_first: bool) -> WindowPlan:
+        """One step of all replicas, of which each has so many rows."""
         why = f"In the first {self.policy.together:.0%} of the run all agree in every step"
         if not is_first:
             why = self._why

@@ -4,7 +4,7 @@ what each worker changed. What travels passes through start(), and nowhere else.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from potluck.fleet.description import Part
 from potluck.link.link import Link, Pending
 from potluck.sharding.blocks import find_blocks
 from potluck.sharding.runs import FlatRun
+
+if TYPE_CHECKING:
+    from potluck.engine.node_parts import NodeParts
 
 
 class Mean(Protocol):
@@ -103,6 +106,8 @@ class HostMean:
     """A host forms it, part by part, from what its workers send."""
 
     of_changes = True
+    collected: "NodeParts | None" = None
+    """How parts are put together, where several ranks hold the replica."""
 
     def __init__(
         self, send: Callable[[int, Tensor], None], clear: Callable[[], None], allocate: Allocate | None = None
@@ -141,7 +146,7 @@ class HostMean:
     def arriving(self, flats: Sequence[FlatBuffer]) -> Iterator[Tensor]:
         means, _ = self._told
         for flat, mean in zip(flats, means, strict=False):
-            yield mean.to(flat.sum.device)
+            yield mean[: len(flat.sum)].to(flat.sum.device)  # norms of gradients may come with it
 
     def finish_buffers(self, buffers: SavedBuffers) -> None:
         if len(buffers):

@@ -40,6 +40,8 @@ class NodeParts:
         self._link = link
         self._parts = list(parts)
         self._before_next = before_next
+        self.keeps_each = before_next is None
+        """Whether each part has memory of its own, where it stays until it is put together again."""
         self._norms_on = norms_on
         told = [json.loads(data) for data in link.gather_bytes(json.dumps(own).encode())]
         self._held: list[list[list[Stretch]]] = [list(ranks) for ranks in zip(*told, strict=True)]

@@ -88,9 +88,10 @@ class State:
         self.step += 1
         self.row += rows
 
-    def agree(self, mean: Floats, rows: int) -> None:
-        """After a window: the momentum is each worker's own."""
+    def agree(self, mean: Floats, rows: int, *, is_momentum_shared: bool = False) -> None:
+        """After a window. The momentum is each worker's own, or becomes the same for all."""
         self.weights = self.weights - mean
+        self.momentum = mean.copy() if is_momentum_shared else self.momentum
         self.step += 1
         self.row += rows
 
@@ -110,6 +111,12 @@ class State:
 def undisturbed(step: int = STEPS) -> bytes:
     """The weights of one machine after so many steps. The tree is summed as it is defined, by no code of the fleet."""
     return _undisturbed(step).weights.tobytes()
+
+
+def rows_after(step: int) -> int:
+    """How many rows so many steps have."""
+    state = _undisturbed(step)
+    return state.epoch * ROWS + state.row
 
 
 @functools.cache

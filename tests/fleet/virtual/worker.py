@@ -20,6 +20,7 @@ from tests.fleet.virtual.line import Lost, Payload
 from tests.fleet.virtual.process import Ended, Life, Receive, Sleep
 from tests.fleet.virtual.task import Task
 from tests.fleet.virtual.toy import (
+    BATCH,
     CHUNK,
     PARTS,
     ROWS,
@@ -31,6 +32,7 @@ from tests.fleet.virtual.toy import (
     digest_of,
     fresh_weights,
     loss_of,
+    rows_after,
     validation_of,
 )
 
@@ -79,6 +81,15 @@ class Worker(Client):
     @property
     def is_windowed(self) -> bool:
         return self.description.windowed is not None
+
+    @property
+    def is_like_sync(self) -> bool:
+        """Whether all steps that its weights are of were taken together."""
+        policy, step = self.description.windowed, self.state.step
+        if policy is None or not step:
+            return policy is None
+        share = policy.together * self.description.rows_limit
+        return self.description.batch == BATCH and rows_after(step - 1) < share
 
     @property
     def weights(self) -> bytes:
@@ -293,7 +304,11 @@ class Worker(Client):
         ahead, self._ahead, self._own = self._ahead, None, None
         assert self.member.is_ahead == (ahead is not None), f"{self} has not done ahead what it should"
         sends = self.member.agree(committed)
-        (self.state.agree if self.is_windowed else self.state.apply)(np.concatenate(parts), committed.rows)
+        mean, policy = np.concatenate(parts), self.description.windowed
+        if policy is None or json.loads(committed.workers).get("together"):
+            self.state.apply(mean, committed.rows)
+        else:
+            self.state.agree(mean, committed.rows, is_momentum_shared=policy.moments)
         assert self.state.step == committed.step, f"{self.name} missed a step before {committed.step}"
         self.state.weights = self.update(self.state.weights)
         if self.fleet.faults.take(self.name, "applying", committed.step):

@@ -1,0 +1,161 @@
+"""Cadence and Async that begin as Sync under a host: one phase after the other, whoever comes and goes."""
+
+import copy
+import math
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from potluck.agree.policy import Async, Cadence, Windowed
+from potluck.engine.rows import mix
+from potluck.events import Decided, WorkerCame
+from tests.fleet.faults import at
+from tests.fleet.fleet import BATCH, EPOCHS, ROWS, STEPS, Fleet, build, die, wait_until
+from tests.fleet.test_fleet_windows import SHORT, assert_close, rows_of
+
+pytestmark = pytest.mark.timeout(60)
+
+FIRST = 0.3
+"""Of 424 rows: four batches of 32."""
+ALL_FIRST = math.ceil(FIRST * EPOCHS * ROWS / BATCH)
+
+
+def kinds(fleet: Fleet) -> dict[int, bool]:
+    """By step: whether all took it together."""
+    return {event.version + 1: event.anchor == 0 for event in fleet.events if isinstance(event, Decided)}
+
+
+def judge(fleet: Fleet) -> dict[str, torch.Tensor]:
+    """One process and no Potluck: a step along the gradient of all rows, where it was taken together; else each
+    recorded range by a replica of its own, and their mean by rows."""
+    torch.set_num_threads(1)
+    model, _, (x, y) = build(bare=True)
+    workers = {row["rank"] for record in fleet.records for row in record.workers}
+    replicas = {who: copy.deepcopy(model) for who in workers}
+    own = {who: torch.optim.AdamW(each.parameters(), lr=0.01, weight_decay=0.1) for who, each in replicas.items()}
+
+    def step(who: int, rows: torch.Tensor) -> None:
+        own[who].zero_grad()
+        F.cross_entropy(replicas[who](x[rows]), y[rows]).backward()
+        own[who].step()
+
+    for record in fleet.records:
+        order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(mix(1, record.epoch)))
+        if kinds(fleet)[record.step]:
+            for who in workers:
+                step(who, order[record.row : record.row + record.rows])
+            continue
+        size = -(-BATCH // len(record.workers))
+        before = copy.deepcopy(replicas[min(workers)].state_dict())
+        mean = {name: torch.zeros_like(tensor) for name, tensor in before.items()}
+        for start, end, who in record.ranges:
+            replicas[who].load_state_dict(before)
+            for rows in torch.tensor_split(order[start:end], -(-(end - start) // size)):
+                step(who, rows)
+            for name, tensor in replicas[who].state_dict().items():
+                mean[name] += tensor * ((end - start) / record.rows)
+        for replica in replicas.values():
+            replica.load_state_dict(mean)
+    assert sum(record.rows for record in fleet.records) == EPOCHS * ROWS
+    return replicas[min(workers)].state_dict()
+
+
+@pytest.mark.parametrize(
+    ("policy", "count", "options"),
+    [
+        (Cadence(**SHORT, together=FIRST), 1, {}),
+        (Cadence(**SHORT, together=FIRST), 3, {"shared": True}),
+        (Cadence(**SHORT, together=FIRST, overlap=True), 2, {}),
+        (Async(**SHORT, together=FIRST), 2, {}),
+        (Cadence(**SHORT, together=1.0), 2, {"shared": True}),
+    ],
+    ids=["one", "cadence", "overlap", "async", "sync"],
+)
+def test_the_first_share_is_sync_and_the_rest_windows(
+    policy: Windowed, count: int, options: dict[str, Any], tmp_path: Path
+) -> None:
+    fleet = Fleet(tmp_path, at_least=count)
+    for number in range(count):
+        fleet.add(f"w{number}", policy=policy, bare=True, **options)
+    weights = fleet.finish()  # the same on all of them, and each row used once
+    found = list(kinds(fleet).values())
+    assert found == sorted(found, reverse=True) and sum(found) == (ALL_FIRST if policy.together < 1 else STEPS)
+    if not policy.overlap:
+        assert_close(weights, judge(fleet))
+    decided = [event for event in fleet.events if isinstance(event, Decided)]
+    share = f"{policy.together:.0%}"
+    assert decided[0].reason.startswith(f"In the first {share} of the run all agree in every step: ")
+    assert all(rows_of(fleet, f"w{number}") for number in range(count))
+    assert fleet.server.core.refused.total() == 0
+    assert fleet.server.core.steps_done == STEPS
+
+
+def test_a_node_takes_part_in_both(tmp_path: Path) -> None:
+    policy = Cadence(**SHORT, together=FIRST)
+    fleet = Fleet(tmp_path, at_least=2)
+    fleet.add_node("node", policy=policy, bare=True)
+    fleet.add("whole", policy=policy, bare=True)
+    assert_close(fleet.finish(), judge(fleet))
+    assert sum(kinds(fleet).values()) == ALL_FIRST and fleet.server.core.refused.total() == 0
+
+
+def killed_at(place: Path, step: int) -> None:
+    """Some of the parts of its gradient, or of what it changed, have left."""
+
+    def fatal(now: int, worker: Any, part: int, gradients: Any) -> None:
+        if now == step and part == 1:
+            worker.client.flush()
+            die(place, f"step{step}")
+
+    at("part", fatal)
+
+
+def killed_in_a_step(place: Path) -> None:
+    killed_at(place, 2)
+
+
+def killed_in_a_window(place: Path) -> None:
+    killed_at(place, 2 * ALL_FIRST + 2)
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])
+def test_whoever_is_lost_or_comes_in_either_phase_all_agree(overlap: bool, tmp_path: Path) -> None:
+    """Buffers, dropout and parameters that nobody uses too."""
+    policy = Cadence(**SHORT, together=FIRST, overlap=overlap)
+    options: dict[str, Any] = {"policy": policy, "epochs": 2 * EPOCHS, "steps": 2 * STEPS}
+    fleet = Fleet(tmp_path, at_least=3)
+    victims = [fleet.add("first", killed_in_a_step, **options), fleet.add("second", killed_in_a_window, **options)]
+    fleet.add("stays", **options, slow_s=0.15, hold_at=3)
+    fleet.wait_for_step(2)
+    fleet.add("newcomer", **options, slow_s=0.1)
+    fleet.let_in("newcomer")
+    fleet.wait_for_step(2 * ALL_FIRST + 1)
+    wait_until(lambda: victims[1].process.exitcode is not None)
+    fleet.add("late", **options)
+    fleet.finish(epochs=2 * EPOCHS)
+    assert (tmp_path / "fired-step2").exists() and (tmp_path / f"fired-step{2 * ALL_FIRST + 2}").exists()
+    assert all(victim.process.exitcode == -signal.SIGKILL for victim in victims)
+    came = {event.name: event.step for event in fleet.events if isinstance(event, WorkerCame)}
+    assert 2 <= came["newcomer"] <= 2 * ALL_FIRST < came["late"], came
+    assert any(rows_of(fleet, "newcomer")) and any(rows_of(fleet, "late"))
+    found = kinds(fleet)
+    assert found[2] and not found[2 * ALL_FIRST + 2] and fleet.server.core.refused.total() == 0
+
+
+def test_the_bits_of_the_first_share_do_not_depend_on_who_is_there(tmp_path: Path) -> None:
+    policy = Cadence(**SHORT, together=1.0)
+    found = []
+    for number in (1, 3):
+        place = tmp_path / str(number)
+        place.mkdir()
+        fleet = Fleet(place, at_least=number)
+        for worker in range(number):
+            fleet.add(f"w{worker}", killed_in_a_step if worker == 1 else None, policy=policy)
+        found.append(fleet.finish())
+        assert (place / "fired-step2").exists() == (number == 3)
+    for name, tensor in found[0].items():
+        assert torch.equal(tensor.view(-1).view(torch.uint8), found[1][name].view(-1).view(torch.uint8)), name
