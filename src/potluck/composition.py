@@ -227,11 +227,6 @@ def _under_host(wanted: Wanted) -> Composition:
             " stages need each other. Start them with potluck run or potluck train; workers that have no connection"
             ' meet in a store, with stages.protocol.kind = "datastore".'
         )
-    if not isinstance(policy, Sync) and policy.moments:
-        raise ConfigError(
-            f"{type(policy).__name__} with moments is for workers that reach each other over a group. Under a host use"
-            " Sync, or Cadence without moments."
-        )
     ranks = ranks_per_worker(strategy, wanted.world)
     if ranks > MOST_RANKS:
         raise ConfigError(

@@ -85,11 +85,15 @@ class WindowPlan:
     """It is one step, of the mean gradient over all rows."""
 
     def stretch(self, batch_rows: int, batch: int) -> float:
-        """By how much a replica's steps of `batch_rows` have to be longer for the mean to move as far as Sync does,
-        where a step's length is divided by its noise, and noise is most of a gradient."""
-        whole = sum(self.rows)
-        steps = sum(rows * rows / batch_rows for rows in self.rows) / whole if whole else 0.0
-        return max(1.0, whole / batch * math.sqrt(batch / batch_rows) / steps) if steps else 1.0
+        return stretch_of(self.rows, batch_rows, batch)
+
+
+def stretch_of(parts: Sequence[int], batch_rows: int, batch: int) -> float:
+    """By how much replicas' steps of `batch_rows` have to be longer for the mean to move as far as Sync does, where a
+    step's length is divided by its noise, and noise is most of a gradient. `parts`: each replica's rows of a window."""
+    whole = sum(parts)
+    steps = sum(rows * rows / batch_rows for rows in parts) / whole if whole else 0.0
+    return max(1.0, whole / batch * math.sqrt(batch / batch_rows) / steps) if steps else 1.0
 
 
 class WindowPlanner:

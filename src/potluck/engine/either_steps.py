@@ -4,7 +4,6 @@ Each piece of work says which it is; what all agreed on says so too, for a worke
 over one replica, and one of them has it at a time: the other has forgotten what it computed and did not agree on.
 """
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 
@@ -16,6 +15,7 @@ from potluck.engine.slice_steps import SliceSteps
 from potluck.engine.window_steps import WindowSteps
 from potluck.events import StepSkipped
 from potluck.fleet.description import Part
+from potluck.fleet.member import is_together
 from potluck.fleet.tree import Node
 from potluck.wire.messages import Committed, Work
 
@@ -27,6 +27,7 @@ class EitherSteps:
     def __init__(self, together: SliceSteps, alone: WindowSteps) -> None:
         self._together = together
         self._alone = alone
+        together.sums.buffers_at = len(alone.parts) - 1
         self._now: SliceSteps | WindowSteps = together
 
     @property
@@ -65,8 +66,7 @@ class EitherSteps:
         self._alone.count_rows(rows)
 
     def agree(self, committed: Committed, means: list[Tensor]) -> StepDecision:
-        is_together = bool(json.loads(committed.workers).get("together"))
-        return self._turn_to(is_together=is_together).agree(committed, means)
+        return self._turn_to(is_together=is_together(committed)).agree(committed, means)
 
     def send_ahead(self, *, is_wanted: bool) -> None:
         self._now.send_ahead(is_wanted=is_wanted)

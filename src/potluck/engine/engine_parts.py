@@ -79,10 +79,17 @@ def under_host(run: RunState, client: "Client | NodeClient") -> EngineParts:
         room = sender.make_room(replica.model) if composed.split is None else None
         if window is None:
             return make_steps(replica, sender, room, None)
-        mean = HostMean(sender.send, sender.begin, room)
+        mean = HostMean(sender.send, sender.begin, room, has_moments=window.moments)
         if composed.split is not None:
             norms_on = replica.device if has_both else None
-            mean = NodeMean(sender.send, sender.begin, client, goes_ahead=window.overlap, norms_on=norms_on)  # type: ignore[arg-type]
+            mean = NodeMean(
+                sender.send,
+                sender.begin,
+                client,  # type: ignore[arg-type]
+                goes_ahead=window.overlap,
+                has_moments=window.moments,
+                norms_on=norms_on,
+            )
         alone = WindowSteps(run, layers, driver, sender, mean)
         return EitherSteps(make_steps(replica, sender, room, mean), alone) if has_both else alone
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from potluck.engine.buckets import Allocate
 from potluck.engine.buffers import SavedBuffers
 from potluck.engine.flats import FlatBuffer, pack
+from potluck.engine.host_moments import HostMoments
 from potluck.engine.replica import Replica
 from potluck.engine.slices import check_float32, plan_parts
 from potluck.fleet.description import Part
@@ -110,9 +111,19 @@ class HostMean:
     """How parts are put together, where several ranks hold the replica."""
 
     def __init__(
-        self, send: Callable[[int, Tensor], None], clear: Callable[[], None], allocate: Allocate | None = None
+        self,
+        send: Callable[[int, Tensor], None],
+        clear: Callable[[], None],
+        allocate: Allocate | None = None,
+        *,
+        has_moments: bool = False,
     ) -> None:
-        """`send(part, numbers)`; `clear()`: until what was sent has left. `allocate`: for tensors that it prefers."""
+        """`send(part, numbers)`; `clear()`: until what was sent has left. `allocate`: for tensors that it prefers.
+
+        `has_moments`: what the optimizer keeps travels too.
+        """
+        self._has_moments = has_moments
+        self.moments: HostMoments | None = None
         self._send = send
         self.clear = clear
         self._allocate = allocate or _zeros
@@ -122,11 +133,18 @@ class HostMean:
     def lay_out(self, replica: Replica, buffers: SavedBuffers) -> list[FlatBuffer]:
         model = replica.model
         planned = plan_parts(model, find_blocks(model))
-        self.described = tuple(part for part, _ in planned) + buffers.parts
+        parts = tuple(part for part, _ in planned)
         held = replica.held()
         names = {id(parameter): name for name, parameter in model.named_parameters()}
-        runs: list[list[FlatRun]] = [[run for each in of for run in held[names[id(each)]]] for _, of in planned]
+        groups = [[held[names[id(each)]] for each in of] for _, of in planned]
+        runs: list[list[FlatRun]] = [[run for own in group for run in own] for group in groups]
         check_float32([run.parameter for each in runs for run in each])
+        if self._has_moments:
+            optimizer, known, within = replica.optimizer, replica.outer.names, replica.within
+            self.moments = HostMoments(optimizer, known, groups, within, self._allocate)
+            parts += self.moments.describe(parts)
+        self.described = parts + buffers.parts
+        self._moments_at = len(planned)
         return [FlatBuffer(each, self._allocate) for each in runs]
 
     def beside(self) -> AbstractContextManager[object]:
@@ -136,6 +154,8 @@ class HostMean:
         self._send(index, numbers)
 
     def start_buffers(self, buffers: SavedBuffers, before: list[Tensor], weight: float) -> None:
+        if self.moments is not None:
+            self.moments.send(weight, lambda number, numbers: self.start(self._moments_at + number, numbers))
         if len(buffers):
             self._send(len(self.described) - 1, buffers.for_host(before, weight)[0])
 
@@ -147,6 +167,11 @@ class HostMean:
         means, _ = self._told
         for flat, mean in zip(flats, means, strict=False):
             yield mean[: len(flat.sum)].to(flat.sum.device)  # norms of gradients may come with it
+
+    def finish_moments(self) -> None:
+        """The mean of what all optimizers keep becomes every worker's."""
+        if self.moments is not None:
+            self.moments.receive(self._told[0][self._moments_at :])
 
     def finish_buffers(self, buffers: SavedBuffers) -> None:
         if len(buffers):

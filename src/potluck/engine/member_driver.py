@@ -20,7 +20,7 @@ from potluck.errors import Diverged
 from potluck.fleet import member_effects as effects
 from potluck.fleet.client import Client, ConnectionLost, Means
 from potluck.fleet.file_stream import FileStreamReceiver, most_bytes, stream_chunks, stream_header
-from potluck.fleet.member import Member
+from potluck.fleet.member import Member, is_together
 from potluck.fleet.member_effects import MemberEffect
 from potluck.fleet.phases import enter_phase
 from potluck.link.link import Link
@@ -180,7 +180,10 @@ class MemberDriver:
                     case effects.Compute():
                         return None
                     case effects.Apply():
-                        means = self.client.take_means(effect.committed.step)
+                        assert self.client.description is not None
+                        moments = self.client.description.moments
+                        without = moments if moments and is_together(effect.committed) else frozenset[int]()
+                        means = self.client.take_means(effect.committed.step, without)
                         return (effect.committed, means) if means is not None else None
                     case _:
                         self._do([effect])

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from potluck.engine.buckets import split_like
+from potluck.engine.buckets import Allocate, split_like
 from potluck.link.link import Link, Pending
 from potluck.sharding.runs import COUNTERS, FlatRun
 
@@ -39,9 +39,15 @@ def look_at_state(optimizer: Optimizer) -> dict[str, Any]:
 class Moments:
     """Of some parameters, in flat tensors: one for each thing that is kept of them, and one for what is counted."""
 
-    def __init__(self, optimizer: Optimizer, names: dict[int, str], groups: Sequence[Sequence[FlatRun]]) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        names: dict[int, str],
+        groups: Sequence[Sequence[FlatRun]],
+        allocate: Allocate | None = None,
+    ) -> None:
         """`names`: by the id of what the optimizer steps, which may be a copy. `groups`: each becomes a flat tensor."""
-        self._state = optimizer.state
+        self._optimizer = optimizer
         self._like = look_at_state(optimizer)
         self._keys = sorted(key for key, value in self._like.items() if key not in COUNTERS and _has_shape(value))
         self._counters = sorted(key for key in self._like.keys() & COUNTERS)
@@ -52,8 +58,18 @@ class Moments:
         ]
         self.are_divided_by = not SECOND.isdisjoint(self._like)
         """Whether a gradient that is noisier makes a shorter step."""
-        self.flats = [_flat(each) for each in self._parameters for _ in self._keys]
+        self.flats = [_flat(each, allocate) for each in self._parameters for _ in self._keys]
         self.counts = torch.zeros(len(self._counters) * sum(map(len, self._parameters)), dtype=torch.float64)
+
+    @property
+    def _state(self) -> Any:
+        """Loading a state gives an optimizer another."""
+        return self._optimizer.state
+
+    @property
+    def keys(self) -> int:
+        """How many things are kept of each number."""
+        return len(self._keys)
 
     def _pieces(self) -> Iterator[tuple[nn.Parameter, str, Tensor]]:
         """Each parameter, what is kept of it, and where that lies in a flat tensor."""
@@ -78,22 +94,31 @@ class Moments:
                 piece.zero_()
             else:
                 piece.copy_(kept.view_as(piece)).mul_(weight)
-        counted = [
-            weight * float(self._state.get(p, {}).get(key, 0.0)) for p in self._stepped() for key in self._counters
-        ]
-        self.counts.copy_(torch.tensor(counted, dtype=torch.float64))
+        self.counts.copy_(torch.tensor([weight * count for count in self._count()], dtype=torch.float64))
+
+    def _count(self) -> list[float]:
+        return [self._counter(p, key) for p in self._stepped() for key in self._counters]
+
+    def _counter(self, parameter: nn.Parameter, key: str) -> float:
+        return float(self._state.get(parameter, {}).get(key, 0.0))
+
+    def _counted(self) -> dict[int, dict[str, float]]:
+        """What `counts` says, by the id of what is stepped."""
+        counts = iter(self.counts.tolist())
+        return {id(p): {key: next(counts) for key in self._counters} for p in self._stepped()}
 
     @torch.no_grad()
     def take(self) -> None:
         """What now lies in the flat tensors is every replica's."""
-        counts = iter(self.counts.tolist())
-        counted = {id(p): {key: next(counts) for key in self._counters} for p in self._stepped()}
+        counted = self._counted()
         fresh: dict[int, dict[str, Any]] = {}
         for parameter, key, piece in self._pieces():
             kept = self._state.get(parameter)
+            if key in SECOND:  # a codec that rounds may have made a small one negative, and steps divide by its root
+                piece.clamp_(min=0.0)
             if kept:
                 kept[key].view_as(piece).copy_(piece)
-            elif any(counted[id(parameter)].values()):
+            elif any(counted[id(parameter)].values()) or (not self._counters and piece.any()):
                 fresh.setdefault(id(parameter), {})[key] = piece.to(parameter, copy=True).view_as(parameter)
         for parameter in self._stepped():
             for key, value in counted[id(parameter)].items():
@@ -112,8 +137,10 @@ def _has_shape(value: Any) -> bool:
     return isinstance(value, Tensor) and value.shape == (2,) and value.is_floating_point()
 
 
-def _flat(parameters: Sequence[tuple[nn.Parameter, nn.Parameter]]) -> Tensor:
+def _flat(parameters: Sequence[tuple[nn.Parameter, nn.Parameter]], allocate: Allocate | None) -> Tensor:
     first = parameters[0][1]
+    if allocate is not None:
+        return allocate(sum(own.numel() for _, own in parameters), first)
     dtype = torch.float32 if first.dtype in (torch.float16, torch.bfloat16) else first.dtype
     return torch.zeros(sum(own.numel() for _, own in parameters), dtype=dtype, device=first.device)
 

@@ -22,21 +22,23 @@ class NodeMean(HostMean):
         client: NodeClient,
         *,
         goes_ahead: bool,
+        has_moments: bool = False,
         norms_on: torch.device | None = None,
     ) -> None:
         """`goes_ahead`: the ranks compute while parts leave and their means come. `norms_on`: where gradients travel
         in the same parts, whose norms come with them."""
-        super().__init__(send, clear)
+        super().__init__(send, clear, has_moments=has_moments)
         self._client = client
         self._goes_ahead = goes_ahead
         self._norms_on = norms_on
 
     def lay_out(self, replica: Replica, buffers: SavedBuffers) -> list[FlatBuffer]:
         flats = super().lay_out(replica, buffers)
-        held = [flat.runs for flat in flats]
-        described = self.described[: len(flats)]
+        each = self.moments.keys if self.moments is not None else 0
+        held = [flat.runs for flat in flats] + [flat.runs for flat in flats for _ in range(each)]
+        described, wholes = self.described[: len(held)], self.described[len(held) :]
         self.collected = self._client.collect_parts(
-            described, held, buffers.parts, self._norms_on, goes_ahead=self._goes_ahead
+            described, held, wholes, self._norms_on, goes_ahead=self._goes_ahead
         )
         return flats
 

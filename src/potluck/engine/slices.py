@@ -188,6 +188,8 @@ class SliceSums:
         self._link = link
         self._send = send
         self._buffers = SavedBuffers(model)
+        self.buffers_at = len(gradients.parts)
+        """Which part they are: others may lie between, which travel with windows alone."""
         gradients.on_part = self._on_part
         self._next = 0
         """The part that is completed next."""
@@ -241,7 +243,7 @@ class SliceSums:
         self._gradients.finish()
         if self.is_last_slice:
             for change in self._changes_done:
-                self._send(len(self._gradients.parts), change)
+                self._send(self.buffers_at, change)
             self._buffers.put(self._before)  # as the weights: not yet of this step
 
     def load(self, means: Sequence[Tensor], used: bytes) -> float:

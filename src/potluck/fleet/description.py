@@ -14,6 +14,10 @@ from potluck.wire.words import clean_all
 
 BUFFERS = 255
 """The component that carries what a step changed in the model's buffers, such as running statistics."""
+COUNTS = 254
+"""The component that carries what an optimizer counts for each parameter, with a window alone."""
+MOMENTS = 1 << 24
+"""Blocks from this number on carry what an optimizer keeps of some parameters' numbers, with a window alone."""
 BAD_BUFFERS = "comes with a change of the model's buffers that is not finite"
 """Why a payload of buffers is refused: a gradient is not to blame for it, and may be fine."""
 MAX_FLOATS = (1 << 30) - 1024
@@ -52,6 +56,16 @@ class Part:
     @property
     def floats(self) -> int:
         return sum(self.sizes)
+
+    @property
+    def is_moments(self) -> bool:
+        """Whether it is of an optimizer's, and travels with windows alone."""
+        return self.component == COUNTS or (self.block or 0) >= MOMENTS
+
+    @property
+    def is_of_parameters(self) -> bool:
+        """Whether it has as many numbers as some parameters, and each rank of a worker those that it holds of them."""
+        return self.component not in (BUFFERS, COUNTS)
 
     @property
     def key(self) -> tuple[str, int]:
@@ -104,6 +118,11 @@ class Description:
     def steps_at(self, epoch: int, row: int) -> int:
         """How many batches of the run are done at this place, the last maybe in part."""
         return epoch * -(-self.rows // self.batch) + -(-row // self.batch)
+
+    @property
+    def moments(self) -> frozenset[int]:
+        """Which parts travel with windows alone, and not in a step that all take together."""
+        return frozenset(index for index, part in enumerate(self.parts) if part.is_moments)
 
     @property
     def floats(self) -> int:

@@ -75,7 +75,7 @@ class StepDispatcher:
         several = any(len(nodes) > 1 for nodes in plan.nodes)
         # A plain peer sends its parts in another order than ours, so that all of them must be able to wait.
         count = 1 if any(m.plain for m in working) else sum(map(len, plan.nodes))
-        effects: list[Effect] = [BeginStep(self.now.step, self.now.slices, count, several)]
+        effects: list[Effect] = [BeginStep(self.now.step, self.now.slices, count, several, self.now.batch > 0)]
         if plan.decision is not None:
             effects.append(self._planner.tell(plan.decision))
         effects += self._give_all(self.now, working) if told is None else self._take_up(self.now, working)

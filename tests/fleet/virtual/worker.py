@@ -11,7 +11,7 @@ import numpy as np
 from potluck.fleet import member_effects as effects
 from potluck.fleet.description import Description
 from potluck.fleet.ledger import Range
-from potluck.fleet.member import Member, MemberPhase
+from potluck.fleet.member import Member, MemberPhase, is_together
 from potluck.fleet.tree import Node
 from potluck.wire.messages import Applied, Committed, SliceReport, Work
 from tests.fleet.virtual.client import Client
@@ -305,7 +305,7 @@ class Worker(Client):
         assert self.member.is_ahead == (ahead is not None), f"{self} has not done ahead what it should"
         sends = self.member.agree(committed)
         mean, policy = np.concatenate(parts), self.description.windowed
-        if policy is None or json.loads(committed.workers).get("together"):
+        if policy is None or is_together(committed):
             self.state.apply(mean, committed.rows)
         else:
             self.state.agree(mean, committed.rows, is_momentum_shared=policy.moments)
