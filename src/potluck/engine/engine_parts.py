@@ -51,6 +51,7 @@ def under_host(run: RunState, client: "Client | NodeClient") -> EngineParts:
     from potluck.engine.host_lifecycle import HostLifecycle
     from potluck.engine.host_rounds import HostRounds
     from potluck.engine.means import HostMean
+    from potluck.engine.moments import are_averaged
     from potluck.engine.node_mean import NodeMean
     from potluck.engine.slice_steps import SliceSteps
     from potluck.engine.slices import Gradients, WholeGradients
@@ -79,7 +80,8 @@ def under_host(run: RunState, client: "Client | NodeClient") -> EngineParts:
         room = sender.make_room(replica.model) if composed.split is None else None
         if window is None:
             return make_steps(replica, sender, room, None)
-        mean = HostMean(sender.send, sender.begin, room, has_moments=window.moments)
+        has_moments = are_averaged(window.moments, replica.optimizer, run.notice)
+        mean = HostMean(sender.send, sender.begin, room, has_moments=has_moments)
         if composed.split is not None:
             norms_on = replica.device if has_both else None
             mean = NodeMean(
@@ -87,7 +89,7 @@ def under_host(run: RunState, client: "Client | NodeClient") -> EngineParts:
                 sender.begin,
                 client,  # type: ignore[arg-type]
                 goes_ahead=window.overlap,
-                has_moments=window.moments,
+                has_moments=has_moments,
                 norms_on=norms_on,
             )
         alone = WindowSteps(run, layers, driver, sender, mean)

@@ -4,10 +4,10 @@ One part for each of the parameters' parts and each thing that is kept of a numb
 a parameter. Values travel, by samples; their mean is every worker's.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from potluck.engine.buckets import Allocate
@@ -33,40 +33,39 @@ class HostMoments(Moments):
         self._owners = [[next(stepped) for _ in runs] for group in groups for runs in group]
         """Of each parameter, what the optimizer steps of it here."""
         self._within = within
-        self.counts = torch.zeros(len(self._counters) * len(self._owners), dtype=torch.float64)
+        self.counts = torch.zeros((1 + len(self._counters)) * len(self._owners), dtype=torch.float64)
         self._sent = torch.zeros(len(self.counts))
 
     def describe(self, parts: Sequence[Part]) -> tuple[Part, ...]:
         """`parts`: the parameters'."""
         sizes = [part.sizes for part in parts for _ in range(self.keys)]
         of_numbers = tuple(Part(MOMENTS + number, None, own) for number, own in enumerate(sizes))
-        return of_numbers + ((Part(None, COUNTS, (len(self.counts),)),) if len(self.counts) else ())
+        return (*of_numbers, Part(None, COUNTS, (len(self.counts),)))
 
     def send(self, weight: float, start: Callable[[int, Tensor], None]) -> None:
         """`start(number, numbers)`: of each part, in order."""
         self.fill(weight)
         self._sent.copy_(self.counts)
-        for number, numbers in enumerate([*self.flats, *([self._sent] if len(self.counts) else [])]):
+        for number, numbers in enumerate([*self.flats, self._sent]):
             start(number, numbers)
 
     def receive(self, means: Sequence[Tensor]) -> None:
         """The mean of each part becomes what this worker keeps."""
         for flat, mean in zip(self.flats, means, strict=False):
             flat.copy_(mean[: len(flat)])
-        if len(self.counts):
-            self.counts.copy_(means[len(self.flats)])
+        self.counts.copy_(means[len(self.flats)])
         self.take()
 
-    def _count(self) -> list[float]:
+    def _count(self) -> list[list[float]]:
         """Of each parameter, on any rank that holds some of it."""
-        mine = [
-            max((self._counter(each, key) for each in own), default=0.0)
-            for own in self._owners
-            for key in self._counters
+        nothing = [0.0] * (1 + len(self._counters))
+        rows = [
+            [max(column) for column in zip(nothing, *map(self._counts_of, own), strict=True)] for own in self._owners
         ]
-        return [max(column) for column in zip(*self._within.gather_rows(mine), strict=True)] if mine else []
+        told = self._within.gather_rows([number for row in rows for number in row])
+        found = [max(column) for column in zip(*told, strict=True)]
+        return [found[at : at + len(nothing)] for at in range(0, len(found), len(nothing))]
 
-    def _counted(self) -> dict[int, dict[str, float]]:
-        counts = iter(self.counts.tolist())
-        told = [{key: next(counts) for key in self._counters} for _ in self._owners]
-        return {id(each): counted for own, counted in zip(self._owners, told, strict=True) for each in own}
+    def _counted(self) -> Iterator[tuple[nn.Parameter, list[float]]]:
+        rows = self.counts.view(-1, 1 + len(self._counters)).tolist()
+        return ((each, row) for own, row in zip(self._owners, rows, strict=True) for each in own)

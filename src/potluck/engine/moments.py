@@ -6,7 +6,7 @@ replica has no state of yet counts as zeros, and is begun with the mean.
 
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,11 +21,11 @@ SECOND = {"exp_avg_sq", "square_avg", "exp_inf", "sum"}
 """What optimizers divide a step by: with one of them, a gradient that is noisier makes a shorter step."""
 
 
-def look_at_state(optimizer: Optimizer) -> dict[str, Any]:
-    """What it keeps of a parameter once it has stepped it: a copy of it steps a parameter of two numbers."""
+def look_at_state(optimizer: Optimizer, shape: tuple[int, ...] = (2,)) -> dict[str, Any]:
+    """What it keeps of a parameter once it has stepped it: a copy of it steps a small one of this shape."""
     group = optimizer.param_groups[0]
     device = group["params"][0].device if group["params"] else torch.device("cpu")
-    probe = nn.Parameter(torch.zeros(2, device=device))
+    probe = nn.Parameter(torch.zeros(shape, device=device))
     probe.grad = torch.ones_like(probe)
     twin = copy.copy(optimizer)
     twin.state = defaultdict(dict)
@@ -34,6 +34,34 @@ def look_at_state(optimizer: Optimizer) -> dict[str, Any]:
     with torch.enable_grad():
         twin.step()
     return dict(twin.state[probe])
+
+
+def can_average(optimizer: Optimizer) -> bool:
+    """Whether it keeps the same of every parameter, a number for each of its numbers, or one for all that is counted.
+
+    Adafactor does not: of a matrix it keeps rows and columns. What fails of itself, as Muon does with vectors, says
+    nothing of the others.
+    """
+    found = []
+    for shape in ((2,), (2, 3)):
+        try:
+            state = look_at_state(optimizer, shape)
+        except Exception:
+            continue
+        kept = {key: value for key, value in state.items() if key not in COUNTERS}
+        if not all(isinstance(value, Tensor) and value.shape == shape for value in kept.values()):
+            return False
+        found.append(state.keys())
+    return bool(found) and all(keys == found[0] for keys in found)
+
+
+def are_averaged(wanted: bool, optimizer: Optimizer, notice: Callable[[str], None]) -> bool:
+    """Whether they are, where that is wanted; a person hears if they cannot be."""
+    if wanted and not can_average(optimizer):
+        name = type(optimizer).__name__
+        notice(f"What {name} keeps of a parameter has no mean, so policy.moments has no effect here.")
+        return False
+    return wanted
 
 
 class Moments:
@@ -49,7 +77,7 @@ class Moments:
         """`names`: by the id of what the optimizer steps, which may be a copy. `groups`: each becomes a flat tensor."""
         self._optimizer = optimizer
         self._like = look_at_state(optimizer)
-        self._keys = sorted(key for key, value in self._like.items() if key not in COUNTERS and _has_shape(value))
+        self._keys = sorted(self._like.keys() - COUNTERS)
         self._counters = sorted(key for key in self._like.keys() & COUNTERS)
         stepped = {names[id(each)]: each for group in optimizer.param_groups for each in group["params"]}
         self._parameters = [
@@ -59,7 +87,8 @@ class Moments:
         self.are_divided_by = not SECOND.isdisjoint(self._like)
         """Whether a gradient that is noisier makes a shorter step."""
         self.flats = [_flat(each, allocate) for each in self._parameters for _ in self._keys]
-        self.counts = torch.zeros(len(self._counters) * sum(map(len, self._parameters)), dtype=torch.float64)
+        self.counts = torch.zeros((1 + len(self._counters)) * sum(map(len, self._parameters)), dtype=torch.float64)
+        """Of each parameter: the weight of those who have a state of it, and what they count."""
 
     @property
     def _state(self) -> Any:
@@ -94,47 +123,46 @@ class Moments:
                 piece.zero_()
             else:
                 piece.copy_(kept.view_as(piece)).mul_(weight)
-        self.counts.copy_(torch.tensor([weight * count for count in self._count()], dtype=torch.float64))
+        self.counts.copy_(weight * torch.tensor(self._count(), dtype=torch.float64).reshape(-1))
 
-    def _count(self) -> list[float]:
-        return [self._counter(p, key) for p in self._stepped() for key in self._counters]
+    def _count(self) -> list[list[float]]:
+        """One row for each parameter of `counts`."""
+        return [self._counts_of(parameter) for parameter in self._stepped()]
 
-    def _counter(self, parameter: nn.Parameter, key: str) -> float:
-        return float(self._state.get(parameter, {}).get(key, 0.0))
+    def _counts_of(self, parameter: nn.Parameter) -> list[float]:
+        kept = self._state.get(parameter, {})
+        return [float(bool(kept)), *(float(kept.get(key, 0.0)) for key in self._counters)]
 
-    def _counted(self) -> dict[int, dict[str, float]]:
-        """What `counts` says, by the id of what is stepped."""
-        counts = iter(self.counts.tolist())
-        return {id(p): {key: next(counts) for key in self._counters} for p in self._stepped()}
+    def _counted(self) -> Iterator[tuple[nn.Parameter, list[float]]]:
+        """What is stepped, each with its row."""
+        return zip(self._stepped(), self.counts.view(-1, 1 + len(self._counters)).tolist(), strict=True)
 
     @torch.no_grad()
     def take(self) -> None:
         """What now lies in the flat tensors is every replica's."""
-        counted = self._counted()
-        fresh: dict[int, dict[str, Any]] = {}
+        counted: dict[int, dict[str, float]] = {}
+        for parameter, (having, *counts) in self._counted():
+            if having:
+                means = (count / having for count in counts)
+                counted[id(parameter)] = dict(zip(self._counters, means, strict=True))
+        begun: dict[int, dict[str, Any]] = {}
         for parameter, key, piece in self._pieces():
             kept = self._state.get(parameter)
             if key in SECOND:  # a codec that rounds may have made a small one negative, and steps divide by its root
                 piece.clamp_(min=0.0)
             if kept:
                 kept[key].view_as(piece).copy_(piece)
-            elif any(counted[id(parameter)].values()) or (not self._counters and piece.any()):
-                fresh.setdefault(id(parameter), {})[key] = piece.to(parameter, copy=True).view_as(parameter)
+            elif id(parameter) in counted:
+                begun.setdefault(id(parameter), {})[key] = piece.to(parameter, copy=True).view_as(parameter)
         for parameter in self._stepped():
-            for key, value in counted[id(parameter)].items():
-                begun = fresh.get(id(parameter))
-                kept = begun if begun is not None else self._state.get(parameter)
-                if kept:
-                    kept[key] = _like(kept.get(key, self._like[key]), round(value) if key == "step" else value)
-            if id(parameter) in fresh:
-                self._state[parameter] = fresh[id(parameter)]
+            kept = self._state.get(parameter) or begun.get(id(parameter), {})
+            for key, value in counted.get(id(parameter), {}).items():
+                kept[key] = _like(kept.get(key, self._like[key]), round(value) if key == "step" else value)
+            if kept:
+                self._state[parameter] = kept
 
     def _stepped(self) -> Iterator[nn.Parameter]:
         return (stepped for parameters in self._parameters for stepped, _ in parameters)
-
-
-def _has_shape(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.shape == (2,) and value.is_floating_point()
 
 
 def _flat(parameters: Sequence[tuple[nn.Parameter, nn.Parameter]], allocate: Allocate | None) -> Tensor:

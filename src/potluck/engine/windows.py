@@ -22,7 +22,7 @@ from potluck.engine.layers import Layers
 from potluck.engine.loader import BatchConfig, Loader, MicroBatch, SliceLoader, even_batches, plan_step
 from potluck.engine.local_steps import backward, end_batch, is_batch_done, step_alone
 from potluck.engine.means import LinkMean
-from potluck.engine.moments import Moments
+from potluck.engine.moments import Moments, are_averaged
 from potluck.engine.replica import Replica
 from potluck.engine.rounds import Collate, check_same_data
 from potluck.engine.rows import mix
@@ -94,7 +94,7 @@ class Windows:
         policy, nodes = self._policy, self.nodes
         mean = LinkMean(nodes.across)
         self._delta = WindowDelta(replica, mean, policy.outer, overlap=policy.overlap, within=nodes.within)
-        if policy.moments:
+        if are_averaged(policy.moments, replica.optimizer, self._run.notice):
             self._moments = Moments(replica.optimizer, replica.outer.names, self._delta.runs)
         if self._may_step_together:
             replica.prepare_sums()
@@ -285,6 +285,7 @@ class Windows:
             run.skipped_in_a_row = 0
             run.set_lr(run.rows_seen)
             replica.apply(found.scale)
+            self._delta.follow()
             replica.average_buffers(tally.samples / found.samples)
             event = run.step_done(found, run.lr, busy_s + wait_s, worker_steps(reports, busy_s + wait_s))
         else:

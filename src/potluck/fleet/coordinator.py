@@ -217,10 +217,9 @@ class Coordinator(CoordinatorState):
     ) -> list[Effect]:
         """`theirs`: what came is no checkpoint, so that its sender goes, and another is asked."""
         self.clock = now
-        sender = self.saving.sender
-        if theirs and sender in self.membership.members:
-            self.saving.sender = None
-            return self.refuse(sender, "bad checkpoint", error)
+        if theirs and self.saving.sender is not None:
+            self.saving.is_writing = False
+            return self.refuse(self.saving.sender, "bad checkpoint", error)
         return self.saving.on_saved(step, folder, error, size)
 
     def found(self, kept: RunPosition, folder: str) -> None:

@@ -81,8 +81,6 @@ class StepUnderWay(StepPlan):
     reports: dict[int, Slice] = field(default_factory=dict)
     computed_by: dict[int, int] = field(default_factory=dict)
     """slice -> worker id, once its payload is wholly in the sums."""
-    orphans: list[Node] = field(default_factory=list)
-    """Nodes that nobody has: there was no worker to take them."""
     bad: dict[int, str] = field(default_factory=dict)
     """slice -> who computed it badly."""
     granted: set[int] = field(default_factory=set)
@@ -146,7 +144,8 @@ class StepPlanner:
             return None
         windows = self._planner(policy, working)
         is_first = standing.rows_seen + under_way < policy.together * run.rows_limit
-        # Where a window was begun here, or anywhere before this host was started again, optimizers may have moved.
+        # In a window that is begun again, or was before this host was started, optimizers may have moved; and after one
+        # they hold the same only where they are averaged.
         is_alike = after is None and self._alike_at == standing.step
         if is_first or (is_alike and windows.is_best_together()):
             return self._plan_together(working, rows_left, is_first=is_first) if after is None else None
@@ -236,7 +235,8 @@ class StepPlanner:
         here: the next is handed out before this one is applied."""
         assert under.decision is not None
         (self._measure_step if under.decision.together else self._measure_window)(under)
-        self._alike_at = under.step
+        if under.decision.together or self._run.described.moments:
+            self._alike_at = under.step
         self._worked, self._committed_at, self._applying_s = under.workers, self._run.clock, 0.0
         self._drift = max(self._divergence.values(), default=0.0)
         self._divergence = {}

@@ -173,13 +173,6 @@ class StepDispatcher:
             effects.append(Send(member.peer, ShardAssignment(under.step, start, end)))
         return effects + self._scale()
 
-    def give_orphans(self) -> list[Effect]:
-        """Hands out nodes that nobody could take until now."""
-        if self.now is None or not self.now.orphans:
-            return []
-        orphans, self.now.orphans = self.now.orphans, []
-        return self.hand_out(orphans)
-
     def hand_out(self, nodes: list[Node], avoid: int | None = None) -> list[Effect]:
         """Nodes that have lost their worker, to the others, within the same step."""
         under, holders = self.now, self._run.membership.holders
@@ -190,9 +183,8 @@ class StepDispatcher:
         if not able and self._run.ahead is not None and any(m.since > under.step for m in holders):
             self._run.skip_ahead()  # they have applied what was being computed again
             return self.begin_anew()
-        if not able:
-            under.orphans += nodes
-            return self.abandon_if_deserted()
+        if not able:  # all leave who could: a newcomer gets the weights as they are
+            return self.abandon()
         slices = slices_of(nodes)
         quotas = decide_quotas(len(slices), [m.speed for m in able], None)
         effects: list[Effect] = [Widen(under.step)]

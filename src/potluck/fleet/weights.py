@@ -169,7 +169,6 @@ class Weights:
         self.run.membership.admit(member)
         self.alone_since = None
         effects: list[Effect] = [self.run.came(member)]
-        effects += self.rounds.give_orphans()
         effects += self.rounds.start() + self.saving.ask()
         for other, theirs in self._take_waiting():
             effects += self._place(other, theirs)

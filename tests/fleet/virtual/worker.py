@@ -262,8 +262,12 @@ class Worker(Client):
         self.send(report)
         if work.batch:
             yield from self._check_weights(in_step=True)
-        sums = task.sums(lambda number: self.fleet.faults.take(self.name, "gradient", work.step, number) is not None)
-        for part in range(len(PARTS)):
+        has_momentum = bool(self.description.moments)
+        faults = self.fleet.faults
+        sums = task.sums(
+            lambda number: faults.take(self.name, "gradient", work.step, number) is not None, has_momentum=has_momentum
+        )
+        for part in range(len(sums[0])):
             if not work.batch:
                 yield from self._backward(work, part, started)
             yield from self._send_part(work.step, part, task.nodes, [total[part] for total in sums])
@@ -298,17 +302,18 @@ class Worker(Client):
 
     def _commit(self, committed: Committed) -> Life:
         yield from self._at("committed", self.state.step)
-        if (parts := self.take_means(committed.step)) is None:
+        is_step = not self.is_windowed or is_together(committed)
+        count = len(PARTS) if is_step else len(self.description.parts)
+        if (parts := self.take_means(committed.step, count)) is None:
             return
         yield from self._check_weights(in_step=True)
         ahead, self._ahead, self._own = self._ahead, None, None
         assert self.member.is_ahead == (ahead is not None), f"{self} has not done ahead what it should"
         sends = self.member.agree(committed)
-        mean, policy = np.concatenate(parts), self.description.windowed
-        if policy is None or is_together(committed):
-            self.state.apply(mean, committed.rows)
-        else:
-            self.state.agree(mean, committed.rows, is_momentum_shared=policy.moments)
+        mean = np.concatenate(parts[: len(PARTS)])
+        (self.state.apply if is_step else self.state.agree)(mean, committed.rows)
+        if len(parts) > len(PARTS):
+            self.state.momentum = parts[-1].copy()
         assert self.state.step == committed.step, f"{self.name} missed a step before {committed.step}"
         self.state.weights = self.update(self.state.weights)
         if self.fleet.faults.take(self.name, "applying", committed.step):
