@@ -42,8 +42,10 @@ def simulate(seed: int, policy: str, told: Counter[str]) -> Fleet:
         kind = {"cadence": Cadence, "async": Async, "auto": Auto}[policy]
         drawn: dict[str, Any] = {"anchor": draw.choice([1, 2]), "max_anchor": draw.choice([2, 4, 200])}
         # Of its own, so that a run in which nobody steps together is the one that its seed has always been.
-        drawn |= {"together": random.Random(f"together {policy} {seed}").choice([0.0, 0.0, 0.0, 0.2, 0.5, 1.0])}
+        other = random.Random(f"together {policy} {seed}")
+        drawn |= {"together": other.choice([0.0, 0.0, 0.0, 0.2, 0.5, 1.0])}
         drawn |= {"overlap": draw.random() < 0.5} if policy != "auto" else {}
+        drawn |= {"moments": other.random() < 0.3} if not drawn.get("overlap", True) else {}
         settings, batch = settings_of(kind(**drawn)), draw.choice([8, BATCH])
     habits = {
         "save_every": draw.choice([0, 0, 1, 2, 3]),

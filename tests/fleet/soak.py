@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from potluck.agree.policy import Async, Cadence, Sync
+from potluck.agree.policy import Async, Auto, Cadence, Sync
 from potluck.engine.rows import mix
 from potluck.events import Decided, Event
 from potluck.fleet.journal import Journal
@@ -82,7 +82,8 @@ class Schedule:
         kinds = {
             "sync": Sync(),
             "cadence": Cadence(anchor=1, max_anchor=draw.choice([1, 2, 4])),
-            "async": Async(anchor=1, max_anchor=2),
+            "async": Async(anchor=1, max_anchor=2, together=draw.choice([0.0, 0.3]), moments=draw.random() < 0.3),
+            "auto": Auto(together=draw.choice([0.0, 0.2])),
         }
         self.options: dict[str, Any] = {
             "policy": kinds[policy],

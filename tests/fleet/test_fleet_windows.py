@@ -323,7 +323,7 @@ def test_a_slow_worker_soon_gets_fewer_rows_in_proportion(tmp_path: Path) -> Non
 
 def test_another_policy_or_other_settings_are_refused(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path)
-    fleet.add("first", policy=Cadence(**SHORT), slow_s=0.2)
+    fleet.add("first", policy=Cadence(**SHORT), hold_at=2)
     fleet.wait_for_step(1)
     others = {"other": Cadence(anchor=7), "another": Async(**SHORT), "third": Cadence(**SHORT, outer=Outer())}
     for name, policy in others.items():
