@@ -17,9 +17,21 @@ from potluck.agree.costs import WindowCosts
 from potluck.agree.policy import Async, Auto, Cadence, Windowed
 from potluck.engine.rows import mix
 from potluck.events import Decided, Stalled, WorkerCame
-from tests.fleet.faults import at
-from tests.fleet.fleet import BATCH, EPOCHS, ROWS, STEPS, Fleet, build, die, wait_until
-from tests.fleet.test_fleet_windows import SHORT, assert_close, rows_of
+from tests.fleet.faults import after_recording, at
+from tests.fleet.fleet import (
+    BATCH,
+    EPOCHS,
+    ROWS,
+    STEPS,
+    Fleet,
+    Worker,
+    assert_same,
+    build,
+    die,
+    start_coordinator,
+    wait_until,
+)
+from tests.fleet.test_fleet_windows import SHORT, assert_close, check_ledger, rows_of
 from tests.parity.test_learning_windows import average_moments
 
 pytestmark = pytest.mark.timeout(60)
@@ -153,11 +165,12 @@ def test_whoever_is_lost_or_comes_in_either_phase_all_agree(overlap: bool, tmp_p
     victims = [fleet.add(name, partial(killed_at, step=step), **options) for name, step in ends]
     fleet.add("stays", **options, slow_s=0.15, hold_at=3)
     fleet.wait_for_step(2)
-    fleet.add("newcomer", **options, slow_s=0.1)
+    fleet.add("newcomer", **options, hold_at=2 * ALL_FIRST + 1, hold_for="late")
     fleet.let_in("newcomer")
     fleet.wait_for_step(2 * ALL_FIRST + 1)
     wait_until(lambda: victims[1].process.exitcode is not None)
     fleet.add("late", **options)
+    fleet.let_in("late", "late")
     fleet.finish(epochs=2 * EPOCHS)
     assert (tmp_path / "fired-step2").exists() and (tmp_path / f"fired-step{2 * ALL_FIRST + 2}").exists()
     assert all(victim.process.exitcode == -signal.SIGKILL for victim in victims)
@@ -239,13 +252,32 @@ def test_whoever_comes_and_goes_under_auto_optimizers_stay_alike(
     victim = fleet.add("victim", partial(killed_at, step=4), **options)
     fleet.add("stays", **options, slow_s=0.15, hold_at=7)
     wait_until(lambda: victim.process.exitcode is not None)
-    fleet.add_node("node", **options, slow_s=0.05)
+    fleet.add_node("node", **options, hold_at=14, hold_for="late")
     fleet.let_in("node")
-    fleet.wait_for_step(12)
-    fleet.add("late", **options, slow_s=0.05)
+    fleet.add("late", **options)
+    fleet.let_in("late", "late")
     fleet.finish(epochs=2 * EPOCHS)  # the same on all, to the bit
     assert (tmp_path / "fired-step4").exists()
     found = list(kinds(fleet).values())
     assert found[:2] == [True, True] and not found[2] and len([1 for a, b in pairwise(found) if b > a]) >= 3, found
     assert any(rows_of(fleet, "node")) and any(rows_of(fleet, "late"))
     assert fleet.server.core.refused.total() == 0 and not any(isinstance(e, Stalled) for e in fleet.events)
+
+
+def test_slices_that_a_host_took_to_its_end_are_a_window_of_the_next_one(tmp_path: Path) -> None:
+    """The host dies when all have sent their slices of the second step, which nobody has applied. To the next one it is
+    a window: what was computed of it is forgotten."""
+    process, invite = start_coordinator(tmp_path, fault=partial(after_recording, step=2))
+    options: dict[str, Any] = {"policy": Auto(together=0.0), "slow_s": 0.02}
+    workers = [Worker(invite, tmp_path, f"w{number}", None, options) for number in range(2)]
+    process.join(20)
+    assert (tmp_path / "fired-after").exists()
+    process, _ = start_coordinator(tmp_path, port=invite.port)
+    for worker in workers:
+        worker.wait(30)
+    found = [worker.weights for worker in workers if (tmp_path / f"{worker.name}.pt").exists()]
+    assert found
+    for other in found[1:]:
+        assert_same(found[0], other)
+    process.join(10)
+    check_ledger(tmp_path)

@@ -43,6 +43,8 @@ class MemberDriver:
         self._told: torch.Tensor | None = None
         """The quick digest of the weights when the host was last told their digest."""
         self._look: Look | None = None
+        self._moments: frozenset[int] = frozenset()
+        """Parts that travel with windows alone."""
         self._arriving: Path | None = None
         """Where a state is put that is on its way here."""
         self._unpacker: FileStreamReceiver | None = None
@@ -124,6 +126,7 @@ class MemberDriver:
     def _present(self) -> None:
         self.reach("joined")
         described = self.client.description = self._lifecycle.describe()
+        self._moments = described.moments
         before = self._told
         digest, self._told = self._lifecycle.work.hash_weights()
         is_same = before is not None and torch.equal(before, self._told)
@@ -180,9 +183,8 @@ class MemberDriver:
                     case effects.Compute():
                         return None
                     case effects.Apply():
-                        assert self.client.description is not None
-                        moments = self.client.description.moments
-                        without = moments if moments and is_together(effect.committed) else frozenset[int]()
+                        is_less = bool(self._moments) and is_together(effect.committed)
+                        without = self._moments if is_less else frozenset[int]()
                         means = self.client.take_means(effect.committed.step, without)
                         return (effect.committed, means) if means is not None else None
                     case _:

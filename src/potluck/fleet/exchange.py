@@ -173,6 +173,8 @@ class Exchange:
         """The step under way, and which of its parts are averaged."""
         self._moments: frozenset[int] = frozenset()
         """Parts that travel with windows alone."""
+        self._parts: dict[bool, tuple[int, ...]] = {}
+        """Those of a step that all take together, and of a window."""
         self._travelling: tuple[int, ...] = ()
         """Those of the step under way."""
 
@@ -189,6 +191,8 @@ class Exchange:
         mean.on_done = self._on_mean
         mean.on_bad = lambda *what: self.act(lambda now: self.core.at(now).rounds.on_bad(*what))
         self.layout, self._moments = PayloadLayout.of(description), description.moments
+        whole = tuple(range(len(description.parts)))
+        self._parts = {True: whole, False: tuple(part for part in whole if part not in self._moments)}
 
     def do(self, effect: Effect) -> None:
         """What the coordinator decides of gradients. Under the lock, as all effects are."""
@@ -206,15 +210,14 @@ class Exchange:
                 for connection in self.connections.values():
                     connection.forget_all_but(effect.step)
                 self._formed = effect.step, []
-                without = frozenset[int]() if effect.is_window else self._moments
-                self._travelling = tuple(part for part in range(len(self.layout.tails)) if part not in without)
+                self._travelling = self._parts[effect.is_window]
                 self.mean.begin(
                     effect.step,
                     effect.slices,
                     nodes=effect.nodes,
                     several=effect.several,
                     is_window=effect.is_window,
-                    without=without,
+                    without=frozenset() if effect.is_window else self._moments,
                 )
             case effects.Widen():
                 self.mean.widen(effect.step)
