@@ -149,7 +149,8 @@ class Windows:
         self._emit_decision(decision)
         self._window, self._window_started = WindowTotals(), time.perf_counter()
         self._all_done = None
-        self._run.prepared().step_with(self._run.link if is_together else nodes.within)
+        if self._may_step_together:  # elsewhere it steps with those who hold the same stage, and no others
+            self._run.prepared().step_with(self._run.link if is_together else nodes.within)
         if self._was_together != is_together:  # what a step costs says nothing of a window's end
             self._sync_s, self._was_together = 0.0, is_together
         if is_together:
