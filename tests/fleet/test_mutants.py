@@ -12,7 +12,7 @@ from potluck.fleet.exchange import PeerConnection
 from potluck.fleet.journal import Journal
 from potluck.fleet.member import Member
 from potluck.fleet.membership import Membership, WorkerRecord
-from potluck.fleet.planning import StepPlanner, StepUnderWay
+from potluck.fleet.planning import StepUnderWay
 from potluck.fleet.saving import Saving
 from potluck.fleet.step_dispatcher import StepDispatcher
 from potluck.fleet.stragglers import Stragglers
@@ -65,15 +65,11 @@ MUTANTS: dict[str, list[Patch]] = {
     "a host that is started again does not know its checkpoint": [(Saving, "found", nothing)],
     # Who has which weights.
     "the last window is computed again, whoever has it": [(Weights, "_may_have_the_last", lambda weights: False)],
-    "all step together, whatever their optimizers hold": [
-        (StepPlanner, "_alike_at", property(lambda planner: planner._run.standing.step, nothing))
-    ],
 }
 SLOW = {
     "a newcomer waits for weights from one who is gone",
     "an evaluation waits for one who is gone",
     "what is of no use any more reaches the sums",
-    "all step together, whatever their optimizers hold",
 }
 
 
