@@ -24,14 +24,11 @@ from tests.fleet.fleet import (
     ROWS,
     STEPS,
     Fleet,
-    Worker,
-    assert_same,
     build,
     die,
-    start_coordinator,
     wait_until,
 )
-from tests.fleet.test_fleet_windows import SHORT, assert_close, check_ledger, rows_of
+from tests.fleet.test_fleet_windows import SHORT, assert_close, outlive_a_host, rows_of
 from tests.parity.test_learning_windows import average_moments
 
 pytestmark = pytest.mark.timeout(60)
@@ -267,17 +264,4 @@ def test_whoever_comes_and_goes_under_auto_optimizers_stay_alike(
 def test_slices_that_a_host_took_to_its_end_are_a_window_of_the_next_one(tmp_path: Path) -> None:
     """The host dies when all have sent their slices of the second step, which nobody has applied. To the next one it is
     a window: what was computed of it is forgotten."""
-    process, invite = start_coordinator(tmp_path, fault=partial(after_recording, step=2))
-    options: dict[str, Any] = {"policy": Auto(together=0.0), "slow_s": 0.02}
-    workers = [Worker(invite, tmp_path, f"w{number}", None, options) for number in range(2)]
-    process.join(20)
-    assert (tmp_path / "fired-after").exists()
-    process, _ = start_coordinator(tmp_path, port=invite.port)
-    for worker in workers:
-        worker.wait(30)
-    found = [worker.weights for worker in workers if (tmp_path / f"{worker.name}.pt").exists()]
-    assert found
-    for other in found[1:]:
-        assert_same(found[0], other)
-    process.join(10)
-    check_ledger(tmp_path)
+    outlive_a_host(tmp_path, partial(after_recording, step=2), {"policy": Auto(together=0.0), "slow_s": 0.02})
