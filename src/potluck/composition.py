@@ -91,7 +91,7 @@ def check_data(
             f"Under {type(policy).__name__} each worker does as many batches as it can, so they must come from one"
             " dataset. Pass it to prepare(), and iterate over the loader that it gives."
         )
-    if slices is not None and wanted.has_host and not policy.steps_together:
+    if slices is not None and wanted.has_host and not isinstance(policy, Sync) and not policy.may_step_together:
         raise ConfigError(
             f"batch.slices cuts a batch on which all workers step together, as under the Sync policy. Under"
             f" {type(policy).__name__} each gets rows by its speed: leave batch.slices out."
@@ -226,11 +226,6 @@ def _under_host(wanted: Wanted) -> Composition:
             "Stages are what a host cannot lead: its workers each have a whole replica and may go at any time, and"
             " stages need each other. Start them with potluck run or potluck train; workers that have no connection"
             ' meet in a store, with stages.protocol.kind = "datastore".'
-        )
-    if not isinstance(policy, Sync) and (policy.together or policy.moments):
-        raise ConfigError(
-            f"{type(policy).__name__} with together or moments is for workers that reach each other over a group. Under"
-            " a host use Sync, or Cadence without them."
         )
     ranks = ranks_per_worker(strategy, wanted.world)
     if ranks > MOST_RANKS:

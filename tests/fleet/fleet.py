@@ -163,7 +163,7 @@ def _work(invite: str, folder: str, name: str, fault: Fault | None, options: dic
             if options.get("slow_s"):
                 time.sleep(options["slow_s"])
             if "hold_at" in options and fleet.step_number >= options["hold_at"]:
-                wait_until((place / "go").exists)
+                wait_until((place / options.get("hold_for", "go")).exists)
 
         names = ("bare", "spoiled", "data_seed", "lr", "sgd", "schedule", "counts_itself", "by_len")
         what = {name: options[name] for name in names if name in options}
@@ -305,15 +305,16 @@ class Fleet:
         self.workers += started
         return started
 
-    def let_in(self, name: str) -> None:
-        """Those with `hold_at` wait at that step until this one is here, and has its model and its data."""
+    def let_in(self, name: str, held: str = "go") -> None:
+        """Those with `hold_at` wait at that step until this one is here, and has its model and its data. `held`: those
+        that are held for this."""
         members = self.server.core.membership.members
 
         def is_here() -> bool:
             return any(m.name == name and m.phase is not WorkerPhase.GREETED for m in list(members.values()))
 
         wait_until(is_here)
-        (self.folder / "go").touch()
+        (self.folder / held).touch()
 
     def wait_for_step(self, step: int, timeout_s: float = 40) -> None:
         wait_until(lambda: self.server.core.standing.step >= step, timeout_s)

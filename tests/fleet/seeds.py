@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from types import FrameType
 
-POLICIES = ("sync", "cadence", "async")
+POLICIES = ("sync", "cadence", "async", "auto")
 
 
 def seeds(count: int) -> list[int]:

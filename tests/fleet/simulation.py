@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from potluck.agree.policy import Async, Cadence
+from potluck.agree.policy import Async, Auto, Cadence
 from potluck.fleet.description import settings_of
 from tests.fleet.seeds import POLICIES, hurried, seeds
 from tests.fleet.virtual import BATCH, ROWS, Fleet, described
@@ -33,15 +33,20 @@ ALLOWED = ("has ended", "begins anew")
 
 def simulate(seed: int, policy: str, told: Counter[str]) -> Fleet:
     """The run of a seed. What was done to it, and how much happened, is added to `told`."""
-    # Under both kinds of windows a seed would be one and the same run.
-    draw = random.Random(f"{policy} {seed}" if policy == "async" else seed)
+    # Under all kinds of windows a seed would be one and the same run.
+    draw = random.Random(f"{policy} {seed}" if policy in ("async", "auto") else seed)
     epochs = draw.randint(2, 6)
     settings: dict[str, Any] = {}
     batch = BATCH
     if policy != "sync":
-        kind = {"cadence": Cadence, "async": Async}[policy]
-        anchors = {"anchor": draw.choice([1, 2]), "max_anchor": draw.choice([2, 4, 200])}
-        settings, batch = settings_of(kind(**anchors, overlap=draw.random() < 0.5)), draw.choice([8, BATCH])
+        kind = {"cadence": Cadence, "async": Async, "auto": Auto}[policy]
+        drawn: dict[str, Any] = {"anchor": draw.choice([1, 2]), "max_anchor": draw.choice([2, 4, 200])}
+        # Of its own, so that a run in which nobody steps together is the one that its seed has always been.
+        other = random.Random(f"together {policy} {seed}")
+        drawn |= {"together": other.choice([0.0, 0.0, 0.0, 0.2, 0.5, 1.0])}
+        drawn |= {"overlap": draw.random() < 0.5} if policy != "auto" else {}
+        drawn |= {"moments": other.random() < 0.3} if not drawn.get("overlap", True) else {}
+        settings, batch = settings_of(kind(**drawn)), draw.choice([8, BATCH])
     habits = {
         "save_every": draw.choice([0, 0, 1, 2, 3]),
         "evaluate_every": draw.choice([0, 0, 1, 2]),

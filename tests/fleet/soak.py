@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from potluck.agree.policy import Async, Cadence, Sync
+from potluck.agree.policy import Async, Auto, Cadence, Sync
 from potluck.engine.rows import mix
 from potluck.events import Decided, Event
 from potluck.fleet.journal import Journal
@@ -64,7 +64,7 @@ def tell_decision(place: str, event: Event) -> None:
     """How many took part in a window is nowhere else on record."""
     if isinstance(event, Decided):
         with (Path(place) / "decisions").open("a") as file:
-            file.write(json.dumps([event.version, list(event.rows)]) + "\n")
+            file.write(json.dumps([event.version, event.anchor, list(event.rows)]) + "\n")
 
 
 class Schedule:
@@ -82,7 +82,8 @@ class Schedule:
         kinds = {
             "sync": Sync(),
             "cadence": Cadence(anchor=1, max_anchor=draw.choice([1, 2, 4])),
-            "async": Async(anchor=1, max_anchor=2),
+            "async": Async(anchor=1, max_anchor=2, together=draw.choice([0.0, 0.3]), moments=draw.random() < 0.3),
+            "auto": Auto(together=draw.choice([0.0, 0.2])),
         }
         self.options: dict[str, Any] = {
             "policy": kinds[policy],
@@ -239,11 +240,17 @@ class Schedule:
         for record, ranges in records:
             order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(mix(1, record["epoch"])))
             sizes = [end - start for start, end, _ in sorted(ranges)]
-            workers = next(
-                len(rows)
-                for version, rows in reversed(decisions)
-                if version == record["step"] - 1 and [count for count in rows if count] == sizes
+            tried = [told for version, *told in reversed(decisions) if version == record["step"] - 1]
+            # Of a step that all took together the ranges are slices, and the rows that were planned are workers'.
+            anchor, planned = next(
+                (anchor, rows)
+                for anchor, rows in tried
+                if ([count for count in rows if count] == sizes if anchor else sum(rows) == record["rows"])
             )
+            workers = len(planned)
+            if not anchor:
+                first = min(start for start, _, _ in ranges)
+                workers, ranges = 1, [(first, first + record["rows"], 0)]
             mean = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
             for start, end, _ in ranges:
                 replica = copy.deepcopy(model)

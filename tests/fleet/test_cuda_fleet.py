@@ -11,6 +11,7 @@ from potluck.engine.switches import StepConfig
 from potluck.sharding.strategy import FullShard, ShardGradOp, ShardingStrategy
 from tests.fleet.fleet import STEPS, Fleet, assert_same
 from tests.fleet.test_fleet_ranks import plain
+from tests.fleet.test_fleet_together import judge as judge_both
 from tests.fleet.test_fleet_windows import SHORT, assert_close, judge
 
 pytestmark = [
@@ -82,3 +83,18 @@ def test_a_node_of_two_ranks_on_a_gpu_beside_a_node_on_the_cpu(tmp_path: Path) -
     weights = fleet.finish(150)  # the same bits on both: they subtract the same means from the same start
     for name, expected in judge(fleet).items():
         torch.testing.assert_close(weights[name], expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("where", ["gpu", "node"])
+def test_gpu_workers_begin_as_sync_and_average_their_moments(where: str, tmp_path: Path) -> None:
+    policy = Cadence(**SHORT, together=0.3, moments=True)
+    fleet = Fleet(tmp_path, at_least=2)
+    fleet.add("one", policy=policy, bare=True, gpu=True)
+    if where == "gpu":
+        fleet.add("two", policy=policy, bare=True, gpu=True)
+    else:
+        fleet.add_node("two", policy=policy, bare=True, gpu=True)
+    weights = fleet.finish(150)
+    for name, expected in judge_both(fleet, moments=True).items():
+        torch.testing.assert_close(weights[name], expected, rtol=1e-3, atol=1e-4)
+    assert fleet.server.core.refused.total() == 0

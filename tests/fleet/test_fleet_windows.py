@@ -17,7 +17,19 @@ from potluck.events import CheckpointSaved, Decided, Validated, WorkerCame, Work
 from potluck.save.checkpoint import CheckpointConfig
 from potluck.train.schedule import ScheduleConfig
 from tests.fleet.faults import after_recording, at
-from tests.fleet.fleet import BATCH, EPOCHS, ROWS, STEPS, Fleet, build, die, start_coordinator, wait_until
+from tests.fleet.fleet import (
+    BATCH,
+    EPOCHS,
+    ROWS,
+    STEPS,
+    Fleet,
+    Worker,
+    assert_same,
+    build,
+    die,
+    start_coordinator,
+    wait_until,
+)
 from tests.odd import BIG, SEEN, assert_constant
 from tests.quick import first_of
 
@@ -265,22 +277,24 @@ def test_a_run_that_everybody_died_in_goes_on_from_its_checkpoint(tmp_path: Path
     "extra", first_of([{"overlap": True}, {"outer": Outer()}, {}]), ids=["overlap", "outer", "plain"]
 )
 def test_a_coordinator_killed_after_its_record_loses_and_repeats_nothing(extra: dict[str, Any], tmp_path: Path) -> None:
-    from tests.fleet.fleet import Worker, assert_same
+    outlive_a_host(tmp_path, PHASES_OF_HOST, {"policy": Cadence(**SHORT, **extra), "slow_s": 0.02})
 
-    process, invite = start_coordinator(tmp_path, fault=PHASES_OF_HOST)
-    options = {"policy": Cadence(**SHORT, **extra), "slow_s": 0.02}
-    workers = [Worker(invite, tmp_path, f"w{number}", None, options) for number in range(2)]
+
+def outlive_a_host(folder: Path, fault: Any, options: dict[str, Any]) -> None:
+    """The host dies of this fault, and another continues: two workers end with the same weights, each row used once."""
+    process, invite = start_coordinator(folder, fault=fault)
+    workers = [Worker(invite, folder, f"w{number}", None, options) for number in range(2)]
     process.join(20)
-    assert (tmp_path / "fired-after").exists()
-    process, _ = start_coordinator(tmp_path, port=invite.port)
+    assert (folder / "fired-after").exists()
+    process, _ = start_coordinator(folder, port=invite.port)
     for worker in workers:
         worker.wait(30)
-    found = [worker.weights for worker in workers if (tmp_path / f"{worker.name}.pt").exists()]
+    found = [worker.weights for worker in workers if (folder / f"{worker.name}.pt").exists()]
     assert found
     for other in found[1:]:
         assert_same(found[0], other)
     process.join(10)
-    check_ledger(tmp_path)
+    check_ledger(folder)
 
 
 PHASES_OF_HOST = partial(after_recording, step=3)
@@ -323,7 +337,7 @@ def test_a_slow_worker_soon_gets_fewer_rows_in_proportion(tmp_path: Path) -> Non
 
 def test_another_policy_or_other_settings_are_refused(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path)
-    fleet.add("first", policy=Cadence(**SHORT), slow_s=0.2)
+    fleet.add("first", policy=Cadence(**SHORT), hold_at=2)
     fleet.wait_for_step(1)
     others = {"other": Cadence(anchor=7), "another": Async(**SHORT), "third": Cadence(**SHORT, outer=Outer())}
     for name, policy in others.items():

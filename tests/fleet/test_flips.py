@@ -21,7 +21,7 @@ from tests.fleet.faults import COORDINATOR, FLIPS, flips_before_joining_again
 from tests.fleet.fleet import Worker as RealWorker
 from tests.fleet.fleet import assert_same, start_coordinator, wait_until
 from tests.fleet.test_undisturbed import plain_run
-from tests.fleet.virtual import STEPS, FaultScript, Fleet, State, described, undisturbed
+from tests.fleet.virtual import EPOCHS, ROWS, STEPS, FaultScript, Fleet, State, described, undisturbed
 
 LAPTOP, SERVER = "a laptop, 4 threads; x86_64, torch 2", "a server, 64 threads; x86_64, torch 2"
 GPU = "a GPU, torch 2"
@@ -220,6 +220,17 @@ def test_after_a_window_all_kinds_are_compared() -> None:
     assert all(
         epoch.sentence.endswith("exactly once; all workers hold the same weights.") for epoch in run.told(EpochDone)
     )
+
+
+def test_where_some_steps_are_taken_together_kinds_are_compared_apart() -> None:
+    """An optimizer's step has other bits on a device of another kind."""
+    policy = Cadence(anchor=1, together=0.3)
+    description = described(policy="cadence", settings=settings_of(policy), rows_limit=EPOCHS * ROWS)
+    run = kinds(LAPTOP, GPU, description=description)
+    run.workers["w1"].update = lambda weights: np.nextafter(weights, np.float32(9))
+    run.run_until(lambda: run.host.finish is not None, 300)
+    assert run.core.refused["drifted"] == 0 and not run.told(Stalled) and run.restores == 0
+    assert all(epoch.not_compared == ("w0", "w1") for epoch in run.told(EpochDone))
 
 
 def test_threads_do_not_make_two_processors_two_kinds() -> None:

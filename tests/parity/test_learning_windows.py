@@ -1,5 +1,6 @@
 """Cadence and Async that begin as Sync, average moments and stretch steps, against replicas stepped in turn."""
 
+import copy
 import math
 from typing import Any
 
@@ -11,8 +12,9 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import potluck
 from potluck import Async, Auto, Cadence, StepConfig
-from potluck.engine.moments import can_average, look_at_state
+from potluck.engine.moments import Moments, can_average, look_at_state
 from potluck.events import Decided, EpochDone
+from potluck.sharding.runs import FlatRun, Span
 from tests.parity.test_cadence import ROWS, make, state, through, whole
 from tests.parity.test_sync import OPTIMIZERS, flat
 from tests.ranks import run_ranks
@@ -186,3 +188,17 @@ def test_what_an_optimizer_keeps_is_known_before_it_steps(name: str, keys: set[s
 
 def test_what_has_no_mean_is_not_averaged() -> None:
     assert not can_average(OPTIMIZERS["adafactor"]([nn.Parameter(torch.ones(3, 3))]))
+
+
+def test_moments_are_those_of_the_state_that_was_loaded_last() -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    optimizer = OPTIMIZERS["adamw"]([parameter])
+    moments = Moments(optimizer, {id(parameter): "p"}, [[FlatRun(parameter, Span("p", (3,), 0, 3))]])
+    parameter.grad = torch.ones(3)
+    optimizer.step()
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    moments.fill(1.0)
+    assert torch.equal(moments.flats[0], optimizer.state[parameter]["exp_avg"]) and moments.flats[0].all()
+    moments.flats[1].neg_()
+    moments.take()
+    assert not optimizer.state[parameter]["exp_avg_sq"].any()  # a root is taken of it

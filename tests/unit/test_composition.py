@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from potluck import composition
-from potluck.agree.policy import ApplyPolicy, Async, Cadence, Outer, Sync
+from potluck.agree.policy import ApplyPolicy, Async, Auto, Cadence, Outer, Sync
 from potluck.composition import MOST_RANKS, Composition, Wanted, compose, ranks_per_worker
 from potluck.errors import ConfigError
 from potluck.sharding.strategy import FullShard, HybridShard, NoShard, ShardGradOp, ShardingStrategy
@@ -30,6 +30,8 @@ POLICIES: dict[str, ApplyPolicy] = {
     "Async": Async(),
     "Async(overlap)": Async(overlap=True),
     "Async(outer)": Async(outer=Outer()),
+    "Cadence(together, moments)": Cadence(together=0.1, moments=True),
+    "Auto": Auto(),
 }
 STRATEGIES: dict[str, ShardingStrategy] = {
     "NoShard": NoShard(),

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from potluck.agree.policy import Async, Cadence, Outer, Sync
+from potluck.agree.policy import Async, Auto, Cadence, Outer, Sync
 from potluck.errors import TheirProtocolError
 from potluck.fleet import description
 from potluck.fleet.description import BUFFERS, MAX_FLOATS, Description, Part, settings_of
@@ -46,9 +46,23 @@ def test_a_policy_comes_back_with_all_that_windows_are_planned_by() -> None:
     assert DESCRIBED.windowed is None and settings_of(Sync()) == {}
     assert Description.from_json(WINDOWED.to_json()) == WINDOWED
     assert WINDOWED.windowed == Async(max_batch_diff=3)
-    for cadence in (Cadence(anchor=4, overhead_target=0.2), Cadence(overlap=True), Cadence(outer=Outer(lr=0.5))):
-        described = replace(WINDOWED, policy="cadence", settings=settings_of(cadence))
-        assert Description.from_json(described.to_json()).windowed == cadence
+    for policy in (
+        Cadence(anchor=4, overhead_target=0.2),
+        Cadence(overlap=True),
+        Cadence(outer=Outer(lr=0.5)),
+        Async(together=0.25, moments=True),
+        Auto(),
+        Auto(together=0.0),
+    ):
+        described = replace(WINDOWED, policy=policy.kind, settings=settings_of(policy))
+        assert Description.from_json(described.to_json()).windowed == policy
+        assert described.subtracts_only == (not policy.together and policy.kind != "auto")
+
+
+def test_what_is_off_is_not_told() -> None:
+    """An older version tells and expects none of it."""
+    assert {*settings_of(Cadence())} == {"anchor", "max_anchor", "overhead_target", "max_batch_diff"}
+    assert settings_of(Cadence(together=0.1))["together"] == 0.1 and "moments" not in settings_of(Cadence(together=0.1))
 
 
 def test_a_description_knows_how_many_batches_are_done() -> None:

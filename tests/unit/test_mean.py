@@ -418,3 +418,31 @@ def test_after_a_loss_a_worker_may_send_all_of_one_node_before_another() -> None
     for node in [(7, 8), (6, 7), (0, 4), (4, 5), (5, 6)]:
         step.pour([node])
     step.assert_right()
+
+
+def test_parts_of_which_nothing_is_sent_are_not_waited_for() -> None:
+    step = Step(2)
+    step.mean.begin(1, 2, nodes=1, several=False, without=frozenset({1, 3}))
+    step.mean.set_scale(1, 0.5)
+    total = step.sum_of((0, 2))
+    for part in (0, 2):
+        values = step.part_of(total, part)
+        slot = step.mean.open(1, 1, part, (0, 2), len(values))
+        assert slot.has_turn
+        slot.take(values)
+        slot.close()
+    assert step.done.is_set() and step.formed == [0, 2]
+    np.testing.assert_array_equal(step.mean.results[2], step.part_of(total, 2) * np.float32(0.5))
+
+
+def test_what_is_wild_is_told_by_steps_and_by_windows_apart() -> None:
+    """Changes are far smaller than gradients."""
+    mean = PayloadMean([4])
+    found: list[str] = []
+    mean.on_bad = lambda peer, step, node, why: found.append(why)
+    for step, (size, is_window) in enumerate([(1e-8, True), (1.0, False), (1e-8, True), (1.0, True)], start=1):
+        mean.begin(step, 1, nodes=1, several=False, is_window=is_window)
+        mean.set_scale(step, 1.0)
+        slot = mean.open(1, step, 0, (0, 1), 4)
+        slot.take(np.full(4, size, np.float32))
+        assert bool(found) == (step == 4)

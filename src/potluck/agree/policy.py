@@ -75,6 +75,11 @@ class _Windowed:
         """How far a replica may be from the mean before rising drift halves the anchor; none: as far as it likes."""
         return None
 
+    @property
+    def may_step_together(self) -> bool:
+        """Whether all may agree in some steps as under Sync: in a first share of the run, or while that is best."""
+        return self.together > 0 or self.weighs_learning
+
     def __post_init__(self) -> None:
         if self.outer is not None and self.overlap:
             raise ValueError("outer steps from the last average, which overlap has not yet; switch one of them off")
@@ -127,6 +132,11 @@ class Auto(_Windowed):
 
     together: float = 0.15
     moments: bool = True
+
+    def __post_init__(self) -> None:
+        _Windowed.__post_init__(self)
+        if not self.moments:
+            raise ValueError("replicas that step together again need the same moments, so Auto averages them")
 
 
 Windowed = Cadence | Async | Auto

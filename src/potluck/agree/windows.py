@@ -88,11 +88,15 @@ class WindowPlan:
         return self.anchor == 0
 
     def stretch(self, batch_rows: int, batch: int) -> float:
-        """By how much a replica's steps of `batch_rows` have to be longer for the mean to move as far as Sync does,
-        where a step's length is divided by its noise, and noise is most of a gradient."""
-        whole = sum(self.rows)
-        steps = sum(rows * rows / batch_rows for rows in self.rows) / whole if whole else 0.0
-        return max(1.0, whole / batch * math.sqrt(batch / batch_rows) / steps) if steps else 1.0
+        return stretch_of(self.rows, batch_rows, batch)
+
+
+def stretch_of(parts: Sequence[int], batch_rows: int, batch: int) -> float:
+    """By how much replicas' steps of `batch_rows` have to be longer for the mean to move as far as Sync does, where a
+    step's length is divided by its noise, and noise is most of a gradient. `parts`: each replica's rows of a window."""
+    whole = sum(parts)
+    steps = sum(rows * rows / batch_rows for rows in parts) / whole if whole else 0.0
+    return max(1.0, whole / batch * math.sqrt(batch / batch_rows) / steps) if steps else 1.0
 
 
 class WindowPlanner:
@@ -146,7 +150,10 @@ class WindowPlanner:
     def decide_together(self, rows: int, *, is_first: bool = True) -> WindowPlan:
         """One step of all replicas, over `rows` rows that are shared by speed. `is_first`: for the run's start."""
         speeds = self.elche.speeds
-        parts = share_out(rows, [speed or max(speeds) for speed in speeds])
+        return self.together(share_out(rows, [speed or max(speeds) for speed in speeds]), is_first=is_first)
+
+    def together(self, parts: list[int], *, is_first: bool) -> WindowPlan:
+        """One step of all replicas, of which each has so many rows."""
         at_first = f"In the first {self.policy.together:.0%} of the run all agree in every step"
         reason = f"{at_first if is_first else self._why}: {_list(parts)} rows."
         return replace(self._decision(parts, [0] * len(parts), None, reason), anchor=0)

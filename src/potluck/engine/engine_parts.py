@@ -15,6 +15,7 @@ from potluck.engine.steps import Steps
 from potluck.engine.windows import Windows
 
 if TYPE_CHECKING:
+    from potluck.engine.buckets import Allocate
     from potluck.engine.host_rounds import HostWork
     from potluck.engine.node_client import NodeClient
     from potluck.engine.part_sender import PartSender
@@ -46,9 +47,11 @@ def in_stages(run: RunState, store_run: "StoreRun | None") -> EngineParts:
 def under_host(run: RunState, client: "Client | NodeClient") -> EngineParts:
     """A worker of a host; the link is of the ranks that are this worker together."""
     from potluck.engine.buffers import SavedBuffers
+    from potluck.engine.either_steps import EitherSteps
     from potluck.engine.host_lifecycle import HostLifecycle
     from potluck.engine.host_rounds import HostRounds
     from potluck.engine.means import HostMean
+    from potluck.engine.moments import are_averaged
     from potluck.engine.node_mean import NodeMean
     from potluck.engine.slice_steps import SliceSteps
     from potluck.engine.slices import Gradients, WholeGradients
@@ -58,19 +61,38 @@ def under_host(run: RunState, client: "Client | NodeClient") -> EngineParts:
     layers, composed = WholeLayers(run), run.composition
     lifecycle = HostLifecycle(run, layers, client)
 
-    def make_gradients(replica: Replica, sender: "PartSender") -> Gradients:
+    driver, window = lifecycle.driver, composed.window
+    has_both = window is not None and window.may_step_together
+
+    def make_steps(
+        replica: Replica, sender: "PartSender", room: "Allocate | None", mean: HostMean | None
+    ) -> SliceSteps:
+        """`mean`: of the windows between, which travel in the same parts."""
+        gradients: Gradients
         if composed.split is None:
-            return WholeGradients(replica, sender.make_room(replica.model))
-        return SplitGradients(replica, client, SavedBuffers(replica.model).parts)  # type: ignore[arg-type]
+            gradients = WholeGradients(replica, room)
+        else:
+            buffers, collected = SavedBuffers(replica.model).parts, mean.collected if mean is not None else None
+            gradients = SplitGradients(replica, client, buffers, collected)  # type: ignore[arg-type]
+        return SliceSteps(run, replica, driver, sender, gradients)
 
     def make_work(replica: Replica, sender: "PartSender") -> "HostWork":
-        if composed.window is None:
-            return SliceSteps(run, replica, lifecycle.driver, sender, make_gradients(replica, sender))
-        if composed.split is None:
-            mean = HostMean(sender.send, sender.begin, sender.make_room(replica.model))
-        else:
-            ahead = composed.window.overlap
-            mean = NodeMean(sender.send, sender.begin, client, goes_ahead=ahead)  # type: ignore[arg-type]
-        return WindowSteps(run, layers, lifecycle.driver, sender, mean)
+        room = sender.make_room(replica.model) if composed.split is None else None
+        if window is None:
+            return make_steps(replica, sender, room, None)
+        has_moments = are_averaged(window.moments, replica.optimizer, run.notice)
+        mean = HostMean(sender.send, sender.begin, room, has_moments=has_moments)
+        if composed.split is not None:
+            norms_on = replica.device if has_both else None
+            mean = NodeMean(
+                sender.send,
+                sender.begin,
+                client,  # type: ignore[arg-type]
+                goes_ahead=window.overlap,
+                has_moments=has_moments,
+                norms_on=norms_on,
+            )
+        alone = WindowSteps(run, layers, driver, sender, mean)
+        return EitherSteps(make_steps(replica, sender, room, mean), alone) if has_both else alone
 
     return EngineParts(layers, HostRounds(run, lifecycle, make_work), lifecycle)

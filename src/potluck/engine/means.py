@@ -4,7 +4,7 @@ what each worker changed. What travels passes through start(), and nowhere else.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -12,12 +12,16 @@ from torch import Tensor
 from potluck.engine.buckets import Allocate
 from potluck.engine.buffers import SavedBuffers
 from potluck.engine.flats import FlatBuffer, pack
+from potluck.engine.host_moments import HostMoments
 from potluck.engine.replica import Replica
 from potluck.engine.slices import check_float32, plan_parts
 from potluck.fleet.description import Part
 from potluck.link.link import Link, Pending
 from potluck.sharding.blocks import find_blocks
 from potluck.sharding.runs import FlatRun
+
+if TYPE_CHECKING:
+    from potluck.engine.node_parts import NodeParts
 
 
 class Mean(Protocol):
@@ -103,11 +107,23 @@ class HostMean:
     """A host forms it, part by part, from what its workers send."""
 
     of_changes = True
+    collected: "NodeParts | None" = None
+    """How parts are put together, where several ranks hold the replica."""
 
     def __init__(
-        self, send: Callable[[int, Tensor], None], clear: Callable[[], None], allocate: Allocate | None = None
+        self,
+        send: Callable[[int, Tensor], None],
+        clear: Callable[[], None],
+        allocate: Allocate | None = None,
+        *,
+        has_moments: bool = False,
     ) -> None:
-        """`send(part, numbers)`; `clear()`: until what was sent has left. `allocate`: for tensors that it prefers."""
+        """`send(part, numbers)`; `clear()`: until what was sent has left. `allocate`: for tensors that it prefers.
+
+        `has_moments`: what the optimizer keeps travels too.
+        """
+        self._has_moments = has_moments
+        self.moments: HostMoments | None = None
         self._send = send
         self.clear = clear
         self._allocate = allocate or _zeros
@@ -117,11 +133,18 @@ class HostMean:
     def lay_out(self, replica: Replica, buffers: SavedBuffers) -> list[FlatBuffer]:
         model = replica.model
         planned = plan_parts(model, find_blocks(model))
-        self.described = tuple(part for part, _ in planned) + buffers.parts
+        parts = tuple(part for part, _ in planned)
         held = replica.held()
         names = {id(parameter): name for name, parameter in model.named_parameters()}
-        runs: list[list[FlatRun]] = [[run for each in of for run in held[names[id(each)]]] for _, of in planned]
+        groups = [[held[names[id(each)]] for each in of] for _, of in planned]
+        runs: list[list[FlatRun]] = [[run for own in group for run in own] for group in groups]
         check_float32([run.parameter for each in runs for run in each])
+        if self._has_moments:
+            optimizer, known, within = replica.optimizer, replica.outer.names, replica.within
+            self.moments = HostMoments(optimizer, known, groups, within, self._allocate)
+            parts += self.moments.describe(parts)
+        self.described = parts + buffers.parts
+        self._moments_at = len(planned)
         return [FlatBuffer(each, self._allocate) for each in runs]
 
     def beside(self) -> AbstractContextManager[object]:
@@ -131,6 +154,8 @@ class HostMean:
         self._send(index, numbers)
 
     def start_buffers(self, buffers: SavedBuffers, before: list[Tensor], weight: float) -> None:
+        if self.moments is not None:
+            self.moments.send(weight, lambda number, numbers: self.start(self._moments_at + number, numbers))
         if len(buffers):
             self._send(len(self.described) - 1, buffers.for_host(before, weight)[0])
 
@@ -141,7 +166,12 @@ class HostMean:
     def arriving(self, flats: Sequence[FlatBuffer]) -> Iterator[Tensor]:
         means, _ = self._told
         for flat, mean in zip(flats, means, strict=False):
-            yield mean.to(flat.sum.device)
+            yield mean[: len(flat.sum)].to(flat.sum.device)  # norms of gradients may come with it
+
+    def finish_moments(self) -> None:
+        """The mean of what all optimizers keep becomes every worker's."""
+        if self.moments is not None:
+            self.moments.receive(self._told[0][self._moments_at :])
 
     def finish_buffers(self, buffers: SavedBuffers) -> None:
         if len(buffers):

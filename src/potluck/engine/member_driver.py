@@ -20,7 +20,7 @@ from potluck.errors import Diverged
 from potluck.fleet import member_effects as effects
 from potluck.fleet.client import Client, ConnectionLost, Means
 from potluck.fleet.file_stream import FileStreamReceiver, most_bytes, stream_chunks, stream_header
-from potluck.fleet.member import Member
+from potluck.fleet.member import Member, is_together
 from potluck.fleet.member_effects import MemberEffect
 from potluck.fleet.phases import enter_phase
 from potluck.link.link import Link
@@ -43,6 +43,8 @@ class MemberDriver:
         self._told: torch.Tensor | None = None
         """The quick digest of the weights when the host was last told their digest."""
         self._look: Look | None = None
+        self._moments: frozenset[int] = frozenset()
+        """Parts that travel with windows alone."""
         self._arriving: Path | None = None
         """Where a state is put that is on its way here."""
         self._unpacker: FileStreamReceiver | None = None
@@ -124,6 +126,7 @@ class MemberDriver:
     def _present(self) -> None:
         self.reach("joined")
         described = self.client.description = self._lifecycle.describe()
+        self._moments = described.moments
         before = self._told
         digest, self._told = self._lifecycle.work.hash_weights()
         is_same = before is not None and torch.equal(before, self._told)
@@ -180,7 +183,9 @@ class MemberDriver:
                     case effects.Compute():
                         return None
                     case effects.Apply():
-                        means = self.client.take_means(effect.committed.step)
+                        is_less = bool(self._moments) and is_together(effect.committed)
+                        without = self._moments if is_less else frozenset[int]()
+                        means = self.client.take_means(effect.committed.step, without)
                         return (effect.committed, means) if means is not None else None
                     case _:
                         self._do([effect])

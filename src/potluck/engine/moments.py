@@ -6,14 +6,14 @@ replica has no state of yet counts as zeros, and is begun with the mean.
 
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from potluck.engine.buckets import split_like
+from potluck.engine.buckets import Allocate, split_like
 from potluck.link.link import Link, Pending
 from potluck.sharding.runs import COUNTERS, FlatRun
 
@@ -55,10 +55,25 @@ def can_average(optimizer: Optimizer) -> bool:
     return bool(found) and all(keys == found[0] for keys in found)
 
 
+def are_averaged(wanted: bool, optimizer: Optimizer, notice: Callable[[str], None]) -> bool:
+    """Whether they are, where that is wanted; a person hears if they cannot be."""
+    if wanted and not can_average(optimizer):
+        name = type(optimizer).__name__
+        notice(f"What {name} keeps of a parameter has no mean, so policy.moments has no effect here.")
+        return False
+    return wanted
+
+
 class Moments:
     """Of some parameters, in flat tensors: one for each thing that is kept of them, and one for what is counted."""
 
-    def __init__(self, optimizer: Optimizer, names: dict[int, str], groups: Sequence[Sequence[FlatRun]]) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        names: dict[int, str],
+        groups: Sequence[Sequence[FlatRun]],
+        allocate: Allocate | None = None,
+    ) -> None:
         """`names`: by the id of what the optimizer steps, which may be a copy. `groups`: each becomes a flat tensor."""
         self._optimizer = optimizer
         self._like = look_at_state(optimizer)
@@ -71,7 +86,7 @@ class Moments:
         ]
         self.are_divided_by = not SECOND.isdisjoint(self._like)
         """Whether a gradient that is noisier makes a shorter step."""
-        self.flats = [_flat(each) for each in self._parameters for _ in self._keys]
+        self.flats = [_flat(each, allocate) for each in self._parameters for _ in self._keys]
         self.counts = torch.zeros((1 + len(self._counters)) * sum(map(len, self._parameters)), dtype=torch.float64)
         """Of each parameter: the weight of those who have a state of it, and what they count."""
 
@@ -79,6 +94,11 @@ class Moments:
     def _state(self) -> Any:
         """Loading a state gives an optimizer another."""
         return self._optimizer.state
+
+    @property
+    def keys(self) -> int:
+        """How many things are kept of each number."""
+        return len(self._keys)
 
     def _pieces(self) -> Iterator[tuple[nn.Parameter, str, Tensor]]:
         """Each parameter, what is kept of it, and where that lies in a flat tensor."""
@@ -103,22 +123,33 @@ class Moments:
                 piece.zero_()
             else:
                 piece.copy_(kept.view_as(piece)).mul_(weight)
-        kept_of = [self._state.get(parameter, {}) for parameter in self._stepped()]
-        counted = [[float(bool(kept)), *(float(kept.get(key, 0.0)) for key in self._counters)] for kept in kept_of]
-        self.counts.copy_(weight * torch.tensor(counted, dtype=torch.float64).reshape(-1))
+        self.counts.copy_(weight * torch.tensor(self._count(), dtype=torch.float64).reshape(-1))
+
+    def _count(self) -> list[list[float]]:
+        """One row for each parameter of `counts`."""
+        return [self._counts_of(parameter) for parameter in self._stepped()]
+
+    def _counts_of(self, parameter: nn.Parameter) -> list[float]:
+        kept = self._state.get(parameter, {})
+        return [float(bool(kept)), *(float(kept.get(key, 0.0)) for key in self._counters)]
+
+    def _counted(self) -> Iterator[tuple[nn.Parameter, list[float]]]:
+        """What is stepped, each with its row."""
+        return zip(self._stepped(), self.counts.view(-1, 1 + len(self._counters)).tolist(), strict=True)
 
     @torch.no_grad()
     def take(self) -> None:
         """What now lies in the flat tensors is every replica's."""
         counted: dict[int, dict[str, float]] = {}
-        rows = self.counts.view(-1, 1 + len(self._counters)).tolist()
-        for parameter, (having, *counts) in zip(self._stepped(), rows, strict=True):
+        for parameter, (having, *counts) in self._counted():
             if having:
                 means = (count / having for count in counts)
                 counted[id(parameter)] = dict(zip(self._counters, means, strict=True))
         begun: dict[int, dict[str, Any]] = {}
         for parameter, key, piece in self._pieces():
             kept = self._state.get(parameter)
+            if key in SECOND:  # a codec that rounds may have made a small one negative, and steps divide by its root
+                piece.clamp_(min=0.0)
             if kept:
                 kept[key].view_as(piece).copy_(piece)
             elif id(parameter) in counted:
@@ -134,8 +165,10 @@ class Moments:
         return (stepped for parameters in self._parameters for stepped, _ in parameters)
 
 
-def _flat(parameters: Sequence[tuple[nn.Parameter, nn.Parameter]]) -> Tensor:
+def _flat(parameters: Sequence[tuple[nn.Parameter, nn.Parameter]], allocate: Allocate | None) -> Tensor:
     first = parameters[0][1]
+    if allocate is not None:
+        return allocate(sum(own.numel() for _, own in parameters), first)
     dtype = torch.float32 if first.dtype in (torch.float16, torch.bfloat16) else first.dtype
     return torch.zeros(sum(own.numel() for _, own in parameters), dtype=dtype, device=first.device)
 

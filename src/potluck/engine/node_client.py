@@ -150,21 +150,21 @@ class NodeClient:
         self,
         parts: Sequence[Part],
         held: Sequence[Sequence[FlatRun]],
-        buffers: Sequence[Part],
+        wholes: Sequence[Part],
         norms_on: torch.device | None = None,
         *,
         goes_ahead: bool = False,
     ) -> NodeParts:
         """How parts are put together here, and their means handed out. `held`: what this rank holds of each of them;
-        of `buffers` it has all. `goes_ahead`: the ranks compute while parts leave and means come, so the first rank
+        of `wholes` it has all. `goes_ahead`: the ranks compute while parts leave and means come, so the first rank
         keeps those of a whole step, in host memory."""
-        own = [*map(ranges_in_part, held), *([(0, part.floats)] for part in buffers)]
+        own = [*map(ranges_in_part, held), *([(0, part.floats)] for part in wholes)]
         if self._client is not None:
             self._client.make_room((sum if goes_ahead else max)(part.floats for part in parts))
             self._client.take_averages_one_by_one(keeps_each=goes_ahead)
         before_next = None if goes_ahead else self.flush
         self.parts = NodeParts(
-            self._link, [*parts, *buffers], own, self._allocate, before_next=before_next, norms_on=norms_on
+            self._link, [*parts, *wholes], own, self._allocate, before_next=before_next, norms_on=norms_on
         )
         return self.parts
 
@@ -208,11 +208,11 @@ class NodeClient:
                 case NodeMessage.CHUNK:
                     return first or StateChunk(*_blank_chunk(data))
 
-    def take_means(self, step: int) -> Means | None:
+    def take_means(self, step: int, without: frozenset[int] = frozenset()) -> Means | None:
         """This rank's own numbers of a step's averages, once all are here; none if the connection was lost before."""
         while True:
             found = self._means.get(step)
-            if found is not None and not found.missing:
+            if found is not None and found.missing <= without:
                 self._forget_until(step)
                 return found
             kind, data, first = self._next(None)

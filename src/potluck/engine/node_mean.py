@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from potluck.engine.buffers import SavedBuffers
@@ -15,21 +16,34 @@ class NodeMean(HostMean):
     """Each rank has what it holds, and the first sends the parts."""
 
     def __init__(
-        self, send: Callable[[int, Tensor], None], clear: Callable[[], None], client: NodeClient, *, goes_ahead: bool
+        self,
+        send: Callable[[int, Tensor], None],
+        clear: Callable[[], None],
+        client: NodeClient,
+        *,
+        goes_ahead: bool,
+        has_moments: bool = False,
+        norms_on: torch.device | None = None,
     ) -> None:
-        """`goes_ahead`: the ranks compute while parts leave and their means come."""
-        super().__init__(send, clear)
+        """`goes_ahead`: the ranks compute while parts leave and their means come. `norms_on`: where gradients travel
+        in the same parts, whose norms come with them."""
+        super().__init__(send, clear, has_moments=has_moments)
         self._client = client
         self._goes_ahead = goes_ahead
+        self._norms_on = norms_on
 
     def lay_out(self, replica: Replica, buffers: SavedBuffers) -> list[FlatBuffer]:
         flats = super().lay_out(replica, buffers)
-        held = [flat.runs for flat in flats]
-        described = self.described[: len(flats)]
-        self._parts = self._client.collect_parts(described, held, buffers.parts, goes_ahead=self._goes_ahead)
+        each = self.moments.keys if self.moments is not None else 0
+        held = [flat.runs for flat in flats] + [flat.runs for flat in flats for _ in range(each)]
+        described, wholes = self.described[: len(held)], self.described[len(held) :]
+        self.collected = self._client.collect_parts(
+            described, held, wholes, self._norms_on, goes_ahead=self._goes_ahead
+        )
         return flats
 
     def start(self, index: int, numbers: Tensor) -> None:
-        whole = self._parts.collect(index, numbers)
+        assert self.collected is not None
+        whole = self.collected.collect(index, numbers)
         if whole is not None:
             super().start(index, whole)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from potluck.errors import PotluckError
-from potluck.fleet.description import BUFFERS, Part
+from potluck.fleet.description import Part
 from potluck.link.link import GroupLink
 from potluck.sharding.runs import FlatRun, norms_of
 
@@ -40,12 +40,14 @@ class NodeParts:
         self._link = link
         self._parts = list(parts)
         self._before_next = before_next
+        self.keeps_each = before_next is None
+        """Whether each part has memory of its own, where it stays until it is put together again."""
         self._norms_on = norms_on
         told = [json.loads(data) for data in link.gather_bytes(json.dumps(own).encode())]
         self._held: list[list[list[Stretch]]] = [list(ranks) for ranks in zip(*told, strict=True)]
         """Of each part and each rank."""
         for part, held in zip(parts, self._held, strict=True):
-            if part.component != BUFFERS:  # those are whole on every rank
+            if part.is_of_parameters:  # others are whole on every rank
                 _check_whole(part, held)
         sizes = [part.floats for part in parts]
         self._wholes: list[Tensor] = []
@@ -77,7 +79,7 @@ class NodeParts:
     def hand_out(self, index: int, whole: Tensor | None) -> Tensor:
         """This rank's numbers of a part that is whole on the first rank, in host memory; and perhaps its norms."""
         part, held = self._parts[index], self._held[index]
-        has_norms = self._norms_on is not None and part.component != BUFFERS
+        has_norms = self._norms_on is not None and part.is_of_parameters and not part.is_moments
         if whole is None:
             own = torch.empty(_length(held[self._link.rank]) + has_norms * len(part.sizes))
             self._link.start_receive(own, 0).wait()

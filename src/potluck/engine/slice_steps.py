@@ -52,6 +52,12 @@ class SliceSteps:
     def parts(self) -> tuple[Part, ...]:
         return self.sums.described
 
+    def set_idle(self, is_idle: bool) -> None:
+        """Whether the replica's gradients are not slices' now."""
+        self.sums.set_idle(is_idle)
+        if is_idle:
+            self._replica.drop()  # of a slice that was never agreed on, the replica awaits the step
+
     def seed_of(self, seed: int, micro: MicroBatch) -> int:
         """The slice's seed; the ranks of one worker each draw their own numbers."""
         rank = self._replica.link.rank

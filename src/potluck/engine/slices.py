@@ -78,6 +78,8 @@ class Gradients(Protocol):
     """In the order in which the backward completes them."""
     on_part: Callable[[], None]
     """Called when the slice's gradient of the next part is whole, in their order."""
+    is_idle: bool
+    """Whether backwards are none of ours now: this worker steps by itself."""
 
     def start_work(self) -> None:
         """From here on used_bits() counts."""
@@ -117,6 +119,7 @@ class WholeGradients:
         pairs = zip(planned, self._buckets, strict=True)
         self.parts = [PartSums(part, bucket.flat, allocate) for (part, _), bucket in pairs]
         self.on_part: Callable[[], None] = lambda: None
+        self.is_idle = False
         self._communicate = False
         self._completed = 0
         for bucket in self._buckets:
@@ -157,6 +160,8 @@ class WholeGradients:
 
     def _hook(self, bucket: GradBucket, index: int) -> Callable[[Tensor], None]:
         def on_gradient(parameter: Tensor) -> None:
+            if self.is_idle:
+                return
             bucket.on_gradient(index, self._names[id(parameter)], is_last=self._communicate)
             if self._communicate:
                 while self._completed < len(self._buckets) and not self._buckets[self._completed].missing:
@@ -183,6 +188,8 @@ class SliceSums:
         self._link = link
         self._send = send
         self._buffers = SavedBuffers(model)
+        self.buffers_at = len(gradients.parts)
+        """Which part they are: others may lie between, which travel with windows alone."""
         gradients.on_part = self._on_part
         self._next = 0
         """The part that is completed next."""
@@ -224,6 +231,9 @@ class SliceSums:
         else:  # each slice of a step starts from the same buffers, no matter who computes it
             self._buffers.put(self._before)
 
+    def set_idle(self, is_idle: bool) -> None:
+        self._gradients.is_idle = is_idle
+
     def arm(self, *, communicate: bool) -> None:
         self._gradients.arm(communicate=communicate)
 
@@ -233,7 +243,7 @@ class SliceSums:
         self._gradients.finish()
         if self.is_last_slice:
             for change in self._changes_done:
-                self._send(len(self._gradients.parts), change)
+                self._send(self.buffers_at, change)
             self._buffers.put(self._before)  # as the weights: not yet of this step
 
     def load(self, means: Sequence[Tensor], used: bytes) -> float:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from potluck.engine.node_client import NodeClient
+from potluck.engine.node_parts import NodeParts
 from potluck.engine.slices import PartSums, as_bits, check_float32, is_set, plan_parts
 from potluck.errors import ConfigError
 from potluck.fleet.description import Part
@@ -24,8 +25,14 @@ if TYPE_CHECKING:
 class SplitGradients:
     """Parts leave once the backward of the last slice has ended: until then its sums over the ranks are under way."""
 
-    def __init__(self, replica: "ShardedReplica", client: NodeClient, buffers: Sequence[Part]) -> None:
-        """`buffers`: what travels beside the gradients, and every rank has all of."""
+    is_idle = False
+
+    def __init__(
+        self, replica: "ShardedReplica", client: NodeClient, buffers: Sequence[Part], collected: NodeParts | None = None
+    ) -> None:
+        """`buffers`: what travels beside the gradients, and every rank has all of. `collected`: how parts are put
+        together, where windows travel in the same ones."""
+        self._client = client
         self._replica = replica
         model, sharded = replica.model, replica.sharded
         names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -43,7 +50,9 @@ class SplitGradients:
         self._sizes = [[run.span.size for run in own] for own in held]
         pairs = zip(planned, self._sizes, strict=True)
         self.parts = [PartSums(part, torch.zeros(sum(sizes), device=replica.device)) for (part, _), sizes in pairs]
-        self._collected = client.collect_parts([part for part, _ in planned], held, buffers, norms_on=replica.device)
+        self._collected = collected or client.collect_parts(
+            [part for part, _ in planned], held, buffers, norms_on=replica.device
+        )
         self.on_part: Callable[[], None] = lambda: None
 
     def start_work(self) -> None:
@@ -75,6 +84,8 @@ class SplitGradients:
         return as_bits(used.bool().tolist())
 
     def collect(self, index: int, numbers: Tensor) -> Tensor | None:
+        if self._collected.keeps_each:  # of several nodes, each is put together where the one before was
+            self._client.flush()
         return self._collected.collect(index, numbers)
 
     def load(self, means: Sequence[Tensor], used: bytes) -> float:

@@ -17,6 +17,7 @@ import numpy as np
 from torch import Tensor
 
 from potluck.agree.step_report import StepDecision
+from potluck.agree.windows import stretch_of
 from potluck.engine.layers import Layers
 from potluck.engine.loader import MicroBatch, even_batches, plan_step
 from potluck.engine.local_steps import backward, end_batch, step_alone
@@ -73,6 +74,9 @@ class WindowSteps:
         self._whole = bounds[-1][1] - bounds[0][0]
         self._batches = 0
         self._samples = self._good_samples = self._good_loss = 0.0
+        self._stretch = 1.0
+        if self._mean.moments is not None and self._mean.moments.are_divided_by:
+            self._stretch = stretch_of([last - at for at, last in bounds], work.batch, self._run.loader.batch.size)
         self._delta.begin(again=is_next and not self._delta.is_agreed)
         if self._run.scheduled is not None:
             self._run.scheduled.begin_window()
@@ -120,7 +124,7 @@ class WindowSteps:
             run.skipped += 1
         first, end = self._own
         rows = self._rows_before + round(self._whole * (self._batch_end - first) / (end - first))
-        skipped = step_alone(run, decision, own_samples, rows, driver.client.name)
+        skipped = step_alone(run, decision, own_samples, rows, driver.client.name, stretch=self._stretch)
         if self._batch_end < end:
             return False, skipped
         report, weight = self._report(), self._samples * run.unit
@@ -172,6 +176,8 @@ class WindowSteps:
         """The mean of what all changed, from where all began."""
         self._mean.take(means, bytes(committed.buffers))
         self._delta.apply()
+        if committed.samples:  # else there is no mean, and nobody has stepped
+            self._mean.finish_moments()
         return StepDecision(committed.samples, committed.loss, self._norm, 1.0, None)
 
     # What all agreed on

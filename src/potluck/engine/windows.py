@@ -22,7 +22,7 @@ from potluck.engine.layers import Layers
 from potluck.engine.loader import BatchConfig, Loader, MicroBatch, SliceLoader, even_batches, plan_step
 from potluck.engine.local_steps import backward, end_batch, is_batch_done, step_alone
 from potluck.engine.means import LinkMean
-from potluck.engine.moments import Moments, can_average
+from potluck.engine.moments import Moments, are_averaged
 from potluck.engine.replica import Replica
 from potluck.engine.rounds import Collate, check_same_data
 from potluck.engine.rows import mix
@@ -94,11 +94,8 @@ class Windows:
         policy, nodes = self._policy, self.nodes
         mean = LinkMean(nodes.across)
         self._delta = WindowDelta(replica, mean, policy.outer, overlap=policy.overlap, within=nodes.within)
-        if policy.moments and can_average(replica.optimizer):
+        if are_averaged(policy.moments, replica.optimizer, self._run.notice):
             self._moments = Moments(replica.optimizer, replica.outer.names, self._delta.runs)
-        elif policy.moments:
-            name = type(replica.optimizer).__name__
-            self._run.notice(f"What {name} keeps of a parameter has no mean, so policy.moments has no effect here.")
         if self._may_step_together:
             replica.prepare_sums()
 

@@ -95,6 +95,7 @@ class Client:
         self.welcome: Welcome | None = None
         self._description: Description | None = None
         self._layout = PayloadLayout()
+        self._moments: frozenset[int] = frozenset()
         self._session: _Session | None = None
         self._change = threading.Condition()
         self._means: dict[int, Means] = {}
@@ -135,6 +136,7 @@ class Client:
     @description.setter
     def description(self, described: Description) -> None:
         self._description, self._layout = described, PayloadLayout.of(described)
+        self._moments = described.moments
 
     @property
     def patience_s(self) -> float:
@@ -249,14 +251,15 @@ class Client:
                 self._change.wait(left)
             return session.inbox.popleft()
 
-    def take_means(self, step: int) -> Means | None:
-        """The averages of a step, once all of them are here; none if the connection was lost before that."""
+    def take_means(self, step: int, without: frozenset[int] = frozenset()) -> Means | None:
+        """The averages of a step, once all of them are here; none if the connection was lost before that. `without`:
+        parts of which there is none."""
         with self._change:
             session = self._session
             assert session is not None
             while True:
                 found = self._means.get(step)
-                if found is not None and not found.missing:
+                if found is not None and found.missing <= without:
                     self._forget_until(step)
                     return found
                 if session.lost is not None:
@@ -362,7 +365,7 @@ class Client:
                 self._hand_over(AverageReady(means.step, part, means.parts[part]))
                 return
             means.missing.discard(part)
-            if not means.missing:
+            if means.missing <= self._moments:
                 self._change.notify_all()
 
     def _hand_over(self, average: AverageReady) -> None:

@@ -7,13 +7,17 @@ import json
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
-from potluck.agree.policy import ApplyPolicy, Async, Cadence, Outer, Sync, Windowed
+from potluck.agree.policy import ApplyPolicy, Async, Auto, Cadence, Outer, Sync, Windowed
 from potluck.agree.terms import BUILD, SAME_DATA, Fingerprint, check_fingerprint, differing_data, differing_settings
 from potluck.errors import TheirProtocolError
 from potluck.wire.words import clean_all
 
 BUFFERS = 255
 """The component that carries what a step changed in the model's buffers, such as running statistics."""
+COUNTS = 254
+"""The component that carries what an optimizer counts for each parameter, with a window alone."""
+MOMENTS = 1 << 24
+"""Blocks from this number on carry what an optimizer keeps of some parameters' numbers, with a window alone."""
 BAD_BUFFERS = "comes with a change of the model's buffers that is not finite"
 """Why a payload of buffers is refused: a gradient is not to blame for it, and may be fine."""
 MAX_FLOATS = (1 << 30) - 1024
@@ -29,13 +33,15 @@ MAX_TOLD = 1 << 16
 """The most characters of `told`, as JSON."""
 MAX_WHOLE = (1 << 63) - 1
 LEAST_UNIT, LEAST_SAMPLES = 2.0**-64, 1e-12
-_WINDOWED: dict[str, type[Windowed]] = {kind.kind: kind for kind in (Cadence, Async)}
+_WINDOWED: dict[str, type[Windowed]] = {kind.kind: kind for kind in (Cadence, Async, Auto)}
+_OF_ALL = ("anchor", "max_anchor", "overhead_target", "max_batch_diff")
 _SETTINGS = {
     Sync.kind: (),
-    Cadence.kind: ("anchor", "max_anchor", "overhead_target", "max_batch_diff"),
-    Async.kind: ("anchor", "max_anchor", "overhead_target", "max_batch_diff", "divergence_threshold"),
+    Cadence.kind: _OF_ALL,
+    Async.kind: (*_OF_ALL, "divergence_threshold"),
+    Auto.kind: _OF_ALL,
 }
-_SWITCHES: dict[str, Any] = {"overlap": False, "outer": None}
+_SWITCHES: dict[str, Any] = {"overlap": False, "outer": None, "together": 0.0, "moments": False}
 """Of the same policies, told only where they are not this: what an older version tells and expects has none of them."""
 
 
@@ -50,6 +56,16 @@ class Part:
     @property
     def floats(self) -> int:
         return sum(self.sizes)
+
+    @property
+    def is_moments(self) -> bool:
+        """Whether it is of an optimizer's, and travels with windows alone."""
+        return self.component == COUNTS or (self.block or 0) >= MOMENTS
+
+    @property
+    def is_of_parameters(self) -> bool:
+        """Whether it has as many numbers as some parameters, and each rank of a worker those that it holds of them."""
+        return self.component not in (BUFFERS, COUNTS)
 
     @property
     def key(self) -> tuple[str, int]:
@@ -92,9 +108,21 @@ class Description:
         """The policy, if workers step by themselves under it; none under Sync."""
         return _made(self.policy, self.settings) if self.policy in _WINDOWED else None
 
+    @property
+    def subtracts_only(self) -> bool:
+        """Whether all workers come to the same bits: averages are only subtracted, which every device does alike.
+        An optimizer's step along a mean gradient has other bits on devices of another kind."""
+        policy = self.windowed
+        return policy is not None and not policy.may_step_together
+
     def steps_at(self, epoch: int, row: int) -> int:
         """How many batches of the run are done at this place, the last maybe in part."""
         return epoch * -(-self.rows // self.batch) + -(-row // self.batch)
+
+    @property
+    def moments(self) -> frozenset[int]:
+        """Which parts travel with windows alone, and not in a step that all take together."""
+        return frozenset(index for index, part in enumerate(self.parts) if part.is_moments)
 
     @property
     def floats(self) -> int:
@@ -211,21 +239,21 @@ def settings_of(policy: ApplyPolicy) -> dict[str, Any]:
 
 def _made(policy: str, settings: dict[str, Any]) -> Windowed:
     outer = {"outer": Outer(**settings["outer"])} if "outer" in settings else {}
-    return _WINDOWED[policy](**settings | outer)
+    return _WINDOWED[policy](**(_SWITCHES | settings | outer))
 
 
 def _check_settings(policy: str, settings: Any) -> None:
     names = _SETTINGS.get(policy)
     switches = {*_SWITCHES} if names else set()
     if names is None or not isinstance(settings, dict) or {*settings} - switches != {*names}:
-        raise ValueError("policy is sync, cadence or async, with all of its settings and no others")
+        raise ValueError("policy is sync, cadence, async or auto, with all of its settings and no others")
     for name, value in settings.items():
-        if name in ("overhead_target", "divergence_threshold"):
+        if name in ("overhead_target", "divergence_threshold", "together"):
             _number(value)
         elif name == "outer":
             for number in value.values():
                 _number(number)
-        elif name != "overlap":
+        elif name not in ("overlap", "moments"):
             _whole(value, none=name == "max_batch_diff")
         elif not isinstance(value, bool):
             raise ValueError(f"{repr(value)[:40]} is neither true nor false")

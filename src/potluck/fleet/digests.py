@@ -65,8 +65,8 @@ class Digests:
 
     def compared_as(self, kind: str) -> str:
         """Workers of which this is the same come to the same bits from the same average: theirs are compared."""
-        if self._run.described.windowed is not None:
-            return ""  # a window's average is only subtracted, which is the same on every device
+        if self._run.described.subtracts_only:
+            return ""
         return kind if kind in self.apart else kind.rpartition("; ")[2]
 
     def is_believed(self, member: WorkerRecord, ready: Ready) -> bool:

@@ -59,6 +59,7 @@ class BeginStep(Effect):
     slices: int
     nodes: int
     several: bool
+    is_window: bool = False
 
 
 class Widen(Effect):

@@ -44,6 +44,8 @@ class ExpectedPayloads:
     step: int
     nodes: tuple[Node, ...]
     weights: tuple[float, ...]
+    parts: tuple[int, ...]
+    """Those that travel in this step, in order."""
     at: int = 0
     came: set[int] = field(default_factory=set)
     useless: set[Node] = field(default_factory=set)
@@ -169,6 +171,12 @@ class Exchange:
         self._loss = 0.0
         self._formed: tuple[int, list[int]] = (0, [])
         """The step under way, and which of its parts are averaged."""
+        self._moments: frozenset[int] = frozenset()
+        """Parts that travel with windows alone."""
+        self._parts: dict[bool, tuple[int, ...]] = {}
+        """Those of a step that all take together, and of a window."""
+        self._travelling: tuple[int, ...] = ()
+        """Those of the step under way."""
 
     def describe(self, description: Description) -> None:
         total = sum(part.floats for part in description.parts)
@@ -182,13 +190,17 @@ class Exchange:
         mean.on_part = self._on_part
         mean.on_done = self._on_mean
         mean.on_bad = lambda *what: self.act(lambda now: self.core.at(now).rounds.on_bad(*what))
-        self.layout = PayloadLayout.of(description)
+        self.layout, self._moments = PayloadLayout.of(description), description.moments
+        whole = tuple(range(len(description.parts)))
+        self._parts = {True: whole, False: tuple(part for part in whole if part not in self._moments)}
 
     def do(self, effect: Effect) -> None:
         """What the coordinator decides of gradients. Under the lock, as all effects are."""
         match effect:
             case effects.Expect() if (connection := self.connections.get(effect.peer)) is not None:
-                connection.expected.append(ExpectedPayloads(effect.step, effect.nodes, effect.weights))
+                connection.expected.append(
+                    ExpectedPayloads(effect.step, effect.nodes, effect.weights, self._travelling)
+                )
             case effects.Discard() if (connection := self.connections.get(effect.peer)) is not None:
                 connection.discard(effect.node)
         if self.mean is None:
@@ -198,7 +210,15 @@ class Exchange:
                 for connection in self.connections.values():
                     connection.forget_all_but(effect.step)
                 self._formed = effect.step, []
-                self.mean.begin(effect.step, effect.slices, nodes=effect.nodes, several=effect.several)
+                self._travelling = self._parts[effect.is_window]
+                self.mean.begin(
+                    effect.step,
+                    effect.slices,
+                    nodes=effect.nodes,
+                    several=effect.several,
+                    is_window=effect.is_window,
+                    without=frozenset() if effect.is_window else self._moments,
+                )
             case effects.Widen():
                 self.mean.widen(effect.step)
             case effects.SetScale():

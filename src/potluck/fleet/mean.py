@@ -50,6 +50,7 @@ class _Step:
     """Chunks whose sibling has not come yet."""
     given: dict[tuple[int, Node], int] = field(default_factory=dict)
     """For each (part, node): how many of its chunks, from the first on, are in the sums."""
+    is_window: bool = False
     largest: float = 0.0
 
 
@@ -73,19 +74,34 @@ class PayloadMean:
         self._now: _Step | None = None
         self._free: list[Floats] = []
         self._unsent = [0] * len(parts)
-        self._largest = 0.0
+        self._largest = {False: 0.0, True: 0.0}
+        """The largest of any step before, and of any window: gradients are of another size than changes."""
         self.on_part: Callable[[int, int], None] = lambda step, part: None
         self.on_done: Callable[[int], None] = lambda step: None
         self.on_bad: Callable[[int, int, Node, str], None] = lambda peer, step, node, why: None
 
-    def begin(self, step: int, slices: int, *, nodes: int, several: bool) -> None:
-        """`nodes`: how many will be sent of each part; `several`: whether some worker sends more than one."""
+    def begin(
+        self,
+        step: int,
+        slices: int,
+        *,
+        nodes: int,
+        several: bool,
+        is_window: bool = False,
+        without: frozenset[int] = frozenset(),
+    ) -> None:
+        """`nodes`: how many will be sent of each part; `several`: whether some worker sends more than one. `without`:
+        parts of which nothing will be."""
         total = sum(self._chunks)
         least = max(self._chunks) if several else 1
         window = max(least, total // max(1, math.ceil(nodes / 2)))
+        done, left = bytearray(total), list(self._chunks)
+        for part in without:
+            done[self._base[part] : self._base[part] + left[part]] = b"\1" * left[part]
+            left[part] = 0
         with self._change:
             self._forget()
-            self._now = _Step(step, slices, list(self._chunks), bytearray(total), window, sum(map(bool, self._chunks)))
+            self._now = _Step(step, slices, left, done, window, sum(map(bool, left)), is_window=is_window)
             self._change.notify_all()
 
     def abort(self) -> None:
@@ -134,7 +150,8 @@ class PayloadMean:
             self._free += self._now.waiting.values()
             self._now.waiting.clear()
             del self._free[MOST_FREE:]
-            self._largest = max(self._largest, self._now.largest)
+            kind = self._now.is_window
+            self._largest[kind] = max(self._largest[kind], self._now.largest)
             self._now = None
 
     def _take_buffer(self) -> Floats:
@@ -323,7 +340,7 @@ class Slot:
             wide = chunk.astype(np.float64)
             energy = float(np.dot(wide, wide))
         size = math.sqrt(energy) if math.isfinite(energy) else math.inf
-        limit = WILD * self._mean._largest
+        limit = WILD * self._mean._largest[step.is_window]
         if size > NO_ROOM or (limit and size > limit):
             return "is not finite" if not np.isfinite(chunk).all() else "is wildly large"
         step.largest = max(step.largest, size)

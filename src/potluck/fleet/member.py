@@ -465,6 +465,11 @@ class Member:
             self.evaluation.loss = math.nan
 
 
+def is_together(committed: Committed) -> bool:
+    """Whether all took the step together, where others are windows; a worker may have been given nothing of it."""
+    return bool(json.loads(committed.workers).get("together"))
+
+
 def position_of(text: str) -> dict[str, int]:
     """Where the run stands, as the host tells it."""
     found = json.loads(text)

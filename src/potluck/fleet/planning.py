@@ -1,10 +1,12 @@
 """What the next step consists of, and who computes which part of it: from what workers told of the last ones. Pure."""
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from potluck.agree.policy import Windowed
 from potluck.agree.shares import without_singles
 from potluck.agree.windows import WindowPlan, WindowPlanner, WindowReport
 from potluck.events import Decided
@@ -41,7 +43,7 @@ class StepPlan:
     batch: int = 0
     """Rows of a step that a worker takes by itself; 0: it takes none."""
     decision: WindowPlan | None = None
-    """Of a window: why it is so."""
+    """Where workers step by themselves, or would if they did not step together now: why it is so."""
 
     @property
     def row(self) -> int:
@@ -54,6 +56,13 @@ class StepPlan:
     @property
     def slices(self) -> int:
         return len(self.bounds)
+
+    def amount(self, numbers: Collection[int]) -> int:
+        """How much these slices are, as speeds are measured: slices; or rows, where some steps are windows, whose
+        slices are of many sizes."""
+        if self.decision is None:
+            return len(numbers)
+        return sum(self.bounds[number][1] - self.bounds[number][0] for number in numbers)
 
     def rows_of(self, node: Node) -> Range:
         return self.bounds[node[0]][0], self.bounds[node[1] - 1][1]
@@ -117,15 +126,51 @@ class StepPlanner:
         self._reported: dict[int, float] = {}
         """When each told last of the window before; and how long, with overlap, the one waited that waited least."""
         self._waited_s = 0.0
+        self._more_s = 0.0
+        """What the last step that all took together cost beyond computing; 0: the last one was a window."""
+        self._alike_at = 0
+        """The step after which all workers' optimizers are known to hold the same; in a window they part."""
 
     def plan(self, working: list[WorkerRecord], after: StepUnderWay | None = None) -> StepPlan | None:
-        """The next step, or the one that follows `after`. None: the run is over, or `after` ends an epoch."""
-        return self._plan_window(working, after) if self._run.described.windowed else self._plan_step(working)
+        """The next step, or the one that follows `after`. None: the run is over, or it cannot be told yet."""
+        run, standing, policy = self._run, self._run.standing, self._run.described.windowed
+        if policy is None:
+            return self._plan_step(working, min(run.described.batch, run.described.rows - standing.row))
+        under_way = after.rows if after is not None else 0
+        rows_left = min(run.described.rows - standing.row - under_way, MOST_WINDOW)
+        if run.rows_limit:
+            rows_left = min(rows_left, run.rows_limit - standing.rows_seen - under_way)
+        if rows_left <= 0:
+            return None
+        windows = self._planner(policy, working)
+        is_first = standing.rows_seen + under_way < policy.together * run.rows_limit
+        # In a window that is begun again, or was before this host was started, optimizers may have moved; and after one
+        # they hold the same only where they are averaged.
+        is_alike = after is None and self._alike_at == standing.step
+        if is_first or (is_alike and windows.is_best_together()):
+            return self._plan_together(working, rows_left, is_first=is_first) if after is None else None
+        return self._plan_window(working, after, rows_left)
 
-    def _plan_step(self, working: list[WorkerRecord]) -> StepPlan:
-        """One batch, in as many slices as ever, to each as many as its speed allows."""
+    def _planner(self, policy: Windowed, working: list[WorkerRecord]) -> WindowPlanner:
+        names = unique_names(working)
+        if self._windows is None:
+            self._windows = WindowPlanner(policy, names)
+        self._windows.change(names)
+        self._planned = tuple(m.worker_id for m in working)
+        return self._windows
+
+    def _plan_together(self, working: list[WorkerRecord], rows_left: int, *, is_first: bool) -> StepPlan:
+        """Up to the end of a batch of the run, as under Sync."""
+        assert self._windows is not None
+        size = self._run.described.batch
+        plan = self._plan_step(working, min(rows_left, size - self._run.standing.row % size))
+        parts = [sum(end - start for start, end in map(plan.rows_of, nodes)) for nodes in plan.nodes]
+        plan.decision = self._windows.together(parts, is_first=is_first)
+        return plan
+
+    def _plan_step(self, working: list[WorkerRecord], rows: int) -> StepPlan:
+        """In as many slices as ever, to each as many as its speed allows."""
         described, standing = self._run.described, self._run.standing
-        rows = min(described.batch, described.rows - standing.row)
         slices = min(described.slices, rows)
         if described.in_pairs and described.batch > described.slices:  # also where an epoch's last batch is short
             slices = min(slices, max(1, rows // 2))
@@ -144,22 +189,13 @@ class StepPlanner:
             workers=tuple(m.worker_id for m in working),
         )
 
-    def _plan_window(self, working: list[WorkerRecord], after: StepUnderWay | None) -> StepPlan | None:
-        """One slice for each worker, as large as its speed allows; none if no rows are left."""
-        run, described, standing = self._run, self._run.described, self._run.standing
-        policy, under_way = described.windowed, after.rows if after is not None else 0
-        assert policy is not None
-        rows_left = min(described.rows - standing.row - under_way, MOST_WINDOW)
-        if run.rows_limit:
-            rows_left = min(rows_left, run.rows_limit - standing.rows_seen - under_way)
-        if rows_left <= 0:
-            return None
-        names = unique_names(working)
-        if self._windows is None:
-            self._windows = WindowPlanner(policy, names)
-        self._windows.change(names)
-        self._planned = tuple(m.worker_id for m in working)
-        batch = min(-(-described.batch // len(working)), MOST_WINDOW)
+    def _plan_window(self, working: list[WorkerRecord], after: StepUnderWay | None, rows_left: int) -> StepPlan:
+        """One slice for each worker, as large as its speed allows."""
+        described, standing = self._run.described, self._run.standing
+        assert self._windows is not None
+        self._alike_at = -1
+        under_way = after.rows if after is not None else 0
+        batch = self._own_batch(len(working))
         decision = self._windows.decide(rows_left, batch, least=described.batch)
         if described.in_pairs and batch > 1:
             decision = replace(decision, rows=tuple(without_singles(decision.rows)))
@@ -178,6 +214,10 @@ class StepPlanner:
             decision=decision,
         )
 
+    def _own_batch(self, workers: int) -> int:
+        """Rows of a step that a worker takes by itself."""
+        return min(-(-self._run.described.batch // workers), MOST_WINDOW)
+
     def tell(self, decision: WindowPlan) -> Emit:
         return Emit(
             Decided(
@@ -193,9 +233,31 @@ class StepPlanner:
     def measure(self, under: StepUnderWay) -> None:
         """What the next window is planned by. How long the last took to be applied is known only now, and so counts
         here: the next is handed out before this one is applied."""
+        assert under.decision is not None
+        (self._measure_step if under.decision.together else self._measure_window)(under)
+        if under.decision.together or self._run.described.moments:
+            self._alike_at = under.step
+        self._worked, self._committed_at, self._applying_s = under.workers, self._run.clock, 0.0
+        self._drift = max(self._divergence.values(), default=0.0)
+        self._divergence = {}
+
+    def _measure_step(self, under: StepUnderWay) -> None:
+        """A step that all took together: all that it lasted beyond the longest computing is the price of agreeing. Of
+        two it is the lesser, as an evaluation may lie before one of them."""
         assert self._windows is not None
-        now = self._run.clock
-        sync_s = max(0.0, now - under.last_report) + self._applying_s
+        rows = dict.fromkeys(self._planned, 0)
+        for number, who in under.computed_by.items():
+            rows[who] = rows.get(who, 0) + under.amount([number])
+        busy = [under.busy.get(who, 0.0) for who in self._planned]
+        before_s, self._more_s = self._more_s, max(0.0, self._run.clock - under.started - max(busy))
+        if max(busy) > 0:
+            own = self._own_batch(len(busy))
+            self._windows.observe([rows[who] for who in self._planned], busy, own, min(before_s, self._more_s))
+
+    def _measure_window(self, under: StepUnderWay) -> None:
+        assert self._windows is not None
+        self._more_s = 0.0
+        sync_s = max(0.0, self._run.clock - under.last_report) + self._applying_s
         if self._windows.policy.overlap:
             sync_s = self._unhidden_s(under)
         reports = [
@@ -208,9 +270,6 @@ class StepPlanner:
         ]
         if any(report.batches for report in reports):
             self._windows.report(reports, sync_s)
-        self._worked, self._committed_at, self._applying_s = under.workers, now, 0.0
-        self._drift = max(self._divergence.values(), default=0.0)
-        self._divergence = {}
 
     def _unhidden_s(self, under: StepUnderWay) -> float:
         """With overlap a mean costs only what it takes beyond the next window. From one report to the next a worker

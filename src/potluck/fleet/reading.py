@@ -93,7 +93,7 @@ class PeerReader:
             self._shut(slot)
         if expected is None or slot.revoked:
             return
-        if expected.at == len(layout.tails) if connection.plain else part == len(layout.tails) - 1:
+        if expected.at == len(layout.tails) if connection.plain else part == expected.parts[-1]:
             self._payload_done(expected, slot)
 
     def _read_whole(self, mean: PayloadMean, bulk: Bulk, over: memoryview, length: int) -> None:
@@ -174,7 +174,7 @@ class PeerReader:
             connection.held = False
             self._shut(slot)
         connection.receipts.give()
-        if expected is not None and at.part == last and not slot.revoked:
+        if expected is not None and at.part == expected.parts[-1] and not slot.revoked:
             self._payload_done(expected, slot)
 
     # Which of those that it was asked for
@@ -187,7 +187,7 @@ class PeerReader:
 
     def _next_expected(self, step: int, part: int | None) -> ExpectedPayloads | None:
         """Which of the payloads that it was asked for this is; none if it was not asked for it. Under the lock."""
-        connection, core, parts = self._connection, self._core, len(self._exchange.layout.tails)
+        connection, core = self._connection, self._core
         if not connection.expected or connection.expected[0].step != step:
             core.refused["stale payload"] += 1
             return None
@@ -197,7 +197,7 @@ class PeerReader:
             return first
         wanted, index = divmod(first.at, len(first.nodes))
         node = first.nodes[index if not connection.plain else 0]
-        if part in first.came if connection.plain else part != wanted:
+        if part in first.came if connection.plain else part != first.parts[wanted]:
             core.refused["foreign payload"] += 1
             return None
         if node not in first.useless and not core.has_reported(connection.peer, node):
@@ -205,9 +205,9 @@ class PeerReader:
             return None
         first.at += 1
         first.came.add(part)
-        if first.at == len(first.nodes) * parts:
+        if first.at == len(first.nodes) * len(first.parts):
             connection.expected.popleft()
-        return ExpectedPayloads(step, (node,), (first.weights[0],), first.at, useless=first.useless)
+        return ExpectedPayloads(step, (node,), (first.weights[0],), first.parts, first.at, useless=first.useless)
 
     def _open(self, expected: ExpectedPayloads | None, part: int, count: int) -> Slot:
         peer, mean = self._connection.peer, self._mean

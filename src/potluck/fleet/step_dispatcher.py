@@ -75,7 +75,7 @@ class StepDispatcher:
         several = any(len(nodes) > 1 for nodes in plan.nodes)
         # A plain peer sends its parts in another order than ours, so that all of them must be able to wait.
         count = 1 if any(m.plain for m in working) else sum(map(len, plan.nodes))
-        effects: list[Effect] = [BeginStep(self.now.step, self.now.slices, count, several)]
+        effects: list[Effect] = [BeginStep(self.now.step, self.now.slices, count, several, self.now.batch > 0)]
         if plan.decision is not None:
             effects.append(self._planner.tell(plan.decision))
         effects += self._give_all(self.now, working) if told is None else self._take_up(self.now, working)
@@ -100,7 +100,7 @@ class StepDispatcher:
         """The window after this one, for those who will have done their part of it. None beyond an epoch, after which
         all hold what was agreed on and nothing else."""
         policy = self._run.described.windowed
-        if policy is None or not policy.overlap or self._run.stopping:
+        if policy is None or not policy.overlap or self._run.stopping or not under.batch:
             return []
         working = self._working(under.step + 1)
         plan = self._next = self._planner.plan(working, after=under) if working else None
@@ -271,9 +271,9 @@ class StepDispatcher:
             under.first_report = under.first_report if under.first_report is not None else run.clock
             under.last_report = run.clock
         if not under.batch:
-            member.measure(len(mine & member.reported), report.busy_s)
-        elif 0 < report.busy_s < math.inf:  # slices are of many sizes
-            member.measure(sum(under.bounds[n][1] - under.bounds[n][0] for n in told), report.busy_s)
+            member.measure(under.amount(mine & member.reported), report.busy_s)
+        elif 0 < report.busy_s < math.inf:
+            member.measure(under.amount(told), report.busy_s)
             under.batches[member.worker_id] = under.batches.get(member.worker_id, 0) + report.batches
         member.busy_s += report.busy_s
         under.busy[member.worker_id], under.reported[member.worker_id] = member.busy_s, run.clock
@@ -434,7 +434,9 @@ class StepDispatcher:
     def _tell_committed(self, under: StepUnderWay, record: StepRecord, epoch: EpochDone | None) -> list[Effect]:
         run = self._run
         seconds = run.clock - under.started
-        told = {"workers": record.workers, "epoch": epoch and as_table(epoch), "seconds": seconds}
+        told: dict[str, Any] = {"workers": record.workers, "epoch": epoch and as_table(epoch), "seconds": seconds}
+        if under.decision is not None and under.decision.together:  # who was given nothing of it has not heard so
+            told["together"] = True
         committed = Committed(
             under.step,
             under.rows,

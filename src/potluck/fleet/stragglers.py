@@ -79,11 +79,9 @@ class Stragglers:
         return self._amount(member) / speed if speed else None
 
     def _amount(self, member: WorkerRecord) -> float:
-        """What it has yet to deliver: slices, or where workers step by themselves, rows."""
-        under, numbers = self.rounds.now, slices_of(member.nodes)
-        if under is None:
-            return 0.0
-        return sum(under.bounds[n][1] - under.bounds[n][0] for n in numbers) if under.batch else len(numbers)
+        """What it has yet to deliver."""
+        under = self.rounds.now
+        return under.amount(slices_of(member.nodes)) if under is not None else 0.0
 
     def _relieve(self, step: int, member: WorkerRecord) -> list[Effect]:
         run = self.run

@@ -286,8 +286,8 @@ class Weights:
         voices = {who: told for who, told in found.items() if told.computed} or found
         counts = Counter(told.digest for told in voices.values()).most_common()
         if len(counts) > 1:
-            # After a window there is nothing to set apart: all subtract alike.
-            if self.run.described.windowed is None and digests.set_apart(voices.values()):
+            # Where all only subtract, they do so alike, and there is nothing to set apart.
+            if not self.run.described.subtracts_only and digests.set_apart(voices.values()):
                 kinds = {digests.compared_as(told.kind) for told in found.values()}
                 return [effect for each in sorted(kinds) for effect in self._judge(step, each, at_once=at_once)]
             if counts[0][1] == counts[1][1]:

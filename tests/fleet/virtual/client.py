@@ -17,7 +17,7 @@ from potluck.wire.messages import (
 )
 from tests.fleet.virtual.line import Average, Line, packed
 from tests.fleet.virtual.process import Ended, Life, Process, Receive, Sleep
-from tests.fleet.virtual.toy import PARTS, Floats
+from tests.fleet.virtual.toy import Floats
 
 if TYPE_CHECKING:
     from tests.fleet.virtual.fleet import Fleet
@@ -104,13 +104,13 @@ class Client(Process):
         self._since = step
         self._means = {number: parts for number, parts in self._means.items() if number > step}
 
-    def take_means(self, step: int) -> list[Floats] | None:
-        """None: they come first, so that a loss is next."""
+    def take_means(self, step: int, count: int) -> list[Floats] | None:
+        """Of so many parts. None: they come first, so that a loss is next."""
         parts = self._means.get(step, {})
-        if len(parts) < len(PARTS):
+        if not parts.keys() >= {*range(count)}:
             return None
         del self._means[step]
-        return [parts[part] for part in range(len(PARTS))]
+        return [parts[part] for part in range(count)]
 
     # Parcels
 

@@ -53,7 +53,7 @@ class _Pourer(PeerReader):
     def pour(self, item: Payload) -> bool:
         """A payload into the mean, chunk by chunk. Whether all of it is: else it waits for its turn."""
         if item.slot is None:
-            item.expected, item.slot = self._open_next(item.step, item.part, PARTS[item.part])
+            item.expected, item.slot = self._open_next(item.step, item.part, self._mean.sizes[item.part])
         slot = item.slot
         while len(item.gradients):
             if not slot.has_turn:
@@ -67,8 +67,9 @@ class _Pourer(PeerReader):
                 slot.filled()
         self._shut(slot)
         expected, connection = item.expected, self._connection
-        is_last = item.part == len(PARTS) - 1 if not connection.plain else expected and expected.at == len(PARTS)
-        if not item.cut and expected is not None and not slot.revoked and is_last:
+        if item.cut or expected is None or slot.revoked:
+            return True
+        if expected.at == len(PARTS) if connection.plain else item.part == expected.parts[-1]:
             self._payload_done(expected, slot)
         return True
 

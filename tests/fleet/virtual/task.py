@@ -28,9 +28,14 @@ class Task:
             start, end = self.bounds[self.numbers[0]]
             self.batches = -(-(end - start) // work.batch)
 
-    def sums(self, is_bad: Callable[[int], bool]) -> list[list[Floats]]:
-        """For each node, and each part. `is_bad`: one number of what this slice gives is none."""
-        return [in_parts(self._change(is_bad) if self.work.batch else self._sum(node, is_bad)) for node in self.nodes]
+    def sums(self, is_bad: Callable[[int], bool], *, has_momentum: bool = False) -> list[list[Floats]]:
+        """For each node, and each part. `is_bad`: one number of what this slice gives is none. `has_momentum`: that of
+        a window is one part more."""
+        if not self.work.batch:
+            return [in_parts(self._sum(node, is_bad)) for node in self.nodes]
+        change, (start, end) = in_parts(self._change(is_bad)), self.bounds[self.numbers[0]]
+        momentum: Floats = self._state.momentum * np.float32((end - start) * UNIT)
+        return [[*change, momentum] if has_momentum else change]
 
     def _sum(self, node: Node, is_bad: Callable[[int], bool]) -> Floats:
         """As SliceSums adds them: each slice into the sums that are waiting for it."""

@@ -3,13 +3,13 @@
 import functools
 import hashlib
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from potluck.fleet.description import Description, Part
+from potluck.fleet.description import MOMENTS, Description, Part
 from potluck.fleet.tree import Node, children, slice_rows
 
 Floats = npt.NDArray[np.float32]
@@ -42,7 +42,13 @@ def described(**changes: Any) -> Description:
         "training": {"optimizer.lr": 0.1},
         "told": {},
     }
-    return Description(**(values | changes))
+    found = Description(**(values | changes))
+    policy = found.windowed
+    return replace(found, parts=(*found.parts, MOMENTUM)) if policy is not None and policy.moments else found
+
+
+MOMENTUM = Part(MOMENTS, None, (sum(PARTS),))
+"""One part more, where windows average it."""
 
 
 def fresh_weights() -> Floats:
@@ -89,7 +95,7 @@ class State:
         self.row += rows
 
     def agree(self, mean: Floats, rows: int) -> None:
-        """After a window: the momentum is each worker's own."""
+        """After a window: the momentum is each worker's own, unless it is averaged too."""
         self.weights = self.weights - mean
         self.step += 1
         self.row += rows
@@ -110,6 +116,12 @@ class State:
 def undisturbed(step: int = STEPS) -> bytes:
     """The weights of one machine after so many steps. The tree is summed as it is defined, by no code of the fleet."""
     return _undisturbed(step).weights.tobytes()
+
+
+def rows_after(step: int) -> int:
+    """How many rows so many steps have."""
+    state = _undisturbed(step)
+    return state.epoch * ROWS + state.row
 
 
 @functools.cache

@@ -11,7 +11,7 @@ import numpy as np
 from potluck.fleet import member_effects as effects
 from potluck.fleet.description import Description
 from potluck.fleet.ledger import Range
-from potluck.fleet.member import Member, MemberPhase
+from potluck.fleet.member import Member, MemberPhase, is_together
 from potluck.fleet.tree import Node
 from potluck.wire.messages import Applied, Committed, SliceReport, Work
 from tests.fleet.virtual.client import Client
@@ -20,6 +20,7 @@ from tests.fleet.virtual.line import Lost, Payload
 from tests.fleet.virtual.process import Ended, Life, Receive, Sleep
 from tests.fleet.virtual.task import Task
 from tests.fleet.virtual.toy import (
+    BATCH,
     CHUNK,
     PARTS,
     ROWS,
@@ -31,6 +32,7 @@ from tests.fleet.virtual.toy import (
     digest_of,
     fresh_weights,
     loss_of,
+    rows_after,
     validation_of,
 )
 
@@ -79,6 +81,15 @@ class Worker(Client):
     @property
     def is_windowed(self) -> bool:
         return self.description.windowed is not None
+
+    @property
+    def is_like_sync(self) -> bool:
+        """Whether all steps that its weights are of were taken together."""
+        policy, step = self.description.windowed, self.state.step
+        if policy is None or not step:
+            return policy is None
+        share = policy.together * self.description.rows_limit
+        return self.description.batch == BATCH and rows_after(step - 1) < share
 
     @property
     def weights(self) -> bytes:
@@ -251,8 +262,12 @@ class Worker(Client):
         self.send(report)
         if work.batch:
             yield from self._check_weights(in_step=True)
-        sums = task.sums(lambda number: self.fleet.faults.take(self.name, "gradient", work.step, number) is not None)
-        for part in range(len(PARTS)):
+        has_momentum = bool(self.description.moments)
+        faults = self.fleet.faults
+        sums = task.sums(
+            lambda number: faults.take(self.name, "gradient", work.step, number) is not None, has_momentum=has_momentum
+        )
+        for part in range(len(sums[0])):
             if not work.batch:
                 yield from self._backward(work, part, started)
             yield from self._send_part(work.step, part, task.nodes, [total[part] for total in sums])
@@ -287,13 +302,18 @@ class Worker(Client):
 
     def _commit(self, committed: Committed) -> Life:
         yield from self._at("committed", self.state.step)
-        if (parts := self.take_means(committed.step)) is None:
+        is_step = not self.is_windowed or is_together(committed)
+        count = len(PARTS) if is_step else len(self.description.parts)
+        if (parts := self.take_means(committed.step, count)) is None:
             return
         yield from self._check_weights(in_step=True)
         ahead, self._ahead, self._own = self._ahead, None, None
         assert self.member.is_ahead == (ahead is not None), f"{self} has not done ahead what it should"
         sends = self.member.agree(committed)
-        (self.state.agree if self.is_windowed else self.state.apply)(np.concatenate(parts), committed.rows)
+        mean = np.concatenate(parts[: len(PARTS)])
+        (self.state.apply if is_step else self.state.agree)(mean, committed.rows)
+        if len(parts) > len(PARTS):
+            self.state.momentum = parts[-1].copy()
         assert self.state.step == committed.step, f"{self.name} missed a step before {committed.step}"
         self.state.weights = self.update(self.state.weights)
         if self.fleet.faults.take(self.name, "applying", committed.step):
