@@ -304,8 +304,8 @@ def _check_offload(wanted: Wanted, strategy: ShardingStrategy) -> None:
 
 def _check_wire(wanted: Wanted, found: Composition) -> None:
     named = f"wire = {wanted.wire}"
-    if found.window is not None or wanted.has_host:
-        raise ConfigError(f"{named} is for the policy Sync over a group. Leave it out.")
+    if found.window is not None:
+        raise ConfigError(f"{named} is for the policy Sync. Leave it out.")
     if found.split is not None and found.ranks_per_stage > 1:
         raise ConfigError(
             f"{named} codes what whole replicas send each other, and {type(wanted.strategy).__name__} has parts of one"

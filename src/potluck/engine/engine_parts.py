@@ -5,6 +5,7 @@ Rounds of a host are imported where they are made: they bring libraries that oth
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from potluck.coded_numbers import coding_of
 from potluck.engine.buddy_copies import BuddyCopies
 from potluck.engine.layers import Layers, WholeLayers
 from potluck.engine.lifecycle import GroupLifecycle, Lifecycle
@@ -60,7 +61,7 @@ def under_host(run: RunState, client: "Client | NodeClient") -> EngineParts:
 
     def make_gradients(replica: Replica, sender: "PartSender") -> Gradients:
         if composed.split is None:
-            return WholeGradients(replica, sender.make_room(replica.model))
+            return WholeGradients(replica, sender.make_room(replica.model), coding_of(composed.wire))
         return SplitGradients(replica, client, SavedBuffers(replica.model).parts)  # type: ignore[arg-type]
 
     def make_work(replica: Replica, sender: "PartSender") -> "HostWork":

@@ -12,23 +12,26 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
+from potluck.coded_numbers import Floats, Octets
 from potluck.errors import PotluckError, TheirProtocolError
 from potluck.fleet.connection import Connection, PayloadLayout, part_of
 from potluck.fleet.description import Description
 from potluck.fleet.file_stream import Parcels
 from potluck.fleet.host_connector import CONTROL_BYTES, HostConnector
 from potluck.fleet.invite import Invite
+from potluck.fleet.mean import CHUNK
 from potluck.fleet.phases import enter_phase
 from potluck.fleet.shared_memory import Receipts, SharedMemory, SharedView
-from potluck.wire.codec import encode_parts, is_bulk, peek
+from potluck.wire.codec import Bulk, encode_parts, is_bulk, peek
 from potluck.wire.messages import (
     Admitted,
     AverageAt,
     AveragedBlockGradient,
     AveragedNonBlockGradient,
     BlockGradientPayload,
+    CodedAverage,
+    CodedPart,
     Heartbeat,
     Message,
     NonBlockGradientPayload,
@@ -38,7 +41,6 @@ from potluck.wire.messages import (
     Welcome,
 )
 
-Floats = npt.NDArray[np.float32]
 SHARED_TIMES = 8
 """How many gradients a worker's shared memory has room for: sums of nodes wait there too. Unused pages cost nothing."""
 
@@ -196,6 +198,11 @@ class Client:
             message = BlockGradientPayload(step, self.worker_id, found.block, self.description.blocks, gradients, sizes)
             self.send(message, before)
 
+    def send_coded(self, step: int, part: int, coded: Octets, before: Callable[[], None] | None = None) -> None:
+        """The same in the run's coding."""
+        assert self._layout.coding is not None
+        self.send(CodedPart(step, part, self._layout.coding.number, coded), before)
+
     @property
     def session(self) -> object:
         """Changes with each connection: what was asked for over one of them is of no use over the next."""
@@ -315,6 +322,9 @@ class Client:
     def _read_average(self, session: _Session, head: memoryview, length: int) -> None:
         bulk, over = session.read_bulk(head, length)
         assert self.description is not None
+        if bulk.message is CodedAverage:
+            self._read_coded_average(session, bulk, over, length)
+            return
         if bulk.message not in (AveragedBlockGradient, AveragedNonBlockGradient):
             raise TheirProtocolError(f"The host sent a {bulk.message.__name__}.")
         key, step = part_of(bulk), bulk.fields["step"]
@@ -324,7 +334,21 @@ class Client:
         enter_phase("average", step, part=index)
         means = self._means_of(step)
         over = session.fill(means.parts[index].view(np.uint8).data, over)
-        bulk.finish(session.fill_after(over, length - bulk.start - 4 * bulk.count))
+        bulk.finish(session.fill_after(over, length - bulk.start - bulk.nbytes))
+        self._arrived(means, index)
+
+    def _read_coded_average(self, session: _Session, bulk: Bulk, over: memoryview, length: int) -> None:
+        index, coding = self._layout.check_coded(bulk)
+        step = bulk.fields["step"]
+        enter_phase("average", step, part=index)
+        means = self._means_of(step)
+        floats = means.parts[index]
+        for first in range(0, len(floats), CHUNK):
+            chunk = floats[first : first + CHUNK]
+            coded = np.empty(coding.coded_bytes(len(chunk)), np.uint8)
+            over = session.fill(coded.data, over)
+            coding.decode(coded, chunk)
+        bulk.finish(session.fill_after(over, length - bulk.start - bulk.nbytes))
         self._arrived(means, index)
 
     def _share(self, session: _Session, message: ShareMemory) -> None:

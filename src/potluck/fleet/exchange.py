@@ -27,6 +27,7 @@ from potluck.wire.messages import (
     AveragedBlockGradient,
     AveragedGradient,
     AveragedNonBlockGradient,
+    CodedAverage,
     Message,
     ShareMemory,
 )
@@ -178,6 +179,7 @@ class Exchange:
             [part.floats for part in description.parts],
             flat=self.memory.floats[:total] if self.memory is not None else None,
             buffers=next((i for i, part in enumerate(description.parts) if part.component == BUFFERS), None),
+            coding=description.coding,
         )
         mean.on_part = self._on_part
         mean.on_done = self._on_mean
@@ -252,6 +254,9 @@ class Exchange:
         part = self.core.description.parts[index]
         if plain and part.component == BUFFERS:
             return None
+        coding = self.layout.coding
+        if coding is not None and part.component != BUFFERS and not plain:
+            return CodedAverage(step, index, coding.number, self.mean.coded[index])
         values = self.mean.results[index]
         if part.block is not None:
             return AveragedBlockGradient(step, part.block, values, self.layout.tails[index])
