@@ -238,6 +238,11 @@ def _under_host(wanted: Wanted) -> Composition:
             " stages need each other. Start them with potluck run or potluck train; workers that have no connection"
             ' meet in a store, with stages.protocol.kind = "datastore".'
         )
+    if not isinstance(policy, Sync) and (policy.together or policy.moments):
+        raise ConfigError(
+            f"{type(policy).__name__} with together or moments is for workers that reach each other over a group. Under"
+            " a host use Sync, or Cadence without them."
+        )
     ranks = ranks_per_worker(strategy, wanted.world)
     if ranks > MOST_RANKS:
         raise ConfigError(
@@ -246,11 +251,6 @@ def _under_host(wanted: Wanted) -> Composition:
         )
     if isinstance(strategy, FullShard | ShardGradOp):
         _check_one_worker(wanted, strategy, ranks)
-    if not isinstance(policy, Sync) and policy.overlap and ranks > 1:
-        raise ConfigError(
-            "With policy.overlap a host's averages come while a worker computes, and the ranks of a node, which take"
-            " them one by one, have nowhere to keep them. Switch it off, or set strategy to no_shard."
-        )
     split = FullShard() if isinstance(strategy, HybridShard) else strategy
     return Composition(
         window=None if isinstance(policy, Sync) else policy,

@@ -134,7 +134,7 @@ def make_replica(run: RunState, layers: Layers, nodes: Nodes | None, model: nn.M
             others = {"nodes": make_nodes(run.link, composed.stages * composed.node_size).across}
     arguments = (model, optimizer, link, run.device, run.config)
     if split is None:
-        return Replica(*arguments, within=within, coding=coding_of(composed.wire) if nodes is None else None)
+        return Replica(*arguments, within=within, coding=coding_of(composed.wire))
     from potluck.engine.sharded import ShardedReplica
 
     return ShardedReplica(*arguments, strategy=split, within=within, **others)

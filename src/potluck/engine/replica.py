@@ -82,7 +82,7 @@ class Replica:
         self.model = model
         self.optimizer = optimizer
         self.link = link
-        self.within = within or link
+        self.within = self._together = within or link
         self.device = device
         self.config = config
         self._coding = coding
@@ -162,14 +162,22 @@ class Replica:
 
     def _prepare_sums(self) -> None:
         if self.within.world > 1:
-            self._buckets = GradBuckets(self.model, find_blocks(self.model), self._start_sum)
+            self.prepare_sums()
         if self.config.offload_optimizer:
             self._on_host = OffloadedOptimizer(self.optimizer, self.names)
 
+    def prepare_sums(self) -> None:
+        """Gradients will be summed over other ranks, if not in every step: see step_with()."""
+        self._buckets = GradBuckets(self.model, find_blocks(self.model), self._start_sum)
+
     def _start_sum(self, flat: Tensor) -> Pending:
         if self._coding is None:
-            return self.within.start_sum(flat)
-        return self.within.start_coded_sum(flat, self._coding)
+            return self._together.start_sum(flat)
+        return self._together.start_coded_sum(flat, self._coding)
+
+    def step_with(self, link: Link) -> None:
+        """The next step is taken together with the ranks of this link, and no others."""
+        self._together = link
 
     def held(self) -> dict[str, list[FlatRun]]:
         """By a parameter's name: what this rank holds of it, here all. Of which it holds none, an empty run."""
@@ -245,7 +253,7 @@ class Replica:
         if self._buckets is None:
             return
         used = torch.tensor(self._buckets.arrivals(), dtype=torch.int32)
-        self.within.start_sum(used).wait()
+        self._together.start_sum(used).wait()
         self._buckets.drop(used.bool().tolist(), self.always_used)
 
     @property
@@ -324,7 +332,7 @@ class Replica:
     @property
     def _stepping(self) -> Link:
         """The ranks that take each step together."""
-        return self.within
+        return self._together
 
     def align(self) -> None:
         """Every rank takes rank 0's values."""
