@@ -4,7 +4,7 @@
     python -m bench.h200_learning --policies Sync "Cadence 5" Auto --rates 2e-3 4e-3 --seeds 0 1 2 --at-once 3
 
 Each run is `potluck train` with workers of its own on one GPU under MPS: a byte-level GPT of 10.9M parameters (384
-wide, 6 layers, rows of 256) on the source text of torch, batches of 64 rows, bf16, warm-up and cosine, to losses near 0.7.
+wide, 6 layers, rows of 256) on torch's source text, batches of 64 rows, bf16, warm-up and cosine, to losses near 0.7.
 Of each policy, the rate that is best for it. What was measured is written to $OUT as well, after each run. With --quick
 and no GPU, a tiny model on the CPU, to see that it works.
 """
