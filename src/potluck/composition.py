@@ -304,9 +304,7 @@ def _check_offload(wanted: Wanted, strategy: ShardingStrategy) -> None:
 
 def _check_wire(wanted: Wanted, found: Composition) -> None:
     named = f"wire = {wanted.wire}"
-    if found.window is not None:
-        raise ConfigError(f"{named} is for the policy Sync. Leave it out.")
-    if found.split is not None and found.ranks_per_stage > 1:
+    if found.window is None and found.split is not None and found.ranks_per_stage > 1:
         raise ConfigError(
             f"{named} codes what whole replicas send each other, and {type(wanted.strategy).__name__} has parts of one"
             " summed where they are split. Use NoShard, or leave out wire."

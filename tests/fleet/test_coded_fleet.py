@@ -2,10 +2,12 @@
 
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+import potluck
 from potluck.engine import slices
 from potluck.engine.slices import plan_parts
 from potluck.fleet.reading import PeerReader
@@ -144,3 +146,50 @@ def test_a_gradient_that_is_not_finite_is_computed_by_somebody_else(
     fleet.add("other", wire="int4")
     assert_same(fleet.finish(), expected["int4"])
     assert (tmp_path / "fired-spoiled").exists()
+
+
+# Windows: what a worker changed, with what was left out of it before
+
+SHORT: dict[str, Any] = {"anchor": 1, "max_anchor": 2}
+POLICIES = {
+    "cadence": potluck.Cadence(**SHORT),
+    "async": potluck.Async(**SHORT),
+    "overlap": potluck.Async(overlap=True, **SHORT),
+    "outer": potluck.Cadence(outer=potluck.Outer(), **SHORT),
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_workers_that_step_by_themselves_hold_the_same_bits(policy: str, tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, at_least=2)
+    for number in range(2):
+        fleet.add(f"w{number}", wire="int4", policy=POLICIES[policy])
+    weights = fleet.finish()  # all of them have these
+    assert all(tensor.isfinite().all() for name, tensor in weights.items() if "odd" not in name)
+    assert fleet.server.core.refused.total() == 0
+
+
+@pytest.mark.parametrize("phase", ["half", "sent"])
+def test_a_worker_killed_with_its_change_on_the_way_leaves_the_others_alike(phase: str, tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, at_least=3)
+    victim = fleet.add("victim", PHASES[phase], wire="int8", policy=POLICIES["async"])
+    for number in range(2):
+        fleet.add(f"w{number}", wire="int8", policy=POLICIES["async"])
+    fleet.finish()
+    assert (tmp_path / f"fired-{phase}").exists() and victim.process.exitcode == -signal.SIGKILL
+
+
+def test_a_newcomer_to_windows_begins_without_anything_left_out(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path)
+    fleet.add("first", wire="int4", policy=POLICIES["cadence"], hold_at=4)
+    fleet.wait_for_step(2)
+    fleet.add("newcomer", wire="int4", policy=POLICIES["cadence"])
+    fleet.let_in("newcomer")
+    fleet.finish()
+
+
+def test_workers_of_several_ranks_send_changes_in_fewer_bits_too(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, at_least=2)
+    fleet.add_node("node", wire="int4", policy=POLICIES["async"])
+    fleet.add("single", wire="int4", policy=POLICIES["async"])
+    fleet.finish()

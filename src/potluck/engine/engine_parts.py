@@ -56,22 +56,22 @@ def under_host(run: RunState, client: "Client | NodeClient") -> EngineParts:
     from potluck.engine.split_gradients import SplitGradients
     from potluck.engine.window_steps import WindowSteps
 
-    layers, composed = WholeLayers(run), run.composition
+    layers, composed, coding = WholeLayers(run), run.composition, coding_of(run.composition.wire)
     lifecycle = HostLifecycle(run, layers, client)
 
     def make_gradients(replica: Replica, sender: "PartSender") -> Gradients:
         if composed.split is None:
-            return WholeGradients(replica, sender.make_room(replica.model), coding_of(composed.wire))
+            return WholeGradients(replica, sender.make_room(replica.model), coding)
         return SplitGradients(replica, client, SavedBuffers(replica.model).parts)  # type: ignore[arg-type]
 
     def make_work(replica: Replica, sender: "PartSender") -> "HostWork":
         if composed.window is None:
             return SliceSteps(run, replica, lifecycle.driver, sender, make_gradients(replica, sender))
         if composed.split is None:
-            mean = HostMean(sender.send, sender.begin, sender.make_room(replica.model))
+            mean = HostMean(sender.send, sender.begin, sender.make_room(replica.model), coding)
         else:
-            ahead = composed.window.overlap
-            mean = NodeMean(sender.send, sender.begin, client, goes_ahead=ahead)  # type: ignore[arg-type]
+            how = {"goes_ahead": composed.window.overlap, "coding": coding}
+            mean = NodeMean(sender.send, sender.begin, client, **how)  # type: ignore[arg-type]
         return WindowSteps(run, layers, lifecycle.driver, sender, mean)
 
     return EngineParts(layers, HostRounds(run, lifecycle, make_work), lifecycle)

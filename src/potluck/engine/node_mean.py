@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from potluck.coded_numbers import Coding
 from potluck.engine.buffers import SavedBuffers
 from potluck.engine.flats import FlatBuffer
 from potluck.engine.means import HostMean
@@ -15,10 +16,17 @@ class NodeMean(HostMean):
     """Each rank has what it holds, and the first sends the parts."""
 
     def __init__(
-        self, send: Callable[[int, Tensor], None], clear: Callable[[], None], client: NodeClient, *, goes_ahead: bool
+        self,
+        send: Callable[[int, Tensor], None],
+        clear: Callable[[], None],
+        client: NodeClient,
+        *,
+        goes_ahead: bool,
+        coding: Coding | None = None,
     ) -> None:
-        """`goes_ahead`: the ranks compute while parts leave and their means come."""
-        super().__init__(send, clear)
+        """`goes_ahead`: the ranks compute while parts leave and their means come. `coding`: how changes travel; what
+        that leaves out is kept by the first rank."""
+        super().__init__(send, clear, coding=coding)
         self._client = client
         self._goes_ahead = goes_ahead
 
