@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import potluck
-from potluck import Async, Cadence, HybridShard, NoShard, Outer
+from potluck import Async, Cadence, DataStore, HybridShard, NoShard, Outer, Pipeline, Stages, Sync
 from potluck.coded_numbers import CODINGS
 from potluck.engine.means import CodedLinkMean
 from potluck.engine.replica import Replica, StepConfig
@@ -21,6 +21,8 @@ from potluck.link.link import GroupLink
 from tests.parity.test_cadence import judge, make, whole
 from tests.parity.test_cadence import ours as ours_in_fp32
 from tests.parity.test_coded_sums import BLOCKS, rounded
+from tests.parity.test_staged_windows import ours as ours_in_stages
+from tests.parity.test_staged_windows import together
 from tests.ranks import run_ranks
 
 WINDOWS, WORLD = 4, 3
@@ -158,6 +160,21 @@ def test_all_replicas_end_with_the_same_bits(policy: str) -> None:
 def test_replicas_of_nodes_do_too() -> None:
     found = run_ranks(4, trained, "int8", Async(anchor=2), HybridShard(intra_node_size=2))
     assert all(torch.equal(found[0]["weights"], each["weights"]) for each in found)
+
+
+@pytest.mark.parametrize("policy", [Sync(balance=False), Async(anchor=2), Cadence(anchor=2, overlap=True)])
+@pytest.mark.parametrize("meets", ["group", "store"])
+def test_replicas_of_stages_do_too(policy: Any, meets: str, tmp_path: Path) -> None:
+    protocol = Pipeline(micro_batch_size=4) if meets == "group" else DataStore(url=f"file://{tmp_path}")
+    told = run_ranks(4, staged, policy, Stages(protocol=protocol, count=2))
+    together(told)  # who has the same stage has the same bits
+    assert all(each["epochs"] == told[0]["epochs"] and each["epochs"][-1][2] for each in told)
+
+
+def staged(policy: Any, stages: Any) -> dict[str, Any]:
+    started = potluck.init
+    potluck.init = lambda *told, **how: started(*told, **how, wire="int4")  # type: ignore[assignment]
+    return ours_in_stages(policy, "adamw", 24, stages)
 
 
 def test_what_was_left_out_is_saved_and_loaded() -> None:
