@@ -303,12 +303,15 @@ def _check_offload(wanted: Wanted, strategy: ShardingStrategy) -> None:
 
 
 def _check_wire(wanted: Wanted, found: Composition) -> None:
-    named = f"wire = {wanted.wire}"
-    if found.window is None and found.split is not None and found.ranks_per_stage > 1:
-        raise ConfigError(
-            f"{named} codes what whole replicas send each other, and {type(wanted.strategy).__name__} has parts of one"
-            " summed where they are split. Use NoShard, or leave out wire."
-        )
+    """Under Sync gradients are coded between whole replicas: of one that is split, within each block lie several ranks'
+    numbers, or torch reduces them within itself."""
+    if found.window is not None or found.split is None or found.ranks_per_stage == 1 or found.replicas > 1:
+        return
+    name, where = type(wanted.strategy).__name__, "each worker's replica" if wanted.has_host else "the one replica"
+    raise ConfigError(
+        f"wire = {wanted.wire} codes what replicas send each other, and under Sync {name} has the ranks of {where} sum"
+        " their gradients in fp32. Use NoShard, or HybridShard over several nodes, or leave out wire."
+    )
 
 
 def _only_one(policy: ApplyPolicy) -> str:

@@ -132,9 +132,9 @@ def make_replica(run: RunState, layers: Layers, nodes: Nodes | None, model: nn.M
         within = layers.shards
         if composed.replicas > 1:
             others = {"nodes": make_nodes(run.link, composed.stages * composed.node_size).across}
-    arguments = (model, optimizer, link, run.device, run.config)
+    arguments, coding = (model, optimizer, link, run.device, run.config), coding_of(composed.wire)
     if split is None:
-        return Replica(*arguments, within=within, coding=coding_of(composed.wire))
+        return Replica(*arguments, within=within, coding=coding)
     from potluck.engine.sharded import ShardedReplica
 
-    return ShardedReplica(*arguments, strategy=split, within=within, **others)
+    return ShardedReplica(*arguments, strategy=split, within=within, coding=coding, **others)
