@@ -14,6 +14,7 @@ from potluck.fleet.reading import PeerReader
 from potluck.sharding.blocks import find_blocks
 from tests.fleet.faults import PHASES, sends_nan
 from tests.fleet.fleet import STEPS, Fleet, Worker, assert_same, build, start_coordinator, wait_until
+from tests.fleet.test_peers import PlainPeer
 from tests.fleet.test_undisturbed import Gradients, plain_run
 from tests.parity.test_coded_sums import BLOCKS, rounded
 
@@ -146,6 +147,18 @@ def test_a_gradient_that_is_not_finite_is_computed_by_somebody_else(
     fleet.add("other", wire="int4")
     assert_same(fleet.finish(), expected["int4"])
     assert (tmp_path / "fired-spoiled").exists()
+
+
+def test_a_plain_peer_sends_floats_and_holds_the_same_weights(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, plain_peers=True, at_least=2)
+    peer = PlainPeer(fleet.server.port, "entrenar")
+    peer.start()
+    wait_until(lambda: len(fleet.server.core.membership.ready) == 1)
+    fleet.add("ours", bare=True, wire="int8")
+    weights = fleet.finish()
+    peer.join(10)
+    assert len(peer.losses) == STEPS
+    assert_same(peer.model.state_dict(), weights)
 
 
 # Windows: what a worker changed, with what was left out of it before
