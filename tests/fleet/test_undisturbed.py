@@ -10,6 +10,8 @@ import torch.nn.functional as F
 
 import potluck
 from potluck.engine.rows import mix, seed_everything
+from potluck.fleet import invite
+from potluck.fleet.pipe import Pipe
 from potluck.fleet.reading import PeerReader
 from potluck.fleet.tree import children, slice_rows
 from tests.fleet.fleet import BATCH, EPOCHS, ROWS, SLICES, STEPS, Fleet, assert_same, build
@@ -123,8 +125,17 @@ def test_workers_that_share_memory_with_the_host_compute_the_same(
     assert len(set(shown)) == sum(shared)  # and the others sent theirs
 
 
-def test_an_encrypted_fleet_computes_the_same(tmp_path: Path, expected: dict[str, torch.Tensor]) -> None:
+@pytest.mark.parametrize("can_seal", [True, False])
+def test_an_encrypted_fleet_computes_the_same(
+    can_seal: bool, tmp_path: Path, expected: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether its host can seal what is sent, or leaves all inside TLS."""
+    sealed: list[Pipe] = []
+    seal = Pipe.seal_receiving
+    monkeypatch.setattr(Pipe, "seal_receiving", lambda pipe, key: (sealed.append(pipe), seal(pipe, key))[1])
+    monkeypatch.setattr(invite, "can_seal", lambda: can_seal)
     fleet = Fleet(tmp_path, encrypted=True, at_least=2)
     fleet.add("w0")
     fleet.add("w1")
     assert_same(fleet.finish(), expected)
+    assert len(sealed) == (2 if can_seal else 0)

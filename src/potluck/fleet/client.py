@@ -21,6 +21,7 @@ from potluck.fleet.file_stream import Parcels
 from potluck.fleet.host_connector import CONTROL_BYTES, HostConnector
 from potluck.fleet.invite import Invite
 from potluck.fleet.phases import enter_phase
+from potluck.fleet.sealing import new_key
 from potluck.fleet.shared_memory import Receipts, SharedMemory, SharedView
 from potluck.wire.codec import encode_parts, is_bulk, peek
 from potluck.wire.messages import (
@@ -33,6 +34,7 @@ from potluck.wire.messages import (
     Message,
     NonBlockGradientPayload,
     PartAt,
+    SealKey,
     ShareMemory,
     StateMore,
     Welcome,
@@ -302,6 +304,10 @@ class Client:
         if isinstance(message, ShareMemory):
             self._share(session, message)
             return
+        if isinstance(message, SealKey):
+            session.pipe.seal_receiving(message.key)
+            self.send(SealKey(new_key()))
+            return
         with self._change:
             if isinstance(message, StateMore):
                 session.parcels.on_more(message)
@@ -406,6 +412,8 @@ class Client:
                     parts = encode_parts(message)
                     enter_phase("sending", getattr(message, "step", 0), message=message, pipe=session.pipe, parts=parts)
                     session.pipe.send(parts)
+                if isinstance(message, SealKey):
+                    session.pipe.seal_sending(message.key)
                 sent += 1
                 owed += isinstance(message, PartAt)
                 if owed and session.outbox:

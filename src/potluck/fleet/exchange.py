@@ -28,6 +28,7 @@ from potluck.wire.messages import (
     AveragedGradient,
     AveragedNonBlockGradient,
     Message,
+    SealKey,
     ShareMemory,
 )
 
@@ -321,6 +322,8 @@ class PeerWriter:
         else:
             assert out.message is not None
             connection.send_pieces(encode_parts(out.message, connection.codec))
+            if isinstance(out.message, SealKey):
+                connection.pipe.seal_sending(out.message.key)
             if out.credit is not None:
                 self.exchange.taken(*out.credit)
 

@@ -11,6 +11,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from potluck.errors import TheirProtocolError
+from potluck.fleet.sealing import PROTOCOL, Opener, Sealer
 from potluck.fleet.shared_memory import CAN_SHARE
 
 LOOPBACK = ("127.0.0.1", "::1")
@@ -39,6 +41,10 @@ class Pipe:
         self._tls = connection if isinstance(connection, ssl.SSLSocket) else None
         # An SSL object is not for two threads at once: each call holds this lock, and none of them waits inside.
         self._lock = threading.Lock()
+        self.can_seal = self._tls is not None and self._tls.selected_alpn_protocol() == PROTOCOL
+        """Whether both ends of an encrypted connection have said that they can."""
+        self._sealer: Sealer | None = None
+        self._opener: Opener | None = None
         self._descriptors: list[int] = []
         connection.setblocking(self._tls is None)
         _tune(connection)
@@ -53,6 +59,23 @@ class Pipe:
         """Whose process a local peer is."""
         told = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         return int(_CREDENTIALS.unpack(told)[1])
+
+    def seal_sending(self, key: bytes | memoryview) -> None:
+        """What was sent so far was the last inside TLS. Call it from the thread that sends."""
+        assert self.can_seal and self._sealer is None
+        self._sealer = Sealer(key)
+        self._leave_tls()
+
+    def seal_receiving(self, key: bytes | memoryview) -> None:
+        """What was received so far was the last inside TLS. Call it from the thread that receives."""
+        if not self.can_seal or self._opener is not None or self._tls is None or self._tls.pending():
+            raise TheirProtocolError("It seals a connection at a time when it should not.")
+        self._opener = Opener(key)
+        self._leave_tls()
+
+    def _leave_tls(self) -> None:
+        """One direction has. The other, if it has not yet, has the SSL object to itself, and may wait inside it."""
+        self._socket.setblocking(True)
 
     def give_up_link(self, patience_s: float) -> None:
         """From now on a peer whose machine does not answer any more, though nothing says so, ends the connection.
@@ -81,6 +104,8 @@ class Pipe:
         """Waits for bytes and puts some into `space`, or all of it if that is short. 0: the peer has ended."""
         if self.is_local:
             return self._receive_local(space)
+        if self._opener is not None:
+            return self._receive_sealed(self._opener, space)
         if self._tls is None:
             return self._socket.recv_into(space[:SLICE_BYTES], flags=socket.MSG_WAITALL)
         return self._encrypted(self._tls.recv_into, space)
@@ -100,19 +125,16 @@ class Pipe:
 
     def send(self, parts: Sequence[bytes | memoryview]) -> None:
         """All of the parts, one after the other, without joining them."""
-        if self._tls is not None:
+        if self._sealer is not None:
+            for records in self._sealer.seal(parts):
+                self._send_plain([records])
+        elif self._tls is not None:
             for part in parts:
                 left = memoryview(part).cast("B")
                 while left:
                     left = left[self._encrypted(self._tls.send, left) :]
-            return
-        rest = [memoryview(part).cast("B") for part in parts if len(part)]
-        while rest:
-            sent = self._socket.sendmsg(rest[:_MOST_PARTS])
-            while rest and sent >= len(rest[0]):
-                sent -= len(rest.pop(0))
-            if sent:
-                rest[0] = rest[0][sent:]
+        else:
+            self._send_plain(parts)
 
     def close(self) -> None:
         """Ends both directions; a thread that waits in either is woken.
@@ -123,6 +145,37 @@ class Pipe:
         self.is_closed = True
         with contextlib.suppress(OSError):
             socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
+
+    # By the plain socket's own methods: an SSLSocket's would encrypt once more.
+
+    def _send_plain(self, parts: Sequence[bytes | memoryview]) -> None:
+        rest = [memoryview(part).cast("B") for part in parts if len(part)]
+        while rest:
+            sent = socket.socket.sendmsg(self._socket, rest[:_MOST_PARTS])
+            while rest and sent >= len(rest[0]):
+                sent -= len(rest.pop(0))
+            if sent:
+                rest[0] = rest[0][sent:]
+
+    def _receive_sealed(self, opener: Opener, space: memoryview) -> int:
+        if opener.has_rest:
+            return opener.take_rest(space)
+        if not self._fill(opener.head):
+            return 0
+        body = opener.body()
+        if not self._fill(body):
+            raise ConnectionResetError("it ended in the middle of a record")
+        return opener.open(body, space)
+
+    def _fill(self, space: memoryview) -> bool:
+        """Until it is full. False: the peer has ended before that."""
+        have = 0
+        while have < len(space):
+            count = socket.socket.recv_into(self._socket, space[have:], flags=socket.MSG_WAITALL)
+            if not count:
+                return False
+            have += count
+        return True
 
     def _receive_local(self, space: memoryview) -> int:
         """Descriptors may come with the bytes."""

@@ -15,7 +15,14 @@ from potluck.fleet.exchange import Exchange, ExpectedPayloads, PeerConnection
 from potluck.fleet.mean import PayloadMean, Slot
 from potluck.fleet.shared_memory import SharedView
 from potluck.wire.codec import Bulk, is_bulk, peek
-from potluck.wire.messages import BlockGradientPayload, GradientPayload, NonBlockGradientPayload, PartAt, ShareMemory
+from potluck.wire.messages import (
+    BlockGradientPayload,
+    GradientPayload,
+    NonBlockGradientPayload,
+    PartAt,
+    SealKey,
+    ShareMemory,
+)
 
 
 class PeerReader:
@@ -58,6 +65,8 @@ class PeerReader:
             self._read_part_at(message)
         elif isinstance(message, ShareMemory):
             self._look_in()
+        elif isinstance(message, SealKey):
+            connection.pipe.seal_receiving(message.key)
         elif connection.closing_at is None:
             self._exchange.act(lambda now: self._core.on_message(now, connection.peer, message))
 

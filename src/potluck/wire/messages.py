@@ -369,6 +369,12 @@ class AverageAt(Message):
     part: U32
 
 
+class SealKey(Message):
+    """both ways, if both ends can: the sender's last message inside TLS. What it sends next is sealed with this key."""
+
+    key: Bytes
+
+
 MESSAGES: tuple[type[Message], ...] = tuple(Message.__subclasses__())
 OURS = MESSAGES[len(PUBLISHED) :]
 
