@@ -157,12 +157,15 @@ class Host:
 class Helper:
     """A worker that has its gradient at hand, and asks only for the average."""
 
-    def __init__(self, invite: str, number: int, workers: int, size_bytes: int, payload: Any = None) -> None:
+    def __init__(
+        self, invite: str, number: int, workers: int, size_bytes: int, payload: Any = None, shares: bool = True
+    ) -> None:
+        """`shares`: through the memory of one machine; else as between two."""
         counts = _split(size_bytes // 4, PART_BYTES // 4)
         self.mean = (workers + 1) / 2
         parts = tuple(Part(len(counts) - 1 - index, None, (count,)) for index, count in enumerate(counts))
         found = Invite.parse(invite)
-        if found.pin is not None:  # encryption is measured as between two machines: on one there would be none
+        if not shares:
             host_connector.connect_local = lambda port: None  # type: ignore[assignment]
         self.client = Client(found, name=f"helper {number}", kind="helper", say=lambda text: None)
         self.client.connect()
@@ -228,14 +231,18 @@ class Helpers:
 
 
 def start_star(
-    actors: list[Actor], folder: str, workers: int, size_bytes: int, *, encrypted: bool = False
+    actors: list[Actor], folder: str, workers: int, size_bytes: int, *, encrypted: bool = False, shares: bool = True
 ) -> tuple[Actor, list[Actor], str]:
-    """A host and its helpers, who are all admitted: (host, helpers, invite)."""
+    """A host and its helpers, who are all admitted: (host, helpers, invite).
+
+    On one machine nothing is encrypted that travels through its memory: encryption is measured as between two.
+    """
     Path(folder).mkdir(parents=True, exist_ok=True)
     host = Actor(Host, folder, workers, encrypted)
     actors.append(host)
     invite, _ = host.call("listening")
-    helpers = [Actor(Helper, invite, number, workers, size_bytes) for number in range(workers)]
+    shares = shares and not encrypted
+    helpers = [Actor(Helper, invite, number, workers, size_bytes, None, shares) for number in range(workers)]
     actors += helpers
     ask_all(helpers, "rounds", 2)  # warm
     return host, helpers, invite
