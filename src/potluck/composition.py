@@ -235,11 +235,6 @@ def _under_host(wanted: Wanted) -> Composition:
         )
     if isinstance(strategy, FullShard | ShardGradOp):
         _check_one_worker(wanted, strategy, ranks)
-    if not isinstance(policy, Sync) and policy.overlap and ranks > 1:
-        raise ConfigError(
-            "With policy.overlap a host's averages come while a worker computes, and the ranks of a node, which take"
-            " them one by one, have nowhere to keep them. Switch it off, or set strategy to no_shard."
-        )
     split = FullShard() if isinstance(strategy, HybridShard) else strategy
     return Composition(
         window=None if isinstance(policy, Sync) else policy,

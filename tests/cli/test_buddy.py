@@ -130,6 +130,7 @@ def test_two_of_three_go_on_with_a_model_that_was_split_over_all(place: Path) ->
     assert not memory.exists()
 
 
+@pytest.mark.slow
 def test_a_kill_within_a_refresh_leaves_the_one_before(place: Path) -> None:
     process = start(place, "run", "-n", "2", "--threads", "1", "script.py", "ShardGradOp", "refresh", "0")
     said = ended(process)

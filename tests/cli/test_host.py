@@ -131,6 +131,7 @@ def events(run: Path) -> list[dict[str, object]]:
     return list(read_events(run / "events.jsonl")) if (run / "events.jsonl").exists() else []
 
 
+@pytest.mark.slow
 def test_ctrl_c_on_the_host_saves_for_all_and_a_wrong_invite_gets_nothing(
     place: Path, expected: dict[str, torch.Tensor]
 ) -> None:
@@ -203,6 +204,7 @@ intra_node_size = 2
 )
 
 
+@pytest.mark.slow
 def test_a_host_starts_all_ranks_of_a_worker_whose_replica_is_split(place: Path) -> None:
     """One node alone, as one worker. Each rank writes its own part of a checkpoint."""
     (place / "nodes.toml").write_text(NODES)

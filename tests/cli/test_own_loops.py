@@ -61,6 +61,7 @@ def started(folder: Path) -> list[dict[str, Any]]:
     return [r for r in read_events(folder / "events.jsonl") if r["event"] == "run_started"]
 
 
+@pytest.mark.slow
 def test_ctrl_c_on_the_host_saves_and_resume_continues_at_the_step_it_names(
     tmp_path: Path, expected: dict[str, torch.Tensor]
 ) -> None:

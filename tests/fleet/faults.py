@@ -113,15 +113,15 @@ def while_saving(place: Path, end: Any = die) -> None:
 
 
 PHASES: dict[str, Fault] = {
+    "half": half_a_payload_sent,
+    "average": half_an_average_received,
+    "applying": while_applying,
+    "saving": while_saving,
     "connected": at_connecting,
     "joined": at_joining,
     "forward": in_forward,
     "backward": in_backward,
-    "half": half_a_payload_sent,
     "sent": all_sent,
-    "average": half_an_average_received,
-    "applying": while_applying,
-    "saving": while_saving,
 }
 
 SHARED_PHASES: dict[str, Fault] = {

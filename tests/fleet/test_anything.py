@@ -252,7 +252,7 @@ class Rogues:
             assert member.speed is None or 0 < member.speed < math.inf
             assert len(member.name) <= bounds.MOST_NAME
         if core.now is not None:
-            nodes = [node for m in members.values() for node in m.nodes] + core.now.orphans
+            nodes = [node for m in members.values() for node in m.nodes]
             given = {number for node in nodes for number in range(*node)} | {*core.now.computed_by}
             assert given == {*range(core.now.slices)}, "a slice is nobody's"
             assert core.now.rows <= core.description.rows

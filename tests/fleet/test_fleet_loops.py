@@ -14,6 +14,7 @@ import potluck
 from potluck.events import Stalled, WorkerCame, WorkerWent
 from tests.fleet.fleet import EPOCHS, ROWS, STEPS, Fleet, assert_same, wait_until
 from tests.fleet.test_undisturbed import plain_run
+from tests.quick import first_of
 
 pytestmark = pytest.mark.timeout(90)
 COSINE = partial(CosineAnnealingLR, T_max=STEPS)
@@ -73,6 +74,7 @@ def test_a_loop_that_counts_by_itself_is_refused_where_it_would_train_too_much(t
     assert fleet.server.core.standing.epoch == 3, "the others were not disturbed"
 
 
+@pytest.mark.slow
 def test_a_scheduler_that_a_late_joiner_starts_anew_is_not_fed_weights_for_ever(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path)
     fleet.add("first", by_hand, slow_s=0.05, epochs=6, steps=6 * STEPS // EPOCHS)
@@ -143,7 +145,7 @@ def keep_often(place: Path) -> None:
     member.KEEP_FIRST_S = member.KEEP_EVERY_S = member.KEEP_SHARE = 0
 
 
-@pytest.mark.parametrize("counts_itself", [False, True])
+@pytest.mark.parametrize("counts_itself", first_of([False, True]))
 def test_a_loop_that_is_asked_to_leave_does_so_politely(tmp_path: Path, counts_itself: bool) -> None:
     fleet = Fleet(tmp_path, at_least=2)
     leaver = fleet.add("leaver", slow_s=0.1, counts_itself=counts_itself)

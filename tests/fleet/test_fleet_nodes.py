@@ -37,6 +37,7 @@ from tests.fleet.test_fleet_windows import (
     save_and_look_at_every_batch,
 )
 from tests.odd import assert_constant
+from tests.quick import first_of
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -135,7 +136,7 @@ def record_the_largest(place: Path, rank: int) -> None:
     Engine.close = noted  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("policy", [Cadence(**SHORT), Sync()], ids=["cadence", "sync"])
+@pytest.mark.parametrize("policy", first_of([Cadence(**SHORT), Sync()]), ids=["cadence", "sync"])
 def test_no_rank_ever_holds_the_whole_models_change_nor_its_state(policy: ApplyPolicy, tmp_path: Path) -> None:
     fleet = Fleet(tmp_path, at_least=2)
     for number in range(2):
@@ -185,7 +186,7 @@ def while_means_are_handed_out(place: Path) -> None:
 @pytest.mark.parametrize(
     ("what", "fault", "rank"),
     [
-        pytest.param("window", in_a_window, 1, id="window"),
+        pytest.param("window", in_a_window, 1, id="window", marks=pytest.mark.slow),
         pytest.param("parts", between_two_parts, 0, id="parts", marks=pytest.mark.slow),
         pytest.param("means", while_means_are_handed_out, 1, id="means"),
     ],
@@ -220,6 +221,7 @@ def test_a_node_that_joins_in_mid_run_gets_its_state_from_a_node_and_takes_part(
     assert any(isinstance(e, Decided) and e.reason.startswith("newcomer came, and the work") for e in fleet.events)
 
 
+@pytest.mark.slow
 def test_a_node_leaves_when_any_of_its_ranks_wishes_and_its_checkpoint_is_a_plain_runs_too(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path, at_least=2)
     for name in ("leaver", "stayer"):
@@ -252,9 +254,10 @@ def test_a_run_that_everybody_died_in_goes_on_from_the_checkpoint_of_a_node(tmp_
     fleet.finish()
 
 
-def test_nodes_join_a_host_again_that_was_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("overlap", first_of([False, True]), ids=["", "overlap"])
+def test_nodes_join_a_host_again_that_was_killed(overlap: bool, tmp_path: Path) -> None:
     process, invite = start_coordinator(tmp_path, fault=PHASES_OF_HOST)
-    options = {"policy": Cadence(**SHORT), "slow_s": 0.02}
+    options = {"policy": Cadence(**SHORT, overlap=overlap), "slow_s": 0.02}
     workers = [rank for name in ("n0", "n1") for rank in start_node(invite, tmp_path, name, 2, {}, options)]
     process.join(20)
     assert (tmp_path / "fired-after").exists()
@@ -289,6 +292,7 @@ def stopped_at_the_second_means(place: Path) -> None:
     NodeClient.send = noted  # type: ignore[method-assign]
 
 
+@pytest.mark.slow
 def test_a_node_that_was_given_up_applies_the_means_that_had_come(tmp_path: Path) -> None:
     """From a connection that is broken, and to the others' bits."""
     fleet = Fleet(tmp_path, at_least=2, patience_s=1.0)

@@ -12,8 +12,10 @@ import torch.nn.functional as F
 
 from potluck.agree.policy import Async, Cadence, Windowed
 from potluck.engine.rows import mix
-from potluck.events import CheckpointSaved, Validated, WorkerCame, WorkerWent
+from potluck.events import CheckpointSaved, Stalled, Validated, WorkerCame, WorkerWent
+from potluck.fleet.server import UNREAD
 from potluck.save.checkpoint import CheckpointConfig
+from potluck.sharding.strategy import FullShard, HybridShard, ShardGradOp, ShardingStrategy
 from tests.fleet.faults import at
 from tests.fleet.fleet import BATCH, EPOCHS, ROWS, STEPS, Fleet, build, die
 from tests.fleet.test_fleet_windows import (
@@ -24,10 +26,12 @@ from tests.fleet.test_fleet_windows import (
 )
 from tests.fleet.test_fleet_windows import judge as judge_that_waits
 from tests.odd import assert_constant
+from tests.quick import first_of
 
 pytestmark = pytest.mark.timeout(90)
 SHORT: dict[str, Any] = {"anchor": 1, "max_anchor": 2, "overlap": True}
 CADENCE = Cadence(**SHORT)
+BY_RANKS = pytest.mark.parametrize("ranks", first_of([1, 2]))
 
 
 def judge(fleet: Fleet) -> dict[str, torch.Tensor]:
@@ -69,6 +73,14 @@ def judge(fleet: Fleet) -> dict[str, torch.Tensor]:
     return model.state_dict()
 
 
+def add(fleet: Fleet, name: str, ranks: int, fault: Any = None, **options: Any) -> None:
+    """A worker of one rank, or of several."""
+    if ranks == 1:
+        fleet.add(name, fault, **options)
+    else:
+        fleet.add_node(name, ranks, dict.fromkeys(range(ranks), fault), **{"strategy": FullShard()} | options)
+
+
 def takes(place: Path, seconds: float) -> None:
     """Of each batch; and it says whether it was ahead."""
     at("batch", lambda step, **what: time.sleep(seconds))
@@ -101,10 +113,11 @@ def test_windows_are_what_replicas_compute_that_continue_from_their_own_end(
     assert fleet.server.core.refused.total() == 0
 
 
-def test_buffers_dropout_and_unused_parameters_agree_too(tmp_path: Path) -> None:
+@BY_RANKS
+def test_buffers_dropout_and_unused_parameters_agree_too(ranks: int, tmp_path: Path) -> None:
     fleet = Fleet(tmp_path, at_least=2)
     for number in range(2):
-        fleet.add(f"w{number}", policy=CADENCE)
+        add(fleet, f"w{number}", ranks, policy=CADENCE)
     weights = fleet.finish()
     assert_constant(weights, "odd.")
     firsts = [(record, min(record.ranges)) for record in fleet.records]  # what has no mean is theirs
@@ -113,23 +126,97 @@ def test_buffers_dropout_and_unused_parameters_agree_too(tmp_path: Path) -> None
     assert not torch.equal(weights["norm.running_mean"], torch.zeros(24))
 
 
-def test_trainer_looks_at_and_saves_what_was_agreed_on(tmp_path: Path) -> None:
+@BY_RANKS
+def test_trainer_looks_at_and_saves_what_was_agreed_on(ranks: int, tmp_path: Path) -> None:
     fleet = Fleet(tmp_path, at_least=2)
     settings: dict[str, Any] = {"epochs": 2, "validate_every": 2, "checkpoint": CheckpointConfig(every=2)}
     for number in range(2):
-        fleet.add(f"w{number}", policy=CADENCE, fit=settings)
+        add(fleet, f"w{number}", ranks, policy=CADENCE, fit=settings)
     fleet.finish()
     assert sum(isinstance(event, Validated) for event in fleet.events) > 2
     assert sum(isinstance(event, CheckpointSaved) for event in fleet.events) > 2
     assert fleet.server.core.refused.total() == 0
 
 
-def test_saving_and_looking_within_a_window_see_what_was_agreed_on(tmp_path: Path) -> None:
+@BY_RANKS
+def test_saving_and_looking_within_a_window_see_what_was_agreed_on(ranks: int, tmp_path: Path) -> None:
     fleet = Fleet(tmp_path)
     policy = Cadence(anchor=2, max_anchor=2, overlap=True)
-    fleet.add("only", save_and_look_at_every_batch, policy=policy, bare=True)
+    add(fleet, "only", ranks, save_and_look_at_every_batch, policy=policy, bare=True)
     assert_close(fleet.finish(), judge(fleet))
     assert len({event.loss for event in fleet.events if isinstance(event, Validated)}) == 3  # one for each version
+
+
+# Workers of several ranks
+
+STRATEGIES: dict[str, ShardingStrategy] = {
+    "FullShard": FullShard(),
+    "ShardGradOp": ShardGradOp(),
+    "FullShard, uneven": FullShard(weights=(1.0, 3.0)),
+    "HybridShard": HybridShard(intra_node_size=2),
+}
+
+
+@pytest.mark.parametrize("strategy", first_of(STRATEGIES, 2))
+def test_a_worker_of_two_ranks_and_one_of_one_rank_are_ahead_together(strategy: str, tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, at_least=2)
+    policy = Async(**SHORT) if strategy == "HybridShard" else CADENCE
+    options: dict[str, Any] = {"policy": policy, "bare": True, "shared": strategy == "ShardGradOp"}
+    add(fleet, "two", 2, partial(takes, seconds=0.01), strategy=STRATEGIES[strategy], **options)
+    fleet.add("one", partial(takes, seconds=0.02), **options)
+    weights = fleet.finish()  # the same bits on both
+    assert (tmp_path / "ahead-0.01").exists() and (tmp_path / "ahead-0.02").exists()
+    assert_close(weights, judge(fleet))
+    with pytest.raises(AssertionError):
+        assert_close(weights, judge_that_waits(fleet))
+    assert all(any(rows_of(fleet, name)) for name in ("two", "one"))
+    assert fleet.server.core.refused.total() == 0
+
+
+def is_long_ahead(place: Path) -> None:
+    """For longer than a host waits for one that reads nothing."""
+
+    def wait(step: int, **what: Any) -> None:
+        if step == 3:
+            (place / "long").touch()
+            time.sleep(1.0 * (UNREAD + 2))
+
+    at("ahead", wait)
+
+
+@pytest.mark.slow
+def test_a_worker_whose_ranks_are_ahead_for_long_is_not_one_that_reads_nothing(tmp_path: Path) -> None:
+    """Of shared memory the host sees whether each average is taken, however small it is. Others do the late one's part
+    meanwhile, so the means of several windows are kept."""
+    fleet = Fleet(tmp_path, at_least=2, patience_s=1.0)
+    options: dict[str, Any] = {"policy": CADENCE, "bare": True, "shared": True}
+    add(fleet, "two", 2, is_long_ahead, **options)
+    fleet.add("one", partial(takes, seconds=0.1), **options)
+    fleet.finish()  # the same bits on both
+    assert (tmp_path / "long").exists() and (tmp_path / "two.pt").exists()
+    assert all(event.polite for event in fleet.events if isinstance(event, WorkerWent))
+
+
+def flips_what_was_agreed_on(place: Path) -> None:
+    """In the memory of a rank that is ahead."""
+
+    def flip(step: int, worker: Any, **what: Any) -> None:
+        if step == 3:
+            (place / "flipped").touch()
+            worker.work._delta._flats[0].agreed[0] += 1.0
+
+    at("ahead", flip)
+
+
+def test_a_flip_in_what_ranks_that_are_ahead_agreed_on_is_named_and_mended(tmp_path: Path) -> None:
+    """Before they agree on the next: of two workers whose weights differ then, nobody knows who is right."""
+    fleet = Fleet(tmp_path, at_least=2)
+    options: dict[str, Any] = {"policy": CADENCE, "strategy": FullShard(), "slow_s": 0.1}
+    fleet.add_node("two", faults={1: flips_what_was_agreed_on}, **options)
+    fleet.add("one", partial(takes, seconds=0.1), **options)
+    fleet.finish()
+    assert (tmp_path / "flipped").exists()
+    assert [event.name for event in fleet.events if isinstance(event, Stalled)] == ["two"]
 
 
 # Coming and going
@@ -156,6 +243,23 @@ def dies_ahead(place: Path) -> None:
     at("ahead", fatal)
 
 
+@pytest.mark.parametrize("rank", first_of([1, 0]))
+def test_a_rank_that_is_killed_ahead_ends_its_worker_alone_which_joins_again(rank: int, tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, at_least=2)
+    options: dict[str, Any] = {"policy": CADENCE, "strategy": FullShard(), "slow_s": 0.1}
+    ranks = fleet.add_node("victim", faults={rank: dies_ahead}, may_lose=True, **options)
+    fleet.add("survivor", partial(takes, seconds=0.1), hold_at=5, **options)
+    for each in ranks:
+        each.process.join(30)
+    assert (tmp_path / "fired-ahead").exists() and ranks[rank].process.exitcode == -signal.SIGKILL
+    fleet.add_node("again", **options)
+    fleet.let_in("again")
+    fleet.finish()  # the same bits on both
+    (went,) = [e for e in fleet.events if isinstance(e, WorkerWent) and e.name == "victim"]
+    assert not went.polite and (tmp_path / "again.pt").exists()
+    assert len({worker for _, _, worker in fleet.records[2].ranges}) == 1 < len(fleet.records[2].ranges)
+
+
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize(("what", "fault"), [("window", dies_in_a_window), ("ahead", dies_ahead)])
 def test_a_worker_that_is_killed_loses_nothing(what: str, fault: Any, count: int, tmp_path: Path) -> None:
@@ -171,44 +275,50 @@ def test_a_worker_that_is_killed_loses_nothing(what: str, fault: Any, count: int
     assert fleet.server.core.refused.total() == 0
 
 
-def test_a_worker_that_joins_in_mid_run_takes_part(tmp_path: Path) -> None:
+@BY_RANKS
+def test_a_worker_that_joins_in_mid_run_takes_part(ranks: int, tmp_path: Path) -> None:
     fleet = Fleet(tmp_path)
     epochs = 6
     longer = {"policy": CADENCE, "slow_s": 0.15, "epochs": epochs, "steps": epochs * STEPS // EPOCHS}
-    fleet.add("first", hold_at=3, **longer)
+    add(fleet, "first", ranks, hold_at=3, **longer)
     fleet.wait_for_step(2)
-    fleet.add("newcomer", **longer)
+    add(fleet, "newcomer", ranks, **longer)
     fleet.let_in("newcomer")
     fleet.finish(epochs=epochs)
     (came,) = [e for e in fleet.events if isinstance(e, WorkerCame) and e.name == "newcomer"]
     assert came.step >= 2 and any(rows_of(fleet, "newcomer"))
 
 
-def test_a_polite_leaver_computes_nothing_in_vain(tmp_path: Path) -> None:
+@BY_RANKS
+def test_a_polite_leaver_computes_nothing_in_vain(ranks: int, tmp_path: Path) -> None:
+    """It leaves when any of its ranks wishes."""
     fleet = Fleet(tmp_path, at_least=2)
     for name in ("leaver", "stayer"):
-        fleet.add(name, policy=CADENCE, slow_s=0.05, save_every=2)
+        add(fleet, name, ranks, policy=CADENCE, slow_s=0.05, save_every=2)
     fleet.wait_for_step(2)
-    fleet.workers[0].send(signal.SIGUSR1)
+    fleet.workers[ranks - 1].send(signal.SIGUSR1)
     fleet.finish()
     (went,) = [e for e in fleet.events if isinstance(e, WorkerWent) and e.name == "leaver"]
     assert went.polite and fleet.server.core.refused.total() == 0
 
 
-def test_a_run_that_is_stopped_continues_from_what_was_agreed_on(tmp_path: Path) -> None:
+@BY_RANKS
+def test_a_run_that_is_stopped_continues_from_what_was_agreed_on(ranks: int, tmp_path: Path) -> None:
     fleet = Fleet(tmp_path, at_least=2)
     for number in range(2):
-        fleet.add(f"w{number}", policy=CADENCE, slow_s=0.05)
+        add(fleet, f"w{number}", ranks, policy=CADENCE, slow_s=0.05)
     fleet.wait_for_step(3)
     fleet.server.request_stop()
     finished = fleet.server.wait(30)
     assert finished is not None and finished.reason == "interrupted"
     stood = fleet.server.core.standing.step
     fleet.close()
+    for met in tmp_path.glob("*.rendezvous"):
+        met.unlink()
     again = Fleet(tmp_path, at_least=2)
     assert again.server.core.standing.step == stood
     for number in range(2):
-        again.add(f"w{number}", policy=CADENCE)
+        add(again, f"w{number}", ranks, policy=CADENCE)
     again.finish()
     assert again.records[0].step == stood + 1
     check_ledger(tmp_path)

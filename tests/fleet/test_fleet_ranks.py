@@ -22,6 +22,7 @@ from tests.fleet.faults import at
 from tests.fleet.fleet import BATCH, EPOCHS, ROWS, STEPS, Fleet, assert_same, build, die
 from tests.fleet.test_fleet_windows import SHORT, assert_close, judge, rows_of
 from tests.odd import assert_constant
+from tests.quick import first_of
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -33,7 +34,6 @@ STRATEGIES: dict[str, ShardingStrategy] = {
     "ShardGradOp, whole gradients": ShardGradOp(keep_gradients=True),
     "HybridShard": HybridShard(intra_node_size=2),
 }
-
 
 ANY_RANKS: dict[str, ShardingStrategy] = {
     "FullShard": FullShard(),
@@ -77,6 +77,7 @@ def test_two_ranks_and_one_compute_what_one_process_does_and_hold_the_same_bits(
     assert fleet.server.core.refused.total() == 0
 
 
+@pytest.mark.slow
 def test_as_many_workers_of_two_ranks_as_there_may_be_compute_the_same_bits(tmp_path: Path) -> None:
     """With dropout, BatchNorm, buffers of every kind, and a parameter that nobody uses."""
     found = []
@@ -141,10 +142,11 @@ def the_second_time(place: Path, phase: str, part: int | None = None) -> None:
     at(phase, reached)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "fault", "rank"),
     [
-        pytest.param("forward", partial(the_second_time, phase="forward"), 1, id="forward"),
+        pytest.param("forward", partial(the_second_time, phase="forward"), 1, id="forward", marks=pytest.mark.slow),
         pytest.param("part", partial(the_second_time, phase="part", part=1), 0, id="some parts sent"),
     ],
 )
@@ -167,7 +169,7 @@ def test_a_rank_killed_ends_its_worker_alone_which_joins_again(
     assert (tmp_path / "again.pt").exists()
 
 
-@pytest.mark.parametrize("first", [1, 2])
+@pytest.mark.parametrize("first", first_of([1, 2]))
 def test_a_worker_that_joins_in_mid_run_gets_its_state_in_any_split(first: int, tmp_path: Path) -> None:
     fleet = Fleet(tmp_path)
     options: dict[str, Any] = {"bare": True, "strategy": ShardGradOp() if first == 2 else FullShard(), "slow_s": 0.5}
@@ -179,6 +181,7 @@ def test_a_worker_that_joins_in_mid_run_gets_its_state_in_any_split(first: int, 
     assert any(rows_of(fleet, "newcomer"))
 
 
+@pytest.mark.slow
 def test_a_worker_leaves_when_any_of_its_ranks_wishes_and_its_checkpoint_is_a_plain_runs_too(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path, at_least=2)
     for name in ("leaver", "stayer"):
@@ -196,6 +199,7 @@ def test_a_worker_leaves_when_any_of_its_ranks_wishes_and_its_checkpoint_is_a_pl
     assert_same(dict(model.state_dict()), weights)
 
 
+@pytest.mark.slow
 def test_trainer_validates_and_saves_and_ends_where_it_should(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path, at_least=2)
     settings = {"epochs": 5, "max_steps": 10, "validate_every": 3, "checkpoint": CheckpointConfig(every=4)}
@@ -207,6 +211,7 @@ def test_trainer_validates_and_saves_and_ends_where_it_should(tmp_path: Path) ->
     assert [e.step for e in fleet.events if isinstance(e, CheckpointSaved)][-1] == 10
 
 
+@pytest.mark.slow
 def test_bf16_in_any_split_describes_the_same_model(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path, at_least=3)
     options: dict[str, Any] = {"bare": True, "step": StepConfig(precision="bf16")}

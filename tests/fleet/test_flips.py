@@ -276,6 +276,7 @@ def test_a_flip_in_a_real_workers_memory_changes_no_bit(
     journal.close()
 
 
+@pytest.mark.slow
 def test_a_flip_while_the_host_is_away_is_seen_by_its_journal(
     tmp_path: Path, expected: dict[str, torch.Tensor]
 ) -> None:

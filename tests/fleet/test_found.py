@@ -1,16 +1,23 @@
 """What the simulation has found, each as the smallest run that shows it."""
 
 import math
+from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from potluck.agree.policy import Cadence
 from potluck.events import Stalled, WentBack
+from potluck.fleet.coordinator import Coordinator
+from potluck.fleet.coordinator_state import Resumed, RunPosition
 from potluck.fleet.description import Description, settings_of
-from potluck.fleet.effects import SaveBegin, Send
+from potluck.fleet.effects import SaveAbort, SaveBegin, Send
+from potluck.fleet.member import Member
+from potluck.fleet.member_effects import Rejoin, SendToHost
 from potluck.fleet.membership import Membership, WorkerPhase
-from potluck.wire.messages import SAVE, SaveDue, StateBegin, StateChunk, StateMore
+from potluck.wire.messages import SAVE, Admitted, Ready, SaveDue, StateBegin, StateChunk, StateMore, Welcome
+from tests.fleet.simulation import simulate
 from tests.fleet.virtual import EPOCHS, PATIENCE_S, ROWS, STEPS, FaultScript, Fleet, described
 from tests.fleet.virtual.process import Receive
 
@@ -113,6 +120,16 @@ def test_a_state_that_cannot_be_kept_is_cancelled_only_while_it_is_coming(chunks
     assert (StateMore(SAVE, 0) in told) == is_cancelled
 
 
+@pytest.mark.parametrize(("chunks", "is_aborted"), [(1, True), (2, False)])
+def test_a_state_of_which_all_has_come_is_kept_though_its_sender_is_gone(chunks: int, is_aborted: bool) -> None:
+    """Else the next one begins, the first is told to be on the disk, and nobody waits for the rest of the next."""
+    run, peer = state_begun()
+    for _ in range(chunks):
+        run.core.on_message(run.clock.now, peer, StateChunk(SAVE, bytes(60)))
+    assert (SaveAbort() in run.core.on_closed(run.clock.now, peer, "it closed the connection")) == is_aborted
+    assert run.core.saving.is_writing != is_aborted
+
+
 def test_a_sender_that_begins_another_state_ends_the_one_before() -> None:
     run, peer = state_begun()
     run.core.on_message(run.clock.now, peer, StateChunk(SAVE, bytes(60)))
@@ -130,8 +147,100 @@ def test_a_plain_peer_is_not_sent_the_average_of_a_step_again_that_it_has_applie
     assert np.allclose(plain.state.weights, run.workers["w0"].state.weights, rtol=1e-4)
 
 
+def test_a_newcomer_goes_on_from_one_that_leaves_though_a_plain_peer_has_the_rest_of_the_step() -> None:
+    """The step would be nobody's: who leaves takes no other, and a plain peer gives its weights to none."""
+    run = Fleet(workers=1, plain_peers=True, faults=FaultScript().leave("w0", at_step=2, phase="sent"))
+    run.disk.is_full = True  # so that it stays
+    run.add_plain("plain", batch_s=PATIENCE_S / 2)
+    run.run_until(lambda: run.standing().step == 1)
+    run.add("newcomer")
+    run.run_until(lambda: run.standing().step >= 4, limit_s=3 * PATIENCE_S)
+    assert run.faults.fired == ["leave w0"] and run.workers["w0"].is_alive
+    run.disk.is_full = False
+    run.finish()
+
+
+def test_a_plain_peer_that_owes_nothing_is_not_late_while_nobody_holds_the_weights() -> None:
+    """The step that it had a part of is abandoned, and it cannot be given the weights anew."""
+    run = Fleet(workers=1, plain_peers=True)
+    run.add_plain("plain")
+    run.run_until(lambda: run.standing().step == 2 and bool(run.member("plain").nodes))
+    run.workers["w0"].clock.stop(3 * PATIENCE_S)
+    run.workers["w0"].lose_connection()
+    run.finish()
+    assert run.plain[0].state.step == STEPS and not run.told(Stalled)
+
+
+def test_a_step_is_not_computed_again_by_one_that_has_applied_it() -> None:
+    """It was sent the step while it caught up. The one who computed it then came back with the one before."""
+    run = Fleet(workers=1, slice_s=0.05, faults=FaultScript().cut("w0", at_step=3, phase="sent"))
+    run.run_until(lambda: run.standing().step == 1)
+    newcomer = run.add("newcomer")
+    run.run_until(lambda: bool(run.core.transfers.under_way))
+    assert newcomer.line is not None
+    newcomer.line.latency_s = 0.2
+    run.run_until(lambda: run.core.ahead is not None)
+    run.workers["w0"].clock.stop(10 * PATIENCE_S)
+    run.run_until(lambda: run.member("newcomer").applied == 3)
+    assert run.standing().step == 2  # what w0 owes of the third is soon given to others
+    run.finish(limit_s=2 * PATIENCE_S)
+
+
 @pytest.mark.parametrize(("slices", "busy_s"), [(0, 1.0), (1, math.inf), (1, 0.0), (1, math.nan)])
 def test_no_speed_is_learned_from_nothing(slices: int, busy_s: float) -> None:
     member = Membership().add(0.0, 1, "w0", "cpu", plain=False)
     member.measure(slices, busy_s)
     assert member.speed is None
+
+
+@pytest.mark.parametrize(("seconds", "times"), [(1.0, 1), (1.2 * PATIENCE_S, 2)])
+def test_a_window_is_not_computed_again_that_a_newcomer_is_about_to_have(seconds: float, times: int) -> None:
+    """It has been sent a whole state, and the average since; who held the weights lost its connection, and comes back
+    with those of the window before. A newcomer that takes longer than patience comes again: its own are of no use."""
+    described = replace(WINDOWED, rows_limit=20 * ROWS)
+    faults = FaultScript().cut("w0", at_step=5, phase="sent")
+    faults.stall("newcomer", at_step=0, phase="catching up", seconds=seconds)
+    run = Fleet(workers=1, faults=faults, description=described, epochs=20)
+    recorded = list[int]()
+    run.on_record = lambda record: recorded.append(record.step)
+    run.add("newcomer", at_s=0.45, description=described)
+    run.finish()
+    assert faults.fired == ["stall newcomer", "cut w0"] and recorded.count(5) == times
+    assert not run.core.refused["drifted"] and run.workers["newcomer"].has_finished
+
+
+def test_a_worker_whose_window_is_over_other_rows_than_the_runs_gets_its_weights_anew() -> None:
+    """The run went back while it was away, and the next window of that number is told by nobody yet: the host does not
+    know its digest."""
+    member, welcome = Member(), Welcome(0, 1000, "")
+    member.version = 5
+    member.present(welcome, "", "a digest", rows_seen=3 * ROWS, is_same=True)
+    found = member.hear(0.0, Admitted(5, 0, RunPosition(5, 2, 16, 2 * ROWS + 16).position()))
+    assert Rejoin() in found and not member.is_settled
+    assert SendToHost(Ready("", 5, "", 1)) in member.present(welcome, "", "a digest", rows_seen=3 * ROWS, is_same=True)
+
+
+@pytest.mark.parametrize(("rows_seen", "is_kept"), [(2 * ROWS, True), (2 * ROWS + 16, False)])
+def test_a_checkpoint_of_a_lost_step_is_not_that_of_the_one_that_has_its_number_now(
+    rows_seen: int, is_kept: bool
+) -> None:
+    core = Coordinator(patience_s=1.0, secret="", resumed=Resumed(standing=RunPosition(5, 2, 0, 2 * ROWS)))
+    core.found(RunPosition(5, *divmod(rows_seen, ROWS), rows_seen), "a folder")
+    assert core.saving.is_last_kept == is_kept
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [
+        pytest.param(7000006, id="each step waits for one that saves"),
+        pytest.param(7000906, id="each step waits for a plain peer that is far away"),
+        pytest.param(7003004, id="the last step is in a checkpoint alone, because the journal lost it"),
+        pytest.param(7006530, id="a worker is heard only while the host sleeps"),
+        pytest.param(7007029, id="two hang and nobody else is left, so that both are given work"),
+        pytest.param(7008540, id="a step is begun anew without the plain peer that was in its first means"),
+        pytest.param(8101685, id="a step that the journal lost is computed again without its plain peer"),
+    ],
+)
+def test_the_simulation_asks_for_no_more_than_must_hold(seed: int) -> None:
+    """Faults of what it looks at; the runs are right. So long, each, that no smaller one shows it."""
+    simulate(seed, "sync", Counter())

@@ -21,6 +21,7 @@ def told(fleet: Fleet, kind: type) -> list[int]:
     return [event.step for event in fleet.events if isinstance(event, kind)]
 
 
+@pytest.mark.slow
 def test_workers_train_on_where_the_host_cannot_write_and_wait_for_it_at_the_end(tmp_path: Path) -> None:
     """Its place for checkpoints is a file until all steps are done."""
     (tmp_path / "checkpoints").write_text("in the way")
@@ -36,6 +37,7 @@ def test_workers_train_on_where_the_host_cannot_write_and_wait_for_it_at_the_end
     assert told(fleet, CheckpointSaved) == [STEPS]
 
 
+@pytest.mark.slow
 def test_the_last_worker_that_leaves_waits_until_its_weights_are_written(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("in the way")
     fleet = Fleet(tmp_path, patience_s=2.0)

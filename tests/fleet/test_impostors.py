@@ -17,6 +17,7 @@ from potluck.fleet.invite import Identity, Invite
 from potluck.wire.codec import encode
 from potluck.wire.messages import Welcome
 from tests.fleet.fleet import start_coordinator, wait_until
+from tests.quick import first_of
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -72,7 +73,7 @@ def helper(invite: Invite, said: list[str]) -> Client:
     return Client(invite, name="somebody special", kind="cpu", say=said.append)
 
 
-@pytest.mark.parametrize("how", ["plain", "plain and welcoming", "with a certificate of its own"])
+@pytest.mark.parametrize("how", first_of(["with a certificate of its own", "plain", "plain and welcoming"]))
 def test_a_worker_tells_nothing_to_whoever_took_the_port_and_finds_the_host_again(how: str, tmp_path: Path) -> None:
     process, invite = start_coordinator(tmp_path, encrypted=True)
     assert invite.pin is not None and invite.secret  # on loopback, too
@@ -105,7 +106,7 @@ def test_a_worker_tells_nothing_to_whoever_took_the_port_and_finds_the_host_agai
     client.close()
 
 
-@pytest.mark.parametrize("encrypted", [False, True])
+@pytest.mark.parametrize("encrypted", first_of([True, False]))
 def test_a_worker_that_joins_while_the_host_is_started_again_waits_for_it(encrypted: bool, tmp_path: Path) -> None:
     """The host is killed once it has the worker's first words; for a while nobody listens; then it is back."""
     process, invite = start_coordinator(tmp_path, encrypted=encrypted)

@@ -621,6 +621,7 @@ train(potluck.init(), on_step=on_step)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_script_that_exits_or_crashes_under_plain_python_ends_the_run_for_nobody_else(tmp_path: Path) -> None:
     fleet = RealFleet(tmp_path, at_least=3)

@@ -13,6 +13,7 @@ from potluck.fleet.journal import Journal
 from potluck.fleet.member import Member
 from potluck.fleet.membership import Membership, WorkerRecord
 from potluck.fleet.planning import StepUnderWay
+from potluck.fleet.saving import Saving
 from potluck.fleet.step_dispatcher import StepDispatcher
 from potluck.fleet.stragglers import Stragglers
 from potluck.fleet.transfers import Transfers
@@ -61,6 +62,9 @@ MUTANTS: dict[str, list[Patch]] = {
         (Coordinator, "has_reported", lambda core, peer, node: True),
     ],
     "the step before a restart is not on record": [(Journal, "record", nothing)],
+    "a host that is started again does not know its checkpoint": [(Saving, "found", nothing)],
+    # Who has which weights.
+    "the last window is computed again, whoever has it": [(Weights, "_may_have_the_last", lambda weights: False)],
 }
 SLOW = {
     "a newcomer waits for weights from one who is gone",

@@ -15,6 +15,7 @@ from potluck.fleet.journal import Journal
 from potluck.fleet.ledger import prove
 from tests.fleet.fleet import EPOCHS, ROWS, STEPS, Worker, assert_same, start_coordinator, step_of, wait_until
 from tests.fleet.test_undisturbed import plain_run
+from tests.quick import first_of
 
 pytestmark = pytest.mark.timeout(90)
 PATIENCE_S = 1.5
@@ -39,7 +40,7 @@ def finish(folder: Path, coordinator: Any, workers: list[Worker], steps: int, ep
     return [worker for worker in workers if (folder / f"{worker.name}.pt").exists()]
 
 
-@pytest.mark.parametrize("at_step", [2, 6])
+@pytest.mark.parametrize("at_step", first_of([2, 6]))
 def test_a_host_that_pauses_beyond_patience_changes_no_bit_and_loses_nobody(
     at_step: int, tmp_path: Path, expected: dict[str, torch.Tensor]
 ) -> None:
@@ -55,7 +56,7 @@ def test_a_host_that_pauses_beyond_patience_changes_no_bit_and_loses_nobody(
         assert_same(worker.weights, expected)
 
 
-@pytest.mark.parametrize("policy", [Sync(), Cadence(anchor=1, max_anchor=2)], ids=["sync", "cadence"])
+@pytest.mark.parametrize("policy", first_of([Sync(), Cadence(anchor=1, max_anchor=2)]), ids=["sync", "cadence"])
 def test_whoever_sleeps_through_the_end_and_a_restart_of_the_host_ends_with_the_others_weights(
     policy: ApplyPolicy, tmp_path: Path
 ) -> None:
@@ -111,6 +112,7 @@ def pause_at_random(tmp_path: Path, draw: random.Random, *, epochs: int, seconds
     return done
 
 
+@pytest.mark.slow
 def test_random_pauses_of_workers_and_host_change_no_bit(tmp_path: Path) -> None:
     draw = random.Random(int(time.time()))
     done = pause_at_random(tmp_path, draw, epochs=8, seconds=8.0, longest_s=PATIENCE_S + 0.8)

@@ -103,8 +103,8 @@ def a_store(kind: str, folder: Path) -> Iterator[tuple[str, dict[str, str], Path
     [
         ("file", 0, (3, 1), 2),
         ("s3", 1, (3, 0), 2),
-        ("file", 2, (5, 1), 4),
-        ("file", 1, (0, 2), 0),
+        pytest.param("file", 2, (5, 1), 4, marks=pytest.mark.slow),
+        pytest.param("file", 1, (0, 2), 0, marks=pytest.mark.slow),
         pytest.param("s3", 0, (3, 1), 2, marks=pytest.mark.slow),
         pytest.param("s3", 2, (5, 1), 4, marks=pytest.mark.slow),
         pytest.param("file", 1, (3, 0), 2, marks=pytest.mark.slow),

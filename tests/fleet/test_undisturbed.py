@@ -15,6 +15,7 @@ from potluck.fleet.pipe import Pipe
 from potluck.fleet.reading import PeerReader
 from potluck.fleet.tree import children, slice_rows
 from tests.fleet.fleet import BATCH, EPOCHS, ROWS, SLICES, STEPS, Fleet, assert_same, build
+from tests.quick import first_of
 
 
 def floating(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
@@ -81,7 +82,7 @@ def expected() -> dict[str, torch.Tensor]:
     return plain_run()
 
 
-@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize("count", first_of([2, 1, 4]))
 def test_a_fleet_of_any_size_computes_what_one_process_does(
     count: int, tmp_path: Path, expected: dict[str, torch.Tensor]
 ) -> None:
@@ -95,6 +96,7 @@ def test_a_fleet_of_any_size_computes_what_one_process_does(
     }
 
 
+@pytest.mark.slow
 def test_a_steps_batch_is_handed_out_in_as_many_slices_as_were_asked_for(tmp_path: Path) -> None:
     """Of 32 rows, 16; of the last 20 of an epoch, 10."""
     fleet = Fleet(tmp_path)

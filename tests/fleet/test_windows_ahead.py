@@ -185,7 +185,7 @@ def committed(step: int, stop: int = 0) -> Committed:
 
 def a_member(*heard: Any) -> Member:
     member = Member()
-    member.present(Welcome(0, 1000, ""), "", "", is_same=True)
+    member.present(Welcome(0, 1000, ""), "", "", rows_seen=0, is_same=True)
     member.hear(0.0, Admitted(0, 0, '{"step": 0, "epoch": 0, "row": 0, "rows_seen": 0}'))
     for message in heard:
         member.hear(0.0, message)

@@ -348,6 +348,7 @@ def fetched() -> dict[str, Any]:
         return {"rows": rows, "elsewhere": os.getpid() not in readers}
 
 
+@pytest.mark.slow
 def test_rows_of_windows_are_fetched_by_processes_that_are_asked_for() -> None:
     found = run_ranks(2, fetched)
     assert all(each["elsewhere"] for each in found)

@@ -112,6 +112,7 @@ def test_nodes_and_ranks_that_have_no_rows_take_part() -> None:
     torch.testing.assert_close(told[3]["weights"], expected, atol=5e-5, rtol=2e-4)
 
 
+@pytest.mark.slow
 def test_a_slow_node_does_less_and_all_of_its_ranks_stop_with_it() -> None:
     told = run_ranks(4, ours, Cadence(anchor=3), "sgd", 16, 2, None, 0.05, PAIRS, make)
     done = [sum(len(rows) for window in rank["windows"] for batch in window for rows in batch) for rank in told]

@@ -235,6 +235,7 @@ def test_skipped_steps_random_rows_and_fetchers_resume_to_the_bit(tmp_path: Path
     assert resumed[0]["steps"] == whole[0]["steps"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fetchers", [0, 2])
 def test_random_rows_differ_between_epochs_and_workers(tmp_path: Path, fetchers: int) -> None:
     found = run_ranks(2, fit_noisy, str(tmp_path), quiet(epochs=2), BatchConfig(size=8, fetchers=fetchers), False)

@@ -18,6 +18,7 @@ from potluck.save import checkpoint_folder
 from potluck.stages.plan import Plan
 from potluck.stages.seats import seed_of
 from tests.gathered import gathered, home
+from tests.quick import first_of
 from tests.ranks import run_ranks
 
 ROWS, BATCH, STEPS, MICRO = 22, 8, 6, 3  # batches of 8, 8 and 6 rows, in micro-batches of 3, 3, 2 and 3, 3
@@ -275,7 +276,7 @@ def test_stages_that_meet_in_a_folder_learn_what_one_process_learns(workers: int
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]  # nothing is left behind
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+@pytest.mark.parametrize("schedule", first_of(["1f1b", "zero-bubble"]))
 def test_recomputing_and_bf16_go_with_stages(schedule: Any) -> None:
     stages = Pipeline(micro_batch_size=MICRO, schedule=schedule)
     found = run_ranks(2, train, stages, {"step": potluck.StepConfig(checkpoint_activations=True)})

@@ -170,3 +170,16 @@ def test_a_parcel_of_which_all_has_left_is_not_in_the_way_of_the_next() -> None:
     assert [parcels.next() for _ in range(4)] == [StateChunk(0, data) for data in (b"a", b"b", b"c", b"d")]
     assert ended == [0]
     assert parcels.next() == StateBegin(0, 1, "[]")
+
+
+def test_late_credit_for_the_last_parcel_does_not_revive_one_that_the_host_refused() -> None:
+    """It would wait for more of it, and all that follow would wait behind it."""
+    ended: list[int] = []
+    parcels = Parcels()
+    for number in range(3):
+        parcels.add(0, StateBegin(0, number, "[]"), iter([b"a", b"b"]), lambda number=number: ended.append(number))
+    parcels.on_more(StateMore(0, 4))
+    assert [type(parcels.next()) for _ in range(4)] == [StateBegin, StateChunk, StateChunk, StateBegin]
+    parcels.on_more(StateMore(0, 0))
+    parcels.on_more(StateMore(0, 1))  # a chunk of the first is written only now
+    assert parcels.next() == StateBegin(0, 2, "[]") and ended == [0, 1]

@@ -125,6 +125,18 @@ def test_a_run_that_goes_back_forgets_what_came_after(journal: Journal) -> None:
     assert journal.steps() == [] and journal.standing() == RunPosition()
 
 
+def test_a_run_goes_back_to_where_its_checkpoint_stood_also_where_a_lost_steps_number_was_used_again(
+    journal: Journal,
+) -> None:
+    """Found by the simulation: weights of one window with the position of another, so that rows were never trained."""
+    for step in range(1, 6):
+        journal.record(record(step))
+    same, other = RunPosition(4, 1, 4, 14, [(0, 4)]), RunPosition(4, 1, 6, 16, [(0, 6)])
+    assert journal.go_back(same) == RunPosition(4, 1, 4, 14, [(0, 2), (2, 4)]) and journal.steps() == [1, 2, 3, 4]
+    assert journal.go_back(other) == other and journal.steps() == [1, 2, 3]
+    assert journal.go_back(None) is None and journal.steps() == []
+
+
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
 def test_a_loss_that_is_no_number_can_be_recorded(loss: float, journal: Journal) -> None:
     journal.record(record(1, loss=loss))

@@ -187,6 +187,18 @@ def test_a_worker_and_its_host_give_up_their_link_alike(tmp_path: Path, monkeypa
     fleet.close()
 
 
+def test_a_worker_that_joins_again_of_itself_leaves_its_last_connection(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path)
+    client = Client(fleet.invite, name="w", kind="cpu", say=lambda sentence: None)
+    client.connect()
+    before = client._session
+    client.connect(again=True)
+    assert before is not None and before.lost is not None and client._session is not before
+    wait_until(lambda: len(fleet.server.core.membership.members) == 1)
+    client.close()
+    fleet.close()
+
+
 SERVE = """
 import socket
 server = socket.create_server(("", 0))

@@ -69,7 +69,8 @@ def under_host(run: RunState, client: "Client | NodeClient") -> EngineParts:
         if composed.split is None:
             mean = HostMean(sender.send, sender.begin, sender.make_room(replica.model))
         else:
-            mean = NodeMean(sender.send, sender.begin, client)  # type: ignore[arg-type]
+            ahead = composed.window.overlap
+            mean = NodeMean(sender.send, sender.begin, client, goes_ahead=ahead)  # type: ignore[arg-type]
         return WindowSteps(run, layers, lifecycle.driver, sender, mean)
 
     return EngineParts(layers, HostRounds(run, lifecycle, make_work), lifecycle)

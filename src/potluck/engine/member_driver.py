@@ -128,7 +128,8 @@ class MemberDriver:
         digest, self._told = self._lifecycle.work.hash_weights()
         is_same = before is not None and torch.equal(before, self._told)
         assert self.client.welcome is not None
-        self._do(self.member.present(self.client.welcome, described.to_json(), digest, is_same=is_same))
+        seen = self._lifecycle.run.rows_seen
+        self._do(self.member.present(self.client.welcome, described.to_json(), digest, rows_seen=seen, is_same=is_same))
 
     def _receive_state(self, effect: MemberEffect) -> None:
         """The run's weights; only the first rank of several writes them down."""

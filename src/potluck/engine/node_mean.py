@@ -12,16 +12,21 @@ from potluck.engine.replica import Replica
 
 
 class NodeMean(HostMean):
-    """Each rank has what it holds, and the first sends the parts, one at a time."""
+    """Each rank has what it holds, and the first sends the parts."""
 
-    def __init__(self, send: Callable[[int, Tensor], None], clear: Callable[[], None], client: NodeClient) -> None:
+    def __init__(
+        self, send: Callable[[int, Tensor], None], clear: Callable[[], None], client: NodeClient, *, goes_ahead: bool
+    ) -> None:
+        """`goes_ahead`: the ranks compute while parts leave and their means come."""
         super().__init__(send, clear)
         self._client = client
+        self._goes_ahead = goes_ahead
 
     def lay_out(self, replica: Replica, buffers: SavedBuffers) -> list[FlatBuffer]:
         flats = super().lay_out(replica, buffers)
         held = [flat.runs for flat in flats]
-        self._parts = self._client.collect_parts(self.described[: len(flats)], held, buffers.parts)
+        described = self.described[: len(flats)]
+        self._parts = self._client.collect_parts(described, held, buffers.parts, goes_ahead=self._goes_ahead)
         return flats
 
     def start(self, index: int, numbers: Tensor) -> None:

@@ -14,7 +14,6 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from potluck.agree.step_report import StepDecision
@@ -49,8 +48,6 @@ class WindowSteps:
         self._norm = 0.0
         self._ahead: tuple[SliceReport, float] | None = None
         """The report and the weight of a part that is done and must not be sent yet."""
-        self._told = torch.zeros(0)
-        """The quick digest that belongs to the last digest."""
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -153,7 +150,8 @@ class WindowSteps:
         if report.slices[0] == 0:  # only now: what was done ahead counts from what all agreed on since
             report = replace(report, buffers=self._delta.exact())
         self._driver.client.send(report)
-        self._driver.check_weights(in_step=True)  # what the window began with, which its change is counted from
+        if self._run.link.world == 1:  # to look costs ranks a sum, and they look before they agree
+            self._driver.check_weights(in_step=True)  # what the window began with, which its change is counted from
         self._delta.end(weight)
         self._driver.reach("sent")
 
@@ -179,12 +177,9 @@ class WindowSteps:
     # What all agreed on
 
     def hash_weights(self) -> tuple[str, Tensor]:
-        digest, self._told = self._run.prepared().hash_weights(self._delta.agreed(), self._delta.agreed_buffers)
-        return digest, self._told
+        return self._run.prepared().hash_weights(self._delta.agreed(), self._delta.agreed_buffers)
 
     def quick_digest(self) -> Tensor:
-        if self._run.link.world > 1 and not self._delta.is_agreed:
-            return self._told  # to look costs the ranks a sum, and a look comes soon
         return self._run.prepared().quick_digest(self._delta.agreed(), self._delta.agreed_buffers)
 
     def as_agreed(self) -> AbstractContextManager[None]:

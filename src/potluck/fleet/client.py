@@ -68,7 +68,7 @@ class Means:
     step: int
     parts: list[Floats]
     missing: set[int]
-    """A part may come twice, if the step was begun anew; it is the same bits then."""
+    """A part may come twice, if the step was begun anew: all of them do then, before the step is agreed on."""
 
 
 @dataclass(eq=False)
@@ -103,7 +103,7 @@ class Client:
         self._spare: list[list[Floats]] = []
         self._one: Floats | None = None
         """Where averages lie that are taken one by one."""
-        self._takes_one_by_one = self._is_one_here = False
+        self._takes_one_by_one = self._keeps_each = self._is_one_here = False
         self._since = 0
         self.is_closed = False
         self._door = HostConnector(invite, name=name, kind=kind, say=say)
@@ -119,9 +119,12 @@ class Client:
         taken = self._memory.take(floats) if self._memory is not None else None
         return np.zeros(floats, np.float32) if taken is None else taken
 
-    def take_averages_one_by_one(self) -> None:
-        """From now on they come among the messages, and the next is read when one is released: never all of a step."""
-        self._takes_one_by_one = True
+    def take_averages_one_by_one(self, *, keeps_each: bool = False) -> None:
+        """From now on they come among the messages, and the next is read when one is released: never all of a step.
+
+        `keeps_each`: it is read at once, into memory of its own, since nobody may come for the first one for long.
+        """
+        self._takes_one_by_one, self._keeps_each = True, keeps_each
 
     def ask_to_stop(self) -> None:
         self.on_stop()
@@ -146,7 +149,11 @@ class Client:
     # Connecting
 
     def connect(self, *, again: bool = False) -> Welcome:
-        """Joins, or joins again after a loss."""
+        """Joins, or joins again: after a loss, or where this worker wants to be asked anew what it holds."""
+        if (before := self._session) is not None:
+            before.close()
+            with self._change:  # else what it has read would be taken for the next one's
+                self._change.wait_for(lambda: before.lost is not None, self.patience_s)
         pipe, self.welcome = self._door.connect(self.patience_s, again=again)
         pipe.give_up_link(self.patience_s)
         with self._change:
@@ -328,7 +335,7 @@ class Client:
         if index is None or bulk.count != self.description.parts[index].floats:
             raise TheirProtocolError(f"The host sent {bulk.count:,} averages for {key[0]} {key[1]}.")
         enter_phase("average", step, part=index)
-        means = self._means_of(step)
+        means = self._means_of(step, index)
         over = session.fill(means.parts[index].view(np.uint8).data, over)
         bulk.finish(session.fill_after(over, length - bulk.start - 4 * bulk.count))
         self._arrived(means, index)
@@ -350,7 +357,7 @@ class Client:
         if at.part >= len(session.averages) or session.receipts is None:
             raise TheirProtocolError("The host tells of an average that it does not share.")
         enter_phase("average seen", at.step, part=at.part)
-        means = self._means_of(at.step)
+        means = self._means_of(at.step, at.part)
         np.copyto(means.parts[at.part], session.averages[at.part])
         session.receipts.give()
         self._arrived(means, at.part)
@@ -371,20 +378,21 @@ class Client:
         if average.step <= self._since:
             return
         session.inbox.append(average)
-        self._is_one_here = True
+        self._is_one_here = not self._keeps_each
         self._change.notify_all()
         while self._is_one_here and not session.is_broken and not self.is_closed:
             self._change.wait()
         if self._is_one_here:  # it keeps its memory: of a broken connection, too, what has come is taken and applied
             self._one = None
 
-    def _means_of(self, step: int) -> Means:
+    def _means_of(self, step: int, part: int) -> Means:
+        """Where this average of the step is put."""
         assert self.description is not None
         with self._change:
             if self._takes_one_by_one:
-                sizes = [part.floats for part in self.description.parts]
-                if self._one is None:
-                    self._one = np.empty(max(sizes), np.float32)
+                sizes = [each.floats for each in self.description.parts]
+                if self._one is None or self._keeps_each:
+                    self._one = np.empty(sizes[part] if self._keeps_each else max(sizes), np.float32)
                 return Means(step, [self._one[:size] for size in sizes], set())
             if step <= self._since:  # already in the weights: received, and forgotten
                 return Means(step, self._new_parts(), set(range(len(self.description.parts))))

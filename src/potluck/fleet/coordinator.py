@@ -218,12 +218,13 @@ class Coordinator(CoordinatorState):
         """`theirs`: what came is no checkpoint, so that its sender goes, and another is asked."""
         self.clock = now
         if theirs and self.saving.sender is not None:
+            self.saving.is_writing = False
             return self.refuse(self.saving.sender, "bad checkpoint", error)
         return self.saving.on_saved(step, folder, error, size)
 
-    def found(self, step: int, folder: str) -> None:
+    def found(self, kept: RunPosition, folder: str) -> None:
         """The newest checkpoint on the disk, from before this coordinator was there."""
-        self.saving.found(step, folder)
+        self.saving.found(kept, folder)
 
     def restored(self, now: float, standing: RunPosition | None) -> list[Effect]:
         """The run resumes from the newest checkpoint, or from its beginning where there is none."""
@@ -241,6 +242,7 @@ class Coordinator(CoordinatorState):
         )
         if self.steps_done < before:
             effects.append(Emit(WentBack(from_step=before, step=self.steps_done)))
+            effects += self.transfers.part_with_receivers()
         return effects + self.weights.on_restored(had=standing is not None)
 
     # Time

@@ -131,7 +131,7 @@ class Parcels:
         for parcel in self._all:
             if parcel.transfer == more.transfer:
                 parcel.credit += more.chunks
-                parcel.cancelled = not more.chunks
+                parcel.cancelled |= not more.chunks  # for good: late credit is for one that has left before it
                 break
 
     def next(self) -> Message | None:

@@ -258,6 +258,16 @@ class Journal:
             (self._steps,) = self._base.execute("SELECT count(*) FROM steps").fetchone()
             self._base.execute("DELETE FROM digests WHERE step >= ?", (step,))
 
+    def go_back(self, kept: RunPosition | None) -> RunPosition | None:
+        """The run resumes from a checkpoint, or from its beginning: where it stands then."""
+        mine = self.standing(kept.step) if kept is not None else None  # it knows who computed what
+        if kept is None or mine is None or mine.rows_seen == kept.rows_seen:
+            self.rewind(kept.step if kept is not None else 0)
+            return mine or kept
+        # The disk lost the step that was kept, and a window that took its number is over other rows.
+        self.rewind(kept.step - 1)
+        return kept
+
     def keep(self, name: str, value: str) -> None:
         if self._kept.get(name) != value:
             with self._writing():

@@ -137,7 +137,8 @@ class Member:
         """The version whose weights were last found changed. At two in a row, the loop itself changes them."""
         self._changes_itself = False
         self._is_damaged = False
-        """They changed while no code of the loop ran."""
+        """They changed while no code of the loop ran, or are of a step that the run went back to before."""
+        self._rows_seen = 0
 
     @property
     def is_over(self) -> bool:
@@ -164,15 +165,18 @@ class Member:
 
     # Joining
 
-    def present(self, welcome: Welcome, description: str, digest: str, *, is_same: bool) -> list[MemberEffect]:
-        """Connected: says what this worker has built and holds. `is_same`: the weights are those it last told of."""
-        self.phase, self.is_in = MemberPhase.PRESENTING, False
+    def present(
+        self, welcome: Welcome, description: str, digest: str, *, rows_seen: int, is_same: bool
+    ) -> list[MemberEffect]:
+        """Connected: says what this worker has built and holds. `rows_seen`: how many of the run are in its weights.
+        `is_same`: they are those it last told of."""
+        self.phase, self.is_in, self._rows_seen = MemberPhase.PRESENTING, False, rows_seen
         self.worker_id, self.patience_s = welcome.worker_id, welcome.patience_ms / 1000
         holds, said = self.version > 0, list[MemberEffect]()
         is_changed = self._is_damaged or (self._changed_at == self.version and not self._changes_itself)
         if holds and (is_changed or not is_same):
             digest = ""  # this host may not have heard the one that was told before
-            said.append(Say("The weights changed in this worker's memory since their last step; it gets them anew."))
+            said.append(Say("This worker's weights are not those of their last step any more; it gets them anew."))
         ready = Ready(description, self.version, digest, int(holds))
         return [SkipAverages(self.version), *said, SendToHost(ready)]
 
@@ -201,13 +205,21 @@ class Member:
         return []
 
     def _come_in(self, admitted: Admitted) -> list[MemberEffect]:
-        self.phase, self.is_in = MemberPhase.IN, True
         where = position_of(admitted.position)
+        if 0 < self.version == where["step"] and where["rows_seen"] != self._rows_seen:
+            return self._come_again()
+        self.phase, self.is_in = MemberPhase.IN, True
         begins = not self.version and admitted.step == where["step"]
         effects: list[MemberEffect] = [StandAt(where["epoch"], where["row"])] if begins else []
         if self.saved.step < self.save_due:  # the answer may have been lost with the connection
             effects.append(SendToHost(SaveDue(self.save_due, 2)))
         return effects + self._ask_again()
+
+    def _come_again(self) -> list[MemberEffect]:
+        """The run went back while this worker was away, and a window that took this one's number is over other rows.
+        Nobody has told the host its digest yet."""
+        self._is_damaged = True
+        return self.lost("its run has other rows in its weights by now")
 
     def _ask_again(self) -> list[MemberEffect]:
         """An evaluation that was under way begins anew, or is of weights that are no more."""

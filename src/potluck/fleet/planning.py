@@ -72,8 +72,6 @@ class StepUnderWay(StepPlan):
     reports: dict[int, Slice] = field(default_factory=dict)
     computed_by: dict[int, int] = field(default_factory=dict)
     """slice -> worker id, once its payload is wholly in the sums."""
-    orphans: list[Node] = field(default_factory=list)
-    """Nodes that nobody has: there was no worker to take them."""
     bad: dict[int, str] = field(default_factory=dict)
     """slice -> who computed it badly."""
     granted: set[int] = field(default_factory=set)

@@ -1,7 +1,7 @@
 """Checkpoints for the host's disk: when one is due, who sends it, and what is kept. Pure."""
 
 from potluck.events import CheckpointFailed, CheckpointSaved
-from potluck.fleet.coordinator_state import CoordinatorState
+from potluck.fleet.coordinator_state import CoordinatorState, RunPosition
 from potluck.fleet.digests import Digests
 from potluck.fleet.effects import Effect, Emit, SaveAbort, SaveBegin, SaveChunk, Send
 from potluck.fleet.membership import WorkerRecord
@@ -23,6 +23,8 @@ class Saving:
         """The peer whose state is on its way to the disk."""
         self._left = 0
         """Bytes of it that have yet to come."""
+        self.is_writing = False
+        """All has come, also where its sender is gone, and the disk has yet to say what became of it."""
         self.saved = Saved(0, "", "")
         """The last that is on the disk."""
         self.fault = ""
@@ -43,12 +45,14 @@ class Saving:
 
     @property
     def is_under_way(self) -> bool:
-        return self.sender is not None or self.due is not None
+        return self.sender is not None or self.is_writing or self.due is not None
 
-    def found(self, step: int, folder: str) -> None:
-        """The newest checkpoint on the disk, from before this coordinator was there."""
-        if step <= self._run.standing.step:
-            self.saved = Saved(step, folder, "")
+    def found(self, kept: RunPosition, folder: str) -> None:
+        """The newest checkpoint on the disk, from before this coordinator was there. It may be of a step that a journal
+        has lost, and whose number another has by now."""
+        standing = self._run.standing
+        if kept.step < standing.step or (kept.step, kept.rows_seen) == (standing.step, standing.rows_seen):
+            self.saved = Saved(kept.step, folder, "")
 
     def on_restored(self) -> None:
         """The run has gone back: saves that were due no longer are."""
@@ -74,7 +78,8 @@ class Saving:
     def ask(self) -> list[Effect]:
         """Asks another worker, if a checkpoint is due and the one that was to send it is gone."""
         holders = self._digests.trusted
-        if self.due is None or self.sender is not None or self._again_at is not None or not holders:
+        is_coming = self.sender is not None or self.is_writing
+        if self.due is None or is_coming or self._again_at is not None or not holders:
             return []
         if any(member.worker_id == self._asked for member in holders):
             return []
@@ -89,7 +94,7 @@ class Saving:
         is_kept = self.saved.step >= member.applied and bool(self.saved.folder)
         if member.is_ready and not others and member.applied and not is_kept and not self._run.stopping:
             self.due, self._moved_at = SaveDue(member.applied, self._keep_last), self._run.clock
-            if self.sender is not None:
+            if self.sender is not None or self.is_writing:
                 return []  # once that one is kept
             self._again_at = None
             self._asked = member.worker_id
@@ -103,23 +108,26 @@ class Saving:
         if self.sender is not None and self._asked == member.worker_id and self.sender != member.peer:
             self._asked = NOBODY  # it is turned away now: should the one under way fail, somebody is asked anew
         # One that begins another in the middle has ended the first: it heard of the end of an earlier one too late.
-        is_free = self.sender is None or (self.sender == member.peer and self._left > 0)
+        is_free = not self.is_writing and self.sender in (None, member.peer)
         return self.due is not None and is_free and member in self._digests.trusted and not is_old
 
     def begin(self, member: WorkerRecord, begin: StateBegin, total: int) -> Effect:
         self.sender, self._asked, self._left, self._moved_at = member.peer, member.worker_id, total, self._run.clock
+        self.is_writing = total <= 0
         return SaveBegin(member.peer, begin.step, begin.header, self._keep_last)
 
     def take(self, member: WorkerRecord, chunk: StateChunk) -> Effect | None:
         if self.sender != member.peer or self._left <= 0:
             return None
         self._left, self._moved_at = self._left - len(chunk.data), self._run.clock
+        self.is_writing = self._left <= 0
         return SaveChunk(member.peer, chunk.data)
 
     def abort(self) -> list[Effect]:
-        """What has come is of no use; its sender, if it is still there, sends no more of it."""
+        """What has come is of no use; its sender, if it is still there, sends no more of it. Where all has come, the
+        disk is writing it, and says so: a later one that began meanwhile would be taken for it."""
         sender, self.sender = self.sender, None
-        return [SaveAbort(), *self._spare(sender)] if sender is not None else []
+        return [SaveAbort(), *self._spare(sender)] if sender is not None and not self.is_writing else []
 
     def _spare(self, sender: int | None) -> list[Effect]:
         """Else the rest of its state would be in the way of the next. Where there is no rest, it would take this for
@@ -134,7 +142,7 @@ class Saving:
     # What became of it
 
     def on_saved(self, step: int, folder: str, error: str, size: int) -> list[Effect]:
-        sender, self.sender, self._asked = self.sender, None, NOBODY
+        sender, self.sender, self._asked, self.is_writing = self.sender, None, NOBODY, False
         self._passed_over.clear()
         if error:
             return self._on_failed(sender, Saved(step, "", error))

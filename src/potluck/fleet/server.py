@@ -99,7 +99,7 @@ class Server:
             new_peer=itertools.count(1).__next__,
         )
         if coordinator.standing.step and (newest := saver.newest()) is not None:
-            coordinator.found(newest[1].step, str(newest[0]))
+            coordinator.found(newest[1], str(newest[0]))
         coordinator.weights.most_floats = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
         if coordinator.description is not None:
             self.exchange.describe(coordinator.description)
@@ -192,11 +192,9 @@ class Server:
     def _restore(self) -> None:
         """Back to the newest checkpoint, which the ledger then ends with."""
         found = self.saver.newest()
-        standing = None
         if found is not None:
             self._restored = found[0], found[1].step
-            standing = self.journal.standing(found[1].step) or found[1]  # it knows who computed what
-        self.journal.rewind(standing.step if standing is not None else 0)
+        standing = self.journal.go_back(found[1] if found is not None else None)
         self._act(lambda now: self.core.restored(now, standing))
 
     def _send_checkpoint(self, peer: int, transfer: int) -> None:

@@ -173,13 +173,6 @@ class StepDispatcher:
             effects.append(Send(member.peer, ShardAssignment(under.step, start, end)))
         return effects + self._scale()
 
-    def give_orphans(self) -> list[Effect]:
-        """Hands out nodes that nobody could take until now."""
-        if self.now is None or not self.now.orphans:
-            return []
-        orphans, self.now.orphans = self.now.orphans, []
-        return self.hand_out(orphans)
-
     def hand_out(self, nodes: list[Node], avoid: int | None = None) -> list[Effect]:
         """Nodes that have lost their worker, to the others, within the same step."""
         under, holders = self.now, self._run.membership.holders
@@ -190,9 +183,8 @@ class StepDispatcher:
         if not able and self._run.ahead is not None and any(m.since > under.step for m in holders):
             self._run.skip_ahead()  # they have applied what was being computed again
             return self.begin_anew()
-        if not able:
-            under.orphans += nodes
-            return self.abandon_if_deserted()
+        if not able:  # all leave who could: a newcomer gets the weights as they are
+            return self.abandon()
         slices = slices_of(nodes)
         quotas = decide_quotas(len(slices), [m.speed for m in able], None)
         effects: list[Effect] = [Widen(under.step)]
@@ -213,12 +205,11 @@ class StepDispatcher:
     # Taking it away
 
     def on_gone(self, member: WorkerRecord) -> list[Effect]:
-        nodes = list(member.nodes)
-        if self.now is None or not nodes:
-            return []
+        if self.now is None or not member.nodes:
+            return self.abandon_if_deserted()
         if member.plain:  # what its rows weigh was only assumed: the worker that computes them now knows better
-            self.now.granted.update(slices_of(nodes))
-        return self.hand_out(nodes)
+            self.now.granted.update(slices_of(member.nodes))
+        return self.hand_out(member.nodes)
 
     def take_away(self, member: WorkerRecord, avoid: int | None = None) -> list[Effect]:
         """Hands to others what this worker was given and has not fully sent."""
@@ -233,14 +224,16 @@ class StepDispatcher:
 
     def abandon(self) -> list[Effect]:
         told = [effect for member in self._run.membership.members.values() for effect in self.call_back(member)]
+        for member in self._run.membership.members.values():
+            member.nodes = []  # else the silence of a plain peer would count, also where no other step follows
         now, self.now, self._next = self.now, None, None
         return [*told, AbandonStep()] if now is not None else told
 
     def abandon_if_deserted(self) -> list[Effect]:
-        """Where all leave who could compute what is left of the step: a newcomer gets the weights as they are."""
+        """Where all leave who could keep the step's weights: a newcomer gets them as they are. Plain peers cannot."""
         holders = self._run.membership.holders
-        is_stuck = self.now is not None and self.now.orphans
-        return self.abandon() if is_stuck and holders and all(m.leaving for m in holders) else []
+        is_deserted = self.now is not None and holders and all(m.leaving for m in holders)
+        return self.abandon() if is_deserted else []
 
     def begin_anew(self) -> list[Effect]:
         """Starts the step under way again: what is in its sums is wrong, and cannot be taken out."""

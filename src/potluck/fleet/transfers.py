@@ -53,6 +53,11 @@ class Transfers:
         given = {transfer.to for transfer in self.under_way.values()}
         return [m for m in self.run.membership.inside if not m.is_ready and m.peer not in given]
 
+    @property
+    def is_any_whole(self) -> bool:
+        """Whether a newcomer has been sent all of a state, and so gets to the last step by the averages since."""
+        return any(transfer.is_whole for transfer in self.under_way.values())
+
     def awaits_weights(self, member: WorkerRecord) -> bool:
         """It will be given others, whatever it says of those it has."""
         return any(t.to == member.peer and not t.is_whole for t in self.under_way.values())
@@ -151,6 +156,12 @@ class Transfers:
         transfers = list(self.under_way.values())
         self.under_way.clear()
         return [effect for transfer in transfers for effect in self._spare_sponsor(transfer)]
+
+    def part_with_receivers(self) -> list[Effect]:
+        """Those who have all of a state may have applied a step that the run goes back to before: they come again."""
+        whole = [transfer.to for transfer in self.under_way.values() if transfer.is_whole]
+        why = "it was given steps that are computed again"
+        return [effect for peer in whole for effect in self.run.close(peer, why)]
 
     def on_gone(self, peer: int) -> list[Effect]:
         """Nobody need send to it, and those whom it was to send to get theirs from another."""

@@ -105,8 +105,9 @@ class Weights:
             # The step after it is on record, but nobody came back who had applied it: it is computed again.
             if run.described.windowed is not None:
                 self.digests.forget(run.standing.step)
+                skipped = self.transfers.part_with_receivers()
             run.ahead, run.standing, run.previous = run.standing, run.previous, None
-            skipped = self.plain_peers.skip(run.ahead.step)
+            skipped += self.plain_peers.skip(run.ahead.step)
         step = run.standing.step
         is_origin = not ready.holds and step == 0
         if is_origin or (holds and ready.step == step):
@@ -134,7 +135,12 @@ class Weights:
         if self.saving.is_last_kept:
             return True
         came = 1 + sum(bool(theirs.holds) for _, theirs in self.waiting)
-        return came < self.run.expected and self._waited_s < self.run.patience_s
+        return self._is_anybody_expected(besides=came)
+
+    def _is_anybody_expected(self, besides: int = 0) -> bool:
+        """Whether somebody may yet hold the last step: of those who were in, or a newcomer that has all of a state."""
+        may_come = self.run.expected > besides or self.transfers.is_any_whole
+        return may_come and self._waited_s < self.run.patience_s
 
     @property
     def _waited_s(self) -> float:
@@ -163,7 +169,6 @@ class Weights:
         self.run.membership.admit(member)
         self.alone_since = None
         effects: list[Effect] = [self.run.came(member)]
-        effects += self.rounds.give_orphans()
         effects += self.rounds.start() + self.saving.ask()
         for other, theirs in self._take_waiting():
             effects += self._place(other, theirs)
@@ -203,7 +208,7 @@ class Weights:
         is_anybody_waiting = bool(self.waiting or self.transfers.stranded) and not run.finished
         if not is_anybody_waiting or run.membership.holders or self.is_restoring:
             return []
-        if self.run.expected and self._waited_s < run.patience_s and not self.saving.is_last_kept:
+        if self._is_anybody_expected() and not self.saving.is_last_kept:
             return []
         return self._continue_without_them()
 
@@ -259,6 +264,9 @@ class Weights:
         member.applied = max(member.applied, applied.step)
         effects = self.rounds.on_applied(member, applied, is_first=first is None)
         told[member.worker_id] = ReportedDigest(member.kind, applied.digest, applied.step >= member.since)
+        if applied.step > run.standing.step:  # as it was agreed on before: it computes nothing of the step under way
+            member.since = applied.step + 1
+            effects += self.rounds.take_away(member)
         effects += self._judge(applied.step, digests.compared_as(member.kind))
         if member.phase is not WorkerPhase.CATCHING_UP or applied.step < run.standing.step:
             return effects + self.rounds.start()  # where all who are left had been relieved

@@ -18,9 +18,9 @@ from tests.fleet.virtual.clock import VirtualClock
 from tests.fleet.virtual.disk import Disk
 from tests.fleet.virtual.faults import FaultScript
 from tests.fleet.virtual.host import Host
-from tests.fleet.virtual.line import Line
+from tests.fleet.virtual.line import Line, Payload
 from tests.fleet.virtual.plain import PlainPeer
-from tests.fleet.virtual.toy import BATCH, EPOCHS, PATIENCE_S, ROWS, SECRET, State, undisturbed
+from tests.fleet.virtual.toy import BATCH, EPOCHS, PATIENCE_S, ROWS, SECRET, Floats, State, undisturbed
 from tests.fleet.virtual.worker import Worker
 
 
@@ -49,6 +49,10 @@ class Fleet:
         """Called when the journal has it."""
         self.on_parting: Callable[[Line, str], None] = lambda line, why: None
         """Called when the host parts with a peer."""
+        self.on_begin: Callable[[], None] = lambda: None
+        """Called when a step begins, or begins anew."""
+        self.on_payload: Callable[[Payload], None] = lambda payload: None
+        """Called when one comes from a peer that the host has not parted with."""
         self.workers: dict[str, Worker] = {}
         self.plain: list[PlainPeer] = []
         self.restores = 0
@@ -176,7 +180,8 @@ class Fleet:
             return
         workers, end = list(self.workers.values()), self.standing().step
         # A run that began anew has another end, and other weights; who was lost before that may stand at the old one.
-        last = [w for w in workers if (w.state.epoch, w.state.step) == (self.epochs, end)]
+        # The end of an epoch is the beginning of the next: one that was killed there stands at either.
+        last = [w for w in workers if (w.state.epoch * ROWS + w.state.row, w.state.step) == (self.epochs * ROWS, end)]
         if described.rows_limit:  # then those who have finished have what is kept; one that was killed may have less
             kept = State.from_bytes(self.disk.states[end]).weights.tobytes()
             finished = [worker for worker in workers if worker.has_finished]
@@ -190,11 +195,14 @@ class Fleet:
         assert last and len({worker.weights for worker in last}) == 1, [w.state for w in workers]
 
     def is_undisturbed(self, worker: Worker) -> bool:
-        """Under Sync it has the weights of one machine; with plain peers, whose sums are in no tree, nearly."""
-        right = undisturbed(worker.state.step)
+        """Under Sync it has the weights of one machine."""
+        return self.are_alike(worker.state.weights, np.frombuffer(undisturbed(worker.state.step), np.float32))
+
+    def are_alike(self, one: Floats, other: Floats) -> bool:
+        """To the last bit; with plain peers, whose sums are in no tree, nearly: it depends on who computed what."""
         if not self.plain:
-            return worker.weights == right
-        return np.allclose(worker.state.weights, np.frombuffer(right, np.float32), rtol=1e-3, atol=1e-4)
+            return one.tobytes() == other.tobytes()
+        return np.allclose(one, other, rtol=1e-3, atol=1e-4)
 
     @property
     def is_anybody_alive(self) -> bool:

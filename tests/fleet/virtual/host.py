@@ -85,12 +85,14 @@ class Host:
         self.is_up = True
         self.reads_first = False
         """Whether, on waking, it reads what has come before its clock ticks."""
+        self.ran_at = fleet.clock.now
+        """When its clock last ticked before now."""
         self.finish: effects.Finish | None = None
         self._restored: int | None = None
         if coordinator.description is not None:
             self._describe(coordinator.description)
-        if disk.newest is not None and coordinator.standing.step:
-            coordinator.found(disk.newest, "a folder")
+        if disk.standing is not None and coordinator.standing.step:
+            coordinator.found(disk.standing, "a folder")
         self._tick()
 
     def accept(self, line: Line) -> None:
@@ -151,6 +153,8 @@ class Host:
             case effects.Finish():
                 self.finish = self.finish or effect
             case _:
+                if isinstance(effect, effects.BeginStep):
+                    self.fleet.on_begin()
                 self.exchange.do(effect)
 
     def _send(self, line: Line | None, effect: effects.Send) -> None:
@@ -201,6 +205,8 @@ class Host:
             return True
         if line.connection.blocks is None:
             self.exchange.send_by_parts(line.connection)
+        if item.slot is None and not line.closing:
+            self.fleet.on_payload(item)
         before, line.connection.held = len(item.gradients), False
         is_poured = _Pourer(line.connection, self.exchange).pour(item)
         line.connection.held = not is_poured
@@ -240,6 +246,7 @@ class Host:
             if line.connection is not None and line.connection.held:  # its bytes are not being read, on purpose
                 self.core.on_heard(self.clock.now, line.peer)
         self.act(self.core.on_tick(self.clock.now))
+        self.ran_at = self.fleet.clock.now
         self.fleet.clock.after(TICK_S, self._tick)
 
     # Checkpoints
@@ -256,10 +263,8 @@ class Host:
     def _restore(self, now: float) -> None:
         self.fleet.restores += 1
         assert self.fleet.restores < 100, "the run is restored again and again"
-        newest = self._restored = self.disk.newest
-        standing = (self.journal.standing(newest) or self.disk.standing) if newest is not None else None
-        self.journal.rewind(standing.step if standing is not None else 0)
-        self.act(self.core.restored(now, standing))
+        self._restored = self.disk.newest
+        self.act(self.core.restored(now, self.journal.go_back(self.disk.standing)))
 
     def _send_checkpoint(self, line: Line, transfer: int) -> None:
         step = self._restored

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from potluck.fleet.exchange import ExpectedPayloads, PeerConnection
 from potluck.fleet.mean import Slot
+from potluck.fleet.tree import Node
 from potluck.wire.codec import decode, encode
 from potluck.wire.messages import Heartbeat, Message
 from tests.fleet.virtual.clock import VirtualClock
@@ -22,6 +23,8 @@ class Payload:
     part: int
     gradients: Floats
     cut: bool = False
+    node: Node = (0, 0)
+    """What it is of, for those who look: the host knows what it asked for."""
     slot: Slot | None = None
     expected: ExpectedPayloads | None = None
 
@@ -60,10 +63,8 @@ class Line:
     closing: bool = False
     """The host has parted from it, and still reads what comes, as a server's thread does until the socket is closed."""
     received: list[Any] = field(default_factory=list)
-    arrived_at: float = 0.0
-    """When anything last came to the host's machine, whether it was read or not."""
-    quiet_s: float = 0.0
-    """How long nothing had come before that."""
+    arrivals: list[float] = field(default_factory=list)
+    """When anything came to the host's machine, whether it was read or not."""
     coming_up: int = 0
     coming_down: int = 0
     """Items that are on their way."""
@@ -114,7 +115,7 @@ class Line:
             self._take(item)
 
     def _take(self, item: Any) -> None:
-        self.quiet_s, self.arrived_at = self.clock.now - self.arrived_at, self.clock.now
+        self.arrivals.append(self.clock.now)
         self.up.append(item)
         self.host.read(self)
 

@@ -1,7 +1,10 @@
 """What must hold after each event of a virtual run, whatever happened; it is found out by no code of the fleet."""
 
+import itertools
 import math
 from collections.abc import Sequence
+
+import numpy as np
 
 from potluck.fleet.effects import StepRecord
 from potluck.fleet.member import MemberPhase
@@ -9,9 +12,9 @@ from potluck.fleet.membership import WorkerRecord
 from potluck.fleet.stragglers import LONG
 from potluck.fleet.tree import Node
 from tests.fleet.virtual.fleet import Fleet
-from tests.fleet.virtual.line import Line
+from tests.fleet.virtual.line import Line, Payload
 from tests.fleet.virtual.process import Receive
-from tests.fleet.virtual.toy import ROWS, SLICES, loss_of
+from tests.fleet.virtual.toy import CHUNK, ROWS, SLICES, UNIT, Floats, loss_of
 from tests.fleet.virtual.worker import Worker
 
 IDLE_TIMES = 3
@@ -28,11 +31,19 @@ class Watch:
         """Of each worker, the version that was compared, in which of the run's lives."""
         self._owed: dict[int, list[Node]] = {}
         """By peer, what those owed who hang."""
+        self._hung: set[int] = set()
+        """The peers that hung before what has just happened."""
+        self._came: dict[tuple[int, Node], list[Floats]] = {}
+        """By part and node, what has come of the step under way; twice, where a lost worker's was handed to another."""
         self._idle_since = self._waiting_since = run.clock.now
+        self._waiting_in = 0
+        """The step in which somebody waits."""
         self._looked_at = run.clock.now
         self.events = 0
         run.on_record = self._on_record
         run.on_parting = self._on_parting
+        run.on_begin = self._came.clear
+        run.on_payload = self._on_payload
         run.clock.after_each = self._look
 
     # After each event
@@ -52,9 +63,11 @@ class Watch:
             self._look_at_burden(member)
             if member.applied == worker.state.step:
                 self._look_at_weights(worker, agreed)
+                self._look_at_place(worker)
             if member.nodes and is_host_awake and isinstance(worker.waits, Receive):
                 is_told = not _knows_nothing(worker, worker.line)
                 assert is_told, f"{worker} does not know of {member.nodes}: {run.describe()}"
+        self._hung = {member.peer for member in members.values() if _hangs(member)}
         if not is_host_awake or run.core.now is None:
             self._idle_since = self._waiting_since = run.clock.now
         if is_host_awake and run.clock.now > self._looked_at + OFTEN_S:
@@ -74,6 +87,12 @@ class Watch:
         assert other.weights == worker.weights, f"{other} and {worker} differ"
         assert worker.is_windowed or self._run.is_undisturbed(worker), f"{worker} has not the weights of one machine"
 
+    def _look_at_place(self, worker: Worker) -> None:
+        """Who has the run's weights has those of its rows, and no others."""
+        standing, state = self._run.standing(), worker.state
+        seen = state.epoch * ROWS + state.row
+        assert state.step != standing.step or seen == standing.rows_seen, f"{worker} is not at {standing}"
+
     def _look_at_burden(self, member: WorkerRecord) -> None:
         """Nothing is given to one that hangs since an earlier step while another is there who does not."""
         under, before = self._run.core.now, self._owed.pop(member.peer, [])
@@ -82,7 +101,9 @@ class Watch:
         self._owed[member.peer] = list(member.nodes)
         if not all(node in before for node in member.nodes):
             others = [m for m in self._run.core.membership.holders if m.since <= under.step and not m.leaving]
-            assert all(map(_hangs, others)), f"{member.name} hangs, and is given {member.nodes}: {self._run.describe()}"
+            # Where all hang, all are given some, and one that was relieved of this very step counts again from then on.
+            is_last_resort = all(_hangs(m) or (m.nodes and m.peer in self._hung) for m in others)
+            assert is_last_resort, f"{member.name} hangs, and is given {member.nodes}: {self._run.describe()}"
 
     def _look_for_idleness(self, ready: Sequence[WorkerRecord]) -> None:
         """While a step is under way, somebody who is there, and stays, owes something of it; and nobody who could
@@ -93,7 +114,10 @@ class Watch:
             self._idle_since = now
         computing = [member for member in staying if member.is_computing]
         is_slow = any(m.speed and m.speed < SLICES / run.patience_s for m in ready)  # others are measured by it, too
-        if is_slow or not computing or not any(_is_free(run, member) for member in staying):
+        step = run.core.now.step if run.core.now is not None else 0
+        # Each step may wait for one that saves, or is far away: as long as one follows the other, nobody hangs.
+        is_next, self._waiting_in = step != self._waiting_in, step
+        if is_next or is_slow or not computing or not any(_is_free(run, member) for member in staying):
             self._waiting_since = now
         assert now - self._idle_since < IDLE_TIMES * run.patience_s, f"all wait: {run.describe()}"
         assert now - self._waiting_since < 2 * LONG * run.patience_s, f"some wait: {run.describe()}"
@@ -122,6 +146,7 @@ class Watch:
             losses = [loss_of(record.epoch, start, end) for start, end, _ in record.ranges]
             is_close = math.isclose(record.loss, math.fsum(losses) / record.rows, rel_tol=1e-6, abs_tol=1e-9)
             assert is_close, f"what was told of step {record.step} is of other rows"
+            self._look_at_mean(record)
         before = self._records.get(record.step - 1)
         place = (
             (before.epoch * ROWS + before.row + before.rows) if before is not None else record.rows_seen - record.rows
@@ -130,12 +155,32 @@ class Watch:
         assert record.rows_seen == place + record.rows
         self._records[record.step] = record
 
+    def _on_payload(self, payload: Payload) -> None:
+        if np.isfinite(payload.gradients).all():
+            self._came.setdefault((payload.part, payload.node), []).append(payload.gradients.copy())
+
+    def _look_at_mean(self, record: StepRecord) -> None:
+        """A window's mean is that of what came of each of its slices, once. Chunks of a lost worker's may be in it:
+        those of the worker that computes the slice again are passed over then."""
+        mean = self._run.host.exchange.mean
+        assert mean is not None
+        for part, result in enumerate(mean.results):
+            came = [self._came.get((part, (number, number + 1)), []) for number in range(len(record.ranges))]
+            for at in range(0, len(result), CHUNK):
+                chunks = [[values[at : at + CHUNK] for values in found if len(values) > at] for found in came]
+                sums = (np.sum(found, axis=0) for found in itertools.product(*chunks))
+                wanted = (total / np.float32(record.rows * UNIT) for total in sums)
+                is_mean = any(np.allclose(result[at : at + CHUNK], found, rtol=1e-4, atol=1e-6) for found in wanted)
+                assert is_mean, f"part {part} of window {record.step} is not the mean of what came"
+
     def _on_parting(self, line: Line, why: str) -> None:
         """Nobody is given up for a silence of the host's own: of its bytes, none came for a long time."""
-        # What came last may have come while the host did not run for a moment that is too short to be forgiven.
-        quiet_s = max(self._run.clock.now - line.arrived_at, line.quiet_s)
+        # Some of it may have come while the host did not run for a moment that its clock took for one too short to be
+        # forgiven: then what counts is how long nothing had come when it last looked.
+        ran_at = self._run.host.ran_at
+        quiet_s = ran_at - max((at for at in line.arrivals if at <= ran_at), default=ran_at)
         is_just = "silent for" not in why or quiet_s > self._run.patience_s / 2
-        assert is_just, f"peer {line.peer} is {why}, and was heard of {quiet_s:.2f} s ago"
+        assert is_just, f"peer {line.peer} is {why}, and was heard of {quiet_s:.2f} s before the host looked last"
 
     # At the end
 
@@ -143,10 +188,15 @@ class Watch:
         """Every row of every epoch was used once, by the record of what the host wrote down."""
         run = self._run
         last = max(self._records)
-        done = self._records[last]
+        # Where the journal lost its last step, a checkpoint may be all that is left of it: a run that goes back to that
+        # has as many rows as it says, and no record of them.
+        done = run.standing() if run.lost_at else self._records[last]
         assert done.rows_seen == run.epochs * ROWS, f"{done.rows_seen} rows were seen, of {run.epochs * ROWS}"
         assert run.lost_at or sorted(self._records) == list(range(1, last + 1))
-        assert not run.core.refused["drifted"], "weights were taken for wrong"
+        # A step that a disk forgot is computed again without its plain peers, whose sums are in no tree: then those who
+        # hold the old one have in fact other bits.
+        are_others = run.plain and run.lost_at
+        assert are_others or not run.core.refused["drifted"], "weights were taken for wrong"
 
 
 def _is_free(run: Fleet, member: WorkerRecord) -> bool:

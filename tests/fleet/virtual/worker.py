@@ -12,6 +12,7 @@ from potluck.fleet import member_effects as effects
 from potluck.fleet.description import Description
 from potluck.fleet.ledger import Range
 from potluck.fleet.member import Member, MemberPhase
+from potluck.fleet.tree import Node
 from potluck.wire.messages import Applied, Committed, SliceReport, Work
 from tests.fleet.virtual.client import Client
 from tests.fleet.virtual.faults import Fault
@@ -216,7 +217,9 @@ class Worker(Client):
         before, self._told = self._told, digest_of(self.state.weights)
         described, is_same = self.description.to_json(), before == self._told
         assert self.welcome is not None
-        yield from self._do(self.member.present(self.welcome, described, self._told, is_same=is_same))
+        seen = self.state.epoch * ROWS + self.state.row
+        found = self.member.present(self.welcome, described, self._told, rows_seen=seen, is_same=is_same)
+        yield from self._do(found)
 
     # Steps
 
@@ -252,7 +255,7 @@ class Worker(Client):
         for part in range(len(PARTS)):
             if not work.batch:
                 yield from self._backward(work, part, started)
-            yield from self._send_part(work.step, part, [total[part] for total in sums])
+            yield from self._send_part(work.step, part, task.nodes, [total[part] for total in sums])
         if line is self.line:
             self.slices_computed += [(work.step, number) for number in task.numbers]
         self._own = self.state.weights - task.change
@@ -272,15 +275,15 @@ class Worker(Client):
                 SliceReport(work.step, nothing.astype("<u4"), nothing, nothing, self.clock.now - started, b"\x07")
             )
 
-    def _send_part(self, step: int, part: int, sums: list[Floats]) -> Life:
-        for index, values in enumerate(sums):
-            if part == 1 and index == 0:
+    def _send_part(self, step: int, part: int, nodes: list[Node], sums: list[Floats]) -> Life:
+        for node, values in zip(nodes, sums, strict=True):
+            if part == 1 and node == nodes[0]:
                 yield from self._at("backward", step)
                 if self.fleet.faults.take(self.name, "half", step) is not None:
-                    self.send(Payload(step, part, values[:CHUNK], cut=True))
+                    self.send(Payload(step, part, values[:CHUNK], cut=True, node=node))
                     self.kill()
                     yield Receive()
-            self.send(Payload(step, part, values))
+            self.send(Payload(step, part, values, node=node))
 
     def _commit(self, committed: Committed) -> Life:
         yield from self._at("committed", self.state.step)

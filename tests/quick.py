@@ -1,0 +1,21 @@
+"""What `make test` runs of many cases that are alike: the first ones. The others are slow ones, of `make test-slow`."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+
+def first_of(cases: Iterable[Any], count: int = 1) -> list[Any]:
+    """All of them for parametrize(), of which those after the first `count` are marked as slow."""
+    every = list(cases)
+    return [*every[:count], *(_slow(case) for case in every[count:])]
+
+
+def _slow(case: Any) -> Any:
+    found = case if isinstance(case, tuple) and hasattr(case, "marks") else pytest.param(*_values(case))
+    return found._replace(marks=[*found.marks, pytest.mark.slow])
+
+
+def _values(case: Any) -> tuple[Any, ...]:
+    return case if type(case) is tuple else (case,)
