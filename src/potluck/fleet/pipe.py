@@ -26,6 +26,8 @@ _MOST_LINK_S = 4 * 32_767
 LOOPBACK_BYTES = 256 << 10
 """The send buffer between processes of one machine: with a larger one, what is sent has left the processor's caches
 before it is received, and a round takes half as long again. Other connections are the system's to tune."""
+AHEAD_BYTES = 4 << 10
+"""Less than this is asked of the system with what comes after it: a message's length, its beginning, and the rest."""
 SLICE_BYTES = 1 << 20
 """The most bytes of one wait, so that progress of a slow peer is noticed."""
 LINK_TIMES, LEAST_LINK_S = 2, 10.0
@@ -39,6 +41,8 @@ class Pipe:
         self.is_closed = False
         self.heard_at = time.monotonic()
         self._tls = connection if isinstance(connection, ssl.SSLSocket) else None
+        self.is_local = CAN_SHARE and self._tls is None and connection.family == socket.AF_UNIX
+        """Whether the peer is a process of this machine with which memory can be shared."""
         # An SSL object is not for two threads at once: each call holds this lock, and none of them waits inside.
         self._lock = threading.Lock()
         self.can_seal = self._tls is not None and self._tls.selected_alpn_protocol() == PROTOCOL
@@ -46,13 +50,11 @@ class Pipe:
         self._sealer: Sealer | None = None
         self._opener: Opener | None = None
         self._descriptors: list[int] = []
+        self._ahead = memoryview(bytearray(AHEAD_BYTES))
+        self._rest = self._ahead[:0]
+        """What has been received and not been taken yet, of a connection that is not encrypted."""
         connection.setblocking(self._tls is None)
         _tune(connection)
-
-    @property
-    def is_local(self) -> bool:
-        """Whether the peer is a process of this machine with which memory can be shared."""
-        return CAN_SHARE and self._tls is None and self._socket.family == socket.AF_UNIX
 
     @property
     def user(self) -> int:
@@ -102,13 +104,18 @@ class Pipe:
 
     def receive(self, space: memoryview) -> int:
         """Waits for bytes and puts some into `space`, or all of it if that is short. 0: the peer has ended."""
-        if self.is_local:
-            return self._receive_local(space)
         if self._opener is not None:
             return self._receive_sealed(self._opener, space)
-        if self._tls is None:
-            return self._socket.recv_into(space[:SLICE_BYTES], flags=socket.MSG_WAITALL)
-        return self._encrypted(self._tls.recv_into, space)
+        if self._tls is not None:
+            return self._encrypted(self._tls.recv_into, space)
+        if not self._rest:
+            if len(space) >= AHEAD_BYTES:
+                return self._receive_plain(space)
+            self._rest = self._ahead[: self._receive_plain(self._ahead)]
+        count = min(len(space), len(self._rest))
+        space[:count] = self._rest[:count]
+        self._rest = self._rest[count:]
+        return count
 
     def receive_all(self, space: memoryview) -> bool:
         """Until `space` is full. False: the peer ended before its first byte."""
@@ -135,6 +142,18 @@ class Pipe:
                     left = left[self._encrypted(self._tls.send, left) :]
         else:
             self._send_plain(parts)
+
+    @property
+    def can_send_now(self) -> bool:
+        return self._tls is None
+
+    def send_now(self, parts: Sequence[bytes | memoryview]) -> bytes:
+        """As much as the system takes without waiting; what it did not take."""
+        data = b"".join(parts)
+        try:
+            return data[self._socket.send(data, socket.MSG_DONTWAIT) :]
+        except OSError:  # it is full, or broken: the thread that waits will know
+            return data
 
     def close(self) -> None:
         """Ends both directions; a thread that waits in either is woken.
@@ -177,8 +196,11 @@ class Pipe:
             have += count
         return True
 
-    def _receive_local(self, space: memoryview) -> int:
-        """Descriptors may come with the bytes."""
+    def _receive_plain(self, space: memoryview) -> int:
+        """From a process of this machine descriptors may come with the bytes."""
+        if not self.is_local:
+            is_long = len(space) > AHEAD_BYTES
+            return self._socket.recv_into(space[:SLICE_BYTES], flags=socket.MSG_WAITALL if is_long else 0)
         room = socket.CMSG_SPACE(_MOST_DESCRIPTORS * array.array("i").itemsize)
         count, control, _, _ = self._socket.recvmsg_into([space], room, socket.MSG_CMSG_CLOEXEC)
         for level, kind, data in control:
