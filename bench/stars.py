@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import resource
 import socket
+import tempfile
 import threading
 import time
 import traceback
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.context import BaseContext
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,7 @@ from potluck.fleet import host_connector
 from potluck.fleet.client import Client, ConnectionLost
 from potluck.fleet.coordinator import Coordinator
 from potluck.fleet.description import Description, Part
+from potluck.fleet.effects import StepRecord
 from potluck.fleet.invite import Identity, Invite
 from potluck.fleet.journal import Journal
 from potluck.fleet.server import Server
@@ -78,7 +81,7 @@ def _act(pipe: Any, kind: Callable[..., Any], arguments: tuple[Any, ...]) -> Non
         actor = kind(*arguments)
         while True:
             what, given = pipe.recv()
-            pipe.send((True, getattr(actor, what)(*given)))
+            pipe.send((True, time.process_time() if what == "cpu_s" else getattr(actor, what)(*given)))
     except (EOFError, KeyboardInterrupt):
         pass
     except BaseException:
@@ -117,7 +120,7 @@ class Host:
     """A server as `potluck host` has it, with its journal on the disk. Loads no torch."""
 
     def __init__(self, folder: str, at_least: int, encrypted: bool = False, port: int = 0) -> None:
-        place = Path(folder)
+        place = self._folder = Path(folder)
         identity = Identity.load_or_make(place / "identity")
         journal = Journal(place / "journal.sqlite")
         core = Coordinator(
@@ -143,6 +146,22 @@ class Host:
 
     def listening(self) -> tuple[str, float]:
         return self._invite.line(), self.listening_at
+
+    def record_ms(self) -> float:
+        """What it takes to put one step on this disk: every round waits for that once."""
+        took = []
+        with tempfile.TemporaryDirectory(dir=self._folder) as folder:
+            journal = Journal(Path(folder) / "journal.sqlite")
+            for step in range(1, 41):
+                started = time.monotonic()
+                journal.record(StepRecord(step, 0, step, 1, step, 1.0, 0.0, (), ((step, step + 1, 0),)))
+                took.append(time.monotonic() - started)
+            journal.close()
+        return 1000 * median(took)
+
+    def shares(self) -> bool:
+        """Whether its workers show it their memory."""
+        return all(connection.window is not None for connection in self.server.connections.values())
 
     def grown_bytes(self) -> int:
         """The most that this process ever held, beyond what it did before anybody came."""

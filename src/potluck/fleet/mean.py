@@ -23,7 +23,7 @@ Floats = npt.NDArray[np.float32]
 
 CHUNK = 1 << 18
 """Floats: a megabyte. Less costs more turns of the interpreter, more leaves the processor's caches."""
-MOST_FREE = 16
+MOST_FREE = 64
 """The most free chunks that are kept for reuse."""
 WILD = 1e6
 """A gradient this many times larger than any before it is taken for a fault."""

@@ -57,7 +57,8 @@ ENTRENAR = Codec(
     messages=PUBLISHED,
 )
 CODECS = {codec.name: codec for codec in (BINCODE, ENTRENAR)}
-_HELLO = MESSAGES.index(Hello)
+_NUMBERS = {message: number for number, message in enumerate(MESSAGES)}
+_HELLO = _NUMBERS[Hello]
 
 
 def codec_of(payload: bytes | memoryview) -> str:
@@ -79,9 +80,10 @@ def encode(message: Message, codec: str = "bincode") -> bytes:
 def encode_parts(message: Message, codec: str = "bincode") -> list[bytes | memoryview]:
     """A frame in pieces, arrays as views: for sendmsg, which copies none of them."""
     chosen = CODECS[codec]
-    if type(message) not in chosen.messages:
+    number = _NUMBERS[type(message)]
+    if number >= len(chosen.messages):
         raise OurProtocolError(f"{type(message).__name__} does not travel as {codec}.")
-    parts: list[bytes | memoryview] = [chosen.tag.pack(chosen.messages.index(type(message)) + chosen.first_tag)]
+    parts: list[bytes | memoryview] = [chosen.tag.pack(number + chosen.first_tag)]
     for name, kind in chosen.fields(type(message)):
         parts += _encode_field(chosen, kind, getattr(message, name), f"{type(message).__name__}.{name}")
     _check_sizes(message.__class__, vars(message), len(vars(message).get("gradients", ())), OurProtocolError)

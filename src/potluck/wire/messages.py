@@ -35,6 +35,8 @@ class Kind(Enum):
     F64S = auto()
     BYTES = auto()
 
+    __hash__ = object.__hash__  # Enum's own is a function of Python, and tables are asked for each field of a message
+
 
 U8 = Annotated[int, Kind.U8]
 U32 = Annotated[int, Kind.U32]
