@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from potluck.agree.elche import ElChe
-    from potluck.agree.policy import ApplyPolicy, Async, Cadence, Outer, Sync
+    from potluck.agree.policy import ApplyPolicy, Async, Auto, Cadence, Outer, Sync
     from potluck.engine.engine import Engine
     from potluck.engine.start import init
     from potluck.engine.switches import StepConfig
@@ -26,7 +26,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "agree.elche": ("ElChe",),
-    "agree.policy": ("ApplyPolicy", "Async", "Cadence", "Outer", "Sync"),
+    "agree.policy": ("ApplyPolicy", "Async", "Auto", "Cadence", "Outer", "Sync"),
     "engine.engine": ("Engine",),
     "engine.start": ("init",),
     "engine.switches": ("StepConfig",),
@@ -45,6 +45,7 @@ _MODULES = {name: module for module, names in _HOMES.items() for name in names}
 __all__ = [
     "ApplyPolicy",
     "Async",
+    "Auto",
     "Cadence",
     "CheckpointConfig",
     "CommunicationProtocol",

@@ -227,6 +227,11 @@ def _under_host(wanted: Wanted) -> Composition:
             " stages need each other. Start them with potluck run or potluck train; workers that have no connection"
             ' meet in a store, with stages.protocol.kind = "datastore".'
         )
+    if not isinstance(policy, Sync) and (policy.together or policy.moments):
+        raise ConfigError(
+            f"{type(policy).__name__} with together or moments is for workers that reach each other over a group. Under"
+            " a host use Sync, or Cadence without them."
+        )
     ranks = ranks_per_worker(strategy, wanted.world)
     if ranks > MOST_RANKS:
         raise ConfigError(

@@ -51,7 +51,7 @@ def read(text: str, *overrides: str) -> RunConfig:
         ("[step]\nclip = -1", "step: clip must be above 0"),
         ('policy = "sink"', "There is no setting policy of kind sink. Did you mean policy of kind sync?"),
         ("[policy]\nshares = [1, 0]\nkind = 'sync'", "policy: shares must be positive numbers"),
-        ("[policy]\nshares = [1, 1]", "policy needs a kind, one of sync, cadence, async."),
+        ("[policy]\nshares = [1, 1]", "policy needs a kind, one of sync, cadence, async, auto."),
         ("a = ", "here is not valid TOML"),
     ],
 )

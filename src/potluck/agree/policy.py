@@ -48,6 +48,8 @@ class _Windowed:
     """What Cadence and Async have in common: replicas step by themselves."""
 
     steps_together: ClassVar[bool] = False
+    weighs_learning: ClassVar[bool] = False
+    """Whether a window's length, and whether there are windows at all, follows from what both teach for their time."""
     ends_by_clock: ClassVar[bool] = True
     """Whether a window ends at a time, whatever is done by then; else when each has done its own count of batches."""
 
@@ -63,6 +65,10 @@ class _Windowed:
     """Form a window's average while the next window computes, and merge it at that window's end."""
     outer: Outer | None = None
     """Step along each window's mean change with this optimizer, instead of taking the change as it is."""
+    together: float = 0.0
+    """The share of the run, from its start, in which all agree in every step as under Sync: most is learned there."""
+    moments: bool = False
+    """Average what the optimizer keeps of each parameter, too; replicas then step farther as the rate falls."""
 
     @property
     def drift_limit(self) -> float | None:
@@ -72,6 +78,10 @@ class _Windowed:
     def __post_init__(self) -> None:
         if self.outer is not None and self.overlap:
             raise ValueError("outer steps from the last average, which overlap has not yet; switch one of them off")
+        if self.moments and self.overlap:
+            raise ValueError("moments are averaged where replicas are equal, and with overlap they are not; choose one")
+        if not 0 <= self.together <= 1:
+            raise ValueError(f"together is a share of the run, from 0 to 1, not {self.together}")
         make_elche(self, 1)
 
 
@@ -105,8 +115,22 @@ class Async(_Windowed):
         check_at_least(0, divergence_threshold=self.divergence_threshold)
 
 
-Windowed = Cadence | Async
-ApplyPolicy = Sync | Cadence | Async
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Auto(_Windowed):
+    """Sync as long as that is the shortest way to a loss, else Cadence in windows that lose the least; it says why.
+
+    It begins as Sync, measures what computing and agreeing take, and changes when another way is clearly shorter.
+    """
+
+    kind: ClassVar[str] = "auto"
+    weighs_learning: ClassVar[bool] = True
+
+    together: float = 0.15
+    moments: bool = True
+
+
+Windowed = Cadence | Async | Auto
+ApplyPolicy = Sync | Cadence | Async | Auto
 
 
 def make_elche(policy: _Windowed, world: int) -> ElChe:

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from potluck.agree.costs import WindowCosts
 from potluck.agree.elche import LEAST_TARGET, MOST_TARGET
 from potluck.agree.policy import Windowed, make_elche
 from potluck.agree.shares import share_out
@@ -77,8 +78,18 @@ class WindowPlan:
     until_s: float | None
     """When it ends, from its start, whatever is done by then; none: when all parts are done."""
     anchor: int
+    """Batches of the slowest replica; 0: all step together."""
     reason: str
     """Why it is so, as a sentence."""
+    together: bool = False
+    """It is one step, of the mean gradient over all rows."""
+
+    def stretch(self, batch_rows: int, batch: int) -> float:
+        """By how much a replica's steps of `batch_rows` have to be longer for the mean to move as far as Sync does,
+        where a step's length is divided by its noise, and noise is most of a gradient."""
+        whole = sum(self.rows)
+        steps = sum(rows * rows / batch_rows for rows in self.rows) / whole if whole else 0.0
+        return max(1.0, whole / batch * math.sqrt(batch / batch_rows) / steps) if steps else 1.0
 
 
 class WindowPlanner:
@@ -90,6 +101,7 @@ class WindowPlanner:
         self.policy = policy
         self.names = list(names)
         self.elche = make_elche(policy, len(names))
+        self.costs = WindowCosts()
         self._divergence = Divergence(policy.drift_limit or 0.0)
         self._why = "Nothing was measured yet, so all do the same"
         if policy.overhead_target != self.elche.overhead_target:
@@ -128,6 +140,37 @@ class WindowPlanner:
                 spare = share_out(max(0, sum(spare) - over), [float(part) for part in spare])
         return self._decision(rows, spare, until_s, f"{self._why}: {_list(counts)} batches.")
 
+    def decide_together(self, rows: int, *, is_first: bool = True) -> WindowPlan:
+        """One step of all replicas, over `rows` rows that are shared by speed. `is_first`: for the run's start."""
+        speeds = self.elche.speeds
+        parts = share_out(rows, [speed or max(speeds) for speed in speeds])
+        why = f"In the first {self.policy.together:.0%} of the run all agree in every step"
+        if not is_first:
+            why = self._why
+        reason = f"{why}: {_list(parts)} rows."
+        return replace(self._decision(parts, [0] * len(parts), None, reason), anchor=0, together=True)
+
+    def is_best_together(self) -> bool:
+        """Whether all should step together, now that the run is past its start."""
+        if not self.policy.weighs_learning:
+            return False
+        if why := self.costs.decide(self.policy.max_anchor):
+            self._why = why
+        self._set_anchor(self.costs.anchor)
+        return self.costs.anchor == 0
+
+    def _set_anchor(self, anchor: int) -> None:
+        if anchor and anchor != self.elche.anchor:
+            self.elche.anchor = anchor
+            self.elche._count()
+
+    def observe(self, rows: Sequence[int], busy_s: Sequence[float], batch_rows: int, more_s: float) -> None:
+        """What a step that all took together says of their speeds. `more_s`: what the one before cost beyond that."""
+        self.costs.report_step(max(busy_s), more_s)
+        seconds = [own_s * batch_rows / own if own else 0.0 for own, own_s in zip(rows, busy_s, strict=True)]
+        reports = [_sane(WindowReport(wall_s=each, batches=1)) for each in seconds]
+        self.elche.report_timing([1000 * each.wall_s for each in reports], [each.batches for each in reports], 0.0)
+
     def _is_brisk(self, rank: int) -> bool:
         """Whether one more batch of it is soon done, should all others have ended meanwhile."""
         return self.elche.ms_per_batch[rank] * BRISK <= max(self.elche.ms_per_batch)
@@ -152,6 +195,10 @@ class WindowPlanner:
             ratio = 1000 * report.wall_s / max(1, report.batches) / (elche.ms_per_batch[rank] or 1.0)
             if report.batches and not 1 / JUMP < ratio < JUMP:
                 elche.ms_per_batch[rank] = 0.0  # another speed altogether: the old one says nothing about it
+        if self.policy.weighs_learning:
+            each = [report.wall_s / report.batches for report in reports if report.batches]
+            self.costs.report_window(max(each, default=0.0), sync_s)
+            sync_s = 0.0
         if not elche.is_measured:
             sync_s = 0.0  # against so short a window it would seem far too much
         walls = [1000 * report.wall_s for report in reports]

@@ -75,6 +75,8 @@ def end_batch(
     replica.unseal()
     if within.world == 1:
         _, norm, loss_sum = layers.reduce(replica)
+        if replica.has_unused:
+            replica.drop_unused()
         done, own = BatchDone(tally.samples, loss_sum, tally.rows, is_over=is_over), tally.samples
     else:
         replica.start_sums()
@@ -89,13 +91,19 @@ def end_batch(
     return done, own, decide_alone(done.samples, done.loss_sum, norm, run.unit, run.config.clip)
 
 
-def step_alone(run: RunState, decision: StepDecision, own_samples: float, rows: int, where: str) -> StepSkipped | None:
-    """This replica's step by itself: applied, or skipped and told. `rows`: of all workers, as if all were as far."""
+def step_alone(
+    run: RunState, decision: StepDecision, own_samples: float, rows: int, where: str, *, stretch: float = 1.0
+) -> StepSkipped | None:
+    """This replica's step by itself: applied, or skipped and told. `rows`: of all workers, as if all were as far.
+
+    `stretch`: by how much it is longer than the schedule says, up to the schedule's peak.
+    """
     replica, skipped = run.prepared(), None
     if decision.fault is None:
         run.skipped_in_a_row = 0
         run.set_lr(rows)
-        replica.apply(decision.scale)
+        with run.stretched_lr(stretch):
+            replica.apply(decision.scale)
         replica.average_buffers(own_samples / decision.samples)
     else:
         skipped = run.skip(decision, step=run.step_number + 1, where=f"on {where}, ")

@@ -79,7 +79,7 @@ class Replica:
         self.model = model
         self.optimizer = optimizer
         self.link = link
-        self.within = within or link
+        self.within = self._together = within or link
         self.device = device
         self.config = config
         self.names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -158,9 +158,18 @@ class Replica:
 
     def _prepare_sums(self) -> None:
         if self.within.world > 1:
-            self._buckets = GradBuckets(self.model, find_blocks(self.model), self.within.start_sum)
+            self.prepare_sums()
         if self.config.offload_optimizer:
             self._on_host = OffloadedOptimizer(self.optimizer, self.names)
+
+    def prepare_sums(self) -> None:
+        """Gradients will be summed over other ranks, if not in every step: see step_with()."""
+        blocks = find_blocks(self.model)
+        self._buckets = GradBuckets(self.model, blocks, lambda tensor: self._together.start_sum(tensor))
+
+    def step_with(self, link: Link) -> None:
+        """The next step is taken together with the ranks of this link, and no others."""
+        self._together = link
 
     def held(self) -> dict[str, list[FlatRun]]:
         """By a parameter's name: what this rank holds of it, here all. Of which it holds none, an empty run."""
@@ -236,7 +245,7 @@ class Replica:
         if self._buckets is None:
             return
         used = torch.tensor(self._buckets.arrivals(), dtype=torch.int32)
-        self.within.start_sum(used).wait()
+        self._together.start_sum(used).wait()
         self._buckets.drop(used.bool().tolist(), self.always_used)
 
     @property
@@ -315,7 +324,7 @@ class Replica:
     @property
     def _stepping(self) -> Link:
         """The ranks that take each step together."""
-        return self.within
+        return self._together
 
     def align(self) -> None:
         """Every rank takes rank 0's values."""

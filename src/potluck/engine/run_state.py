@@ -5,8 +5,8 @@ Everything here is the same on every worker, or is made so. Knows neither how a 
 
 import os
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -227,6 +227,21 @@ class RunState:
         if self.caller.lr_factor is not None:
             for group in self.prepared().optimizer.param_groups:
                 group["lr"] = group.setdefault("initial_lr", group["lr"]) * self.caller.lr_factor(rows)
+
+    @contextmanager
+    def stretched_lr(self, stretch: float) -> Iterator[None]:
+        """The rate is so many times as high meanwhile, but no higher than it was at its peak."""
+        groups = self.prepared().optimizer.param_groups if stretch > 1 else []
+        rates = [group["lr"] for group in groups]
+        for group, rate in zip(groups, rates, strict=True):
+            peak = max(group.get("initial_lr", rate), group.get("max_lr", rate))
+            if 0 < rate < peak:
+                group["lr"] = rate * min(stretch, peak / rate)
+        try:
+            yield
+        finally:
+            for group, rate in zip(groups, rates, strict=True):
+                group["lr"] = rate
 
     def _step_of_schedule(self, rows: int) -> int:
         """Which step of the run that is, counted from 0: the one in which its rows end."""

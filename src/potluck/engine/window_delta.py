@@ -20,7 +20,7 @@ from potluck.engine.flats import FlatBuffer
 from potluck.engine.means import Mean
 from potluck.engine.replica import Replica
 from potluck.link.link import Alone, Link
-from potluck.sharding.runs import total_norm
+from potluck.sharding.runs import FlatRun, total_norm
 
 MOMENTUM, START = "outer_momentum", "outer_start"
 
@@ -84,6 +84,11 @@ class WindowDelta:
             flat.agreed = flat.another() if overlap and mean.of_changes else flat.start
             flat.momentum = flat.another() if outer is not None else flat.sum
         self.start_anew()
+
+    @property
+    def runs(self) -> list[Sequence[FlatRun]]:
+        """What this rank holds of the replica, in the pieces in which it travels."""
+        return [flat.runs for flat in self._flats]
 
     @torch.no_grad()
     def begin(self, *, again: bool = False) -> None:

@@ -16,12 +16,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from potluck.agree.step_report import StepDecision
+from potluck.agree.step_report import StepDecision, StepReport, decide_step, worker_steps
 from potluck.agree.windows import RowPool, WindowPlan, WindowPlanner, WindowReport, rows_left_after
 from potluck.engine.layers import Layers
 from potluck.engine.loader import BatchConfig, Loader, MicroBatch, SliceLoader, even_batches, plan_step
 from potluck.engine.local_steps import backward, end_batch, is_batch_done, step_alone
 from potluck.engine.means import LinkMean
+from potluck.engine.moments import Moments
 from potluck.engine.replica import Replica
 from potluck.engine.rounds import Collate, check_same_data
 from potluck.engine.rows import mix
@@ -81,6 +82,9 @@ class Windows:
         self._batch_rows = 0
         """Of the batch that is under way, over all ranks of this node."""
         self._node_is_over = False
+        self._moments: Moments | None = None
+        self._stretch = 1.0
+        self._was_together = False
         run.standing_of.append(self._standing)
         run.on_stand.append(self._stand)
 
@@ -90,6 +94,18 @@ class Windows:
         policy, nodes = self._policy, self.nodes
         mean = LinkMean(nodes.across)
         self._delta = WindowDelta(replica, mean, policy.outer, overlap=policy.overlap, within=nodes.within)
+        if policy.moments:
+            self._moments = Moments(replica.optimizer, replica.outer.names, self._delta.runs)
+        if self._may_step_together:
+            replica.prepare_sums()
+
+    @property
+    def _may_step_together(self) -> bool:
+        """Where replicas are split or cut, they step by themselves from the start."""
+        composed = self._run.composition
+        is_whole = self._layers.is_whole and composed.split is None
+        may = self._policy.together > 0 or self._policy.weighs_learning
+        return may and is_whole and self.nodes.count > 1
 
     def make_loader(self, dataset: Any, batch: BatchConfig, seed: int, collate: Collate) -> Loader:
         options: dict[str, Any] = {"device": self._run.device, "seed": seed, "collate": collate}
@@ -109,14 +125,21 @@ class Windows:
         while self._pool.rows and not self._run.stopping:
             yield from self._open_window(loader)
             if self._is_open:  # this replica had no rows of it
-                self._end_window(loader)
+                self._end_without_rows(loader)
         self.settle()
 
     def _open_window(self, loader: SliceLoader) -> Iterator[MicroBatch]:
         rows_left = min(self._pool.rows, (self._run.caller.rows_limit or 1 << 62) - self._run.rows_seen)
         nodes = self.nodes
-        own_rows = -(-loader.batch.size // nodes.count)
-        decision = self._planner.decide(rows_left, own_rows)
+        own_rows = self._own_rows = -(-loader.batch.size // nodes.count)
+        is_first = self._is_first_share()
+        is_together = is_first or (self._may_step_together and self._planner.is_best_together())
+        if is_together:
+            first, end = self._pool.ranges[0]
+            step_rows = min(rows_left, end - first, loader.batch.size - loader.position.row % loader.batch.size)
+            decision = self._planner.decide_together(step_rows, is_first=is_first)
+        else:
+            decision = self._planner.decide(rows_left, own_rows)
         in_pairs = self._run.batch_norm is not None and own_rows > 1
         if in_pairs:
             decision, self._taken = self._pool.take_in_pairs(decision, rows_left)
@@ -126,14 +149,24 @@ class Windows:
         self._emit_decision(decision)
         self._window, self._window_started = WindowTotals(), time.perf_counter()
         self._all_done = None
-        self._delta.begin()
+        self._run.prepared().step_with(self._run.link if is_together else nodes.within)
+        if self._was_together != is_together:  # what a step costs says nothing of a window's end
+            self._sync_s, self._was_together = 0.0, is_together
+        if is_together:
+            self._stretch = 1.0
+        else:
+            self._delta.begin()
+            is_stretched = self._moments is not None and self._moments.are_divided_by
+            self._stretch = decision.stretch(own_rows, loader.batch.size) if is_stretched else 1.0
         if self._run.scheduled is not None:
             self._run.scheduled.begin_window()
         self._run.start_of_step()
         batches = [
             batch
             for part in self._taken[nodes.number]
-            for batch in even_batches(*part, own_rows, loader.batch.size, in_pairs=in_pairs)
+            for batch in even_batches(
+                *part, loader.batch.size if is_together else own_rows, loader.batch.size, in_pairs=in_pairs
+            )
         ]
         planned = [self._plan_batch(start, end, loader.batch) for start, end in batches]
         loader.expect(itertools.chain.from_iterable(planned))
@@ -190,6 +223,8 @@ class Windows:
         if not is_batch_done(run):
             return None
         assert decision is not None
+        if decision.together:
+            return self._step_together(decision)
         nodes, rows = self.nodes, before.rows + self._batch_rows
         tells_end = nodes.size > 1 and nodes.within.rank == 0 and self._sees_end(decision, before.batches + 1, rows)
         done, own_samples, step_decision = end_batch(run, self._layers, nodes.within, is_over=tells_end)
@@ -202,12 +237,75 @@ class Windows:
             batches=before.batches + 1,
             skipped=before.skipped + (not is_good),
         )
-        event = step_alone(run, step_decision, own_samples, self._rows_of_schedule(decision), nodes.names[nodes.number])
+        where, by_now = nodes.names[nodes.number], self._rows_of_schedule(decision)
+        event = step_alone(run, step_decision, own_samples, by_now, where, stretch=self._stretch)
         if is_good:
             self._lr, self._norm = run.lr, step_decision.norm
         if not self._has_more or self._is_over(decision):
             self._end_window(self._loader)
         return event
+
+    def _is_first_share(self) -> bool:
+        """Whether the run is in the share of it in which all step together, if it is known how long it is."""
+        limit = self._run.caller.rows_limit
+        return self._may_step_together and limit is not None and self._run.rows_seen < self._policy.together * limit
+
+    def _step_together(self, decision: WindowPlan) -> StepDone | StepSkipped:
+        """A window that is one step: of the mean gradient of all replicas, as under Sync."""
+        run, replica = self._run, self._run.prepared()
+        replica.unseal()
+        if run.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+        busy_s = time.perf_counter() - self._window_started
+        replica.start_sums()
+        tally = run.tally
+        mine = StepReport(
+            samples=tally.samples,
+            loss_sum=tally.loss_sum.item(),
+            rows=tally.rows,
+            busy_s=busy_s,
+            has_unused=replica.has_unused,
+            wants_stop=run.wants_stop,
+        )
+        told = run.link.start_gather([*mine, self._sync_s])
+        wait_s, norm, _ = self._layers.reduce(replica)
+        rows_told = told.wait()
+        reports = [StepReport(*row[:-1]) for row in rows_told]
+        if any(report.has_unused for report in reports):
+            replica.drop_unused()
+        found, rows = decide_step(reports, norm, run.unit, run.config.clip), [int(report.rows) for report in reports]
+        self._is_open, self._window = False, self._window._replace(rows=tally.rows)
+        run.version += 1
+        run.stopping = any(report.wants_stop for report in reports)
+        steps_before = run.step_number
+        run.rows_seen += sum(rows)
+        run.step_number += self._loader.pass_rows(sum(rows))
+        event: StepDone | StepSkipped
+        if found.fault is None:
+            run.skipped_in_a_row = 0
+            run.set_lr(run.rows_seen)
+            replica.apply(found.scale)
+            replica.average_buffers(tally.samples / found.samples)
+            event = run.step_done(found, run.lr, busy_s + wait_s, worker_steps(reports, busy_s + wait_s))
+        else:
+            event = run.skip(found, step=run.step_number)
+            replica.restore_buffers()
+            run.skipped += 1
+        run.tell(event)
+        busy = [report.busy_s for report in reports]
+        self._planner.observe(rows, busy, self._own_rows, max(row[-1] for row in rows_told))
+        self._sync_s = max(0.0, time.perf_counter() - self._window_started - max(busy))
+        run.tell_agreed(steps_before)
+        self._layers.end_of_window()
+        run.start_of_step()
+        return event
+
+    def _end_without_rows(self, loader: SliceLoader) -> None:
+        assert self._decision is not None
+        if self._decision.together:
+            self._step_together(self._decision)
+        else:
+            self._end_window(loader)
 
     def _rows_of_schedule(self, decision: WindowPlan) -> int:
         """As if all replicas were as far in the window as this one."""
@@ -258,8 +356,13 @@ class Windows:
         if self._delta.is_pending:
             self._delta.apply()
         self._delta.end(self._weight)
+        moving = self._moments.start(self.nodes.across, self._weight) if self._moments is not None else []
         if not self._policy.overlap:
             self._delta.apply()
+        for pending in moving:
+            pending.wait()
+        if self._moments is not None:
+            self._moments.take()
 
     def settle(self) -> None:
         """All replicas are equal after this, also with overlap. Called on every worker alike."""

@@ -1,0 +1,122 @@
+"""Moments: what an optimizer keeps of each parameter, as numbers that replicas can average. Knows nothing of windows.
+
+Replicas that average their parameters alone keep moments of their own noise; Sync has one of each, of all rows. What a
+replica has no state of yet counts as zeros, and is begun with the mean.
+"""
+
+import copy
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from potluck.engine.buckets import split_like
+from potluck.link.link import Link, Pending
+from potluck.sharding.runs import COUNTERS, FlatRun
+
+SECOND = {"exp_avg_sq", "square_avg", "exp_inf", "sum"}
+"""What optimizers divide a step by: with one of them, a gradient that is noisier makes a shorter step."""
+
+
+def look_at_state(optimizer: Optimizer) -> dict[str, Any]:
+    """What it keeps of a parameter once it has stepped it: a copy of it steps a parameter of two numbers."""
+    group = optimizer.param_groups[0]
+    device = group["params"][0].device if group["params"] else torch.device("cpu")
+    probe = nn.Parameter(torch.zeros(2, device=device))
+    probe.grad = torch.ones_like(probe)
+    twin = copy.copy(optimizer)
+    twin.state = defaultdict(dict)
+    twin.param_groups = [{**group, "params": [probe]}]
+    twin._optimizer_step_pre_hooks, twin._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    with torch.enable_grad():
+        twin.step()
+    return dict(twin.state[probe])
+
+
+class Moments:
+    """Of some parameters, in flat tensors: one for each thing that is kept of them, and one for what is counted."""
+
+    def __init__(self, optimizer: Optimizer, names: dict[int, str], groups: Sequence[Sequence[FlatRun]]) -> None:
+        """`names`: by the id of what the optimizer steps, which may be a copy. `groups`: each becomes a flat tensor."""
+        self._state = optimizer.state
+        self._like = look_at_state(optimizer)
+        self._keys = sorted(key for key, value in self._like.items() if key not in COUNTERS and _has_shape(value))
+        self._counters = sorted(key for key in self._like.keys() & COUNTERS)
+        stepped = {names[id(each)]: each for group in optimizer.param_groups for each in group["params"]}
+        self._parameters = [
+            [(stepped.get(names.get(id(run.parameter), ""), run.parameter), run.parameter) for run in runs]
+            for runs in groups
+        ]
+        self.are_divided_by = not SECOND.isdisjoint(self._like)
+        """Whether a gradient that is noisier makes a shorter step."""
+        self.flats = [_flat(each) for each in self._parameters for _ in self._keys]
+        self.counts = torch.zeros(len(self._counters) * sum(map(len, self._parameters)), dtype=torch.float64)
+
+    def _pieces(self) -> Iterator[tuple[nn.Parameter, str, Tensor]]:
+        """Each parameter, what is kept of it, and where that lies in a flat tensor."""
+        flats = iter(self.flats)
+        for parameters in self._parameters:
+            own = [each for _, each in parameters]
+            for key in self._keys:
+                for (stepped, _), piece in zip(parameters, split_like(next(flats), own), strict=True):
+                    yield stepped, key, piece
+
+    def start(self, link: Link, weight: float) -> list[Pending]:
+        """Begins to add them up over a link, by weights that add up to 1. Then take()."""
+        self.fill(weight)
+        return [link.start_sum(tensor) for tensor in (*self.flats, self.counts)]
+
+    @torch.no_grad()
+    def fill(self, weight: float) -> None:
+        """With this replica's, by its weight."""
+        for parameter, key, piece in self._pieces():
+            kept = self._state.get(parameter, {}).get(key)
+            if kept is None or not weight:
+                piece.zero_()
+            else:
+                piece.copy_(kept.view_as(piece)).mul_(weight)
+        counted = [
+            weight * float(self._state.get(p, {}).get(key, 0.0)) for p in self._stepped() for key in self._counters
+        ]
+        self.counts.copy_(torch.tensor(counted, dtype=torch.float64))
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """What now lies in the flat tensors is every replica's."""
+        counts = iter(self.counts.tolist())
+        counted = {id(p): {key: next(counts) for key in self._counters} for p in self._stepped()}
+        fresh: dict[int, dict[str, Any]] = {}
+        for parameter, key, piece in self._pieces():
+            kept = self._state.get(parameter)
+            if kept:
+                kept[key].view_as(piece).copy_(piece)
+            elif any(counted[id(parameter)].values()):
+                fresh.setdefault(id(parameter), {})[key] = piece.to(parameter, copy=True).view_as(parameter)
+        for parameter in self._stepped():
+            for key, value in counted[id(parameter)].items():
+                begun = fresh.get(id(parameter))
+                kept = begun if begun is not None else self._state.get(parameter)
+                if kept:
+                    kept[key] = _like(kept.get(key, self._like[key]), round(value) if key == "step" else value)
+            if id(parameter) in fresh:
+                self._state[parameter] = fresh[id(parameter)]
+
+    def _stepped(self) -> Iterator[nn.Parameter]:
+        return (stepped for parameters in self._parameters for stepped, _ in parameters)
+
+
+def _has_shape(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.shape == (2,) and value.is_floating_point()
+
+
+def _flat(parameters: Sequence[tuple[nn.Parameter, nn.Parameter]]) -> Tensor:
+    first = parameters[0][1]
+    dtype = torch.float32 if first.dtype in (torch.float16, torch.bfloat16) else first.dtype
+    return torch.zeros(sum(own.numel() for _, own in parameters), dtype=dtype, device=first.device)
+
+
+def _like(kept: Any, value: float) -> Any:
+    return kept.clone().fill_(value) if isinstance(kept, Tensor) else type(kept)(value)
