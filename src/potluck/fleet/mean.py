@@ -24,7 +24,7 @@ Floats = npt.NDArray[np.float32]
 CHUNK = 1 << 18
 """Floats: a megabyte. Less costs more turns of the interpreter, more leaves the processor's caches."""
 MOST_FREE = 64
-"""The most free chunks that are kept for reuse."""
+"""The most free chunks that are kept for reuse: new memory costs the system as much as adding the chunk."""
 WILD = 1e6
 """A gradient this many times larger than any before it is taken for a fault."""
 NO_ROOM = 1e36

@@ -30,6 +30,8 @@ AHEAD_BYTES = 4 << 10
 """Less than this is asked of the system with what comes after it: a message's length, its beginning, and the rest."""
 SLICE_BYTES = 1 << 20
 """The most bytes of one wait, so that progress of a slow peer is noticed."""
+PIECE_BYTES = 128 << 10
+"""The same within a sealed record, which is opened only when all of it is there."""
 LINK_TIMES, LEAST_LINK_S = 2, 10.0
 """A link is dead once the peer's machine has not answered for LINK_TIMES `patience`, and at least LEAST_LINK_S. More
 than once: the system counts a peer that is alive and does not read as one that does not answer."""
@@ -190,9 +192,11 @@ class Pipe:
         """Until it is full. False: the peer has ended before that."""
         have = 0
         while have < len(space):
-            count = socket.socket.recv_into(self._socket, space[have:], flags=socket.MSG_WAITALL)
+            piece = space[have : have + PIECE_BYTES]
+            count = socket.socket.recv_into(self._socket, piece, flags=socket.MSG_WAITALL)
             if not count:
                 return False
+            self.heard_at = time.monotonic()
             have += count
         return True
 
