@@ -147,7 +147,7 @@ def judge(case: Case, told: list[list[dict[str, Any]]], *, is_shaken: bool = Fal
             expected.complaints += _steps_of_wrong_size(case, lanes[0], done)
             expected.steps.append(_judge_steps(replica, lanes[0], _switches(leg)))
         else:
-            replica, steps = _judge_windows(replica, list(lanes.values()), ranks[0]["ends"], leg)
+            replica, steps = _judge_windows(replica, list(lanes.values()), ranks[0], leg)
             expected.steps.append(steps)
         done += sum(size for own in lanes.values() for size in _sizes(own))
     if not case.faults and case.samples in ("rows", "tokens") and not expected.has_diverged:
@@ -226,14 +226,18 @@ def _judge_steps(replica: Replica, lanes: list[list[Any]], switches: SimpleNames
 
 
 def _judge_windows(
-    first: Replica, replicas: list[list[list[Any]]], ends: list[int], leg: Leg
+    first: Replica, replicas: list[list[list[Any]]], told: dict[str, Any], leg: Leg
 ) -> tuple[Replica, list[list[float]]]:
-    """Replicas step by themselves, and become one at the end of each window."""
+    """Replicas step by themselves, and become one at the end of each window; or, of some, all take one step."""
     names: dict[str, Callable[..., SimpleNamespace]] = dict.fromkeys(("Cadence", "Async", "Outer"), _settings)
     policy = eval(leg.policy, names)  # type: ignore[arg-type]
     group = Group([copy.deepcopy(first) for _ in replicas], policy)
     switches, found = _switches(leg), []
     for number in range(len(replicas[0][0])):
+        if told["anchors"][number] == 0:
+            every = [lane[number][0] if lane[number] else [] for lanes in replicas for lane in lanes]
+            found.append(group.step_together(every, switches))
+            continue
         group.begin()
         counts, losses = [], []
         for replica, lanes in zip(group.replicas, replicas, strict=True):
@@ -241,7 +245,7 @@ def _judge_windows(
             counts.append(sum(samples for _, _, samples in steps))
             losses.append(sum(loss * samples for loss, _, samples in steps if samples))
         group.agree(counts)
-        if number + 1 in ends:
+        if number + 1 in told["ends"]:
             group.settle()
         samples = sum(counts)
         found.append([sum(losses) / samples if samples else math.nan, math.nan, samples])
@@ -249,7 +253,7 @@ def _judge_windows(
 
 
 def _settings(**options: Any) -> SimpleNamespace:
-    return SimpleNamespace(**({"overlap": False, "outer": None} | options))
+    return SimpleNamespace(**({"overlap": False, "outer": None, "moments": False} | options))
 
 
 class Group:
@@ -284,6 +288,31 @@ class Group:
         for replica in self.replicas:
             for parameter, value in zip(trained(replica), mean, strict=True):
                 parameter.copy_(value)
+        if self.policy.moments and not isinstance(self.replicas[0].optimizer, torch.optim.Adafactor):
+            for same in zip(*(replica.model.parameters() for replica in self.replicas), strict=True):
+                self._average_moments(same)
+
+    def step_together(self, lanes: list[Micros], switches: SimpleNamespace) -> list[float]:
+        """All are equal, and take one step."""
+        found = self.replicas[0].step(lanes, switches)
+        for replica in self.replicas[1:]:
+            replica.model.load_state_dict(self.replicas[0].model.state_dict())
+            replica.optimizer.load_state_dict(copy.deepcopy(self.replicas[0].optimizer.state_dict()))
+        self.start = [p.detach().clone() for p in trained(self.replicas[0])]
+        return found
+
+    def _average_moments(self, same: tuple[Tensor, ...]) -> None:
+        """By samples; what a replica has nothing of counts as zeros, but for what is counted."""
+        states = [replica.optimizer.state[each] for replica, each in zip(self.replicas, same, strict=True)]
+        having = sum(share for share, state in zip(self.shares, states, strict=True) if state)
+        for key, like in next((state for state in states if state), {}).items():
+            values = [state.get(key, torch.zeros_like(like)) for state in states]
+            mean = sum(share * value for share, value in zip(self.shares, values, strict=True))
+            if key in ("step", "eta", "mu", "mu_product"):
+                mean = mean / having if having else like
+            for state in states:
+                if having:
+                    state[key] = mean.round() if key == "step" else mean.clone()
 
     @torch.no_grad()
     def settle(self) -> None:

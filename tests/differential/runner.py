@@ -18,7 +18,7 @@ from torch import Tensor
 import potluck
 from potluck.engine import stage_planner
 from potluck.errors import PotluckError
-from potluck.events import EpochDone, StepDone, StepSkipped
+from potluck.events import Decided, EpochDone, StepDone, StepSkipped
 from potluck.save import checkpoint_folder
 from potluck.save.export import write_plain
 from tests.differential.cases import Case, Leg
@@ -129,6 +129,7 @@ def _train(case: Case, leg: Leg, number: int, folder: str, phase: list[str]) -> 
         model, optimizer, loader = fleet.prepare(
             model, optimizer, data, batch_size=case.batch, seed=case.seed, **options
         )
+        fleet.run.caller.rows_limit = case.epochs * case.rows if leg.until is None else None
         log = Log(fleet, loader)
         if number:
             assert fleet.load(Path(folder) / "saved"), "there is nothing to load"
@@ -167,6 +168,8 @@ class Log:
         """Windows that were done when a pass over the loader ended."""
         self.events: list[list[Any]] = []
         self.proofs: list[list[Any]] = []
+        self.anchors: list[int] = []
+        """Of each window; 0: all took one step."""
         self._step: list[list[int]] = []
         fleet.after_agreement.append(lambda: self.windows.append([]))
         fleet.events.listeners.append(self._hear)
@@ -188,6 +191,8 @@ class Log:
             self.events.append([event.loss, event.grad_norm, event.samples])
         elif isinstance(event, StepSkipped):
             self.events.append([math.nan, math.nan, 0.0])
+        elif isinstance(event, Decided):
+            self.anchors.append(event.anchor)
         elif isinstance(event, EpochDone):
             self.proofs.append([event.used, event.total, event.same_weights])
 
@@ -202,4 +207,5 @@ class Log:
             "ends": self.ends,
             "events": self.events,
             "proofs": self.proofs,
+            "anchors": self.anchors,
         }

@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import potluck
 from potluck import Async, Auto, Cadence, StepConfig
-from potluck.engine.moments import look_at_state
+from potluck.engine.moments import can_average, look_at_state
 from potluck.events import Decided, EpochDone
 from tests.parity.test_cadence import ROWS, make, state, through, whole
 from tests.parity.test_sync import OPTIMIZERS, flat
@@ -181,3 +181,8 @@ def test_what_an_optimizer_keeps_is_known_before_it_steps(name: str, keys: set[s
     optimizer = OPTIMIZERS[name]([parameter])
     assert set(look_at_state(optimizer)) == keys
     assert not optimizer.state and torch.equal(parameter, torch.ones(3))
+    assert can_average(optimizer)
+
+
+def test_what_has_no_mean_is_not_averaged() -> None:
+    assert not can_average(OPTIMIZERS["adafactor"]([nn.Parameter(torch.ones(3, 3))]))

@@ -21,11 +21,11 @@ SECOND = {"exp_avg_sq", "square_avg", "exp_inf", "sum"}
 """What optimizers divide a step by: with one of them, a gradient that is noisier makes a shorter step."""
 
 
-def look_at_state(optimizer: Optimizer) -> dict[str, Any]:
-    """What it keeps of a parameter once it has stepped it: a copy of it steps a parameter of two numbers."""
+def look_at_state(optimizer: Optimizer, shape: tuple[int, ...] = (2,)) -> dict[str, Any]:
+    """What it keeps of a parameter once it has stepped it: a copy of it steps a small one of this shape."""
     group = optimizer.param_groups[0]
     device = group["params"][0].device if group["params"] else torch.device("cpu")
-    probe = nn.Parameter(torch.zeros(2, device=device))
+    probe = nn.Parameter(torch.zeros(shape, device=device))
     probe.grad = torch.ones_like(probe)
     twin = copy.copy(optimizer)
     twin.state = defaultdict(dict)
@@ -36,6 +36,25 @@ def look_at_state(optimizer: Optimizer) -> dict[str, Any]:
     return dict(twin.state[probe])
 
 
+def can_average(optimizer: Optimizer) -> bool:
+    """Whether it keeps the same of every parameter, a number for each of its numbers, or one for all that is counted.
+
+    Adafactor does not: of a matrix it keeps rows and columns. What fails of itself, as Muon does with vectors, says
+    nothing of the others.
+    """
+    found = []
+    for shape in ((2,), (2, 3)):
+        try:
+            state = look_at_state(optimizer, shape)
+        except Exception:
+            continue
+        kept = {key: value for key, value in state.items() if key not in COUNTERS}
+        if not all(isinstance(value, Tensor) and value.shape == shape for value in kept.values()):
+            return False
+        found.append(state.keys())
+    return bool(found) and all(keys == found[0] for keys in found)
+
+
 class Moments:
     """Of some parameters, in flat tensors: one for each thing that is kept of them, and one for what is counted."""
 
@@ -43,7 +62,7 @@ class Moments:
         """`names`: by the id of what the optimizer steps, which may be a copy. `groups`: each becomes a flat tensor."""
         self._state = optimizer.state
         self._like = look_at_state(optimizer)
-        self._keys = sorted(key for key, value in self._like.items() if key not in COUNTERS and _has_shape(value))
+        self._keys = sorted(self._like.keys() - COUNTERS)
         self._counters = sorted(key for key in self._like.keys() & COUNTERS)
         stepped = {names[id(each)]: each for group in optimizer.param_groups for each in group["params"]}
         self._parameters = [
@@ -53,7 +72,8 @@ class Moments:
         self.are_divided_by = not SECOND.isdisjoint(self._like)
         """Whether a gradient that is noisier makes a shorter step."""
         self.flats = [_flat(each) for each in self._parameters for _ in self._keys]
-        self.counts = torch.zeros(len(self._counters) * sum(map(len, self._parameters)), dtype=torch.float64)
+        self.counts = torch.zeros((1 + len(self._counters)) * sum(map(len, self._parameters)), dtype=torch.float64)
+        """Of each parameter: the weight of those who have a state of it, and what they count."""
 
     def _pieces(self) -> Iterator[tuple[nn.Parameter, str, Tensor]]:
         """Each parameter, what is kept of it, and where that lies in a flat tensor."""
@@ -78,38 +98,35 @@ class Moments:
                 piece.zero_()
             else:
                 piece.copy_(kept.view_as(piece)).mul_(weight)
-        counted = [
-            weight * float(self._state.get(p, {}).get(key, 0.0)) for p in self._stepped() for key in self._counters
-        ]
-        self.counts.copy_(torch.tensor(counted, dtype=torch.float64))
+        kept_of = [self._state.get(parameter, {}) for parameter in self._stepped()]
+        counted = [[float(bool(kept)), *(float(kept.get(key, 0.0)) for key in self._counters)] for kept in kept_of]
+        self.counts.copy_(weight * torch.tensor(counted, dtype=torch.float64).reshape(-1))
 
     @torch.no_grad()
     def take(self) -> None:
         """What now lies in the flat tensors is every replica's."""
-        counts = iter(self.counts.tolist())
-        counted = {id(p): {key: next(counts) for key in self._counters} for p in self._stepped()}
-        fresh: dict[int, dict[str, Any]] = {}
+        counted: dict[int, dict[str, float]] = {}
+        rows = self.counts.view(-1, 1 + len(self._counters)).tolist()
+        for parameter, (having, *counts) in zip(self._stepped(), rows, strict=True):
+            if having:
+                means = (count / having for count in counts)
+                counted[id(parameter)] = dict(zip(self._counters, means, strict=True))
+        begun: dict[int, dict[str, Any]] = {}
         for parameter, key, piece in self._pieces():
             kept = self._state.get(parameter)
             if kept:
                 kept[key].view_as(piece).copy_(piece)
-            elif any(counted[id(parameter)].values()):
-                fresh.setdefault(id(parameter), {})[key] = piece.to(parameter, copy=True).view_as(parameter)
+            elif id(parameter) in counted:
+                begun.setdefault(id(parameter), {})[key] = piece.to(parameter, copy=True).view_as(parameter)
         for parameter in self._stepped():
-            for key, value in counted[id(parameter)].items():
-                begun = fresh.get(id(parameter))
-                kept = begun if begun is not None else self._state.get(parameter)
-                if kept:
-                    kept[key] = _like(kept.get(key, self._like[key]), round(value) if key == "step" else value)
-            if id(parameter) in fresh:
-                self._state[parameter] = fresh[id(parameter)]
+            kept = self._state.get(parameter) or begun.get(id(parameter), {})
+            for key, value in counted.get(id(parameter), {}).items():
+                kept[key] = _like(kept.get(key, self._like[key]), round(value) if key == "step" else value)
+            if kept:
+                self._state[parameter] = kept
 
     def _stepped(self) -> Iterator[nn.Parameter]:
         return (stepped for parameters in self._parameters for stepped, _ in parameters)
-
-
-def _has_shape(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.shape == (2,) and value.is_floating_point()
 
 
 def _flat(parameters: Sequence[tuple[nn.Parameter, nn.Parameter]]) -> Tensor:

@@ -229,6 +229,12 @@ class WindowDelta:
         self._clear()
 
     @torch.no_grad()
+    def follow(self) -> None:
+        """All have stepped together: the outer optimizer continues from there."""
+        for flat in self._flats if self._outer is not None and not self._mean.of_changes else ():
+            flat.copy_to(flat.start)
+
+    @torch.no_grad()
     def start_anew(self) -> None:
         """The model's state has been replaced, and with it what the outer optimizer keeps."""
         self._clear()

@@ -22,7 +22,7 @@ from potluck.engine.layers import Layers
 from potluck.engine.loader import BatchConfig, Loader, MicroBatch, SliceLoader, even_batches, plan_step
 from potluck.engine.local_steps import backward, end_batch, is_batch_done, step_alone
 from potluck.engine.means import LinkMean
-from potluck.engine.moments import Moments
+from potluck.engine.moments import Moments, can_average
 from potluck.engine.replica import Replica
 from potluck.engine.rounds import Collate, check_same_data
 from potluck.engine.rows import mix
@@ -94,8 +94,11 @@ class Windows:
         policy, nodes = self._policy, self.nodes
         mean = LinkMean(nodes.across)
         self._delta = WindowDelta(replica, mean, policy.outer, overlap=policy.overlap, within=nodes.within)
-        if policy.moments:
+        if policy.moments and can_average(replica.optimizer):
             self._moments = Moments(replica.optimizer, replica.outer.names, self._delta.runs)
+        elif policy.moments:
+            name = type(replica.optimizer).__name__
+            self._run.notice(f"What {name} keeps of a parameter has no mean, so policy.moments has no effect here.")
         if self._may_step_together:
             replica.prepare_sums()
 
@@ -149,7 +152,8 @@ class Windows:
         self._emit_decision(decision)
         self._window, self._window_started = WindowTotals(), time.perf_counter()
         self._all_done = None
-        self._run.prepared().step_with(self._run.link if is_together else nodes.within)
+        if self._may_step_together:  # elsewhere it steps with those who hold the same stage, and no others
+            self._run.prepared().step_with(self._run.link if is_together else nodes.within)
         if self._was_together != is_together:  # what a step costs says nothing of a window's end
             self._sync_s, self._was_together = 0.0, is_together
         if is_together:
@@ -285,6 +289,7 @@ class Windows:
             run.skipped_in_a_row = 0
             run.set_lr(run.rows_seen)
             replica.apply(found.scale)
+            self._delta.follow()
             replica.average_buffers(tally.samples / found.samples)
             event = run.step_done(found, run.lr, busy_s + wait_s, worker_steps(reports, busy_s + wait_s))
         else:
