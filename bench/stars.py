@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import resource
 import socket
+import tempfile
 import threading
 import time
 import traceback
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.context import BaseContext
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,7 @@ from potluck.fleet import host_connector
 from potluck.fleet.client import Client, ConnectionLost
 from potluck.fleet.coordinator import Coordinator
 from potluck.fleet.description import Description, Part
+from potluck.fleet.effects import StepRecord
 from potluck.fleet.invite import Identity, Invite
 from potluck.fleet.journal import Journal
 from potluck.fleet.server import Server
@@ -78,7 +81,7 @@ def _act(pipe: Any, kind: Callable[..., Any], arguments: tuple[Any, ...]) -> Non
         actor = kind(*arguments)
         while True:
             what, given = pipe.recv()
-            pipe.send((True, getattr(actor, what)(*given)))
+            pipe.send((True, time.process_time() if what == "cpu_s" else getattr(actor, what)(*given)))
     except (EOFError, KeyboardInterrupt):
         pass
     except BaseException:
@@ -117,7 +120,7 @@ class Host:
     """A server as `potluck host` has it, with its journal on the disk. Loads no torch."""
 
     def __init__(self, folder: str, at_least: int, encrypted: bool = False, port: int = 0) -> None:
-        place = Path(folder)
+        place = self._folder = Path(folder)
         identity = Identity.load_or_make(place / "identity")
         journal = Journal(place / "journal.sqlite")
         core = Coordinator(
@@ -144,6 +147,22 @@ class Host:
     def listening(self) -> tuple[str, float]:
         return self._invite.line(), self.listening_at
 
+    def record_ms(self) -> float:
+        """What it takes to put one step on this disk: every round waits for that once."""
+        took = []
+        with tempfile.TemporaryDirectory(dir=self._folder) as folder:
+            journal = Journal(Path(folder) / "journal.sqlite")
+            for step in range(1, 41):
+                started = time.monotonic()
+                journal.record(StepRecord(step, 0, step, 1, step, 1.0, 0.0, (), ((step, step + 1, 0),)))
+                took.append(time.monotonic() - started)
+            journal.close()
+        return 1000 * median(took)
+
+    def shares(self) -> bool:
+        """Whether its workers show it their memory."""
+        return all(connection.window is not None for connection in self.server.connections.values())
+
     def grown_bytes(self) -> int:
         """The most that this process ever held, beyond what it did before anybody came."""
         return memory_bytes("VmHWM") - self.empty_bytes
@@ -157,12 +176,15 @@ class Host:
 class Helper:
     """A worker that has its gradient at hand, and asks only for the average."""
 
-    def __init__(self, invite: str, number: int, workers: int, size_bytes: int, payload: Any = None) -> None:
+    def __init__(
+        self, invite: str, number: int, workers: int, size_bytes: int, payload: Any = None, shares: bool = True
+    ) -> None:
+        """`shares`: through the memory of one machine; else as between two."""
         counts = _split(size_bytes // 4, PART_BYTES // 4)
         self.mean = (workers + 1) / 2
         parts = tuple(Part(len(counts) - 1 - index, None, (count,)) for index, count in enumerate(counts))
         found = Invite.parse(invite)
-        if found.pin is not None:  # encryption is measured as between two machines: on one there would be none
+        if not shares:
             host_connector.connect_local = lambda port: None  # type: ignore[assignment]
         self.client = Client(found, name=f"helper {number}", kind="helper", say=lambda text: None)
         self.client.connect()
@@ -228,14 +250,18 @@ class Helpers:
 
 
 def start_star(
-    actors: list[Actor], folder: str, workers: int, size_bytes: int, *, encrypted: bool = False
+    actors: list[Actor], folder: str, workers: int, size_bytes: int, *, encrypted: bool = False, shares: bool = True
 ) -> tuple[Actor, list[Actor], str]:
-    """A host and its helpers, who are all admitted: (host, helpers, invite)."""
+    """A host and its helpers, who are all admitted: (host, helpers, invite).
+
+    On one machine nothing is encrypted that travels through its memory: encryption is measured as between two.
+    """
     Path(folder).mkdir(parents=True, exist_ok=True)
     host = Actor(Host, folder, workers, encrypted)
     actors.append(host)
     invite, _ = host.call("listening")
-    helpers = [Actor(Helper, invite, number, workers, size_bytes) for number in range(workers)]
+    shares = shares and not encrypted
+    helpers = [Actor(Helper, invite, number, workers, size_bytes, None, shares) for number in range(workers)]
     actors += helpers
     ask_all(helpers, "rounds", 2)  # warm
     return host, helpers, invite

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from potluck.fleet import phases
-from potluck.wire.messages import BlockGradientPayload, Committed, NonBlockGradientPayload, StateChunk
+from potluck.wire.messages import BlockGradientPayload, CodedPart, Committed, NonBlockGradientPayload, StateChunk
 from tests.fleet.fleet import Fault, die, stop
 
 AT_STEP = 4
@@ -56,7 +56,7 @@ def in_backward(place: Path, end: Any = die) -> None:
 
 def half_a_payload_sent(place: Path, end: Any = die) -> None:
     def half(step: int, message: Any, pipe: Any, parts: list[Any]) -> None:
-        is_payload = isinstance(message, BlockGradientPayload | NonBlockGradientPayload)
+        is_payload = isinstance(message, BlockGradientPayload | NonBlockGradientPayload | CodedPart)
         if is_payload and step == AT_STEP and not _fired(place, "half"):
             joined = b"".join(bytes(part) for part in parts)
             pipe.send([joined[: len(joined) // 2]])

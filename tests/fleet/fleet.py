@@ -152,6 +152,7 @@ def _work(invite: str, folder: str, name: str, fault: Fault | None, options: dic
             options.get("policy", potluck.Sync()),
             options.get("strategy", potluck.NoShard()),
             step=options.get("step", StepConfig()),
+            wire=options.get("wire", "fp32"),
         )
         signal.signal(signal.SIGUSR1, lambda number, frame: fleet.request_stop())
         (place / f"{name}.in").touch()

@@ -10,10 +10,14 @@ import torch.nn.functional as F
 
 import potluck
 from potluck.engine.rows import mix, seed_everything
+from potluck.fleet import invite
+from potluck.fleet.pipe import Pipe
 from potluck.fleet.reading import PeerReader
 from potluck.fleet.tree import children, slice_rows
 from tests.fleet.fleet import BATCH, EPOCHS, ROWS, SLICES, STEPS, Fleet, assert_same, build
 from tests.quick import first_of
+
+Gradients = dict[str, torch.Tensor]
 
 
 def floating(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
@@ -25,9 +29,15 @@ def moved_by(now: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
 
 
 def plain_run(
-    epochs: int = EPOCHS, schedule: Callable[[torch.optim.Optimizer], Any] | None = None, slices_of_step: int = SLICES
+    epochs: int = EPOCHS,
+    schedule: Callable[[torch.optim.Optimizer], Any] | None = None,
+    slices_of_step: int = SLICES,
+    rounded: Callable[[Gradients], Gradients] = lambda gradients: gradients,
 ) -> dict[str, torch.Tensor]:
-    """One process and no Potluck: a step's slices one after the other, their gradients added in the tree."""
+    """One process and no Potluck: a step's slices one after the other, their gradients added in the tree.
+
+    `rounded`: what arrives of the gradients of a node of the tree, and of their mean.
+    """
     torch.set_num_threads(1)
     model, optimizer, (x, y) = build()
     scheduler = schedule(optimizer) if schedule is not None else None
@@ -53,15 +63,18 @@ def plain_run(
                 if number == 0:  # what has no mean is the first slice's
                     first = {name: buffer.clone() for name, buffer in model.named_buffers()}
 
-            def add(parts: list[dict[str, torch.Tensor]], node: tuple[int, int]) -> dict[str, torch.Tensor]:
+            def add(
+                parts: list[Gradients], node: tuple[int, int], arrives: Callable[[Gradients], Gradients]
+            ) -> Gradients:
                 if node[1] - node[0] == 1:
-                    return parts[node[0]]
-                left, right = (add(parts, child) for child in children(node))
-                return {name: left[name] + right[name] for name in left}
+                    return arrives(parts[node[0]])
+                left, right = (add(parts, child, arrives) for child in children(node))
+                return arrives({name: left[name] + right[name] for name in left})
 
             scale = torch.tensor(1 / (rows * unit), dtype=torch.float32)
-            mean = {name: value * scale for name, value in add(found, (0, slices)).items()}
-            moved = {name: value * scale for name, value in add(changes, (0, slices)).items()}
+            total, moves = add(found, (0, slices), rounded), add(changes, (0, slices), lambda change: change)
+            mean = rounded({name: value * scale for name, value in total.items()})
+            moved = {name: value * scale for name, value in moves.items()}
             for name, parameter in model.named_parameters():
                 parameter.grad = mean.get(name)
             optimizer.step()
@@ -125,8 +138,17 @@ def test_workers_that_share_memory_with_the_host_compute_the_same(
     assert len(set(shown)) == sum(shared)  # and the others sent theirs
 
 
-def test_an_encrypted_fleet_computes_the_same(tmp_path: Path, expected: dict[str, torch.Tensor]) -> None:
+@pytest.mark.parametrize("can_seal", [True, False])
+def test_an_encrypted_fleet_computes_the_same(
+    can_seal: bool, tmp_path: Path, expected: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether its host can seal what is sent, or leaves all inside TLS."""
+    sealed: list[Pipe] = []
+    seal = Pipe.seal_receiving
+    monkeypatch.setattr(Pipe, "seal_receiving", lambda pipe, key: (sealed.append(pipe), seal(pipe, key))[1])
+    monkeypatch.setattr(invite, "can_seal", lambda: can_seal)
     fleet = Fleet(tmp_path, encrypted=True, at_least=2)
     fleet.add("w0")
     fleet.add("w1")
     assert_same(fleet.finish(), expected)
+    assert len(sealed) == (2 if can_seal else 0)

@@ -70,13 +70,14 @@ def check_bulk(payload: bytes | memoryview, codec: str, expected: Any) -> None:
         assert not is_whole, f"{codec}: {opened} But it is {expected}"
         return
     assert opened is not None, f"{codec}: all {len(view)} bytes are too few to tell"
-    end = opened.start + 4 * opened.count
+    end = opened.start + opened.nbytes
     assert end <= len(view), f"{codec}: the gradients go on to {end:,} of {len(view):,} bytes"
     rest = refused(lambda: opened.finish(view[end:]))
     if isinstance(rest, str) or isinstance(expected, str):
         assert isinstance(rest, str) and isinstance(expected, str), f"{codec}: {rest} against {expected}"
         return
-    values = opened.fields | rest | {"gradients": np.frombuffer(view[opened.start : end], "<f4")}
+    name, dtype = opened.field
+    values = opened.fields | rest | {name: np.frombuffer(view[opened.start : end], dtype)}
     assert opened.message(**values) == expected, f"{codec}: {values} against {expected}"
 
 

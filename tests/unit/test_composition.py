@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -59,7 +60,12 @@ PLACES = {
     "under a host, two ranks to this worker": Wanted(has_host=True, world=2),
 }
 OFFLOAD = ", with offload_optimizer"
-SWITCHES = {"": {}, OFFLOAD: {"offload_optimizer": True, "on_gpu": True}}
+CODED = ', with wire = "int4"'
+SWITCHES: dict[str, dict[str, Any]] = {
+    "": {},
+    OFFLOAD: {"offload_optimizer": True, "on_gpu": True},
+    CODED: {"wire": "int4"},
+}
 
 
 def everything() -> Iterator[tuple[str, str, str, Wanted]]:
@@ -95,7 +101,7 @@ def page() -> str:
     lines, left = [HEAD], []
     for table, rows in tables.items():
         cells = sorted({cell for row in rows.values() for cell in row}, key=lambda cell: (len(cell), cell))
-        if table.endswith(OFFLOAD) and rows == tables[table.removesuffix(OFFLOAD)]:
+        if any(switch and table.endswith(switch) and rows == tables[table.removesuffix(switch)] for switch in SWITCHES):
             continue
         if all(cell in letters.values() for cell in cells):
             left.append(f"- {table}: {', '.join(cells)}")
@@ -114,7 +120,8 @@ def _letter(number: int) -> str:
 HEAD = """# What is built from what
 
 Printed by `python -m tests.unit.test_composition`: do not edit. Every combination of strategy, policy, stages and
-place, with and without `step.offload_optimizer` on a GPU, as `composition.py` answers it before anything is built:
+place, with and without `step.offload_optimizer` on a GPU, and with numbers that travel in fewer bits (`wire`, of which
+all but fp32 have the same answers), as `composition.py` answers it before anything is built:
 *replicas x stages x ranks that hold one stage of one replica between them*, or a letter for the reason that it is
 refused. A switch that changes nothing has no table. Under a host there are as many replicas as workers, of whom there
 may be any number. Which combinations give the numbers of one process is measured in [matrix.md](matrix.md)."""
@@ -184,6 +191,13 @@ def test_weights_of_stages_are_those_of_their_workers(policy: ApplyPolicy) -> No
     assert found.split_of(0) == FullShard(weights=(1.0, 3.0)) and found.split_of(1) == FullShard(weights=(2.0, 4.0))
     with pytest.raises(ConfigError, match="splits each stage over all workers that hold it"):
         compose(Wanted(policy=policy, strategy=FullShard(), stages=stages, world=4))
+
+
+def test_every_form_of_numbers_but_fp32_has_the_same_answers() -> None:
+    for _, _, _, wanted in everything():
+        if wanted.wire == "int4" and not wanted.offload_optimizer:
+            found = [str(answer(replace(wanted, wire=wire))).replace(wire, "?") for wire in ("bf16", "int8", "int4")]
+            assert len({*found}) == 1
 
 
 def test_shares_are_as_many_as_lanes() -> None:

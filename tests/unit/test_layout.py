@@ -30,9 +30,22 @@ BELOW = {
     "top": "agree composition engine fleet launch link save sharding show stages store train wire",
 }
 MAY_IMPORT = {room: {"ground", room, *below.split()} for room, below in BELOW.items()}
-GROUND = {"errors", "events", "config", "environment", "files", "signals", "tensor_bytes", "waiting", "words"}
+GROUND = {
+    "coded_numbers",
+    "coded_tensors",
+    "config",
+    "environment",
+    "errors",
+    "events",
+    "files",
+    "signals",
+    "tensor_bytes",
+    "waiting",
+    "words",
+}
 
 PURE = [
+    "coded_numbers.py",
     "composition.py",
     "agree/*.py",
     "sharding/optimizer_shard.py",

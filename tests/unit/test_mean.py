@@ -4,17 +4,23 @@ import itertools
 import random
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
+from potluck.coded_numbers import CODINGS, Coding
 from potluck.errors import TheirProtocolError
 from potluck.fleet import mean as mean_module
-from potluck.fleet.description import BAD_BUFFERS
+from potluck.fleet.connection import PayloadLayout
+from potluck.fleet.description import BAD_BUFFERS, BUFFERS, Description, Part
 from potluck.fleet.mean import PayloadMean, Slot
 from potluck.fleet.tree import Node, children, cover, decide_quotas, share_nodes
+from potluck.wire.codec import Bulk, encode, open_bulk
+from potluck.wire.messages import CodedPart
 
 pytestmark = pytest.mark.timeout(20)
 
@@ -418,6 +424,80 @@ def test_after_a_loss_a_worker_may_send_all_of_one_node_before_another() -> None
     for node in [(7, 8), (6, 7), (0, 4), (4, 5), (5, 6)]:
         step.pour([node])
     step.assert_right()
+
+
+@pytest.mark.parametrize("coding", CODINGS.values(), ids=lambda coding: coding.wire)
+@pytest.mark.parametrize("quotas", [[5], [3, 2], [1, 1, 1, 1, 1]], ids=len)
+def test_coded_payloads_and_floats_give_the_bits_of_a_tree_that_is_rounded_everywhere(
+    coding: Coding, quotas: list[int]
+) -> None:
+    sizes, draw = (700, 64, 7), np.random.default_rng(3)
+    mean = PayloadMean(sizes, chunk=256, buffers=2, coding=coding)
+    done = threading.Event()
+    mean.on_done = lambda step: done.set()
+    values = [[draw.standard_normal(size).astype(np.float32) for size in sizes] for _ in range(5)]
+
+    def arrives(part: int, numbers: Floats) -> Floats:
+        return coding.round(numbers.copy()) if part != 2 else numbers
+
+    def sum_of(part: int, node: Node) -> Floats:
+        if node[1] - node[0] == 1:
+            return arrives(part, values[node[0]][part])
+        left, right = children(node)
+        return arrives(part, sum_of(part, left) + sum_of(part, right))
+
+    def pour(worker: int, nodes: list[Node]) -> None:
+        for part, node in itertools.product(range(len(sizes)), nodes):
+            is_coded = worker % 2 == 0 and part != 2
+            numbers = sum_of(part, node)
+            data = numbers.tobytes()
+            if is_coded:
+                data = coding.encode(numbers, np.empty(coding.coded_bytes(len(numbers)), np.uint8)).tobytes()
+            slot = mean.open(worker, 1, part, node, len(numbers), coded=is_coded)
+            while not slot.is_full:
+                space = slot.space()
+                space[:], data = data[: len(space)], data[len(space) :]
+                slot.filled()
+            assert not data
+            slot.close()
+
+    shared = share_nodes(5, quotas)
+    mean.begin(1, 5, nodes=sum(map(len, shared)), several=any(len(nodes) > 1 for nodes in shared))
+    mean.set_scale(1, 0.3)
+    together(*(partial(pour, worker, nodes) for worker, nodes in enumerate(shared)))
+    assert done.wait(5)
+    for part, size in enumerate(sizes):
+        expected = arrives(part, sum_of(part, (0, 5)) * np.float32(0.3))
+        assert mean.results[part].tobytes() == expected.tobytes()
+        if part != 2:
+            assert coding.decode(mean.coded[part], np.empty(size, np.float32)).tobytes() == expected.tobytes()
+
+
+def coded_part(part: int, number: int, count: int) -> Bulk:
+    message = CodedPart(1, part, number, np.zeros(count, np.uint8))
+    payload = memoryview(encode(message)[4:])
+    bulk = open_bulk(payload, len(payload), "bincode")
+    assert bulk is not None and bulk.nbytes == count
+    return bulk
+
+
+def test_what_a_coded_payload_says_of_itself_is_checked_before_it_is_read() -> None:
+    parts = (Part(1, None, (60, 40)), Part(0, None, (64,)), Part(None, BUFFERS, (7,)))
+    told: dict[str, Any] = {"model": "m", "rows": 8, "batch": 4, "slices": 4, "seed": 0, "unit": 1.0, "policy": "sync"}
+    described = Description(parts=parts, samples_per_row=1.0, told={}, wire="int4", **told)
+    layout = PayloadLayout.of(described)
+    assert layout.check_coded(coded_part(0, 3, 68)) == (0, CODINGS["int4"])
+    assert layout.check_coded(coded_part(1, 3, 34)) == (1, CODINGS["int4"])
+    for part, number, count in [(0, 2, 68), (0, 99, 68), (0, 3, 67), (0, 3, 400), (2, 3, 34), (3, 3, 34)]:
+        with pytest.raises(TheirProtocolError):
+            layout.check_coded(coded_part(part, number, count))
+    plain = replace(described, wire="fp32")
+    with pytest.raises(TheirProtocolError, match="this run's is another, or none"):
+        PayloadLayout.of(plain).check_coded(coded_part(0, 3, 68))
+    assert '"wire"' not in plain.to_json() and Description.from_json(plain.to_json()) == plain
+    assert Description.from_json(described.to_json()) == described
+    with pytest.raises(TheirProtocolError, match="wire is one of"):
+        Description.from_json(described.to_json().replace("int4", "int5"))
 
 
 def test_parts_of_which_nothing_is_sent_are_not_waited_for() -> None:

@@ -37,6 +37,7 @@ WORDS = {
     Kind.U32S: "[u32]",
     Kind.F64S: "[f64]",
     Kind.BYTES: "bytes",
+    Kind.CODED: "coded",
 }
 
 

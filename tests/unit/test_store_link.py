@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from potluck.coded_numbers import CODINGS
+from potluck.coded_tensors import round_
 from potluck.errors import StoreError, TheirProtocolError, WorkerLost
 from potluck.link.link import Link
 from potluck.link.store_link import StoreLink
@@ -52,6 +54,10 @@ def do_everything(tell: Tell, url: str, rank: int, world: int) -> None:
         mine = numbers(rank, dtype)
         link.start_sum(mine).wait()
         assert torch.equal(mine, in_order([numbers(other, dtype) for other in range(world)])), dtype
+    for coding in CODINGS.values() if world > 1 else ():
+        mine = numbers(rank)
+        link.start_coded_sum(mine, coding).wait()
+        assert torch.equal(mine, in_order([round_(coding, numbers(other)) for other in range(world)])), coding
     many = [numbers(100 * number + rank, size=50) for number in range(20)]
     begun = [link.start_sum(each) for each in many]
     rows = link.start_gather([rank, 0.1 * rank])

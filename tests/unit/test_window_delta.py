@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch import nn
 
+from potluck.coded_numbers import CODINGS, Coding
+from potluck.coded_tensors import round_
 from potluck.engine import slices
 from potluck.engine.means import HostMean
 from potluck.engine.replica import Replica, StepConfig
@@ -34,11 +36,11 @@ def train(model: nn.Module, seed: int) -> None:
 class Worker:
     """A model, and what its windows send to a host."""
 
-    def __init__(self, model: nn.Module | None = None, **options: Any) -> None:
+    def __init__(self, model: nn.Module | None = None, coding: Coding | None = None, **options: Any) -> None:
         self.model = model or make_model()
         optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.sent: list[torch.Tensor] = []
-        self.mean = HostMean(lambda part, numbers: self.sent.append(numbers.clone()), self.sent.clear)
+        self.mean = HostMean(lambda part, numbers: self.sent.append(numbers.clone()), self.sent.clear, coding=coding)
         replica = Replica(self.model, optimizer, Alone(), torch.device("cpu"), StepConfig())
         self.delta = WindowDelta(replica, self.mean, **options)
 
@@ -274,3 +276,42 @@ def test_with_overlap_whatever_is_forgotten_the_model_is_what_all_agreed_on() ->
         assert worker.delta.is_agreed and not worker.delta.is_pending
     worker.apply([torch.ones(part.floats) for part in worker.mean.described])  # a replay
     assert torch.equal(worker.model[0].weight, agreed["0.weight"] - 1)
+
+
+def test_what_coding_leaves_out_is_sent_with_the_next_change() -> None:
+    plain, coded = Worker(), Worker(coding=CODINGS["int4"])
+    left = [torch.zeros(part.floats) for part in coded.mean.described[:-1]]
+    for seed in range(3):
+        for worker in (plain, coded):
+            worker.delta.begin()
+            train(worker.model, seed)
+            worker.delta.end(0.25)
+        for numbers, sent, kept in zip(plain.sent, coded.sent, left, strict=False):
+            whole = numbers + kept
+            assert torch.equal(sent, round_(CODINGS["int4"], whole.clone())) and sent.isfinite().all()
+            kept.copy_(whole - sent)
+        assert torch.equal(plain.sent[-1], coded.sent[-1])  # buffers are not coded
+        means = [numbers * 4 for numbers in plain.sent]
+        plain.apply(means)
+        coded.apply(means)
+    assert any(kept.any() for kept in left)
+
+
+@pytest.mark.parametrize("how", ["lost", "replaced", "not sent"])
+def test_nothing_is_left_of_a_change_that_was_lost(how: str) -> None:
+    worker = Worker(coding=CODINGS["int4"])
+    worker.delta.begin()
+    train(worker.model, 1)
+    worker.delta.end(0.25)
+    if how == "not sent":
+        worker.apply([numbers * 4 for numbers in worker.sent])
+        worker.delta.begin()
+        train(worker.model, 2)
+        worker.delta.forget()
+    elif how == "lost":
+        worker.delta.forget()
+    else:
+        worker.delta.start_anew()
+    residuals = worker.mean._residuals
+    assert residuals is not None
+    assert any(left.any() for left in residuals._left.values()) == (how == "not sent")

@@ -93,6 +93,7 @@ FIELDS = {
     Kind.F64: st.integers(0, 2**64 - 1).map(lambda bits: struct.unpack("<d", struct.pack("<Q", bits))[0]),
     Kind.F64S: st.lists(st.floats(), max_size=20).map(lambda values: np.array(values, "<f8")),
     Kind.BYTES: st.binary(max_size=20),
+    Kind.CODED: st.binary(max_size=20).map(lambda data: np.frombuffer(data, "u1")),
 }
 
 
@@ -235,8 +236,8 @@ def test_a_payload_opened_from_its_first_bytes_tells_what_the_whole_one_does(
         assert len(begun) < len(payload)
         bulk = open_bulk(payload, len(payload), codec)
     assert bulk is not None and bulk.message is type(message)
-    end = bulk.start + 4 * bulk.count
-    values = bulk.fields | bulk.finish(payload[end:]) | {"gradients": np.frombuffer(payload[bulk.start : end], "<f4")}
+    end, (name, dtype) = bulk.start + bulk.nbytes, bulk.field
+    values = bulk.fields | bulk.finish(payload[end:]) | {name: np.frombuffer(payload[bulk.start : end], dtype)}
     assert type(message)(**values) == message
 
 

@@ -142,7 +142,8 @@ class Engine:
         if isinstance(model, nn.Module):
             check_own_memory(model)
             run.batch_norm = find_batch_norm(model)
-        run.caller.training = training_settings(optimizer, run.config.clip) | run.caller.training
+        own = training_settings(optimizer, run.config.clip, run.composition.wire)
+        run.caller.training = own | run.caller.training
         run.scheduled = RunScheduler(scheduler, optimizer) if scheduler is not None else None
         data = {"batch_size": batch_size, "dataset": dataset, "loss": loss, "collate": collate}
         run.replica = self.layers.make_replica(model, optimizer, self.rounds, data)

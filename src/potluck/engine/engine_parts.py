@@ -5,6 +5,7 @@ Rounds of a host are imported where they are made: they bring libraries that oth
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from potluck.coded_numbers import coding_of
 from potluck.engine.buddy_copies import BuddyCopies
 from potluck.engine.layers import Layers, WholeLayers
 from potluck.engine.lifecycle import GroupLifecycle, Lifecycle
@@ -58,7 +59,7 @@ def under_host(run: RunState, client: "Client | NodeClient") -> EngineParts:
     from potluck.engine.split_gradients import SplitGradients
     from potluck.engine.window_steps import WindowSteps
 
-    layers, composed = WholeLayers(run), run.composition
+    layers, composed, coding = WholeLayers(run), run.composition, coding_of(run.composition.wire)
     lifecycle = HostLifecycle(run, layers, client)
 
     driver, window = lifecycle.driver, composed.window
@@ -70,7 +71,7 @@ def under_host(run: RunState, client: "Client | NodeClient") -> EngineParts:
         """`mean`: of the windows between, which travel in the same parts."""
         gradients: Gradients
         if composed.split is None:
-            gradients = WholeGradients(replica, room)
+            gradients = WholeGradients(replica, room, coding)
         else:
             buffers, collected = SavedBuffers(replica.model).parts, mean.collected if mean is not None else None
             gradients = SplitGradients(replica, client, buffers, collected)  # type: ignore[arg-type]
@@ -81,7 +82,7 @@ def under_host(run: RunState, client: "Client | NodeClient") -> EngineParts:
         if window is None:
             return make_steps(replica, sender, room, None)
         has_moments = are_averaged(window.moments, replica.optimizer, run.notice)
-        mean = HostMean(sender.send, sender.begin, room, has_moments=has_moments)
+        mean = HostMean(sender.send, sender.begin, room, coding, has_moments=has_moments)
         if composed.split is not None:
             norms_on = replica.device if has_both else None
             mean = NodeMean(
@@ -89,6 +90,7 @@ def under_host(run: RunState, client: "Client | NodeClient") -> EngineParts:
                 sender.begin,
                 client,  # type: ignore[arg-type]
                 goes_ahead=window.overlap,
+                coding=coding,
                 has_moments=has_moments,
                 norms_on=norms_on,
             )

@@ -62,9 +62,11 @@ def _random_numbers_kept() -> Iterator[None]:
         np.random.set_state(numpy)
 
 
-def training_settings(optimizer: Any, clip: float | None) -> dict[str, Any]:
+def training_settings(optimizer: Any, clip: float | None, wire: str = "fp32") -> dict[str, Any]:
     """What an optimizer does to a gradient, and before it: by name, and a list where its groups differ."""
     found: dict[str, Any] = {"optimizer": type(optimizer).__name__, "step.clip": clip}
+    if wire != "fp32":  # else it is not told, as by an older version
+        found["wire"] = wire
     groups = getattr(optimizer, "param_groups", [])
     for name in sorted({name for group in groups for name in group} - _OWN_AFFAIRS):
         values = [_plain(group.get(name)) for group in groups]

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from potluck.agree.step_report import StepDecision
+from potluck.coded_numbers import coding_of
 from potluck.engine.host_lifecycle import HostLifecycle
 from potluck.engine.loader import BatchConfig, Loader, MicroBatch, SliceLoader
 from potluck.engine.losses import STEP_TOO_EARLY, check_mean
@@ -100,7 +101,7 @@ class HostRounds:
         self._lifecycle = lifecycle
         self._driver = lifecycle.driver
         self._make_work = make_work
-        self._sender = PartSender(lifecycle.driver, run.device)
+        self._sender = PartSender(lifecycle.driver, run.device, coding_of(run.composition.wire))
         self._passes = 0
         """Passes over the loader that a loop which counts its own epochs has begun."""
 
@@ -134,6 +135,7 @@ class HostRounds:
             samples_per_row=run.caller.samples_per_row,
             policy=type(policy).kind,
             settings=settings_of(policy),
+            wire=run.composition.wire,
             state_bytes=sum(spec.nbytes for spec in state_specs(model, split).values()),
             in_pairs=run.batch_norm is not None,
             data=run.data or {},

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from potluck.agree.step_report import StepReport, worker_steps
+from potluck.coded_numbers import coding_of
 from potluck.engine.loader import Loader
 from potluck.engine.losses import LossFunction, loss_and_samples
 from potluck.engine.replica import Replica
@@ -131,9 +132,9 @@ def make_replica(run: RunState, layers: Layers, nodes: Nodes | None, model: nn.M
         within = layers.shards
         if composed.replicas > 1:
             others = {"nodes": make_nodes(run.link, composed.stages * composed.node_size).across}
-    arguments = (model, optimizer, link, run.device, run.config)
+    arguments, coding = (model, optimizer, link, run.device, run.config), coding_of(composed.wire)
     if split is None:
-        return Replica(*arguments, within=within)
+        return Replica(*arguments, within=within, coding=coding)
     from potluck.engine.sharded import ShardedReplica
 
-    return ShardedReplica(*arguments, strategy=split, within=within, **others)
+    return ShardedReplica(*arguments, strategy=split, within=within, coding=coding, **others)

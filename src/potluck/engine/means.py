@@ -1,5 +1,6 @@
-"""Mean: how the mean of all replicas is formed. LinkMean adds up parameters over a link; HostMean has a host average
-what each worker changed. What travels passes through start(), and nowhere else. Knows nothing of windows.
+"""Mean: how the mean of all replicas is formed. LinkMean adds up parameters over a link, CodedLinkMean what was changed
+in them, in fewer bits; HostMean has a host average what each worker changed. What travels passes through start(), and
+nowhere else. Knows nothing of windows.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -9,12 +10,16 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
+from potluck.coded_numbers import Coding
 from potluck.engine.buckets import Allocate
 from potluck.engine.buffers import SavedBuffers
 from potluck.engine.flats import FlatBuffer, pack
 from potluck.engine.host_moments import HostMoments
+from potluck.engine.outer_state import OuterState
 from potluck.engine.replica import Replica
+from potluck.engine.residuals import Residuals
 from potluck.engine.slices import check_float32, plan_parts
+from potluck.errors import ConfigError
 from potluck.fleet.description import Part
 from potluck.link.link import Link, Pending
 from potluck.sharding.blocks import find_blocks
@@ -49,8 +54,20 @@ class Mean(Protocol):
     def finish_buffers(self, buffers: SavedBuffers) -> None:
         """The buffers, which are what all agreed on last, become what all agree on now."""
 
+    def settle(self) -> None:
+        """All replicas have agreed: what each keeps for the next mean becomes the same everywhere."""
+        return
 
-class LinkMean:
+    def start_anew(self, outer: OuterState, flats: list[FlatBuffer]) -> None:
+        """The replica's state has been replaced, and with it what is kept here; `outer` has what was saved."""
+        return
+
+    def forget(self) -> None:
+        """What has left was lost."""
+        return
+
+
+class LinkMean(Mean):
     """The sum over all ranks of a link, of parameters whose weights add up to 1."""
 
     of_changes = False
@@ -103,7 +120,57 @@ class LinkMean:
             torch.cuda.current_stream().wait_stream(self._stream)
 
 
-class HostMean:
+class CodedLinkMean(LinkMean):
+    """The sum over all ranks of a link, of changes whose weights add up to 1, in fewer bits."""
+
+    of_changes = True
+
+    def __init__(self, link: Link, coding: Coding) -> None:
+        super().__init__(link)
+        self._residuals = Residuals(coding)
+        self._sums: list[Tensor] = []
+        self._changed: tuple[list[Tensor], list[Tensor], float] = [], [], 0.0
+        """The buffers of this replica, where they began, and its weight."""
+
+    def lay_out(self, replica: Replica, buffers: SavedBuffers) -> list[FlatBuffer]:
+        flats = super().lay_out(replica, buffers)
+        if any(run.parameter.dtype != torch.float32 for flat in flats for run in flat.runs):
+            raise ConfigError(
+                "What windows change travels in fewer bits where parameters are float32, and some here are not. Keep"
+                " parameters in float32 and use step.precision = bf16 to compute in bf16, or leave out wire."
+            )
+        return flats
+
+    def start(self, index: int, numbers: Tensor) -> None:
+        self._join()
+        with self.beside():
+            self._residuals.code(index, numbers)
+            self._sums.append(numbers.clone())
+            self._pending.append(self._link.start_coded_sum(self._sums[-1], self._residuals.coding))
+
+    def start_buffers(self, buffers: SavedBuffers, before: list[Tensor], weight: float) -> None:
+        self._changed = buffers.copy(), before, weight
+
+    def arriving(self, flats: Sequence[FlatBuffer]) -> Iterator[Tensor]:
+        for _, sum_ in zip(super().arriving(flats), self._sums, strict=True):
+            yield sum_
+        self._sums = []
+
+    def finish_buffers(self, buffers: SavedBuffers) -> None:
+        own, before, weight = self._changed
+        if own:
+            buffers.put(own)
+            buffers.average(self._link, weight, before)
+
+    def settle(self) -> None:
+        self._residuals.share(self._link)
+
+    def start_anew(self, outer: OuterState, flats: list[FlatBuffer]) -> None:
+        self._residuals.clear()
+        self._residuals.keep_in(outer, flats)
+
+
+class HostMean(Mean):
     """A host forms it, part by part, from what its workers send."""
 
     of_changes = True
@@ -115,17 +182,20 @@ class HostMean:
         send: Callable[[int, Tensor], None],
         clear: Callable[[], None],
         allocate: Allocate | None = None,
+        coding: Coding | None = None,
         *,
         has_moments: bool = False,
     ) -> None:
         """`send(part, numbers)`; `clear()`: until what was sent has left. `allocate`: for tensors that it prefers.
 
-        `has_moments`: what the optimizer keeps travels too.
+        `coding`: how changes travel. A state that a worker sends is everybody's, and so has no residuals in it.
+        `has_moments`: what the optimizer keeps travels too, as it is.
         """
         self._has_moments = has_moments
         self.moments: HostMoments | None = None
         self._send = send
-        self.clear = clear
+        self._clear = clear
+        self._residuals = Residuals(coding) if coding is not None else None
         self._allocate = allocate or _zeros
         self.described: tuple[Part, ...] = ()
         self._told: tuple[Sequence[Tensor], bytes] = (), b""
@@ -147,10 +217,15 @@ class HostMean:
         self._moments_at = len(planned)
         return [FlatBuffer(each, self._allocate) for each in runs]
 
+    def clear(self) -> None:
+        self._clear()
+
     def beside(self) -> AbstractContextManager[object]:
         return nullcontext()
 
     def start(self, index: int, numbers: Tensor) -> None:
+        if self._residuals is not None and index < self._moments_at:
+            self._residuals.code(index, numbers)
         self._send(index, numbers)
 
     def start_buffers(self, buffers: SavedBuffers, before: list[Tensor], weight: float) -> None:
@@ -177,6 +252,13 @@ class HostMean:
         if len(buffers):
             means, exact = self._told
             buffers.apply_from_host(buffers.copy(), means[-1], exact)
+
+    def start_anew(self, outer: OuterState, flats: list[FlatBuffer]) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        if self._residuals is not None:
+            self._residuals.clear()
 
 
 def _zeros(total: int, like: Tensor) -> Tensor:

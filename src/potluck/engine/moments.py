@@ -13,10 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from potluck.coded_numbers import CODINGS, Coding
 from potluck.engine.buckets import Allocate, split_like
 from potluck.link.link import Link, Pending
 from potluck.sharding.runs import COUNTERS, FlatRun
 
+FIRST = {"exp_avg", "momentum_buffer"}
+"""Means of gradients."""
 SECOND = {"exp_avg_sq", "square_avg", "exp_inf", "sum"}
 """What optimizers divide a step by: with one of them, a gradient that is noisier makes a shorter step."""
 
@@ -109,10 +112,18 @@ class Moments:
                 for (stepped, _), piece in zip(parameters, split_like(next(flats), own), strict=True):
                     yield stepped, key, piece
 
-    def start(self, link: Link, weight: float) -> list[Pending]:
-        """Begins to add them up over a link, by weights that add up to 1. Then take()."""
+    def start(self, link: Link, weight: float, coding: Coding | None = None) -> list[Pending]:
+        """Begins to add them up over a link, by weights that add up to 1. Then take().
+
+        `coding`: how means of gradients travel; all else then does as bf16, because a step is divided by it: what is
+        small beside its neighbours must not become 0.
+        """
         self.fill(weight)
-        return [link.start_sum(tensor) for tensor in (*self.flats, self.counts)]
+        counts = link.start_sum(self.counts)
+        if coding is None:
+            return [counts, *map(link.start_sum, self.flats)]
+        codings = [coding if key in FIRST else CODINGS["bf16"] for _ in self._parameters for key in self._keys]
+        return [counts, *map(link.start_coded_sum, self.flats, codings)]
 
     @torch.no_grad()
     def fill(self, weight: float) -> None:

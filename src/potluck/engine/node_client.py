@@ -15,9 +15,10 @@ from enum import IntEnum, auto
 
 import torch
 
+from potluck.coded_numbers import Floats, Octets
 from potluck.engine.node_parts import NodeParts, ranges_in_part
 from potluck.errors import ConfigError, PotluckError, WorkerLost
-from potluck.fleet.client import AverageReady, Client, ConnectionLost, Floats, Means
+from potluck.fleet.client import AverageReady, Client, ConnectionLost, Means
 from potluck.fleet.description import Description, Part
 from potluck.fleet.host_connector import CONTROL_BYTES
 from potluck.link.link import GroupLink
@@ -179,6 +180,10 @@ class NodeClient:
     def send_part(self, step: int, part: int, gradients: Floats, before: Callable[[], None] | None = None) -> None:
         if self._client is not None:
             self._client.send_part(step, part, gradients, before)
+
+    def send_coded(self, step: int, part: int, coded: Octets, before: Callable[[], None] | None = None) -> None:
+        if self._client is not None:
+            self._client.send_coded(step, part, coded, before)
 
     def send_parcel(
         self, session: object, begin: Message, transfer: int, chunks: Iterator[bytes], done: Callable[[], None]

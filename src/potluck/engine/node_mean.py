@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from potluck.coded_numbers import Coding
 from potluck.engine.buffers import SavedBuffers
 from potluck.engine.flats import FlatBuffer
 from potluck.engine.means import HostMean
@@ -22,12 +23,14 @@ class NodeMean(HostMean):
         client: NodeClient,
         *,
         goes_ahead: bool,
+        coding: Coding | None = None,
         has_moments: bool = False,
         norms_on: torch.device | None = None,
     ) -> None:
-        """`goes_ahead`: the ranks compute while parts leave and their means come. `norms_on`: where gradients travel
-        in the same parts, whose norms come with them."""
-        super().__init__(send, clear, has_moments=has_moments)
+        """`goes_ahead`: the ranks compute while parts leave and their means come. `coding`: how changes travel; what
+        that leaves out is kept by the first rank. `norms_on`: where gradients travel in the same parts, whose norms
+        come with them."""
+        super().__init__(send, clear, coding=coding, has_moments=has_moments)
         self._client = client
         self._goes_ahead = goes_ahead
         self._norms_on = norms_on

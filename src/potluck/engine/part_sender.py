@@ -2,19 +2,24 @@
 
 from typing import cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from potluck.coded_numbers import Coding, Floats
+from potluck.coded_tensors import encode
 from potluck.engine.buckets import Allocate
 from potluck.engine.member_driver import MemberDriver
 from potluck.fleet.client import Client
 
 
 class PartSender:
-    def __init__(self, driver: MemberDriver, device: torch.device) -> None:
+    def __init__(self, driver: MemberDriver, device: torch.device, coding: Coding | None = None) -> None:
+        """`coding`: how gradients travel; none: as they are."""
         self._driver = driver
         self._client = driver.client
         self._device = device
+        self._coding = coding
         self._stream: torch.cuda.Stream | None = None
         self._hosted: list[Tensor] = []
         """Parts in host memory, until they have been sent."""
@@ -40,18 +45,37 @@ class PartSender:
     def send(self, part: int, numbers: Tensor) -> None:
         """Of the step that is under way."""
         self._driver.reach("part", part=part, gradients=numbers)
-        step = self._driver.member.version + 1
+        step, coding = self._driver.member.version + 1, self._coding_of(part)
         if numbers.device.type == "cpu":
-            self._client.send_part(step, part, numbers.numpy())
+            if coding is None:
+                self._client.send_part(step, part, numbers.numpy())
+            else:
+                self._code_and_send(step, part, numbers.numpy(), coding)
             return
         # The copy runs beside the backward; the sender waits for it, and the backward does not.
         stream = self._stream = self._stream or torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
-        host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
         with torch.cuda.stream(stream):
-            host.copy_(numbers, non_blocking=True)
+            sent = numbers if coding is None else encode(coding, numbers)
+            host = torch.empty(sent.shape, dtype=sent.dtype, pin_memory=True)
+            host.copy_(sent, non_blocking=True)
         copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         copied.record(stream)
         numbers.record_stream(stream)
         self._hosted.append(host)
-        self._client.send_part(step, part, host.numpy(), before=copied.synchronize)
+        send = self._client.send_part if coding is None else self._client.send_coded
+        send(step, part, host.numpy(), before=copied.synchronize)
+
+    def _code_and_send(self, step: int, part: int, floats: Floats, coding: Coding) -> None:
+        """Coded by the thread that sends it, beside the work."""
+        coded = np.empty(coding.coded_bytes(len(floats)), np.uint8)
+
+        def code() -> None:
+            coding.encode(floats, coded)
+
+        self._client.send_coded(step, part, coded, before=code)
+
+    def _coding_of(self, part: int) -> Coding | None:
+        described = self._client.description
+        assert described is not None
+        return self._coding if described.parts[part].is_coded else None

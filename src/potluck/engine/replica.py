@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from potluck.coded_numbers import Coding
 from potluck.engine.buckets import GradBuckets
 from potluck.engine.buffers import SavedBuffers, is_expanded
 from potluck.engine.outer_state import OuterState
@@ -22,7 +23,7 @@ from potluck.engine.seal import Seal
 from potluck.engine.switches import StepConfig, autocast, switch_on
 from potluck.engine.weight_hash import digest_and_quick_digest, quick_digest
 from potluck.errors import ConfigError
-from potluck.link.link import Link
+from potluck.link.link import Link, Pending
 from potluck.sharding.blocks import find_blocks
 from potluck.sharding.runs import (
     FlatRun,
@@ -69,8 +70,10 @@ class Replica:
         config: StepConfig,
         *,
         within: Link | None = None,
+        coding: Coding | None = None,
     ) -> None:
-        """`within`: the ranks that step as one, if they are not all ranks of the link."""
+        """`within`: the ranks that step as one, if they are not all ranks of the link. `coding`: how their gradients
+        travel between them; none: as they are."""
         if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer):
             raise ConfigError(
                 f"prepare() takes a torch.nn.Module and a torch.optim.Optimizer, not {type(model).__name__} and"
@@ -82,6 +85,7 @@ class Replica:
         self.within = self._together = within or link
         self.device = device
         self.config = config
+        self._coding = coding
         self.names = {id(parameter): name for name, parameter in model.named_parameters()}
         self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._check()
@@ -164,8 +168,12 @@ class Replica:
 
     def prepare_sums(self) -> None:
         """Gradients will be summed over other ranks, if not in every step: see step_with()."""
-        blocks = find_blocks(self.model)
-        self._buckets = GradBuckets(self.model, blocks, lambda tensor: self._together.start_sum(tensor))
+        self._buckets = GradBuckets(self.model, find_blocks(self.model), self._start_sum)
+
+    def _start_sum(self, flat: Tensor) -> Pending:
+        if self._coding is None:
+            return self._together.start_sum(flat)
+        return self._together.start_coded_sum(flat, self._coding)
 
     def step_with(self, link: Link) -> None:
         """The next step is taken together with the ranks of this link, and no others."""

@@ -2,15 +2,17 @@
 
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from potluck.engine.replica import Agreed, Replica, find_batch_norm
 from potluck.engine.weight_hash import digest_sums, digest_sums_of_piece, hash_sums
 from potluck.errors import ConfigError
+from potluck.link.coded_sums import CodedSums
 from potluck.link.link import Alone, Link
 from potluck.sharding.runs import FlatRun, Span
 from potluck.sharding.sharded import Sharded
@@ -66,6 +68,7 @@ class ShardedReplica(Replica):
                 offload=self.config.offload_optimizer,
                 group=self.within.group,
                 nodes=self._nodes.group if self._nodes is not None else None,
+                sum_over=self._sum_over if self._coding is not None else None,
             )
         except ValueError as error:
             raise ConfigError(f"strategy: {error}.") from None
@@ -73,6 +76,12 @@ class ShardedReplica(Replica):
         self.names = {id(run.parameter): f"run {index}" for index, run in enumerate(self.sharded.runs)}
         self.outer.names = self.names
         self.trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+    def _sum_over(self, nodes: dist.ProcessGroup) -> Callable[[Tensor], None]:
+        """Nodes send each other coded gradients; within a node they travel as they are."""
+        sums, coding = CodedSums(nodes), self._coding
+        assert coding is not None
+        return lambda flat: sums.start(flat, coding).wait()
 
     def held(self) -> dict[str, list[FlatRun]]:
         sharded = self.sharded

@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from potluck.coded_numbers import Coding
+from potluck.coded_tensors import round_
 from potluck.engine.buckets import Allocate, GradBucket, find_units, split_like
 from potluck.engine.buffers import SavedBuffers
 from potluck.engine.replica import Replica
@@ -38,9 +40,15 @@ Send = Callable[[int, Tensor], None]
 class PartSums:
     """A part's gradient of the slice that is being computed, and the sums that wait for the rest of their node."""
 
-    def __init__(self, part: Part, flat: Tensor, allocate: Allocate | None = None) -> None:
-        """`flat`: what is here of the part; of a replica that is split over ranks, some of its numbers."""
+    def __init__(
+        self, part: Part, flat: Tensor, allocate: Allocate | None = None, coding: Coding | None = None
+    ) -> None:
+        """`flat`: what is here of the part; of a replica that is split over ranks, some of its numbers.
+
+        `coding`: how it travels. Then each node is rounded before it is added to its sibling, as if it had travelled.
+        """
         self.part = part
+        self._coding = coding
         self.flat = flat
         self._allocate = allocate
         self._stack: list[Tensor] = []
@@ -52,6 +60,7 @@ class PartSums:
         """The slice's gradient into the sums of its node."""
         value = self.flat
         for _ in range(merges):
+            self._round(value)
             left = self._stack.pop()
             left.add_(value)
             if value is not self.flat:
@@ -60,7 +69,13 @@ class PartSums:
         if value is self.flat and not (ends_node and is_last):
             value = self._spare.pop() if self._spare else self._another()
             value.copy_(self.flat)
+        if not ends_node:
+            self._round(value)
         (self.done if ends_node else self._stack).append(value)
+
+    def _round(self, sum_: Tensor) -> None:
+        if self._coding is not None:
+            round_(self._coding, sum_)
 
     def _another(self) -> Tensor:
         return self._allocate(len(self.flat), self.flat) if self._allocate else torch.empty_like(self.flat)
@@ -105,8 +120,8 @@ class Gradients(Protocol):
 class WholeGradients:
     """Of a replica that this process has all of. Parts leave one by one while the backward still runs."""
 
-    def __init__(self, replica: Replica, allocate: Allocate | None = None) -> None:
-        """`allocate`: makes tensors in the memory that their sender prefers."""
+    def __init__(self, replica: Replica, allocate: Allocate | None = None, coding: Coding | None = None) -> None:
+        """`allocate`: makes tensors in the memory that their sender prefers. `coding`: how parts travel."""
         model = replica.model
         self._replica = replica
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -117,7 +132,7 @@ class WholeGradients:
         planned = plan_parts(model, find_blocks(model))
         self._buckets = [GradBucket(parameters, allocate) for _, parameters in planned]
         pairs = zip(planned, self._buckets, strict=True)
-        self.parts = [PartSums(part, bucket.flat, allocate) for (part, _), bucket in pairs]
+        self.parts = [PartSums(part, bucket.flat, allocate, coding) for (part, _), bucket in pairs]
         self.on_part: Callable[[], None] = lambda: None
         self.is_idle = False
         self._communicate = False

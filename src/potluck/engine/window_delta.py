@@ -175,6 +175,16 @@ class WindowDelta:
         found = drift.share(self._within)
         self.drift = self.drift if self._is_exact else found
 
+    def settle(self, weight: float) -> None:
+        """All replicas are equal after this, also with overlap. Over a link, and on every rank alike."""
+        if self.is_pending:
+            self.apply()
+            if not self._mean.of_changes:
+                self.end(weight, exactly=True)
+                self.apply()
+        with torch.no_grad():
+            self._mean.settle()
+
     def _take(self, flat: FlatBuffer, mean: Tensor, drift: Drift) -> None:
         """The mean of all parameters takes the place of this replica's; or the outer optimizer steps towards it."""
         torch._foreach_sub_(flat.tensors, split_like(mean, flat.tensors))  # own - mean
@@ -226,6 +236,8 @@ class WindowDelta:
         """What was computed since the last agreement is of no use: the model is again as it was."""
         if not self.is_agreed:
             self._go_back()
+        if self.is_pending:
+            self._mean.forget()
         self._clear()
 
     @torch.no_grad()
@@ -243,6 +255,7 @@ class WindowDelta:
             if not self._mean.of_changes:
                 flat.copy_to(flat.start)
             self._take_outer(flat)
+        self._mean.start_anew(self._replica.outer, self._flats)
         self._replica.outer.loaded = {}
 
     def _take_outer(self, flat: FlatBuffer) -> None:
@@ -259,7 +272,7 @@ class WindowDelta:
                 if START in loaded and torch.equal(loaded[START].to(start).to(run.parameter.dtype), run.parameter.data):
                     start.copy_(loaded[START])
             if name:
-                outer.kept[name] = kept
+                outer.kept.setdefault(name, {}).update(kept)
 
     def _clear(self) -> None:
         self.is_open = self.is_pending = False

@@ -18,10 +18,11 @@ from torch import Tensor
 
 from potluck.agree.step_report import StepDecision, StepReport, decide_step, worker_steps
 from potluck.agree.windows import RowPool, WindowPlan, WindowPlanner, WindowReport, rows_left_after
+from potluck.coded_numbers import coding_of
 from potluck.engine.layers import Layers
 from potluck.engine.loader import BatchConfig, Loader, MicroBatch, SliceLoader, even_batches, plan_step
 from potluck.engine.local_steps import backward, end_batch, is_batch_done, step_alone
-from potluck.engine.means import LinkMean
+from potluck.engine.means import CodedLinkMean, LinkMean
 from potluck.engine.moments import Moments, are_averaged
 from potluck.engine.replica import Replica
 from potluck.engine.rounds import Collate, check_same_data
@@ -82,6 +83,7 @@ class Windows:
         self._batch_rows = 0
         """Of the batch that is under way, over all ranks of this node."""
         self._node_is_over = False
+        self._coding = coding_of(composed.wire) if self.nodes.count > 1 else None
         self._moments: Moments | None = None
         self._stretch = 1.0
         """Of this replica's own steps, in the window that is open."""
@@ -92,7 +94,8 @@ class Windows:
 
     def begin(self, replica: Replica) -> None:
         policy, nodes = self._policy, self.nodes
-        mean = LinkMean(nodes.across)
+        coding = self._coding
+        mean = LinkMean(nodes.across) if coding is None else CodedLinkMean(nodes.across, coding)
         self._delta = WindowDelta(replica, mean, policy.outer, overlap=policy.overlap, within=nodes.within)
         if are_averaged(policy.moments, replica.optimizer, self._run.notice):
             self._moments = Moments(replica.optimizer, replica.outer.names, self._delta.runs)
@@ -356,7 +359,8 @@ class Windows:
         if self._delta.is_pending:
             self._delta.apply()
         self._delta.end(self._weight)
-        moving = self._moments.start(self.nodes.across, self._weight) if self._moments is not None else []
+        across, weight = self.nodes.across, self._weight
+        moving = self._moments.start(across, weight, self._coding) if self._moments is not None else []
         if not self._policy.overlap:
             self._delta.apply()
         for pending in moving:
@@ -366,10 +370,7 @@ class Windows:
 
     def settle(self) -> None:
         """All replicas are equal after this, also with overlap. Called on every worker alike."""
-        if self._delta.is_pending:
-            self._delta.apply()
-            self._delta.end(self._weight, exactly=True)
-            self._delta.apply()
+        self._delta.settle(self._weight)
 
     def _emit_decision(self, decision: WindowPlan) -> None:
         self._run.events.emit(

@@ -12,33 +12,37 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
+from potluck.coded_numbers import Floats, Octets
 from potluck.errors import PotluckError, TheirProtocolError
 from potluck.fleet.connection import Connection, PayloadLayout, part_of
 from potluck.fleet.description import Description
-from potluck.fleet.file_stream import Parcels
 from potluck.fleet.host_connector import CONTROL_BYTES, HostConnector
 from potluck.fleet.invite import Invite
+from potluck.fleet.mean import CHUNK
+from potluck.fleet.outbox import Outbox
 from potluck.fleet.phases import enter_phase
+from potluck.fleet.sealing import new_key
 from potluck.fleet.shared_memory import Receipts, SharedMemory, SharedView
-from potluck.wire.codec import encode_parts, is_bulk, peek
+from potluck.wire.codec import Bulk, is_bulk, peek
 from potluck.wire.messages import (
     Admitted,
     AverageAt,
     AveragedBlockGradient,
     AveragedNonBlockGradient,
     BlockGradientPayload,
+    CodedAverage,
+    CodedPart,
     Heartbeat,
     Message,
     NonBlockGradientPayload,
     PartAt,
+    SealKey,
     ShareMemory,
     StateMore,
     Welcome,
 )
 
-Floats = npt.NDArray[np.float32]
 SHARED_TIMES = 8
 """How many gradients a worker's shared memory has room for: sums of nodes wait there too. Unused pages cost nothing."""
 
@@ -74,9 +78,7 @@ class _Session(Connection):
     """One connection's queues."""
 
     inbox: deque[Message | ConnectionLost | AverageReady] = field(default_factory=deque)
-    outbox: deque[tuple[Message, Callable[[], None] | None]] = field(default_factory=deque)
-    parcels: Parcels = field(default_factory=Parcels)
-    unsent: int = 0
+    out: Outbox = field(init=False)
     lost: str | None = None
     is_broken: bool = False
     """Nothing can be sent any more: the reader will know why, and must not wait for anything else."""
@@ -97,7 +99,8 @@ class Client:
         self._layout = PayloadLayout()
         self._moments: frozenset[int] = frozenset()
         self._session: _Session | None = None
-        self._change = threading.Condition()
+        self._lock = threading.RLock()
+        self._change = threading.Condition(self._lock)
         self._means: dict[int, Means] = {}
         self._spare: list[list[Floats]] = []
         self._one: Floats | None = None
@@ -158,6 +161,7 @@ class Client:
         pipe.give_up_link(self.patience_s)
         with self._change:
             self._session = session = _Session(pipe)
+            session.out = Outbox(session, self._change, self._lock, self._beat)
             self._means.clear()
             self._is_one_here = False
         for target, name in ((self._read, "client reader"), (self._write, "client writer")):
@@ -172,7 +176,9 @@ class Client:
             return
         deadline = time.monotonic() + 2.0
         with self._change:
-            while session.outbox and session.lost is None and time.monotonic() < deadline:
+            session.out.is_ending = True
+            session.out.wake()
+            while not session.out.is_empty and session.lost is None and time.monotonic() < deadline:
                 self._change.wait(0.1)
             self._change.notify_all()
         session.close()
@@ -185,9 +191,7 @@ class Client:
             session = self._session
             if session is None or session.lost is not None:
                 return  # the thread that waits for an answer will hear of it
-            session.outbox.append((message, before))
-            session.unsent += 1
-            self._change.notify_all()
+            session.out.put(message, before)
 
     def send_part(self, step: int, part: int, gradients: Floats, before: Callable[[], None] | None = None) -> None:
         assert self.description is not None
@@ -205,6 +209,11 @@ class Client:
             message = BlockGradientPayload(step, self.worker_id, found.block, self.description.blocks, gradients, sizes)
             self.send(message, before)
 
+    def send_coded(self, step: int, part: int, coded: Octets, before: Callable[[], None] | None = None) -> None:
+        """The same in the run's coding."""
+        assert self._layout.coding is not None
+        self.send(CodedPart(step, part, self._layout.coding.number, coded), before)
+
     @property
     def session(self) -> object:
         """Changes with each connection: what was asked for over one of them is of no use over the next."""
@@ -218,14 +227,13 @@ class Client:
             if not isinstance(session, _Session) or session is not self._session or session.lost is not None:
                 done()
                 return
-            session.parcels.add(transfer, begin, chunks, done)
-            self._change.notify_all()
+            session.out.put_parcel(transfer, begin, chunks, done)
 
     def flush(self) -> None:
         """Waits until everything queued has been sent, or the connection is lost."""
         with self._change:
             session = self._session
-            while session is not None and session.unsent and session.lost is None and session is self._session:
+            while session is not None and session.out.unsent and session.lost is None and session is self._session:
                 self._change.wait(1.0)
 
     # Receiving
@@ -301,7 +309,7 @@ class Client:
             why = str(error)
         with self._change:
             session.lost = why
-            session.parcels.drop()
+            session.out.drop()
             self._change.notify_all()
         session.close()
 
@@ -312,9 +320,13 @@ class Client:
         if isinstance(message, ShareMemory):
             self._share(session, message)
             return
+        if isinstance(message, SealKey):
+            session.pipe.seal_receiving(message.key)
+            self.send(SealKey(new_key()))
+            return
         with self._change:
             if isinstance(message, StateMore):
-                session.parcels.on_more(message)
+                session.out.on_more(message)
             elif not isinstance(message, Heartbeat):
                 if isinstance(message, Admitted) and message.wait:
                     self._means.clear()  # other weights will come, and other averages after them
@@ -325,6 +337,9 @@ class Client:
     def _read_average(self, session: _Session, head: memoryview, length: int) -> None:
         bulk, over = session.read_bulk(head, length)
         assert self.description is not None
+        if bulk.message is CodedAverage:
+            self._read_coded_average(session, bulk, over, length)
+            return
         if bulk.message not in (AveragedBlockGradient, AveragedNonBlockGradient):
             raise TheirProtocolError(f"The host sent a {bulk.message.__name__}.")
         key, step = part_of(bulk), bulk.fields["step"]
@@ -334,7 +349,21 @@ class Client:
         enter_phase("average", step, part=index)
         means = self._means_of(step, index)
         over = session.fill(means.parts[index].view(np.uint8).data, over)
-        bulk.finish(session.fill_after(over, length - bulk.start - 4 * bulk.count))
+        bulk.finish(session.fill_after(over, length - bulk.start - bulk.nbytes))
+        self._arrived(means, index)
+
+    def _read_coded_average(self, session: _Session, bulk: Bulk, over: memoryview, length: int) -> None:
+        index, coding = self._layout.check_coded(bulk)
+        step = bulk.fields["step"]
+        enter_phase("average", step, part=index)
+        means = self._means_of(step, index)
+        floats = means.parts[index]
+        for first in range(0, len(floats), CHUNK):
+            chunk = floats[first : first + CHUNK]
+            coded = np.empty(coding.coded_bytes(len(chunk)), np.uint8)
+            over = session.fill(coded.data, over)
+            coding.decode(coded, chunk)
+        bulk.finish(session.fill_after(over, length - bulk.start - bulk.nbytes))
         self._arrived(means, index)
 
     def _share(self, session: _Session, message: ShareMemory) -> None:
@@ -348,7 +377,9 @@ class Client:
             session.averages.append(window.floats(offset, part.floats))
             offset += 4 * part.floats
         if self._memory is not None:
-            self.send(message)
+            with self._change:
+                session.out.put(message, descriptors=(self._memory.descriptor,))
+                session.shows = True  # what is put behind it is sent after it
 
     def _take_average(self, session: _Session, at: AverageAt) -> None:
         if at.part >= len(session.averages) or session.receipts is None:
@@ -403,55 +434,13 @@ class Client:
         return [np.empty(part.floats, np.float32) for part in self.description.parts]
 
     def _write(self, session: _Session) -> None:
-        sent = owed = 0
         try:
-            while (taken := self._next_out(session)) is not None:
-                message, before = taken
-                if before is not None:
-                    before()
-                if isinstance(message, ShareMemory):
-                    assert self._memory is not None
-                    session.pipe.send_descriptors(encode_parts(message), [self._memory.descriptor])
-                    session.shows = True
-                else:
-                    parts = encode_parts(message)
-                    enter_phase("sending", getattr(message, "step", 0), message=message, pipe=session.pipe, parts=parts)
-                    session.pipe.send(parts)
-                sent += 1
-                owed += isinstance(message, PartAt)
-                if owed and session.outbox:
-                    continue
-                while owed:  # what lies in shared memory has left when the host has taken it
-                    assert session.receipts is not None
-                    enter_phase("shown", getattr(message, "step", 0))
-                    owed -= session.receipts.wait(owed)
-                with self._change:
-                    session.unsent -= sent
-                    sent = 0
-                    if not session.unsent:
-                        self._change.notify_all()
+            session.out.run(self.patience_s / 4, lambda: session.lost is not None or session is not self._session)
         except OSError:
             with self._change:
                 session.is_broken = True
                 self._change.notify_all()
             session.close()  # the reader says why
 
-    def _next_out(self, session: _Session) -> tuple[Message, Callable[[], None] | None] | None:
-        """What is in line; else the next chunk of a parcel; else, after a while, a heartbeat."""
-        beat_s = self.patience_s / 4
-        until = time.monotonic() + beat_s
-        with self._change:
-            while session.lost is None and session is self._session:
-                if session.outbox:
-                    return session.outbox.popleft()
-                if (chunk := session.parcels.next()) is not None:
-                    session.unsent += 1
-                    return chunk, None
-                left = until - time.monotonic()
-                if left <= 0:
-                    session.unsent += 1
-                    return Heartbeat(self.name, int(time.time() * 1000)), None
-                if self.is_closed:
-                    return None
-                self._change.wait(left)
-        return None
+    def _beat(self) -> Message:
+        return Heartbeat(self.name, int(time.time() * 1000))

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from potluck.coded_numbers import Coding
 from potluck.errors import TheirProtocolError
 from potluck.fleet.description import BUFFERS, Description
 from potluck.fleet.pipe import Pipe
@@ -77,6 +78,10 @@ class PayloadLayout:
     """A whole gradient comes in the order of the model's parameters; parts come in the order of the backward."""
     tails: list[np.ndarray] = field(default_factory=list)
     """For each part, the sizes of its parameters."""
+    coding: Coding | None = None
+    """In which form gradients travel; none: as floats, as what changed in buffers always does."""
+    coded: frozenset[int] = frozenset()
+    """The parts that would travel so."""
     limit_bytes: int = CONTROL_BYTES
     plain_limit_bytes: int = CONTROL_BYTES
 
@@ -87,9 +92,23 @@ class PayloadLayout:
             {part.key: index for index, part in enumerate(description.parts)},
             [i for i, part in reversed(list(enumerate(description.parts))) if part.component != BUFFERS],
             [np.array(part.sizes, "<u4") for part in description.parts],
+            description.coding,
+            frozenset(i for i, part in enumerate(description.parts) if part.is_coded),
             limit,
             max(limit, 4 * description.floats + 256),
         )
+
+    def check_coded(self, bulk: Bulk) -> tuple[int, Coding]:
+        """Which part a coded payload is of. Before anything of it is read."""
+        part, number = bulk.fields["part"], bulk.fields["coding"]
+        if self.coding is None or number != self.coding.number:
+            raise TheirProtocolError(f"Numbers came in the coding {number}, and this run's is another, or none.")
+        if part not in self.coded:
+            raise TheirProtocolError(f"This run's model has no part {part} that is coded.")
+        expected = self.coding.coded_bytes(int(self.tails[part].sum(dtype=np.uint64)))
+        if bulk.count != expected:
+            raise TheirProtocolError(f"The payload has {bulk.count:,} bytes, and part {part} takes {expected:,}.")
+        return part, self.coding
 
 
 def part_of(bulk: Bulk) -> tuple[str, int]:

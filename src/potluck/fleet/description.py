@@ -9,6 +9,7 @@ from typing import Any
 
 from potluck.agree.policy import ApplyPolicy, Async, Auto, Cadence, Outer, Sync, Windowed
 from potluck.agree.terms import BUILD, SAME_DATA, Fingerprint, check_fingerprint, differing_data, differing_settings
+from potluck.coded_numbers import WIRES, Coding, coding_of
 from potluck.errors import TheirProtocolError
 from potluck.wire.words import clean_all
 
@@ -63,6 +64,11 @@ class Part:
         return self.component == COUNTS or (self.block or 0) >= MOMENTS
 
     @property
+    def is_coded(self) -> bool:
+        """Whether it travels in the run's coding; what others are divided by, and what is counted, travels as it is."""
+        return self.component != BUFFERS and not self.is_moments
+
+    @property
     def is_of_parameters(self) -> bool:
         """Whether it has as many numbers as some parameters, and each rank of a worker those that it holds of them."""
         return self.component not in (BUFFERS, COUNTS)
@@ -98,6 +104,8 @@ class Description:
     """The run is over after N rows of all its epochs; 0: when the workers say so. It may differ between workers."""
     state_bytes: int = 0
     """What the model's weights and buffers take, those included that are not trained; 0: not told."""
+    wire: str = "fp32"
+    """In which form parts travel; those of buffers always in fp32."""
     in_pairs: bool = False
     """No slice has a single row, wherever that can be had: the model has BatchNorm, which can take no mean of one."""
     told: dict[str, Any]
@@ -153,8 +161,13 @@ class Description:
             " potluck join instead."
         )
 
+    @property
+    def coding(self) -> Coding | None:
+        return coding_of(self.wire)
+
     def to_json(self) -> str:
-        return json.dumps(asdict(self))
+        """What an older version does not know is told only where it matters."""
+        return json.dumps({name: value for name, value in asdict(self).items() if (name, value) != ("wire", "fp32")})
 
     @classmethod
     def from_json(cls, text: str) -> "Description":
@@ -188,6 +201,8 @@ class Description:
                 raise ValueError("training is a table of words and numbers")
             _whole(described.rows_limit)
             _whole(described.state_bytes)
+            if described.wire not in WIRES:
+                raise ValueError(f"wire is one of {', '.join(WIRES)}")
             if not isinstance(described.in_pairs, bool):
                 raise ValueError("in_pairs is true or false")
             if not (LEAST_UNIT <= described.unit <= 1 and LEAST_SAMPLES <= described.samples_per_row < 1e12):

@@ -3,6 +3,7 @@
 Its bytes pass outside of the server's lock. What is decided about them passes through `act`, one at a time.
 """
 
+import contextlib
 import os
 import threading
 import time
@@ -27,11 +28,17 @@ from potluck.wire.messages import (
     AveragedBlockGradient,
     AveragedGradient,
     AveragedNonBlockGradient,
+    CodedAverage,
+    Committed,
     Message,
+    SealKey,
     ShareMemory,
+    Work,
 )
 
 PIECE_BYTES = 4 << 20
+AT_ONCE = (Committed, Work)
+"""Short messages that workers wait for in each step."""
 
 Act = Callable[[Callable[[float], list[Effect]]], None]
 """Calls a function of the coordinator under the server's lock, with the time, and carries out its effects."""
@@ -80,6 +87,8 @@ class PeerConnection(Connection):
     yet."""
     queue: deque[Outgoing] = field(default_factory=deque)
     change: threading.Condition = field(default_factory=threading.Condition)
+    is_sending: bool = False
+    """Its own thread has something in hand: what is put meanwhile stands behind that."""
     closing_at: float | None = None
     gone: bool = False
     window: SharedView | None = None
@@ -93,11 +102,35 @@ class PeerConnection(Connection):
     blamed: str = ""
     """Why it was closed here."""
 
+    @property
+    def is_over(self) -> bool:
+        return self.gone or self.closing_at is not None
+
     def put(self, out: Outgoing) -> None:
         with self.change:
-            if not self.gone:
-                self.queue.append(out)
-                self.change.notify()
+            if self.gone:
+                return
+            left = None if self.queue or self.is_sending else self._send_now(out)
+            if left == b"":
+                return
+            self.queue.append(out if left is None else Outgoing(None, raw=left))
+            self.change.notify()
+
+    def _send_now(self, out: Outgoing) -> bytes | None:
+        """What a worker waits for need not wait for a turn of the thread that writes.
+
+        Returns what the system did not take; none: all of it is for that thread.
+        """
+        if not self.pipe.can_send_now:
+            return None
+        if out.part >= 0 and self.receipts is not None:
+            enter_phase("average leaves", out.step, part=out.part)
+            self.owed.append(out.part)
+            self.change.notify()  # its receipt is that thread's to take
+            return self.pipe.send_now(encode_parts(AverageAt(out.step, out.part), self.codec))
+        if isinstance(out.message, AT_ONCE):
+            return self.pipe.send_now(encode_parts(out.message, self.codec))
+        return None
 
     def end(self) -> None:
         """Closes the connection once everything queued has been sent."""
@@ -186,6 +219,8 @@ class Exchange:
             [part.floats for part in description.parts],
             flat=self.memory.floats[:total] if self.memory is not None else None,
             buffers=next((i for i, part in enumerate(description.parts) if part.component == BUFFERS), None),
+            coding=description.coding,
+            as_floats={i for i, part in enumerate(description.parts) if not part.is_coded},
         )
         mean.on_part = self._on_part
         mean.on_done = self._on_mean
@@ -245,6 +280,12 @@ class Exchange:
         if self.mean is not None:
             self.mean.release(part)
 
+    def release_owed(self, connection: PeerConnection) -> None:
+        """It will give no receipts any more. Both of its threads end by this, each average is released once."""
+        with contextlib.suppress(IndexError):
+            while True:
+                self.release(connection.owed.popleft())
+
     def _on_part(self, step: int, part: int) -> None:
         """An average is formed: to everybody who takes part, while others are still arriving."""
         with self.lock:
@@ -272,6 +313,9 @@ class Exchange:
         part = self.core.description.parts[index]
         if plain and part.component == BUFFERS:
             return None
+        coding = self.layout.coding
+        if coding is not None and part.is_coded and not plain:
+            return CodedAverage(step, index, coding.number, self.mean.coded[index])
         values = self.mean.results[index]
         if part.block is not None:
             return AveragedBlockGradient(step, part.block, values, self.layout.tails[index])
@@ -288,6 +332,7 @@ class Exchange:
             for out in connection.take_queue():
                 if out.part >= 0:
                     self.release(out.part)
+            self.release_owed(connection)
             connection.close()
             self.act(lambda now: self.core.on_closed(now, connection.peer, why))
 
@@ -308,19 +353,21 @@ class PeerWriter:
                     self._settle()
                 connection.is_writing = False
                 with connection.change:
-                    while not connection.queue and connection.closing_at is None and not connection.gone:
+                    while not (connection.queue or connection.owed or connection.is_over):
                         connection.change.wait()
                     if not connection.queue:
+                        if connection.owed:
+                            continue
                         break
                     out = connection.queue.popleft()
-                connection.is_writing = True
+                    connection.is_writing = connection.is_sending = True
                 self.write(out)
-        except OSError:
+                connection.is_sending = False
+        except (OSError, IndexError):  # the latter: what was owed has been released meanwhile
             pass  # the reader tells why
         finally:
             connection.close()
-            while connection.owed:
-                self.exchange.release(connection.owed.popleft())
+            self.exchange.release_owed(connection)
 
     def _settle(self) -> None:
         """Allows averages that the peer has taken to be overwritten."""
@@ -341,6 +388,8 @@ class PeerWriter:
         else:
             assert out.message is not None
             connection.send_pieces(encode_parts(out.message, connection.codec))
+            if isinstance(out.message, SealKey):
+                connection.pipe.seal_sending(out.message.key)
             if out.credit is not None:
                 self.exchange.taken(*out.credit)
 

@@ -26,6 +26,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from potluck.errors import ConfigError, TheirProtocolError
+from potluck.fleet.sealing import PROTOCOL, can_seal
 
 INVITE = "POTLUCK_INVITE"
 """The environment variable that may hold the line: other users of a machine can see arguments, but not this."""
@@ -160,6 +161,7 @@ class Identity:
         # Tickets are sent unasked. A peer that closes before it has read them resets the connection, and its last
         # message is lost with it.
         context.num_tickets = 0
+        _offer_sealing(context)
         context.load_cert_chain(self.folder / "cert.pem", self.folder / "key.pem")
         return context
 
@@ -170,7 +172,13 @@ def client_context() -> ssl.SSLContext:
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
+    _offer_sealing(context)
     return context
+
+
+def _offer_sealing(context: ssl.SSLContext) -> None:
+    if can_seal():
+        context.set_alpn_protocols([PROTOCOL])
 
 
 def check_pin(socket: ssl.SSLSocket, invite: Invite) -> None:
@@ -242,7 +250,7 @@ def _keep(path: Path, make: Callable[[], bytes]) -> bytes:
     return path.read_bytes()
 
 
-# cryptography is loaded only here, the first time that a machine is a host: helpers need none of it.
+# Certificates are made only here, the first time that a machine is a host: helpers load none of it.
 
 
 def _new_key() -> bytes:

@@ -9,22 +9,20 @@ Knows nothing of sockets: bytes are written into space(), and taken by filled().
 
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
+from potluck.coded_numbers import Coding, Floats, Octets
 from potluck.errors import TheirProtocolError
 from potluck.fleet.description import BAD_BUFFERS
 from potluck.fleet.tree import Node, children, path
 
-Floats = npt.NDArray[np.float32]
-
 CHUNK = 1 << 18
 """Floats: a megabyte. Less costs more turns of the interpreter, more leaves the processor's caches."""
-MOST_FREE = 16
-"""The most free chunks that are kept for reuse."""
+MOST_FREE = 64
+"""The most free chunks that are kept for reuse: new memory costs the system as much as adding the chunk."""
 WILD = 1e6
 """A gradient this many times larger than any before it is taken for a fault."""
 NO_ROOM = 1e36
@@ -58,9 +56,22 @@ class PayloadMean:
     """Of one step at a time. `on_part`, `on_done` and `on_bad` are called from whichever thread brought it about."""
 
     def __init__(
-        self, parts: Sequence[int], *, chunk: int = CHUNK, flat: Floats | None = None, buffers: int | None = None
+        self,
+        parts: Sequence[int],
+        *,
+        chunk: int = CHUNK,
+        flat: Floats | None = None,
+        buffers: int | None = None,
+        coding: Coding | None = None,
+        as_floats: Set[int] = frozenset(),
     ) -> None:
-        """`buffers`: the part that holds what changed in buffers, which may be of any size, if there is one."""
+        """`buffers`: the part that holds what changed in buffers, which may be of any size, if there is one.
+
+        `coding`: how all parts travel but those that do `as_floats`. Then every node is rounded before it is added to
+        its sibling, also where no node of its own has travelled, so that the sum does not depend on which did; and so
+        is the mean.
+        """
+        assert coding is None or chunk % coding.block == 0, "a block is of one chunk"
         self.chunk = chunk
         self.sizes = list(parts)
         self.flat: Floats = np.zeros(sum(parts), np.float32) if flat is None else flat
@@ -68,6 +79,12 @@ class PayloadMean:
         self.results: list[Floats] = [self.flat[end - size : end] for size, end in zip(self.sizes, ends, strict=True)]
         """The mean of each part, once on_part has told of it, until begin() of the next step."""
         self.buffers = buffers
+        self._codings = [None if part in as_floats or part == buffers else coding for part in range(len(parts))]
+        self.coded: list[Octets] = [
+            np.zeros(each.coded_bytes(size) if each is not None else 0, np.uint8)
+            for each, size in zip(self._codings, self.sizes, strict=True)
+        ]
+        """The same as results, as it travels; empty where floats do."""
         self._chunks = [-(-size // chunk) for size in self.sizes]
         self._base = [sum(self._chunks[:part]) for part in range(len(parts))]
         self._change = threading.Condition()
@@ -135,13 +152,18 @@ class PayloadMean:
             if not self._unsent[part]:
                 self._change.notify_all()
 
-    def open(self, peer: int, step: int, part: int, node: Node, count: int, weight: float = 1.0) -> "Slot":
-        """Where the gradients of one payload go. A payload of a step that is not under way goes nowhere."""
+    def open(
+        self, peer: int, step: int, part: int, node: Node, count: int, weight: float = 1.0, *, coded: bool = False
+    ) -> "Slot":
+        """Where the gradients of one payload go. A payload of a step that is not under way goes nowhere.
+
+        `coded`: its bytes are not those of floats.
+        """
         if count != self.sizes[part]:
             raise TheirProtocolError(f"The payload has {count:,} gradients, and this part has {self.sizes[part]:,}.")
         with self._change:
             now = self._now if self._now is not None and self._now.step == step else None
-        return Slot(self, now, peer, part, node, weight)
+        return Slot(self, now, peer, part, node, weight, coded=coded)
 
     # From here on: for slots
 
@@ -199,6 +221,7 @@ class PayloadMean:
             if depth == 1:
                 break
             np.add(other[:count], values, out=other[:count])
+            self._round(part, other[:count])
             if buffer is not own:
                 self._give_buffer(buffer)
             buffer, values, is_copied = other, other[:count], True
@@ -218,6 +241,10 @@ class PayloadMean:
         now.given[part, slot.node] = number + 1
         return True
 
+    def _round(self, part: int, sum_: Floats) -> None:
+        if (coding := self._codings[part]) is not None:
+            coding.round(sum_)
+
     def _finish(self, now: _Step, part: int, number: int, index: int, values: Floats, other: Floats | None) -> None:
         """The root's chunk: the mean, in its place."""
         if self._unsent[part] or math.isnan(now.scale):  # not sent yet to all, or a report is still to come
@@ -230,9 +257,13 @@ class PayloadMean:
         if other is not None:
             np.add(other[: len(values)], values, out=result)
             self._give_buffer(other)
+            self._round(part, result)
             np.multiply(result, np.float32(now.scale), out=result)
         else:
             np.multiply(values, np.float32(now.scale), out=result)
+        if (coding := self._codings[part]) is not None:
+            coded = self.coded[part][coding.coded_bytes(number * self.chunk) :]
+            coding.decode(coding.encode(result, coded), result)
         with self._change:
             if self._now is not now:
                 return
@@ -255,7 +286,17 @@ class PayloadMean:
 class Slot:
     """One payload on its way: for each of its chunks, fill space() and call filled()."""
 
-    def __init__(self, mean: PayloadMean, step: _Step | None, peer: int, part: int, node: Node, weight: float) -> None:
+    def __init__(
+        self,
+        mean: PayloadMean,
+        step: _Step | None,
+        peer: int,
+        part: int,
+        node: Node,
+        weight: float,
+        *,
+        coded: bool = False,
+    ) -> None:
         self.step = step
         self.part = part
         self.node = node
@@ -267,6 +308,11 @@ class Slot:
         self._number = 0
         self._left = mean.sizes[part]
         self._buffer = mean._take_buffer()
+        self._coding = mean._codings[part]
+        self._octets: Octets | None = None
+        """A chunk as it travels, where it is coded."""
+        if coded and self._coding is not None:
+            self._octets = np.empty(self._coding.coded_bytes(self.count), np.uint8)
 
     @property
     def is_current(self) -> bool:
@@ -298,10 +344,15 @@ class Slot:
     def space(self) -> memoryview:
         """Where the next chunk's bytes go. May wait until there is room for it."""
         self._mean._wait_for_turn(self)
+        if self._octets is not None and self._coding is not None:
+            return self._octets[: self._coding.coded_bytes(self.count)].data
         return self._buffer[: self.count].view(np.uint8).data
 
     def filled(self) -> None:
-        self._take_in(self._buffer[: self.count])
+        chunk = self._buffer[: self.count]
+        if self._octets is not None and self._coding is not None:
+            self._coding.decode(self._octets[: self._coding.coded_bytes(self.count)], chunk)
+        self._take_in(chunk)
 
     def take(self, values: Floats) -> None:
         """The whole payload, from where it lies; it stays as it is meanwhile."""
@@ -314,6 +365,9 @@ class Slot:
         if self.step is not None and not self.revoked and self._is_sane(chunk):
             if self._weight != 1.0:
                 chunk = np.multiply(chunk, np.float32(self._weight), out=self._buffer[: len(chunk)])
+            if self._coding is not None and self._octets is None:  # floats, of a peer that knows no coding
+                np.copyto(self._buffer[: len(chunk)], chunk)
+                chunk = self._coding.round(self._buffer[: len(chunk)])
             if self._mean._add(self, self._number, chunk, self._buffer):
                 self._buffer = self._mean._take_buffer()
         self._number += 1

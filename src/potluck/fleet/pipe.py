@@ -11,6 +11,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from potluck.errors import TheirProtocolError
+from potluck.fleet.sealing import PROTOCOL, Opener, Sealer
 from potluck.fleet.shared_memory import CAN_SHARE
 
 LOOPBACK = ("127.0.0.1", "::1")
@@ -24,8 +26,12 @@ _MOST_LINK_S = 4 * 32_767
 LOOPBACK_BYTES = 256 << 10
 """The send buffer between processes of one machine: with a larger one, what is sent has left the processor's caches
 before it is received, and a round takes half as long again. Other connections are the system's to tune."""
+AHEAD_BYTES = 4 << 10
+"""Less than this is asked of the system with what comes after it: a message's length, its beginning, and the rest."""
 SLICE_BYTES = 1 << 20
 """The most bytes of one wait, so that progress of a slow peer is noticed."""
+PIECE_BYTES = 128 << 10
+"""The same within a sealed record, which is opened only when all of it is there."""
 LINK_TIMES, LEAST_LINK_S = 2, 10.0
 """A link is dead once the peer's machine has not answered for LINK_TIMES `patience`, and at least LEAST_LINK_S. More
 than once: the system counts a peer that is alive and does not read as one that does not answer."""
@@ -37,22 +43,43 @@ class Pipe:
         self.is_closed = False
         self.heard_at = time.monotonic()
         self._tls = connection if isinstance(connection, ssl.SSLSocket) else None
+        self.is_local = CAN_SHARE and self._tls is None and connection.family == socket.AF_UNIX
+        """Whether the peer is a process of this machine with which memory can be shared."""
         # An SSL object is not for two threads at once: each call holds this lock, and none of them waits inside.
         self._lock = threading.Lock()
+        self.can_seal = self._tls is not None and self._tls.selected_alpn_protocol() == PROTOCOL
+        """Whether both ends of an encrypted connection have said that they can."""
+        self._sealer: Sealer | None = None
+        self._opener: Opener | None = None
         self._descriptors: list[int] = []
+        self._ahead = memoryview(bytearray(AHEAD_BYTES))
+        self._rest = self._ahead[:0]
+        """What has been received and not been taken yet, of a connection that is not encrypted."""
         connection.setblocking(self._tls is None)
         _tune(connection)
-
-    @property
-    def is_local(self) -> bool:
-        """Whether the peer is a process of this machine with which memory can be shared."""
-        return CAN_SHARE and self._tls is None and self._socket.family == socket.AF_UNIX
 
     @property
     def user(self) -> int:
         """Whose process a local peer is."""
         told = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         return int(_CREDENTIALS.unpack(told)[1])
+
+    def seal_sending(self, key: bytes | memoryview) -> None:
+        """What was sent so far was the last inside TLS. Call it from the thread that sends."""
+        assert self.can_seal and self._sealer is None
+        self._sealer = Sealer(key)
+        self._leave_tls()
+
+    def seal_receiving(self, key: bytes | memoryview) -> None:
+        """What was received so far was the last inside TLS. Call it from the thread that receives."""
+        if not self.can_seal or self._opener is not None or self._tls is None or self._tls.pending():
+            raise TheirProtocolError("It seals a connection at a time when it should not.")
+        self._opener = Opener(key)
+        self._leave_tls()
+
+    def _leave_tls(self) -> None:
+        """One direction has. The other, if it has not yet, has the SSL object to itself, and may wait inside it."""
+        self._socket.setblocking(True)
 
     def give_up_link(self, patience_s: float) -> None:
         """From now on a peer whose machine does not answer any more, though nothing says so, ends the connection.
@@ -79,11 +106,18 @@ class Pipe:
 
     def receive(self, space: memoryview) -> int:
         """Waits for bytes and puts some into `space`, or all of it if that is short. 0: the peer has ended."""
-        if self.is_local:
-            return self._receive_local(space)
-        if self._tls is None:
-            return self._socket.recv_into(space[:SLICE_BYTES], flags=socket.MSG_WAITALL)
-        return self._encrypted(self._tls.recv_into, space)
+        if self._opener is not None:
+            return self._receive_sealed(self._opener, space)
+        if self._tls is not None:
+            return self._encrypted(self._tls.recv_into, space)
+        if not self._rest:
+            if len(space) >= AHEAD_BYTES:
+                return self._receive_plain(space)
+            self._rest = self._ahead[: self._receive_plain(self._ahead)]
+        count = min(len(space), len(self._rest))
+        space[:count] = self._rest[:count]
+        self._rest = self._rest[count:]
+        return count
 
     def receive_all(self, space: memoryview) -> bool:
         """Until `space` is full. False: the peer ended before its first byte."""
@@ -100,19 +134,28 @@ class Pipe:
 
     def send(self, parts: Sequence[bytes | memoryview]) -> None:
         """All of the parts, one after the other, without joining them."""
-        if self._tls is not None:
+        if self._sealer is not None:
+            for records in self._sealer.seal(parts):
+                self._send_plain([records])
+        elif self._tls is not None:
             for part in parts:
                 left = memoryview(part).cast("B")
                 while left:
                     left = left[self._encrypted(self._tls.send, left) :]
-            return
-        rest = [memoryview(part).cast("B") for part in parts if len(part)]
-        while rest:
-            sent = self._socket.sendmsg(rest[:_MOST_PARTS])
-            while rest and sent >= len(rest[0]):
-                sent -= len(rest.pop(0))
-            if sent:
-                rest[0] = rest[0][sent:]
+        else:
+            self._send_plain(parts)
+
+    @property
+    def can_send_now(self) -> bool:
+        return self._tls is None
+
+    def send_now(self, parts: Sequence[bytes | memoryview]) -> bytes:
+        """As much as the system takes without waiting; what it did not take."""
+        data = b"".join(parts)
+        try:
+            return data[self._socket.send(data, socket.MSG_DONTWAIT) :]
+        except OSError:  # it is full, or broken: the thread that waits will know
+            return data
 
     def close(self) -> None:
         """Ends both directions; a thread that waits in either is woken.
@@ -124,8 +167,44 @@ class Pipe:
         with contextlib.suppress(OSError):
             socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
-    def _receive_local(self, space: memoryview) -> int:
-        """Descriptors may come with the bytes."""
+    # By the plain socket's own methods: an SSLSocket's would encrypt once more.
+
+    def _send_plain(self, parts: Sequence[bytes | memoryview]) -> None:
+        rest = [memoryview(part).cast("B") for part in parts if len(part)]
+        while rest:
+            sent = socket.socket.sendmsg(self._socket, rest[:_MOST_PARTS])
+            while rest and sent >= len(rest[0]):
+                sent -= len(rest.pop(0))
+            if sent:
+                rest[0] = rest[0][sent:]
+
+    def _receive_sealed(self, opener: Opener, space: memoryview) -> int:
+        if opener.has_rest:
+            return opener.take_rest(space)
+        if not self._fill(opener.head):
+            return 0
+        body = opener.body()
+        if not self._fill(body):
+            raise ConnectionResetError("it ended in the middle of a record")
+        return opener.open(body, space)
+
+    def _fill(self, space: memoryview) -> bool:
+        """Until it is full. False: the peer has ended before that."""
+        have = 0
+        while have < len(space):
+            piece = space[have : have + PIECE_BYTES]
+            count = socket.socket.recv_into(self._socket, piece, flags=socket.MSG_WAITALL)
+            if not count:
+                return False
+            self.heard_at = time.monotonic()
+            have += count
+        return True
+
+    def _receive_plain(self, space: memoryview) -> int:
+        """From a process of this machine descriptors may come with the bytes."""
+        if not self.is_local:
+            is_long = len(space) > AHEAD_BYTES
+            return self._socket.recv_into(space[:SLICE_BYTES], flags=socket.MSG_WAITALL if is_long else 0)
         room = socket.CMSG_SPACE(_MOST_DESCRIPTORS * array.array("i").itemsize)
         count, control, _, _ = self._socket.recvmsg_into([space], room, socket.MSG_CMSG_CLOEXEC)
         for level, kind, data in control:

@@ -15,7 +15,15 @@ from potluck.fleet.exchange import Exchange, ExpectedPayloads, PeerConnection
 from potluck.fleet.mean import PayloadMean, Slot
 from potluck.fleet.shared_memory import SharedView
 from potluck.wire.codec import Bulk, is_bulk, peek
-from potluck.wire.messages import BlockGradientPayload, GradientPayload, NonBlockGradientPayload, PartAt, ShareMemory
+from potluck.wire.messages import (
+    BlockGradientPayload,
+    CodedPart,
+    GradientPayload,
+    NonBlockGradientPayload,
+    PartAt,
+    SealKey,
+    ShareMemory,
+)
 
 
 class PeerReader:
@@ -58,6 +66,8 @@ class PeerReader:
             self._read_part_at(message)
         elif isinstance(message, ShareMemory):
             self._look_in()
+        elif isinstance(message, SealKey):
+            connection.pipe.seal_receiving(message.key)
         elif connection.closing_at is None:
             self._exchange.act(lambda now: self._core.on_message(now, connection.peer, message))
 
@@ -70,6 +80,8 @@ class PeerReader:
             self._read_whole(mean, bulk, over, length)
         elif bulk.message in (BlockGradientPayload, NonBlockGradientPayload):
             self._read_part(bulk, over, length)
+        elif bulk.message is CodedPart and not self._connection.plain:
+            self._read_coded(bulk, over, length)
         else:
             raise TheirProtocolError(f"{bulk.message.__name__} is not for a worker to send.")
 
@@ -85,7 +97,7 @@ class PeerReader:
         expected, slot = self._open_next(bulk.fields["step"], part, bulk.count)
         try:
             over = self._pour(slot, over)
-            tail = connection.fill_after(over, length - bulk.start - 4 * bulk.count)
+            tail = connection.fill_after(over, length - bulk.start - bulk.nbytes)
             sizes = (bulk.fields | bulk.finish(tail)).get("component_sizes")
             if sizes is not None and not np.array_equal(sizes, layout.tails[part]):
                 raise TheirProtocolError("component_sizes are not those of this run's model.")
@@ -94,6 +106,18 @@ class PeerReader:
         if expected is None or slot.revoked:
             return
         if expected.at == len(layout.tails) if connection.plain else part == expected.parts[-1]:
+            self._payload_done(expected, slot)
+
+    def _read_coded(self, bulk: Bulk, over: memoryview, length: int) -> None:
+        layout = self._exchange.layout
+        part, _ = layout.check_coded(bulk)
+        expected, slot = self._open_next(bulk.fields["step"], part, self._mean.sizes[part], coded=True)
+        try:
+            over = self._pour(slot, over)
+            bulk.finish(self._connection.fill_after(over, length - bulk.start - bulk.nbytes))
+        finally:
+            self._shut(slot)
+        if expected is not None and part == len(layout.tails) - 1 and not slot.revoked:
             self._payload_done(expected, slot)
 
     def _read_whole(self, mean: PayloadMean, bulk: Bulk, over: memoryview, length: int) -> None:
@@ -105,7 +129,7 @@ class PeerReader:
         connection.blocks = False
         with self._exchange.lock:
             expected = self._next_expected(bulk.fields["step"], None)
-        left = length - bulk.start - 4 * bulk.count
+        left = length - bulk.start - bulk.nbytes
 
         def note_loss(over: memoryview) -> None:
             tail = bulk.finish(connection.fill_after(over, left))
@@ -179,11 +203,13 @@ class PeerReader:
 
     # Which of those that it was asked for
 
-    def _open_next(self, step: int, part: int, count: int) -> tuple[ExpectedPayloads | None, Slot]:
+    def _open_next(
+        self, step: int, part: int, count: int, *, coded: bool = False
+    ) -> tuple[ExpectedPayloads | None, Slot]:
         """Both in one: a peer that is closed in between would have nothing to be revoked."""
         with self._exchange.lock:
             expected = self._next_expected(step, part)
-            return expected, self._open(expected, part, count)
+            return expected, self._open(expected, part, count, coded=coded)
 
     def _next_expected(self, step: int, part: int | None) -> ExpectedPayloads | None:
         """Which of the payloads that it was asked for this is; none if it was not asked for it. Under the lock."""
@@ -209,11 +235,11 @@ class PeerReader:
             connection.expected.popleft()
         return ExpectedPayloads(step, (node,), (first.weights[0],), first.parts, first.at, useless=first.useless)
 
-    def _open(self, expected: ExpectedPayloads | None, part: int, count: int) -> Slot:
+    def _open(self, expected: ExpectedPayloads | None, part: int, count: int, *, coded: bool = False) -> Slot:
         peer, mean = self._connection.peer, self._mean
         if expected is None or expected.nodes[0] in expected.useless:
-            return mean.open(peer, -1, part, (0, 1), count)
-        slot = mean.open(peer, expected.step, part, expected.nodes[0], count, expected.weights[0])
+            return mean.open(peer, -1, part, (0, 1), count, coded=coded)
+        slot = mean.open(peer, expected.step, part, expected.nodes[0], count, expected.weights[0], coded=coded)
         self._connection.slot = slot
         return slot
 

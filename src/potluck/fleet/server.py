@@ -30,8 +30,9 @@ from potluck.fleet.lobby import Guest, Lobby
 from potluck.fleet.phases import enter_phase
 from potluck.fleet.pipe import LOOPBACK, Pipe, listen_local
 from potluck.fleet.reading import PeerReader
+from potluck.fleet.sealing import new_key
 from potluck.wire.codec import decode
-from potluck.wire.messages import SAVE, Message, ShareMemory, StateBegin, StateChunk
+from potluck.wire.messages import SAVE, Message, SealKey, ShareMemory, StateBegin, StateChunk
 from potluck.wire.words import heard
 
 log = logging.getLogger("potluck.fleet")
@@ -238,6 +239,8 @@ class Server:
         self.connections[guest.peer] = connection
         if connection.pipe.is_local and not plain:
             connection.put(Outgoing(ShareMemory()))
+        if connection.pipe.can_seal and not plain:
+            connection.put(Outgoing(SealKey(new_key())))
         if not plain:
             self.exchange.send_by_parts(connection)
         if guest.out:

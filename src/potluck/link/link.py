@@ -17,8 +17,10 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous as rendezvous_at
 
+from potluck.coded_numbers import Coding
 from potluck.environment import ONLY, PATIENCE_S, RENDEZVOUS
 from potluck.errors import ConfigError, WorkerLost
+from potluck.link.coded_sums import CodedSums
 from potluck.sharding.collectives import Done as Done
 from potluck.sharding.collectives import Pending as Pending
 from potluck.tensor_bytes import from_bytes, raw, to_bytes
@@ -44,6 +46,9 @@ class Link(Protocol):
 
     def start_sum(self, tensor: Tensor) -> Pending:
         """Begins to replace `tensor` by its sum over all ranks. Every rank starts the same sums in the same order."""
+
+    def start_coded_sum(self, tensor: Tensor, coding: Coding) -> Pending:
+        """The same of a flat tensor, of which only coded numbers travel. All ranks get the same bits."""
 
     def gather_rows(self, row: Sequence[float]) -> list[list[float]]:
         """Every rank's row of numbers, in order of rank."""
@@ -92,6 +97,10 @@ class Alone(Link):
     def start_sum(self, tensor: Tensor) -> Pending:
         return Done()
 
+    def start_coded_sum(self, tensor: Tensor, coding: Coding) -> Pending:
+        """Nothing travels, and nothing is rounded."""
+        return Done()
+
     def start_gather(self, row: Sequence[float]) -> Rows:
         return Here([list(row)])
 
@@ -110,7 +119,7 @@ class Alone(Link):
 
 
 class _Begun:
-    def __init__(self, *works: dist.Work | None) -> None:
+    def __init__(self, *works: Pending | None) -> None:
         self._works = works
 
     def wait(self) -> None:
@@ -142,6 +151,8 @@ class GroupLink(Link):
         self._owned = owned
         """Whether we made the default group, and so end it; its parts end with it."""
         self._patience_s = patience_s
+        self.coded: CodedSums | None = None
+        """Made with the first of them."""
 
     def part(self, groups: Sequence[Sequence[int]]) -> "GroupLink":
         assert self.group is None, "only the default group's ranks are numbered as new_group() wants them"
@@ -158,6 +169,11 @@ class GroupLink(Link):
             work = dist.all_reduce(tensor, group=self.group, async_op=True)
         assert work is not None
         return _Begun(work)
+
+    def start_coded_sum(self, tensor: Tensor, coding: Coding) -> Pending:
+        self.coded = self.coded or CodedSums(self.group)
+        with _peers_may_vanish():
+            return _Begun(self.coded.start(tensor, coding))
 
     def start_gather(self, row: Sequence[float]) -> Rows:
         if self.world == 1:

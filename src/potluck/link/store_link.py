@@ -13,12 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from potluck.coded_numbers import Coding
+from potluck.coded_tensors import decode, encode
+from potluck.errors import TheirProtocolError
 from potluck.link.link import Done, Here, Link, Pending, Rows
 from potluck.link.store_group import EVERYBODY, Position, StoreGroup, StoreGroups
 from potluck.store.sessions import StoreSession
 from potluck.store.store import Store
 from potluck.store.tensors import about_of, start_to_host
-from potluck.tensor_bytes import buffer
+from potluck.tensor_bytes import buffer, from_bytes, to_bytes
 
 
 class StoreLink(Link):
@@ -74,6 +77,24 @@ class StoreLink(Link):
             total = self._group.wait(number, summed)
             if tensor.device.type != "cpu":
                 tensor.detach().copy_(total)
+
+        return _Operation(self._group, number, finish)
+
+    def start_coded_sum(self, tensor: Tensor, coding: Coding) -> Pending:
+        """Everybody adds up what all gave, so it is coded only once."""
+        number, gathered = self._start_gather(to_bytes(encode(coding, tensor).cpu()))
+
+        def finish() -> None:
+            found = self._group.wait(number, gathered)
+            total, term = torch.zeros(tensor.numel()), torch.empty(tensor.numel())
+            for rank, data in enumerate(found):
+                if len(data) != coding.coded_bytes(tensor.numel()):
+                    raise TheirProtocolError(
+                        f"Worker {rank} gave {len(data):,} bytes of coded numbers, and {len(found[self.rank]):,} are"
+                        " expected. All must train the same model."
+                    )
+                total += decode(coding, from_bytes(data), term)
+            tensor.detach().copy_(total)
 
         return _Operation(self._group, number, finish)
 
@@ -231,6 +252,9 @@ class ReplayedLink(Link):
 
     def start_sum(self, tensor: Tensor) -> Pending:
         return self.log.change(lambda: self.inner.start_sum(tensor))
+
+    def start_coded_sum(self, tensor: Tensor, coding: Coding) -> Pending:
+        return self.log.change(lambda: self.inner.start_coded_sum(tensor, coding))
 
     def gather_rows(self, row: Sequence[float]) -> list[list[float]]:
         rows: list[list[float]] = self.log.hear(lambda: self.inner.gather_rows(row))

@@ -276,12 +276,17 @@ class FullySharded(Sharded):
         number = {name: home[id(parameter)] for name, parameter in held.items()}
         shapes = {name: tuple(parameter.shape) for name, parameter in whole.items()}
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        sums_itself = wanted.sum_over is not None and mesh.ndim == 2
         self._split(
             blocks,
-            mesh=mesh,
+            mesh=mesh["ranks"] if sums_itself else mesh,
             mp_policy=policy if wanted.bf16 else MixedPrecisionPolicy(),
             offload_policy=CPUOffloadPolicy() if wanted.offload and mesh.device_type == "cuda" else OffloadPolicy(),
         )
+        if sums_itself and wanted.sum_over is not None:
+            over_nodes = wanted.sum_over(mesh.get_group(0))
+            for module in self._modules:
+                module.set_all_reduce_hook(over_nodes)
         if not wanted.mean and mesh.size() > 1:  # of one, the sum is the mean, and dividing it by 1 takes time
             for module in self._modules:
                 sum_gradients(module)

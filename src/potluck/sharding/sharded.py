@@ -3,7 +3,7 @@
 For each step: arm and backward, once or many times; then finish, and step or drop.
 """
 
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -35,6 +35,8 @@ class SplitRequest:
     """The ranks that hold it between them; none: all there are."""
     nodes: dist.ProcessGroup | None = None
     """If `group` is one node of several: the ranks of our place in each."""
+    sum_over: Callable[[dist.ProcessGroup], Callable[[Tensor], None]] | None = None
+    """Of the ranks of our place in each node: what sums a gradient over them; none: torch's own."""
 
 
 class Sharded:

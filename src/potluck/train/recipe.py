@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 
 from potluck.agree.policy import ApplyPolicy, Sync
+from potluck.coded_numbers import Wire
 from potluck.composition import Wanted, compose, ranks_per_worker
 from potluck.config import from_dict, from_toml, to_toml
 from potluck.engine.engine import Engine
@@ -79,6 +80,8 @@ class RunConfig:
     strategy: ShardingStrategy = NoShard()
     stages: Stages | None = None
     """Cuts the model over several workers; None: each has all layers."""
+    wire: Wire = "fp32"
+    """In which form replicas send each other their numbers: fp32, or in fewer bits as bf16, int8 or int4."""
 
     def __post_init__(self) -> None:
         if fault := name_fault(self.name):
@@ -139,6 +142,7 @@ def main(arguments: list[str]) -> None:
         config.strategy,
         stages=config.stages,
         step=config.step,
+        wire=config.wire,
         patience_s=config.workers.patience_s,
     ) as engine:
         summary, model = train_recipe(config, args, engine)
@@ -178,6 +182,7 @@ def join(arguments: list[str]) -> None:
             policy=config.policy,
             strategy=config.strategy,
             stages=config.stages,
+            wire=config.wire,
             world=ranks,
             has_host=True,
             offload_optimizer=config.step.offload_optimizer,

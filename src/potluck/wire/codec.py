@@ -17,6 +17,7 @@ from potluck.wire.messages import MESSAGES, PUBLISHED, Hello, Kind, Message, lay
 _FIXED = {Kind.U8: struct.Struct("<B"), Kind.U32: struct.Struct("<I"), Kind.U64: struct.Struct("<Q")}
 _F64 = struct.Struct("<d")
 _ARRAYS: dict[Kind, np.dtype[Any]] = {
+    Kind.CODED: np.dtype("u1"),
     Kind.F32S: np.dtype("<f4"),
     Kind.U32S: np.dtype("<u4"),
     Kind.F64S: np.dtype("<f8"),
@@ -46,7 +47,9 @@ class Codec:
         return found
 
 
-_COUNTED = (Kind.STRING, Kind.F32S, Kind.U32S, Kind.F64S, Kind.BYTES)
+_COUNTED = (Kind.STRING, *_ARRAYS, Kind.BYTES)
+_BULK = (Kind.F32S, Kind.CODED)
+"""Of which a message may have more than is kept of it: they are read as they come."""
 BINCODE = Codec("bincode", _U32, 0, dict.fromkeys(_COUNTED, _U64), sizes_first=False, messages=MESSAGES)
 ENTRENAR = Codec(
     "entrenar",
@@ -57,7 +60,8 @@ ENTRENAR = Codec(
     messages=PUBLISHED,
 )
 CODECS = {codec.name: codec for codec in (BINCODE, ENTRENAR)}
-_HELLO = MESSAGES.index(Hello)
+_NUMBERS = {message: number for number, message in enumerate(MESSAGES)}
+_HELLO = _NUMBERS[Hello]
 
 
 def codec_of(payload: bytes | memoryview) -> str:
@@ -79,9 +83,10 @@ def encode(message: Message, codec: str = "bincode") -> bytes:
 def encode_parts(message: Message, codec: str = "bincode") -> list[bytes | memoryview]:
     """A frame in pieces, arrays as views: for sendmsg, which copies none of them."""
     chosen = CODECS[codec]
-    if type(message) not in chosen.messages:
+    number = _NUMBERS[type(message)]
+    if number >= len(chosen.messages):
         raise OurProtocolError(f"{type(message).__name__} does not travel as {codec}.")
-    parts: list[bytes | memoryview] = [chosen.tag.pack(chosen.messages.index(type(message)) + chosen.first_tag)]
+    parts: list[bytes | memoryview] = [chosen.tag.pack(number + chosen.first_tag)]
     for name, kind in chosen.fields(type(message)):
         parts += _encode_field(chosen, kind, getattr(message, name), f"{type(message).__name__}.{name}")
     _check_sizes(message.__class__, vars(message), len(vars(message).get("gradients", ())), OurProtocolError)
@@ -116,8 +121,18 @@ class Bulk:
     start: int
     """Where the gradients begin in the payload."""
     count: int
-    """How many there are."""
+    """How many there are; of coded ones, bytes."""
     codec: str
+
+    @property
+    def field(self) -> tuple[str, np.dtype[Any]]:
+        """What a message calls them, and how each travels."""
+        name, kind = next((name, kind) for name, kind in layout(self.message) if kind in _BULK)
+        return name, _ARRAYS[kind]
+
+    @property
+    def nbytes(self) -> int:
+        return self.count * self.field[1].itemsize
 
     def finish(self, tail: memoryview) -> dict[str, Any]:
         """The fields that come after the gradients, from the bytes after them."""
@@ -131,7 +146,7 @@ class Bulk:
 
 
 def is_bulk(message: type[Message]) -> bool:
-    return any(kind is Kind.F32S for _, kind in layout(message))
+    return any(kind in _BULK for _, kind in layout(message))
 
 
 def peek(payload: memoryview, codec: str) -> type[Message]:
@@ -147,14 +162,14 @@ def open_bulk(begun: memoryview, length: int, codec: str) -> Bulk | None:
     found: dict[str, Any] = {}
     try:
         for name, kind in chosen.fields(message):
-            if kind is Kind.F32S:
+            if kind in _BULK:
                 count = reader.fixed(chosen.counts[kind], name)
-                start = len(begun) - reader.left
-                if 4 * count > length - start:
+                bulk = Bulk(message, found, len(begun) - reader.left, count, codec)
+                if bulk.nbytes > length - bulk.start:
                     raise OverflowError(
-                        f"{message.__name__}.{name} needs {4 * count:,} bytes, and {length - start:,} are left."
+                        f"{message.__name__}.{name} needs {bulk.nbytes:,} bytes, and {length - bulk.start:,} are left."
                     )
-                return Bulk(message, found, start, count, codec)
+                return bulk
             found[name] = _decode_field(chosen, kind, reader, name)
     except TheirProtocolError:
         if len(begun) < length:
@@ -210,7 +225,7 @@ def _encode_field(codec: Codec, kind: Kind, value: Any, what: str) -> list[bytes
             case Kind.BYTES:
                 data = memoryview(value).cast("B")
                 return [codec.counts[kind].pack(len(data)), data]
-            case Kind.F32S | Kind.U32S | Kind.F64S:
+            case Kind.F32S | Kind.U32S | Kind.F64S | Kind.CODED:
                 array = np.ascontiguousarray(value, _ARRAYS[kind])
                 return [codec.counts[kind].pack(array.size), array.reshape(-1).view(np.uint8).data]
         return [_FIXED[kind].pack(value)]
@@ -232,7 +247,7 @@ def _decode_field(codec: Codec, kind: Kind, reader: _Reader, what: str) -> Any:
             return _F64.unpack(reader.take(8, what))[0]
         case Kind.BYTES:
             return reader.take(reader.fixed(codec.counts[kind], what), what)
-        case Kind.F32S | Kind.U32S | Kind.F64S:
+        case Kind.F32S | Kind.U32S | Kind.F64S | Kind.CODED:
             count = reader.fixed(codec.counts[kind], what)
             return np.frombuffer(reader.take(_ARRAYS[kind].itemsize * count, what), _ARRAYS[kind])
     return reader.fixed(_FIXED[kind], what)

@@ -34,6 +34,9 @@ class Kind(Enum):
     F64 = auto()
     F64S = auto()
     BYTES = auto()
+    CODED = auto()  # bytes too; they are read as they come, as gradients are
+
+    __hash__ = object.__hash__  # Enum's own is a function of Python, and tables are asked for each field of a message
 
 
 U8 = Annotated[int, Kind.U8]
@@ -46,6 +49,7 @@ U32s = Annotated[npt.NDArray[np.uint32], Kind.U32S]
 F64 = Annotated[float, Kind.F64]
 F64s = Annotated[npt.NDArray[np.float64], Kind.F64S]
 Bytes = Annotated[bytes | memoryview, Kind.BYTES]
+Coded = Annotated[npt.NDArray[np.uint8], Kind.CODED]
 
 
 @dataclass_transform(frozen_default=True, eq_default=False)
@@ -367,6 +371,31 @@ class AverageAt(Message):
 
     step: U64
     part: U32
+
+
+class CodedPart(Message):
+    """worker -> coordinator, in place of a payload of floats: a part of a gradient, or of what a window changed."""
+
+    step: U64
+    part: U32
+    coding: U8
+    """1 bf16, 2 int8, 3 int4: the one that the run was described with."""
+    numbers: Coded
+
+
+class CodedAverage(Message):
+    """coordinator -> worker"""
+
+    step: U64
+    part: U32
+    coding: U8
+    numbers: Coded
+
+
+class SealKey(Message):
+    """both ways, if both ends can: the sender's last message inside TLS. What it sends next is sealed with this key."""
+
+    key: Bytes
 
 
 MESSAGES: tuple[type[Message], ...] = tuple(Message.__subclasses__())

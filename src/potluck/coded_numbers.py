@@ -1,0 +1,173 @@
+"""Numbers in fewer bits: what replicas send each other, where `wire` is not fp32. Here in numpy.
+
+coded_tensors.py is the same for tensors, with the same bytes on every device.
+
+    bf16   the upper half of a float32, rounded to nearest
+    int8   blocks of 256: a scale in bf16, then each number as a multiple of it, from -127 to 127
+    int4   blocks of 64: a scale in bf16, then two multiples to a byte, from -7 to 7, each plus 8: in the lower halves
+           the block's first 32 numbers, in the upper ones the rest
+
+The last block is filled up with zeros. What was coded and decoded is coded to the same bytes again. A number that is
+not finite makes its whole block NaN; a block whose numbers are all below 1e-28 or so becomes zeros. Stateless, pure.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float32]
+Octets = npt.NDArray[np.uint8]
+
+Wire = Literal["fp32", "bf16", "int8", "int4"]
+WIRES: tuple[Wire, ...] = get_args(Wire)
+
+LEAST_SCALE = 2.0**-100
+"""A block with a smaller scale is zeros: below 2**-126 numbers lose digits, and some devices drop them."""
+NAN_SCALE = 0x7FC0
+
+
+@dataclass(frozen=True, slots=True)
+class Coding:
+    wire: Wire
+    number: int
+    """How messages name it."""
+    block: int
+    """Numbers that share a scale; 1: they need none."""
+    record_bytes: int
+    """Of one block."""
+    top: int = 0
+    """The largest multiple of the scale; 0: there is no scale."""
+
+    @property
+    def inverse_top(self) -> np.float32:
+        """Multiplied with, never divided by: a division by a constant is rounded otherwise on some devices."""
+        return np.float32(1.0 / self.top)
+
+    def coded_bytes(self, count: int) -> int:
+        return -(-count // self.block) * self.record_bytes
+
+    def encode(self, numbers: Floats, out: Octets) -> Octets:
+        """Into the first bytes of `out`, which are returned."""
+        out = out[: self.coded_bytes(len(numbers))]
+        if not self.top:
+            out.view(np.uint16)[:] = _to_bf16(numbers)
+            return out
+        whole = len(numbers) // self.block
+        if whole:
+            self._encode_blocks(numbers[: whole * self.block].reshape(whole, -1), out[: whole * self.record_bytes])
+        if rest := len(numbers) - whole * self.block:
+            last = np.zeros((1, self.block), np.float32)
+            last[0, :rest] = numbers[-rest:]
+            self._encode_blocks(last, out[whole * self.record_bytes :])
+        return out
+
+    def decode(self, coded: Octets, out: Floats) -> Floats:
+        """As many numbers as `out` has, into it."""
+        if not self.top:
+            np.left_shift(coded.view(np.uint16), 16, out=out.view(np.uint32), dtype=np.uint32)
+            return out
+        whole = len(out) // self.block
+        if whole:
+            self._decode_blocks(coded[: whole * self.record_bytes], out[: whole * self.block].reshape(whole, -1))
+        if rest := len(out) - whole * self.block:
+            last = np.empty((1, self.block), np.float32)
+            self._decode_blocks(coded[whole * self.record_bytes :], last)
+            out[-rest:] = last[0, :rest]
+        return out
+
+    def round(self, numbers: Floats) -> Floats:
+        """The numbers become what would arrive of them."""
+        if not self.top:
+            np.left_shift(_to_bf16(numbers), 16, out=numbers.view(np.uint32), dtype=np.uint32)
+            return numbers
+        whole = len(numbers) // self.block * self.block
+        if whole:
+            self._round_blocks(numbers[:whole].reshape(-1, self.block))
+        if whole < len(numbers):
+            last = np.zeros((1, self.block), np.float32)
+            last[0, : len(numbers) - whole] = numbers[whole:]
+            self._round_blocks(last)
+            numbers[whole:] = last[0, : len(numbers) - whole]
+        return numbers
+
+    def _scales(self, blocks: Floats) -> npt.NDArray[np.uint16]:
+        """[blocks], as the bits of bf16."""
+        largest = np.maximum.reduceat(np.abs(blocks.reshape(-1)), np.arange(0, blocks.size, self.block))
+        scale = largest * self.inverse_top
+        bits = _to_bf16(scale)
+        bits[~np.isfinite(scale)] = NAN_SCALE
+        bits[_from_bf16(bits) < LEAST_SCALE] = 0
+        return bits
+
+    def _multiples(self, blocks: Floats, scale: Floats, out: Floats) -> Floats:
+        """Whole numbers, as floats. Of a block that is not finite, they are 0 or NaN."""
+        inverse = np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale > 0)
+        np.multiply(blocks, inverse[:, None], out=out)
+        return np.rint(out, out=out)
+
+    def _encode_blocks(self, blocks: Floats, out: Octets) -> None:
+        records = out.reshape(len(blocks), self.record_bytes)
+        bits = self._scales(blocks)
+        found = self._multiples(blocks, _from_bf16(bits), np.empty_like(blocks))
+        if (bits == NAN_SCALE).any():
+            np.nan_to_num(found, copy=False, posinf=0.0, neginf=0.0)
+        records[:, :2] = bits.view(np.uint8).reshape(-1, 2)
+        if self.top == 127:
+            np.copyto(records[:, 2:].view(np.int8), found, casting="unsafe")
+        else:
+            halves = found.astype(np.int8).view(np.uint8).reshape(len(blocks), 2, -1)
+            codes = np.left_shift(halves[:, 1], 4)
+            np.add(codes, halves[:, 0], out=codes)  # bytes wrap around: the sum of both, each plus 8
+            np.add(codes, 8 * 17, out=records[:, 2:])
+
+    def _decode_blocks(self, coded: Octets, out: Floats) -> None:
+        records = coded.reshape(len(out), self.record_bytes)
+        scale = _from_bf16(np.ascontiguousarray(records[:, :2]).view(np.uint16)[:, 0])
+        if self.top == 127:
+            np.copyto(out, records[:, 2:].view(np.int8))
+        else:
+            half, codes = self.block // 2, records[:, 2:]
+            halves = np.empty((len(out), 2, half), np.uint8)
+            np.bitwise_and(codes, 15, out=halves[:, 0])
+            np.right_shift(codes, 4, out=halves[:, 1])
+            np.subtract(halves, 8, out=halves)  # wraps around, as int8 does
+            np.copyto(out, halves.view(np.int8).reshape(out.shape))
+        np.multiply(out, scale[:, None], out=out)
+
+    def _round_blocks(self, blocks: Floats) -> None:
+        scale = _from_bf16(self._scales(blocks))
+        self._multiples(blocks, scale, blocks)
+        np.add(blocks, np.float32(0), out=blocks)  # no -0, which a whole number cannot be
+        np.multiply(blocks, scale[:, None], out=blocks)
+
+
+CODINGS: dict[str, Coding] = {
+    "bf16": Coding("bf16", 1, 1, 2),
+    "int8": Coding("int8", 2, 256, 2 + 256, 127),
+    "int4": Coding("int4", 3, 64, 2 + 32, 7),
+}
+BY_NUMBER = {coding.number: coding for coding in CODINGS.values()}
+
+
+def coding_of(wire: str) -> Coding | None:
+    """None: numbers travel as they are, in fp32."""
+    return CODINGS.get(wire)
+
+
+def _to_bf16(numbers: Floats) -> npt.NDArray[np.uint16]:
+    """Rounded to nearest, ties to even."""
+    bits: npt.NDArray[Any] = np.ascontiguousarray(numbers).view(np.uint32)
+    odd = (bits >> 16) & 1
+    odd += 0x7FFF
+    odd += bits
+    odd >>= 16
+    found = odd.astype(np.uint16)
+    if (is_nan := np.isnan(numbers)).any():  # whose bits might have wrapped around
+        found[is_nan] = NAN_SCALE
+    return found
+
+
+def _from_bf16(bits: npt.NDArray[np.uint16]) -> Floats:
+    return np.left_shift(bits, 16, dtype=np.uint32).view(np.float32)

@@ -1,0 +1,82 @@
+"""Tensors in fewer bits, coded on the device where they are: the same bytes as coded_numbers.py on each of them.
+
+No operation here is one that a device may fuse with its neighbour, or rounds in its own way: bits are equal everywhere.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from potluck.coded_numbers import LEAST_SCALE, NAN_SCALE, Coding
+
+
+@torch.no_grad()
+def encode(coding: Coding, numbers: Tensor, out: Tensor | None = None) -> Tensor:
+    """[coded_bytes], on the numbers' device. `out`: where they go."""
+    flat = numbers.detach().reshape(-1).float()
+    coded = flat.new_empty(coding.coded_bytes(len(flat)), dtype=torch.uint8) if out is None else out
+    if not coding.top:
+        coded.view(torch.bfloat16).copy_(flat)
+        return coded
+    whole = len(flat) // coding.block
+    if whole:
+        _encode_blocks(coding, flat[: whole * coding.block].view(whole, -1), coded[: whole * coding.record_bytes])
+    if rest := len(flat) - whole * coding.block:
+        last = flat.new_zeros(1, coding.block)
+        last[0, :rest] = flat[-rest:]
+        _encode_blocks(coding, last, coded[whole * coding.record_bytes :])
+    return coded
+
+
+@torch.no_grad()
+def decode(coding: Coding, coded: Tensor, out: Tensor) -> Tensor:
+    """As many numbers as `out` has, into it; it is flat."""
+    if not coding.top:
+        return out.copy_(coded.view(torch.bfloat16))
+    whole = len(out) // coding.block
+    if whole:
+        place = out[: whole * coding.block].view(whole, -1)
+        _decode_blocks(coding, coded[: whole * coding.record_bytes], place)
+    if rest := len(out) - whole * coding.block:
+        last = out.new_empty(1, coding.block)
+        _decode_blocks(coding, coded[whole * coding.record_bytes :], last)
+        out[-rest:] = last[0, :rest]
+    return out
+
+
+def round_(coding: Coding, numbers: Tensor) -> Tensor:
+    """The numbers, which are flat, become what would arrive of them."""
+    return decode(coding, encode(coding, numbers), numbers)
+
+
+def _encode_blocks(coding: Coding, blocks: Tensor, out: Tensor) -> None:
+    records = out.view(len(blocks), coding.record_bytes)
+    scale = blocks.abs().amax(dim=1, keepdim=True).mul_(float(coding.inverse_top))
+    bits = scale.to(torch.bfloat16)
+    bits.masked_fill_(bits < LEAST_SCALE, 0.0)
+    bits.view(torch.int16).masked_fill_(~scale.isfinite(), NAN_SCALE)
+    wide = bits.float()
+    inverse = torch.where(wide > 0, wide.reciprocal(), 0.0)
+    found = (blocks * inverse).round_()
+    if found.is_cuda or not math.isfinite(wide.sum()):  # elsewhere a look costs less than the work
+        found.nan_to_num_(0.0, 0.0, 0.0)
+    records[:, :2] = bits.view(torch.uint8)
+    if coding.top == 127:
+        records[:, 2:].view(torch.int8).copy_(found)
+    else:
+        low, high = torch.split(found.to(torch.int8).view(torch.uint8), coding.block // 2, dim=1)
+        records[:, 2:] = (high << 4).add_(low).add_(8 * 17)  # bytes wrap around: the sum of both, each plus 8
+
+
+def _decode_blocks(coding: Coding, coded: Tensor, out: Tensor) -> None:
+    records = coded.view(len(out), coding.record_bytes)
+    scale = records[:, :2].contiguous().view(torch.bfloat16).float()
+    codes = records[:, 2:]
+    if coding.top == 127:
+        out.copy_(codes.view(torch.int8))
+    else:
+        low, high = torch.split(out, coding.block // 2, dim=1)
+        low.copy_(codes & 15).sub_(8)
+        high.copy_(codes >> 4).sub_(8)
+    out.mul_(scale)

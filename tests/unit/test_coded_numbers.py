@@ -1,0 +1,124 @@
+"""Numbers in fewer bits: the error has a bound, what was rounded stays as it is, and devices give the same bits."""
+
+import struct
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from potluck import coded_tensors
+from potluck.coded_numbers import CODINGS, LEAST_SCALE, WIRES, Coding, coding_of
+
+FLOATS = arrays.arrays(
+    np.float32,
+    st.integers(0, 700),
+    elements=st.floats(-(2.0**120), 2.0**120, width=32) | st.floats(-1, 1, width=32) | st.just(0.0),
+)
+ANY_FLOATS = arrays.arrays(np.float32, st.integers(1, 300), elements=st.floats(width=32))
+coding_ = pytest.mark.parametrize("coding", CODINGS.values(), ids=lambda coding: coding.wire)
+
+
+def encoded(coding: Coding, numbers: np.ndarray) -> bytes:
+    return coding.encode(numbers, np.empty(coding.coded_bytes(len(numbers)), np.uint8)).tobytes()
+
+
+def decoded(coding: Coding, coded: bytes, count: int) -> np.ndarray:
+    return coding.decode(np.frombuffer(coded, np.uint8), np.empty(count, np.float32))
+
+
+def test_there_is_one_for_each_wire_but_fp32() -> None:
+    assert coding_of("fp32") is None
+    assert [wire for wire in WIRES if coding_of(wire)] == list(CODINGS)
+    assert [coding.coded_bytes(1 << 20) for coding in CODINGS.values()] == [2 << 20, 258 << 12, 34 << 14]
+
+
+@coding_
+@given(numbers=FLOATS)
+def test_the_error_has_a_bound(coding: Coding, numbers: np.ndarray) -> None:
+    found = decoded(coding, encoded(coding, numbers), len(numbers))
+    for first in range(0, len(numbers), coding.block):
+        block, back = (each[first : first + coding.block].astype(np.float64) for each in (numbers, found))
+        largest = np.abs(block).max()
+        step = largest / coding.top * (1 + 2**-7) + 254 * LEAST_SCALE if coding.top else 0.0
+        limit = np.abs(block) * 2.0**-8 + 2.0**-133 if not coding.top else step / 2
+        assert (np.abs(block - back) <= limit).all()
+
+
+@coding_
+@given(numbers=FLOATS)
+def test_what_was_rounded_is_not_rounded_again(coding: Coding, numbers: np.ndarray) -> None:
+    once = encoded(coding, numbers)
+    back = decoded(coding, once, len(numbers))
+    assert encoded(coding, back) == once
+    assert coding.round(numbers.copy()).tobytes() == back.tobytes()
+
+
+@coding_
+@given(numbers=ANY_FLOATS)
+def test_what_is_not_finite_stays_so(coding: Coding, numbers: np.ndarray) -> None:
+    with np.errstate(all="ignore"):
+        found = decoded(coding, encoded(coding, numbers), len(numbers))
+    assert not np.isfinite(found[~np.isfinite(numbers)]).any()
+    assert encoded(coding, found) == encoded(coding, numbers)
+
+
+@coding_
+@given(numbers=FLOATS)
+def test_tensors_have_the_same_bytes(coding: Coding, numbers: np.ndarray) -> None:
+    tensor = torch.from_numpy(numbers.copy())
+    coded = coded_tensors.encode(coding, tensor)
+    assert coded.numpy().tobytes() == encoded(coding, numbers)
+    expected = decoded(coding, encoded(coding, numbers), len(numbers))
+    assert coded_tensors.decode(coding, coded, torch.empty(len(numbers))).numpy().tobytes() == expected.tobytes()
+    assert coded_tensors.round_(coding, tensor).numpy().tobytes() == expected.tobytes()
+
+
+@coding_
+@given(numbers=ANY_FLOATS)
+def test_tensors_that_are_not_finite_too(coding: Coding, numbers: np.ndarray) -> None:
+    with np.errstate(all="ignore"):
+        expected = decoded(coding, encoded(coding, numbers), len(numbers))
+    found = coded_tensors.round_(coding, torch.from_numpy(numbers.copy())).numpy()
+    assert np.array_equal(found, expected, equal_nan=True)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@coding_
+def test_a_gpu_gives_the_same_bytes(coding: Coding) -> None:
+    numbers = torch.randn(1_000_001) * torch.logspace(-30, 30, 1_000_001)
+    numbers[::50_000] = torch.inf
+    numbers[70_000:90_000] = 0.0
+    coded = coded_tensors.encode(coding, numbers.cuda())
+    here = coded_tensors.encode(coding, numbers)
+    assert torch.equal(coded.cpu(), here)
+    back = [coded_tensors.decode(coding, each, torch.empty(len(numbers), device=each.device)) for each in (coded, here)]
+    torch.testing.assert_close(back[0].cpu(), back[1], rtol=0, atol=0, equal_nan=True)
+
+
+def judge(wire: str, numbers: list[float]) -> list[float]:
+    """By the definition, number by number, in exact arithmetic of Python's doubles."""
+
+    def to_bf16(value: float) -> float:
+        (bits,) = struct.unpack("<I", struct.pack("<f", value))
+        return struct.unpack("<f", struct.pack("<I", (bits + 0x7FFF + (bits >> 16 & 1)) >> 16 << 16))[0]
+
+    if wire == "bf16":
+        return [to_bf16(value) for value in numbers]
+    block, top = {"int8": (256, 127), "int4": (64, 7)}[wire]
+    found = []
+    for first in range(0, len(numbers), block):
+        part = numbers[first : first + block]
+        scale = to_bf16(float(np.float32(max(map(abs, part))) * np.float32(1 / top)))
+        found += [round(float(np.float32(value) * (np.float32(1) / np.float32(scale)))) * scale for value in part]
+    return found
+
+
+@coding_
+def test_the_format_is_what_it_says(coding: Coding) -> None:
+    numbers = np.random.default_rng(5).standard_normal(1000).astype(np.float32)
+    found = decoded(coding, encoded(coding, numbers), len(numbers))
+    assert found.tolist() == judge(coding.wire, numbers.tolist())
+    assert len(encoded(coding, numbers)) == coding.coded_bytes(1000)
