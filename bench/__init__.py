@@ -16,6 +16,7 @@ Workers of different speeds, on a testbed; for the machine alone, and only when 
 mixed_speeds   what they do together, against the sum of what each does alone at the same time
 time_to_loss   the time to a validation loss, against bare DDP; and the loss after the same samples, against Sync's
 following   how soon shares follow a worker that slows down
+slow_host   what they do together where each reaches its host over a slow, long link, and the bytes that it takes
 convergence   what overlap, the anchor and an outer optimizer do to the loss after the same samples
 h200_mixed   parts of one GPU together, against the sum of what each does alone
 

@@ -7,9 +7,11 @@
 
 `python -m bench.testbed --cpu 0.6 0.2 --mbit 1000 100 -- COMMAND ...` runs a command once on each machine.
 
-It takes root: a control group per machine (`quota.py`), a network namespace per machine (`network.py`), and for parts
-of a GPU a daemon of our own (`partition.py`). Whatever ends the testbed, kill -9 included, `reaper.py` clears away
-every process and everything that was made.
+`relay.py` is a slow, long link, for any process of this machine and without any rights.
+
+A testbed takes root: a control group per machine (`quota.py`), a network namespace per machine (`network.py`), and
+for parts of a GPU a daemon of our own (`partition.py`). Whatever ends the testbed, kill -9 included, `reaper.py` clears
+away every process and everything that was made.
 
 Without these rights, `Testbed.lacks(machines)` says what is missing, and a benchmark can still make its workers
 unequal by itself: a worker that is to have the share `s` of a core measures the time `t` that it computed for

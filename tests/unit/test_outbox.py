@@ -3,6 +3,7 @@
 import socket
 import threading
 import time
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from potluck.fleet.connection import Connection
 from potluck.fleet.outbox import Outbox
 from potluck.fleet.pipe import Pipe
 from potluck.fleet.shared_memory import Receipts
-from potluck.wire.messages import Applied, Heartbeat, Message, PartAt, SliceReport
+from potluck.wire.messages import Applied, Heartbeat, Message, PartAt, SliceReport, StateBegin, StateMore
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -37,7 +38,7 @@ class Sender:
                 self.out.put(message)
 
     def hear(self, count: int) -> list[Message]:
-        frames = self.host.frames(lambda: 1 << 20)
+        frames = self.host.frames(lambda: 1 << 22)
         return [self.host.read_message(*next(frames)) for _ in range(count)]
 
     def close(self) -> None:
@@ -89,6 +90,31 @@ def test_what_is_sent_while_the_thread_has_something_in_hand_stands_behind_it() 
     sender.put(applied(2))
     may_go.set()
     assert [getattr(message, "step", 0) for message in sender.hear(2)] == [1, 2]
+    sender.close()
+
+
+def test_nobody_waits_for_a_parcel_on_its_way() -> None:
+    """On a slow link it takes minutes, and all of them something of it is about to leave."""
+    sender = Sender()
+    started, done = threading.Event(), threading.Event()
+
+    def chunks() -> Iterator[bytes]:
+        started.set()
+        yield from [bytes(1 << 20)] * 2  # more than the system takes while the host reads nothing
+
+    with sender.change:
+        sender.out.put_parcel(1, StateBegin(1, 1, "[]"), chunks(), done.set)
+        sender.out.on_more(StateMore(1, 2))
+    sender.thread.start()
+    assert started.wait(10)
+    with sender.change:
+        assert not sender.out.unsent  # what flush() waits for
+        sender.out.put(applied(2))
+        assert sender.out.unsent == 1  # it stands behind the chunk that is being written
+    heard = [type(message).__name__ for message in sender.hear(4)]
+    assert sorted(heard) == ["Applied", "StateBegin", "StateChunk", "StateChunk"] and done.wait(10)
+    with sender.change:
+        assert sender.change.wait_for(lambda: not sender.out.unsent, 10)
     sender.close()
 
 

@@ -26,6 +26,9 @@ class _Entry:
     """Or what is left of one that the system did not take at once."""
     before: Callable[[], None] | None = None
     descriptors: tuple[int, ...] = ()
+    is_own: bool = False
+    """It was not put here: a chunk of a parcel, or a beat. Nobody's memory waits for it to leave, and on a slow link a
+    long parcel would keep those waiting who wait for theirs."""
 
 
 _RECEIPTS = _Entry(b"")
@@ -40,7 +43,7 @@ class Outbox:
     ) -> None:
         """`beat`: what is sent when nothing else has been for a while."""
         self.unsent = 0
-        """How many have not left. What lies in shared memory has when the host has taken it."""
+        """How many that were put here have not left. What lies in shared memory has when the host has taken it."""
         self.is_ending = False
         """Nothing more will be put here."""
         self._connection = connection
@@ -106,7 +109,7 @@ class Outbox:
                 self._owed -= took
                 if entry is not _RECEIPTS and isinstance(entry.message, PartAt):
                     self._owe(entry.message)
-                else:
+                elif not entry.is_own:
                     self.unsent -= took or 1
                 if not self.unsent:
                     self._emptied.notify_all()
@@ -125,8 +128,7 @@ class Outbox:
                 found = self._parcels.next() or (self._beat() if left <= 0 else None)
                 if found is not None:
                     self._is_sending = True
-                    self.unsent += 1
-                    return _Entry(found)
+                    return _Entry(found, is_own=True)
                 if self.is_ending:
                     return None
                 self._change.wait(left)

@@ -1,0 +1,320 @@
+"""Unequal workers of a host, each behind a slow, long link: what they do together, and how many bytes that takes.
+
+    python -m bench slow_host [--quick]
+    python -m bench.slow_host --mbit 100 --ms 50 --wire int4 --policy cadence --turns 1
+
+`potluck host` runs with TLS on this machine. Two workers join it, each through a relay of its own (bench/testbed): a
+rate each way, a round trip, and at most 4 MB of a connection on their way. One has 0.9 cores, the other a third of
+that. The model is the GPT of 19.7M parameters on rows of 32 tokens, 4 rows to a worker's batch, for which the
+slow worker needs 1.3 s. Its gradient has 79 MB: 6.3 s on such a link, each way.
+
+Speed is that of the steady state: rows per second after the first windows, against the sum of what both workers do
+alone at the same time, just before they join and just after they leave. Bytes are those that passed the relays in that
+time, all that the protocol says included. Both are compared with Sync in fp32 at the same setting, in turns.
+
+Where a window's time went is told for each worker: computing; from its end to its last byte on the link (sending); from
+there to the last byte of the mean (receiving, which includes waiting for the other worker); and from there to the next
+window's begin (applying). The link's own time for those bytes stands beside it.
+"""
+
+import argparse
+import itertools
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+from bench.ranks import CPU_ONLY, ROOT
+from bench.report import Comparison, Result
+from bench.testbed import Machine
+from bench.testbed.relay import SLOT_S, WINDOW_BYTES, Relay
+from bench.turns import say
+from bench.uneven import Uneven, cores_of
+from potluck.fleet.invite import Invite
+
+GAP = 3
+ROWS = 4
+"""A worker's batch."""
+CONTEXT = 32
+START_S = 30.0
+SPEED, BYTES = 0.95, 1 / 50
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    policy: str
+    wire: str = "fp32"
+    mbit: float = 100
+    ms: float = 50
+    """The round trip."""
+    anchor: int | None = None
+    """Batches of the slow worker to a window; none: as many as the policy chooses."""
+    warm: int = 3
+    """Windows, or steps, that are not counted: the first window is short, and tells how fast workers are."""
+    counted: int = 4
+    alone_s: float = 8.0
+    window_bytes: int = WINDOW_BYTES
+    checkpoints: bool = False
+    """Whether the host gets checkpoints meanwhile, as it does in a run of any length."""
+
+    @property
+    def name(self) -> str:
+        anchor = "" if self.anchor is None else f" of {self.anchor} batches"
+        return f"{self.policy}{anchor}, {self.wire}, {self.mbit:g} Mbit/s, {self.ms:g} ms"
+
+
+OURS = Setting(policy="cadence", wire="int4", anchor=20, warm=2, counted=2)
+"""With windows as long as Cadence wants them by itself, a minute or more, agreeing would not be seen at all."""
+THEIRS = Setting(policy="sync", warm=2, counted=3)
+
+
+def measure(quick: bool) -> Result:
+    if quick:
+        short = {"warm": 1, "counted": 1, "alone_s": 2.0}
+        return measure_settings([replace(OURS, anchor=2, **short), replace(THEIRS, **short)], turns=1)
+    return measure_settings([OURS, THEIRS], turns=2)
+
+
+def measure_settings(settings: Sequence[Setting], *, turns: int) -> Result:
+    """The last one is what the others are compared with."""
+    found: dict[str, list[dict[str, Any]]] = {setting.name: [] for setting in settings}
+    with Uneven([Machine(cpu=cores) for cores in cores_of(2, 1)]) as fleet:
+        for turn in range(turns):
+            for setting in settings[:: -1 if turn % 2 else 1]:
+                found[setting.name].append(told := take_turn(fleet, setting))
+                say(f"slow_host: {setting.name}, turn {turn + 1} of {turns}: {describe(told)}")
+        how = fleet.how
+    return Result(compare(settings, found), {"unequal_by": how, "turns": found})
+
+
+def compare(settings: Sequence[Setting], found: dict[str, list[dict[str, Any]]]) -> list[Comparison]:
+    comparisons = []
+    *ours, theirs = settings
+    for setting in ours:
+        own, bare = found[setting.name], found[theirs.name]
+        together, alone = [turn["together"] for turn in own], [turn["alone"] for turn in own]
+        what = f"rows/s of 2 workers of a host, gap 3: {setting.name}, against the sum of what each does alone"
+        comparisons.append(Comparison(what=what, unit="rows/s", ours=together, bare=alone, target=SPEED, at_least=True))
+        sent = [[turn["sent_per_row"] for turn in turns] for turns in (own, bare)]
+        what = f"bytes that a worker sends per row: {setting.name}, against {theirs.name}"
+        comparisons.append(Comparison(what=what, unit="B", ours=sent[0], bare=sent[1], target=BYTES))
+    return comparisons
+
+
+# One turn
+
+
+def take_turn(fleet: Uneven, setting: Setting) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder, ExitStack() as stack:
+        invite = stack.enter_context(_host(Path(folder) / "run"))
+        links: dict[str, Any] = {"mbit": setting.mbit, "delay_s": setting.ms / 2000}
+        relays = [
+            stack.enter_context(Relay("127.0.0.1", invite.port, **links, window_bytes=setting.window_bytes))
+            for _ in fleet.machines
+        ]
+        lines = [Invite("127.0.0.1", relay.port, invite.secret, invite.pin).line() for relay in relays]
+        answers = fleet.run(
+            "bench.slow_host:work",
+            cores=cores_of(2, GAP),
+            limit_s=900.0,
+            invites=lines,
+            setting=asdict(setting),
+        )
+        return summarize(setting, answers, [relay.traffic() for relay in relays])
+
+
+@contextmanager
+def _host(folder: Path) -> Iterator[Invite]:
+    """`potluck host`, until the workers have gone."""
+    command = [sys.executable, "-m", "potluck.cli", "host", __file__, "--out", str(folder), "--at-least", "2"]
+    environment = {**os.environ, **CPU_ONLY, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
+    process = subprocess.Popen([*command, "--workers", "0"], env=environment, stdout=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + START_S
+        while not (folder / "invite").exists():
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise SystemExit("slow_host: the host did not start; its words are above.")
+            time.sleep(0.05)
+        yield Invite.parse((folder / "invite").read_text().strip())
+    finally:
+        process.kill()
+        process.wait()
+
+
+def summarize(setting: Setting, answers: list[dict[str, Any]], traffic: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of the windows that count: from the agreement before the first of them to the last one's."""
+    agreed = answers[0]["agreed"]
+    (since, rows_before), (until, rows_after) = agreed[setting.warm - 1], agreed[-1]
+    rows, seconds = rows_after - rows_before, until - since
+    sent = [sum(_between(link["up"], since, until)) for link in traffic]
+    received = [sum(_between(link["down"], since, until)) for link in traffic]
+    return {
+        "together": rows / seconds,
+        "alone": sum(mean(answer["alone"]) for answer in answers),
+        "speeds": [mean(answer["alone"]) for answer in answers],
+        "sent_per_row": mean(sent) / rows,
+        "received_per_row": mean(received) / rows,
+        "seconds": seconds / setting.counted,
+        "rows": rows / setting.counted,
+        "shares": answers[0]["shares"],
+        "phases": [_phases(setting, answer, link) for answer, link in zip(answers, traffic, strict=True)],
+    }
+
+
+def _between(line: dict[str, Any], since: float, until: float) -> list[int]:
+    return [count for slot, count in line["slots"].items() if since <= SLOT_S * (int(slot) + 1) < until]
+
+
+def _phases(setting: Setting, answer: dict[str, Any], link: dict[str, Any]) -> dict[str, float]:
+    """Medians over the windows that count, in seconds."""
+    found: dict[str, list[float]] = {name: [] for name in ("computing", "sending", "receiving", "applying", "link")}
+    times = list(itertools.pairwise(at for at, _ in answer["agreed"]))[setting.warm - 1 :]
+    bytes_per_s = setting.mbit * 1e6 / 8
+    for (since, until), computed_at in zip(times, answer["computed"][setting.warm :], strict=False):
+        sent = _last_at(link["up"], computed_at, until)
+        came = _last_at(link["down"], computed_at, until) + setting.ms / 2000
+        found["computing"].append(computed_at - since)
+        found["sending"].append(sent - computed_at)
+        found["receiving"].append(max(0.0, came - sent))
+        found["applying"].append(max(0.0, until - max(sent, came)))
+        most = max(sum(_between(line, computed_at, until)) for line in link.values())
+        found["link"].append(most / bytes_per_s + setting.ms / 1000)
+    return {name: round(median(values), 3) for name, values in found.items() if values}
+
+
+def _last_at(line: dict[str, Any], since: float, until: float) -> float:
+    """When the last of the bytes left that did in this time."""
+    slots = [int(slot) for slot in line["slots"] if since <= SLOT_S * int(slot) < until]
+    return min(until, SLOT_S * (max(slots) + 1)) if slots else since
+
+
+def describe(told: dict[str, Any]) -> str:
+    lines = [
+        f"{told['together'] / told['alone']:.3f} ({told['together']:.2f} of {told['alone']:.2f} rows/s),"
+        f" {told['sent_per_row'] / 1e6:.3f} MB sent per row, {told['seconds']:.1f} s for {told['rows']:.0f} rows,"
+        f" shared {_list(told['shares'])}; alone {_list(told['speeds'])}"
+    ]
+    for worker, phases in enumerate(told["phases"]):
+        lines.append(f"  worker {worker}: " + ", ".join(f"{name} {value:.2f} s" for name, value in phases.items()))
+    return "\n".join(lines)
+
+
+def _list(numbers: Sequence[float]) -> str:
+    return " and ".join(f"{number:.2f}" for number in numbers)
+
+
+# A worker
+
+
+def work(seat: Any, *, invites: list[str], setting: dict[str, Any]) -> dict[str, Any]:
+    """One worker of one turn: alone, as one of two, and alone again."""
+    from bench.mixed import BareLoop, Task, rows_per_s
+    from potluck.train.model import ModelConfig
+
+    given = Setting(**setting)
+    task = Task(model=ModelConfig(dim=384, layers=11, heads=6, context=CONTEXT), rows=ROWS)
+    loop = BareLoop(seat, task, task.data())
+    loop.step()
+    alone = [rows_per_s(loop, given.alone_s)]
+    told = _train(seat, given, task, invites[seat.rank])
+    return told | {"alone": [*alone, rows_per_s(loop, given.alone_s)]}
+
+
+def _train(seat: Any, setting: Setting, task: Any, invite: str) -> dict[str, Any]:
+    import potluck
+    from bench.mixed import CLIP, Heard, train
+    from potluck.environment import QUIET
+    from potluck.fleet import member, phases
+    from potluck.fleet.invite import INVITE
+    from potluck.wire.messages import SliceReport
+
+    if not setting.checkpoints:
+        member.KEEP_FIRST_S = math.inf
+
+    os.environ |= {INVITE: invite, QUIET: "1", "POTLUCK_NAME": f"worker {seat.rank}"}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        os.environ.pop(name, None)
+    fleet = potluck.init(_policy(setting), step=potluck.StepConfig(clip=CLIP), wire=setting.wire)
+    model, optimizer = task.build()
+    model, _, loader = fleet.prepare(model, optimizer, task.data(), batch_size=task.rows * seat.world)
+    heard, agreed = Heard(), []
+    computed: dict[int, float] = {}
+    """When this worker told the host that it had computed its part of each step."""
+    fleet.events.listeners.append(heard)
+
+    def listen(phase: str, step: int, **what: Any) -> None:
+        if phase == "sending" and isinstance(what["message"], SliceReport):
+            computed[step] = time.monotonic()
+
+    phases.listeners.append(listen)
+    fleet.after_agreement.append(lambda: agreed.append((time.monotonic(), fleet.rows_seen)))
+    with suppress(_Enough):
+        train(fleet, model, loader, seat, lambda: _stop(len(agreed), setting))
+    phases.listeners.remove(listen)
+    rows = [part.rows for part in heard.windows[-1].workers]
+    return {"agreed": agreed, "computed": list(computed.values()), "shares": [part / sum(rows) for part in rows]}
+
+
+class _Enough(Exception):
+    pass
+
+
+def _stop(agreed: int, setting: Setting) -> None:
+    if agreed >= setting.warm + setting.counted:
+        raise _Enough
+
+
+def _policy(setting: Setting) -> Any:
+    import potluck
+
+    kinds = {"sync": potluck.Sync, "cadence": potluck.Cadence, "async": potluck.Async, "auto": potluck.Auto}
+    if setting.policy == "sync":
+        return potluck.Sync()
+    fixed = {} if setting.anchor is None else {"anchor": setting.anchor, "max_anchor": setting.anchor}
+    return kinds[setting.policy](**fixed)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.slow_host", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--policy", default="cadence", choices=("sync", "cadence", "async", "auto"))
+    parser.add_argument("--wire", default="int4", choices=("fp32", "bf16", "int8", "int4"))
+    parser.add_argument("--mbit", type=float, default=100)
+    parser.add_argument("--ms", type=float, default=50, help="of the round trip")
+    parser.add_argument(
+        "--anchor", type=int, default=OURS.anchor, help="batches of the slow worker to a window; 0: any"
+    )
+    parser.add_argument("--warm", type=int, default=OURS.warm)
+    parser.add_argument("--counted", type=int, default=OURS.counted)
+    parser.add_argument("--turns", type=int, default=1)
+    parser.add_argument("--window-mb", type=float, default=WINDOW_BYTES / (1 << 20), help="of a connection, on the way")
+    parser.add_argument("--alone", action="store_true", help="without Sync in fp32 to compare it with")
+    parser.add_argument("--checkpoints", action="store_true", help="the host gets them meanwhile")
+    told = parser.parse_args()
+    link: dict[str, Any] = {"mbit": told.mbit, "ms": told.ms, "window_bytes": round(told.window_mb * (1 << 20))}
+    counts = {
+        "warm": told.warm,
+        "counted": told.counted,
+        "anchor": told.anchor or None,
+        "checkpoints": told.checkpoints,
+    }
+    ours = Setting(policy=told.policy, wire=told.wire, **link, **counts)
+    settings = [ours] if told.alone else [ours, replace(THEIRS, **link)]
+    if not told.alone:
+        print(json.dumps(measure_settings(settings, turns=told.turns).details))
+        return
+    with Uneven([Machine(cpu=cores) for cores in cores_of(2, 1)]) as fleet:
+        for _ in range(told.turns):
+            say(f"slow_host: {ours.name}: {describe(take_turn(fleet, ours))}")
+
+
+if __name__ == "__main__":
+    main()
