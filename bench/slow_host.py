@@ -12,9 +12,11 @@ Speed is that of the steady state: rows per second after the first windows, agai
 alone at the same time, just before they join and just after they leave. Bytes are those that passed the relays in that
 time, all that the protocol says included. Both are compared with Sync in fp32 at the same setting, in turns.
 
-Where a window's time went is told for each worker: computing; from its end to its last byte on the link (sending); from
-there to the last byte of the mean (receiving, which includes waiting for the other worker); and from there to the next
-window's begin (applying). The link's own time for those bytes stands beside it.
+Where a window's time went is told for each worker: computing; sending, until the last of its payloads has left; waiting
+for the first byte of the mean; receiving the rest of it; applying, until the next window begins. Means come while parts
+still leave, so that the last to send waits for little. What the link alone needs for those bytes, with one round trip,
+stands beside it. The host gets no checkpoints meanwhile, unless they are asked for: in a run of any length they take a
+twentieth of one worker's link, and payloads go first.
 """
 
 import argparse
@@ -47,6 +49,7 @@ ROWS = 4
 CONTEXT = 32
 START_S = 30.0
 SPEED, BYTES = 0.95, 1 / 50
+PHASES = ("computing", "sending", "waiting", "receiving", "applying")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,25 +179,27 @@ def _between(line: dict[str, Any], since: float, until: float) -> list[int]:
 
 def _phases(setting: Setting, answer: dict[str, Any], link: dict[str, Any]) -> dict[str, float]:
     """Medians over the windows that count, in seconds."""
-    found: dict[str, list[float]] = {name: [] for name in ("computing", "sending", "receiving", "applying", "link")}
+    found: dict[str, list[float]] = {name: [] for name in (*PHASES, "link")}
     times = list(itertools.pairwise(at for at, _ in answer["agreed"]))[setting.warm - 1 :]
     bytes_per_s = setting.mbit * 1e6 / 8
-    for (since, until), computed_at in zip(times, answer["computed"][setting.warm :], strict=False):
-        sent = _last_at(link["up"], computed_at, until)
-        came = _last_at(link["down"], computed_at, until) + setting.ms / 2000
-        found["computing"].append(computed_at - since)
-        found["sending"].append(sent - computed_at)
-        found["receiving"].append(max(0.0, came - sent))
-        found["applying"].append(max(0.0, until - max(sent, came)))
-        most = max(sum(_between(line, computed_at, until)) for line in link.values())
+    for (since, until), computed in zip(times, answer["computed"][setting.warm :], strict=False):
+        busy = {way: _busy(line, computed, until, bytes_per_s) for way, line in link.items()}
+        late_s = setting.ms / 2000
+        sent = max(busy["up"], default=computed)
+        begun, came = (at(busy["down"], default=sent) + late_s for at in (min, max))
+        edges = [since, computed, sent, max(sent, begun), max(sent, came), max(sent, came, until)]
+        for name, (first, last) in zip(PHASES, itertools.pairwise(edges), strict=True):
+            found[name].append(last - first)
+        most = max(sum(_between(line, computed, until)) for line in link.values())
         found["link"].append(most / bytes_per_s + setting.ms / 1000)
     return {name: round(median(values), 3) for name, values in found.items() if values}
 
 
-def _last_at(line: dict[str, Any], since: float, until: float) -> float:
-    """When the last of the bytes left that did in this time."""
-    slots = [int(slot) for slot in line["slots"] if since <= SLOT_S * int(slot) < until]
-    return min(until, SLOT_S * (max(slots) + 1)) if slots else since
+def _busy(line: dict[str, Any], since: float, until: float, bytes_per_s: float) -> list[float]:
+    """When payloads left, in this time: short messages do not fill a twentieth of what passes in a slot."""
+    least = 0.05 * SLOT_S * bytes_per_s
+    found = [SLOT_S * (int(slot) + 1) for slot, count in line["slots"].items() if count >= least]
+    return [at for at in found if since <= at < until]
 
 
 def describe(told: dict[str, Any]) -> str:

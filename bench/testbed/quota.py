@@ -12,6 +12,9 @@ from bench.testbed.programs import TestbedError
 MOUNTS = Path("/proc/self/mounts")
 PERIOD_US = 20_000
 """Long for the scheduler, short for a step: a machine of 0.2 cores stands still for 16 ms at a time, not for 80."""
+WEIGHT = 8
+"""Against any other process of this machine: a quota that others use up is none. Groups have no more than it all the
+same."""
 LEAST_QUOTA_US = 1_000
 """The kernel takes no smaller one; the period of a very slow machine is longer instead."""
 
@@ -56,6 +59,8 @@ class Quotas:
             for index, group in enumerate(self._groups):
                 group.mkdir()
                 self.set(index, cores[index])
+                weight = ("cpu.weight", 100) if self._hierarchy.is_v2 else ("cpu.shares", 1024)
+                (group / weight[0]).write_text(str(WEIGHT * weight[1]))
         except OSError as error:
             raise TestbedError(
                 f"CPU quotas need control groups, which cannot be made in {root} ({error.strerror}): run it as root, "

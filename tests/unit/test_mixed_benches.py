@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from bench import mixed
+from bench import mixed, slow_host
 from bench.following import NEVER, windows_until
 from bench.learning import Lesson, merged, time_to
 from bench.mixed import TASK, Task, combined
@@ -114,3 +114,26 @@ def test_the_loss_to_reach_is_one_that_all_have_reached() -> None:
 def test_a_lesson_is_the_demos_with_another_model() -> None:
     lesson = Lesson.of(seed=1, steps=10, model={"dim": 96})
     assert lesson.config.model.dim == 96 and lesson.rows == 80 and lesson.lr_factor(80) == pytest.approx(0.05)
+
+
+def test_where_a_windows_time_went_follows_from_when_bytes_left() -> None:
+    """Two windows from 10 s and 20 s; in each, computing ends after 7 s, parts leave for 1 s, means come until 9 s."""
+    setting = slow_host.Setting(policy="cadence", mbit=8, ms=100, warm=1, counted=2)  # 1 MB/s, 50,000 bytes to a slot
+
+    def slots(*spans: tuple[float, float]) -> dict[str, int]:
+        return {str(n): 50_000 for first, last in spans for n in range(round(first * 20), round(last * 20))}
+
+    line = {"up": {"slots": slots((7, 8), (17, 18), (27, 28)) | {"182": 100, "590": 100}}}
+    line["down"] = {"slots": slots((8, 9), (17.5, 19), (27.5, 28.95))}
+    answer = {"agreed": [(10.0, 8), (20.0, 80), (30.0, 160)], "computed": [7.0, 17.0, 27.0], "alone": [4.0, 6.0]}
+    told = slow_host.summarize(setting, [answer | {"shares": [0.75, 0.25]}] * 2, [line] * 2)
+    assert (told["together"], told["alone"], told["rows"]) == (152 / 20, 10.0, 76)
+    assert told["sent_per_row"] == pytest.approx((2_000_000 + 100) / 152)
+    found = told["phases"][0]
+    assert {name: found[name] for name in ("computing", "sending", "waiting")} == {
+        "computing": 7.0,
+        "sending": pytest.approx(1.0, abs=0.06),
+        "waiting": 0.0,
+    }
+    assert found["receiving"] == pytest.approx(1.0, abs=0.1) and found["applying"] == pytest.approx(1.0, abs=0.1)
+    assert found["link"] == pytest.approx(1.475 + 0.1, abs=0.1)
