@@ -9,7 +9,7 @@ that. The model is the GPT of 19.7M parameters on rows of 32 tokens, 4 rows to a
 slow worker needs 1.3 s. Its gradient has 79 MB: 6.3 s on such a link, each way.
 
 Speed is that of the steady state: rows per second after the first windows, against the sum of what both workers do
-alone at the same time, just before they join and just after they leave. Bytes are those that passed the relays in that
+alone at the same time, for some seconds after each of these windows. Bytes are those that passed the relays in that
 time, all that the protocol says included. Both are compared with Sync in fp32 at the same setting, in turns.
 
 Where a window's time went is told for each worker: computing; sending, until the last of its payloads has left; waiting
@@ -28,7 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -64,7 +64,8 @@ class Setting:
     warm: int = 3
     """Windows, or steps, that are not counted: the first window is short, and tells how fast workers are."""
     counted: int = 4
-    alone_s: float = 8.0
+    alone_s: float = 4.0
+    """Between two windows that count."""
     window_bytes: int = WINDOW_BYTES
     checkpoints: bool = False
     """Whether the host gets checkpoints meanwhile, as it does in a run of any length."""
@@ -154,12 +155,13 @@ def _host(folder: Path) -> Iterator[Invite]:
 
 
 def summarize(setting: Setting, answers: list[dict[str, Any]], traffic: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of the windows that count: from the agreement before the first of them to the last one's."""
-    agreed = answers[0]["agreed"]
-    (since, rows_before), (until, rows_after) = agreed[setting.warm - 1], agreed[-1]
-    rows, seconds = rows_after - rows_before, until - since
-    sent = [sum(_between(link["up"], since, until)) for link in traffic]
-    received = [sum(_between(link["down"], since, until)) for link in traffic]
+    """Of the windows that count."""
+    spans = _spans(setting, answers[0])
+    rows = answers[0]["rows"][-1] - answers[0]["rows"][setting.warm - 1]
+    seconds = sum(until - since for since, until in spans)
+    sent, received = (
+        [sum(sum(_between(link[way], *span)) for span in spans) for link in traffic] for way in ("up", "down")
+    )
     return {
         "together": rows / seconds,
         "alone": sum(mean(answer["alone"]) for answer in answers),
@@ -173,6 +175,11 @@ def summarize(setting: Setting, answers: list[dict[str, Any]], traffic: list[dic
     }
 
 
+def _spans(setting: Setting, answer: dict[str, Any]) -> list[tuple[float, float]]:
+    """From the begin of each window that counts to its agreement, as one worker saw it."""
+    return list(zip(answer["resumed"][setting.warm - 1 : -1], answer["agreed"][setting.warm :], strict=True))
+
+
 def _between(line: dict[str, Any], since: float, until: float) -> list[int]:
     return [count for slot, count in line["slots"].items() if since <= SLOT_S * (int(slot) + 1) < until]
 
@@ -180,9 +187,8 @@ def _between(line: dict[str, Any], since: float, until: float) -> list[int]:
 def _phases(setting: Setting, answer: dict[str, Any], link: dict[str, Any]) -> dict[str, float]:
     """Medians over the windows that count, in seconds."""
     found: dict[str, list[float]] = {name: [] for name in (*PHASES, "link")}
-    times = list(itertools.pairwise(at for at, _ in answer["agreed"]))[setting.warm - 1 :]
     bytes_per_s = setting.mbit * 1e6 / 8
-    for (since, until), computed in zip(times, answer["computed"][setting.warm :], strict=False):
+    for (since, until), computed in zip(_spans(setting, answer), answer["computed"][setting.warm :], strict=False):
         busy = {way: _busy(line, computed, until, bytes_per_s) for way, line in link.items()}
         late_s = setting.ms / 2000
         sent = max(busy["up"], default=computed)
@@ -221,7 +227,7 @@ def _list(numbers: Sequence[float]) -> str:
 
 
 def work(seat: Any, *, invites: list[str], setting: dict[str, Any]) -> dict[str, Any]:
-    """One worker of one turn: alone, as one of two, and alone again."""
+    """One worker of one turn."""
     from bench.mixed import BareLoop, Task, rows_per_s
     from potluck.train.model import ModelConfig
 
@@ -229,12 +235,10 @@ def work(seat: Any, *, invites: list[str], setting: dict[str, Any]) -> dict[str,
     task = Task(model=ModelConfig(dim=384, layers=11, heads=6, context=CONTEXT), rows=ROWS)
     loop = BareLoop(seat, task, task.data())
     loop.step()
-    alone = [rows_per_s(loop, given.alone_s)]
-    told = _train(seat, given, task, invites[seat.rank])
-    return told | {"alone": [*alone, rows_per_s(loop, given.alone_s)]}
+    return _train(seat, given, task, invites[seat.rank], lambda: rows_per_s(loop, given.alone_s))
 
 
-def _train(seat: Any, setting: Setting, task: Any, invite: str) -> dict[str, Any]:
+def _train(seat: Any, setting: Setting, task: Any, invite: str, compute_alone: Callable[[], float]) -> dict[str, Any]:
     import potluck
     from bench.mixed import CLIP, Heard, train
     from potluck.environment import QUIET
@@ -251,31 +255,37 @@ def _train(seat: Any, setting: Setting, task: Any, invite: str) -> dict[str, Any
     fleet = potluck.init(_policy(setting), step=potluck.StepConfig(clip=CLIP), wire=setting.wire)
     model, optimizer = task.build()
     model, _, loader = fleet.prepare(model, optimizer, task.data(), batch_size=task.rows * seat.world)
-    heard, agreed = Heard(), []
+    heard = Heard()
+    found: dict[str, list[Any]] = {"agreed": [], "resumed": [], "rows": [], "alone": []}
     computed: dict[int, float] = {}
     """When this worker told the host that it had computed its part of each step."""
-    fleet.events.listeners.append(heard)
 
     def listen(phase: str, step: int, **what: Any) -> None:
         if phase == "sending" and isinstance(what["message"], SliceReport):
             computed[step] = time.monotonic()
 
+    def agreed() -> None:
+        found["agreed"].append(time.monotonic())
+        found["rows"].append(fleet.rows_seen)
+        count = len(found["agreed"])
+        if count >= setting.warm:
+            found["alone"].append(compute_alone())
+        found["resumed"].append(time.monotonic())
+        if count >= setting.warm + setting.counted:
+            raise _Enough
+
+    fleet.events.listeners.append(heard)
     phases.listeners.append(listen)
-    fleet.after_agreement.append(lambda: agreed.append((time.monotonic(), fleet.rows_seen)))
+    fleet.after_agreement.append(agreed)
     with suppress(_Enough):
-        train(fleet, model, loader, seat, lambda: _stop(len(agreed), setting))
+        train(fleet, model, loader, seat)
     phases.listeners.remove(listen)
     rows = [part.rows for part in heard.windows[-1].workers]
-    return {"agreed": agreed, "computed": list(computed.values()), "shares": [part / sum(rows) for part in rows]}
+    return {**found, "computed": list(computed.values()), "shares": [part / sum(rows) for part in rows]}
 
 
 class _Enough(Exception):
     pass
-
-
-def _stop(agreed: int, setting: Setting) -> None:
-    if agreed >= setting.warm + setting.counted:
-        raise _Enough
 
 
 def _policy(setting: Setting) -> Any:

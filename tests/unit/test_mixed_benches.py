@@ -117,17 +117,19 @@ def test_a_lesson_is_the_demos_with_another_model() -> None:
 
 
 def test_where_a_windows_time_went_follows_from_when_bytes_left() -> None:
-    """Two windows from 10 s and 20 s; in each, computing ends after 7 s, parts leave for 1 s, means come until 9 s."""
+    """Two windows from 10 s and 20 s; in each, computing ends after 7 s, parts leave for 1 s, means come until 9 s, and
+    it is over after 9.5 s."""
     setting = slow_host.Setting(policy="cadence", mbit=8, ms=100, warm=1, counted=2)  # 1 MB/s, 50,000 bytes to a slot
 
     def slots(*spans: tuple[float, float]) -> dict[str, int]:
         return {str(n): 50_000 for first, last in spans for n in range(round(first * 20), round(last * 20))}
 
-    line = {"up": {"slots": slots((7, 8), (17, 18), (27, 28)) | {"182": 100, "590": 100}}}
+    line = {"up": {"slots": slots((7, 8), (17, 18), (27, 28)) | {"182": 100, "580": 100}}}
     line["down"] = {"slots": slots((8, 9), (17.5, 19), (27.5, 28.95))}
-    answer = {"agreed": [(10.0, 8), (20.0, 80), (30.0, 160)], "computed": [7.0, 17.0, 27.0], "alone": [4.0, 6.0]}
-    told = slow_host.summarize(setting, [answer | {"shares": [0.75, 0.25]}] * 2, [line] * 2)
-    assert (told["together"], told["alone"], told["rows"]) == (152 / 20, 10.0, 76)
+    answer = {"agreed": [9.5, 19.5, 29.5], "resumed": [10.0, 20.0, 30.0], "rows": [8, 80, 160], "alone": [4.0, 6.0]}
+    answer |= {"computed": [7.0, 17.0, 27.0], "shares": [0.75, 0.25]}
+    told = slow_host.summarize(setting, [answer] * 2, [line] * 2)
+    assert (told["together"], told["alone"], told["rows"]) == (152 / 19, 10.0, 76)
     assert told["sent_per_row"] == pytest.approx((2_000_000 + 100) / 152)
     found = told["phases"][0]
     assert {name: found[name] for name in ("computing", "sending", "waiting")} == {
@@ -135,5 +137,5 @@ def test_where_a_windows_time_went_follows_from_when_bytes_left() -> None:
         "sending": pytest.approx(1.0, abs=0.06),
         "waiting": 0.0,
     }
-    assert found["receiving"] == pytest.approx(1.0, abs=0.1) and found["applying"] == pytest.approx(1.0, abs=0.1)
+    assert found["receiving"] == pytest.approx(1.0, abs=0.1) and found["applying"] == pytest.approx(0.5, abs=0.1)
     assert found["link"] == pytest.approx(1.475 + 0.1, abs=0.1)
