@@ -76,15 +76,16 @@ class Setting:
         return f"{self.policy}{anchor}, {self.wire}, {self.mbit:g} Mbit/s, {self.ms:g} ms"
 
 
-OURS = Setting(policy="cadence", wire="int4", anchor=20, warm=2, counted=2)
-"""With windows as long as Cadence wants them by itself, a minute or more, agreeing would not be seen at all."""
+OURS = Setting(policy="cadence", wire="int4", warm=3, counted=3)
 THEIRS = Setting(policy="sync", warm=2, counted=3)
 
 
 def measure(quick: bool) -> Result:
     if quick:
         short = {"warm": 1, "counted": 1, "alone_s": 2.0}
-        return measure_settings([replace(OURS, anchor=2, **short), replace(THEIRS, **short)], turns=1)
+        return measure_settings(
+            [replace(OURS, policy="published", anchor=2, **short), replace(THEIRS, **short)], turns=1
+        )
     return measure_settings([OURS, THEIRS], turns=2)
 
 
@@ -291,16 +292,21 @@ class _Enough(Exception):
 def _policy(setting: Setting) -> Any:
     import potluck
 
-    kinds = {"sync": potluck.Sync, "cadence": potluck.Cadence, "async": potluck.Async, "auto": potluck.Auto}
     if setting.policy == "sync":
         return potluck.Sync()
+    kinds: dict[str, Callable[..., Any]] = {
+        "cadence": potluck.Cadence,
+        "published": potluck.Cadence.published,
+        "async": potluck.Async,
+        "auto": potluck.Auto,
+    }
     fixed = {} if setting.anchor is None else {"anchor": setting.anchor, "max_anchor": setting.anchor}
     return kinds[setting.policy](**fixed)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.slow_host", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--policy", default="cadence", choices=("sync", "cadence", "async", "auto"))
+    parser.add_argument("--policy", default="cadence", choices=("sync", "cadence", "published", "async", "auto"))
     parser.add_argument("--wire", default="int4", choices=("fp32", "bf16", "int8", "int4"))
     parser.add_argument("--mbit", type=float, default=100)
     parser.add_argument("--ms", type=float, default=50, help="of the round trip")
