@@ -12,7 +12,7 @@ from potluck.coded_tensors import round_
 from potluck.engine import slices
 from potluck.engine.means import HostMean
 from potluck.engine.replica import Replica, StepConfig
-from potluck.engine.window_delta import WindowDelta
+from potluck.engine.window_delta import AT_ONCE, WindowDelta, difference_
 from potluck.errors import ConfigError
 from potluck.link.link import Alone
 
@@ -315,3 +315,16 @@ def test_nothing_is_left_of_a_change_that_was_lost(how: str) -> None:
     residuals = worker.mean._residuals
     assert residuals is not None
     assert any(left.any() for left in residuals._left.values()) == (how == "not sent")
+
+
+@pytest.mark.parametrize("special", [[], [-torch.inf], [torch.inf, torch.nan], [3e38, -3e38]])
+def test_of_what_is_equal_the_difference_is_0_to_the_bit(special: list[float]) -> None:
+    draw = torch.Generator().manual_seed(1)
+    numbers = torch.randn(2 * AT_ONCE + 7, generator=draw)
+    numbers[: len(special)] = torch.tensor(special)
+    numbers[10:20], numbers[20:30] = 0.0, -0.0
+    other = numbers.clone()
+    other[15:25] *= -1
+    other[100:] -= torch.randn(len(other) - 100, generator=draw) / 8
+    expected = torch.where(numbers == other, 0.0, numbers - other)
+    assert torch.equal(difference_(numbers, other).view(torch.int32), expected.view(torch.int32))

@@ -23,6 +23,8 @@ from potluck.link.link import Alone, Link
 from potluck.sharding.runs import FlatRun, total_norm
 
 MOMENTUM, START = "outer_momentum", "outer_start"
+AT_ONCE = 1 << 18
+"""Numbers that a CPU compares, subtracts and adds at a time."""
 
 
 class Drift:
@@ -337,6 +339,17 @@ class WindowDelta:
 
 def difference_(a: Tensor, b: Tensor) -> Tensor:
     """a - b, in a's memory. Of what is equal it is 0, also of two -inf, which a parameter may be for good."""
+    if a.device.type != "cpu":
+        return _compared_difference_(a, b)
+    for own, other in zip(torch.split(a, AT_ONCE), torch.split(b, AT_ONCE), strict=True):  # they stay in the caches
+        if math.isfinite(own.sum()):
+            own.sub_(other).add_(0.0)  # no -0, as of 0 and -0
+        else:
+            _compared_difference_(own, other)
+    return a
+
+
+def _compared_difference_(a: Tensor, b: Tensor) -> Tensor:
     is_same = a == b
     return a.sub_(b).masked_fill_(is_same, 0.0)
 
