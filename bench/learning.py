@@ -184,18 +184,6 @@ def merged(answers: list[dict[str, Any]]) -> list[tuple[float, float]]:
     return [(seconds, loss) for seconds, _, loss in sorted(point for answer in answers for point in answer["curve"])]
 
 
-def time_to(curve: list[tuple[float, float]], target: float) -> float | None:
-    """When the loss first was at the target, in a straight line between two looks."""
-    before: tuple[float, float] | None = None
-    for seconds, loss in curve:
-        if loss <= target:
-            if before is None or loss == before[1]:
-                return seconds
-            return before[0] + (seconds - before[0]) * (before[1] - target) / (before[1] - loss)
-        before = seconds, loss
-    return None
-
-
 def lift(set_cores: Callable[[int, float | None], None], workers: int) -> Callable[[], None]:
     """What is done when all is trained."""
 

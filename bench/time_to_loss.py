@@ -15,11 +15,12 @@ from statistics import mean
 from typing import Any
 
 from bench import report
-from bench.learning import TRAINED, lift, merged, time_to
+from bench.learning import TRAINED, lift, merged
 from bench.report import Comparison, Result
 from bench.testbed import Machine
 from bench.turns import say
 from bench.uneven import Uneven, cores_of
+from potluck.show.picture import time_to
 
 GAP = 3
 CONTENDERS = ("bare DDP", "Cadence", "Sync")
