@@ -223,7 +223,7 @@ def _compete_ours(meter: Meter, data: Tensor, policy: Any) -> dict[str, Any]:
 
     def agreed() -> None:
         if meter.agreed(fleet.rows_seen):
-            fleet.stopping = True  # on every rank alike
+            fleet.run.stopping = True  # on every rank alike
 
     fleet.events.listeners.append(heard)
     fleet.after_agreement.append(agreed)

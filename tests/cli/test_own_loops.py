@@ -25,7 +25,7 @@ model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.2), torch.
 x = torch.randn(200, 4)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=60)
-fleet = potluck.init()
+fleet = potluck.init("sync")
 model, optimizer, loader = fleet.prepare(model, optimizer, (x, x[:, :1]), batch_size=20, scheduler=scheduler)
 fleet.after_step.append(lambda: fleet.state.update(seen=fleet.step_number))
 if "--folder" in sys.argv:

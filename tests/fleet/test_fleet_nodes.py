@@ -235,7 +235,7 @@ def test_a_node_leaves_when_any_of_its_ranks_wishes_and_its_checkpoint_is_a_plai
     assert went.polite
     saved = [e for e in fleet.events if isinstance(e, CheckpointSaved)]
     assert saved[-1].step == STEPS
-    engine = potluck.init()
+    engine = potluck.init("sync")
     model, optimizer, data = build()
     engine.prepare(model, optimizer, data, batch_size=BATCH, seed=1)
     assert engine.load(tmp_path / "checkpoints") and engine.step_number == STEPS

@@ -193,7 +193,7 @@ def test_a_worker_leaves_when_any_of_its_ranks_wishes_and_its_checkpoint_is_a_pl
     (went,) = [e for e in fleet.events if isinstance(e, WorkerWent) and e.name == "leaver"]
     assert went.polite
     assert [e.step for e in fleet.events if isinstance(e, CheckpointSaved)][-1] == STEPS
-    engine = potluck.init()
+    engine = potluck.init("sync")
     model, optimizer, data = build()
     engine.prepare(model, optimizer, data, batch_size=BATCH, seed=1)
     assert engine.load(tmp_path / "checkpoints") and engine.step_number == STEPS

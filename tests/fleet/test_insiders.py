@@ -617,7 +617,7 @@ def on_step(fleet):
         if sys.argv[1] == "crash":
             raise ValueError("a fault of the script's own")
         sys.exit(0)
-train(potluck.init(), on_step=on_step)
+train(potluck.init("sync"), on_step=on_step)
 """
 
 

@@ -140,6 +140,14 @@ def test_without_a_terminal_a_reason_is_said_again_only_when_it_is_another(monke
     ]
 
 
+def test_from_steps_to_windows_and_back_is_said_at_once() -> None:
+    out = io.StringIO()
+    progress = Progress(Console(file=out, width=200))
+    for anchor, reason in ((0, "all agree."), (0, "all still agree."), (5, "windows are shorter."), (6, "and longer.")):
+        progress(Decided(step=0, rows=(24, 8), reason=reason, anchor=anchor))
+    assert out.getvalue() == "  Windows are shorter.\n"
+
+
 @pytest.mark.parametrize(
     ("found", "expected"),
     [(duration(5), "5 s"), (duration(125), "2 min 5 s"), (duration(7265), "2 h 1 min"), (count(999), "999"),

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from potluck.words import plural
 
 LEARNING = 0.023
-"""More rows for the same loss: of 4 replicas 18 % at 20 batches, 28 % at 50 and 40 % at 100, as measured; at 5 batches
-it was less than this says."""
+"""More rows for the same loss: of 4 replicas 18 % at 20 batches and 28 % at 50, as measured. At 5 it was less."""
 EARLY = 4
 """How many times that, in the first share of a run, where most is learned."""
 NEARLY_SYNC = 15

@@ -13,6 +13,7 @@ from torch import Tensor
 from potluck.agree.shares import Balance, share_out
 from potluck.agree.step_report import StepDecision, StepReport, decide_step
 from potluck.engine.buddy_copies import BuddyCopies
+from potluck.engine.common_steps import apply_step, report_of
 from potluck.engine.layers import Layers
 from potluck.engine.loader import BatchConfig, BatchShare, Loader
 from potluck.engine.local_steps import backward, is_batch_done
@@ -113,36 +114,17 @@ class Steps:
 
     def _tell(self, busy_s: float, loss_sum: float | None = None) -> Rows:
         """What this worker says of the step, and hears from all, while the sums are under way."""
-        run = self._run
         busy_s, send_s = self._layers.times(busy_s, self._optimizer_s)
-        mine = StepReport(
-            samples=run.tally.samples,
-            loss_sum=run.tally.loss_sum.item() if loss_sum is None else loss_sum,
-            rows=run.tally.rows,
-            busy_s=busy_s,
-            has_unused=run.prepared().has_unused,
-            wants_stop=run.wants_stop,
-            send_s=send_s,
-        )
-        return run.link.start_gather(mine)
+        return self._run.link.start_gather(report_of(self._run, busy_s, loss_sum=loss_sum, send_s=send_s))
 
     def _apply(
         self, reports: list[StepReport], decision: StepDecision, took_s: float, *, is_done: bool = False
     ) -> StepDone | StepSkipped:
         """`is_done`: the optimizer has stepped already, or has left it out."""
         run, layers = self._run, self._layers
-        replica = run.prepared()
-        if decision.fault is not None:
-            skipped = run.skip(decision, step=run.step_number)
-            replica.restore_buffers()
-            run.skipped += 1
-            run.skipped_rows += sum(int(report.rows) for report in reports)
+        skipped = apply_step(run, decision, reports, layers.samples_of_pipeline(reports), is_done=is_done)
+        if skipped is not None:
             return skipped
-        run.skipped_in_a_row = 0
-        if not is_done:
-            run.set_lr(run.rows_seen)
-            replica.apply(decision.scale)
-        replica.average_buffers(layers.samples_of_pipeline(reports) / decision.samples)
         seconds = time.perf_counter() - run.tally.started
         return run.step_done(decision, run.lr, seconds, layers.worker_steps(reports, took_s))
 

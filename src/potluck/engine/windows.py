@@ -19,6 +19,7 @@ from torch import Tensor
 from potluck.agree.step_report import StepDecision, StepReport, decide_step, worker_steps
 from potluck.agree.windows import RowPool, WindowPlan, WindowPlanner, WindowReport, rows_left_after
 from potluck.coded_numbers import coding_of
+from potluck.engine.common_steps import apply_step, report_of
 from potluck.engine.layers import Layers
 from potluck.engine.loader import BatchConfig, Loader, MicroBatch, SliceLoader, even_batches, plan_step
 from potluck.engine.local_steps import backward, end_batch, is_batch_done, step_alone
@@ -48,6 +49,7 @@ class WindowTotals(NamedTuple):
     batches: float = 0.0
     skipped: float = 0.0
     """Steps whose gradient was not finite."""
+    skipped_rows: float = 0.0
     busy_s: float = 0.0
     sync_s: float = 0.0
     """The cost of the previous agreement."""
@@ -237,6 +239,7 @@ class Windows:
             rows=before.rows + done.rows,
             batches=before.batches + 1,
             skipped=before.skipped + (not is_good),
+            skipped_rows=before.skipped_rows + (0 if is_good else done.rows),
         )
         where, by_now = nodes.names[nodes.number], self._rows_of_schedule(decision)
         event = step_alone(run, step_decision, own_samples, by_now, where, stretch=self._stretch)
@@ -260,15 +263,7 @@ class Windows:
         busy_s = time.perf_counter() - self._window_started
         replica.start_sums()
         tally = run.tally
-        mine = StepReport(
-            samples=tally.samples,
-            loss_sum=tally.loss_sum.item(),
-            rows=tally.rows,
-            busy_s=busy_s,
-            has_unused=replica.has_unused,
-            wants_stop=run.wants_stop,
-        )
-        told = run.link.start_gather([*mine, self._sync_s])
+        told = run.link.start_gather([*report_of(run, busy_s), self._sync_s])
         wait_s, norm, _ = self._layers.reduce(replica)
         rows_told = told.wait()
         reports = [StepReport(*row[:-1]) for row in rows_told]
@@ -281,18 +276,10 @@ class Windows:
         steps_before = run.step_number
         run.rows_seen += sum(rows)
         run.step_number += self._loader.pass_rows(sum(rows))
-        event: StepDone | StepSkipped
-        if found.fault is None:
-            run.skipped_in_a_row = 0
-            run.set_lr(run.rows_seen)
-            replica.apply(found.scale)
+        event: StepDone | StepSkipped | None = apply_step(run, found, reports, tally.samples)
+        if event is None:
             self._delta.follow()
-            replica.average_buffers(tally.samples / found.samples)
             event = run.step_done(found, run.lr, busy_s + wait_s, worker_steps(reports, busy_s + wait_s))
-        else:
-            event = run.skip(found, step=run.step_number)
-            replica.restore_buffers()
-            run.skipped += 1
         run.tell(event)
         busy = [report.busy_s for report in reports]
         self._planner.observe(rows, busy, self._own_rows, max(row[-1] for row in rows_told))
@@ -346,6 +333,7 @@ class Windows:
         self._run.version += 1
         steps_before, rows = self._run.step_number, sum(int(report.rows) for report in reports)
         self._run.skipped += sum(int(report.skipped) for report in reports)
+        self._run.skipped_rows += sum(int(report.skipped_rows) for report in reports)
         self._run.rows_seen += rows
         self._run.step_number += loader.pass_rows(rows)
         self._run.stopping = any(report.wants_stop for report in reports)

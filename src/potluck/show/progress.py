@@ -65,7 +65,9 @@ class Progress:
                 self._add_up(event.workers)
                 self._show_step()
             case Decided():
-                self._decided = event  # shown with the next step: it is what led to that
+                was, self._decided = self._decided, event  # shown with the next step: it is what led to that
+                if was is not None and bool(was.anchor) != bool(event.anchor):  # from steps to windows, or back
+                    self._say_reason()
             case StepSkipped():
                 self._skipped += 1
                 self.say(f"Step {event.step} was skipped on all workers: {event.reason}.", style="yellow")

@@ -1,0 +1,42 @@
+"""A step that all workers take as one: what each tells of it, and how it is applied or skipped."""
+
+from collections.abc import Sequence
+
+from potluck.agree.step_report import StepDecision, StepReport
+from potluck.engine.run_state import RunState
+from potluck.events import StepSkipped
+
+
+def report_of(run: RunState, busy_s: float, *, loss_sum: float | None = None, send_s: float = 0.0) -> StepReport:
+    """What this worker says of the step."""
+    return StepReport(
+        samples=run.tally.samples,
+        loss_sum=run.tally.loss_sum.item() if loss_sum is None else loss_sum,
+        rows=run.tally.rows,
+        busy_s=busy_s,
+        has_unused=run.prepared().has_unused,
+        wants_stop=run.wants_stop,
+        send_s=send_s,
+    )
+
+
+def apply_step(
+    run: RunState, decision: StepDecision, reports: Sequence[StepReport], samples: float, *, is_done: bool = False
+) -> StepSkipped | None:
+    """What all have agreed on; a step that is skipped is returned. `samples`: over which this replica's buffers moved.
+
+    `is_done`: the optimizer has stepped already, or has left it out.
+    """
+    replica = run.prepared()
+    if decision.fault is not None:
+        skipped = run.skip(decision, step=run.step_number)
+        replica.restore_buffers()
+        run.skipped += 1
+        run.skipped_rows += sum(int(report.rows) for report in reports)
+        return skipped
+    run.skipped_in_a_row = 0
+    if not is_done:
+        run.set_lr(run.rows_seen)
+        replica.apply(decision.scale)
+    replica.average_buffers(samples / decision.samples)
+    return None
