@@ -8,7 +8,20 @@ import math
 import torch
 from torch import Tensor
 
-from potluck.coded_numbers import LEAST_SCALE, NAN_SCALE, Coding
+from potluck.coded_numbers import (
+    HALF_LEVEL,
+    INFINITE_BITS,
+    LEAST_LEVEL,
+    LEAST_SCALE,
+    LEVEL_BITS,
+    LEVELS_BELOW,
+    MOST_LEVEL,
+    NAN_LEVEL,
+    NAN_SCALE,
+    SIZE_BITS,
+    ZERO_CODE,
+    Coding,
+)
 
 
 @torch.no_grad()
@@ -16,7 +29,7 @@ def encode(coding: Coding, numbers: Tensor, out: Tensor | None = None) -> Tensor
     """[coded_bytes], on the numbers' device. `out`: where they go."""
     flat = numbers.detach().reshape(-1).float()
     coded = flat.new_empty(coding.coded_bytes(len(flat)), dtype=torch.uint8) if out is None else out
-    if not coding.top:
+    if coding.block == 1:
         coded.view(torch.bfloat16).copy_(flat)
         return coded
     whole = len(flat) // coding.block
@@ -32,7 +45,7 @@ def encode(coding: Coding, numbers: Tensor, out: Tensor | None = None) -> Tensor
 @torch.no_grad()
 def decode(coding: Coding, coded: Tensor, out: Tensor) -> Tensor:
     """As many numbers as `out` has, into it; it is flat."""
-    if not coding.top:
+    if coding.block == 1:
         return out.copy_(coded.view(torch.bfloat16))
     whole = len(out) // coding.block
     if whole:
@@ -52,6 +65,9 @@ def round_(coding: Coding, numbers: Tensor) -> Tensor:
 
 def _encode_blocks(coding: Coding, blocks: Tensor, out: Tensor) -> None:
     records = out.view(len(blocks), coding.record_bytes)
+    if coding.has_levels:
+        _encode_levels(blocks, records)
+        return
     scale = blocks.abs().amax(dim=1, keepdim=True).mul_(float(coding.inverse_top))
     bits = scale.to(torch.bfloat16)
     bits.masked_fill_(bits < LEAST_SCALE, 0.0)
@@ -71,6 +87,9 @@ def _encode_blocks(coding: Coding, blocks: Tensor, out: Tensor) -> None:
 
 def _decode_blocks(coding: Coding, coded: Tensor, out: Tensor) -> None:
     records = coded.view(len(out), coding.record_bytes)
+    if coding.has_levels:
+        _decode_levels(records, out)
+        return
     scale = records[:, :2].contiguous().view(torch.bfloat16).float()
     codes = records[:, 2:]
     if coding.top == 127:
@@ -80,3 +99,23 @@ def _decode_blocks(coding: Coding, coded: Tensor, out: Tensor) -> None:
         low.copy_(codes & 15).sub_(8)
         high.copy_(codes >> 4).sub_(8)
     out.mul_(scale)
+
+
+def _encode_levels(blocks: Tensor, records: Tensor) -> None:
+    bits = blocks.view(torch.int32)
+    levels = (bits + HALF_LEVEL).bitwise_right_shift_(LEVEL_BITS).clamp_(LEAST_LEVEL, MOST_LEVEL)
+    levels.masked_fill_(bits <= 0, 0)
+    tops = levels.amax(dim=1, keepdim=True)
+    tops.masked_fill_((bits & SIZE_BITS).amax(dim=1, keepdim=True) >= INFINITE_BITS, NAN_LEVEL)
+    codes = (tops - levels).clamp_(max=LEVELS_BELOW)
+    codes.masked_fill_(levels == 0, ZERO_CODE).masked_fill_(tops == NAN_LEVEL, 0)
+    records[:, :2] = tops.to(torch.int16).view(torch.uint8)
+    records[:, 2:] = codes
+
+
+def _decode_levels(records: Tensor, out: Tensor) -> None:
+    tops = records[:, :2].contiguous().view(torch.int16).to(torch.int32) & 0xFFFF
+    codes = records[:, 2:]
+    levels = (tops - codes).clamp_(min=LEAST_LEVEL)
+    levels.masked_fill_(codes == ZERO_CODE, 0).masked_fill_(tops > MOST_LEVEL, NAN_LEVEL)
+    out.view(torch.int32).copy_(levels.bitwise_left_shift_(LEVEL_BITS))

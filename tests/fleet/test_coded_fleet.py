@@ -8,10 +8,14 @@ import pytest
 import torch
 
 import potluck
+from potluck.coded_numbers import Coding
 from potluck.engine import slices
 from potluck.engine.slices import plan_parts
+from potluck.fleet.connection import PayloadLayout
+from potluck.fleet.description import BUFFERS, COUNTS
 from potluck.fleet.reading import PeerReader
 from potluck.sharding.blocks import find_blocks
+from potluck.wire.codec import Bulk
 from tests.fleet.faults import PHASES, sends_nan
 from tests.fleet.fleet import STEPS, Fleet, Worker, assert_same, build, start_coordinator, wait_until
 from tests.fleet.test_peers import PlainPeer
@@ -169,6 +173,7 @@ POLICIES = {
     "async": potluck.Async(**SHORT),
     "overlap": potluck.Async(overlap=True, **SHORT),
     "outer": potluck.Cadence(outer=potluck.Outer(), **SHORT),
+    "moments": potluck.Cadence(moments=True, together=0.4, **SHORT),
 }
 
 
@@ -180,6 +185,27 @@ def test_workers_that_step_by_themselves_hold_the_same_bits(policy: str, tmp_pat
     weights = fleet.finish()  # all of them have these
     assert all(tensor.isfinite().all() for name, tensor in weights.items() if "odd" not in name)
     assert fleet.server.core.refused.total() == 0
+
+
+def test_what_optimizers_keep_travels_in_codings_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[int, set[str]] = {}
+    check = PayloadLayout.check_coded
+
+    def see(layout: PayloadLayout, bulk: Bulk) -> tuple[int, Coding]:
+        part, coding = check(layout, bulk)
+        seen.setdefault(part, set()).add(coding.wire)
+        return part, coding
+
+    monkeypatch.setattr(PayloadLayout, "check_coded", see)
+    fleet = Fleet(tmp_path, at_least=2)
+    for number in range(2):
+        fleet.add(f"w{number}", wire="int4", policy=POLICIES["moments"])
+    fleet.finish()
+    described = fleet.server.core.description
+    assert described is not None and described.parts[-1].component in (BUFFERS, COUNTS)
+    assert any(part.is_moments for part in described.parts)
+    assert seen == {index: {each.wire} for index, each in enumerate(described.codings) if each is not None}
+    assert {wire for found in seen.values() for wire in found} == {"int4", "log8"}
 
 
 @pytest.mark.parametrize("phase", ["half", "sent"])

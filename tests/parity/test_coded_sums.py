@@ -34,6 +34,16 @@ def rounded(wire: str, numbers: Tensor) -> Tensor:
     return ((padded * inverse).round() * scale).view(-1)[: len(numbers)]
 
 
+def rounded_to_levels(numbers: Tensor) -> Tensor:
+    """The same of what steps are divided by, where all else travels as int8 or int4."""
+    digits, power = torch.frexp(F.pad(numbers, (0, -len(numbers) % 256)).view(-1, 256).double())
+    levels = (8 * (power - 2) + torch.floor(16 * digits + 0.5)).clamp(min=8 * -126)
+    levels = torch.where(digits > 0, levels, -torch.inf)
+    levels = torch.maximum(levels, levels.max(dim=1, keepdim=True).values - 254)
+    found = torch.where(digits > 0, torch.exp2(levels // 8) * (8 + levels % 8) / 8, 0.0)
+    return found.float().view(-1)[: len(numbers)]
+
+
 def sum_of(wire: str, terms: list[Tensor]) -> Tensor:
     total = rounded(wire, terms[0])
     for term in terms[1:]:
