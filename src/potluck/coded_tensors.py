@@ -4,6 +4,7 @@ No operation here is one that a device may fuse with its neighbour, or rounds in
 """
 
 import math
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -63,18 +64,60 @@ def round_(coding: Coding, numbers: Tensor) -> Tensor:
     return decode(coding, encode(coding, numbers), numbers)
 
 
+@torch.no_grad()
+def round_pieces(
+    coding: Coding, pieces: Sequence[tuple[int, Tensor]], total: int, maximum: Callable[[Tensor], object]
+) -> None:
+    """The same of some pieces of `total` numbers, each with where it begins; others hold the rest, and do so too.
+
+    `maximum`: each number becomes the largest of all who do.
+    """
+    if coding.block == 1:
+        for _, numbers in pieces:
+            round_(coding, numbers)
+        return
+    largest = torch.zeros(-(-total // coding.block), device=pieces[0][1].device if pieces else "cpu")
+    padded = [(start // coding.block, *_in_blocks(coding, start, numbers)) for start, numbers in pieces]
+    for first, blocks, _ in padded:
+        own = largest[first : first + len(blocks)]
+        torch.maximum(own, blocks.abs().amax(dim=1).nan_to_num_(torch.inf, torch.inf), out=own)
+    maximum(largest)
+    scales = _scales(coding, largest[:, None])
+    for (_, numbers), (first, blocks, inside) in zip(pieces, padded, strict=True):
+        scale = scales[first : first + len(blocks)].float()
+        found = (blocks * _inverse(scale)).round_().add_(0.0)  # no -0, which a whole number cannot be
+        numbers.copy_(found.mul_(scale).view(-1)[inside])
+
+
+def _in_blocks(coding: Coding, start: int, numbers: Tensor) -> tuple[Tensor, slice]:
+    """[blocks, numbers of a block], with zeros before and after; and where the numbers are in it."""
+    before = start % coding.block
+    after = -(before + len(numbers)) % coding.block
+    padded = torch.nn.functional.pad(numbers, (before, after))
+    return padded.view(-1, coding.block), slice(before, before + len(numbers))
+
+
+def _scales(coding: Coding, largest: Tensor) -> Tensor:
+    """As bf16."""
+    scale = largest * float(coding.inverse_top)
+    bits = scale.to(torch.bfloat16)
+    bits.masked_fill_(bits < LEAST_SCALE, 0.0)
+    bits.view(torch.int16).masked_fill_(~scale.isfinite(), NAN_SCALE)
+    return bits
+
+
+def _inverse(scale: Tensor) -> Tensor:
+    return torch.where(scale > 0, scale.reciprocal(), 0.0)
+
+
 def _encode_blocks(coding: Coding, blocks: Tensor, out: Tensor) -> None:
     records = out.view(len(blocks), coding.record_bytes)
     if coding.has_levels:
         _encode_levels(blocks, records)
         return
-    scale = blocks.abs().amax(dim=1, keepdim=True).mul_(float(coding.inverse_top))
-    bits = scale.to(torch.bfloat16)
-    bits.masked_fill_(bits < LEAST_SCALE, 0.0)
-    bits.view(torch.int16).masked_fill_(~scale.isfinite(), NAN_SCALE)
+    bits = _scales(coding, blocks.abs().amax(dim=1, keepdim=True))
     wide = bits.float()
-    inverse = torch.where(wide > 0, wide.reciprocal(), 0.0)
-    found = (blocks * inverse).round_()
+    found = (blocks * _inverse(wide)).round_()
     if found.is_cuda or not math.isfinite(wide.sum()):  # elsewhere a look costs less than the work
         found.nan_to_num_(0.0, 0.0, 0.0)
     records[:, :2] = bits.view(torch.uint8)

@@ -83,8 +83,6 @@ def compose(wanted: Wanted) -> Composition:
         found = _under_host(wanted)
     else:
         found = _in_stages(wanted, wanted.stages) if wanted.stages is not None else _over_group(wanted)
-    if wanted.wire != "fp32":
-        _check_wire(wanted, found)
     return replace(found, wire=wanted.wire)
 
 
@@ -295,18 +293,6 @@ def _check_offload(wanted: Wanted, strategy: ShardingStrategy) -> None:
             "step.offload_optimizer does not go with FullShard's weights. Leave one of them out, or use"
             " ShardGradOp(weights=...)."
         )
-
-
-def _check_wire(wanted: Wanted, found: Composition) -> None:
-    """Under Sync gradients are coded between whole replicas: of one that is split, within each block lie several ranks'
-    numbers, or torch reduces them within itself."""
-    if found.window is not None or found.split is None or found.ranks_per_stage == 1 or found.replicas > 1:
-        return
-    name, where = type(wanted.strategy).__name__, "each worker's replica" if wanted.has_host else "the one replica"
-    raise ConfigError(
-        f"wire = {wanted.wire} codes what replicas send each other, and under Sync {name} has the ranks of {where} sum"
-        " their gradients in fp32. Use NoShard, or HybridShard over several nodes, or leave out wire."
-    )
 
 
 def _only_one(policy: ApplyPolicy) -> str:

@@ -227,6 +227,30 @@ def test_a_newcomer_to_windows_begins_without_anything_left_out(tmp_path: Path) 
     fleet.finish()
 
 
+@pytest.mark.parametrize("strategy", [potluck.FullShard(), potluck.ShardGradOp(weights=(2.0, 1.0))])
+def test_workers_of_two_ranks_round_every_node_no_matter_how_many_they_are(
+    strategy: potluck.ShardingStrategy, tmp_path: Path
+) -> None:
+    """A block's numbers lie on both ranks."""
+    found = []
+    for workers in (1, 2):
+        place = tmp_path / f"{workers}"
+        place.mkdir()
+        fleet = Fleet(place, at_least=workers)
+        for number in range(workers):
+            fleet.add_node(f"w{number}", strategy=strategy, wire="int4", bare=True)
+        found.append(fleet.finish())
+        assert fleet.server.core.refused.total() == 0
+    assert_same(*found)
+
+
+def test_workers_of_one_rank_and_of_two_hold_the_same_bits(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, at_least=2)
+    fleet.add_node("two", strategy=potluck.FullShard(), wire="int4", policy=POLICIES["moments"], bare=True)
+    fleet.add("one", wire="int4", policy=POLICIES["moments"], bare=True)
+    fleet.finish()
+
+
 def test_workers_of_several_ranks_send_changes_in_fewer_bits_too(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path, at_least=2)
     fleet.add_node("node", wire="int4", policy=POLICIES["async"])

@@ -2,6 +2,8 @@
 
 import math
 import struct
+from contextlib import suppress
+from functools import partial
 
 import numpy as np
 import pytest
@@ -84,6 +86,34 @@ def test_tensors_that_are_not_finite_too(coding: Coding, numbers: np.ndarray) ->
     assert np.array_equal(coding.round(numbers.copy()), expected, equal_nan=True)
     found = coded_tensors.round_(coding, torch.from_numpy(numbers.copy())).numpy()
     assert np.array_equal(found, expected, equal_nan=True)
+
+
+@wire_
+@given(numbers=ANY_FLOATS | FLOATS, cuts=st.lists(st.integers(0, 700), max_size=4))
+def test_pieces_are_rounded_as_the_whole_is(coding: Coding, numbers: np.ndarray, cuts: list[int]) -> None:
+    expected = coded_tensors.round_(coding, torch.from_numpy(numbers.copy())).numpy()
+    pieces, at = [], 0
+    for end in sorted([*(cut for cut in cuts if cut < len(numbers)), len(numbers)]):
+        pieces.append((at, torch.from_numpy(numbers[at:end].copy())))
+        at = end
+    mine, theirs = pieces[::2], [piece for piece in pieces[1::2] if len(piece[1])]
+    heard: list[torch.Tensor] = []
+    with suppress(Stop):
+        coded_tensors.round_pieces(coding, theirs, len(numbers), partial(stop_with, heard))
+    coded_tensors.round_pieces(coding, mine, len(numbers), lambda own: [own.copy_(own.maximum(t)) for t in heard])
+    for start, piece in mine:
+        found = piece.numpy()
+        assert np.array_equal(found, expected[start : start + len(found)], equal_nan=True)
+        assert coding.block == 1 or not np.signbit(found[found == 0]).any()
+
+
+class Stop(Exception):
+    pass
+
+
+def stop_with(heard: list[torch.Tensor], largest: torch.Tensor) -> None:
+    heard.append(largest.clone())
+    raise Stop
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

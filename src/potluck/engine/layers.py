@@ -137,4 +137,5 @@ def make_replica(run: RunState, layers: Layers, nodes: Nodes | None, model: nn.M
         return Replica(*arguments, within=within, coding=coding)
     from potluck.engine.sharded import ShardedReplica
 
-    return ShardedReplica(*arguments, strategy=split, within=within, coding=coding, **others)
+    codes_within = nodes is None and composed.replicas == 1 and not run.wanted.has_host
+    return ShardedReplica(*arguments, strategy=split, within=within, coding=coding, codes_within=codes_within, **others)

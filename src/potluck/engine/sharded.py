@@ -31,15 +31,18 @@ class ShardedReplica(Replica):
         strategy: ShardingStrategy,
         across: Link | None = None,
         nodes: Link | None = None,
+        codes_within: bool = False,
         **options: Any,
     ) -> None:
         """`across`: those who hold the same part of other replicas, where replicas step by themselves.
 
-        `nodes`: where they step together, and `within` is not all ranks that do.
+        `nodes`: where they step together, and `within` is not all ranks that do. `codes_within`: this is the only
+        replica, and its ranks send each other coded gradients.
         """
         self.strategy = strategy
         self._across = across or Alone()
         self._nodes = nodes
+        self._codes_within = codes_within
         super().__init__(*arguments, **options)
 
     @property
@@ -72,6 +75,8 @@ class ShardedReplica(Replica):
             )
         except ValueError as error:
             raise ConfigError(f"strategy: {error}.") from None
+        if self._codes_within and self._coding is not None:
+            self.sharded.code(self._coding)
         self.sharded.asks = False  # workers' reports say whether any has left a parameter unused
         self.names = {id(run.parameter): f"run {index}" for index, run in enumerate(self.sharded.runs)}
         self.outer.names = self.names

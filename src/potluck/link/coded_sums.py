@@ -19,6 +19,7 @@ from torch import Tensor
 
 from potluck.coded_numbers import Coding
 from potluck.coded_tensors import decode, encode
+from potluck.sharding.collectives import add_up, is_nccl
 from potluck.store.sessions import Background
 
 MOST_TAGS = 1 << 20
@@ -38,7 +39,7 @@ class CodedSums:
         """Begins to replace a flat tensor by its sum over all ranks. Every rank starts the same sums in this order."""
         begun = _CodedSum(self, tensor, coding, self._started)
         self._started += 1
-        if tensor.is_cuda and _is_nccl(self.group, tensor.device):
+        if tensor.is_cuda and is_nccl(self.group, tensor.device):
             begun.put_on_stream()
         else:
             begun.sent_out = self._out.start(begun.send_out)
@@ -167,11 +168,7 @@ class _CodedSum:
     def _add_up(self, heard: Tensor) -> Tensor:
         coding = self._coding
         total = torch.empty(self._share_blocks * coding.block, device=heard.device)
-        decode(coding, heard[0], total)
-        term = torch.empty_like(total)
-        for row in heard[1:]:
-            total += decode(coding, row, term)
-        return encode(coding, total)
+        return encode(coding, add_up(coding, list(heard), total))
 
     def _decode(self, coded: Tensor) -> Tensor:
         coding, tensor = self._coding, self._tensor
@@ -182,8 +179,3 @@ def _end(work: dist.Work | None) -> None:
     """Of NCCL: the stream waits, and we do not."""
     if work is not None:
         work.wait()
-
-
-def _is_nccl(group: dist.ProcessGroup | None, device: torch.device) -> bool:
-    whole = group or dist.group.WORLD
-    return whole is not None and whole._get_backend(device).name() == "nccl"
