@@ -27,6 +27,8 @@ Octets = npt.NDArray[np.uint8]
 
 Wire = Literal["fp32", "bf16", "int8", "int4"]
 WIRES: tuple[Wire, ...] = get_args(Wire)
+AskedWire = Literal["fp32", "bf16", "int8", "int4", "auto"]
+"""What a person may ask for; auto: what the run finds out."""
 
 LEAST_SCALE = 2.0**-100
 """A block with a smaller scale is zeros: below 2**-126 numbers lose digits, and some devices drop them."""

@@ -8,9 +8,10 @@ is printed in docs/composition.md.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import get_args
 
 from potluck.agree.policy import ApplyPolicy, Sync, Windowed
-from potluck.coded_numbers import WIRES, Wire
+from potluck.coded_numbers import AskedWire, Wire
 from potluck.errors import ConfigError
 from potluck.sharding.strategy import FullShard, HybridShard, NoShard, ShardGradOp, ShardingStrategy
 from potluck.stages.protocol import DataStore, Stages
@@ -27,7 +28,7 @@ class Wanted:
     policy: ApplyPolicy = Sync()
     strategy: ShardingStrategy = NoShard()
     stages: Stages | None = None
-    wire: Wire = "fp32"
+    wire: AskedWire = "fp32"
     """In which form replicas send each other their numbers."""
     world: int = 1
     """Workers of the run. Under a host that is not known: then the ranks of this worker, one machine's."""
@@ -60,6 +61,8 @@ class Composition:
     """Whether those parts follow measured speeds."""
     wire: Wire = "fp32"
     """In which form what replicas agree on travels: gradients, or what a window changed."""
+    wire_is_measured: bool = False
+    """Whether `wire` is only how the run begins."""
     buddy_every: int = 0
     """After how many steps each rank refreshes its copy of its neighbour's part; 0: there are no such copies."""
 
@@ -77,13 +80,23 @@ class Composition:
 
 def compose(wanted: Wanted) -> Composition:
     """Raises ConfigError for what cannot be."""
-    if wanted.wire not in WIRES:
-        raise ConfigError(f"wire must be one of {', '.join(WIRES)}, not {wanted.wire!r}.")
+    if wanted.wire not in get_args(AskedWire):
+        raise ConfigError(f"wire must be one of {', '.join(get_args(AskedWire))}, not {wanted.wire!r}.")
     if wanted.has_host:
         found = _under_host(wanted)
     else:
         found = _in_stages(wanted, wanted.stages) if wanted.stages is not None else _over_group(wanted)
-    return replace(found, wire=wanted.wire)
+    if wanted.wire != "auto":
+        return replace(found, wire=wanted.wire)
+    is_measured = found.window is None and not wanted.has_host and not _meets_in_store(wanted)
+    is_alone = wanted.world == 1 and not wanted.has_host
+    return replace(
+        found, wire="fp32" if is_measured or is_alone else "int4", wire_is_measured=is_measured and not is_alone
+    )
+
+
+def _meets_in_store(wanted: Wanted) -> bool:
+    return wanted.stages is not None and isinstance(wanted.stages.protocol, DataStore)
 
 
 def check_data(

@@ -143,6 +143,15 @@ def test_a_worker_that_sends_otherwise_is_refused(tmp_path: Path, expected: dict
     assert_same(fleet.finish(), expected["int8"])
 
 
+def test_workers_that_leave_the_form_to_the_run_are_among_those_that_chose_int4(
+    tmp_path: Path, expected: dict[str, Gradients]
+) -> None:
+    fleet = Fleet(tmp_path, at_least=2)
+    fleet.add("asked", wire="int4")
+    fleet.add("auto", wire="auto")
+    assert_same(fleet.finish(), expected["int4"])
+
+
 def test_a_gradient_that_is_not_finite_is_computed_by_somebody_else(
     tmp_path: Path, expected: dict[str, Gradients]
 ) -> None:

@@ -277,5 +277,5 @@ def one_differs() -> str:
 
 
 def test_an_unknown_form_is_refused() -> None:
-    with pytest.raises(ConfigError, match="wire must be one of fp32, bf16, int8, int4, not 'int3'"):
+    with pytest.raises(ConfigError, match="wire must be one of fp32, bf16, int8, int4, auto, not 'int3'"):
         potluck.init(wire="int3")  # type: ignore[arg-type]

@@ -124,7 +124,8 @@ class WholeLayers:
 def make_replica(run: RunState, layers: Layers, nodes: Nodes | None, model: nn.Module, optimizer: Optimizer) -> Replica:
     """Of what this worker holds of the model. `nodes`: where replicas step by themselves."""
     composed, split = run.composition, run.composition.split_of(layers.place)
-    link, within, others = layers.replica_group, None, {}
+    link, within = layers.replica_group, None
+    others: dict[str, Any] = {}
     if nodes is not None:
         link, within = (run.link, nodes.within) if layers.is_whole else (nodes.across, layers.shards)
         others = {"across": nodes.across}
@@ -137,5 +138,12 @@ def make_replica(run: RunState, layers: Layers, nodes: Nodes | None, model: nn.M
         return Replica(*arguments, within=within, coding=coding)
     from potluck.engine.sharded import ShardedReplica
 
-    codes_within = nodes is None and composed.replicas == 1 and not run.wanted.has_host
-    return ShardedReplica(*arguments, strategy=split, within=within, coding=coding, codes_within=codes_within, **others)
+    return ShardedReplica(
+        *arguments,
+        strategy=split,
+        within=within,
+        coding=coding,
+        may_code=coding is not None or composed.wire_is_measured,
+        codes_within=nodes is None and composed.replicas == 1 and not run.wanted.has_host,
+        **others,
+    )

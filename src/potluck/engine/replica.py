@@ -170,6 +170,10 @@ class Replica:
         """Gradients will be summed over other ranks, if not in every step: see step_with()."""
         self._buckets = GradBuckets(self.model, find_blocks(self.model), self._start_sum)
 
+    def code(self, coding: Coding | None) -> None:
+        """How gradients travel from the next step on; none: as they are."""
+        self._coding = coding
+
     def _start_sum(self, flat: Tensor) -> Pending:
         if self._coding is None:
             return self._together.start_sum(flat)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from potluck.agree.policy import ApplyPolicy, Sync
-from potluck.coded_numbers import Wire
+from potluck.coded_numbers import AskedWire
 from potluck.composition import Wanted, compose, for_those_left, ranks_per_worker
 from potluck.config import checked
 from potluck.engine.engine import Engine
@@ -34,15 +34,15 @@ def init(
     *,
     stages: Stages | CommunicationProtocol | None = None,
     step: StepConfig = StepConfig(),
-    wire: Wire = "fp32",
+    wire: AskedWire = "fp32",
     patience_s: float = PATIENCE_S,
 ) -> Engine:
     """Joins the run that `potluck join`, `potluck run` or torchrun started; without one of them, it is a run of one.
 
     `policy` says when workers agree, `strategy` what of the model is split over ranks, `stages` how it is cut over
     workers, and `step` how one step is computed. `wire` is the form in which replicas send each other their numbers:
-    fp32, or in fewer bits as bf16, int8 or int4. `patience_s` is how long a worker of a process group may be silent
-    before the others give it up. These pages call what it returns `fleet`.
+    fp32, or in fewer bits as bf16, int8 or int4; with auto, what makes steps shorter. `patience_s` is how long a worker
+    of a process group may be silent before the others give it up. These pages call what it returns `fleet`.
     """
     checked(lambda: check_patience("patience_s", patience_s))
     if isinstance(stages, CommunicationProtocol):

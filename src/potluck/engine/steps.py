@@ -12,6 +12,8 @@ from torch import Tensor
 
 from potluck.agree.shares import Balance, share_out
 from potluck.agree.step_report import StepDecision, StepReport, decide_step
+from potluck.agree.wire_choice import WireChoice
+from potluck.coded_numbers import coding_of
 from potluck.engine.buddy_copies import BuddyCopies
 from potluck.engine.layers import Layers
 from potluck.engine.loader import BatchConfig, BatchShare, Loader
@@ -33,12 +35,20 @@ class Steps:
         self._layers = layers
         self._copies = copies
         self._balance: Balance | None = None
-        self._optimizer_s = 0.0
+        self._optimizer_s = self._waited_s = 0.0
+        self._wire: WireChoice | None = WireChoice() if run.composition.wire_is_measured else None
 
     # Preparing
 
     def begin(self, replica: Replica) -> None:
-        pass
+        if (choice := self._wire) is not None:
+            self._run.standing_of.append(lambda: {"wire": choice.wire})
+            self._run.on_stand.append(self._resume_wire)
+
+    def _resume_wire(self) -> None:
+        assert self._wire is not None
+        self._wire.resume(self._run.saved_wire)
+        self._run.prepared().code(coding_of(self._wire.wire))
 
     def make_loader(self, dataset: Any, batch: BatchConfig, seed: int, collate: Collate) -> Loader:
         run, pipelines = self._run, self._layers.pipelines
@@ -80,6 +90,7 @@ class Steps:
         replica.start_sums()
         told = self._tell(busy_s) if run.link.world > 1 else None
         wait_s, norm, loss_sum = layers.reduce(replica)
+        self._waited_s = wait_s
         told = told or self._tell(busy_s, loss_sum)
         reports = [StepReport(*row) for row in told.wait()]
         if any(report.has_unused for report in reports):
@@ -123,6 +134,7 @@ class Steps:
             has_unused=run.prepared().has_unused,
             wants_stop=run.wants_stop,
             send_s=send_s,
+            waited_s=self._waited_s,
         )
         return run.link.start_gather(mine)
 
@@ -152,6 +164,7 @@ class Steps:
         run.tell(event)
         run.version += 1
         self._share_anew(self._layers.pipeline_reports(reports))
+        self._choose_wire(reports)
         run.tell_agreed(run.step_number - 1)
         self._copies.refresh_if_due()
         run.start_of_step()
@@ -168,6 +181,17 @@ class Steps:
             parts, reason = changed
             run.loader.shares = tuple(float(part) for part in parts)
             run.events.emit(Decided(step=run.step_number, rows=tuple(parts), reason=reason))
+
+    def _choose_wire(self, reports: list[StepReport]) -> None:
+        """The slowest waits for the sums alone. Where ranks gather parameters, all of a step may be such waiting."""
+        if self._wire is None:
+            return
+        replica, busy_s = self._run.prepared(), max(report.busy_s for report in reports)
+        agree_s = min(report.waited_s for report in reports)
+        sentence = self._wire.report(agree_s + busy_s * replica.gathers, agree_s + busy_s)
+        if sentence is not None:
+            replica.code(coding_of(self._wire.wire))
+            self._run.notice(sentence)
 
     def settle(self) -> None:
         """All replicas are equal after every step."""
