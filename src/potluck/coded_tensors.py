@@ -115,7 +115,8 @@ def _encode_blocks(coding: Coding, blocks: Tensor, out: Tensor) -> None:
     if coding.has_levels:
         _encode_levels(blocks, records)
         return
-    bits = _scales(coding, blocks.abs().amax(dim=1, keepdim=True))
+    largest = blocks.amax(dim=1, keepdim=True).maximum(blocks.amin(dim=1, keepdim=True).neg_())
+    bits = _scales(coding, largest)
     wide = bits.float()
     found = (blocks * _inverse(wide)).round_()
     if found.is_cuda or not math.isfinite(wide.sum()):  # elsewhere a look costs less than the work
@@ -125,7 +126,7 @@ def _encode_blocks(coding: Coding, blocks: Tensor, out: Tensor) -> None:
         records[:, 2:].view(torch.int8).copy_(found)
     else:
         low, high = torch.split(found.to(torch.int8).view(torch.uint8), coding.block // 2, dim=1)
-        records[:, 2:] = (high << 4).add_(low).add_(8 * 17)  # bytes wrap around: the sum of both, each plus 8
+        records[:, 2:] = torch.add(low, high, alpha=16).add_(8 * 17)  # bytes wrap around: each plus 8
 
 
 def _decode_blocks(coding: Coding, coded: Tensor, out: Tensor) -> None:
@@ -138,9 +139,11 @@ def _decode_blocks(coding: Coding, coded: Tensor, out: Tensor) -> None:
     if coding.top == 127:
         out.copy_(codes.view(torch.int8))
     else:
+        codes = codes.contiguous()  # else shifts take ten times as long
         low, high = torch.split(out, coding.block // 2, dim=1)
-        low.copy_(codes & 15).sub_(8)
-        high.copy_(codes >> 4).sub_(8)
+        low.copy_(codes & 15)
+        high.copy_(codes >> 4)
+        out.sub_(8)
     out.mul_(scale)
 
 

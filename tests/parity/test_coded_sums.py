@@ -53,7 +53,7 @@ def sum_of(wire: str, terms: list[Tensor]) -> Tensor:
     total = rounded(wire, terms[0])
     for term in terms[1:]:
         total = total + rounded(wire, term)
-    return rounded(wire, total)
+    return rounded(wire, total) if len(terms) > 2 else total  # two ranks need not send each other the sum
 
 
 def numbers_of(rank: int, size: int) -> Tensor:
@@ -79,15 +79,16 @@ def sums(wire: str, sizes: list[int], inline: bool) -> dict[str, Any]:
 
 @wires
 @pytest.mark.parametrize("inline", [False, True])
-def test_every_rank_has_the_sum_of_what_was_rounded(wire: str, inline: bool) -> None:
+@pytest.mark.parametrize("world", [2, 3])
+def test_every_rank_has_the_sum_of_what_was_rounded(wire: str, inline: bool, world: int) -> None:
     sizes = [1, 63, 64, 5000, 70_001]
-    found = run_ranks(3, in_group, wire, sizes, inline)
+    found = run_ranks(world, in_group, wire, sizes, inline)
     for index, size in enumerate(sizes):
-        expected = sum_of(wire, [numbers_of(rank, size) for rank in range(3)])
-        for rank in range(3):
+        expected = sum_of(wire, [numbers_of(rank, size) for rank in range(world)])
+        for rank in range(world):
             assert torch.equal(found[rank]["sums"][index], expected), (size, rank)
     coded = sum(CODINGS[wire].coded_bytes(size) + 6 * CODINGS[wire].record_bytes for size in sizes)
-    assert all(each["bytes"] <= 2 * coded * 2 / 3 for each in found)
+    assert all(each["bytes"] <= 2 * coded * (world - 1) / world for each in found)
 
 
 def in_group(wire: str, sizes: list[int], inline: bool) -> dict[str, Any]:
