@@ -33,19 +33,17 @@ class ShardedReplica(Replica):
         across: Link | None = None,
         nodes: Link | None = None,
         codes_within: bool = False,
-        may_code: bool = False,
         **options: Any,
     ) -> None:
         """`across`: those who hold the same part of other replicas, where replicas step by themselves.
 
         `nodes`: where they step together, and `within` is not all ranks that do. `codes_within`: this is the only
-        replica, and its ranks send each other coded gradients. `may_code`: whether gradients are, or code() may be
-        called.
+        replica, and its ranks send each other coded gradients.
         """
         self.strategy = strategy
         self._across = across or Alone()
         self._nodes = nodes
-        self._codes_within, self._may_code = codes_within, may_code
+        self._codes_within = codes_within
         super().__init__(*arguments, **options)
 
     @property
@@ -74,11 +72,11 @@ class ShardedReplica(Replica):
                 offload=self.config.offload_optimizer,
                 group=self.within.group,
                 nodes=self._nodes.group if self._nodes is not None else None,
-                sum_over=self._sum_over if self._may_code else None,
+                sum_over=self._sum_over if self._form.may_be_coded else None,
             )
         except ValueError as error:
             raise ConfigError(f"strategy: {error}.") from None
-        self.code(self._coding)
+        self.code(self._form.coding)
         self.sharded.asks = False  # workers' reports say whether any has left a parameter unused
         self.names = {id(run.parameter): f"run {index}" for index, run in enumerate(self.sharded.runs)}
         self.outer.names = self.names
@@ -89,16 +87,16 @@ class ShardedReplica(Replica):
         sums = CodedSums(nodes)
 
         def sum_(flat: Tensor) -> None:
-            if self._coding is None:
+            if self._form.coding is None:
                 dist.all_reduce(flat, group=nodes)
             else:
-                sums.start(flat, self._coding).wait()
+                sums.start(flat, self._form.coding).wait()
 
         return sum_
 
     def code(self, coding: Coding | None) -> None:
         super().code(coding)
-        if self._codes_within and self._may_code:
+        if self._codes_within and self._form.may_be_coded:
             self.sharded.code(coding)
 
     def held(self) -> dict[str, list[FlatRun]]:

@@ -88,7 +88,7 @@ class _CodedReduction:
 def add_up(coding: Coding, heard: Sequence[Tensor], out: Tensor) -> Tensor:
     """What each rank has sent, in order of rank, so that nobody's sum has other bits."""
     flat = out.view(-1)
-    total = flat if flat.dtype is torch.float32 else torch.empty(len(flat), device=out.device)
+    total = flat if flat.dtype is torch.float32 else torch.empty(len(flat), device=out.device)  # sums are of float32
     decode(coding, heard[0].to(out.device), total)
     term = torch.empty_like(total)
     for each in heard[1:]:
