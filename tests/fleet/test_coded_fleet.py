@@ -236,7 +236,9 @@ def test_a_newcomer_to_windows_begins_without_anything_left_out(tmp_path: Path) 
     fleet.finish()
 
 
-@pytest.mark.parametrize("strategy", [potluck.FullShard(), potluck.ShardGradOp(weights=(2.0, 1.0))])
+@pytest.mark.parametrize(
+    "strategy", [potluck.ShardGradOp(weights=(2.0, 1.0)), pytest.param(potluck.FullShard(), marks=pytest.mark.slow)]
+)
 def test_workers_of_two_ranks_round_every_node_no_matter_how_many_they_are(
     strategy: potluck.ShardingStrategy, tmp_path: Path
 ) -> None:
