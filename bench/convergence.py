@@ -1,4 +1,4 @@
-"""What overlap, the anchor and an outer optimizer do to the validation loss, after the same samples, against Sync.
+"""What the length of windows, overlap and an outer optimizer do to the loss after the same samples, against Sync.
 
     python -m bench convergence [--quick]
 
@@ -17,9 +17,9 @@ from bench.testbed import Machine
 from bench.turns import say
 from bench.uneven import Uneven
 
-MODEL = {"dim": 96, "layers": 3, "heads": 4, "context": 64}
+MODEL = ("model.dim=96", "model.layers=3", "model.heads=4", "model.context=64")
 GAP = 3
-CONTENDERS = ("Sync equal", *(name for name in POLICIES if "anchor" in name))
+CONTENDERS = ("Sync equal", "Cadence", "Async", *(name for name in POLICIES if name.startswith("Cadence ")))
 
 
 def measure(quick: bool) -> Result:
@@ -35,7 +35,7 @@ def measure(quick: bool) -> Result:
                     contender=contender,
                     seed=seed,
                     steps=steps,
-                    model=MODEL,
+                    settings=MODEL,
                     looks=0,
                 )
                 finals[contender].append(answers[0]["final"])

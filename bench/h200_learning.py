@@ -1,7 +1,8 @@
 """What policies learn from the same samples, where a model has learned something: product runs, against Sync.
 
     python -m bench h200_learning [--quick]
-    python -m bench.h200_learning --policies Sync "Cadence 5" Auto --rates 2e-3 4e-3 --seeds 0 1 2 --at-once 3
+    python -m bench.h200_learning --policies Sync Cadence Auto --rates 3e-3 4e-3 --seeds 0 1 2 --at-once 4
+    python -m bench.h200_learning --workers 2 --slowdown 1,3 --policies Sync Cadence --rates 3e-3 --seeds 0 1 2
 
 Each run is `potluck train` with workers of its own on one GPU under MPS: a byte-level GPT of 10.9M parameters (384
 wide, 6 layers, rows of 256) on torch's source text, batches of 64 rows, bf16, warm-up and cosine, to losses near 0.7.
@@ -29,13 +30,16 @@ from bench.ranks import ROOT
 from bench.report import Comparison, Result
 from bench.turns import say
 
+PUBLISHED = ("policy.overhead_target=0.02", "policy.max_anchor=200", "policy.together=0", "policy.moments=false")
 POLICIES: dict[str, tuple[str, ...]] = {
-    "Sync": ("kind=sync",),
-    "Cadence as it was": ("kind=cadence",),
-    "Cadence 5": ("kind=cadence", "anchor=5", "max_anchor=5", "together=0.15", "moments=true"),
-    "Cadence 10": ("kind=cadence", "anchor=10", "max_anchor=10", "together=0.15", "moments=true"),
-    "Async 5": ("kind=async", "anchor=5", "max_anchor=5", "together=0.15", "moments=true"),
-    "Auto": ("kind=auto",),
+    "Sync": ("policy=sync",),
+    "Sync int4": ("policy=sync", "wire=int4"),
+    "Cadence": ("policy=cadence",),
+    "Cadence int4": ("policy=cadence", "wire=int4"),
+    "Cadence as published": ("policy.kind=cadence", *PUBLISHED),
+    "Cadence overlap": ("policy.kind=cadence", "policy.overlap=true"),
+    "Async": ("policy=async",),
+    "Auto": ("policy=auto",),
 }
 COMMON = (
     "data.validation=0.03",
@@ -70,6 +74,8 @@ class Trial:
     seed: int
     workers: int
     settings: tuple[str, ...]
+    slowdown: str = ""
+    """By how much each worker is slowed down, if any is."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +84,8 @@ class Learned:
     seconds: float
     curve: tuple[tuple[float, float], ...]
     """(seconds since the first step, validation loss)"""
+    anchors: tuple[int, ...] = ()
+    """Batches of the slowest in each window; 0: a step of all."""
 
 
 def measure(quick: bool) -> Result | None:
@@ -86,15 +94,17 @@ def measure(quick: bool) -> Result | None:
         say("h200_learning needs a CUDA GPU, and torch sees none here: skipped.")
         return None
     rates, seeds = ((3e-3,), (0,)) if quick else ((2e-3, 3e-3, 4e-3), (0, 1, 2))
-    names = ("Sync", "Cadence 5", "Auto") if quick else ("Sync", "Cadence 5", "Async 5", "Auto")
+    names = ("Sync", "Cadence", "Auto") if quick else ("Sync", "Cadence", "Async", "Auto")
     found = learn_all(trials(names, rates, seeds, 2 if quick else 4), 1 if quick else 3)
     return Result(compare(found), {"found": told(found)})
 
 
-def trials(names: Sequence[str], rates: Sequence[float], seeds: Sequence[int], workers: int) -> list[Trial]:
+def trials(
+    names: Sequence[str], rates: Sequence[float], seeds: Sequence[int], workers: int, slowdown: str = ""
+) -> list[Trial]:
     where = Path(torch.__file__).parent
     size = (*WHOLE, f'data.paths=["{where}"]', "data.limit_bytes=16_000_000") if torch.cuda.is_available() else TINY
-    return [Trial(name, rate, seed, workers, size) for seed, rate, name in product(seeds, rates, names)]
+    return [Trial(name, rate, seed, workers, size, slowdown) for seed, rate, name in product(seeds, rates, names)]
 
 
 def learn_all(wanted: Sequence[Trial], at_once: int) -> dict[Trial, Learned]:
@@ -118,17 +128,18 @@ def learn(trial: Trial, folder: Path) -> Learned | None:
     settings = (
         *COMMON,
         *trial.settings,
-        *(f"policy.{each}" for each in POLICIES[trial.policy]),
+        *POLICIES[trial.policy],
         f"optimizer.lr={trial.rate}",
         f"fit.seed={trial.seed}",
         f"workers.count={trial.workers}",
         "workers.threads=1",
     )
     command = [sys.executable, "-c", "import sys; from potluck.cli import main; sys.exit(main())", "train", "demo"]
+    command += ["--slowdown", trial.slowdown] if trial.slowdown else []
     command += ["--out", str(out), *(word for each in settings for word in ("--set", each))]
     environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{os.environ.get('PYTHONPATH', '')}"}
     with (folder / f"{out.name}.log").open("wb") as log:
-        ran = subprocess.run(command, stdout=log, stderr=log, env=environment, timeout=LIMIT_S, check=False)
+        ran = subprocess.run(["timeout", str(LIMIT_S), *command], stdout=log, stderr=log, env=environment, check=False)
     if ran.returncode:
         say(f"h200_learning: {trial.policy} ended with {ran.returncode}: {log.name}")
         print(Path(log.name).read_text()[-2000:])
@@ -137,7 +148,8 @@ def learn(trial: Trial, folder: Path) -> Learned | None:
     looks = [(event["time"], event["loss"]) for event in events if event["event"] == "validated"]
     start = min(event["time"] for event in events)
     end = next(event for event in reversed(events) if event["event"] == "run_ended")
-    return Learned(end["validation_loss"], end["seconds"], tuple((at - start, loss) for at, loss in looks))
+    anchors = tuple(event["anchor"] for event in events if event["event"] == "decided")
+    return Learned(end["validation_loss"], end["seconds"], tuple((at - start, loss) for at, loss in looks), anchors)
 
 
 def best(found: dict[Trial, Learned], policy: str) -> list[float]:
@@ -173,9 +185,12 @@ def told(found: dict[Trial, Learned]) -> list[dict[str, object]]:
             "rate": trial.rate,
             "seed": trial.seed,
             "workers": trial.workers,
+            "slowdown": trial.slowdown,
             "loss": learned.loss,
             "seconds": learned.seconds,
             "curve": learned.curve,
+            "windows": sum(anchor > 0 for anchor in learned.anchors),
+            "last_anchor": max(learned.anchors[-5:], default=0),
         }
         for trial, learned in found.items()
     ]
@@ -184,13 +199,14 @@ def told(found: dict[Trial, Learned]) -> list[dict[str, object]]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.h200_learning")
     parser.add_argument("--workers", type=int, default=4)
-    parser.add_argument("--policies", nargs="+", default=["Sync", "Cadence 5", "Auto"], choices=list(POLICIES))
+    parser.add_argument("--slowdown", default="", help="such as 1,3: by how much each worker is slowed down")
+    parser.add_argument("--policies", nargs="+", default=["Sync", "Cadence", "Auto"], choices=list(POLICIES))
     parser.add_argument("--rates", nargs="+", type=float, default=[3e-3])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--at-once", type=int, default=3)
     asked = parser.parse_args()
     started = time.monotonic()
-    found = learn_all(trials(asked.policies, asked.rates, asked.seeds, asked.workers), asked.at_once)
+    found = learn_all(trials(asked.policies, asked.rates, asked.seeds, asked.workers, asked.slowdown), asked.at_once)
     for each in compare(found):
         print(f"{each.what}: {each.ratio:.3f} ({each.median_ours:.4f} against {each.median_bare:.4f})")
     print(f"{time.monotonic() - started:.0f} s")

@@ -6,8 +6,8 @@ quota is lifted; so looking at the validation loss costs no time that is counted
 
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,9 +19,10 @@ from torch.optim import AdamW
 
 from bench.mixed import train
 from bench.uneven_rank import Seat
-from potluck import Async, Cadence, Outer, StepConfig, Sync
+from potluck import Async, Auto, Cadence, Outer, StepConfig, Sync
 from potluck.config import from_toml
 from potluck.engine.rows import mix
+from potluck.link.link import choose_device
 from potluck.train.arguments import find_recipe
 from potluck.train.model import GPT, next_token_loss
 from potluck.train.recipe import RunConfig
@@ -35,12 +36,13 @@ POLICIES: dict[str, Any] = {
     "Sync": Sync(),
     "Sync equal": Sync(balance=False),
     "Cadence": Cadence(),
-    "Cadence, anchor 5": Cadence(anchor=5),
-    "Cadence, anchor 10": Cadence(anchor=10),
-    "Cadence, anchor 20": Cadence(anchor=20),
-    "Cadence, anchor 10, overlap": Cadence(anchor=10, overlap=True),
-    "Cadence, anchor 10, outer": Cadence(anchor=10, outer=Outer()),
-    "Async, anchor 10": Async(anchor=10),
+    "Async": Async(),
+    "Auto": Auto(),
+    "Cadence of 5": Cadence(anchor=5, max_anchor=5),
+    "Cadence of 20": Cadence(anchor=20, max_anchor=20),
+    "Cadence of 10, overlap": Cadence(anchor=10, max_anchor=10, overlap=True),
+    "Cadence of 10, outer": Cadence(anchor=10, max_anchor=10, outer=Outer()),
+    "Cadence as published": Cadence.published(),
 }
 
 
@@ -53,11 +55,10 @@ class Lesson:
     steps: int
 
     @classmethod
-    def of(cls, seed: int, steps: int, model: dict[str, int]) -> "Lesson":
-        """The demo's recipe; `model` replaces some of the model's settings."""
+    def of(cls, seed: int, steps: int, settings: Sequence[str]) -> "Lesson":
+        """The demo's recipe, with some settings replaced."""
         text, source = find_recipe("demo")
-        config = from_toml(RunConfig, text, source=source)
-        return cls(replace(config, model=replace(config.model, **model)), seed, steps)
+        return cls(from_toml(RunConfig, text, source=source, overrides=tuple(settings)), seed, steps)
 
     def data(self) -> tuple[TextWindows, TextWindows]:
         return read_windows(self.config.data, self.config.model.context)
@@ -68,7 +69,8 @@ class Lesson:
 
     def build(self) -> tuple[GPT, AdamW]:
         torch.manual_seed(self.seed)
-        model = GPT(self.config.model)
+        torch.set_float32_matmul_precision("high")
+        model = GPT(self.config.model).to(choose_device())
         settings = self.config.optimizer
         groups = [
             {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": settings.weight_decay},
@@ -109,15 +111,21 @@ class Curve:
 def validation_loss(model: GPT, validation: TextWindows) -> float:
     total = count = 0.0
     for first in range(0, len(validation), JUDGED_AT_ONCE):
-        rows = torch.stack([validation[row] for row in range(first, min(first + JUDGED_AT_ONCE, len(validation)))])
+        rows = _rows(validation, range(first, min(first + JUDGED_AT_ONCE, len(validation))))
         loss, samples = next_token_loss(model, rows)
         total, count = total + loss.item() * samples, count + samples
     return total / count
 
 
-def learn(seat: Seat, *, contender: str, seed: int, steps: int, model: dict[str, int], looks: int) -> dict[str, Any]:
+def _rows(data: TextWindows, rows: Iterable[int]) -> Tensor:
+    return torch.stack([data[row] for row in rows]).to(choose_device())
+
+
+def learn(
+    seat: Seat, *, contender: str, seed: int, steps: int, settings: Sequence[str], looks: int, wire: str = "fp32"
+) -> dict[str, Any]:
     """Trains for so many steps; `looks` is how often the loss is looked at, 0 for only at the end."""
-    lesson = Lesson.of(seed, steps, model)
+    lesson = Lesson.of(seed, steps, [*settings, f"wire={wire}"])
     train = _learn_bare if contender == "bare DDP" else _learn_ours
     told = train(seat, lesson, contender, max(1, lesson.rows // looks) if looks else 1 << 62)
     return told | {"rows": lesson.rows}
@@ -127,7 +135,8 @@ def _learn_ours(seat: Seat, lesson: Lesson, contender: str, every_rows: int) -> 
     import potluck
 
     training, validation = lesson.data()
-    fleet = potluck.init(POLICIES[contender], step=StepConfig(clip=lesson.config.step.clip))
+    step = StepConfig(clip=lesson.config.step.clip)
+    fleet = potluck.init(POLICIES[contender], step=step, wire=lesson.config.wire)
     model, optimizer = lesson.build()
     batch_size = lesson.config.batch.size
     model, _, loader = fleet.prepare(model, optimizer, training, batch_size=batch_size, seed=lesson.seed)  # type: ignore[assignment]
@@ -139,7 +148,7 @@ def _learn_ours(seat: Seat, lesson: Lesson, contender: str, every_rows: int) -> 
         windows += 1
         curve.take(fleet.rows_seen, last=fleet.rows_seen >= lesson.rows)
         if fleet.rows_seen >= lesson.rows:
-            fleet.stopping = True
+            fleet.run.stopping = True
 
     fleet.after_agreement.append(after_step)
     dist.barrier()
@@ -166,7 +175,7 @@ def _learn_bare(seat: Seat, lesson: Lesson, contender: str, every_rows: int) -> 
             draw = torch.Generator().manual_seed(mix(lesson.seed, epoch))
             order = torch.randperm(len(training), generator=draw).tolist()
         first = row + seat.rank * part
-        loss, _ = next_token_loss(model, torch.stack([training[index] for index in order[first : first + part]]))
+        loss, _ = next_token_loss(model, _rows(training, order[first : first + part]))
         loss.backward()
         seat.pause()
         clip_grad_norm_(weights.parameters(), lesson.config.step.clip or math.inf)
@@ -182,18 +191,6 @@ def _learn_bare(seat: Seat, lesson: Lesson, contender: str, every_rows: int) -> 
 def merged(answers: list[dict[str, Any]]) -> list[tuple[float, float]]:
     """(seconds, validation loss) of all ranks' parts of one curve."""
     return [(seconds, loss) for seconds, _, loss in sorted(point for answer in answers for point in answer["curve"])]
-
-
-def time_to(curve: list[tuple[float, float]], target: float) -> float | None:
-    """When the loss first was at the target, in a straight line between two looks."""
-    before: tuple[float, float] | None = None
-    for seconds, loss in curve:
-        if loss <= target:
-            if before is None or loss == before[1]:
-                return seconds
-            return before[0] + (seconds - before[0]) * (before[1] - target) / (before[1] - loss)
-        before = seconds, loss
-    return None
 
 
 def lift(set_cores: Callable[[int, float | None], None], workers: int) -> Callable[[], None]:

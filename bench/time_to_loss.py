@@ -1,84 +1,160 @@
-"""The demo's model and text on two workers, one three times slower: the time to a validation loss, against bare DDP.
+"""The time to a validation loss where a model has learned something, on unequal workers and links, against bare DDP.
 
     python -m bench time_to_loss [--quick]
+    python -m bench.time_to_loss --gaps 1 3 5 --mbit none 1000 100 --contenders Sync Cadence Auto --seeds 1
+    python -m bench.time_to_loss --gpu 60 20 --contenders "bare DDP" Sync Auto --losses 1.0 0.8
 
 Bare DDP is a plain loop with the same model, rows, optimizer and schedule, in equal parts. Everybody trains for the
-same number of samples (260 of the demo's steps, with a schedule of that length), from the same weights for a seed, and
-the loss to reach is the largest that any run ended with: all of them have reached it. After the same samples, Cadence
-should have lost nothing to Sync beyond what another seed does to Sync itself.
+same number of samples, with a schedule of that length, from the same weights for a seed. The loss to reach is the
+largest that any run ended with: all of them have reached it; and, where they are given, --losses.
 
-Speeds differ by CPU quotas, 0.9 and 0.3 cores. Looking at the validation loss is not in the time: see learning.py.
+On CPUs: the model and text of `potluck demo`, 400 steps, to losses near 1.6; speeds differ by CPU quotas, 0.9 and 0.3
+cores at a gap of 3. With --gpu: parts of one GPU in percent, by MPS; the model of ../shared/LEARNING.md, 10.9M
+parameters, in TF32, 950 steps, to losses near 0.8. Looking at the loss is not in the time: see learning.py.
 """
 
+import argparse
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
+import torch
+
 from bench import report
-from bench.learning import TRAINED, lift, merged, time_to
+from bench.learning import POLICIES, TRAINED, lift, merged
 from bench.report import Comparison, Result
 from bench.testbed import Machine
 from bench.turns import say
 from bench.uneven import Uneven, cores_of
+from potluck.launch.demo import SETTINGS
+from potluck.show.picture import time_to
 
-GAP = 3
-CONTENDERS = ("bare DDP", "Cadence", "Sync")
-COLORS = {"bare DDP": "#8c8c8c", "Cadence": "#4c9f70", "Sync": "#4c72b0"}
-FASTER = 1.8
+CONTENDERS = ("bare DDP", "Cadence", "Sync", "Auto")
+COLORS = {"bare DDP": "#8c8c8c", "Cadence": "#4c9f70", "Sync": "#4c72b0", "Auto": "#dd8452"}
+FASTER = 2.5
+SMALL = tuple(each for each in SETTINGS if each.startswith(("model", "data", "batch", "optimizer")))
+LARGE = (
+    "model.dim=384",
+    "model.layers=6",
+    "model.heads=6",
+    "model.context=256",
+    "batch.size=64",
+    "optimizer.lr=2e-3",
+    "optimizer.betas=[0.9, 0.95]",
+    f'data.paths=["{Path(torch.__file__).parent}"]',
+    "data.limit_bytes=16_000_000",
+    "data.validation=0.005",
+)
 Curves = dict[str, list[list[tuple[float, float]]]]
 """Of each contender and seed: (seconds, loss)."""
 
 
+@dataclass(frozen=True)
+class Place:
+    gap: float = 3
+    mbit: float | None = None
+    gpu: tuple[int, ...] = ()
+    """Percent of it that each worker has."""
+
+    @property
+    def cores(self) -> list[float]:
+        return [] if self.gpu else cores_of(2, self.gap)
+
+    @property
+    def machines(self) -> list[Machine]:
+        if self.gpu:
+            return [Machine(gpu=part) for part in self.gpu]
+        return [Machine(cpu=quota, mbit=self.mbit) for quota in self.cores]
+
+    @property
+    def words(self) -> str:
+        if self.gpu:
+            return f"parts of {'/'.join(map(str, self.gpu))} % of a GPU"
+        return f"2 workers, gap {self.gap:g}{f', {self.mbit:g} Mbit/s' if self.mbit else ''}"
+
+
+@dataclass(frozen=True)
+class Size:
+    seeds: int = 3
+    steps: int = 400
+    looks: int = 16
+    settings: tuple[str, ...] = SMALL
+    contenders: tuple[str, ...] = CONTENDERS
+    losses: tuple[float, ...] = field(default=())
+
+
 def measure(quick: bool) -> Result:
-    seeds, steps, looks = (1, 40, 2) if quick else (3, 260, 13)
-    curves: Curves = {name: [] for name in CONTENDERS}
-    cores = cores_of(2, GAP)
-    with Uneven([Machine(cpu=quota) for quota in cores]) as fleet:
-        how = fleet.how
-        for seed in range(seeds):
-            for contender in CONTENDERS[seed % 3 :] + CONTENDERS[: seed % 3]:
+    size, place = Size(seeds=1, steps=40, looks=2) if quick else Size(), Place()
+    curves, how = compete(place, size)
+    return Result(compare(curves, place, size), {"unequal_by": how, "gap": place.gap, "curves": curves})
+
+
+def compete(place: Place, size: Size) -> tuple[Curves, str]:
+    curves: Curves = {name: [] for name in size.contenders}
+    with Uneven(place.machines) as fleet:
+        for seed in range(size.seeds):
+            turn = seed % len(size.contenders)
+            for contender in size.contenders[turn:] + size.contenders[:turn]:
                 answers = fleet.run(
                     "bench.learning:learn",
-                    cores=cores,
-                    on={TRAINED: lift(fleet.set_cores, 2)},
+                    cores=place.cores,
+                    on={TRAINED: lift(fleet.set_cores, len(place.machines))},
                     limit_s=600,
-                    contender=contender,
+                    contender=contender.removesuffix(" int4"),
                     seed=seed,
-                    steps=steps,
-                    model={},
-                    looks=looks,
+                    steps=size.steps,
+                    settings=size.settings,
+                    looks=size.looks,
+                    wire="int4" if contender.endswith(" int4") else "fp32",
                 )
                 curves[contender].append(merged(answers))
                 seconds, loss = curves[contender][-1][-1]
-                say(f"time_to_loss: seed {seed + 1} of {seeds}: {contender}: loss {loss:.4f} after {seconds:.1f} s")
-    return Result(compare(curves), {"unequal_by": how, "gap": GAP, "steps": steps, "curves": curves})
+                windows = answers[0].get("windows", size.steps)
+                say(
+                    f"time_to_loss: {place.words}: seed {seed + 1} of {size.seeds}: {contender}: loss {loss:.4f} after"
+                    f" {seconds:.1f} s, {windows} agreements"
+                )
+                if out := os.environ.get("OUT"):
+                    Path(out, f"time_to_loss-{place.gap:g}-{place.mbit}.json").write_text(json.dumps(curves))
+        return curves, fleet.how
 
 
-def compare(curves: Curves) -> list[Comparison]:
-    target = loss_of_all(curves)
-    times = {name: [time_to(curve, target) or curve[-1][0] for curve in found] for name, found in curves.items()}
-    finals = {name: [curve[-1][1] for curve in found] for name, found in curves.items()}
-    spread = max(finals["Sync"]) - min(finals["Sync"])
-    what = f"time to a validation loss of {target:.3f} on 2 workers, gap {GAP}"
-    return [
-        Comparison(
-            what=f"{what}: Cadence, against bare DDP ({FASTER:g} times faster is wanted)",
-            unit="s",
-            ours=times["Cadence"],
-            bare=times["bare DDP"],
-            target=round(1 / FASTER, 3),
-        ),
-        Comparison(
-            what=f"{what}: Sync, against bare DDP", unit="s", ours=times["Sync"], bare=times["bare DDP"], target=None
-        ),
-        Comparison(
-            what="validation loss after the same samples: Cadence, against Sync (and what a seed does to Sync)",
-            unit="",
-            ours=finals["Cadence"],
-            bare=finals["Sync"],
-            target=round(1 + spread / mean(finals["Sync"]), 4) if len(finals["Sync"]) > 1 else None,
-        ),
-    ]
+def compare(curves: Curves, place: Place, size: Size) -> list[Comparison]:
+    found = []
+    for target in (loss_of_all(curves), *size.losses):
+        times = {name: [time_to(each, target) or each[-1][0] for each in of] for name, of in curves.items()}
+        what = f"time to a validation loss of {target:.3f}, {place.words}"
+        bare = "bare DDP" if "bare DDP" in curves else "Sync"
+        wanted = round(1 / FASTER, 3) if bare == "bare DDP" else None
+        found += [
+            Comparison(what=f"{what}: {name}, against {bare}", unit="s", ours=of, bare=times[bare], target=wanted)
+            for name, of in times.items()
+            if name != bare
+        ]
+        if "Auto" in times and len(times) > 2:
+            best = min((name for name in times if name not in ("Auto", "bare DDP")), key=lambda name: mean(times[name]))
+            found.append(
+                Comparison(
+                    what=f"{what}: Auto, against the best other, {best}",
+                    unit="s",
+                    ours=times["Auto"],
+                    bare=times[best],
+                    target=1.1,
+                )
+            )
+    if "Sync" in curves:
+        finals = {name: [each[-1][1] for each in of] for name, of in curves.items()}
+        what = f"validation loss after the same samples, {place.words}"
+        found += [
+            Comparison(what=f"{what}: {name}, against Sync", unit="", ours=of, bare=finals["Sync"], target=1.05)
+            for name, of in finals.items()
+            if name not in ("Sync", "bare DDP")
+        ]
+    return found
 
 
 def loss_of_all(curves: Curves) -> float:
@@ -97,7 +173,7 @@ def draw(details: dict[str, Any], folder: Path) -> None:
         average = mean_curve(found)
         axes.plot(*zip(*average, strict=True), color=COLORS[name], linewidth=2.5, label=name)
     axes.axhline(loss_of_all(curves), color="0.3", linestyle="--", linewidth=0.8, label="reached by all")
-    axes.set_xlabel(f"seconds (2 workers, one {details['gap']} times slower, by {details['unequal_by']})")
+    axes.set_xlabel(f"seconds (2 workers, one {details['gap']:g} times slower, by {details['unequal_by']})")
     axes.set_ylabel("validation loss")
     axes.legend(frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
@@ -111,3 +187,36 @@ def mean_curve(curves: list[list[tuple[float, float]]]) -> list[tuple[float, flo
         (mean(seconds for seconds, _ in points), mean(loss for _, loss in points))
         for points in zip(*curves, strict=False)
     ]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    names = [*("bare DDP", *POLICIES), *(f"{name} int4" for name in POLICIES)]
+    parser = argparse.ArgumentParser(prog="python -m bench.time_to_loss")
+    parser.add_argument("--gaps", nargs="+", type=float, default=[3.0])
+    parser.add_argument("--mbit", nargs="+", default=["none"], help="of each worker's link; none: no limit")
+    parser.add_argument("--gpu", nargs="+", type=int, default=[], help="parts of one GPU, in percent")
+    parser.add_argument("--contenders", nargs="+", default=list(CONTENDERS), choices=names)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=0)
+    parser.add_argument("--looks", type=int, default=16)
+    parser.add_argument("--losses", nargs="+", type=float, default=[])
+    asked = parser.parse_args(arguments)
+    size = Size(
+        seeds=asked.seeds,
+        steps=asked.steps or (950 if asked.gpu else 400),
+        looks=asked.looks,
+        settings=LARGE if asked.gpu else SMALL,
+        contenders=tuple(asked.contenders),
+        losses=tuple(asked.losses),
+    )
+    places = [Place(gpu=tuple(asked.gpu))] if asked.gpu else []
+    for gap in asked.gaps if not asked.gpu else ():
+        places += [Place(gap=gap, mbit=None if mbit == "none" else float(mbit)) for mbit in asked.mbit]
+    for place in places:
+        curves, _ = compete(place, size)
+        for each in compare(curves, place, size):
+            print(f"{each.what}: {each.ratio:.3f} ({each.median_ours:.4g} against {each.median_bare:.4g})")
+
+
+if __name__ == "__main__":
+    main()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import get_args
 
-from potluck.agree.policy import ApplyPolicy, Sync, Windowed
+from potluck.agree.policy import ApplyPolicy, Auto, Sync, Windowed
 from potluck.coded_numbers import AskedWire, Wire
 from potluck.errors import ConfigError
 from potluck.sharding.strategy import FullShard, HybridShard, NoShard, ShardGradOp, ShardingStrategy
@@ -78,8 +78,22 @@ class Composition:
         return replace(self.split, weights=self.weights[stage])
 
 
+def settled(wanted: Wanted) -> Wanted:
+    """Auto is Sync where there is one replica: what is left to choose is between one way and none."""
+    if not isinstance(wanted.policy, Auto) or wanted.has_host:
+        return wanted
+    strategy, stages, each = wanted.strategy, wanted.stages, 1
+    if isinstance(strategy, HybridShard):
+        each = strategy.intra_node_size
+    if stages is not None:
+        each *= stages.count or max(1, wanted.world // each)
+    is_one = isinstance(strategy, FullShard | ShardGradOp) or wanted.world <= each
+    return replace(wanted, policy=Sync()) if is_one else wanted
+
+
 def compose(wanted: Wanted) -> Composition:
     """Raises ConfigError for what cannot be."""
+    wanted = settled(wanted)
     if wanted.wire not in get_args(AskedWire):
         raise ConfigError(f"wire must be one of {', '.join(get_args(AskedWire))}, not {wanted.wire!r}.")
     if wanted.has_host:

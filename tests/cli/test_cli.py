@@ -355,7 +355,14 @@ def test_a_refused_resume_changes_nothing_and_a_new_setting_takes_effect(place: 
 
 TINY_DEMO = [
     word
-    for setting in ("model.dim=16", "model.layers=1", "model.heads=2", "model.context=16", "fit.max_steps=20")
+    for setting in (
+        "model.dim=16",
+        "model.layers=1",
+        "model.heads=2",
+        "model.context=16",
+        "fit.max_steps=20",
+        "fit.validate_every=5",
+    )
     for word in ("--set", setting)
 ]
 
@@ -374,9 +381,10 @@ def test_the_demo_compares_sync_and_cadence(place: Path) -> None:
         assert re.search(rf"Training .* on 3 workers \(cpu\): 20 steps of 12 rows, in runs/demo-{policy}$", said, re.M)
         policies = (place / "runs" / f"demo-{policy}" / "run.toml").read_text()
         assert f'kind = "{policy}"' in policies
-    assert "  Nothing was measured yet, so all do the same: 2, 2 and 2 batches." in said
+    assert "  In the first 15% of the run all agree in every step: " in said
+    assert re.search(r"^To a validation loss of [\d.]+ Cadence took [\d.]+ s, and Sync [\d.]+ s", said, re.M)
     found = re.search(
-        r"^Cadence took ([\d.]+) s for the same 240 rows, and Sync ([\d.]+) s: ([\d.]+) times as fast", said, re.M
+        r"Cadence took ([\d.]+) s for the same 240 rows, and Sync ([\d.]+) s: ([\d.]+) times as fast", said, re.M
     )
     assert found is not None
     cadence_s, sync_s, gain = map(float, found.groups())  # times are told to a tenth of a second

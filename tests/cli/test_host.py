@@ -248,7 +248,8 @@ import potluck
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
 x = torch.randn(4000, 4)
-fleet = potluck.init(policy=potluck.Cadence(anchor=1, max_anchor=2), strategy=potluck.HybridShard(intra_node_size=2))
+policy = potluck.Cadence.published(anchor=1, max_anchor=2)
+fleet = potluck.init(policy=policy, strategy=potluck.HybridShard(intra_node_size=2))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 model, optimizer, loader = fleet.prepare(model, optimizer, (x, x[:, :1]), batch_size=8)
 for a, b in loader:

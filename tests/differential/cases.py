@@ -223,6 +223,7 @@ def _draw_windows(draw: random.Random) -> str:
     anchor = draw.choice((1, 2, 3))
     extra = draw.choice(("", ", moments=True", ", overlap=True", ", outer=Outer(lr=0.7, momentum=0.9)"))
     extra += draw.choice(("", "", f", together={draw.choice((0.3, 0.5, 1.0))}"))
+    extra += draw.choice(("", ", overhead_target=None"))
     return f"{draw.choice(('Cadence', 'Async'))}(anchor={anchor}, max_anchor={anchor + draw.randint(0, 3)}{extra})"
 
 

@@ -154,7 +154,10 @@ def _train(case: Case, leg: Leg, number: int, folder: str, phase: list[str]) -> 
 
 
 def _read(word: str, **names: Any) -> Any:
-    return eval(word, {name: getattr(potluck, name) for name in potluck.__all__} | names)
+    """Of Cadence and Async what a case does not name is as published: a judge cannot ask for their defaults."""
+    known = {name: getattr(potluck, name) for name in potluck.__all__}
+    published = {name: known[name].published for name in ("Cadence", "Async")}
+    return eval(word, known | published | names)
 
 
 class Log:

@@ -16,6 +16,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from potluck.agree.policy import Async, Auto, Cadence
@@ -46,6 +47,8 @@ def simulate(seed: int, policy: str, told: Counter[str]) -> Fleet:
         drawn |= {"together": other.choice([0.0, 0.0, 0.0, 0.2, 0.5, 1.0])}
         drawn |= {"overlap": draw.random() < 0.5} if policy != "auto" else {}
         drawn |= {"moments": other.random() < 0.3} if not drawn.get("overlap", True) else {}
+        if policy != "auto":
+            drawn = asdict(kind.published(**drawn)) | ({"overhead_target": None} if other.random() < 0.3 else {})
         settings, batch = settings_of(kind(**drawn)), draw.choice([8, BATCH])
     habits = {
         "save_every": draw.choice([0, 0, 1, 2, 3]),

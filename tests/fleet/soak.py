@@ -81,8 +81,10 @@ class Schedule:
         self.is_bare = policy != "sync" and draw.random() < 0.5
         kinds = {
             "sync": Sync(),
-            "cadence": Cadence(anchor=1, max_anchor=draw.choice([1, 2, 4])),
-            "async": Async(anchor=1, max_anchor=2, together=draw.choice([0.0, 0.3]), moments=draw.random() < 0.3),
+            "cadence": Cadence.published(anchor=1, max_anchor=draw.choice([1, 2, 4])),
+            "async": Async.published(
+                anchor=1, max_anchor=2, together=draw.choice([0.0, 0.3]), moments=draw.random() < 0.3
+            ),
             "auto": Auto(together=draw.choice([0.0, 0.2])),
         }
         self.options: dict[str, Any] = {

@@ -39,7 +39,7 @@ from potluck.wire.messages import (
 from tests.fleet.virtual import SECRET, described
 
 pytestmark = pytest.mark.timeout(120)
-POLICIES = {"sync": Sync(), "cadence": Cadence(anchor=2), "async": Async(anchor=2)}
+POLICIES = {"sync": Sync(), "cadence": Cadence.published(anchor=2), "async": Async.published(anchor=2)}
 PEERS = 6
 WITHOUT_GRADIENTS = [kind for kind in MESSAGES if not is_bulk(kind)]
 ODD = [0.0, -0.0, 1.0, -1.0, 5e-324, 1e-30, 1e-9, 1e-6, 1e9, 1e15, 1e300, 1.7e308, math.inf, -math.inf, math.nan]

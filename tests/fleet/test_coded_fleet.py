@@ -178,11 +178,11 @@ def test_a_plain_peer_sends_floats_and_holds_the_same_weights(tmp_path: Path) ->
 
 SHORT: dict[str, Any] = {"anchor": 1, "max_anchor": 2}
 POLICIES = {
-    "cadence": potluck.Cadence(**SHORT),
-    "async": potluck.Async(**SHORT),
-    "overlap": potluck.Async(overlap=True, **SHORT),
-    "outer": potluck.Cadence(outer=potluck.Outer(), **SHORT),
-    "moments": potluck.Cadence(moments=True, together=0.4, **SHORT),
+    "cadence": potluck.Cadence.published(**SHORT),
+    "async": potluck.Async.published(**SHORT),
+    "overlap": potluck.Async.published(overlap=True, **SHORT),
+    "outer": potluck.Cadence.published(outer=potluck.Outer(), **SHORT),
+    "moments": potluck.Cadence.published(moments=True, together=0.4, **SHORT),
 }
 
 

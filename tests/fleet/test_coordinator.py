@@ -1069,7 +1069,10 @@ def test_a_plain_peer_is_not_let_in_where_secrets_are() -> None:
         ({"rows": 38}, "This run has rows = 37, and you have 38."),
         ({"batch": 8}, "This run has batch = 16, and you have 8."),
         ({"seed": 2}, "This run has seed = 1, and you have 2."),
-        ({"policy": "async", "settings": settings_of(Async())}, "This run's policy is sync, and yours is async."),
+        (
+            {"policy": "async", "settings": settings_of(Async.published())},
+            "This run's policy is sync, and yours is async.",
+        ),
     ],
 )
 def test_another_model_is_refused_with_a_sentence(changes: dict[str, Any], sentence: str) -> None:

@@ -78,8 +78,8 @@ def test_a_killed_gpu_worker_changes_no_bit(tmp_path: Path) -> None:
 
 def test_a_node_of_two_ranks_on_a_gpu_beside_a_node_on_the_cpu(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path, at_least=2)
-    fleet.add_node("gpu", policy=Cadence(**SHORT), bare=True, gpu=True, save_every=2)
-    fleet.add_node("cpu", policy=Cadence(**SHORT), bare=True)
+    fleet.add_node("gpu", policy=Cadence.published(**SHORT), bare=True, gpu=True, save_every=2)
+    fleet.add_node("cpu", policy=Cadence.published(**SHORT), bare=True)
     weights = fleet.finish(150)  # the same bits on both: they subtract the same means from the same start
     for name, expected in judge(fleet).items():
         torch.testing.assert_close(weights[name], expected, rtol=1e-3, atol=1e-4)
@@ -87,7 +87,7 @@ def test_a_node_of_two_ranks_on_a_gpu_beside_a_node_on_the_cpu(tmp_path: Path) -
 
 @pytest.mark.parametrize("where", ["gpu", "node"])
 def test_gpu_workers_begin_as_sync_and_average_their_moments(where: str, tmp_path: Path) -> None:
-    policy = Cadence(**SHORT, together=0.3, moments=True)
+    policy = Cadence.published(**SHORT, together=0.3, moments=True)
     fleet = Fleet(tmp_path, at_least=2)
     fleet.add("one", policy=policy, bare=True, gpu=True)
     if where == "gpu":

@@ -45,9 +45,9 @@ pytestmark = pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     ("policy", "nodes", "options"),
     [
-        (Cadence(**SHORT), 1, {}),
-        (Cadence(**SHORT), 2, {}),
-        (Async(**SHORT), 2, {"shared": True}),
+        (Cadence.published(**SHORT), 1, {}),
+        (Cadence.published(**SHORT), 2, {}),
+        (Async.published(**SHORT), 2, {"shared": True}),
     ],
     ids=["cadence alone", "cadence", "async"],
 )
@@ -68,8 +68,8 @@ def test_nodes_compute_what_plain_replicas_and_their_mean_do(
 def test_a_node_and_a_worker_that_has_all_of_it_train_one_model(tmp_path: Path) -> None:
     """The host cannot tell them apart: the same parts, the same means, the same weights."""
     fleet = Fleet(tmp_path, at_least=2)
-    fleet.add_node("node", policy=Cadence(**SHORT), bare=True)
-    fleet.add("whole", policy=Cadence(**SHORT), bare=True)
+    fleet.add_node("node", policy=Cadence.published(**SHORT), bare=True)
+    fleet.add("whole", policy=Cadence.published(**SHORT), bare=True)
     assert_close(fleet.finish(), judge(fleet))
     assert fleet.server.core.refused.total() == 0  # none was taken for one that had drifted away
 
@@ -77,7 +77,7 @@ def test_a_node_and_a_worker_that_has_all_of_it_train_one_model(tmp_path: Path) 
 def test_buffers_a_bad_row_and_parameters_nobody_uses(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path, at_least=2)
     for number in range(2):
-        fleet.add_node(f"n{number}", policy=Async(**SHORT), spoiled=17)
+        fleet.add_node(f"n{number}", policy=Async.published(**SHORT), spoiled=17)
     weights = fleet.finish()  # the same on both, buffers too
     assert_constant(weights, "odd.")
     never = ("odd.mask", "odd.gap")
@@ -89,7 +89,7 @@ def test_buffers_a_bad_row_and_parameters_nobody_uses(tmp_path: Path) -> None:
 def test_saving_and_looking_within_a_window_see_what_was_agreed_on(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path)
     busy = dict.fromkeys((0, 1), save_and_look_at_every_batch)
-    fleet.add_node("only", faults=busy, policy=Cadence(anchor=2, max_anchor=2), bare=True)
+    fleet.add_node("only", faults=busy, policy=Cadence.published(anchor=2, max_anchor=2), bare=True)
     assert_close(fleet.finish(), judge(fleet))
     assert len({e.loss for e in fleet.events if isinstance(e, Validated)}) == 3  # one for each version
 
@@ -137,7 +137,7 @@ def record_the_largest(place: Path, rank: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", first_of([Cadence(**SHORT), Sync()]), ids=["cadence", "sync"])
+@pytest.mark.parametrize("policy", first_of([Cadence.published(**SHORT), Sync()]), ids=["cadence", "sync"])
 def test_no_rank_ever_holds_the_whole_models_change_nor_its_state(policy: ApplyPolicy, tmp_path: Path) -> None:
     fleet = Fleet(tmp_path, at_least=2)
     for number in range(2):
@@ -193,7 +193,7 @@ def while_means_are_handed_out(place: Path) -> None:
     ],
 )
 def test_a_rank_killed_ends_its_node_alone_which_joins_again(what: str, fault: Any, rank: int, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"policy": Cadence(anchor=2, max_anchor=2), "slow_s": 0.1}
+    options: dict[str, Any] = {"policy": Cadence.published(anchor=2, max_anchor=2), "slow_s": 0.1}
     fleet = Fleet(tmp_path, at_least=2)
     ranks = fleet.add_node("victim", faults={rank: fault}, may_lose=True, **options)
     fleet.add_node("survivor", **options)
@@ -213,9 +213,9 @@ def test_a_rank_killed_ends_its_node_alone_which_joins_again(what: str, fault: A
 @pytest.mark.slow
 def test_a_node_that_joins_in_mid_run_gets_its_state_from_a_node_and_takes_part(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path)
-    fleet.add_node("first", policy=Async(**SHORT), slow_s=0.15, hold_at=3)
+    fleet.add_node("first", policy=Async.published(**SHORT), slow_s=0.15, hold_at=3)
     fleet.wait_for_step(2)
-    fleet.add_node("newcomer", policy=Async(**SHORT), slow_s=0.15)
+    fleet.add_node("newcomer", policy=Async.published(**SHORT), slow_s=0.15)
     fleet.let_in("newcomer")
     fleet.finish()
     (came,) = [e for e in fleet.events if isinstance(e, WorkerCame) and e.name == "newcomer"]
@@ -227,7 +227,7 @@ def test_a_node_that_joins_in_mid_run_gets_its_state_from_a_node_and_takes_part(
 def test_a_node_leaves_when_any_of_its_ranks_wishes_and_its_checkpoint_is_a_plain_runs_too(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path, at_least=2)
     for name in ("leaver", "stayer"):
-        fleet.add_node(name, policy=Cadence(**SHORT), slow_s=0.05, save_every=2)
+        fleet.add_node(name, policy=Cadence.published(**SHORT), slow_s=0.05, save_every=2)
     fleet.wait_for_step(2)
     fleet.workers[1].send(signal.SIGUSR1)  # the second rank of the first node
     weights = fleet.finish()
@@ -247,12 +247,12 @@ def test_a_node_leaves_when_any_of_its_ranks_wishes_and_its_checkpoint_is_a_plai
 @pytest.mark.slow
 def test_a_run_that_everybody_died_in_goes_on_from_the_checkpoint_of_a_node(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path, patience_s=1.0)
-    ranks = fleet.add_node("first", policy=Cadence(**SHORT), slow_s=0.2, save_every=2, may_lose=True)
+    ranks = fleet.add_node("first", policy=Cadence.published(**SHORT), slow_s=0.2, save_every=2, may_lose=True)
     fleet.wait_for_step(3)
     wait_until(lambda: any((tmp_path / "checkpoints").glob("step-*")))
     ranks[0].kill()
     wait_until(lambda: not fleet.server.core.membership.members)
-    fleet.add_node("second", policy=Cadence(**SHORT))
+    fleet.add_node("second", policy=Cadence.published(**SHORT))
     fleet.finish()
 
 
@@ -260,7 +260,7 @@ def test_a_run_that_everybody_died_in_goes_on_from_the_checkpoint_of_a_node(tmp_
 @pytest.mark.parametrize("overlap", first_of([False, True]), ids=["", "overlap"])
 def test_nodes_join_a_host_again_that_was_killed(overlap: bool, tmp_path: Path) -> None:
     process, invite = start_coordinator(tmp_path, fault=PHASES_OF_HOST)
-    options = {"policy": Cadence(**SHORT, overlap=overlap), "slow_s": 0.02}
+    options = {"policy": Cadence.published(**SHORT, overlap=overlap), "slow_s": 0.02}
     workers = [rank for name in ("n0", "n1") for rank in start_node(invite, tmp_path, name, 2, {}, options)]
     process.join(20)
     assert (tmp_path / "fired-after").exists()
@@ -299,7 +299,7 @@ def stopped_at_the_second_means(place: Path) -> None:
 def test_a_node_that_was_given_up_applies_the_means_that_had_come(tmp_path: Path) -> None:
     """From a connection that is broken, and to the others' bits."""
     fleet = Fleet(tmp_path, at_least=2, patience_s=1.0)
-    options: dict[str, Any] = {"policy": Cadence(**SHORT), "slow_s": 0.1}
+    options: dict[str, Any] = {"policy": Cadence.published(**SHORT), "slow_s": 0.1}
     fleet.add("whole", **options)
     node, _ = fleet.add_node("node", faults={0: stopped_at_the_second_means}, **options)
     wait_until((tmp_path / "fired-means").exists)
@@ -314,7 +314,7 @@ def test_trainer_counts_batches_of_the_run_and_ends_where_it_should(tmp_path: Pa
     fleet = Fleet(tmp_path, at_least=2)
     settings = {"epochs": 5, "max_steps": 10, "validate_every": 3, "checkpoint": CheckpointConfig(every=4)}
     for number in range(2):
-        fleet.add_node(f"n{number}", policy=Cadence(**SHORT), fit=settings, steps=10)
+        fleet.add_node(f"n{number}", policy=Cadence.published(**SHORT), fit=settings, steps=10)
     fleet.finish(epochs=1)
     assert fleet.records[-1].rows_seen == ROWS + 3 * BATCH and fleet.server.core.steps_done == 10
     assert [e.step for e in fleet.events if isinstance(e, Validated)][-1] == 10

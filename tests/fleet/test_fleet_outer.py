@@ -18,7 +18,7 @@ OUTER = Outer(lr=0.6, momentum=0.8)
 
 @pytest.mark.parametrize(
     ("policy", "count"),
-    [(Cadence(**SHORT, outer=OUTER), 2), (Async(**SHORT, outer=OUTER), 3)],
+    [(Cadence.published(**SHORT, outer=OUTER), 2), (Async.published(**SHORT, outer=OUTER), 3)],
     ids=["cadence", "async"],
 )
 def test_workers_of_unequal_speed_step_along_the_mean_of_plain_replicas(
@@ -37,15 +37,15 @@ def test_workers_of_unequal_speed_step_along_the_mean_of_plain_replicas(
 
 def test_nodes_do_so_too(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path, at_least=2)
-    fleet.add_node("node", policy=Cadence(**SHORT, outer=OUTER), bare=True)
-    fleet.add("whole", policy=Cadence(**SHORT, outer=OUTER), bare=True)
+    fleet.add_node("node", policy=Cadence.published(**SHORT, outer=OUTER), bare=True)
+    fleet.add("whole", policy=Cadence.published(**SHORT, outer=OUTER), bare=True)
     assert_close(fleet.finish(), judge(fleet, outer=OUTER))
     assert fleet.server.core.refused.total() == 0
 
 
 def test_one_that_is_killed_and_one_that_joins_change_nothing_for_the_others(tmp_path: Path) -> None:
     """Buffers, dropout and parameters that nobody uses too. A newcomer has the momentum of all windows before."""
-    policy = Async(anchor=2, max_anchor=2, outer=OUTER)
+    policy = Async.published(anchor=2, max_anchor=2, outer=OUTER)
     options: dict[str, Any] = {"policy": policy, "epochs": 2 * EPOCHS, "steps": 2 * STEPS}
     fleet = Fleet(tmp_path, at_least=2)
     fleet.add("victim", in_a_window, **options)
@@ -62,7 +62,7 @@ def test_one_that_is_killed_and_one_that_joins_change_nothing_for_the_others(tmp
 
 def run_alone(folder: Path, *, is_killed: bool) -> Any:
     folder.mkdir()
-    policy = Cadence(**SHORT, outer=OUTER)
+    policy = Cadence.published(**SHORT, outer=OUTER)
     fleet = Fleet(folder, patience_s=1.0)
     first = fleet.add("first", policy=policy, save_every=2, slow_s=0.2 * is_killed)
     if is_killed:

@@ -30,7 +30,7 @@ from tests.quick import first_of
 
 pytestmark = pytest.mark.timeout(90)
 SHORT: dict[str, Any] = {"anchor": 1, "max_anchor": 2, "overlap": True}
-CADENCE = Cadence(**SHORT)
+CADENCE = Cadence.published(**SHORT)
 BY_RANKS = pytest.mark.parametrize("ranks", first_of([1, 2]))
 
 
@@ -90,9 +90,9 @@ def takes(place: Path, seconds: float) -> None:
 @pytest.mark.parametrize(
     ("policy", "seconds", "options"),
     [
-        (Cadence(**SHORT), (0.0,), {}),
-        (Cadence(**SHORT), (0.005, 0.02), {}),
-        (Async(**SHORT), (0.002, 0.01, 0.01), {"shared": True}),
+        (Cadence.published(**SHORT), (0.0,), {}),
+        (Cadence.published(**SHORT), (0.005, 0.02), {}),
+        (Async.published(**SHORT), (0.002, 0.01, 0.01), {"shared": True}),
     ],
     ids=["1", "2", "3"],
 )
@@ -141,7 +141,7 @@ def test_trainer_looks_at_and_saves_what_was_agreed_on(ranks: int, tmp_path: Pat
 @BY_RANKS
 def test_saving_and_looking_within_a_window_see_what_was_agreed_on(ranks: int, tmp_path: Path) -> None:
     fleet = Fleet(tmp_path)
-    policy = Cadence(anchor=2, max_anchor=2, overlap=True)
+    policy = Cadence.published(anchor=2, max_anchor=2, overlap=True)
     add(fleet, "only", ranks, save_and_look_at_every_batch, policy=policy, bare=True)
     assert_close(fleet.finish(), judge(fleet))
     assert len({event.loss for event in fleet.events if isinstance(event, Validated)}) == 3  # one for each version
@@ -160,7 +160,7 @@ STRATEGIES: dict[str, ShardingStrategy] = {
 @pytest.mark.parametrize("strategy", first_of(STRATEGIES, 2))
 def test_a_worker_of_two_ranks_and_one_of_one_rank_are_ahead_together(strategy: str, tmp_path: Path) -> None:
     fleet = Fleet(tmp_path, at_least=2)
-    policy = Async(**SHORT) if strategy == "HybridShard" else CADENCE
+    policy = Async.published(**SHORT) if strategy == "HybridShard" else CADENCE
     options: dict[str, Any] = {"policy": policy, "bare": True, "shared": strategy == "ShardGradOp"}
     add(fleet, "two", 2, partial(takes, seconds=0.01), strategy=STRATEGIES[strategy], **options)
     fleet.add("one", partial(takes, seconds=0.02), **options)

@@ -111,7 +111,8 @@ def test_workers_of_one_two_and_three_ranks_train_one_model(kind: str, tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("policy", "strategy"), [(Cadence(**SHORT), "ShardGradOp"), (Async(**SHORT), "FullShard, uneven")]
+    ("policy", "strategy"),
+    [(Cadence.published(**SHORT), "ShardGradOp"), (Async.published(**SHORT), "FullShard, uneven")],
 )
 def test_replicas_that_step_by_themselves_are_split_by_any_strategy(strategy: str, policy: Any, tmp_path: Path) -> None:
     fleet = Fleet(tmp_path, at_least=2)
@@ -123,8 +124,8 @@ def test_replicas_that_step_by_themselves_are_split_by_any_strategy(strategy: st
 
 def test_what_nobody_uses_stays_as_it_is_in_windows_too(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path, at_least=2)
-    fleet.add_node("two", strategy=ShardGradOp(), policy=Cadence(**SHORT))
-    fleet.add_node("uneven", strategy=FullShard(weights=(1.0, 2.0)), policy=Cadence(**SHORT))
+    fleet.add_node("two", strategy=ShardGradOp(), policy=Cadence.published(**SHORT))
+    fleet.add_node("uneven", strategy=FullShard(weights=(1.0, 2.0)), policy=Cadence.published(**SHORT))
     assert torch.equal(fleet.finish()["unused.weight"], build()[0].state_dict()["unused.weight"])
 
 

@@ -63,7 +63,7 @@ def judge(fleet: Fleet, *, moments: bool = False, falls: bool = False) -> dict[s
     own = {who: torch.optim.AdamW(each.parameters(), lr=0.01, weight_decay=0.1) for who, each in replicas.items()}
 
     def step(who: int, rows: torch.Tensor, at: int, stretch: float = 1.0) -> None:
-        own[who].param_groups[0]["lr"] = min(0.01, stretch * rate(at)) if falls else 0.01
+        own[who].param_groups[0]["lr"] = min(0.01 * stretch ** (1 / 3), stretch * rate(at)) if falls else 0.01
         own[who].zero_grad()
         F.cross_entropy(replicas[who](x[rows]), y[rows]).backward()
         own[who].step()
@@ -105,11 +105,11 @@ def judge(fleet: Fleet, *, moments: bool = False, falls: bool = False) -> dict[s
 @pytest.mark.parametrize(
     ("policy", "count", "options"),
     [
-        (Cadence(**SHORT, together=FIRST), 1, {}),
-        (Cadence(**SHORT, together=FIRST), 3, {"shared": True}),
-        (Cadence(**SHORT, together=FIRST, overlap=True), 2, {}),
-        (Async(**SHORT, together=FIRST), 2, {}),
-        (Cadence(**SHORT, together=1.0), 2, {"shared": True}),
+        (Cadence.published(**SHORT, together=FIRST), 1, {}),
+        (Cadence.published(**SHORT, together=FIRST), 3, {"shared": True}),
+        (Cadence.published(**SHORT, together=FIRST, overlap=True), 2, {}),
+        (Async.published(**SHORT, together=FIRST), 2, {}),
+        (Cadence.published(**SHORT, together=1.0), 2, {"shared": True}),
     ],
     ids=["one", "cadence", "overlap", "async", "sync"],
 )
@@ -133,7 +133,7 @@ def test_the_first_share_is_sync_and_the_rest_windows(
 
 
 def test_a_node_takes_part_in_both(tmp_path: Path) -> None:
-    policy = Cadence(**SHORT, together=FIRST)
+    policy = Cadence.published(**SHORT, together=FIRST)
     fleet = Fleet(tmp_path, at_least=2)
     fleet.add_node("node", policy=policy, bare=True)
     fleet.add("whole", policy=policy, bare=True)
@@ -155,7 +155,7 @@ def killed_at(place: Path, step: int) -> None:
 @pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])
 def test_whoever_is_lost_or_comes_in_either_phase_all_agree(overlap: bool, tmp_path: Path) -> None:
     """Buffers, dropout and parameters that nobody uses too."""
-    policy = Cadence(**SHORT, together=FIRST, overlap=overlap)
+    policy = Cadence.published(**SHORT, together=FIRST, overlap=overlap)
     options: dict[str, Any] = {"policy": policy, "epochs": 2 * EPOCHS, "steps": 2 * STEPS}
     ends = (("first", 2), ("second", 2 * ALL_FIRST + 2))
     fleet = Fleet(tmp_path, at_least=3)
@@ -179,7 +179,7 @@ def test_whoever_is_lost_or_comes_in_either_phase_all_agree(overlap: bool, tmp_p
 
 
 def test_the_bits_of_the_first_share_do_not_depend_on_who_is_there(tmp_path: Path) -> None:
-    policy = Cadence(**SHORT, together=1.0)
+    policy = Cadence.published(**SHORT, together=1.0)
     found = []
     for number in (1, 3):
         place = tmp_path / str(number)
@@ -199,9 +199,9 @@ def test_the_bits_of_the_first_share_do_not_depend_on_who_is_there(tmp_path: Pat
 @pytest.mark.parametrize(
     ("policy", "count", "options"),
     [
-        (Cadence(**SHORT, moments=True), 2, {}),
-        (Async(anchor=2, max_anchor=3, moments=True), 2, {"schedule": cosine}),
-        (Cadence(**SHORT, moments=True, together=FIRST), 3, {"schedule": cosine, "shared": True}),
+        (Cadence.published(**SHORT, moments=True), 2, {}),
+        (Async.published(anchor=2, max_anchor=3, moments=True), 2, {"schedule": cosine}),
+        (Cadence.published(**SHORT, moments=True, together=FIRST), 3, {"schedule": cosine, "shared": True}),
         (Auto(together=0.2), 2, {"schedule": cosine}),
     ],
     ids=["cadence", "async", "both", "auto"],
@@ -222,7 +222,7 @@ def test_moments_are_averaged_and_steps_are_longer_as_the_rate_falls(
 
 
 def test_a_node_averages_its_moments_with_a_whole_replica(tmp_path: Path) -> None:
-    policy = Cadence(**SHORT, moments=True, together=FIRST)
+    policy = Cadence.published(**SHORT, moments=True, together=FIRST)
     fleet = Fleet(tmp_path, at_least=2)
     fleet.add_node("node", policy=policy, bare=True, schedule=cosine)
     fleet.add("whole", policy=policy, bare=True, schedule=cosine)

@@ -90,11 +90,11 @@ def rows_of(fleet: Fleet, name: str) -> list[int]:
 @pytest.mark.parametrize(
     ("policy", "count", "options"),
     [
-        (Cadence(**SHORT), 1, {}),
-        (Cadence(**SHORT), 2, {}),
-        (Cadence(**SHORT), 3, {"shared": True}),
-        (Async(**SHORT), 2, {"shared": True}),
-        (Async(**SHORT), 3, {}),
+        (Cadence.published(**SHORT), 1, {}),
+        (Cadence.published(**SHORT), 2, {}),
+        (Cadence.published(**SHORT), 3, {"shared": True}),
+        (Async.published(**SHORT), 2, {"shared": True}),
+        (Async.published(**SHORT), 3, {}),
     ],
     ids=lambda value: getattr(type(value), "kind", None) or (str(value) if isinstance(value, int) else ""),
 )
@@ -121,7 +121,7 @@ def test_windows_are_what_plain_replicas_and_their_mean_compute(
 def test_buffers_dropout_and_unused_parameters_agree_too(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path, at_least=2)
     for number in range(2):
-        fleet.add(f"w{number}", policy=Cadence(**SHORT))
+        fleet.add(f"w{number}", policy=Cadence.published(**SHORT))
     weights = fleet.finish()
     assert weights["norm.num_batches_tracked"] > 0
     assert_constant(weights, "odd.")
@@ -142,7 +142,7 @@ def test_trainer_counts_batches_of_the_run_and_ends_where_it_should(tmp_path: Pa
         "schedule": ScheduleConfig(warmup=0.5),
     }
     for number in range(2):
-        fleet.add(f"w{number}", policy=Cadence(**SHORT), fit=settings, steps=10)
+        fleet.add(f"w{number}", policy=Cadence.published(**SHORT), fit=settings, steps=10)
     fleet.finish(epochs=1)
     last = fleet.records[-1]
     assert last.rows_seen == ROWS + 3 * BATCH and fleet.server.core.steps_done == 10
@@ -159,7 +159,7 @@ def test_trainer_counts_batches_of_the_run_and_ends_where_it_should(tmp_path: Pa
 def test_steps_that_are_not_finite_are_skipped_where_they_occur(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path, at_least=2)
     for number in range(2):
-        fleet.add(f"w{number}", policy=Async(**SHORT), spoiled=17)
+        fleet.add(f"w{number}", policy=Async.published(**SHORT), spoiled=17)
     weights = fleet.finish()
     assert_constant(weights, "odd.")
     never = ("odd.mask", "odd.gap")
@@ -187,7 +187,7 @@ def save_and_look_at_every_batch(place: Path) -> None:
 
 def test_saving_and_looking_within_a_window_see_what_was_agreed_on(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path)
-    fleet.add("only", save_and_look_at_every_batch, policy=Cadence(anchor=2, max_anchor=2), bare=True)
+    fleet.add("only", save_and_look_at_every_batch, policy=Cadence.published(anchor=2, max_anchor=2), bare=True)
     assert_close(fleet.finish(), judge(fleet))
     assert len({e.loss for e in fleet.events if isinstance(e, Validated)}) == 3  # one for each version
 
@@ -221,7 +221,7 @@ def while_sending(place: Path) -> None:
     ("what", "fault", "count"), [("window", in_a_window, 2), ("sending", while_sending, 3)], ids=["window", "sending"]
 )
 def test_a_worker_killed_in_a_window_loses_nothing(what: str, fault: Any, count: int, tmp_path: Path) -> None:
-    policy = Cadence(anchor=2, max_anchor=2)
+    policy = Cadence.published(anchor=2, max_anchor=2)
     fleet = Fleet(tmp_path, at_least=count)
     victim = fleet.add("victim", fault, policy=policy)
     for number in range(count - 1):
@@ -236,9 +236,9 @@ def test_a_worker_killed_in_a_window_loses_nothing(what: str, fault: Any, count:
 
 def test_a_worker_that_joins_in_mid_run_takes_part_from_the_next_window(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path)
-    fleet.add("first", policy=Async(**SHORT), slow_s=0.15, hold_at=3)
+    fleet.add("first", policy=Async.published(**SHORT), slow_s=0.15, hold_at=3)
     fleet.wait_for_step(2)
-    fleet.add("newcomer", policy=Async(**SHORT), slow_s=0.15)
+    fleet.add("newcomer", policy=Async.published(**SHORT), slow_s=0.15)
     fleet.let_in("newcomer")
     fleet.finish()
     (came,) = [e for e in fleet.events if isinstance(e, WorkerCame) and e.name == "newcomer"]
@@ -249,7 +249,7 @@ def test_a_worker_that_joins_in_mid_run_takes_part_from_the_next_window(tmp_path
 def test_a_polite_leaver_and_a_checkpoint(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path, at_least=2)
     for name in ("leaver", "stayer"):
-        fleet.add(name, policy=Cadence(**SHORT), slow_s=0.05, save_every=2)
+        fleet.add(name, policy=Cadence.published(**SHORT), slow_s=0.05, save_every=2)
     fleet.wait_for_step(2)
     fleet.workers[0].send(signal.SIGUSR1)
     fleet.finish()
@@ -264,12 +264,12 @@ def test_a_polite_leaver_and_a_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_run_that_everybody_died_in_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path, patience_s=1.0)
-    first = fleet.add("first", policy=Cadence(**SHORT), slow_s=0.2, save_every=2)
+    first = fleet.add("first", policy=Cadence.published(**SHORT), slow_s=0.2, save_every=2)
     fleet.wait_for_step(3)
     wait_until(lambda: any((tmp_path / "checkpoints").glob("step-*")))
     first.kill()
     wait_until(lambda: not fleet.server.core.membership.members)
-    fleet.add("second", policy=Cadence(**SHORT))
+    fleet.add("second", policy=Cadence.published(**SHORT))
     fleet.finish()
 
 
@@ -277,7 +277,7 @@ def test_a_run_that_everybody_died_in_goes_on_from_its_checkpoint(tmp_path: Path
     "extra", first_of([{"overlap": True}, {"outer": Outer()}, {}]), ids=["overlap", "outer", "plain"]
 )
 def test_a_coordinator_killed_after_its_record_loses_and_repeats_nothing(extra: dict[str, Any], tmp_path: Path) -> None:
-    outlive_a_host(tmp_path, PHASES_OF_HOST, {"policy": Cadence(**SHORT, **extra), "slow_s": 0.02})
+    outlive_a_host(tmp_path, PHASES_OF_HOST, {"policy": Cadence.published(**SHORT, **extra), "slow_s": 0.02})
 
 
 def outlive_a_host(folder: Path, fault: Any, options: dict[str, Any]) -> None:
@@ -321,7 +321,7 @@ def every_batch_takes(place: Path, seconds: float) -> None:
 
 def test_a_slow_worker_soon_gets_fewer_rows_in_proportion(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path, at_least=2)
-    policy = Cadence(anchor=1, max_anchor=1)
+    policy = Cadence.published(anchor=1, max_anchor=1)
     fleet.add("fast", partial(every_batch_takes, seconds=0.03), policy=policy)
     fleet.add("slow", partial(every_batch_takes, seconds=0.12), policy=policy)
     fleet.finish()
@@ -337,9 +337,13 @@ def test_a_slow_worker_soon_gets_fewer_rows_in_proportion(tmp_path: Path) -> Non
 
 def test_another_policy_or_other_settings_are_refused(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path)
-    fleet.add("first", policy=Cadence(**SHORT), hold_at=2)
+    fleet.add("first", policy=Cadence.published(**SHORT), hold_at=2)
     fleet.wait_for_step(1)
-    others = {"other": Cadence(anchor=7), "another": Async(**SHORT), "third": Cadence(**SHORT, outer=Outer())}
+    others = {
+        "other": Cadence.published(anchor=7),
+        "another": Async.published(**SHORT),
+        "third": Cadence.published(**SHORT, outer=Outer()),
+    }
     for name, policy in others.items():
         worker = fleet.add(name, policy=policy)
         worker.process.join(20)

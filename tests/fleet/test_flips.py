@@ -28,7 +28,7 @@ GPU = "a GPU, torch 2"
 
 
 def windowed() -> Description:
-    return described(policy=Cadence.kind, settings=settings_of(Cadence(anchor=2)), batch=4)
+    return described(policy=Cadence.kind, settings=settings_of(Cadence.published(anchor=2)), batch=4)
 
 
 def named(run: Fleet) -> list[str]:
@@ -224,7 +224,7 @@ def test_after_a_window_all_kinds_are_compared() -> None:
 
 def test_where_some_steps_are_taken_together_kinds_are_compared_apart() -> None:
     """An optimizer's step has other bits on a device of another kind."""
-    policy = Cadence(anchor=1, together=0.3)
+    policy = Cadence.published(anchor=1, together=0.3)
     description = described(policy="cadence", settings=settings_of(policy), rows_limit=EPOCHS * ROWS)
     run = kinds(LAPTOP, GPU, description=description)
     run.workers["w1"].update = lambda weights: np.nextafter(weights, np.float32(9))

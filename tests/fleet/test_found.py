@@ -23,7 +23,7 @@ from tests.fleet.virtual.process import Receive
 
 pytestmark = pytest.mark.timeout(30)
 KNOWN_LENGTH = described(rows_limit=EPOCHS * ROWS)
-WINDOWED = described(policy="cadence", settings=settings_of(Cadence(anchor=1)), rows_limit=EPOCHS * ROWS)
+WINDOWED = described(policy="cadence", settings=settings_of(Cadence.published(anchor=1)), rows_limit=EPOCHS * ROWS)
 
 
 def test_a_newcomer_goes_on_at_once_from_one_that_leaves_and_cannot_be_saved() -> None:

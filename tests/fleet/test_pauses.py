@@ -56,7 +56,9 @@ def test_a_host_that_pauses_beyond_patience_changes_no_bit_and_loses_nobody(
         assert_same(worker.weights, expected)
 
 
-@pytest.mark.parametrize("policy", first_of([Sync(), Cadence(anchor=1, max_anchor=2)]), ids=["sync", "cadence"])
+@pytest.mark.parametrize(
+    "policy", first_of([Sync(), Cadence.published(anchor=1, max_anchor=2)]), ids=["sync", "cadence"]
+)
 def test_whoever_sleeps_through_the_end_and_a_restart_of_the_host_ends_with_the_others_weights(
     policy: ApplyPolicy, tmp_path: Path
 ) -> None:

@@ -25,7 +25,9 @@ def kinds(run: Fleet) -> list[bool]:
     return [decided.anchor == 0 for decided in run.told(Decided)]
 
 
-@pytest.mark.parametrize("policy", [Cadence(anchor=1, together=0.3), Async(anchor=1, together=0.3, overlap=True)])
+@pytest.mark.parametrize(
+    "policy", [Cadence.published(anchor=1, together=0.3), Async.published(anchor=1, together=0.3, overlap=True)]
+)
 def test_the_first_share_of_the_rows_is_taken_together(policy: Windowed) -> None:
     run = Fleet(workers=3, description=windowed(policy), epochs=EPOCHS).finish()
     first = 4  # of 16, 16 and 5 rows: 37 are less than three tenths of 148, and 53 are not
@@ -40,7 +42,7 @@ def test_the_first_share_of_the_rows_is_taken_together(policy: Windowed) -> None
 
 
 def test_a_run_whose_length_nobody_knows_has_no_first_share() -> None:
-    run = Fleet(workers=2, description=windowed(Cadence(together=0.5), rows_limit=0), epochs=EPOCHS).finish()
+    run = Fleet(workers=2, description=windowed(Cadence.published(together=0.5), rows_limit=0), epochs=EPOCHS).finish()
     assert not any(kinds(run))
 
 
@@ -48,7 +50,7 @@ def test_a_run_whose_length_nobody_knows_has_no_first_share() -> None:
 @pytest.mark.parametrize("phase", ["forward", "backward", "half", "sent", "committed", "applied"])
 def test_a_worker_lost_in_either_kind_of_step_loses_nothing(phase: str, step: int) -> None:
     faults = FaultScript().kill("w1", at_step=step, phase=phase)
-    policy = Cadence(anchor=1, max_anchor=1, together=0.3)
+    policy = Cadence.published(anchor=1, max_anchor=1, together=0.3)
     run = Fleet(workers=3, faults=faults, description=windowed(policy), epochs=EPOCHS)
     run.run_until(lambda: all(worker.dead or worker.state.step >= 4 for worker in run.workers.values()))
     assert all(
@@ -61,7 +63,7 @@ def test_a_worker_lost_in_either_kind_of_step_loses_nothing(phase: str, step: in
 
 @pytest.mark.parametrize("when", [0.5, 1.2, 2.0])
 def test_a_newcomer_that_replays_averages_tells_one_kind_from_the_other(when: float) -> None:
-    policy = Cadence(anchor=1, max_anchor=1, together=0.3)
+    policy = Cadence.published(anchor=1, max_anchor=1, together=0.3)
     run = Fleet(workers=2, description=windowed(policy), epochs=EPOCHS)
     run.add("late", at_s=when, description=windowed(policy), latency_s=0.15, pack_s=0.4)
     run.finish()

@@ -23,7 +23,7 @@ def decided(run: Fleet) -> list[Decided]:
     return run.told(Decided)
 
 
-@pytest.mark.parametrize("policy", [Cadence(anchor=2), Async(anchor=2)], ids=["cadence", "async"])
+@pytest.mark.parametrize("policy", [Cadence.published(anchor=2), Async.published(anchor=2)], ids=["cadence", "async"])
 def test_the_slowest_anchors_and_the_others_fill_its_time(policy: Windowed) -> None:
     run = Fleet(workers=0, at_least=2)
     run.add("fast", description=windowed(policy), batch_s=0.1)
@@ -39,7 +39,7 @@ def test_the_slowest_anchors_and_the_others_fill_its_time(policy: Windowed) -> N
 
 
 def test_every_worker_gets_one_slice_and_the_rows_of_its_own_steps() -> None:
-    run = Fleet(workers=3, description=windowed(Cadence(anchor=3)))
+    run = Fleet(workers=3, description=windowed(Cadence.published(anchor=3)))
     run.finish()
     for worker in run.workers.values():
         works = [item for item in worker.line.received if isinstance(item, Work)]
@@ -51,7 +51,7 @@ def test_every_worker_gets_one_slice_and_the_rows_of_its_own_steps() -> None:
 
 def test_costly_agreement_makes_windows_longer() -> None:
     """A long way to the host: what agreeing takes is the last payload's way, and the means' and the receipts'."""
-    policy = Cadence(anchor=1, max_anchor=3)
+    policy = Cadence.published(anchor=1, max_anchor=3)
     run = Fleet(workers=2, description=windowed(policy), batch_s=0.1, latency_s=0.02, epochs=3)
     run.finish()
     anchors = [d.anchor for d in decided(run)]
@@ -65,7 +65,7 @@ def test_costly_agreement_makes_windows_longer() -> None:
 
 def test_drift_that_rises_halves_the_anchor_of_async_and_is_told() -> None:
     drifts = {1: 0.01, 2: 0.02, 3: 0.09}
-    for policy in (Async(anchor=4), Cadence(anchor=4)):
+    for policy in (Async.published(anchor=4), Cadence.published(anchor=4)):
         run = Fleet(workers=0, at_least=2, epochs=5)
         run.add("w0", description=windowed(policy), drifts=drifts)
         run.add("w1", description=windowed(policy))
@@ -83,8 +83,8 @@ def test_drift_that_rises_halves_the_anchor_of_async_and_is_told() -> None:
 
 
 def test_one_alone_trains_and_says_that_nothing_is_averaged() -> None:
-    run = Fleet(workers=1, description=windowed(Async(anchor=2)))
-    run.add("late", at_s=0.55, description=windowed(Async(anchor=2)))
+    run = Fleet(workers=1, description=windowed(Async.published(anchor=2)))
+    run.add("late", at_s=0.55, description=windowed(Async.published(anchor=2)))
     run.finish()
     reasons = [d.reason for d in decided(run)]
     assert reasons[0] == "Only w0 is there, so nothing is averaged: 8 rows."
@@ -97,7 +97,7 @@ def test_one_alone_trains_and_says_that_nothing_is_averaged() -> None:
 @pytest.mark.parametrize("workers", [2, 3])
 def test_a_worker_lost_in_any_phase_loses_nothing(phase: str, workers: int) -> None:
     faults = FaultScript().kill("w1", at_step=2, phase=phase)
-    run = Fleet(workers=workers, faults=faults, description=windowed(Cadence(anchor=1, max_anchor=1)))
+    run = Fleet(workers=workers, faults=faults, description=windowed(Cadence.published(anchor=1, max_anchor=1)))
     run.finish()
     assert faults.fired == ["kill w1"]
     assert run.core.refused.total() == 0 and run.restores == 0
@@ -112,14 +112,14 @@ def test_a_worker_lost_in_any_phase_loses_nothing(phase: str, workers: int) -> N
 @pytest.mark.parametrize("phase", ["forward", "sent", "committed"])
 def test_a_worker_whose_connection_breaks_goes_on(phase: str) -> None:
     faults = FaultScript().cut("w1", at_step=2, phase=phase)
-    run = Fleet(workers=2, faults=faults, description=windowed(Async(anchor=1, max_anchor=1))).finish()
+    run = Fleet(workers=2, faults=faults, description=windowed(Async.published(anchor=1, max_anchor=1))).finish()
     assert faults.fired == ["cut w1"]
     assert [came.name for came in run.told(WorkerCame)] == ["w0", "w1", "w1"]
 
 
 @pytest.mark.parametrize("when", [0.25, 0.35, 0.5, 0.72])
 def test_a_coordinator_that_is_started_again_measures_anew_and_loses_nothing(when: float) -> None:
-    run = Fleet(workers=2, description=windowed(Cadence(anchor=1, max_anchor=1)))
+    run = Fleet(workers=2, description=windowed(Cadence.published(anchor=1, max_anchor=1)))
     run.run_for(when)
     done = run.standing().step
     run.crash_host()
@@ -130,7 +130,7 @@ def test_a_coordinator_that_is_started_again_measures_anew_and_loses_nothing(whe
 
 def behind_a_host_that_died(first_is_back_s: float) -> tuple[Fleet, bytes]:
     """The host dies when one of two has applied the window; the other comes back first. What the one had."""
-    run = Fleet(workers=2, description=windowed(Cadence(anchor=1, max_anchor=1)))
+    run = Fleet(workers=2, description=windowed(Cadence.published(anchor=1, max_anchor=1)))
     first, second = run.workers["w0"], run.workers["w1"]
     run.run_until(lambda: second.state.step == 1)
     assert second.line is not None
@@ -166,7 +166,7 @@ def test_a_window_that_is_computed_again_has_other_bits_so_whoever_had_the_first
 
 def ended_but_one() -> tuple[Fleet, bytes]:
     """The host dies when one of two has ended, and the other has yet to hear of the last window."""
-    policy = Cadence(anchor=1, max_anchor=1)
+    policy = Cadence.published(anchor=1, max_anchor=1)
     run = Fleet(workers=2, description=windowed(policy, rows_limit=EPOCHS * ROWS), save_every=100)
     first, second = run.workers["w0"], run.workers["w1"]
     run.run_until(lambda: run.standing().rows_seen >= EPOCHS * ROWS - 8)
@@ -202,14 +202,14 @@ def test_a_host_that_is_back_when_all_have_ended_ends() -> None:
 
 
 def test_no_window_goes_beyond_the_rows_of_the_run() -> None:
-    run = Fleet(workers=2, description=windowed(Cadence(anchor=2), rows_limit=50))
+    run = Fleet(workers=2, description=windowed(Cadence.published(anchor=2), rows_limit=50))
     run.run_until(lambda: run.standing().rows_seen == 50)
     run.run_for(5.0)
     assert run.core.now is None and run.standing().row == 50 - ROWS
 
 
 def test_nobody_is_late_before_another_is_done() -> None:
-    policy = Cadence(anchor=2, max_anchor=2)
+    policy = Cadence.published(anchor=2, max_anchor=2)
     run = Fleet(workers=0, at_least=2, patience_s=PATIENCE_S)
     run.add("quick", description=windowed(policy), batch_s=8.0)
     run.add("slow", description=windowed(policy), batch_s=9.0)
@@ -222,7 +222,7 @@ def test_nobody_is_late_before_another_is_done() -> None:
 
 
 def test_evaluations_are_told_by_batches_of_the_run() -> None:
-    run = Fleet(workers=2, description=windowed(Cadence(anchor=2, max_anchor=2)), evaluate_every=1)
+    run = Fleet(workers=2, description=windowed(Cadence.published(anchor=2, max_anchor=2)), evaluate_every=1)
     run.finish()
     batches = -(-ROWS // 4)
     assert [v.step for v in run.told(Validated)][-1] == 2 * batches
@@ -234,7 +234,7 @@ def test_plain_peers_are_turned_away() -> None:
     (accepted, *_) = core.on_message(0.0, 1, JoinRequest("early", 0, "cpu"))
     assert isinstance(accepted.message, JoinAccepted)  # type: ignore[union-attr]
     core.on_message(0.0, 2, Hello(PROTOCOL, "", "ours", "cpu"))
-    effects = core.on_message(0.0, 2, Ready(windowed(Cadence()).to_json(), 0, "hash", 0))
+    effects = core.on_message(0.0, 2, Ready(windowed(Cadence.published()).to_json(), 0, "hash", 0))
     effects += core.on_message(0.0, 3, JoinRequest("late", 0, "cpu"))
     for peer in (1, 3):
         assert any(isinstance(e, Send) and e.peer == peer and isinstance(e.message, Shutdown) for e in effects)

@@ -117,7 +117,7 @@ def test_a_steps_batch_is_handed_out_in_as_many_slices_as_were_asked_for(tmp_pat
 
 def test_slices_are_refused_where_workers_step_by_themselves(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path)
-    worker = fleet.add("w0", fit={"epochs": 1, "slices": 3}, policy=potluck.Cadence())
+    worker = fleet.add("w0", fit={"epochs": 1, "slices": 3}, policy=potluck.Cadence.published())
     worker.process.join(30)
     assert "Under Cadence each gets rows by its speed: leave batch.slices out." in (tmp_path / "w0.error").read_text()
 

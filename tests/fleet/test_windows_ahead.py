@@ -15,7 +15,7 @@ from potluck.wire.messages import Admitted, Committed, Leave, SliceReport, Welco
 from tests.fleet.virtual import EPOCHS, ROWS, FaultScript, Fleet, described
 
 pytestmark = pytest.mark.timeout(60)
-OVERLAP = Cadence(anchor=1, max_anchor=1, overlap=True)
+OVERLAP = Cadence.published(anchor=1, max_anchor=1, overlap=True)
 
 
 def windowed(policy: Windowed = OVERLAP, **changes: Any) -> Description:
@@ -31,7 +31,9 @@ def works(run: Fleet, name: str) -> list[Work]:
 # Planning
 
 
-@pytest.mark.parametrize("policy", [OVERLAP, Async(anchor=1, max_anchor=1, overlap=True)], ids=["cadence", "async"])
+@pytest.mark.parametrize(
+    "policy", [OVERLAP, Async.published(anchor=1, max_anchor=1, overlap=True)], ids=["cadence", "async"]
+)
 def test_each_window_but_an_epochs_first_is_in_all_hands_while_the_one_before_is_under_way(policy: Windowed) -> None:
     run = Fleet(workers=3, description=windowed(policy, rows_limit=EPOCHS * ROWS)).finish()
     assert run.core.refused.total() == 0
@@ -51,7 +53,7 @@ def test_each_window_but_an_epochs_first_is_in_all_hands_while_the_one_before_is
 @pytest.mark.parametrize("latency_s", [0.01, 0.04])
 def test_agreeing_takes_no_time_of_a_run_whose_windows_are_longer(latency_s: float) -> None:
     seconds = {}
-    for policy in (OVERLAP, Cadence(anchor=1, max_anchor=1)):
+    for policy in (OVERLAP, Cadence.published(anchor=1, max_anchor=1)):
         run = Fleet(workers=2, description=windowed(policy, rows_limit=ROWS), latency_s=latency_s, epochs=1)
         run.run_until(lambda run=run: run.core.standing.rows_seen == ROWS)  # type: ignore[misc]
         seconds[policy.overlap] = run.clock.now - 100.0
@@ -61,7 +63,7 @@ def test_agreeing_takes_no_time_of_a_run_whose_windows_are_longer(latency_s: flo
 
 def test_what_is_hidden_by_the_next_window_costs_nothing_and_what_is_not_makes_windows_longer() -> None:
     for latency_s, grows in ((0.02, False), (0.3, True)):
-        policy = Cadence(anchor=1, max_anchor=3, overlap=True)
+        policy = Cadence.published(anchor=1, max_anchor=3, overlap=True)
         run = Fleet(workers=2, description=windowed(policy), latency_s=latency_s, epochs=3).finish()
         assert (max(decided.anchor for decided in run.told(Decided)) > 1) == grows
 
@@ -78,7 +80,7 @@ def test_a_newcomer_has_a_part_of_the_first_window_that_nobody_had_yet() -> None
 
 def test_a_worker_with_another_setting_is_refused() -> None:
     run = Fleet(workers=1, description=windowed())
-    run.add("other", description=windowed(Cadence(anchor=1, max_anchor=1)))
+    run.add("other", description=windowed(Cadence.published(anchor=1, max_anchor=1)))
     run.finish()
     assert run.workers["other"].error is not None
     assert "This run has policy.overlap = True, and you have False." in run.workers["other"].error

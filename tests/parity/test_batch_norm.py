@@ -101,7 +101,7 @@ def test_no_row_is_alone_and_the_weights_are_plain_pytorchs(world: int, micro: i
 @pytest.mark.parametrize(
     ("policy", "stages", "rows"),
     [
-        (Cadence(anchor=2, max_anchor=2), None, ROWS),
+        (Cadence.published(anchor=2, max_anchor=2), None, ROWS),
         (STILL, Stages(protocol=Pipeline(micro_batch_size=3), count=2), 12),  # 3, 3, 2, and then 2, 2 instead of 3, 1
     ],
     ids=["windows", "stages"],

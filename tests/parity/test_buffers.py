@@ -135,10 +135,12 @@ def assert_same(a: Tensor, b: Tensor) -> None:
 @pytest.mark.parametrize(
     ("policy", "strategy", "stages", "world"),
     [
-        (Cadence(anchor=2), NoShard(), None, 2),
-        (Async(anchor=2, overlap=True), NoShard(), None, 3),
-        (Cadence(anchor=2), HybridShard(intra_node_size=2), None, 4),
-        pytest.param(Cadence(anchor=2), NoShard(), Stages(protocol=Direct(), count=2), 4, marks=pytest.mark.slow),
+        (Cadence.published(anchor=2), NoShard(), None, 2),
+        (Async.published(anchor=2, overlap=True), NoShard(), None, 3),
+        (Cadence.published(anchor=2), HybridShard(intra_node_size=2), None, 4),
+        pytest.param(
+            Cadence.published(anchor=2), NoShard(), Stages(protocol=Direct(), count=2), 4, marks=pytest.mark.slow
+        ),
     ],
     ids=lambda value: type(value).__name__ if not isinstance(value, int) else str(value),
 )

@@ -20,12 +20,12 @@ from tests.parity.test_sync import OPTIMIZERS as ANY_OPTIMIZER
 from tests.ranks import run_ranks
 
 ROWS = 203
-SHORT = Cadence(anchor=2, max_anchor=2)
+SHORT = Cadence.published(anchor=2, max_anchor=2)
 POLICIES: dict[str, Any] = {
-    "cadence": Cadence(anchor=2),
-    "async": Async(anchor=2),
-    "overlap": Cadence(anchor=2, overlap=True),
-    "outer": Async(anchor=2, outer=Outer(lr=0.7, momentum=0.9)),
+    "cadence": Cadence.published(anchor=2),
+    "async": Async.published(anchor=2),
+    "overlap": Cadence.published(anchor=2, overlap=True),
+    "outer": Async.published(anchor=2, outer=Outer(lr=0.7, momentum=0.9)),
 }
 
 OPTIMIZERS = ANY_OPTIMIZER | {"plain sgd": lambda p: torch.optim.SGD(p, lr=0.1)}
@@ -242,7 +242,7 @@ def test_the_weights_are_those_of_replicas_stepped_in_turn(
 
 
 def test_a_slow_replica_does_less_and_the_reason_says_who() -> None:
-    told = run_ranks(2, ours, Cadence(anchor=3), "sgd", 4, 4, None, 0.004)
+    told = run_ranks(2, ours, Cadence.published(anchor=3), "sgd", 4, 4, None, 0.004)
     done = [sum(len(rows) for window in rank["windows"] for batch in window for rows in batch) for rank in told]
     assert sum(done) == 4 * ROWS and done[1] > 1.3 * done[0]
     assert any(reason.startswith("worker 0 is the slowest") for reason in told[1]["reasons"])
@@ -259,7 +259,7 @@ def test_a_script_that_nobody_started_is_a_run_of_one(policy: str) -> None:
 
 
 def own_batches() -> str:
-    with potluck.init(Async()) as fleet:
+    with potluck.init(Async.published()) as fleet:
         model, _ = make()
         with pytest.raises(ConfigError) as caught:
             fleet.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -271,7 +271,7 @@ def test_batches_that_are_not_the_loaders_are_refused() -> None:
 
 
 def bad_rows(limit: int) -> list[Any]:
-    with potluck.init(Cadence(anchor=2), step=StepConfig(nonfinite_limit=limit)) as fleet:
+    with potluck.init(Cadence.published(anchor=2), step=StepConfig(nonfinite_limit=limit)) as fleet:
         model, (x, y) = make()
         x[17] = torch.nan
         model, _, loader = fleet.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), (x, y), batch_size=8)
@@ -320,7 +320,9 @@ def stop_and_go_on(folder: str, policies: list[Any]) -> list[Any]:
     return [found, rows]
 
 
-@pytest.mark.parametrize("policies", [(SHORT, Sync()), (Sync(), SHORT), (SHORT, Async(anchor=3, max_anchor=3))])
+@pytest.mark.parametrize(
+    "policies", [(SHORT, Sync()), (Sync(), SHORT), (SHORT, Async.published(anchor=3, max_anchor=3))]
+)
 def test_a_run_goes_on_under_another_policy_and_each_row_is_used_once(policies: tuple[Any, ...], tmp_path: Any) -> None:
     told = run_ranks(2, stop_and_go_on, str(tmp_path), list(policies))
     assert [rank[0][1] for rank in told] == [[ROWS, 1]] * 2

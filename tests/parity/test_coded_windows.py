@@ -175,12 +175,12 @@ def test_what_optimizers_keep_has_the_bits_of_one_process(wire: str) -> None:
 
 
 POLICIES = {
-    "cadence": Cadence(anchor=2),
-    "async": Async(anchor=2),
-    "overlap": Cadence(anchor=2, overlap=True),
-    "outer": Async(anchor=2, outer=Outer(lr=0.7, momentum=0.9)),
-    "moments": Async(anchor=2, moments=True),
-    "together": Cadence(anchor=2, together=0.3),
+    "cadence": Cadence.published(anchor=2),
+    "async": Async.published(anchor=2),
+    "overlap": Cadence.published(anchor=2, overlap=True),
+    "outer": Async.published(anchor=2, outer=Outer(lr=0.7, momentum=0.9)),
+    "moments": Async.published(anchor=2, moments=True),
+    "together": Cadence.published(anchor=2, together=0.3),
 }
 
 
@@ -205,11 +205,13 @@ def test_all_replicas_end_with_the_same_bits(policy: str) -> None:
 
 
 def test_replicas_of_nodes_do_too() -> None:
-    found = run_ranks(4, trained, "int8", Async(anchor=2), HybridShard(intra_node_size=2))
+    found = run_ranks(4, trained, "int8", Async.published(anchor=2), HybridShard(intra_node_size=2))
     assert all(torch.equal(found[0]["weights"], each["weights"]) for each in found)
 
 
-@pytest.mark.parametrize("policy", [Sync(balance=False), Async(anchor=2), Cadence(anchor=2, overlap=True)])
+@pytest.mark.parametrize(
+    "policy", [Sync(balance=False), Async.published(anchor=2), Cadence.published(anchor=2, overlap=True)]
+)
 @pytest.mark.parametrize("meets", ["group", "store"])
 def test_replicas_of_stages_do_too(policy: Any, meets: str, tmp_path: Path) -> None:
     protocol = Pipeline(micro_batch_size=4) if meets == "group" else DataStore(url=f"file://{tmp_path}")
@@ -272,7 +274,7 @@ def test_a_run_continues_from_a_checkpoint(tmp_path: Path) -> None:
 
 def cut_run(folder: str, cut: bool) -> Tensor:
     """Two epochs with a checkpoint after each; `cut`: only the first."""
-    with potluck.init(Async(anchor=3), wire="int4") as fleet:
+    with potluck.init(Async.published(anchor=3), wire="int4") as fleet:
         model, data = make(3)
         model, _, loader = fleet.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01), data, batch_size=12)
         assert fleet.load(folder) is not cut
@@ -289,14 +291,14 @@ def cut_run(folder: str, cut: bool) -> Tensor:
 
 def test_bf16_is_near_what_fp32_gives() -> None:
     told = run_ranks(2, coded_run, "bf16")
-    expected = judge(Async(anchor=2), "adamw", told)
+    expected = judge(Async.published(anchor=2), "adamw", told)
     assert (told[0]["weights"] - expected).norm() / expected.norm() < 0.02
 
 
 def coded_run(wire: Any) -> dict[str, Any]:
     started = potluck.init
     potluck.init = lambda *told, **how: started(*told, **how, wire=wire)  # type: ignore[assignment]
-    return ours_in_fp32(Async(anchor=2), "adamw", 12)
+    return ours_in_fp32(Async.published(anchor=2), "adamw", 12)
 
 
 def test_parameters_of_half_the_digits_are_refused() -> None:
@@ -305,7 +307,7 @@ def test_parameters_of_half_the_digits_are_refused() -> None:
 
 def half() -> str:
     try:
-        with potluck.init(Cadence(), wire="int8") as fleet:
+        with potluck.init(Cadence.published(), wire="int8") as fleet:
             model = nn.Linear(5, 3).bfloat16()
             data = torch.zeros(8, 5, dtype=torch.bfloat16), torch.zeros(8, 3)
             fleet.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), data, batch_size=4)

@@ -114,7 +114,7 @@ def test_nodes_and_ranks_that_have_no_rows_take_part() -> None:
 
 @pytest.mark.slow
 def test_a_slow_node_does_less_and_all_of_its_ranks_stop_with_it() -> None:
-    told = run_ranks(4, ours, Cadence(anchor=3), "sgd", 16, 2, None, 0.05, PAIRS, make)
+    told = run_ranks(4, ours, Cadence.published(anchor=3), "sgd", 16, 2, None, 0.05, PAIRS, make)
     done = [sum(len(rows) for window in rank["windows"] for batch in window for rows in batch) for rank in told]
     slow, fast = sum(done[:2]), sum(done[2:])
     assert slow + fast == 2 * ROWS and fast > 1.5 * slow
@@ -124,7 +124,7 @@ def test_a_slow_node_does_less_and_all_of_its_ranks_stop_with_it() -> None:
 
 def look_and_stop() -> dict[str, Any]:
     """Evaluates after every window, follows a schedule, and stops when the last rank asks for it."""
-    with potluck.init(Async(anchor=2, max_anchor=2), PAIRS) as fleet:
+    with potluck.init(Async.published(anchor=2, max_anchor=2), PAIRS) as fleet:
         model, data = make(3 + fleet.rank)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         numbered = (*data, torch.arange(ROWS))
@@ -184,7 +184,7 @@ def test_evaluation_schedule_and_a_wish_to_stop_reach_every_rank() -> None:
 
 
 def bad_row(limit: int) -> list[Any]:
-    with potluck.init(Cadence(anchor=2), PAIRS, step=StepConfig(nonfinite_limit=limit)) as fleet:
+    with potluck.init(Cadence.published(anchor=2), PAIRS, step=StepConfig(nonfinite_limit=limit)) as fleet:
         model, (x, y) = make()
         x[17] = torch.nan
         model, _, loader = fleet.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), (x, y), batch_size=30)
@@ -225,18 +225,22 @@ def node_size(policy: Any, strategy: Any, world: int) -> int:
     ],
 )
 def test_what_is_no_set_of_replicas_is_refused_with_a_way_out(strategy: Any, world: int, sentence: str) -> None:
-    for policy in (Cadence(), Async()):
+    for policy in (Cadence.published(), Async.published()):
         with pytest.raises(ConfigError, match=sentence):
             node_size(policy, strategy, world)
 
 
 def test_a_node_of_one_rank_is_a_whole_replica() -> None:
-    assert node_size(Cadence(), NoShard(), 3) == node_size(Cadence(), HybridShard(intra_node_size=1), 3) == 1
+    assert (
+        node_size(Cadence.published(), NoShard(), 3)
+        == node_size(Cadence.published(), HybridShard(intra_node_size=1), 3)
+        == 1
+    )
 
 
 def refused() -> str:
     with pytest.raises(ConfigError) as caught:
-        potluck.init(Cadence(), HybridShard(intra_node_size=2))
+        potluck.init(Cadence.published(), HybridShard(intra_node_size=2))
     return str(caught.value)
 
 
@@ -252,11 +256,13 @@ def driver(policy: Any, strategy: Any) -> Any:
 
 def test_more_ranks_than_a_host_takes_of_one_worker_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"A worker of 32 ranks is more than a host takes.*intra_node_size"):
-        driver(Cadence(), HybridShard(intra_node_size=32))
+        driver(Cadence.published(), HybridShard(intra_node_size=32))
 
 
 def test_a_host_leads_nodes_and_a_node_of_one_rank_is_a_worker_like_any_other() -> None:
-    assert driver(Cadence(), PAIRS) == (True, 2)
+    assert driver(Cadence.published(), PAIRS) == (True, 2)
     assert driver(Sync(), PAIRS) == (False, 2)
-    assert driver(Async(), HybridShard(intra_node_size=1)) == driver(Async(), NoShard()) == (True, 1)
+    assert (
+        driver(Async.published(), HybridShard(intra_node_size=1)) == driver(Async.published(), NoShard()) == (True, 1)
+    )
     assert driver(Sync(), HybridShard(intra_node_size=1)) == driver(Sync(), NoShard()) == (False, 1)

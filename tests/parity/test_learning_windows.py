@@ -22,11 +22,12 @@ from tests.ranks import run_ranks
 BATCH, EPOCHS = 12, 3
 STEPS = EPOCHS * -(-ROWS // BATCH)
 POLICIES: dict[str, Any] = {
-    "together": Cadence(anchor=2, together=0.3),
-    "moments": Async(anchor=2, moments=True),
-    "both": Cadence(anchor=3, max_anchor=3, together=0.2, moments=True),
-    "sync": Cadence(together=1.0),
+    "together": Cadence.published(anchor=2, together=0.3),
+    "moments": Async.published(anchor=2, moments=True),
+    "both": Cadence.published(anchor=3, max_anchor=3, together=0.2, moments=True),
+    "sync": Cadence.published(together=1.0),
     "auto": Auto(together=0.2),
+    "default": Cadence(anchor=3),
 }
 
 
@@ -68,7 +69,7 @@ def lr_at(rows: float, peak: float, has_schedule: bool) -> float:
 
 @torch.no_grad()
 def judge(policy: Any, optimizer_name: str, told: list[dict[str, Any]], has_schedule: bool = True) -> Tensor:
-    world = len(told)
+    world, averages = len(told), policy.moments is not False  # the policies here neither overlap nor have an outer one
     replicas = [make()[0] for _ in range(world)]
     optimizers = [OPTIMIZERS[optimizer_name](replica.parameters()) for replica in replicas]
     peak, is_adam = optimizers[0].param_groups[0]["lr"], "adam" in optimizer_name
@@ -83,19 +84,20 @@ def judge(policy: Any, optimizer_name: str, told: list[dict[str, Any]], has_sche
         else:
             own = -(-BATCH // world)
             steps = sum(p * p / own for p in planned) / sum(planned)
-            factor = sum(planned) / BATCH * math.sqrt(BATCH / own) / steps if policy.moments and is_adam else 1.0
+            factor = sum(planned) / BATCH * math.sqrt(BATCH / own) / steps if averages and is_adam else 1.0
             for batches, part, replica, optimizer in zip(done, planned, replicas, optimizers, strict=True):
                 rows = 0
                 for batch in batches:
                     with torch.enable_grad():
                         rows += through(replica, batch, x, y)
                     lr = lr_at(seen + round(min(1.0, rows / part) * sum(planned)), peak, has_schedule)
-                    optimizer.param_groups[0]["lr"] = max(lr, min(peak, lr * factor))
+                    most = peak * factor ** (1 / 3) if has_schedule else lr
+                    optimizer.param_groups[0]["lr"] = max(lr, min(most, lr * factor))
                     nn.utils.clip_grad_norm_(replica.parameters(), 1.0)
                     optimizer.step()
                     optimizer.zero_grad()
             average([state(replica) for replica in replicas], weights)
-            if policy.moments:
+            if averages:
                 average_moments(replicas, optimizers, weights)
         seen += sum(counts)
     norm = replicas[0].norm

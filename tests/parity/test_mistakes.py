@@ -136,7 +136,7 @@ def test_one_worker_is_told(mistake: str) -> None:
 
 @pytest.mark.parametrize(
     ("policy", "strategy"),
-    [(Sync(), NoShard()), (Cadence(anchor=2), NoShard()), (Sync(), ShardGradOp()), (Sync(), FullShard())],
+    [(Sync(), NoShard()), (Cadence.published(anchor=2), NoShard()), (Sync(), ShardGradOp()), (Sync(), FullShard())],
     ids=["sync", "cadence", "zero", "full"],
 )
 def test_a_group_is_told(policy: Any, strategy: Any) -> None:
@@ -166,7 +166,7 @@ def test_of_a_group_the_one_who_has_the_row_is_told() -> None:
     check("row", told[0])
 
 
-@pytest.mark.parametrize("policy", [Sync(), Cadence(anchor=2)], ids=["sync", "cadence"])
+@pytest.mark.parametrize("policy", [Sync(), Cadence.published(anchor=2)], ids=["sync", "cadence"])
 @pytest.mark.parametrize("mistake", SENTENCES)
 def test_a_worker_of_a_host_is_told(policy: Any, mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if mistake == "ragged" and isinstance(policy, Sync):

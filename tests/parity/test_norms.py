@@ -120,7 +120,7 @@ def test_every_strategy_and_stages_clip_and_skip_by_the_norm_of_the_type(tmp_pat
             assert told[f"{name} {case}"] == pytest.approx(expected, rel=TOLERANCES[scenario["dtype"]])
 
 
-@pytest.mark.parametrize("policy", [Sync(), Cadence(anchor=2)], ids=["sync", "cadence"])
+@pytest.mark.parametrize("policy", [Sync(), Cadence.published(anchor=2)], ids=["sync", "cadence"])
 def test_a_worker_of_a_host_steps_on_a_huge_gradient(
     policy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,7 +15,7 @@ from tests.parity.test_hybrid_windows import by_node, through_node
 from tests.parity.test_hybrid_windows import make as make_deep
 from tests.ranks import run_ranks
 
-POLICY = Async(anchor=2, max_anchor=2, outer=Outer(lr=0.7, momentum=0.9))
+POLICY = Async.published(anchor=2, max_anchor=2, outer=Outer(lr=0.7, momentum=0.9))
 
 
 class Mixed(Net):

@@ -238,7 +238,9 @@ def windows(policy: Any) -> dict[str, Any]:
         }
 
 
-@pytest.mark.parametrize("policy", [potluck.Cadence(anchor=2, max_anchor=3), potluck.Async(anchor=2, max_anchor=3)])
+@pytest.mark.parametrize(
+    "policy", [potluck.Cadence.published(anchor=2, max_anchor=3), potluck.Async.published(anchor=2, max_anchor=3)]
+)
 def test_the_rate_at_a_step_of_the_run_does_not_depend_on_the_policy(policy: Any) -> None:
     expected = [rate for rate, _ in plain("cosine")[0]]
     for found in run_ranks(2, windows, policy):
@@ -417,10 +419,10 @@ def test_passes_of_exactly_len_batches_are_whole(rows: int, stages: Any) -> None
 @pytest.mark.parametrize(
     ("world", "policy", "stages"),
     [
-        (2, potluck.Cadence(anchor=1, max_anchor=1), None),
-        (2, potluck.Async(anchor=2, max_anchor=2), None),
-        (2, potluck.Cadence(anchor=1, max_anchor=1, overlap=True), None),
-        (4, potluck.Cadence(anchor=1, max_anchor=1), STAGES),
+        (2, potluck.Cadence.published(anchor=1, max_anchor=1), None),
+        (2, potluck.Async.published(anchor=2, max_anchor=2), None),
+        (2, potluck.Cadence.published(anchor=1, max_anchor=1, overlap=True), None),
+        (4, potluck.Cadence.published(anchor=1, max_anchor=1), STAGES),
     ],
     ids=["cadence", "async", "overlap", "stages"],
 )

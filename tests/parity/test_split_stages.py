@@ -246,7 +246,7 @@ def test_a_gradient_that_is_not_finite_is_skipped_though_the_loss_is(workers: in
 )
 def test_replicas_of_stages_that_step_by_themselves_skip_it_too(workers: int, strategy: Any) -> None:
     spoiled = {2: (3, NAN), 9: (0, INF)}
-    case = {"stages": TWO, "strategy": strategy, "policy": potluck.Cadence(anchor=1), "spoiled": spoiled}
+    case = {"stages": TWO, "strategy": strategy, "policy": potluck.Cadence.published(anchor=1), "spoiled": spoiled}
     found = run_ranks(workers, train, case, 6)
     assert any("skipped" in each["told"] for each in found)
     for each in found:
@@ -400,7 +400,7 @@ def refusal(options: dict[str, Any]) -> str:
         ({"strategy": FullShard(weights=(1, 2))}, "strategy.weights has 2 numbers, and the run 4 workers"),
         ({"strategy": ShardGradOp(weights=(1, 0, 1, 0))}, "strategy.weights is 0 for every worker that holds stage 1"),
         (
-            {"strategy": FullShard(), "policy": potluck.Cadence()},
+            {"strategy": FullShard(), "policy": potluck.Cadence.published()},
             "Cadence averages replicas, and there is only one: FullShard splits each stage over all workers that hold",
         ),
     ],

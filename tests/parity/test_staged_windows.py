@@ -120,16 +120,16 @@ def test_replicas_of_stages_end_where_replicas_stepped_in_turn_end(
 def test_stages_that_are_split_average_their_parts() -> None:
     """Two replicas of two stages of two ranks: eight workers."""
     stages = Stages(protocol=Pipeline(micro_batch_size=4), count=2)
-    told = run_ranks(8, ours, Cadence(anchor=2), "adamw", 24, stages, HybridShard(intra_node_size=2))
+    told = run_ranks(8, ours, Cadence.published(anchor=2), "adamw", 24, stages, HybridShard(intra_node_size=2))
     for rank in told:
         assert rank["epochs"] == [[ROWS, ROWS, True]] * 2
     pipelines = by_node([told[0], told[1], told[4], told[5]])
-    expected = judge(Cadence(anchor=2), "adamw", pipelines, make, through_node)
+    expected = judge(Cadence.published(anchor=2), "adamw", pipelines, make, through_node)
     torch.testing.assert_close(together(told), expected, atol=5e-5, rtol=2e-4)
 
 
 def test_one_replica_alone_has_nothing_to_average_with() -> None:
     with pytest.raises(RankFailed, match=r"There is one replica of 2 stages, and nothing to average with. Start"):
-        run_ranks(2, ours, Async(), "sgd", 24, Direct())
+        run_ranks(2, ours, Async.published(), "sgd", 24, Direct())
     with pytest.raises(RankFailed, match=r"3 workers cannot hold replicas of 2 stages. Start a multiple of 2"):
-        run_ranks(3, ours, Async(), "sgd", 24, Stages(protocol=Direct(), count=2))
+        run_ranks(3, ours, Async.published(), "sgd", 24, Stages(protocol=Direct(), count=2))

@@ -423,7 +423,7 @@ def other_rows(what: str, policy: Any) -> str:
         return ""
 
 
-@pytest.mark.parametrize("policy", [STILL, potluck.Cadence()], ids=["sync", "cadence"])
+@pytest.mark.parametrize("policy", [STILL, potluck.Cadence.published()], ids=["sync", "cadence"])
 def test_workers_with_other_data_of_as_many_rows_do_not_begin(policy: Any) -> None:
     assert run_ranks(2, other_rows, "nothing", policy) == ["", ""]
     first, second = run_ranks(2, other_rows, "one number", policy)

@@ -69,6 +69,6 @@ def test_alone_there_is_no_buddy_to_keep() -> None:
 
 def test_replicas_that_step_by_themselves_keep_none() -> None:
     with pytest.raises(ConfigError, match="use the Sync policy"):
-        fleet = potluck.Engine(policy=potluck.Cadence(), strategy=STRATEGIES[0])
+        fleet = potluck.Engine(policy=potluck.Cadence.published(), strategy=STRATEGIES[0])
         model = nn.Linear(2, 2)
         fleet.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -16,7 +16,7 @@ import pytest
 
 from potluck import composition
 from potluck.agree.policy import ApplyPolicy, Async, Auto, Cadence, Outer, Sync
-from potluck.composition import MOST_RANKS, Composition, Wanted, compose, ranks_per_worker
+from potluck.composition import MOST_RANKS, Composition, Wanted, compose, ranks_per_worker, settled
 from potluck.errors import ConfigError
 from potluck.sharding.strategy import FullShard, HybridShard, NoShard, ShardGradOp, ShardingStrategy
 from potluck.stages.protocol import DataStore, Direct, Pipeline, Stages
@@ -28,10 +28,10 @@ POLICIES: dict[str, ApplyPolicy] = {
     "Cadence": Cadence(),
     "Cadence(overlap)": Cadence(overlap=True),
     "Cadence(outer)": Cadence(outer=Outer()),
+    "Cadence.published()": Cadence.published(),
     "Async": Async(),
     "Async(overlap)": Async(overlap=True),
     "Async(outer)": Async(outer=Outer()),
-    "Cadence(together, moments)": Cadence(together=0.1, moments=True),
     "Auto": Auto(),
 }
 STRATEGIES: dict[str, ShardingStrategy] = {
@@ -135,7 +135,7 @@ def test_every_combination_is_built_or_refused_by_a_sentence() -> None:
             assert (one.endswith(".") and ". " in one) or "use the Sync policy" in one, one
         else:
             assert one.replicas * one.stages * one.ranks_per_stage == _workers(wanted, one)
-            assert (one.window is None) == (wanted.policy.kind == "sync")
+            assert (one.window is None) == (settled(wanted).policy.kind == "sync")
             assert (one.split is None) == (one.ranks_per_stage == 1) or isinstance(
                 one.split, HybridShard | FullShard | ShardGradOp
             )
@@ -184,7 +184,7 @@ def test_what_is_composed_needs_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", look]).returncode == 0
 
 
-@pytest.mark.parametrize("policy", [Cadence(), Async()])
+@pytest.mark.parametrize("policy", [Cadence.published(), Async.published()])
 def test_weights_of_stages_are_those_of_their_workers(policy: ApplyPolicy) -> None:
     stages = Stages(protocol=Direct(), count=2)
     found = compose(Wanted(strategy=FullShard(weights=(1, 2, 3, 4)), stages=stages, world=4))

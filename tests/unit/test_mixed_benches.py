@@ -6,12 +6,13 @@ import pytest
 
 from bench import mixed
 from bench.following import NEVER, windows_until
-from bench.learning import Lesson, merged, time_to
+from bench.learning import Lesson, merged
 from bench.mixed import TASK, Task, combined
 from bench.mixed_speeds import Setting, Turn, compare, medians, table
+from bench.time_to_loss import Place, Size, loss_of_all, mean_curve
 from bench.time_to_loss import compare as compare_losses
-from bench.time_to_loss import loss_of_all, mean_curve
 from bench.uneven import cores_of
+from potluck.show.picture import time_to
 
 
 @pytest.mark.parametrize("workers", [2, 4])
@@ -106,11 +107,11 @@ def test_the_loss_to_reach_is_one_that_all_have_reached() -> None:
         "Sync": [[(6.0, 3.0), (12.0, 2.0)], [(6.0, 3.0), (12.0, 2.2)]],
     }
     assert loss_of_all(curves) == 2.2
-    faster, _, loss = compare_losses(curves)
-    assert faster.met and faster.ratio == pytest.approx(0.5, abs=0.02)
-    assert loss.met and loss.target == pytest.approx(1 + 0.2 / 2.1, abs=1e-3)
+    cadence, sync, loss = compare_losses(curves, Place(), Size())
+    assert cadence.ratio == pytest.approx(0.5, abs=0.02) and not cadence.met and sync.ratio > cadence.ratio
+    assert loss.met and loss.ratio == pytest.approx(2.1 / 2.1, abs=0.01)
 
 
 def test_a_lesson_is_the_demos_with_another_model() -> None:
-    lesson = Lesson.of(seed=1, steps=10, model={"dim": 96})
+    lesson = Lesson.of(seed=1, steps=10, settings=["model.dim=96"])
     assert lesson.config.model.dim == 96 and lesson.rows == 80 and lesson.lr_factor(80) == pytest.approx(0.05)

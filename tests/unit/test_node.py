@@ -165,7 +165,7 @@ def prepare_a_batch_of_a_row_each() -> list[str]:
     link = connect(torch.device("cpu"), 20.0)
     spoken: Any = Spoken() if link.rank == 0 else None
     client, device = NodeClient(spoken, link, name="n"), torch.device("cpu")
-    wanted = Wanted(policy=Cadence(), strategy=HybridShard(intra_node_size=2), has_host=True)
+    wanted = Wanted(policy=Cadence.published(), strategy=HybridShard(intra_node_size=2), has_host=True)
     engine = led_engine(client, device, link, wanted, StepConfig())
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

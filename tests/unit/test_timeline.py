@@ -9,14 +9,22 @@ import pytest
 from potluck.show.picture import Timeline, draw_comparison, gain_sentence, read_timeline
 
 
-def write_run(path: Path, steps: list[tuple[float, list[tuple[int, float]], float]], validation: float | None) -> Path:
-    """Steps of (seconds, each worker's (rows, busy seconds), loss), as a run would have told them."""
+def write_run(
+    path: Path,
+    steps: list[tuple[float, list[tuple[int, float]], float]],
+    validation: float | None,
+    looks: dict[int, float] | None = None,
+) -> Path:
+    """Steps of (seconds, each worker's (rows, busy seconds), loss), as a run would have told them. `looks`: validation
+    losses, by the step after which they were taken."""
     now = 1000.0
     records: list[dict[str, object]] = [{"event": "run_started", "time": now}]
-    for seconds, workers, loss in steps:
+    for number, (seconds, workers, loss) in enumerate(steps, start=1):
         now += seconds
         told = [{"rows": rows, "busy_s": busy_s, "wait_s": seconds - busy_s} for rows, busy_s in workers]
         records.append({"event": "step_done", "time": now, "seconds": seconds, "loss": loss, "workers": told})
+        if looks and number in looks:
+            records.append({"event": "validated", "time": now + 0.1, "loss": looks[number]})
     if validation is not None:
         records.append({"event": "validated", "time": now + 5, "loss": validation})
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -61,6 +69,15 @@ def test_the_gain_is_a_sentence_of_what_was_measured(sync: Timeline, cadence: Ti
     )
     part = read_timeline(write_run(tmp_path / "part.jsonl", [(5.0, [(200, 4.0), (10, 5.0)], 3.0)], None))
     assert gain_sentence(sync, part) == "Cadence took 5.0 s for 210 rows, and Sync 21.0 s for 420: 2.1 times as fast."
+
+
+def test_the_gain_is_told_to_the_lowest_loss_that_both_reached(tmp_path: Path) -> None:
+    steps = [(1.0, [(6, 1.0)], 3.0)] * 10
+    slow = read_timeline(write_run(tmp_path / "slow.jsonl", steps, 1.5, {2: 3.0, 6: 2.0}))
+    fast = read_timeline(write_run(tmp_path / "fast.jsonl", steps[:5], 1.6, {1: 3.0, 3: 2.0}))
+    assert slow.looks == [(2.0, 3.0), (6.0, 2.0), (10.0, 1.5)]
+    sentence, _ = gain_sentence(slow, fast).split("fast. ")
+    assert sentence == "To a validation loss of 1.60 Cadence took 5.0 s, and Sync 9.2 s: 1.8 times as "
 
 
 def test_losses_are_compared_over_equally_many_rows(sync: Timeline) -> None:

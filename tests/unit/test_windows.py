@@ -22,7 +22,7 @@ def measured(policy: Cadence | Async, *ms: float, sync_s: float = 0.0) -> Window
 
 
 def test_before_anything_is_measured_all_do_the_same_and_it_is_said() -> None:
-    decision = WindowPlanner(Cadence(), ["a", "b"]).decide(MANY, 4)
+    decision = WindowPlanner(Cadence.published(), ["a", "b"]).decide(MANY, 4)
     assert decision == WindowPlan(
         rows=(8, 8),
         spare=(0, 0),
@@ -33,7 +33,7 @@ def test_before_anything_is_measured_all_do_the_same_and_it_is_said() -> None:
 
 
 def test_the_slowest_anchors_and_the_others_fill_its_time() -> None:
-    decision = measured(Cadence(), 10.0, 30.0).decide(MANY, 4)
+    decision = measured(Cadence.published(), 10.0, 30.0).decide(MANY, 4)
     assert decision.rows == (120, 40) and decision.until_s == pytest.approx(0.3)
     assert (
         decision.reason == "worker 1 is the slowest, at 30 ms a batch, and the others fill its time: 30 and 10 batches."
@@ -42,14 +42,14 @@ def test_the_slowest_anchors_and_the_others_fill_its_time() -> None:
 
 
 def test_async_ends_by_counts_and_cadence_by_the_clock() -> None:
-    decision = measured(Async(), 10.0, 30.0).decide(MANY, 4)
+    decision = measured(Async.published(), 10.0, 30.0).decide(MANY, 4)
     assert decision.until_s is None
     assert decision.spare == (28, 0)  # the fast one goes on until the slow one is done, and not the other way round
-    assert measured(Cadence(), 10.0, 30.0).decide(MANY, 4).until_s is not None
+    assert measured(Cadence.published(), 10.0, 30.0).decide(MANY, 4).until_s is not None
 
 
 def test_costly_agreement_makes_windows_longer() -> None:
-    windows = measured(Cadence(), 10.0, 10.0, sync_s=0.5)  # of the first window, which is too short to tell
+    windows = measured(Cadence.published(), 10.0, 10.0, sync_s=0.5)  # of the first window, which is too short to tell
     windows.report([WindowReport(wall_s=0.1, batches=10)] * 2, 0.004)
     decision = windows.decide(MANY, 1)
     assert decision.anchor == 20
@@ -59,26 +59,26 @@ def test_costly_agreement_makes_windows_longer() -> None:
 
 
 def test_the_last_rows_are_shared_by_speed_and_not_by_whole_batches() -> None:
-    decision = measured(Cadence(), 10.0, 30.0).decide(42, 4)
+    decision = measured(Cadence.published(), 10.0, 30.0).decide(42, 4)
     assert decision.rows == (32, 10) and decision.until_s is None
     assert decision.reason.endswith("These are the last 42 rows, shared by speed: 32 and 10.")
 
 
 def test_few_rows_are_not_left_for_another_window() -> None:
-    windows = measured(Async(), 10.0, 30.0)
+    windows = measured(Async.published(), 10.0, 30.0)
     assert windows.decide(167, 4, least=8).rows == (125, 42)
     assert windows.decide(168, 4, least=8).rows == (120, 40)
-    alone = WindowPlanner(Async(), ["a"])
+    alone = WindowPlanner(Async.published(), ["a"])
     assert alone.decide(47, 4, least=8).rows == (47,) and alone.decide(48, 4, least=8).rows == (40,)
 
 
 def test_what_may_be_done_beyond_a_part_never_exceeds_what_is_left() -> None:
-    decision = measured(Cadence(), 10.0, 30.0).decide(165, 4)
+    decision = measured(Cadence.published(), 10.0, 30.0).decide(165, 4)
     assert sum(decision.rows) + sum(decision.spare) == 165
 
 
 def test_drift_that_rises_three_windows_halves_the_anchor_of_async_only() -> None:
-    for policy in (Async(), Cadence()):
+    for policy in (Async.published(), Cadence.published()):
         windows = WindowPlanner(policy, ["a", "b"])
         for drift in (0.01, 0.03, 0.04, 0.06):
             windows.report([WindowReport(wall_s=0.1, batches=10, divergence=drift)] * 2, 0.0)
@@ -100,7 +100,7 @@ def test_drift_below_the_threshold_or_not_rising_changes_nothing() -> None:
 
 
 def test_a_newcomer_counts_as_a_typical_one_and_whoever_stays_keeps_its_speed() -> None:
-    windows = measured(Cadence(), 10.0, 20.0, 30.0)
+    windows = measured(Cadence.published(), 10.0, 20.0, 30.0)
     windows.change(["worker 0", "worker 2", "new"])
     assert windows.elche.ms_per_batch == [10.0, 30.0, 30.0]
     decision = windows.decide(MANY, 1)
@@ -109,7 +109,7 @@ def test_a_newcomer_counts_as_a_typical_one_and_whoever_stays_keeps_its_speed() 
 
 
 def test_a_change_of_speed_is_followed_within_two_windows() -> None:
-    windows = measured(Cadence(), 10.0, 10.0)
+    windows = measured(Cadence.published(), 10.0, 10.0)
     for _ in range(2):
         rows = windows.decide(MANY, 1).rows
         windows.report(
@@ -131,7 +131,7 @@ reports = st.lists(st.tuples(one, one, one, st.integers(0, 3000)), min_size=2, m
 def test_a_count_moves_by_no_more_than_it_may_also_of_a_replica_that_has_done_nothing_yet(
     told: list[tuple[tuple[int, int], tuple[int, int], tuple[int, int], int]], most: int
 ) -> None:
-    windows = WindowPlanner(Cadence(max_batch_diff=most), ["a", "b", "c"])
+    windows = WindowPlanner(Cadence.published(max_batch_diff=most), ["a", "b", "c"])
     before: tuple[int, ...] | None = None
     for *parts, sync_ms in told:
         windows.report([WindowReport(wall_s=ms / 1000, batches=batches) for ms, batches in parts], sync_ms / 1000)
@@ -144,7 +144,7 @@ def test_a_count_moves_by_no_more_than_it_may_also_of_a_replica_that_has_done_no
 anything = st.tuples(st.floats(), st.integers(0, (1 << 32) - 1), st.floats())
 
 
-@pytest.mark.parametrize("policy", [Cadence(), Cadence(max_batch_diff=3), Async()])
+@pytest.mark.parametrize("policy", [Cadence.published(), Cadence.published(max_batch_diff=3), Async.published()])
 @given(told=st.lists(st.tuples(anything, anything, st.floats(0, 1e9)), max_size=6), left=st.integers(1, 1 << 48))
 @example(told=[((1.0, 10, 0.0), (5e-324, 10, 0.0), 0.0)], left=MANY)
 @example(told=[((1.0, 10, 0.0), (1e308, 1, 0.0), 0.0)], left=MANY)
@@ -163,7 +163,7 @@ def test_whatever_replicas_tell_a_window_is_planned(
         assert 0 < sum(decision.rows) <= sum(decision.rows) + sum(decision.spare) <= left
 
 
-@pytest.mark.parametrize("policy", [Cadence(), Async()])
+@pytest.mark.parametrize("policy", [Cadence.published(), Async.published()])
 def test_a_window_is_planned_for_somebody(policy: Cadence | Async) -> None:
     with pytest.raises(ConfigError, match="no replica"):
         WindowPlanner(policy, [])
@@ -186,7 +186,7 @@ def test_bad_settings_are_sentences(kind: type[ApplyPolicy], options: dict[str, 
 
 
 def test_a_clamped_target_is_said() -> None:
-    reason = WindowPlanner(Cadence(overhead_target=0.7), ["a", "b"]).decide(MANY, 1).reason
+    reason = WindowPlanner(Cadence.published(overhead_target=0.7), ["a", "b"]).decide(MANY, 1).reason
     assert reason.startswith("An overhead target of 0.7 is outside 0.01 to 0.5, and 0.5 is taken")
 
 
@@ -231,7 +231,7 @@ def test_no_row_more_is_taken_than_the_run_has_left() -> None:
     assert decision.rows == (3, 2) and taken == [[(0, 3)], [(10, 12)]]
 
 
-@pytest.mark.parametrize("policy", [Cadence(anchor=4), Async(anchor=4)])
+@pytest.mark.parametrize("policy", [Cadence.published(anchor=4), Async.published(anchor=4)])
 def test_one_replica_may_be_alone_where_others_can_come(policy: Cadence | Async) -> None:
     windows = WindowPlanner(policy, ["a"])
     decision = windows.decide(MANY, 8)

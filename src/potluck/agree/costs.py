@@ -1,21 +1,29 @@
 """What windows cost: the time to agree, and what is learned less from the same rows. Pure.
 
 A window of H batches wastes agree_s / H of each batch's time; and replicas that step by themselves for H batches need
-about LEARNING * sqrt(H) more rows for the same loss: a guess from few runs (docs/decisions/0062). Both together are
-least at one H, and where even that is dearer than a step that all take together, all should step together.
+about LEARNING * sqrt(H * (replicas - 1)) more rows for the same loss (docs/decisions/0062). Both together are least at
+one H, and where even that is dearer than a step that all take together, all should step together.
 """
 
 import math
+from collections.abc import Sequence
 
 from potluck.words import plural
 
-LEARNING = 0.036
-"""More rows for the same loss, by the square root of a window's batches: 8 % at 5 of them, 16 % at 20. Not measured."""
+LEARNING = 0.023
+"""More rows for the same loss: of 4 replicas 18 % at 20 batches, 28 % at 50 and 40 % at 100, as measured; at 5 batches
+it was less than this says."""
+EARLY = 4
+"""How many times that, in the first share of a run, where most is learned."""
+NEARLY_SYNC = 15
+"""H * (replicas - 1) up to which replicas learn nearly like Sync: 2 % more loss of 4 replicas at 5 batches."""
+ALONE = 0.1
+"""What a replica that is alone counts as having beside it: others may come, and wait for a window's end."""
 STATE = 3
 """A window moves parameters and two moments, where a step moves gradients: so many times the bytes, until measured."""
 SMOOTH = 0.2
 CLEAR = 0.95
-"""By how much another way has to be cheaper before it is taken: noise alone should move nothing."""
+"""By how much windows have to be cheaper before Sync is left: noise alone should move nothing."""
 
 
 class WindowCosts:
@@ -29,6 +37,27 @@ class WindowCosts:
         """What agreeing at a window's end costs; 0: not measured yet."""
         self.anchor = 0
         """Batches of the slowest in a window; 0: all step together."""
+        self.others = 1.0
+        """How many replicas there are beside one, if all were equally fast."""
+        self.is_early = False
+
+    def set_speeds(self, speeds: Sequence[float]) -> None:
+        """One that does nearly everything is nearly alone."""
+        squares = sum(speed * speed for speed in speeds)
+        self.others = max(ALONE, sum(speeds) ** 2 / squares - 1 if squares > 0 else len(speeds) - 1.0)
+
+    @property
+    def is_measured(self) -> bool:
+        return self.batch_s > 0 and self._agree_s > 0
+
+    @property
+    def _learning(self) -> float:
+        return LEARNING * math.sqrt(self.others) * (EARLY if self.is_early else 1)
+
+    @property
+    def longest(self) -> int:
+        """The most batches of a window in which replicas learn nearly like Sync."""
+        return max(1, round(NEARLY_SYNC / self.others))
 
     def report_step(self, batch_s: float, more_s: float) -> None:
         self.batch_s = _smooth(self.batch_s, batch_s)
@@ -46,8 +75,16 @@ class WindowCosts:
         """How many batches a window should have, at most so many."""
         if self.batch_s <= 0:
             return 1
-        wanted = math.pow(2 * self._agree_s / self.batch_s / LEARNING, 2 / 3)
+        wanted = math.pow(2 * self._agree_s / self.batch_s / self._learning, 2 / 3)
         return max(1, min(most, round(wanted)))
+
+    def more_rows(self, anchor: int) -> float:
+        """What share of the rows more it takes for the same loss."""
+        return self._learning * math.sqrt(anchor)
+
+    def more_time(self, anchor: int) -> float:
+        """What agreeing takes, as a share of the time to compute."""
+        return self._agree_s / self.batch_s / anchor if self.batch_s > 0 else 0.0
 
     def price(self, anchor: int) -> float:
         """The time for what one batch of all replicas teaches under Sync, against the time of that batch alone.
@@ -58,13 +95,13 @@ class WindowCosts:
             return 1.0
         if not anchor:
             return 1 + (self.step_s or self._agree_s / STATE) / self.batch_s
-        return (1 + self._agree_s / self.batch_s / anchor) * (1 + LEARNING * math.sqrt(anchor))
+        return (1 + self.more_time(anchor)) * (1 + self.more_rows(anchor))
 
     def decide(self, most: int) -> str | None:
         """Sets `anchor`. Why, if that is another way than before."""
         best, was = self.best(most), self.anchor
         together, apart = self.price(0), self.price(best)
-        is_apart = apart < CLEAR * together if was == 0 else apart * CLEAR <= together
+        is_apart = apart < (together if was else CLEAR * together)
         self.anchor = best if is_apart else 0
         if is_apart == (was > 0):
             return None

@@ -2,10 +2,13 @@
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, Literal, Self
 
 from potluck.agree.elche import ElChe
 from potluck.words import check_at_least, check_at_most
+
+OVERHEAD_TARGET, MOST_BATCHES = 0.02, 200
+"""As published."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,27 +51,44 @@ class _Windowed:
     """What Cadence and Async have in common: replicas step by themselves."""
 
     steps_together: ClassVar[bool] = False
-    weighs_learning: ClassVar[bool] = False
-    """Whether a window's length, and whether there are windows at all, follows from what both teach for their time."""
+    chooses: ClassVar[bool] = False
+    """Whether all step together wherever that is the shorter way to a loss."""
     ends_by_clock: ClassVar[bool] = True
     """Whether a window ends at a time, whatever is done by then; else when each has done its own count of batches."""
 
     anchor: int = 10
-    """Batches of the slowest replica between two averages. It grows where averaging costs more than overhead_target."""
-    max_anchor: int = 200
-    """The most that `anchor` may grow to."""
-    overhead_target: float = 0.02
-    """The share of the time that averaging may cost, from 0.01 to 0.50."""
+    """Batches of the slowest replica between two averages, until it is measured what averaging costs."""
+    max_anchor: int | None = None
+    """The most that `anchor` may grow to; None: as long as replicas learn nearly like Sync, and under Auto 200."""
+    overhead_target: float | None = None
+    """The published rule: the share of the time that averaging may cost, from 0.01 to 0.50, whatever that does to
+    learning. None: a window is as long as makes the way to a loss the shortest."""
     max_batch_diff: int | None = None
     """The most by which a replica's number of batches changes from one window to the next; None: no limit."""
     overlap: bool = False
-    """Form a window's average while the next window computes, and merge it at that window's end."""
+    """Form a window's average while the next window computes, and merge it at that window's end. It learns less."""
     outer: Outer | None = None
     """Step along each window's mean change with this optimizer, instead of taking the change as it is."""
-    together: float = 0.0
+    together: float = 0.15
     """The share of the run, from its start, in which all agree in every step as under Sync: most is learned there."""
-    moments: bool = False
-    """Average what the optimizer keeps of each parameter, too; replicas then step farther as the rate falls."""
+    moments: bool | None = None
+    """Average what the optimizer keeps of each parameter, too; replicas then step farther, as noise makes their steps
+    shorter. None: yes, but not with overlap or outer."""
+
+    @classmethod
+    def published(cls, **settings: Any) -> Self:
+        """As it was published: windows as long as averaging is dear, and nothing but parameters is averaged."""
+        length = {"max_anchor": MOST_BATCHES, "overhead_target": OVERHEAD_TARGET}
+        return cls(**length | {"together": 0.0, "moments": False} | settings)
+
+    @property
+    def weighs_learning(self) -> bool:
+        """Whether a window's length follows from what it teaches for its time."""
+        return self.overhead_target is None
+
+    @property
+    def averages_moments(self) -> bool:
+        return self.moments if self.moments is not None else not self.overlap and self.outer is None
 
     @property
     def drift_limit(self) -> float | None:
@@ -78,7 +98,7 @@ class _Windowed:
     @property
     def may_step_together(self) -> bool:
         """Whether all may agree in some steps as under Sync: in a first share of the run, or while that is best."""
-        return self.together > 0 or self.weighs_learning
+        return self.together > 0 or self.chooses
 
     def __post_init__(self) -> None:
         if self.outer is not None and self.overlap:
@@ -128,20 +148,34 @@ class Auto(_Windowed):
     """
 
     kind: ClassVar[str] = "auto"
-    weighs_learning: ClassVar[bool] = True
-
-    together: float = 0.15
-    moments: bool = True
+    chooses: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         _Windowed.__post_init__(self)
-        if not self.moments:
+        if not self.averages_moments:
             raise ValueError("replicas that step together again need the same moments, so Auto averages them")
+        if not self.weighs_learning:
+            raise ValueError("overhead_target is the published rule, which knows no other way; Auto weighs both ways")
 
 
 Windowed = Cadence | Async | Auto
 ApplyPolicy = Sync | Cadence | Async | Auto
+Policy = ApplyPolicy | Literal["sync", "cadence", "async", "auto"]
+
+
+def policy_of(asked: Policy | None, *, has_host: bool) -> ApplyPolicy:
+    """By its name, too. Under a host, whose workers and links may be slow, Auto where none is asked for; else Sync."""
+    if asked is None:
+        return Auto() if has_host else Sync()
+    if not isinstance(asked, str):
+        return asked
+    by_name = {kind.kind: kind for kind in (Sync, Cadence, Async, Auto)}
+    if asked not in by_name:
+        raise ValueError(f"policy is one of {', '.join(by_name)}, not {asked!r}")
+    return by_name[asked]()
 
 
 def make_elche(policy: _Windowed, world: int) -> ElChe:
-    return ElChe(world, policy.anchor, policy.max_anchor, policy.overhead_target, policy.max_batch_diff)
+    target = policy.overhead_target if policy.overhead_target is not None else OVERHEAD_TARGET
+    most = policy.max_anchor if policy.max_anchor is not None else max(MOST_BATCHES, policy.anchor)
+    return ElChe(world, policy.anchor, most, target, policy.max_batch_diff)

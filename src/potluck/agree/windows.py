@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from potluck.agree.costs import WindowCosts
 from potluck.agree.elche import LEAST_TARGET, MOST_TARGET
-from potluck.agree.policy import Windowed, make_elche
+from potluck.agree.policy import MOST_BATCHES, Windowed, make_elche
 from potluck.agree.shares import share_out
 from potluck.errors import ConfigError
 from potluck.words import check_at_least, plural
@@ -109,9 +109,11 @@ class WindowPlanner:
         self.names = list(names)
         self.elche = make_elche(policy, len(names))
         self.costs = WindowCosts()
+        self._calm = self.elche.max_anchor
+        """The most batches of a window since replicas drifted apart; one more with each window in which they do not."""
         self._divergence = Divergence(policy.drift_limit or 0.0)
         self._why = "Nothing was measured yet, so all do the same"
-        if policy.overhead_target != self.elche.overhead_target:
+        if policy.overhead_target is not None and policy.overhead_target != self.elche.overhead_target:
             self._why = (
                 f"An overhead target of {policy.overhead_target:g} is outside {LEAST_TARGET:g} to {MOST_TARGET:g}, and"
                 f" {self.elche.overhead_target:g} is taken; nothing was measured yet, so all do the same"
@@ -145,7 +147,15 @@ class WindowPlanner:
             over = sum(rows) + sum(spare) - rows_left
             if over > 0:
                 spare = share_out(max(0, sum(spare) - over), [float(part) for part in spare])
-        return self._decision(rows, spare, until_s, f"{self._why}: {_list(counts)} batches.")
+        weighed = f". {self._weighed()}" if self.policy.weighs_learning and self.costs.is_measured else ""
+        return self._decision(rows, spare, until_s, f"{self._why}: {_list(counts)} batches{weighed}.")
+
+    def _weighed(self) -> str:
+        anchor = self.elche.anchor
+        return (
+            f"Windows of {plural(anchor, 'batch')} take {self.costs.more_time(anchor):.0%} more time to agree, and"
+            f" about {self.costs.more_rows(anchor):.0%} more rows for the same loss"
+        )
 
     def decide_together(self, rows: int, *, is_first: bool = True) -> WindowPlan:
         """One step of all replicas, over `rows` rows that are shared by speed. `is_first`: for the run's start."""
@@ -155,17 +165,28 @@ class WindowPlanner:
     def together(self, parts: list[int], *, is_first: bool) -> WindowPlan:
         """One step of all replicas, of which each has so many rows."""
         at_first = f"In the first {self.policy.together:.0%} of the run all agree in every step"
-        reason = f"{at_first if is_first else self._why}: {_list(parts)} rows."
+        reason = f"{at_first if is_first and not self.policy.chooses else self._why}: {_list(parts)} rows."
         return replace(self._decision(parts, [0] * len(parts), None, reason), anchor=0)
 
-    def is_best_together(self) -> bool:
-        """Whether all should step together, now that the run is past its start."""
-        if not self.policy.weighs_learning:
+    def is_best_together(self, *, is_early: bool, may: bool = True) -> bool:
+        """Whether all step together next, where they `may`. Else a window's length is decided, if that is weighed.
+
+        `is_early`: the run is in its first share, in which most is learned.
+        """
+        policy, costs = self.policy, self.costs
+        if is_early and may and not policy.chooses:
+            return True
+        if not policy.weighs_learning:
             return False
-        if why := self.costs.decide(self.policy.max_anchor):
-            self._why = why
-        self._set_anchor(self.costs.anchor)
-        return self.costs.anchor == 0
+        costs.is_early = is_early
+        costs.set_speeds(self.elche.speeds)
+        most = policy.max_anchor or (MOST_BATCHES if policy.chooses else costs.longest)
+        if policy.chooses and may:
+            self._why = costs.decide(most) or self._why
+        else:
+            costs.anchor = costs.best(most) if costs.is_measured else min(self.elche.anchor, most)
+        self._set_anchor(min(costs.anchor, self._calm))
+        return costs.anchor == 0
 
     def _set_anchor(self, anchor: int) -> None:
         if anchor and anchor != self.elche.anchor:
@@ -224,10 +245,11 @@ class WindowPlanner:
                 f" {plural(elche.anchor, 'batch')} instead of {before}"
             )
         drift = max((report.divergence for report in reports), default=0.0)
-        limit = self.policy.drift_limit
+        limit, self._calm = self.policy.drift_limit, min(elche.max_anchor, self._calm + 1)
         if limit is not None and self._divergence.report(drift) and elche.anchor > 1:
             before = elche.anchor
             elche.nudge_anchor_down(NUDGE)
+            self._calm = elche.anchor
             self._why = (
                 f"Replicas drifted apart three windows running, to {drift:.3g} of the mean, above"
                 f" {limit:g}, so the slowest does {plural(elche.anchor, 'batch')}"

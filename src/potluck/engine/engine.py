@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from potluck.agree.policy import ApplyPolicy, Sync
-from potluck.composition import Wanted, check_data, compose
+from potluck.composition import Wanted, check_data, compose, settled
 from potluck.engine.compiling import Compiling, expect_any_rows
 from potluck.engine.engine_parts import EngineParts, over_group
 from potluck.engine.fingerprint import training_settings
@@ -75,6 +75,7 @@ class Engine:
             offload_optimizer=step.offload_optimizer,
             on_gpu=self.device.type == "cuda",
         )
+        wanted = settled(wanted)
         self.run = RunState(self.link, self.device, step, wanted, compose(wanted))
         self.layers, self.rounds, self.lifecycle = parts(self.run)
         self._compiling: Compiling | None = None

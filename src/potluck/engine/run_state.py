@@ -34,6 +34,9 @@ from potluck.save.saves import Saves, Standing, sharded_of
 from potluck.save.state import UserState
 from potluck.words import say
 
+BEYOND_PEAK = 1 / 3
+"""A replica's rate may exceed the peak of its schedule by this power of what would make up for its noise."""
+
 if TYPE_CHECKING:
     from potluck.sharding.sharded import Sharded
 
@@ -233,13 +236,16 @@ class RunState:
 
     @contextmanager
     def stretched_lr(self, stretch: float) -> Iterator[None]:
-        """The rate is so many times as high meanwhile, but no higher than it was at its peak."""
+        """The rate is so many times as high meanwhile, but not much higher than the peak of its schedule.
+
+        Where it has none, it is left alone.
+        """
         groups = self.prepared().optimizer.param_groups if stretch > 1 else []
         rates = [group["lr"] for group in groups]
         for group, rate in zip(groups, rates, strict=True):
-            peak = max(group.get("initial_lr", rate), group.get("max_lr", rate))
-            if 0 < rate < peak:
-                group["lr"] = rate * min(stretch, peak / rate)
+            if "initial_lr" in group and rate > 0:
+                most = max(group["initial_lr"], group.get("max_lr", 0.0)) * stretch**BEYOND_PEAK
+                group["lr"] = rate * max(1.0, min(stretch, most / rate))
         try:
             yield
         finally:

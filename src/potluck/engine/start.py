@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from potluck.agree.policy import ApplyPolicy, Sync
+from potluck.agree.policy import Policy, policy_of
 from potluck.coded_numbers import AskedWire
-from potluck.composition import Wanted, compose, for_those_left, ranks_per_worker
+from potluck.composition import Wanted, compose, for_those_left, ranks_per_worker, settled
 from potluck.config import checked
 from potluck.engine.engine import Engine
 from potluck.engine.engine_parts import in_stages, under_host
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def init(
-    policy: ApplyPolicy = Sync(),
+    policy: Policy | None = None,
     strategy: ShardingStrategy = NoShard(),
     *,
     stages: Stages | CommunicationProtocol | None = None,
@@ -39,21 +39,22 @@ def init(
 ) -> Engine:
     """Joins the run that `potluck join`, `potluck run` or torchrun started; without one of them, it is a run of one.
 
-    `policy` says when workers agree, `strategy` what of the model is split over ranks, `stages` how it is cut over
-    workers, and `step` how one step is computed. `wire` is the form in which replicas send each other their numbers:
-    fp32, or in fewer bits as bf16, int8 or int4; with auto, what makes steps shorter. `patience_s` is how long a worker
-    of a process group may be silent before the others give it up. These pages call what it returns `fleet`.
+    `policy` says when workers agree, by name or with its settings: Sync if it is left out, and Auto under a host.
+    `strategy` says what of the model is split over ranks, `stages` how it is cut over workers, and `step` how one step
+    is computed. `wire` is the form in which replicas send each other their numbers: fp32, or in fewer bits as bf16,
+    int8 or int4; auto: what makes steps shorter. `patience_s` is how long a worker of a process group may be silent
+    before the others give it up. These pages call what it returns `fleet`.
     """
     checked(lambda: check_patience("patience_s", patience_s))
     if isinstance(stages, CommunicationProtocol):
         stages = Stages(protocol=stages)
-    device = choose_device()
+    device, has_host = choose_device(), INVITE in os.environ
     wanted = Wanted(
-        policy=policy,
+        policy=checked(lambda: policy_of(policy, has_host=has_host)),
         strategy=strategy,
         stages=stages,
         wire=wire,
-        has_host=INVITE in os.environ,
+        has_host=has_host,
         offload_optimizer=step.offload_optimizer,
         on_gpu=device.type == "cuda",
     )
@@ -65,13 +66,13 @@ def init(
         return led_engine(*as_one_worker(client, device, ranks), wanted, step)
     recovery = my_recovery()
     if recovery is not None:
-        policy, strategy = for_those_left(policy, strategy, recovery.of_those_left)
-        wanted = replace(wanted, policy=policy, strategy=strategy)
+        left, strategy = for_those_left(wanted.policy, strategy, recovery.of_those_left)
+        wanted = replace(wanted, policy=left, strategy=strategy)
     if stages is not None:
         return _in_stages(wanted, stages, device, step, patience_s)
     link = join_group(device, patience_s)
     engine = Engine(link, device, step=step, wanted=replace(wanted, world=link.world))
-    if policy.steps_together:
+    if engine.run.wanted.policy.steps_together:
         engine.run.recovery = recovery
     return engine
 
@@ -84,7 +85,7 @@ def _in_stages(wanted: Wanted, stages: Stages, device: torch.device, step: StepC
     if stages.store is None:
         link = join_group(device, patience_s)
     rank, world = (link.rank, link.world) if link is not None else placed() or (0, 1)
-    wanted = replace(wanted, world=world)
+    wanted = settled(replace(wanted, world=world))
     compose(wanted)
     if stages.store is not None:  # only now: what is refused must not have touched it
         store_run = StoreRun(stages.store, rank, world, patience_s, keeps=wanted.policy.steps_together)

@@ -97,7 +97,7 @@ class Windows:
         coding = self._coding = coding_of(self._run.composition.wire) if nodes.count > 1 else None
         mean = LinkMean(nodes.across) if coding is None else CodedLinkMean(nodes.across, coding)
         self._delta = WindowDelta(replica, mean, policy.outer, overlap=policy.overlap, within=nodes.within)
-        if are_averaged(policy.moments, replica.optimizer, self._run.notice):
+        if are_averaged(policy.averages_moments, replica.optimizer, self._run.notice):
             self._moments = Moments(replica.optimizer, replica.outer.names, self._delta.runs)
         if self._may_step_together:
             replica.prepare_sums()
@@ -107,8 +107,7 @@ class Windows:
         """Where replicas are split or cut, they step by themselves from the start."""
         composed = self._run.composition
         is_whole = self._layers.is_whole and composed.split is None
-        may = self._policy.together > 0 or self._policy.weighs_learning
-        return may and is_whole and self.nodes.count > 1
+        return self._policy.may_step_together and is_whole and self.nodes.count > 1
 
     def make_loader(self, dataset: Any, batch: BatchConfig, seed: int, collate: Collate) -> Loader:
         options: dict[str, Any] = {"device": self._run.device, "seed": seed, "collate": collate}
@@ -136,7 +135,7 @@ class Windows:
         nodes = self.nodes
         own_rows = self._own_rows = -(-loader.batch.size // nodes.count)
         is_first = self._is_first_share()
-        is_together = is_first or (self._may_step_together and self._planner.is_best_together())
+        is_together = self._planner.is_best_together(is_early=is_first, may=self._may_step_together)
         if is_together:
             first, end = self._pool.ranges[0]
             step_rows = min(rows_left, end - first, loader.batch.size - loader.position.row % loader.batch.size)
@@ -248,9 +247,9 @@ class Windows:
         return event
 
     def _is_first_share(self) -> bool:
-        """Whether the run is in the share of it in which all step together, if it is known how long it is."""
+        """Whether the run is in the share of it in which most is learned, if it is known how long it is."""
         limit = self._run.caller.rows_limit
-        return self._may_step_together and limit is not None and self._run.rows_seen < self._policy.together * limit
+        return limit is not None and self._run.rows_seen < self._policy.together * limit
 
     def _step_together(self) -> StepDone | StepSkipped:
         """A window that is one step: of the mean gradient of all replicas, as under Sync."""

@@ -264,6 +264,8 @@ def settings_of(policy: ApplyPolicy) -> dict[str, Any]:
     """What a description tells of a policy."""
     found = {name: getattr(policy, name) for name in _SETTINGS.get(policy.kind, ())}
     switched = {name: getattr(policy, name) for name in _SWITCHES if found}
+    if "moments" in switched:
+        switched["moments"] = policy.averages_moments  # type: ignore[union-attr]
     found |= {name: value for name, value in switched.items() if value != _SWITCHES[name]}
     return found | ({"outer": asdict(found["outer"])} if "outer" in found else {})
 
@@ -279,13 +281,15 @@ def _check_settings(policy: str, settings: Any) -> None:
     if names is None or not isinstance(settings, dict) or {*settings} - switches != {*names}:
         raise ValueError("policy is sync, cadence, async or auto, with all of its settings and no others")
     for name, value in settings.items():
+        if name == "overhead_target" and value is None:
+            continue
         if name in ("overhead_target", "divergence_threshold", "together"):
             _number(value)
         elif name == "outer":
             for number in value.values():
                 _number(number)
         elif name not in ("overlap", "moments"):
-            _whole(value, none=name == "max_batch_diff")
+            _whole(value, none=name in ("max_anchor", "max_batch_diff"))
         elif not isinstance(value, bool):
             raise ValueError(f"{repr(value)[:40]} is neither true nor false")
     if policy in _WINDOWED:

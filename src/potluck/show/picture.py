@@ -44,7 +44,12 @@ class Timeline:
     rows: int = 0
     rows_of: list[int] = field(default_factory=list)
     """The rows that each worker did, of all."""
-    validation_loss: float | None = None
+    looks: list[tuple[float, float]] = field(default_factory=list)
+    """(when the last step before it ended, validation loss)"""
+
+    @property
+    def validation_loss(self) -> float | None:
+        return self.looks[-1][1] if self.looks else None
 
     @property
     def typical_rows(self) -> int:
@@ -70,21 +75,49 @@ def read_timeline(events: Path) -> Timeline:
             case "step_done":
                 _add_step(timeline, record, record["time"] - began_at)
             case "validated":
-                timeline.validation_loss = record["loss"]
+                timeline.looks.append((timeline.seconds, float(record["loss"])))
     return timeline
 
 
 def gain_sentence(plain: Timeline, other: Timeline, names: tuple[str, str] = ("Sync", "Cadence")) -> str:
-    """What the second of two runs over the same rows gained over the first, as measured."""
+    """What the second of two runs over the same rows gained over the first, as measured: to a loss, and in all."""
     what = f"the same {plain.rows:,} rows" if plain.rows == other.rows else plural(other.rows, "row")
     took = f"{plain.seconds:.1f} s" if plain.rows == other.rows else f"{plain.seconds:.1f} s for {plain.rows:,}"
     times = (plain.seconds / max(plain.rows, 1)) / max(other.seconds / max(other.rows, 1), 1e-9)
     losses = ""
     if plain.validation_loss is not None and other.validation_loss is not None:
         losses = f"; validation loss {other.validation_loss:.2f} against {plain.validation_loss:.2f}"
-    return (
+    whole = (
         f"{names[1]} took {other.seconds:.1f} s for {what}, and {names[0]} {took}: {times:.1f} times as fast{losses}."
     )
+    return f"{_to_a_loss(plain, other, names)}{whole}"
+
+
+def _to_a_loss(plain: Timeline, other: Timeline, names: tuple[str, str]) -> str:
+    """To the lowest validation loss that both have reached, if they looked at it while they trained."""
+    looks = len(plain.looks), len(other.looks)
+    if not min(looks) or max(looks) < 2:
+        return ""
+    target = max(min(loss for _, loss in each.looks) for each in (plain, other))
+    took = [time_to(each.looks, target) for each in (plain, other)]
+    if took[0] is None or took[1] is None or not took[1]:
+        return ""
+    return (
+        f"To a validation loss of {target:.2f} {names[1]} took {took[1]:.1f} s, and {names[0]} {took[0]:.1f} s:"
+        f" {took[0] / took[1]:.1f} times as fast. "
+    )
+
+
+def time_to(curve: list[tuple[float, float]], target: float) -> float | None:
+    """When the loss first was at the target, in a straight line between two looks."""
+    before: tuple[float, float] | None = None
+    for seconds, loss in curve:
+        if loss <= target:
+            if before is None or loss == before[1]:
+                return seconds
+            return before[0] + (seconds - before[0]) * (before[1] - target) / (before[1] - loss)
+        before = seconds, loss
+    return None
 
 
 def _add_step(timeline: Timeline, record: dict[str, Any], now_s: float) -> None:
@@ -230,9 +263,15 @@ def _draw_both_losses(axes: "Axes", sync: Timeline, cadence: Timeline) -> None:
             f"; validation {timeline.validation_loss:.2f} at its end" if timeline.validation_loss is not None else ""
         )
         axes.plot(middles, [m.loss for m in means], f"{mark}-", color=colour, markersize=4, label=f"{name}{final}")
+        at = [seconds for seconds, _ in timeline.looks]
+        axes.plot(at, [loss for _, loss in timeline.looks], "*:", color=colour, markersize=8)
         axes.axvline(timeline.seconds, color=colour, linewidth=1.2, linestyle="--")
     longest = max(sync.seconds, cadence.seconds, 1e-3)
-    axes.set(xlabel="seconds", ylabel=f"training loss,\nmeans over {rows:,} rows", xlim=(0, 1.005 * longest))
+    axes.set(
+        xlabel="seconds",
+        ylabel=f"loss: means over {rows:,} rows,\nand of validation (stars)",
+        xlim=(0, 1.005 * longest),
+    )
     axes.set_title(f"Both losses, over the same {sync.rows:,} rows", fontsize=11, loc="left")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)

@@ -13,7 +13,7 @@ from typing import Literal
 
 import torch
 
-from potluck.agree.policy import ApplyPolicy, Sync
+from potluck.agree.policy import ApplyPolicy, policy_of
 from potluck.coded_numbers import AskedWire
 from potluck.composition import Wanted, compose, ranks_per_worker
 from potluck.config import from_dict, from_toml, to_toml
@@ -76,7 +76,8 @@ class RunConfig:
     step: StepConfig = StepConfig()
     fit: FitConfig = FitConfig()
     workers: WorkersConfig = WorkersConfig()
-    policy: ApplyPolicy = Sync()
+    policy: ApplyPolicy | None = None
+    """When workers agree; None: Sync, and Auto under a host."""
     strategy: ShardingStrategy = NoShard()
     stages: Stages | None = None
     """Cuts the model over several workers; None: each has all layers."""
@@ -179,7 +180,7 @@ def join(arguments: list[str]) -> None:
         _check_little(config)
         ranks = ranks_per_worker(config.strategy, ranks_here(torch.cuda.device_count()), asked_ranks())
         wanted = Wanted(
-            policy=config.policy,
+            policy=policy_of(config.policy, has_host=True),
             strategy=config.strategy,
             stages=config.stages,
             wire=config.wire,

@@ -86,7 +86,7 @@ class Worker(Client):
     def is_like_sync(self) -> bool:
         """Whether all steps that its weights are of were taken together."""
         policy, step = self.description.windowed, self.state.step
-        if policy is None or not step:
+        if policy is None or not step or policy.chooses:
             return policy is None
         share = policy.together * self.description.rows_limit
         return self.description.batch == BATCH and rows_after(step - 1) < share
