@@ -37,6 +37,8 @@ POLICIES: dict[str, Any] = {
     "Cadence 20": Cadence(anchor=20),
     "Cadence 20 overlap": Cadence(anchor=20, overlap=True),
 }
+WIRES = ("int4", "auto")
+"""The last word of a contender whose numbers travel in this form; those of all others in fp32."""
 BARE = ("bare DDP", "bare local SGD")
 
 
@@ -98,7 +100,7 @@ def compete(seat: Seat, *, contender: str, task: dict[str, Any], times: dict[str
     if contender in BARE:
         told = _compete_bare(meter, data, period=1 if contender == "bare DDP" else PERIOD)
     else:
-        told = _compete_ours(meter, data, POLICIES[contender])
+        told = _compete_ours(meter, data, contender)
     return told | meter.told()
 
 
@@ -212,11 +214,14 @@ def _compete_bare(meter: Meter, data: Tensor, period: int) -> dict[str, Any]:
     return {"shares": [1 / seat.world] * seat.world}
 
 
-def _compete_ours(meter: Meter, data: Tensor, policy: Any) -> dict[str, Any]:
+def _compete_ours(meter: Meter, data: Tensor, contender: str) -> dict[str, Any]:
     import potluck
 
     seat, task, clock = meter.seat, meter.loop.task, meter.clock
-    fleet = potluck.init(policy, step=StepConfig(clip=CLIP, precision="bf16" if task.bf16 else "fp32"))
+    wire = next((wire for wire in WIRES if contender.endswith(f" {wire}")), "fp32")
+    policy = POLICIES[contender.removesuffix(f" {wire}")]
+    step = StepConfig(clip=CLIP, precision="bf16" if task.bf16 else "fp32")
+    fleet = potluck.init(policy, step=step, wire=wire)  # type: ignore[arg-type]
     model, optimizer = task.build()
     model, _, loader = fleet.prepare(model, optimizer, data, batch_size=task.rows * seat.world)  # type: ignore[assignment]
     heard = Heard()

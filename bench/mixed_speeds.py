@@ -35,7 +35,10 @@ from bench.turns import say
 from bench.uneven import Uneven, cores_of
 
 CONTENDERS = ("bare DDP", "bare local SGD", "Sync", "Sync balanced", "Cadence", "Cadence overlap", "Async")
-OURS = CONTENDERS[2:]
+CODED = ("Sync balanced int4", "Sync balanced auto", "Cadence int4")
+"""What travels does so in fewer bits. Measured where asked for."""
+ALL = (*CONTENDERS, *CODED)
+OURS = (*CONTENDERS[2:], *CODED)
 GOALS = {"Sync balanced": 0.90, "Cadence": 0.95, "Cadence overlap": 0.95, "Async": 0.95}
 """At gap 3."""
 COLORS = {
@@ -46,6 +49,9 @@ COLORS = {
     "Cadence": "#4c9f70",
     "Cadence overlap": "#8fcca9",
     "Async": "#dd8452",
+    "Sync balanced int4": "#2f4b7c",
+    "Sync balanced auto": "#7a93bd",
+    "Cadence int4": "#2d6a4f",
 }
 
 
@@ -91,7 +97,7 @@ FULL = (
     Setting(gap=3, workers=4, turns=1),
     Setting(gap=3, is_long=True),
 )
-LONG = ("bare DDP", "Sync", "Sync balanced")
+LONG = ("bare DDP", "Sync", "Sync balanced", "Sync balanced int4", "Sync balanced auto")
 LONG_ROWS = 384
 
 
@@ -197,7 +203,7 @@ def medians(turns: Sequence[Turn]) -> dict[str, dict[str, float]]:
 def table(turns: Sequence[Turn]) -> str:
     """As Markdown: the share of combined speed, a row per setting."""
     rows = medians(turns)
-    names = [name for name in CONTENDERS if any(name in row for row in rows.values())]
+    names = [name for name in ALL if any(name in row for row in rows.values())]
     lines = [["share of combined speed", *names], ["---"] * (1 + len(names))]
     lines += [
         [setting, *(f"{row[name]:.3f}" if name in row else "-" for name in names)] for setting, row in rows.items()
@@ -211,7 +217,7 @@ def draw(details: dict[str, Any], folder: Path) -> None:
     if (plt := report.pyplot()) is None:
         return
     rows = medians(turns)
-    names = [name for name in CONTENDERS if any(name in row for row in rows.values())]
+    names = [name for name in ALL if any(name in row for row in rows.values())]
     figure, axes = plt.subplots(figsize=(4.5 + 1.8 * len(rows), 5), layout="constrained")
     width = 0.84 / len(names)
     for index, name in enumerate(names):
@@ -242,7 +248,7 @@ def main() -> None:
     parser.add_argument("--gaps", nargs="+", type=float, default=[3])
     parser.add_argument("--workers", nargs="+", type=int, default=[2])
     parser.add_argument("--mbit", nargs="+", type=lambda text: None if text == "none" else float(text), default=[None])
-    parser.add_argument("--contenders", nargs="+", default=list(CONTENDERS), choices=CONTENDERS)
+    parser.add_argument("--contenders", nargs="+", default=list(CONTENDERS), choices=ALL)
     parser.add_argument("--long", action="store_true", help="Long steps, for Sync.")
     parser.add_argument("--turns", type=int, default=1)
     chosen = parser.parse_args()

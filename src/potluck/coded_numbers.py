@@ -6,9 +6,14 @@ coded_tensors.py is the same for tensors, with the same bytes on every device.
     int8   blocks of 256: a scale in bf16, then each number as a multiple of it, from -127 to 127
     int4   blocks of 64: a scale in bf16, then two multiples to a byte, from -7 to 7, each plus 8: in the lower halves
            the block's first 32 numbers, in the upper ones the rest
+    log8   for what steps are divided by, which is never negative, where all else travels as int8 or int4. Blocks of
+           256: the level of the largest number in two bytes, then how many levels each number is below that, from 0 to
+           254, which stands for all that is smaller; 255: it is 0. There are eight levels from one power of two to the
+           next: a level is the upper 12 bits of a float32, rounded, from 2**-126 up
 
 The last block is filled up with zeros. What was coded and decoded is coded to the same bytes again. A number that is
-not finite makes its whole block NaN; a block whose numbers are all below 1e-28 or so becomes zeros. Stateless, pure.
+not finite makes its whole block NaN. In int8 and int4 a block whose numbers are all below 1e-28 or so becomes zeros; in
+log8 only zeros do, and what is negative. Stateless, pure.
 """
 
 from dataclasses import dataclass
@@ -22,15 +27,25 @@ Octets = npt.NDArray[np.uint8]
 
 Wire = Literal["fp32", "bf16", "int8", "int4"]
 WIRES: tuple[Wire, ...] = get_args(Wire)
+AskedWire = Literal["fp32", "bf16", "int8", "int4", "auto"]
+"""What a person may ask for; auto: what the run finds out."""
 
 LEAST_SCALE = 2.0**-100
 """A block with a smaller scale is zeros: below 2**-126 numbers lose digits, and some devices drop them."""
 NAN_SCALE = 0x7FC0
 
+LEVEL_BITS = 20
+"""Those of a float32 below its level."""
+HALF_LEVEL = 1 << LEVEL_BITS - 1
+LEAST_LEVEL, MOST_LEVEL, NAN_LEVEL = 0x008, 0x7F7, 0x7FC
+"""Of the smallest number that has all its digits, of the largest, and of NaN."""
+LEVELS_BELOW, ZERO_CODE = 254, 255
+INFINITE_BITS, SIZE_BITS = 0x7F80_0000, 0x7FFF_FFFF
+
 
 @dataclass(frozen=True, slots=True)
 class Coding:
-    wire: Wire
+    wire: Wire | Literal["log8"]
     number: int
     """How messages name it."""
     block: int
@@ -39,11 +54,18 @@ class Coding:
     """Of one block."""
     top: int = 0
     """The largest multiple of the scale; 0: there is no scale."""
+    has_levels: bool = False
+    """Whether numbers are how far they are below the block's largest, and never negative."""
 
     @property
     def inverse_top(self) -> np.float32:
         """Multiplied with, never divided by: a division by a constant is rounded otherwise on some devices."""
         return np.float32(1.0 / self.top)
+
+    @property
+    def of_divisors(self) -> "Coding":
+        """How what steps are divided by travels beside: of that, what is small beside its neighbours must not be 0."""
+        return LOG8 if self.top else self
 
     def coded_bytes(self, count: int) -> int:
         return -(-count // self.block) * self.record_bytes
@@ -51,7 +73,7 @@ class Coding:
     def encode(self, numbers: Floats, out: Octets) -> Octets:
         """Into the first bytes of `out`, which are returned."""
         out = out[: self.coded_bytes(len(numbers))]
-        if not self.top:
+        if self.block == 1:
             out.view(np.uint16)[:] = _to_bf16(numbers)
             return out
         whole = len(numbers) // self.block
@@ -65,7 +87,7 @@ class Coding:
 
     def decode(self, coded: Octets, out: Floats) -> Floats:
         """As many numbers as `out` has, into it."""
-        if not self.top:
+        if self.block == 1:
             np.left_shift(coded.view(np.uint16), 16, out=out.view(np.uint32), dtype=np.uint32)
             return out
         whole = len(out) // self.block
@@ -79,7 +101,7 @@ class Coding:
 
     def round(self, numbers: Floats) -> Floats:
         """The numbers become what would arrive of them."""
-        if not self.top:
+        if self.block == 1:
             np.left_shift(_to_bf16(numbers), 16, out=numbers.view(np.uint32), dtype=np.uint32)
             return numbers
         whole = len(numbers) // self.block * self.block
@@ -104,7 +126,8 @@ class Coding:
     def _multiples(self, blocks: Floats, scale: Floats, out: Floats) -> Floats:
         """Whole numbers, as floats. Of a block that is not finite, they are 0 or NaN."""
         inverse = np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale > 0)
-        np.multiply(blocks, inverse[:, None], out=out)
+        with np.errstate(invalid="ignore"):  # an infinity times 0, in a block that becomes NaN
+            np.multiply(blocks, inverse[:, None], out=out)
         return np.rint(out, out=out)
 
     def _encode_blocks(self, blocks: Floats, out: Octets) -> None:
@@ -143,12 +166,53 @@ class Coding:
         np.multiply(blocks, scale[:, None], out=blocks)
 
 
+@dataclass(frozen=True, slots=True)
+class LevelCoding(Coding):
+    """Of whole numbers alone: no device can round them in its own way."""
+
+    has_levels: bool = True
+
+    def _encode_blocks(self, blocks: Floats, out: Octets) -> None:
+        levels, tops = self._levels(blocks)
+        codes = np.minimum(tops[:, None] - levels, LEVELS_BELOW)
+        codes[levels == 0] = ZERO_CODE
+        codes[tops == NAN_LEVEL] = 0
+        records = out.reshape(len(blocks), self.record_bytes)
+        records[:, :2] = tops.astype("<u2").view(np.uint8).reshape(-1, 2)
+        records[:, 2:] = codes
+
+    def _decode_blocks(self, coded: Octets, out: Floats) -> None:
+        records = coded.reshape(len(out), self.record_bytes)
+        tops = np.ascontiguousarray(records[:, :2]).view("<u2").astype(np.int32)
+        codes = records[:, 2:]
+        levels = np.maximum(tops - codes, LEAST_LEVEL)
+        levels[codes == ZERO_CODE] = 0
+        levels[tops[:, 0] > MOST_LEVEL] = NAN_LEVEL
+        np.left_shift(levels, LEVEL_BITS, out=out.view(np.int32))
+
+    def _round_blocks(self, blocks: Floats) -> None:
+        levels, tops = self._levels(blocks)
+        np.maximum(levels, tops[:, None] - LEVELS_BELOW, out=levels, where=levels > 0)
+        levels[tops == NAN_LEVEL] = NAN_LEVEL
+        np.left_shift(levels, LEVEL_BITS, out=blocks.view(np.int32))
+
+    def _levels(self, blocks: Floats) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+        """Of each number, 0 where it is none; and of each block's largest."""
+        bits = blocks.view(np.int32)
+        levels = np.right_shift(bits + np.int32(HALF_LEVEL), LEVEL_BITS)
+        np.clip(levels, LEAST_LEVEL, MOST_LEVEL, out=levels)
+        levels *= bits > 0
+        tops: npt.NDArray[np.int32] = levels.max(axis=1)
+        tops[(bits & np.int32(SIZE_BITS)).max(axis=1) >= INFINITE_BITS] = NAN_LEVEL
+        return levels, tops
+
+
 CODINGS: dict[str, Coding] = {
     "bf16": Coding("bf16", 1, 1, 2),
     "int8": Coding("int8", 2, 256, 2 + 256, 127),
     "int4": Coding("int4", 3, 64, 2 + 32, 7),
 }
-BY_NUMBER = {coding.number: coding for coding in CODINGS.values()}
+LOG8 = LevelCoding("log8", 4, 256, 2 + 256)
 
 
 def coding_of(wire: str) -> Coding | None:

@@ -1,15 +1,30 @@
 """Tensors in fewer bits, coded on the device where they are: the same bytes as coded_numbers.py on each of them.
 
-No operation here is one that a device may fuse with its neighbour, or rounds in its own way: bits are equal everywhere.
+On a CPU numpy does it, whose operations cost less where numbers are few. No operation here is one that a device may
+fuse with its neighbour, or rounds in its own way: bits are equal everywhere.
 """
 
 import math
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from potluck.coded_numbers import LEAST_SCALE, NAN_SCALE, Coding
+from potluck.coded_numbers import (
+    HALF_LEVEL,
+    INFINITE_BITS,
+    LEAST_LEVEL,
+    LEAST_SCALE,
+    LEVEL_BITS,
+    LEVELS_BELOW,
+    MOST_LEVEL,
+    NAN_LEVEL,
+    NAN_SCALE,
+    SIZE_BITS,
+    ZERO_CODE,
+    Coding,
+)
 
 AT_ONCE = 1 << 18
 """Numbers: whole blocks of every coding."""
@@ -20,7 +35,14 @@ def encode(coding: Coding, numbers: Tensor, out: Tensor | None = None) -> Tensor
     """[coded_bytes], on the numbers' device. `out`: where they go."""
     flat = numbers.detach().reshape(-1).float()
     coded = flat.new_empty(coding.coded_bytes(len(flat)), dtype=torch.uint8) if out is None else out
-    if not coding.top:
+    if flat.is_cpu and coding.block > 1:
+        coding.encode(flat.numpy(), coded.numpy())
+        return coded
+    return encode_on_device(coding, flat, coded)
+
+
+def encode_on_device(coding: Coding, flat: Tensor, coded: Tensor) -> Tensor:
+    if coding.block == 1:
         coded.view(torch.bfloat16).copy_(flat)
         return coded
     whole = len(flat) // coding.block
@@ -36,7 +58,16 @@ def encode(coding: Coding, numbers: Tensor, out: Tensor | None = None) -> Tensor
 @torch.no_grad()
 def decode(coding: Coding, coded: Tensor, out: Tensor) -> Tensor:
     """As many numbers as `out` has, into it; it is flat."""
-    if not coding.top:
+    if out.dtype is not torch.float32:
+        return out.copy_(decode(coding, coded, torch.empty(len(out), device=out.device)))
+    if out.is_cpu and coding.block > 1:
+        coding.decode(coded.numpy(), out.numpy())
+        return out
+    return decode_on_device(coding, coded, out)
+
+
+def decode_on_device(coding: Coding, coded: Tensor, out: Tensor) -> Tensor:
+    if coding.block == 1:
         return out.copy_(coded.view(torch.bfloat16))
     whole = len(out) // coding.block
     if whole:
@@ -61,15 +92,61 @@ def round_(coding: Coding, numbers: Tensor) -> Tensor:
     return decode(coding, encode(coding, numbers), numbers)
 
 
-def _encode_blocks(coding: Coding, blocks: Tensor, out: Tensor) -> None:
-    records = out.view(len(blocks), coding.record_bytes)
-    scale = blocks.abs().amax(dim=1, keepdim=True).mul_(float(coding.inverse_top))
+@torch.no_grad()
+def round_pieces(
+    coding: Coding, pieces: Sequence[tuple[int, Tensor]], total: int, maximum: Callable[[Tensor], object]
+) -> None:
+    """The same of some pieces of `total` numbers, each with where it begins; others hold the rest, and do so too.
+
+    `maximum`: each number becomes the largest of all who do.
+    """
+    if coding.block == 1:
+        for _, numbers in pieces:
+            round_(coding, numbers)
+        return
+    largest = torch.zeros(-(-total // coding.block), device=pieces[0][1].device if pieces else "cpu")
+    padded = [(start // coding.block, *_in_blocks(coding, start, numbers)) for start, numbers in pieces]
+    for first, blocks, _ in padded:
+        own = largest[first : first + len(blocks)]
+        torch.maximum(own, blocks.abs().amax(dim=1).nan_to_num_(torch.inf, torch.inf), out=own)
+    maximum(largest)
+    scales = _scales(coding, largest[:, None])
+    for (_, numbers), (first, blocks, inside) in zip(pieces, padded, strict=True):
+        scale = scales[first : first + len(blocks)].float()
+        found = (blocks * _inverse(scale)).round_().add_(0.0)  # no -0, which a whole number cannot be
+        numbers.copy_(found.mul_(scale).view(-1)[inside])
+
+
+def _in_blocks(coding: Coding, start: int, numbers: Tensor) -> tuple[Tensor, slice]:
+    """[blocks, numbers of a block], with zeros before and after; and where the numbers are in it."""
+    before = start % coding.block
+    after = -(before + len(numbers)) % coding.block
+    padded = torch.nn.functional.pad(numbers, (before, after))
+    return padded.view(-1, coding.block), slice(before, before + len(numbers))
+
+
+def _scales(coding: Coding, largest: Tensor) -> Tensor:
+    """As bf16."""
+    scale = largest * float(coding.inverse_top)
     bits = scale.to(torch.bfloat16)
     bits.masked_fill_(bits < LEAST_SCALE, 0.0)
     bits.view(torch.int16).masked_fill_(~scale.isfinite(), NAN_SCALE)
+    return bits
+
+
+def _inverse(scale: Tensor) -> Tensor:
+    return torch.where(scale > 0, scale.reciprocal(), 0.0)
+
+
+def _encode_blocks(coding: Coding, blocks: Tensor, out: Tensor) -> None:
+    records = out.view(len(blocks), coding.record_bytes)
+    if coding.has_levels:
+        _encode_levels(blocks, records)
+        return
+    largest = blocks.amax(dim=1, keepdim=True).maximum(blocks.amin(dim=1, keepdim=True).neg_())
+    bits = _scales(coding, largest)
     wide = bits.float()
-    inverse = torch.where(wide > 0, wide.reciprocal(), 0.0)
-    found = (blocks * inverse).round_()
+    found = (blocks * _inverse(wide)).round_()
     if found.is_cuda or not math.isfinite(wide.sum()):  # elsewhere a look costs less than the work
         found.nan_to_num_(0.0, 0.0, 0.0)
     records[:, :2] = bits.view(torch.uint8)
@@ -77,17 +154,42 @@ def _encode_blocks(coding: Coding, blocks: Tensor, out: Tensor) -> None:
         records[:, 2:].view(torch.int8).copy_(found)
     else:
         low, high = torch.split(found.to(torch.int8).view(torch.uint8), coding.block // 2, dim=1)
-        records[:, 2:] = (high << 4).add_(low).add_(8 * 17)  # bytes wrap around: the sum of both, each plus 8
+        records[:, 2:] = torch.add(low, high, alpha=16).add_(8 * 17)  # bytes wrap around: each plus 8
 
 
 def _decode_blocks(coding: Coding, coded: Tensor, out: Tensor) -> None:
     records = coded.view(len(out), coding.record_bytes)
+    if coding.has_levels:
+        _decode_levels(records, out)
+        return
     scale = records[:, :2].contiguous().view(torch.bfloat16).float()
     codes = records[:, 2:]
     if coding.top == 127:
         out.copy_(codes.view(torch.int8))
     else:
+        codes = codes.contiguous()  # else shifts take ten times as long
         low, high = torch.split(out, coding.block // 2, dim=1)
-        low.copy_(codes & 15).sub_(8)
-        high.copy_(codes >> 4).sub_(8)
+        low.copy_(codes & 15)
+        high.copy_(codes >> 4)
+        out.sub_(8)
     out.mul_(scale)
+
+
+def _encode_levels(blocks: Tensor, records: Tensor) -> None:
+    bits = blocks.view(torch.int32)
+    levels = (bits + HALF_LEVEL).bitwise_right_shift_(LEVEL_BITS).clamp_(LEAST_LEVEL, MOST_LEVEL)
+    levels.masked_fill_(bits <= 0, 0)
+    tops = levels.amax(dim=1, keepdim=True)
+    tops.masked_fill_((bits & SIZE_BITS).amax(dim=1, keepdim=True) >= INFINITE_BITS, NAN_LEVEL)
+    codes = (tops - levels).clamp_(max=LEVELS_BELOW)
+    codes.masked_fill_(levels == 0, ZERO_CODE).masked_fill_(tops == NAN_LEVEL, 0)
+    records[:, :2] = tops.to(torch.int16).view(torch.uint8)
+    records[:, 2:] = codes
+
+
+def _decode_levels(records: Tensor, out: Tensor) -> None:
+    tops = records[:, :2].contiguous().view(torch.int16).to(torch.int32) & 0xFFFF
+    codes = records[:, 2:]
+    levels = (tops - codes).clamp_(min=LEAST_LEVEL)
+    levels.masked_fill_(codes == ZERO_CODE, 0).masked_fill_(tops > MOST_LEVEL, NAN_LEVEL)
+    out.view(torch.int32).copy_(levels.bitwise_left_shift_(LEVEL_BITS))

@@ -8,9 +8,10 @@ is printed in docs/composition.md.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import get_args
 
 from potluck.agree.policy import ApplyPolicy, Auto, Sync, Windowed
-from potluck.coded_numbers import WIRES, Wire
+from potluck.coded_numbers import AskedWire, Wire
 from potluck.errors import ConfigError
 from potluck.sharding.strategy import FullShard, HybridShard, NoShard, ShardGradOp, ShardingStrategy
 from potluck.stages.protocol import DataStore, Stages
@@ -27,7 +28,7 @@ class Wanted:
     policy: ApplyPolicy = Sync()
     strategy: ShardingStrategy = NoShard()
     stages: Stages | None = None
-    wire: Wire = "fp32"
+    wire: AskedWire = "fp32"
     """In which form replicas send each other their numbers."""
     world: int = 1
     """Workers of the run. Under a host that is not known: then the ranks of this worker, one machine's."""
@@ -60,6 +61,8 @@ class Composition:
     """Whether those parts follow measured speeds."""
     wire: Wire = "fp32"
     """In which form what replicas agree on travels: gradients, or what a window changed."""
+    wire_is_measured: bool = False
+    """Whether `wire` is only how the run begins."""
     buddy_every: int = 0
     """After how many steps each rank refreshes its copy of its neighbour's part; 0: there are no such copies."""
 
@@ -91,15 +94,23 @@ def settled(wanted: Wanted) -> Wanted:
 def compose(wanted: Wanted) -> Composition:
     """Raises ConfigError for what cannot be."""
     wanted = settled(wanted)
-    if wanted.wire not in WIRES:
-        raise ConfigError(f"wire must be one of {', '.join(WIRES)}, not {wanted.wire!r}.")
+    if wanted.wire not in get_args(AskedWire):
+        raise ConfigError(f"wire must be one of {', '.join(get_args(AskedWire))}, not {wanted.wire!r}.")
     if wanted.has_host:
         found = _under_host(wanted)
     else:
         found = _in_stages(wanted, wanted.stages) if wanted.stages is not None else _over_group(wanted)
-    if wanted.wire != "fp32":
-        _check_wire(wanted, found)
-    return replace(found, wire=wanted.wire)
+    if wanted.wire != "auto":
+        return replace(found, wire=wanted.wire)
+    is_measured = found.window is None and not wanted.has_host and not _meets_in_store(wanted)
+    is_alone = wanted.world == 1 and not wanted.has_host
+    return replace(
+        found, wire="fp32" if is_measured or is_alone else "int4", wire_is_measured=is_measured and not is_alone
+    )
+
+
+def _meets_in_store(wanted: Wanted) -> bool:
+    return wanted.stages is not None and isinstance(wanted.stages.protocol, DataStore)
 
 
 def check_data(
@@ -309,18 +320,6 @@ def _check_offload(wanted: Wanted, strategy: ShardingStrategy) -> None:
             "step.offload_optimizer does not go with FullShard's weights. Leave one of them out, or use"
             " ShardGradOp(weights=...)."
         )
-
-
-def _check_wire(wanted: Wanted, found: Composition) -> None:
-    """Under Sync gradients are coded between whole replicas: of one that is split, within each block lie several ranks'
-    numbers, or torch reduces them within itself."""
-    if found.window is not None or found.split is None or found.ranks_per_stage == 1 or found.replicas > 1:
-        return
-    name, where = type(wanted.strategy).__name__, "each worker's replica" if wanted.has_host else "the one replica"
-    raise ConfigError(
-        f"wire = {wanted.wire} codes what replicas send each other, and under Sync {name} has the ranks of {where} sum"
-        " their gradients in fp32. Use NoShard, or HybridShard over several nodes, or leave out wire."
-    )
 
 
 def _only_one(policy: ApplyPolicy) -> str:

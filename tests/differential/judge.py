@@ -57,12 +57,18 @@ class Replica:
     def step(self, lanes: list[Micros], switches: SimpleNamespace) -> list[float]:
         """What all lanes did, as one step: (mean loss, norm, samples); skipped if something is not finite."""
         before, ends, weights, total = buffers(self.model), [], [], 0.0
+        sent: list[dict[str, Tensor]] = []
         for micros in lanes:
             put_buffers(self.model, before)
             found = [self._micro(rows, switches) for rows in micros if rows]
+            if switches.buckets:
+                sent.append({name: p.grad for name, p in self.model.named_parameters() if p.grad is not None})
+                self.optimizer.zero_grad()
             weights.append(sum(samples for _, samples in found))
             total += sum(loss for loss, _ in found)
             ends.append(buffers(self.model))
+        for name, gradient in sum_rounded(dict(self.model.named_parameters()), sent, switches).items():
+            self.model.get_parameter(name).grad = gradient
         samples = sum(weights)
         trained = [p for p in self.model.parameters() if p.grad is not None]
         for parameter in trained:
@@ -95,6 +101,37 @@ class Replica:
             return 0.0, 0.0
         (loss * samples).backward()
         return float(loss.detach()) * float(samples), float(samples)
+
+
+def sum_rounded(parameters: dict[str, Any], sent: list[dict[str, Tensor]], switches: SimpleNamespace) -> Any:
+    """The sum of what each lane sends, bucket by bucket: rounded, and once more if there are more than two lanes."""
+    found = {}
+    for names in switches.buckets or ():
+        total = torch.zeros(())
+        for own in sent:
+            flat = torch.cat([own.get(name, torch.zeros_like(parameters[name])).reshape(-1) for name in names])
+            total = total + arrives(flat.float(), switches.wire)
+        if len(sent) > 2:
+            total = arrives(total, switches.wire)
+        pieces = total.split([parameters[name].numel() for name in names])
+        used = [(name, piece) for name, piece in zip(names, pieces, strict=True) if any(name in own for own in sent)]
+        found |= {name: piece.view_as(parameters[name]).to(parameters[name].dtype) for name, piece in used}
+    return found
+
+
+def arrives(numbers: Tensor, wire: str) -> Tensor:
+    """By the definition: blocks of 64 or 256 multiples of a scale that has the digits of bf16."""
+    if wire == "bf16":
+        return numbers.bfloat16().float()
+    size, top = (64, 7) if wire == "int4" else (256, 127)
+    found = []
+    for block in numbers.split(size):
+        scale = (block.abs().max() * torch.tensor(1 / top)).bfloat16().float()
+        if not scale.isfinite():
+            found.append(torch.full_like(block, torch.nan))
+        else:
+            found.append((block * (1 / scale)).round() * scale if scale > 2.0**-101 else torch.zeros_like(block))
+    return torch.cat(found)
 
 
 def _autocast(switches: SimpleNamespace) -> AbstractContextManager[Any]:
@@ -145,7 +182,8 @@ def judge(case: Case, told: list[list[dict[str, Any]]], *, is_shaken: bool = Fal
             return expected
         if leg.policy.startswith("Sync"):
             expected.complaints += _steps_of_wrong_size(case, lanes[0], done)
-            expected.steps.append(_judge_steps(replica, lanes[0], _switches(leg)))
+            buckets = ranks[0]["buckets"] if leg.wire != "fp32" else None
+            expected.steps.append(_judge_steps(replica, lanes[0], _switches(leg, buckets)))
         else:
             replica, steps = _judge_windows(replica, list(lanes.values()), ranks[0], leg)
             expected.steps.append(steps)
@@ -172,8 +210,9 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 
 
-def _switches(leg: Leg) -> SimpleNamespace:
-    defaults = {"clip": None, "precision": "fp32"}
+def _switches(leg: Leg, buckets: list[list[str]] | None = None) -> SimpleNamespace:
+    """`buckets`: where gradients are rounded, the parameters that travel together, end to end."""
+    defaults = {"clip": None, "precision": "fp32", "wire": leg.wire, "buckets": buckets}
     return SimpleNamespace(**(defaults | eval(f"dict({leg.switches})")))
 
 

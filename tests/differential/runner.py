@@ -115,7 +115,9 @@ def _train(case: Case, leg: Leg, number: int, folder: str, phase: list[str]) -> 
     stages = _read(leg.stages, STORE=f"file://{folder}/store-{number}") if leg.stages else None
     step = _read(f"StepConfig({leg.switches + ', ' if leg.switches else ''}nonfinite_limit=1000)")
     phase[0] = "start"
-    with potluck.init(policy, strategy, stages=stages, step=step, patience_s=_patience(leg, 30)) as fleet:
+    with potluck.init(
+        policy, strategy, stages=stages, step=step, wire=leg.wire, patience_s=_patience(leg, 30)
+    ) as fleet:
         model = build(case.model, dtype, case.seed)
         optimizer = make_optimizer(model, case.optimizer)
         data = make_data(case.model, case.rows, case.seed, dtype, case.samples, case.faults)
@@ -199,6 +201,12 @@ class Log:
         elif isinstance(event, EpochDone):
             self.proofs.append([event.used, event.total, event.same_weights])
 
+    def _buckets(self) -> list[list[str]]:
+        """What travels together."""
+        replica = self.fleet.run.prepared()
+        found = replica._buckets.buckets if replica._buckets is not None else []
+        return [[replica.names[id(parameter)] for parameter in bucket.parameters] for bucket in found]
+
     def told(self) -> Told:
         made = self.fleet.run.composition
         ranks = made.stages * made.node_size
@@ -211,4 +219,5 @@ class Log:
             "events": self.events,
             "proofs": self.proofs,
             "anchors": self.anchors,
+            "buckets": self._buckets(),
         }

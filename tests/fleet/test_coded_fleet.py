@@ -8,10 +8,14 @@ import pytest
 import torch
 
 import potluck
+from potluck.coded_numbers import Coding
 from potluck.engine import slices
 from potluck.engine.slices import plan_parts
+from potluck.fleet.connection import PayloadLayout
+from potluck.fleet.description import BUFFERS, COUNTS
 from potluck.fleet.reading import PeerReader
 from potluck.sharding.blocks import find_blocks
+from potluck.wire.codec import Bulk
 from tests.fleet.faults import PHASES, sends_nan
 from tests.fleet.fleet import STEPS, Fleet, Worker, assert_same, build, start_coordinator, wait_until
 from tests.fleet.test_peers import PlainPeer
@@ -139,6 +143,15 @@ def test_a_worker_that_sends_otherwise_is_refused(tmp_path: Path, expected: dict
     assert_same(fleet.finish(), expected["int8"])
 
 
+def test_workers_that_leave_the_form_to_the_run_are_among_those_that_chose_int4(
+    tmp_path: Path, expected: dict[str, Gradients]
+) -> None:
+    fleet = Fleet(tmp_path, at_least=2)
+    fleet.add("asked", wire="int4")
+    fleet.add("auto", wire="auto")
+    assert_same(fleet.finish(), expected["int4"])
+
+
 def test_a_gradient_that_is_not_finite_is_computed_by_somebody_else(
     tmp_path: Path, expected: dict[str, Gradients]
 ) -> None:
@@ -169,6 +182,7 @@ POLICIES = {
     "async": potluck.Async.published(**SHORT),
     "overlap": potluck.Async.published(overlap=True, **SHORT),
     "outer": potluck.Cadence.published(outer=potluck.Outer(), **SHORT),
+    "moments": potluck.Cadence.published(moments=True, together=0.4, **SHORT),
 }
 
 
@@ -180,6 +194,27 @@ def test_workers_that_step_by_themselves_hold_the_same_bits(policy: str, tmp_pat
     weights = fleet.finish()  # all of them have these
     assert all(tensor.isfinite().all() for name, tensor in weights.items() if "odd" not in name)
     assert fleet.server.core.refused.total() == 0
+
+
+def test_what_optimizers_keep_travels_in_codings_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[int, set[str]] = {}
+    check = PayloadLayout.check_coded
+
+    def see(layout: PayloadLayout, bulk: Bulk) -> tuple[int, Coding]:
+        part, coding = check(layout, bulk)
+        seen.setdefault(part, set()).add(coding.wire)
+        return part, coding
+
+    monkeypatch.setattr(PayloadLayout, "check_coded", see)
+    fleet = Fleet(tmp_path, at_least=2)
+    for number in range(2):
+        fleet.add(f"w{number}", wire="int4", policy=POLICIES["moments"])
+    fleet.finish()
+    described = fleet.server.core.description
+    assert described is not None and described.parts[-1].component in (BUFFERS, COUNTS)
+    assert any(part.is_moments for part in described.parts)
+    assert seen == {index: {each.wire} for index, each in enumerate(described.codings) if each is not None}
+    assert {wire for found in seen.values() for wire in found} == {"int4", "log8"}
 
 
 @pytest.mark.parametrize("phase", ["half", "sent"])
@@ -198,6 +233,32 @@ def test_a_newcomer_to_windows_begins_without_anything_left_out(tmp_path: Path) 
     fleet.wait_for_step(2)
     fleet.add("newcomer", wire="int4", policy=POLICIES["cadence"])
     fleet.let_in("newcomer")
+    fleet.finish()
+
+
+@pytest.mark.parametrize(
+    "strategy", [potluck.ShardGradOp(weights=(2.0, 1.0)), pytest.param(potluck.FullShard(), marks=pytest.mark.slow)]
+)
+def test_workers_of_two_ranks_round_every_node_no_matter_how_many_they_are(
+    strategy: potluck.ShardingStrategy, tmp_path: Path
+) -> None:
+    """A block's numbers lie on both ranks."""
+    found = []
+    for workers in (1, 2):
+        place = tmp_path / f"{workers}"
+        place.mkdir()
+        fleet = Fleet(place, at_least=workers)
+        for number in range(workers):
+            fleet.add_node(f"w{number}", strategy=strategy, wire="int4", bare=True)
+        found.append(fleet.finish())
+        assert fleet.server.core.refused.total() == 0
+    assert_same(*found)
+
+
+def test_workers_of_one_rank_and_of_two_hold_the_same_bits(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, at_least=2)
+    fleet.add_node("two", strategy=potluck.FullShard(), wire="int4", policy=POLICIES["moments"], bare=True)
+    fleet.add("one", wire="int4", policy=POLICIES["moments"], bare=True)
     fleet.finish()
 
 

@@ -1,22 +1,27 @@
 """Sync with gradients in fewer bits: all ranks have the same bits, those of one process with the same rounding."""
 
+import math
 import os
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import potluck
-from potluck import HybridShard, NoShard, Sync
+from potluck import FullShard, HybridShard, NoShard, ShardGradOp, Sync
 from potluck.coded_numbers import CODINGS
 from potluck.engine.buckets import GradBuckets
 from potluck.errors import ConfigError
 from potluck.link.coded_sums import CodedSums, _CodedSum
 from potluck.link.link import Done, GroupLink
+from potluck.sharding.collectives import CodedScatter, Collectives
 from tests.parity.test_cadence import whole
+from tests.parity.test_uneven import whole as whole_of_uneven
 from tests.ranks import run_ranks
 
 BLOCKS = {"bf16": (1, 0), "int8": (256, 127), "int4": (64, 7)}
@@ -34,11 +39,21 @@ def rounded(wire: str, numbers: Tensor) -> Tensor:
     return ((padded * inverse).round() * scale).view(-1)[: len(numbers)]
 
 
+def rounded_to_levels(numbers: Tensor) -> Tensor:
+    """The same of what steps are divided by, where all else travels as int8 or int4."""
+    digits, power = torch.frexp(F.pad(numbers, (0, -len(numbers) % 256)).view(-1, 256).double())
+    levels = (8 * (power - 2) + torch.floor(16 * digits + 0.5)).clamp(min=8 * -126)
+    levels = torch.where(digits > 0, levels, -torch.inf)
+    levels = torch.maximum(levels, levels.max(dim=1, keepdim=True).values - 254)
+    found = torch.where(digits > 0, torch.exp2(levels // 8) * (8 + levels % 8) / 8, 0.0)
+    return found.float().view(-1)[: len(numbers)]
+
+
 def sum_of(wire: str, terms: list[Tensor]) -> Tensor:
     total = rounded(wire, terms[0])
     for term in terms[1:]:
         total = total + rounded(wire, term)
-    return rounded(wire, total)
+    return rounded(wire, total) if len(terms) > 2 else total  # two ranks need not send each other the sum
 
 
 def numbers_of(rank: int, size: int) -> Tensor:
@@ -64,15 +79,16 @@ def sums(wire: str, sizes: list[int], inline: bool) -> dict[str, Any]:
 
 @wires
 @pytest.mark.parametrize("inline", [False, True])
-def test_every_rank_has_the_sum_of_what_was_rounded(wire: str, inline: bool) -> None:
+@pytest.mark.parametrize("world", [2, 3])
+def test_every_rank_has_the_sum_of_what_was_rounded(wire: str, inline: bool, world: int) -> None:
     sizes = [1, 63, 64, 5000, 70_001]
-    found = run_ranks(3, in_group, wire, sizes, inline)
+    found = run_ranks(world, in_group, wire, sizes, inline)
     for index, size in enumerate(sizes):
-        expected = sum_of(wire, [numbers_of(rank, size) for rank in range(3)])
-        for rank in range(3):
+        expected = sum_of(wire, [numbers_of(rank, size) for rank in range(world)])
+        for rank in range(world):
             assert torch.equal(found[rank]["sums"][index], expected), (size, rank)
     coded = sum(CODINGS[wire].coded_bytes(size) + 6 * CODINGS[wire].record_bytes for size in sizes)
-    assert all(each["bytes"] <= 2 * coded * 2 / 3 for each in found)
+    assert all(each["bytes"] <= 2 * coded * (world - 1) / world for each in found)
 
 
 def in_group(wire: str, sizes: list[int], inline: bool) -> dict[str, Any]:
@@ -111,15 +127,21 @@ def ours(wire: Any, poison: int = -1, strategy: Any = NoShard()) -> dict[str, An
                     loss = loss * torch.inf
                 fleet.backward(loss, samples=len(x))
                 fleet.step()
-        return {"weights": whole(model), "events": events}
+        is_uneven = isinstance(strategy, FullShard) and strategy.weights
+        weights = whole_of_uneven(fleet.run.sharded()) if is_uneven else {"": whole(model)}
+        return {"weights": torch.cat([one.reshape(-1) for one in weights.values()]), "events": events}
 
 
-def plain(wire: str, world: int) -> Tensor:
-    """One process, plain PyTorch: each rank's gradient by itself, rounded; then their sum, rounded."""
+def plain(
+    wire: str, world: int, arrives: Callable[[list[Tensor]], Tensor] | None = None, *, by_bucket: bool = True
+) -> Tensor:
+    """One process, plain PyTorch: each rank's gradient by itself, rounded; then their sum, rounded; or as `arrives`
+    has it."""
+    arrives = arrives or (lambda terms: sum_of(wire, terms))
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     x, y = make_data()
-    order = bucket_order(model)
+    order = bucket_order(model) if by_bucket else list(model.parameters())
     for epoch in range(2):
         for rows in torch.randperm(ROWS, generator=torch.Generator().manual_seed(epoch)).split(12):
             terms = []
@@ -127,11 +149,89 @@ def plain(wire: str, world: int) -> Tensor:
                 optimizer.zero_grad()
                 (F.mse_loss(model(x[part]), y[part]) * (len(part) * 2.0**-4)).backward()
                 terms.append(torch.cat([p.grad.reshape(-1) for p in order]))  # type: ignore[union-attr]
-            total = sum_of(wire, terms) * (1 / (12 * 2.0**-4))
+            total = arrives(terms) * (1 / (12 * 2.0**-4))
             for parameter, grad in zip(order, total.split([p.numel() for p in order]), strict=True):
                 parameter.grad = grad.view_as(parameter)
             optimizer.step()
     return flat(model)
+
+
+def owned_by_range(wire: str, sizes: list[int], terms: list[Tensor]) -> Tensor:
+    """Each owner has a range of all parameters end to end, and adds up what each rank has rounded of it."""
+    assert sum(sizes) == len(terms[0])
+    return torch.cat([added(wire, list(pieces)) for pieces in zip(*(t.split(sizes) for t in terms), strict=True)])
+
+
+def owned_by_rows(wire: str, terms: list[Tensor]) -> Tensor:
+    """Each owner has some rows of each parameter, and as many as the others, be they zeros."""
+    shapes, world = [tuple(p.shape) for p in make_model().parameters()], len(terms)
+
+    def rows_of(term: Tensor, rank: int) -> list[Tensor]:
+        pieces = term.split([math.prod(shape) for shape in shapes])
+        each = [(piece.view(shape), -(-shape[0] // world)) for piece, shape in zip(pieces, shapes, strict=True)]
+        return [piece[rank * rows : (rank + 1) * rows] for piece, rows in each]
+
+    found: list[list[Tensor]] = []
+    for rank in range(world):
+        full = [(-(-shape[0] // world), *shape[1:]) for shape in shapes]
+        padded = [
+            torch.cat([F.pad(piece.reshape(-1), (0, math.prod(size) - piece.numel())) for piece, size in pairs])
+            for pairs in (list(zip(rows_of(term, rank), full, strict=True)) for term in terms)
+        ]
+        pieces = added(wire, padded).split([math.prod(size) for size in full])
+        found.append(
+            [piece[: own.numel()].view_as(own) for piece, own in zip(pieces, rows_of(terms[0], rank), strict=True)]
+        )
+    return torch.cat([torch.cat(ranks).reshape(-1) for ranks in zip(*found, strict=True)])
+
+
+def added(wire: str, terms: list[Tensor]) -> Tensor:
+    total = rounded(wire, terms[0])
+    for term in terms[1:]:
+        total = total + rounded(wire, term)
+    return total
+
+
+SPLITS: dict[str, tuple[Any, Callable[..., Tensor]]] = {
+    "ShardGradOp": (ShardGradOp(), lambda wire, terms: owned_by_range(wire, [561, 561, 561], terms)),
+    "whole gradients": (
+        ShardGradOp(keep_gradients=True),
+        lambda wire, terms: owned_by_range(wire, [561, 561, 561], terms),
+    ),
+    "uneven": (ShardGradOp(weights=(1.0, 3.0, 2.0)), lambda wire, terms: owned_by_range(wire, [281, 841, 561], terms)),
+    "FullShard": (FullShard(), owned_by_rows),
+    "HybridShard": (HybridShard(intra_node_size=3), owned_by_rows),
+    "uneven FullShard": (
+        FullShard(weights=(1.0, 3.0, 2.0)),
+        lambda wire, terms: owned_by_range(wire, [281, 841, 561], terms),
+    ),
+}
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("wire", ["int8", "int4"])
+def test_ranks_of_one_replica_send_coded_gradients_to_their_owners(wire: str, split: str) -> None:
+    strategy, judge = SPLITS[split]
+    found = run_ranks(3, ours, wire, -1, strategy)
+    assert all(torch.equal(found[0]["weights"], each["weights"]) for each in found)
+    expected = plain(wire, 3, lambda terms: judge(wire, terms), by_bucket=False)
+    assert torch.equal(found[0]["weights"], expected)
+
+
+def test_collectives_of_a_stream_scatter_the_same_bits() -> None:
+    for each in run_ranks(3, scattered):
+        assert torch.equal(each[0], each[1])
+
+
+def scattered() -> tuple[Tensor, Tensor]:
+    with potluck.init() as fleet:
+        ranks = Collectives()
+        ranks.coding = CODINGS["int4"]
+        terms = [numbers_of(rank, 3 * 1000).view(3, -1)[fleet.rank].clone() for rank in range(3)]
+        found, world = torch.empty(1000), dist.group.WORLD
+        assert world is not None
+        CodedScatter(ranks)(found, numbers_of(fleet.rank, 3 * 1000), world, dist.ReduceOp.SUM)
+        return found, added("int4", terms)
 
 
 def bucket_order(model: nn.Module) -> list[nn.Parameter]:
@@ -178,5 +278,5 @@ def one_differs() -> str:
 
 
 def test_an_unknown_form_is_refused() -> None:
-    with pytest.raises(ConfigError, match="wire must be one of fp32, bf16, int8, int4, not 'int3'"):
+    with pytest.raises(ConfigError, match="wire must be one of fp32, bf16, int8, int4, auto, not 'int3'"):
         potluck.init(wire="int3")  # type: ignore[arg-type]

@@ -1,6 +1,7 @@
 """Windows whose changes travel in fewer bits: all replicas hold the same bits, and what was left out comes later."""
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import potluck
 from potluck import Async, Cadence, DataStore, HybridShard, NoShard, Outer, Pipeline, Stages, Sync
 from potluck.coded_numbers import CODINGS
 from potluck.engine.means import CodedLinkMean
+from potluck.engine.moments import Moments
 from potluck.engine.replica import Replica, StepConfig
 from potluck.engine.residuals import RESIDUAL
 from potluck.engine.window_delta import WindowDelta
@@ -20,7 +22,7 @@ from potluck.errors import ConfigError
 from potluck.link.link import GroupLink
 from tests.parity.test_cadence import judge, make, whole
 from tests.parity.test_cadence import ours as ours_in_fp32
-from tests.parity.test_coded_sums import BLOCKS, rounded
+from tests.parity.test_coded_sums import BLOCKS, rounded, rounded_to_levels
 from tests.parity.test_staged_windows import ours as ours_in_stages
 from tests.parity.test_staged_windows import together
 from tests.ranks import run_ranks
@@ -125,6 +127,51 @@ def test_what_was_left_out_comes_later(wire: str) -> None:
     off = (agreed - exact).norm() / (exact - Small().weight.detach().view(-1)).norm()
     assert off < {"bf16": 0.01, "int8": 0.02, "int4": 0.2}[wire]
     assert torch.equal(found[1]["weights"], agreed) and all(each.abs().max() < 1 for each in left)
+
+
+def kept_of(rank: int) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(rank)
+    first = torch.randn(370, generator=draw) * torch.logspace(-4, 0, 370)
+    second = torch.randn(370, generator=draw).square() * torch.logspace(-25, 0, 370)
+    second[5:300:50] = 0.0
+    return first, second
+
+
+def averaged_moments(wire: str) -> tuple[Tensor, Tensor]:
+    with potluck.init() as fleet:
+        link, model = GroupLink(owned=False), Small()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
+        replica = Replica(model, optimizer, link, fleet.device, StepConfig())
+        delta = WindowDelta(replica, CodedLinkMean(link, CODINGS[wire]))
+        first, second = (each.split([300, 70]) for each in kept_of(link.rank))
+        for parameter, mean, square in zip(model.parameters(), first, second, strict=True):
+            kept = {"exp_avg": mean.view_as(parameter), "exp_avg_sq": square.view_as(parameter)}
+            optimizer.state[parameter] = {"step": torch.tensor(3.0), **{k: v.clone() for k, v in kept.items()}}
+        moments = Moments(optimizer, replica.outer.names, delta.runs)
+        for pending in moments.start(link, WEIGHTS[link.rank], CODINGS[wire]):
+            pending.wait()
+        moments.take()
+        states = [optimizer.state[parameter] for parameter in model.parameters()]
+        return (
+            torch.cat([state["exp_avg"].view(-1) for state in states]),
+            torch.cat([state["exp_avg_sq"].view(-1) for state in states]),
+        )
+
+
+@wires
+def test_what_optimizers_keep_has_the_bits_of_one_process(wire: str) -> None:
+    def of_divisors(numbers: Tensor) -> Tensor:
+        return rounded(wire, numbers) if wire == "bf16" else rounded_to_levels(numbers)
+
+    def mean(at: int, arrives: Callable[[Tensor], Tensor]) -> Tensor:
+        terms = [arrives(kept_of(rank)[at] * WEIGHTS[rank]) for rank in range(WORLD)]
+        return arrives(sum(terms[1:], terms[0]))
+
+    expected = mean(0, lambda numbers: rounded(wire, numbers)), mean(1, of_divisors)
+    for first, second in run_ranks(WORLD, averaged_moments, wire):
+        assert torch.equal(first, expected[0]) and torch.equal(second, expected[1])
+    exact = sum(WEIGHTS[rank] * kept_of(rank)[1] for rank in range(WORLD))
+    assert ((expected[1] > 0) == (exact > 0)).all() and (expected[1] >= exact * 0.87).all()
 
 
 POLICIES = {

@@ -223,3 +223,19 @@ def test_only_the_composition_asks_which_kind_an_answer_is() -> None:
 
 if __name__ == "__main__":
     PAGE.write_text(page(), encoding="utf-8")
+
+
+def test_what_auto_sends_is_measured_between_workers_that_step_together() -> None:
+    asked = Wanted(wire="auto", world=2)
+    store = Stages(protocol=DataStore(url="file:///nowhere"), count=2)
+    expected = {
+        asked: ("fp32", True),
+        replace(asked, strategy=FullShard()): ("fp32", True),
+        replace(asked, world=1): ("fp32", False),
+        replace(asked, policy=Async()): ("int4", False),
+        replace(asked, stages=store, world=4): ("int4", False),
+        replace(asked, has_host=True, world=1): ("int4", False),
+    }
+    for wanted, (wire, is_measured) in expected.items():
+        found = compose(wanted)
+        assert (found.wire, found.wire_is_measured) == (wire, is_measured)

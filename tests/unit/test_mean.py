@@ -12,11 +12,20 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from potluck.coded_numbers import CODINGS, Coding
+from potluck.coded_numbers import CODINGS, LOG8, Coding
 from potluck.errors import TheirProtocolError
 from potluck.fleet import mean as mean_module
 from potluck.fleet.connection import PayloadLayout
-from potluck.fleet.description import BAD_BUFFERS, BUFFERS, Description, Part
+from potluck.fleet.description import (
+    BAD_BUFFERS,
+    BUFFERS,
+    COUNTS,
+    DIVISORS,
+    MOMENTS,
+    OTHER_MOMENTS,
+    Description,
+    Part,
+)
 from potluck.fleet.mean import PayloadMean, Slot
 from potluck.fleet.tree import Node, children, cover, decide_quotas, share_nodes
 from potluck.wire.codec import Bulk, encode, open_bulk
@@ -426,19 +435,24 @@ def test_after_a_loss_a_worker_may_send_all_of_one_node_before_another() -> None
     step.assert_right()
 
 
-@pytest.mark.parametrize("coding", CODINGS.values(), ids=lambda coding: coding.wire)
+@pytest.mark.parametrize("coding", [*CODINGS.values(), LOG8], ids=lambda coding: coding.wire)
 @pytest.mark.parametrize("quotas", [[5], [3, 2], [1, 1, 1, 1, 1]], ids=len)
 def test_coded_payloads_and_floats_give_the_bits_of_a_tree_that_is_rounded_everywhere(
     coding: Coding, quotas: list[int]
 ) -> None:
     sizes, draw = (700, 64, 7), np.random.default_rng(3)
-    mean = PayloadMean(sizes, chunk=256, buffers=2, coding=coding)
+    mean = PayloadMean(sizes, chunk=256, buffers=2, codings=[coding, CODINGS["int4"], None])
     done = threading.Event()
     mean.on_done = lambda step: done.set()
     values = [[draw.standard_normal(size).astype(np.float32) for size in sizes] for _ in range(5)]
 
+    if coding is LOG8:
+        for each in values:
+            np.square(each[0], out=each[0])
+
     def arrives(part: int, numbers: Floats) -> Floats:
-        return coding.round(numbers.copy()) if part != 2 else numbers
+        own = mean._codings[part]
+        return own.round(numbers.copy()) if own is not None else numbers
 
     def sum_of(part: int, node: Node) -> Floats:
         if node[1] - node[0] == 1:
@@ -451,8 +465,8 @@ def test_coded_payloads_and_floats_give_the_bits_of_a_tree_that_is_rounded_every
             is_coded = worker % 2 == 0 and part != 2
             numbers = sum_of(part, node)
             data = numbers.tobytes()
-            if is_coded:
-                data = coding.encode(numbers, np.empty(coding.coded_bytes(len(numbers)), np.uint8)).tobytes()
+            if is_coded and (own := mean._codings[part]) is not None:
+                data = own.encode(numbers, np.empty(own.coded_bytes(len(numbers)), np.uint8)).tobytes()
             slot = mean.open(worker, 1, part, node, len(numbers), coded=is_coded)
             while not slot.is_full:
                 space = slot.space()
@@ -469,8 +483,8 @@ def test_coded_payloads_and_floats_give_the_bits_of_a_tree_that_is_rounded_every
     for part, size in enumerate(sizes):
         expected = arrives(part, sum_of(part, (0, 5)) * np.float32(0.3))
         assert mean.results[part].tobytes() == expected.tobytes()
-        if part != 2:
-            assert coding.decode(mean.coded[part], np.empty(size, np.float32)).tobytes() == expected.tobytes()
+        if (own := mean._codings[part]) is not None:
+            assert own.decode(mean.coded[part], np.empty(size, np.float32)).tobytes() == expected.tobytes()
 
 
 def coded_part(part: int, number: int, count: int) -> Bulk:
@@ -491,8 +505,15 @@ def test_what_a_coded_payload_says_of_itself_is_checked_before_it_is_read() -> N
     for part, number, count in [(0, 2, 68), (0, 99, 68), (0, 3, 67), (0, 3, 400), (2, 3, 34), (3, 3, 34)]:
         with pytest.raises(TheirProtocolError):
             layout.check_coded(coded_part(part, number, count))
+    kept = (Part(MOMENTS, None, (64,)), Part(DIVISORS + 1, None, (300,)), Part(OTHER_MOMENTS + 2, None, (64,)))
+    with_moments = PayloadLayout.of(replace(described, parts=(*parts[:2], *kept, Part(None, COUNTS, (2,)))))
+    assert with_moments.codings[2:] == [CODINGS["int4"], LOG8, CODINGS["bf16"], None]
+    assert with_moments.check_coded(coded_part(3, 4, 516)) == (3, LOG8)
+    for part, number, count in [(2, 4, 34), (3, 3, 516), (3, 4, 515), (3, 4, 1 << 20), (4, 4, 258), (5, 4, 258)]:
+        with pytest.raises(TheirProtocolError):
+            with_moments.check_coded(coded_part(part, number, count))
     plain = replace(described, wire="fp32")
-    with pytest.raises(TheirProtocolError, match="this run's is another, or none"):
+    with pytest.raises(TheirProtocolError, match="has no part 0 that is coded"):
         PayloadLayout.of(plain).check_coded(coded_part(0, 3, 68))
     assert '"wire"' not in plain.to_json() and Description.from_json(plain.to_json()) == plain
     assert Description.from_json(described.to_json()) == described

@@ -23,6 +23,8 @@ class StepReport(NamedTuple):
     wants_stop: float
     send_s: float = 0.0
     """Seconds spent sending to other stages."""
+    waited_s: float = 0.0
+    """In the step before, for sums over all workers."""
 
 
 @dataclass(frozen=True, slots=True)

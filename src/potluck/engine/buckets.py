@@ -18,6 +18,9 @@ from potluck.link.link import Pending
 FIRST_BYTES = 1 << 20
 """The first bucket is small, so that the first sum starts early in the backward."""
 BUCKET_BYTES = 25 << 20
+FINE_PARTS = 16
+"""Where gradients travel in fewer bits links are slow, and the earlier the first ones leave the better: then a bucket
+has this part of a model, but no less than the first bucket."""
 
 
 Allocate = Callable[[int, Tensor], Tensor]
@@ -97,13 +100,19 @@ class GradBuckets:
         model: nn.Module,
         blocks: Sequence[nn.Module],
         start_sum: Callable[[Tensor], Pending],
+        *,
+        is_fine: bool = False,
     ) -> None:
+        """`is_fine`: buckets are small."""
         self._start_sum = start_sum
         self._communicate = False
         self._pending: list[Pending] = []
         self.names = {id(parameter): name for name, parameter in model.named_parameters()}
         # The backward reaches the last layers first, so the buckets start from the end.
-        self.buckets = [GradBucket(group) for group in group_units(list(reversed(find_units(model, blocks))))]
+        units = list(reversed(find_units(model, blocks)))
+        total_bytes = sum(parameter.nbytes for unit in units for parameter in unit)
+        limit_bytes = min(BUCKET_BYTES, max(FIRST_BYTES, total_bytes // FINE_PARTS)) if is_fine else BUCKET_BYTES
+        self.buckets = [GradBucket(group) for group in group_units(units, limit_bytes)]
         for bucket in self.buckets:
             for index, parameter in enumerate(bucket.parameters):
                 parameter.register_post_accumulate_grad_hook(self._hook(bucket, index))  # type: ignore[no-untyped-call]
@@ -177,21 +186,23 @@ def find_units(model: nn.Module, blocks: Sequence[nn.Module]) -> list[list[nn.Pa
     return list(units.values())
 
 
-def group_units(units: list[list[nn.Parameter]]) -> list[list[nn.Parameter]]:
+def group_units(units: list[list[nn.Parameter]], limit_bytes: int | None = None) -> list[list[nn.Parameter]]:
     """Units in buckets. A bucket ends where a unit does, unless one unit outgrows it.
 
     Within a block the first parameter is the last to get its gradient: a bucket that held only the end of a block
     would wait for what is not its own, and all later ones with it.
     """
-    pieces = [piece for unit in units for piece in _pack([[parameter] for parameter in reversed(unit)], BUCKET_BYTES)]
-    return _pack(pieces, FIRST_BYTES)
+    limit_bytes = limit_bytes or BUCKET_BYTES
+    each = ([[parameter] for parameter in reversed(unit)] for unit in units)
+    pieces = [piece for unit in each for piece in _pack(unit, limit_bytes, limit_bytes)]
+    return _pack(pieces, FIRST_BYTES, limit_bytes)
 
 
-def _pack(runs: list[list[nn.Parameter]], first_limit: int) -> list[list[nn.Parameter]]:
+def _pack(runs: list[list[nn.Parameter]], first_limit: int, other_limit: int) -> list[list[nn.Parameter]]:
     """Joins neighbours of one type and device as long as they fit."""
     packed: list[list[nn.Parameter]] = []
     for run in runs:
-        limit = first_limit if len(packed) == 1 else BUCKET_BYTES
+        limit = first_limit if len(packed) == 1 else other_limit
         alike = packed and (packed[-1][0].dtype, packed[-1][0].device) == (run[0].dtype, run[0].device)
         if alike and sum(parameter.nbytes for parameter in packed[-1] + run) <= limit:
             packed[-1] = packed[-1] + run

@@ -18,6 +18,7 @@ through this worker's replica, rounds how replicas agree, and the keeper who kee
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, overload
@@ -143,7 +144,9 @@ class Engine:
         if isinstance(model, nn.Module):
             check_own_memory(model)
             run.batch_norm = find_batch_norm(model)
-        own = training_settings(optimizer, run.config.clip, run.composition.wire)
+            self._settle_wire(model)
+        wire = run.composition.wire if run.wanted.has_host else run.wanted.wire
+        own = training_settings(optimizer, run.config.clip, wire)
         run.caller.training = own | run.caller.training
         run.scheduled = RunScheduler(scheduler, optimizer) if scheduler is not None else None
         data = {"batch_size": batch_size, "dataset": dataset, "loss": loss, "collate": collate}
@@ -161,6 +164,16 @@ class Engine:
         if slices is not None and not run.wanted.has_host:
             run.notice("batch.slices has no effect here: it cuts the batches that a host hands out.")
         return run.replica.model, optimizer, self._prepare_data(dataset, batch, seed, collate)
+
+    def _settle_wire(self, model: nn.Module) -> None:
+        """Of what is not measured: windows code changes of float32 alone."""
+        run = self.run
+        if run.wanted.wire != "auto" or run.composition.wire == "fp32":
+            return
+        trained = [each for each in model.parameters() if each.requires_grad]
+        if run.composition.window is not None and any(each.dtype != torch.float32 for each in trained):
+            run.composition = replace(run.composition, wire="fp32")
+        run.notice(f"With wire = auto, what workers agree on travels as {run.composition.wire} here.")
 
     def _prepare_data(self, dataset: Any, batch: BatchConfig, seed: int, collate: Collate) -> Loader:
         run, replica = self.run, self.run.prepared()

@@ -74,7 +74,7 @@ def under_host(run: RunState, client: "Client | NodeClient") -> EngineParts:
             gradients = WholeGradients(replica, room, coding)
         else:
             buffers, collected = SavedBuffers(replica.model).parts, mean.collected if mean is not None else None
-            gradients = SplitGradients(replica, client, buffers, collected)  # type: ignore[arg-type]
+            gradients = SplitGradients(replica, client, buffers, collected, coding)  # type: ignore[arg-type]
         return SliceSteps(run, replica, driver, sender, gradients)
 
     def make_work(replica: Replica, sender: "PartSender") -> "HostWork":

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from potluck.engine.buckets import Allocate
 from potluck.engine.moments import Moments
-from potluck.fleet.description import COUNTS, MOMENTS, Part
+from potluck.fleet.description import COUNTS, Part
 from potluck.link.link import Link
 from potluck.sharding.runs import FlatRun
 
@@ -38,8 +38,8 @@ class HostMoments(Moments):
 
     def describe(self, parts: Sequence[Part]) -> tuple[Part, ...]:
         """`parts`: the parameters'."""
-        sizes = [part.sizes for part in parts for _ in range(self.keys)]
-        of_numbers = tuple(Part(MOMENTS + number, None, own) for number, own in enumerate(sizes))
+        each = [(first, part.sizes) for part in parts for first in self.blocks]
+        of_numbers = tuple(Part(first + number, None, sizes) for number, (first, sizes) in enumerate(each))
         return (*of_numbers, Part(None, COUNTS, (len(self.counts),)))
 
     def send(self, weight: float, start: Callable[[int, Tensor], None]) -> None:

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from potluck.agree.step_report import StepDecision
-from potluck.coded_numbers import coding_of
 from potluck.engine.host_lifecycle import HostLifecycle
 from potluck.engine.loader import BatchConfig, Loader, MicroBatch, SliceLoader
 from potluck.engine.losses import STEP_TOO_EARLY, check_mean
@@ -101,7 +100,7 @@ class HostRounds:
         self._lifecycle = lifecycle
         self._driver = lifecycle.driver
         self._make_work = make_work
-        self._sender = PartSender(lifecycle.driver, run.device, coding_of(run.composition.wire))
+        self._sender = PartSender(lifecycle.driver, run.device)
         self._passes = 0
         """Passes over the loader that a loop which counts its own epochs has begun."""
 

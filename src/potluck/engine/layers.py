@@ -15,7 +15,7 @@ from potluck.agree.step_report import StepReport, worker_steps
 from potluck.coded_numbers import coding_of
 from potluck.engine.loader import Loader
 from potluck.engine.losses import LossFunction, loss_and_samples
-from potluck.engine.replica import Replica
+from potluck.engine.replica import GradientForm, Replica
 from potluck.engine.run_state import RunState
 from potluck.events import WorkerStep
 from potluck.link.grid import Nodes, make_nodes
@@ -124,7 +124,8 @@ class WholeLayers:
 def make_replica(run: RunState, layers: Layers, nodes: Nodes | None, model: nn.Module, optimizer: Optimizer) -> Replica:
     """Of what this worker holds of the model. `nodes`: where replicas step by themselves."""
     composed, split = run.composition, run.composition.split_of(layers.place)
-    link, within, others = layers.replica_group, None, {}
+    link, within = layers.replica_group, None
+    others: dict[str, Any] = {}
     if nodes is not None:
         link, within = (run.link, nodes.within) if layers.is_whole else (nodes.across, layers.shards)
         others = {"across": nodes.across}
@@ -132,9 +133,17 @@ def make_replica(run: RunState, layers: Layers, nodes: Nodes | None, model: nn.M
         within = layers.shards
         if composed.replicas > 1:
             others = {"nodes": make_nodes(run.link, composed.stages * composed.node_size).across}
-    arguments, coding = (model, optimizer, link, run.device, run.config), coding_of(composed.wire)
+    arguments = (model, optimizer, link, run.device, run.config)
+    form = GradientForm(coding_of(composed.wire), composed.wire_is_measured)
     if split is None:
-        return Replica(*arguments, within=within, coding=coding)
+        return Replica(*arguments, within=within, form=form)
     from potluck.engine.sharded import ShardedReplica
 
-    return ShardedReplica(*arguments, strategy=split, within=within, coding=coding, **others)
+    return ShardedReplica(
+        *arguments,
+        strategy=split,
+        within=within,
+        form=form,
+        codes_within=nodes is None and composed.replicas == 1 and not run.wanted.has_host,
+        **others,
+    )

@@ -189,7 +189,7 @@ class HostMean(Mean):
         """`send(part, numbers)`; `clear()`: until what was sent has left. `allocate`: for tensors that it prefers.
 
         `coding`: how changes travel. A state that a worker sends is everybody's, and so has no residuals in it.
-        `has_moments`: what the optimizer keeps travels too, as it is.
+        `has_moments`: what the optimizer keeps travels too, and nothing that coding left out of it is kept.
         """
         self._has_moments = has_moments
         self.moments: HostMoments | None = None

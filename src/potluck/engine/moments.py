@@ -13,14 +13,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from potluck.coded_numbers import CODINGS, Coding
+from potluck.coded_numbers import Coding
 from potluck.engine.buckets import Allocate, split_like
+from potluck.fleet.description import DIVISORS, MOMENTS, OTHER_MOMENTS, coding_of_block
 from potluck.link.link import Link, Pending
 from potluck.sharding.runs import COUNTERS, FlatRun
 
 FIRST = {"exp_avg", "momentum_buffer"}
 """Means of gradients."""
-SECOND = {"exp_avg_sq", "square_avg", "exp_inf", "sum"}
+SECOND = {"exp_avg_sq", "max_exp_avg_sq", "square_avg", "exp_inf", "sum"}
 """What optimizers divide a step by: with one of them, a gradient that is noisier makes a shorter step."""
 
 
@@ -99,9 +100,9 @@ class Moments:
         return self._optimizer.state
 
     @property
-    def keys(self) -> int:
-        """How many things are kept of each number."""
-        return len(self._keys)
+    def blocks(self) -> list[int]:
+        """The kind of each thing that is kept of a number, as the first block of a description that carries it."""
+        return [MOMENTS if key in FIRST else DIVISORS if key in SECOND else OTHER_MOMENTS for key in self._keys]
 
     def _pieces(self) -> Iterator[tuple[nn.Parameter, str, Tensor]]:
         """Each parameter, what is kept of it, and where that lies in a flat tensor."""
@@ -115,14 +116,14 @@ class Moments:
     def start(self, link: Link, weight: float, coding: Coding | None = None) -> list[Pending]:
         """Begins to add them up over a link, by weights that add up to 1. Then take().
 
-        `coding`: how means of gradients travel; all else then does as bf16, because a step is divided by it: what is
-        small beside its neighbours must not become 0.
+        `coding`: how means of gradients travel; what steps are divided by has its own coding beside, and all else does
+        as bf16.
         """
         self.fill(weight)
         counts = link.start_sum(self.counts)
         if coding is None:
             return [counts, *map(link.start_sum, self.flats)]
-        codings = [coding if key in FIRST else CODINGS["bf16"] for _ in self._parameters for key in self._keys]
+        codings = [coding_of_block(block, coding) for block in self.blocks] * len(self._parameters)
         return [counts, *map(link.start_coded_sum, self.flats, codings)]
 
     @torch.no_grad()

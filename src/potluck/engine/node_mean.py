@@ -37,7 +37,7 @@ class NodeMean(HostMean):
 
     def lay_out(self, replica: Replica, buffers: SavedBuffers) -> list[FlatBuffer]:
         flats = super().lay_out(replica, buffers)
-        each = self.moments.keys if self.moments is not None else 0
+        each = len(self.moments.blocks) if self.moments is not None else 0
         held = [flat.runs for flat in flats] + [flat.runs for flat in flats for _ in range(each)]
         described, wholes = self.described[: len(held)], self.described[len(held) :]
         self.collected = self._client.collect_parts(

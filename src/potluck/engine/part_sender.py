@@ -14,12 +14,10 @@ from potluck.fleet.client import Client
 
 
 class PartSender:
-    def __init__(self, driver: MemberDriver, device: torch.device, coding: Coding | None = None) -> None:
-        """`coding`: how gradients travel; none: as they are."""
+    def __init__(self, driver: MemberDriver, device: torch.device) -> None:
         self._driver = driver
         self._client = driver.client
         self._device = device
-        self._coding = coding
         self._stream: torch.cuda.Stream | None = None
         self._hosted: list[Tensor] = []
         """Parts in host memory, until they have been sent."""
@@ -78,4 +76,4 @@ class PartSender:
     def _coding_of(self, part: int) -> Coding | None:
         described = self._client.description
         assert described is not None
-        return self._coding if described.parts[part].is_coded else None
+        return described.parts[part].coding_in(described.coding)

@@ -7,6 +7,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,6 +43,20 @@ if TYPE_CHECKING:
     from potluck.sharding.sharded import Sharded
 
 
+@dataclass(slots=True)
+class GradientForm:
+    """How gradients travel between the ranks that step as one."""
+
+    coding: Coding | None = None
+    """None: as they are."""
+    is_measured: bool = False
+    """Whether that may change."""
+
+    @property
+    def may_be_coded(self) -> bool:
+        return self.coding is not None or self.is_measured
+
+
 Agreed = Mapping[int, Tensor]
 """By a parameter's id: what all workers agreed on, where that is not what it holds."""
 
@@ -70,10 +85,10 @@ class Replica:
         config: StepConfig,
         *,
         within: Link | None = None,
-        coding: Coding | None = None,
+        form: GradientForm | None = None,
     ) -> None:
-        """`within`: the ranks that step as one, if they are not all ranks of the link. `coding`: how their gradients
-        travel between them; none: as they are."""
+        """`within`: the ranks that step as one, if they are not all ranks of the link. `form`: how their gradients
+        travel."""
         if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer):
             raise ConfigError(
                 f"prepare() takes a torch.nn.Module and a torch.optim.Optimizer, not {type(model).__name__} and"
@@ -85,7 +100,7 @@ class Replica:
         self.within = self._together = within or link
         self.device = device
         self.config = config
-        self._coding = coding
+        self._form = form or GradientForm()
         self.names = {id(parameter): name for name, parameter in model.named_parameters()}
         self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._check()
@@ -168,12 +183,17 @@ class Replica:
 
     def prepare_sums(self) -> None:
         """Gradients will be summed over other ranks, if not in every step: see step_with()."""
-        self._buckets = GradBuckets(self.model, find_blocks(self.model), self._start_sum)
+        is_fine = self._form.may_be_coded
+        self._buckets = GradBuckets(self.model, find_blocks(self.model), self._start_sum, is_fine=is_fine)
+
+    def code(self, coding: Coding | None) -> None:
+        """How gradients travel from the next step on; none: as they are."""
+        self._form.coding = coding
 
     def _start_sum(self, flat: Tensor) -> Pending:
-        if self._coding is None:
+        if self._form.coding is None:
             return self._together.start_sum(flat)
-        return self._together.start_coded_sum(flat, self._coding)
+        return self._together.start_coded_sum(flat, self._form.coding)
 
     def step_with(self, link: Link) -> None:
         """The next step is taken together with the ranks of this link, and no others."""

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from potluck.agree.step_report import StepDecision
 from potluck.agree.terms import Fingerprint
+from potluck.coded_numbers import Wire
 from potluck.composition import Composition, Wanted
 from potluck.engine.fingerprint import fingerprint
 from potluck.engine.loader import Loader, MicroBatch, Position
@@ -134,6 +135,8 @@ class RunState:
     saves: Saves = field(init=False)
     standing_of: list[Callable[[], Standing]] = field(default_factory=list)
     """What else a checkpoint keeps of where the run stands."""
+    saved_wire: Wire = "fp32"
+    """In which form gradients travelled when the run was saved, where that was measured."""
     on_stand: list[Callable[[], None]] = field(default_factory=list)
     """Called when the run has been put somewhere else."""
     recovery: Recovery | None = None

@@ -65,6 +65,7 @@ def restore_position(run: RunState, standing: Standing) -> None:
         run.loader.seed = standing["seed"]
         run.loader.current = None
     run.steps_done = run.step_number
+    run.saved_wire = standing.get("wire", "fp32")
     _take_back(run, standing)
     for call in run.on_stand:
         call()

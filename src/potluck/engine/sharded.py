@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from potluck.coded_numbers import Coding
 from potluck.engine.replica import Agreed, Replica, find_batch_norm
 from potluck.engine.weight_hash import digest_sums, digest_sums_of_piece, hash_sums
 from potluck.errors import ConfigError
@@ -31,15 +32,18 @@ class ShardedReplica(Replica):
         strategy: ShardingStrategy,
         across: Link | None = None,
         nodes: Link | None = None,
+        codes_within: bool = False,
         **options: Any,
     ) -> None:
         """`across`: those who hold the same part of other replicas, where replicas step by themselves.
 
-        `nodes`: where they step together, and `within` is not all ranks that do.
+        `nodes`: where they step together, and `within` is not all ranks that do. `codes_within`: this is the only
+        replica, and its ranks send each other coded gradients.
         """
         self.strategy = strategy
         self._across = across or Alone()
         self._nodes = nodes
+        self._codes_within = codes_within
         super().__init__(*arguments, **options)
 
     @property
@@ -68,10 +72,11 @@ class ShardedReplica(Replica):
                 offload=self.config.offload_optimizer,
                 group=self.within.group,
                 nodes=self._nodes.group if self._nodes is not None else None,
-                sum_over=self._sum_over if self._coding is not None else None,
+                sum_over=self._sum_over if self._form.may_be_coded else None,
             )
         except ValueError as error:
             raise ConfigError(f"strategy: {error}.") from None
+        self.code(self._form.coding)
         self.sharded.asks = False  # workers' reports say whether any has left a parameter unused
         self.names = {id(run.parameter): f"run {index}" for index, run in enumerate(self.sharded.runs)}
         self.outer.names = self.names
@@ -79,9 +84,20 @@ class ShardedReplica(Replica):
 
     def _sum_over(self, nodes: dist.ProcessGroup) -> Callable[[Tensor], None]:
         """Nodes send each other coded gradients; within a node they travel as they are."""
-        sums, coding = CodedSums(nodes), self._coding
-        assert coding is not None
-        return lambda flat: sums.start(flat, coding).wait()
+        sums = CodedSums(nodes)
+
+        def sum_(flat: Tensor) -> None:
+            if self._form.coding is None:
+                dist.all_reduce(flat, group=nodes)
+            else:
+                sums.start(flat, self._form.coding).wait()
+
+        return sum_
+
+    def code(self, coding: Coding | None) -> None:
+        super().code(coding)
+        if self._codes_within and self._form.may_be_coded:
+            self.sharded.code(coding)
 
     def held(self) -> dict[str, list[FlatRun]]:
         sharded = self.sharded

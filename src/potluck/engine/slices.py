@@ -7,6 +7,7 @@ Knows nothing of sockets: `send` is handed in.
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -41,14 +42,19 @@ class PartSums:
     """A part's gradient of the slice that is being computed, and the sums that wait for the rest of their node."""
 
     def __init__(
-        self, part: Part, flat: Tensor, allocate: Allocate | None = None, coding: Coding | None = None
+        self,
+        part: Part,
+        flat: Tensor,
+        allocate: Allocate | None = None,
+        round_: Callable[[Tensor], object] | None = None,
     ) -> None:
         """`flat`: what is here of the part; of a replica that is split over ranks, some of its numbers.
 
-        `coding`: how it travels. Then each node is rounded before it is added to its sibling, as if it had travelled.
+        `round_`: to what would arrive of it. Then each node is rounded before it is added to its sibling, as if it had
+        travelled.
         """
         self.part = part
-        self._coding = coding
+        self._round = round_ or (lambda sum_: None)
         self.flat = flat
         self._allocate = allocate
         self._stack: list[Tensor] = []
@@ -72,10 +78,6 @@ class PartSums:
         if not ends_node:
             self._round(value)
         (self.done if ends_node else self._stack).append(value)
-
-    def _round(self, sum_: Tensor) -> None:
-        if self._coding is not None:
-            round_(self._coding, sum_)
 
     def _another(self) -> Tensor:
         return self._allocate(len(self.flat), self.flat) if self._allocate else torch.empty_like(self.flat)
@@ -132,7 +134,8 @@ class WholeGradients:
         planned = plan_parts(model, find_blocks(model))
         self._buckets = [GradBucket(parameters, allocate) for _, parameters in planned]
         pairs = zip(planned, self._buckets, strict=True)
-        self.parts = [PartSums(part, bucket.flat, allocate, coding) for (part, _), bucket in pairs]
+        rounds = partial(round_, coding) if coding is not None else None
+        self.parts = [PartSums(part, bucket.flat, allocate, rounds) for (part, _), bucket in pairs]
         self.on_part: Callable[[], None] = lambda: None
         self.is_idle = False
         self._communicate = False

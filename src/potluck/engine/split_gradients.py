@@ -5,13 +5,16 @@ put together on the first rank (node_parts.py); the mean comes back to each rank
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from potluck.coded_numbers import Coding
+from potluck.coded_tensors import round_pieces
 from potluck.engine.node_client import NodeClient
-from potluck.engine.node_parts import NodeParts
+from potluck.engine.node_parts import NodeParts, Stretch, ranges_in_part
 from potluck.engine.slices import PartSums, as_bits, check_float32, is_set, plan_parts
 from potluck.errors import ConfigError
 from potluck.fleet.description import Part
@@ -28,10 +31,16 @@ class SplitGradients:
     is_idle = False
 
     def __init__(
-        self, replica: "ShardedReplica", client: NodeClient, buffers: Sequence[Part], collected: NodeParts | None = None
+        self,
+        replica: "ShardedReplica",
+        client: NodeClient,
+        buffers: Sequence[Part],
+        collected: NodeParts | None = None,
+        coding: Coding | None = None,
     ) -> None:
         """`buffers`: what travels beside the gradients, and every rank has all of. `collected`: how parts are put
-        together, where windows travel in the same ones."""
+        together, where windows travel in the same ones. `coding`: how parts travel; the ranks send each other floats,
+        and round blocks that lie on several of them alike."""
         self._client = client
         self._replica = replica
         model, sharded = replica.model, replica.sharded
@@ -48,12 +57,24 @@ class SplitGradients:
         self._runs = [[numbers.get(id(run)) for run in own] for own in held]
         """Of each part: which of this rank's runs are in it, one after the other; none for one that has no numbers."""
         self._sizes = [[run.span.size for run in own] for own in held]
-        pairs = zip(planned, self._sizes, strict=True)
-        self.parts = [PartSums(part, torch.zeros(sum(sizes), device=replica.device)) for (part, _), sizes in pairs]
+        self.parts = [
+            PartSums(
+                part,
+                torch.zeros(sum(run.span.size for run in own), device=replica.device),
+                round_=partial(self._round, coding, part, ranges_in_part(own)) if coding is not None else None,
+            )
+            for (part, _), own in zip(planned, held, strict=True)
+        ]
         self._collected = collected or client.collect_parts(
             [part for part, _ in planned], held, buffers, norms_on=replica.device
         )
         self.on_part: Callable[[], None] = lambda: None
+
+    def _round(self, coding: Coding, part: Part, stretches: Sequence[Stretch], sum_: Tensor) -> None:
+        """Every rank of this worker rounds the same sums, in this order."""
+        pieces = zip(stretches, torch.split(sum_, [end - start for start, end in stretches]), strict=True)
+        own = [(start, piece) for (start, _), piece in pieces if len(piece)]
+        round_pieces(coding, own, part.floats, self._replica.sharded.collectives.maximum)
 
     def start_work(self) -> None:
         self._used = set()

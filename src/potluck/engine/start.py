@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from potluck.agree.policy import Policy, policy_of
-from potluck.coded_numbers import Wire
+from potluck.coded_numbers import AskedWire
 from potluck.composition import Wanted, compose, for_those_left, ranks_per_worker, settled
 from potluck.config import checked
 from potluck.engine.engine import Engine
@@ -34,7 +34,7 @@ def init(
     *,
     stages: Stages | CommunicationProtocol | None = None,
     step: StepConfig = StepConfig(),
-    wire: Wire = "fp32",
+    wire: AskedWire = "fp32",
     patience_s: float = PATIENCE_S,
 ) -> Engine:
     """Joins the run that `potluck join`, `potluck run` or torchrun started; without one of them, it is a run of one.
@@ -42,8 +42,8 @@ def init(
     `policy` says when workers agree, by name or with its settings: Sync if it is left out, and Auto under a host.
     `strategy` says what of the model is split over ranks, `stages` how it is cut over workers, and `step` how one step
     is computed. `wire` is the form in which replicas send each other their numbers: fp32, or in fewer bits as bf16,
-    int8 or int4. `patience_s` is how long a worker of a process group may be silent before the others give it up.
-    These pages call what it returns `fleet`.
+    int8 or int4; auto: what makes steps shorter. `patience_s` is how long a worker of a process group may be silent
+    before the others give it up. These pages call what it returns `fleet`.
     """
     checked(lambda: check_patience("patience_s", patience_s))
     if isinstance(stages, CommunicationProtocol):

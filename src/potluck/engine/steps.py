@@ -12,6 +12,8 @@ from torch import Tensor
 
 from potluck.agree.shares import Balance, share_out
 from potluck.agree.step_report import StepDecision, StepReport, decide_step
+from potluck.agree.wire_choice import WireChoice
+from potluck.coded_numbers import coding_of
 from potluck.engine.buddy_copies import BuddyCopies
 from potluck.engine.common_steps import apply_step, report_of
 from potluck.engine.layers import Layers
@@ -34,12 +36,20 @@ class Steps:
         self._layers = layers
         self._copies = copies
         self._balance: Balance | None = None
-        self._optimizer_s = 0.0
+        self._optimizer_s = self._waited_s = 0.0
+        self._wire: WireChoice | None = WireChoice() if run.composition.wire_is_measured else None
 
     # Preparing
 
     def begin(self, replica: Replica) -> None:
-        pass
+        if (choice := self._wire) is not None:
+            self._run.standing_of.append(lambda: {"wire": choice.wire})
+            self._run.on_stand.append(self._resume_wire)
+
+    def _resume_wire(self) -> None:
+        assert self._wire is not None
+        self._wire.resume(self._run.saved_wire)
+        self._run.prepared().code(coding_of(self._wire.wire))
 
     def make_loader(self, dataset: Any, batch: BatchConfig, seed: int, collate: Collate) -> Loader:
         run, pipelines = self._run, self._layers.pipelines
@@ -81,6 +91,7 @@ class Steps:
         replica.start_sums()
         told = self._tell(busy_s) if run.link.world > 1 else None
         wait_s, norm, loss_sum = layers.reduce(replica)
+        self._waited_s = wait_s
         told = told or self._tell(busy_s, loss_sum)
         reports = [StepReport(*row) for row in told.wait()]
         if any(report.has_unused for report in reports):
@@ -115,7 +126,8 @@ class Steps:
     def _tell(self, busy_s: float, loss_sum: float | None = None) -> Rows:
         """What this worker says of the step, and hears from all, while the sums are under way."""
         busy_s, send_s = self._layers.times(busy_s, self._optimizer_s)
-        return self._run.link.start_gather(report_of(self._run, busy_s, loss_sum=loss_sum, send_s=send_s))
+        mine = report_of(self._run, busy_s, loss_sum=loss_sum, send_s=send_s)._replace(waited_s=self._waited_s)
+        return self._run.link.start_gather(mine)
 
     def _apply(
         self, reports: list[StepReport], decision: StepDecision, took_s: float, *, is_done: bool = False
@@ -134,6 +146,7 @@ class Steps:
         run.tell(event)
         run.version += 1
         self._share_anew(self._layers.pipeline_reports(reports))
+        self._choose_wire(reports)
         run.tell_agreed(run.step_number - 1)
         self._copies.refresh_if_due()
         run.start_of_step()
@@ -150,6 +163,17 @@ class Steps:
             parts, reason = changed
             run.loader.shares = tuple(float(part) for part in parts)
             run.events.emit(Decided(step=run.step_number, rows=tuple(parts), reason=reason))
+
+    def _choose_wire(self, reports: list[StepReport]) -> None:
+        """The slowest waits for the sums alone. Where ranks gather parameters, all of a step may be such waiting."""
+        if self._wire is None:
+            return
+        replica, busy_s = self._run.prepared(), max(report.busy_s for report in reports)
+        agree_s = min(report.waited_s for report in reports)
+        sentence = self._wire.report(agree_s + busy_s * replica.gathers, agree_s + busy_s)
+        if sentence is not None:
+            replica.code(coding_of(self._wire.wire))
+            self._run.notice(sentence)
 
     def settle(self) -> None:
         """All replicas are equal after every step."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from potluck.agree.step_report import StepDecision, StepReport, decide_step, worker_steps
 from potluck.agree.windows import RowPool, WindowPlan, WindowPlanner, WindowReport, rows_left_after
-from potluck.coded_numbers import coding_of
+from potluck.coded_numbers import Coding, coding_of
 from potluck.engine.common_steps import apply_step, report_of
 from potluck.engine.layers import Layers
 from potluck.engine.loader import BatchConfig, Loader, MicroBatch, SliceLoader, even_batches, plan_step
@@ -85,7 +85,7 @@ class Windows:
         self._batch_rows = 0
         """Of the batch that is under way, over all ranks of this node."""
         self._node_is_over = False
-        self._coding = coding_of(composed.wire) if self.nodes.count > 1 else None
+        self._coding: Coding | None = None
         self._moments: Moments | None = None
         self._stretch = 1.0
         """Of this replica's own steps, in the window that is open."""
@@ -96,7 +96,7 @@ class Windows:
 
     def begin(self, replica: Replica) -> None:
         policy, nodes = self._policy, self.nodes
-        coding = self._coding
+        coding = self._coding = coding_of(self._run.composition.wire) if nodes.count > 1 else None
         mean = LinkMean(nodes.across) if coding is None else CodedLinkMean(nodes.across, coding)
         self._delta = WindowDelta(replica, mean, policy.outer, overlap=policy.overlap, within=nodes.within)
         if are_averaged(policy.averages_moments, replica.optimizer, self._run.notice):

@@ -210,9 +210,10 @@ class Client:
             self.send(message, before)
 
     def send_coded(self, step: int, part: int, coded: Octets, before: Callable[[], None] | None = None) -> None:
-        """The same in the run's coding."""
-        assert self._layout.coding is not None
-        self.send(CodedPart(step, part, self._layout.coding.number, coded), before)
+        """The same, in the part's coding."""
+        coding = self._layout.codings[part]
+        assert coding is not None
+        self.send(CodedPart(step, part, coding.number, coded), before)
 
     @property
     def session(self) -> object:

@@ -78,10 +78,8 @@ class PayloadLayout:
     """A whole gradient comes in the order of the model's parameters; parts come in the order of the backward."""
     tails: list[np.ndarray] = field(default_factory=list)
     """For each part, the sizes of its parameters."""
-    coding: Coding | None = None
-    """In which form gradients travel; none: as floats, as what changed in buffers always does."""
-    coded: frozenset[int] = frozenset()
-    """The parts that would travel so."""
+    codings: list[Coding | None] = field(default_factory=list)
+    """In which form each part travels; none: as floats."""
     limit_bytes: int = CONTROL_BYTES
     plain_limit_bytes: int = CONTROL_BYTES
 
@@ -92,8 +90,7 @@ class PayloadLayout:
             {part.key: index for index, part in enumerate(description.parts)},
             [i for i, part in reversed(list(enumerate(description.parts))) if part.component != BUFFERS],
             [np.array(part.sizes, "<u4") for part in description.parts],
-            description.coding,
-            frozenset(i for i, part in enumerate(description.parts) if part.is_coded),
+            description.codings,
             limit,
             max(limit, 4 * description.floats + 256),
         )
@@ -101,14 +98,15 @@ class PayloadLayout:
     def check_coded(self, bulk: Bulk) -> tuple[int, Coding]:
         """Which part a coded payload is of. Before anything of it is read."""
         part, number = bulk.fields["part"], bulk.fields["coding"]
-        if self.coding is None or number != self.coding.number:
-            raise TheirProtocolError(f"Numbers came in the coding {number}, and this run's is another, or none.")
-        if part not in self.coded:
+        coding = self.codings[part] if part < len(self.codings) else None
+        if coding is None:
             raise TheirProtocolError(f"This run's model has no part {part} that is coded.")
-        expected = self.coding.coded_bytes(int(self.tails[part].sum(dtype=np.uint64)))
+        if number != coding.number:
+            raise TheirProtocolError(f"Part {part} came in the coding {number}, and travels in {coding.number} here.")
+        expected = coding.coded_bytes(int(self.tails[part].sum(dtype=np.uint64)))
         if bulk.count != expected:
             raise TheirProtocolError(f"The payload has {bulk.count:,} bytes, and part {part} takes {expected:,}.")
-        return part, self.coding
+        return part, coding
 
 
 def part_of(bulk: Bulk) -> tuple[str, int]:

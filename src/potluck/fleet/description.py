@@ -9,7 +9,7 @@ from typing import Any
 
 from potluck.agree.policy import ApplyPolicy, Async, Auto, Cadence, Outer, Sync, Windowed
 from potluck.agree.terms import BUILD, SAME_DATA, Fingerprint, check_fingerprint, differing_data, differing_settings
-from potluck.coded_numbers import WIRES, Coding, coding_of
+from potluck.coded_numbers import CODINGS, WIRES, Coding, coding_of
 from potluck.errors import TheirProtocolError
 from potluck.wire.words import clean_all
 
@@ -18,7 +18,10 @@ BUFFERS = 255
 COUNTS = 254
 """The component that carries what an optimizer counts for each parameter, with a window alone."""
 MOMENTS = 1 << 24
-"""Blocks from this number on carry what an optimizer keeps of some parameters' numbers, with a window alone."""
+"""Blocks from this number on carry what an optimizer keeps of some parameters' numbers, with a window alone: means of
+gradients, from DIVISORS on what it divides steps by, and from OTHER_MOMENTS on what is neither."""
+DIVISORS = 2 << 24
+OTHER_MOMENTS = 3 << 24
 BAD_BUFFERS = "comes with a change of the model's buffers that is not finite"
 """Why a payload of buffers is refused: a gradient is not to blame for it, and may be fine."""
 MAX_FLOATS = (1 << 30) - 1024
@@ -63,10 +66,11 @@ class Part:
         """Whether it is of an optimizer's, and travels with windows alone."""
         return self.component == COUNTS or (self.block or 0) >= MOMENTS
 
-    @property
-    def is_coded(self) -> bool:
-        """Whether it travels in the run's coding; what others are divided by, and what is counted, travels as it is."""
-        return self.component != BUFFERS and not self.is_moments
+    def coding_in(self, run: Coding | None) -> Coding | None:
+        """How it travels in a run of this coding; none: as it is, as buffers and what is counted always do."""
+        if run is None or not self.is_of_parameters:
+            return None
+        return coding_of_block(self.block or 0, run)
 
     @property
     def is_of_parameters(self) -> bool:
@@ -105,7 +109,7 @@ class Description:
     state_bytes: int = 0
     """What the model's weights and buffers take, those included that are not trained; 0: not told."""
     wire: str = "fp32"
-    """In which form parts travel; those of buffers always in fp32."""
+    """In which form parts travel, each as coding_in() has it."""
     in_pairs: bool = False
     """No slice has a single row, wherever that can be had: the model has BatchNorm, which can take no mean of one."""
     told: dict[str, Any]
@@ -164,6 +168,11 @@ class Description:
     @property
     def coding(self) -> Coding | None:
         return coding_of(self.wire)
+
+    @property
+    def codings(self) -> list[Coding | None]:
+        """Of each part."""
+        return [part.coding_in(self.coding) for part in self.parts]
 
     def to_json(self) -> str:
         """What an older version does not know is told only where it matters."""
@@ -242,6 +251,13 @@ class Description:
 
 _MAY_DIFFER = ("data", "training", "settings", "told", "rows_limit", "state_bytes", "in_pairs")
 """Or is compared in its own way; what an older version does not tell is among it."""
+
+
+def coding_of_block(block: int, run: Coding) -> Coding:
+    """`run`: how gradients travel, and what workers changed."""
+    if block < DIVISORS:
+        return run
+    return run.of_divisors if block < OTHER_MOMENTS else CODINGS["bf16"]
 
 
 def settings_of(policy: ApplyPolicy) -> dict[str, Any]:

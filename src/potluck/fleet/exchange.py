@@ -219,8 +219,7 @@ class Exchange:
             [part.floats for part in description.parts],
             flat=self.memory.floats[:total] if self.memory is not None else None,
             buffers=next((i for i, part in enumerate(description.parts) if part.component == BUFFERS), None),
-            coding=description.coding,
-            as_floats={i for i, part in enumerate(description.parts) if not part.is_coded},
+            codings=description.codings,
         )
         mean.on_part = self._on_part
         mean.on_done = self._on_mean
@@ -313,8 +312,7 @@ class Exchange:
         part = self.core.description.parts[index]
         if plain and part.component == BUFFERS:
             return None
-        coding = self.layout.coding
-        if coding is not None and part.is_coded and not plain:
+        if (coding := self.layout.codings[index]) is not None and not plain:
             return CodedAverage(step, index, coding.number, self.mean.coded[index])
         values = self.mean.results[index]
         if part.block is not None:

@@ -9,7 +9,7 @@ Knows nothing of sockets: bytes are written into space(), and taken by filled().
 
 import math
 import threading
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -62,16 +62,16 @@ class PayloadMean:
         chunk: int = CHUNK,
         flat: Floats | None = None,
         buffers: int | None = None,
-        coding: Coding | None = None,
-        as_floats: Set[int] = frozenset(),
+        codings: Sequence[Coding | None] = (),
     ) -> None:
         """`buffers`: the part that holds what changed in buffers, which may be of any size, if there is one.
 
-        `coding`: how all parts travel but those that do `as_floats`. Then every node is rounded before it is added to
-        its sibling, also where no node of its own has travelled, so that the sum does not depend on which did; and so
-        is the mean.
+        `codings`: how each part travels; none: as floats. With one, every node is rounded before it is added to its
+        sibling, also where no node of its own has travelled, so that the sum does not depend on which did; and so is
+        the mean.
         """
-        assert coding is None or chunk % coding.block == 0, "a block is of one chunk"
+        self._codings = list(codings) or [None] * len(parts)
+        assert all(chunk % each.block == 0 for each in self._codings if each is not None), "a block is of one chunk"
         self.chunk = chunk
         self.sizes = list(parts)
         self.flat: Floats = np.zeros(sum(parts), np.float32) if flat is None else flat
@@ -79,7 +79,6 @@ class PayloadMean:
         self.results: list[Floats] = [self.flat[end - size : end] for size, end in zip(self.sizes, ends, strict=True)]
         """The mean of each part, once on_part has told of it, until begin() of the next step."""
         self.buffers = buffers
-        self._codings = [None if part in as_floats or part == buffers else coding for part in range(len(parts))]
         self.coded: list[Octets] = [
             np.zeros(each.coded_bytes(size) if each is not None else 0, np.uint8)
             for each, size in zip(self._codings, self.sizes, strict=True)

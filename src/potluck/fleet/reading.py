@@ -109,15 +109,14 @@ class PeerReader:
             self._payload_done(expected, slot)
 
     def _read_coded(self, bulk: Bulk, over: memoryview, length: int) -> None:
-        layout = self._exchange.layout
-        part, _ = layout.check_coded(bulk)
+        part, _ = self._exchange.layout.check_coded(bulk)
         expected, slot = self._open_next(bulk.fields["step"], part, self._mean.sizes[part], coded=True)
         try:
             over = self._pour(slot, over)
             bulk.finish(self._connection.fill_after(over, length - bulk.start - bulk.nbytes))
         finally:
             self._shut(slot)
-        if expected is not None and part == len(layout.tails) - 1 and not slot.revoked:
+        if expected is not None and part == expected.parts[-1] and not slot.revoked:
             self._payload_done(expected, slot)
 
     def _read_whole(self, mean: PayloadMean, bulk: Bulk, over: memoryview, length: int) -> None:

@@ -5,9 +5,12 @@
     back     each adds up the share that is its own, in order of rank, and sends it to all others, coded once more
 
 So a rank sends at most twice the coded bytes, however many there are, and all of them decode the same bytes: they hold
-the same bits. Over NCCL the collectives are put on a stream, beside the backward. Gloo's work has to be waited for, and
-two threads do that: one sends out, also while the other waits for a rank that is not so far. Their messages have tags:
-ranks need not agree on their order among the collectives that other threads begin.
+the same bits. Two ranks send each other all that they have, in as many bytes, and each adds up both: nothing is coded
+twice, and nobody waits for an answer.
+
+Over NCCL the collectives are put on a stream, beside the backward. Gloo's work has to be waited for, and two threads do
+that: one sends out, also while the other waits for a rank that is not so far. Their messages have tags: ranks need not
+agree on their order among the collectives that other threads begin.
 """
 
 from collections.abc import Callable
@@ -19,6 +22,7 @@ from torch import Tensor
 
 from potluck.coded_numbers import Coding
 from potluck.coded_tensors import decode, encode
+from potluck.sharding.collectives import add_up, is_nccl
 from potluck.store.sessions import Background
 
 MOST_TAGS = 1 << 20
@@ -38,7 +42,7 @@ class CodedSums:
         """Begins to replace a flat tensor by its sum over all ranks. Every rank starts the same sums in this order."""
         begun = _CodedSum(self, tensor, coding, self._started)
         self._started += 1
-        if tensor.is_cuda and _is_nccl(self.group, tensor.device):
+        if tensor.is_cuda and is_nccl(self.group, tensor.device):
             begun.put_on_stream()
         else:
             begun.sent_out = self._out.start(begun.send_out)
@@ -63,7 +67,8 @@ class _CodedSum:
         self._sums, self._tensor, self._coding = sums, tensor.detach(), coding
         self._tags = 1 + 2 * number % MOST_TAGS, 2 + 2 * number % MOST_TAGS
         blocks = -(-len(tensor) // coding.block)
-        self._share_blocks = -(-blocks // sums.world)
+        self._is_pair = sums.world == 2
+        self._share_blocks = blocks if self._is_pair else -(-blocks // sums.world)
         self.sent_out: Future[None] | None = None
         self.sent_back: Future[None] | None = None
         self._at_start: torch.cuda.Event | None = None
@@ -83,7 +88,6 @@ class _CodedSum:
     # With threads that wait
 
     def send_out(self) -> None:
-        """-> [ranks, bytes of a share]: what each rank is to add up."""
         sums = self._sums
         self._coded = self._on_device(self._encode).cpu()
         self._heard = torch.empty_like(self._coded)
@@ -98,6 +102,10 @@ class _CodedSum:
         for work in self._coming:
             work.wait()
         self._heard[sums.rank] = self._coded[sums.rank]
+        if self._is_pair:
+            self._coming = []
+            self._on_device(lambda: add_up(self._coding, list(self._heard), self._tensor))
+            return
         added = self._add_up(self._heard)
         for work in self._going:  # what is being sent must not be overwritten
             work.wait()
@@ -108,7 +116,8 @@ class _CodedSum:
     def _take(self) -> None:
         for work in (*self._coming, *self._going):
             work.wait()
-        self._decode(self._coded.to(self._tensor.device))
+        if not self._is_pair:
+            self._decode(self._coded.to(self._tensor.device))
 
     def _send(self, coded: Tensor, to: int, tag: int) -> dist.Work:
         self._sums.sent_bytes += coded.nbytes
@@ -149,6 +158,11 @@ class _CodedSum:
         """All of it, by collectives that all ranks begin in one order."""
         coded = self._encode()
         heard = torch.empty_like(coded)
+        if self._is_pair:
+            _end(dist.all_gather_into_tensor(heard.view(-1), coded[0], group=group, async_op=True))
+            self._sums.sent_bytes += coded[0].nbytes
+            add_up(self._coding, list(heard), self._tensor)
+            return
         _end(dist.all_to_all_single(heard.view(-1), coded.view(-1), group=group, async_op=True))
         added = self._add_up(heard)
         _end(dist.all_gather_into_tensor(coded.view(-1), added, group=group, async_op=True))
@@ -158,7 +172,10 @@ class _CodedSum:
     # What is computed
 
     def _encode(self) -> Tensor:
+        """[ranks, bytes of a share]: what each rank is to add up."""
         coding, tensor = self._coding, self._tensor
+        if self._is_pair:
+            return encode(coding, tensor).expand(2, -1)
         share_bytes = self._share_blocks * coding.record_bytes
         coded = torch.zeros(self._sums.world, share_bytes, dtype=torch.uint8, device=tensor.device)
         encode(coding, tensor, coded.view(-1)[: coding.coded_bytes(len(tensor))])
@@ -167,11 +184,7 @@ class _CodedSum:
     def _add_up(self, heard: Tensor) -> Tensor:
         coding = self._coding
         total = torch.empty(self._share_blocks * coding.block, device=heard.device)
-        decode(coding, heard[0], total)
-        term = torch.empty_like(total)
-        for row in heard[1:]:
-            total += decode(coding, row, term)
-        return encode(coding, total)
+        return encode(coding, add_up(coding, list(heard), total))
 
     def _decode(self, coded: Tensor) -> Tensor:
         coding, tensor = self._coding, self._tensor
@@ -182,8 +195,3 @@ def _end(work: dist.Work | None) -> None:
     """Of NCCL: the stream waits, and we do not."""
     if work is not None:
         work.wait()
-
-
-def _is_nccl(group: dist.ProcessGroup | None, device: torch.device) -> bool:
-    whole = group or dist.group.WORLD
-    return whole is not None and whole._get_backend(device).name() == "nccl"

@@ -15,6 +15,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.tensor import DTensor
 
+from potluck.coded_numbers import Coding
+from potluck.coded_tensors import decode, encode
+
 MOST_ON_THEIR_WAY = 2
 """Reductions of fully_shard: further ones wait for the first of them, so that gradients take no more memory."""
 
@@ -38,9 +41,13 @@ class Collectives:
         self.group = group
         self.rank = 0 if is_alone else dist.get_rank(group)
         self.world = 1 if is_alone else dist.get_world_size(group)
+        self.coding: Coding | None = None
+        """How gradients travel to their owners; none: as they are."""
 
     def start_reduce(self, tensor: Tensor, to: int) -> Pending:
         """On rank `to` of the group, `tensor` becomes the sum; on the others it is of no use afterwards."""
+        if self.coding is not None and self.world > 1:
+            return _CodedReduction(self, self.coding, tensor, to)
         return self._start(dist.reduce, tensor, group_dst=to)
 
     def start_broadcast(self, tensor: Tensor, of: int) -> Pending:
@@ -59,15 +66,50 @@ class Collectives:
             dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
 
 
+class _CodedReduction:
+    """Each rank sends its numbers to their owner, coded; the owner adds up all of them, its own rounded too."""
+
+    def __init__(self, over: Collectives, coding: Coding, tensor: Tensor, to: int) -> None:
+        self._coding, self._tensor = coding, tensor
+        self._coded = encode(coding, tensor)
+        if tensor.is_cuda and not is_nccl(over.group, tensor.device):
+            self._coded = self._coded.cpu()
+        self._heard = [torch.empty_like(self._coded) for _ in range(over.world)] if over.rank == to else []
+        self._work = dist.gather(self._coded, self._heard or None, group=over.group, group_dst=to, async_op=True)
+
+    def wait(self) -> None:
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+            if self._heard:
+                add_up(self._coding, self._heard, self._tensor)
+
+
+def add_up(coding: Coding, heard: Sequence[Tensor], out: Tensor) -> Tensor:
+    """What each rank has sent, in order of rank, so that nobody's sum has other bits."""
+    flat = out.view(-1)
+    total = flat if flat.dtype is torch.float32 else torch.empty(len(flat), device=out.device)  # sums are of float32
+    decode(coding, heard[0].to(out.device), total)
+    term = torch.empty_like(total)
+    for each in heard[1:]:
+        total += decode(coding, each.to(out.device), term)
+    return out if total is flat else out.copy_(total.view_as(out))
+
+
+def is_nccl(group: dist.ProcessGroup | None, device: torch.device) -> bool:
+    whole = group or dist.group.WORLD
+    return whole is not None and whole._get_backend(device).name() == "nccl"
+
+
 # For fully_shard
 
 
 class GlooCollectives:
     """Collectives that fully_shard uses instead of its own, between ranks of Gloo."""
 
-    def __init__(self) -> None:
+    def __init__(self, over: Collectives) -> None:
         self.gather = _Gather()
-        self.reduce = _Reduce()
+        self.reduce = _Reduce(over)
 
     def arm(self, *, waits: bool) -> None:
         """Before each backward. `waits`: a reduction is over when it returns, because what it gives is added to."""
@@ -140,7 +182,8 @@ def _through_host(over: Collectives, output: Tensor, own: Tensor) -> None:
 class _Reduce(_Allocating, ReduceScatter):
     """To each owner from all."""
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: Collectives) -> None:
+        self._ranks = ranks
         self.waits = True
         self._pending: list[Callable[[], None]] = []
 
@@ -153,6 +196,7 @@ class _Reduce(_Allocating, ReduceScatter):
         async_op: bool = False,
     ) -> dist.Work | None:
         over = Collectives(group)
+        over.coding = self._ranks.coding
         pieces = input_tensor.cpu().view(over.world, -1)
         works = [over.start_reduce(piece, owner) for owner, piece in enumerate(pieces)]
         is_mean = op == dist.ReduceOp.AVG
@@ -172,3 +216,30 @@ class _Reduce(_Allocating, ReduceScatter):
     def finish(self) -> None:
         while self._pending:
             self._pending.pop(0)()
+
+
+class CodedScatter(_Allocating, ReduceScatter):
+    """The same where torch's own collectives are used: they are put on a stream, in the order of all ranks."""
+
+    def __init__(self, ranks: Collectives) -> None:
+        self._ranks = ranks
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        coding, world = self._ranks.coding, dist.get_world_size(group)
+        if coding is None:
+            work: dist.Work | None = dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
+            return work
+        coded = torch.stack([encode(coding, piece) for piece in input_tensor.view(world, -1)])
+        heard = torch.empty_like(coded)
+        dist.all_to_all_single(heard.view(-1), coded.view(-1), group=group)
+        add_up(coding, list(heard), output_tensor)
+        if op == dist.ReduceOp.AVG:
+            output_tensor.div_(world)
+        return None

@@ -22,9 +22,10 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedSt
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
+from potluck.coded_numbers import Coding
 from potluck.errors import ConfigError
 from potluck.sharding.blocks import untied
-from potluck.sharding.collectives import Collectives, GlooCollectives, lend, local_part, sum_gradients
+from potluck.sharding.collectives import CodedScatter, Collectives, GlooCollectives, lend, local_part, sum_gradients
 from potluck.sharding.passes import Passes
 from potluck.sharding.ranges import Spec
 from potluck.sharding.runs import FlatRun, Span, check_elementwise, claim, group_names, homes, repoint
@@ -264,7 +265,7 @@ class FullySharded(Sharded):
         check_elementwise(optimizer)
         blocks = untied(model, wanted.blocks)
         self.collectives = Collectives(mesh.get_group(mesh.ndim - 1))
-        self._lent = GlooCollectives() if _is_gloo(self.collectives.group, mesh.device_type) else None
+        self._lent = GlooCollectives(self.collectives) if _is_gloo(self.collectives.group, mesh.device_type) else None
         # What a reduction gives is read at once: summed over nodes, or copied to a GPU on a stream of its own.
         self._must_wait = mesh.device_type == "cuda" or (mesh.ndim == 2 and mesh.size(0) > 1)
         whole = dict(model.named_parameters())
@@ -296,8 +297,16 @@ class FullySharded(Sharded):
         parts = {name: part for name, part in model.named_parameters() if isinstance(part, DTensor)}
         self.split = {name: Spec(shapes[name], part.dtype) for name, part in parts.items()}
         self._point_optimizer(parts, number, held)
+        self._scatter: CodedScatter | None = None
         self._is_loaded = False
         """Whether the gradient came from elsewhere, and not from backwards."""
+
+    def code(self, coding: Coding | None) -> None:
+        super().code(coding)
+        if self._lent is None and self._scatter is None:
+            self._scatter = CodedScatter(self.collectives)
+            for module in self._modules:
+                module.set_custom_reduce_scatter(self._scatter)
 
     def _split(self, blocks: Sequence[nn.Module], **options: Any) -> None:
         # One of no numbers stays as it is: torch cannot sum it.

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from potluck.coded_numbers import Coding
 from potluck.sharding.collectives import Collectives
 from potluck.sharding.ranges import Spec
 from potluck.sharding.runs import FlatRun, held_bytes, scaling, total_norm
@@ -77,6 +78,10 @@ class Sharded:
             if (known := first.setdefault(id(parameter), name)) != name and known in self.split:
                 found[name] = known
         return found
+
+    def code(self, coding: Coding | None) -> None:
+        """From the next backward on: how gradients travel to their owners; none: as they are."""
+        self.collectives.coding = coding
 
     def arm(self, *, last: bool) -> None:
         """Before each backward. `last`: the step comes after it."""

@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 
 from potluck.agree.policy import ApplyPolicy, policy_of
-from potluck.coded_numbers import Wire
+from potluck.coded_numbers import AskedWire
 from potluck.composition import Wanted, compose, ranks_per_worker
 from potluck.config import from_dict, from_toml, to_toml
 from potluck.engine.engine import Engine
@@ -81,8 +81,8 @@ class RunConfig:
     strategy: ShardingStrategy = NoShard()
     stages: Stages | None = None
     """Cuts the model over several workers; None: each has all layers."""
-    wire: Wire = "fp32"
-    """In which form replicas send each other their numbers: fp32, or in fewer bits as bf16, int8 or int4."""
+    wire: AskedWire = "fp32"
+    """In which form replicas send each other their numbers: fp32, or in fewer bits as bf16, int8 or int4, or auto."""
 
     def __post_init__(self) -> None:
         if fault := name_fault(self.name):
