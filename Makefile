@@ -13,8 +13,8 @@ SOAK ?= --policy cadence --seeds 100 --minutes 60
 demo: $(READY)  ## three workers, one of them three times slower: Sync against Cadence, in under three minutes
 	$(BIN)/potluck demo
 
-test: $(READY)-to-test  ## everything that takes seconds, two tests at a time: most of them wait
-	$(BIN)/pytest -n 2 --dist worksteal
+test: $(READY)-to-test  ## everything that takes seconds, three tests at a time: most of them wait
+	$(BIN)/pytest -n 3 --dist worksteal
 
 test-slow: $(READY)-to-test  ## everything that takes minutes
 	$(BIN)/pytest -m slow

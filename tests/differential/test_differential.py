@@ -16,7 +16,7 @@ from tests.differential.compare import compare
 from tests.differential.matrix import PAGE, RIGHT, UNTRIED, Cell, cells, mark, page, read_page
 from tests.differential.verdict import Verdict, verdict_of
 
-SECONDS = {"sync": 14, "stages": 14, "windows": 10, "legs": 12}
+SECONDS = {"sync": 8, "stages": 8, "windows": 8, "legs": 8}
 """For each kind of run. Each has a test of its own, so that several of them run at a time."""
 SHORT = 3.0
 """A case is not begun if less is left."""
