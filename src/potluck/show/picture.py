@@ -53,8 +53,13 @@ class Timeline:
 
     @property
     def typical_rows(self) -> int:
-        """Rows of the median step or window."""
-        return sorted(mean.rows for mean in self.losses)[len(self.losses) // 2] if self.losses else 0
+        """Rows of the step or window in which a typical row was trained."""
+        passed = 0
+        for rows in sorted(mean.rows for mean in self.losses):
+            passed += rows
+            if 2 * passed >= self.rows:
+                return rows
+        return 0
 
     def busy_share(self, worker: int) -> float:
         """The part of the whole time for which a worker computed."""
