@@ -59,7 +59,7 @@ class _Windowed:
     anchor: int = 10
     """Batches of the slowest replica between two averages, until it is measured what averaging costs."""
     max_anchor: int | None = None
-    """The most that `anchor` may grow to; None: as long as replicas learn nearly like Sync, and under Auto 200."""
+    """The most that `anchor` may grow to; None: as long as replicas learn nearly like Sync."""
     overhead_target: float | None = None
     """The published rule: the share of the time that averaging may cost, from 0.01 to 0.50, whatever that does to
     learning. None: a window is as long as makes the way to a loss the shortest."""

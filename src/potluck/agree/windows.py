@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from potluck.agree.costs import WindowCosts
 from potluck.agree.elche import LEAST_TARGET, MOST_TARGET
-from potluck.agree.policy import MOST_BATCHES, Windowed, make_elche
+from potluck.agree.policy import Windowed, make_elche
 from potluck.agree.shares import share_out
 from potluck.errors import ConfigError
 from potluck.words import check_at_least, plural
@@ -180,7 +180,7 @@ class WindowPlanner:
             return False
         costs.is_early = is_early
         costs.set_speeds(self.elche.speeds)
-        most = policy.max_anchor or (MOST_BATCHES if policy.chooses else costs.longest)
+        most = policy.max_anchor or costs.longest
         if policy.chooses and may:
             self._why = costs.decide(most) or self._why
         else:

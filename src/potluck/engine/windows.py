@@ -276,14 +276,16 @@ class Windows:
         steps_before = run.step_number
         run.rows_seen += sum(rows)
         run.step_number += self._loader.pass_rows(sum(rows))
+        agreed = time.perf_counter()
         event: StepDone | StepSkipped | None = apply_step(run, found, reports, tally.samples)
+        own_s = time.perf_counter() - agreed  # a replica that stepped by itself would need that, too
         if event is None:
             self._delta.follow()
             event = run.step_done(found, run.lr, busy_s + wait_s, worker_steps(reports, busy_s + wait_s))
         run.tell(event)
         busy = [report.busy_s for report in reports]
         self._planner.observe(rows, busy, self._own_rows, max(row[-1] for row in rows_told))
-        self._sync_s = max(0.0, time.perf_counter() - self._window_started - max(busy))
+        self._sync_s = max(0.0, time.perf_counter() - self._window_started - max(busy) - own_s)
         run.tell_agreed(steps_before)
         self._layers.end_of_window()
         run.start_of_step()
