@@ -16,7 +16,7 @@ from tests.differential.compare import compare
 from tests.differential.matrix import PAGE, RIGHT, UNTRIED, Cell, cells, mark, page, read_page
 from tests.differential.verdict import Verdict, verdict_of
 
-SECONDS = {"sync": 8, "stages": 8, "windows": 8, "legs": 8}
+SECONDS = {"sync": 7, "stages": 7, "windows": 7, "legs": 7}
 """For each kind of run. Each has a test of its own, so that several of them run at a time."""
 SHORT = 3.0
 """A case is not begun if less is left."""

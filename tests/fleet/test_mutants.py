@@ -67,6 +67,8 @@ MUTANTS: dict[str, list[Patch]] = {
     "the last window is computed again, whoever has it": [(Weights, "_may_have_the_last", lambda weights: False)],
 }
 SLOW = {
+    "a host that is started again does not know its checkpoint",
+    "the last window is computed again, whoever has it",
     "a newcomer waits for weights from one who is gone",
     "an evaluation waits for one who is gone",
     "what is of no use any more reaches the sums",

@@ -9,7 +9,7 @@ from tests.fleet.seeds import POLICIES, hurried, seeds
 from tests.fleet.simulation import HANG_S, again, simulate
 
 pytestmark = pytest.mark.timeout(300)
-SECONDS, MOST = 7.0, 4000
+SECONDS, MOST = 5.0, 4000
 
 
 @pytest.mark.parametrize("policy", POLICIES)
