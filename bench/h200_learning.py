@@ -2,7 +2,6 @@
 
     python -m bench h200_learning [--quick]
     python -m bench.h200_learning --policies Sync Cadence Auto --rates 3e-3 4e-3 --seeds 0 1 2 --at-once 4
-    python -m bench.h200_learning --workers 2 --slowdown 1,3 --policies Sync Cadence --rates 3e-3 --seeds 0 1 2
 
 Each run is `potluck train` with workers of its own on one GPU under MPS: a byte-level GPT of 10.9M parameters (384
 wide, 6 layers, rows of 256) on torch's source text, batches of 64 rows, bf16, warm-up and cosine, to losses near 0.7.
@@ -74,8 +73,6 @@ class Trial:
     seed: int
     workers: int
     settings: tuple[str, ...]
-    slowdown: str = ""
-    """By how much each worker is slowed down, if any is."""
 
 
 @dataclass(frozen=True)
@@ -99,12 +96,10 @@ def measure(quick: bool) -> Result | None:
     return Result(compare(found), {"found": told(found)})
 
 
-def trials(
-    names: Sequence[str], rates: Sequence[float], seeds: Sequence[int], workers: int, slowdown: str = ""
-) -> list[Trial]:
+def trials(names: Sequence[str], rates: Sequence[float], seeds: Sequence[int], workers: int) -> list[Trial]:
     where = Path(torch.__file__).parent
     size = (*WHOLE, f'data.paths=["{where}"]', "data.limit_bytes=16_000_000") if torch.cuda.is_available() else TINY
-    return [Trial(name, rate, seed, workers, size, slowdown) for seed, rate, name in product(seeds, rates, names)]
+    return [Trial(name, rate, seed, workers, size) for seed, rate, name in product(seeds, rates, names)]
 
 
 def learn_all(wanted: Sequence[Trial], at_once: int) -> dict[Trial, Learned]:
@@ -135,7 +130,6 @@ def learn(trial: Trial, folder: Path) -> Learned | None:
         "workers.threads=1",
     )
     command = [sys.executable, "-c", "import sys; from potluck.cli import main; sys.exit(main())", "train", "demo"]
-    command += ["--slowdown", trial.slowdown] if trial.slowdown else []
     command += ["--out", str(out), *(word for each in settings for word in ("--set", each))]
     environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{os.environ.get('PYTHONPATH', '')}"}
     with (folder / f"{out.name}.log").open("wb") as log:
@@ -185,7 +179,6 @@ def told(found: dict[Trial, Learned]) -> list[dict[str, object]]:
             "rate": trial.rate,
             "seed": trial.seed,
             "workers": trial.workers,
-            "slowdown": trial.slowdown,
             "loss": learned.loss,
             "seconds": learned.seconds,
             "curve": learned.curve,
@@ -199,14 +192,13 @@ def told(found: dict[Trial, Learned]) -> list[dict[str, object]]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.h200_learning")
     parser.add_argument("--workers", type=int, default=4)
-    parser.add_argument("--slowdown", default="", help="such as 1,3: by how much each worker is slowed down")
     parser.add_argument("--policies", nargs="+", default=["Sync", "Cadence", "Auto"], choices=list(POLICIES))
     parser.add_argument("--rates", nargs="+", type=float, default=[3e-3])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--at-once", type=int, default=3)
     asked = parser.parse_args()
     started = time.monotonic()
-    found = learn_all(trials(asked.policies, asked.rates, asked.seeds, asked.workers, asked.slowdown), asked.at_once)
+    found = learn_all(trials(asked.policies, asked.rates, asked.seeds, asked.workers), asked.at_once)
     for each in compare(found):
         print(f"{each.what}: {each.ratio:.3f} ({each.median_ours:.4f} against {each.median_bare:.4f})")
     print(f"{time.monotonic() - started:.0f} s")

@@ -450,6 +450,20 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 40, tell: Calla
         time.sleep(0.01)
 
 
+def finish_of_one_and_two(place: Path, **options: Any) -> list[dict[str, torch.Tensor]]:
+    """What a run ends with that one worker of two ranks has done, and one that two of them have."""
+    found = []
+    for workers in (1, 2):
+        own = place / f"{workers}"
+        own.mkdir()
+        fleet = Fleet(own, at_least=workers)
+        for number in range(workers):
+            fleet.add_node(f"w{number}", **options)
+        found.append(fleet.finish())
+        assert fleet.server.core.refused.total() == 0
+    return found
+
+
 def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
     """To the bit."""
     assert a.keys() == b.keys()

@@ -17,7 +17,16 @@ from potluck.fleet.reading import PeerReader
 from potluck.sharding.blocks import find_blocks
 from potluck.wire.codec import Bulk
 from tests.fleet.faults import PHASES, sends_nan
-from tests.fleet.fleet import STEPS, Fleet, Worker, assert_same, build, start_coordinator, wait_until
+from tests.fleet.fleet import (
+    STEPS,
+    Fleet,
+    Worker,
+    assert_same,
+    build,
+    finish_of_one_and_two,
+    start_coordinator,
+    wait_until,
+)
 from tests.fleet.test_peers import PlainPeer
 from tests.fleet.test_undisturbed import Gradients, plain_run
 from tests.parity.test_coded_sums import BLOCKS, rounded
@@ -243,16 +252,7 @@ def test_workers_of_two_ranks_round_every_node_no_matter_how_many_they_are(
     strategy: potluck.ShardingStrategy, tmp_path: Path
 ) -> None:
     """A block's numbers lie on both ranks."""
-    found = []
-    for workers in (1, 2):
-        place = tmp_path / f"{workers}"
-        place.mkdir()
-        fleet = Fleet(place, at_least=workers)
-        for number in range(workers):
-            fleet.add_node(f"w{number}", strategy=strategy, wire="int4", bare=True)
-        found.append(fleet.finish())
-        assert fleet.server.core.refused.total() == 0
-    assert_same(*found)
+    assert_same(*finish_of_one_and_two(tmp_path, strategy=strategy, wire="int4", bare=True))
 
 
 def test_workers_of_one_rank_and_of_two_hold_the_same_bits(tmp_path: Path) -> None:

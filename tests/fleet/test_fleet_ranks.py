@@ -19,7 +19,7 @@ from potluck.events import CheckpointSaved, Validated, WorkerCame, WorkerWent
 from potluck.save.checkpoint import CheckpointConfig
 from potluck.sharding.strategy import FullShard, HybridShard, ShardGradOp, ShardingStrategy
 from tests.fleet.faults import at
-from tests.fleet.fleet import BATCH, EPOCHS, ROWS, STEPS, Fleet, assert_same, build, die
+from tests.fleet.fleet import BATCH, EPOCHS, ROWS, STEPS, Fleet, assert_same, build, die, finish_of_one_and_two
 from tests.fleet.test_fleet_windows import SHORT, assert_close, judge, rows_of
 from tests.odd import assert_constant
 from tests.quick import first_of
@@ -80,14 +80,7 @@ def test_two_ranks_and_one_compute_what_one_process_does_and_hold_the_same_bits(
 @pytest.mark.slow
 def test_as_many_workers_of_two_ranks_as_there_may_be_compute_the_same_bits(tmp_path: Path) -> None:
     """With dropout, BatchNorm, buffers of every kind, and a parameter that nobody uses."""
-    found = []
-    for workers in (1, 2):
-        place = tmp_path / f"{workers}"
-        place.mkdir()
-        fleet = Fleet(place, at_least=workers)
-        for number in range(workers):
-            fleet.add_node(f"w{number}", strategy=FullShard())
-        found.append(fleet.finish())
+    found = finish_of_one_and_two(tmp_path, strategy=FullShard())
     assert_same(*found)
     assert_constant(found[0], "odd.")
     assert torch.equal(found[0]["unused.weight"], build()[0].state_dict()["unused.weight"])

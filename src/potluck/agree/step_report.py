@@ -24,7 +24,7 @@ class StepReport(NamedTuple):
     send_s: float = 0.0
     """Seconds spent sending to other stages."""
     waited_s: float = 0.0
-    """In the step before, for sums over all workers."""
+    """In the step before, for what all workers agree on."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,9 +87,6 @@ class WindowPlan:
         """It is one step, of the mean gradient over all rows."""
         return self.anchor == 0
 
-    def stretch(self, batch_rows: int, batch: int) -> float:
-        return stretch_of(self.rows, batch_rows, batch)
-
 
 def stretch_of(parts: Sequence[int], batch_rows: int, batch: int) -> float:
     """By how much replicas' steps of `batch_rows` have to be longer for the mean to move as far as Sync does, where a

@@ -7,8 +7,10 @@ from potluck.engine.run_state import RunState
 from potluck.events import StepSkipped
 
 
-def report_of(run: RunState, busy_s: float, *, loss_sum: float | None = None, send_s: float = 0.0) -> StepReport:
-    """What this worker says of the step."""
+def report_of(
+    run: RunState, busy_s: float, *, waited_s: float, loss_sum: float | None = None, send_s: float = 0.0
+) -> StepReport:
+    """What this worker says of the step. `waited_s`: in the one before."""
     return StepReport(
         samples=run.tally.samples,
         loss_sum=run.tally.loss_sum.item() if loss_sum is None else loss_sum,
@@ -17,6 +19,7 @@ def report_of(run: RunState, busy_s: float, *, loss_sum: float | None = None, se
         has_unused=run.prepared().has_unused,
         wants_stop=run.wants_stop,
         send_s=send_s,
+        waited_s=waited_s,
     )
 
 

@@ -96,7 +96,7 @@ def step_alone(
 ) -> StepSkipped | None:
     """This replica's step by itself: applied, or skipped and told. `rows`: of all workers, as if all were as far.
 
-    `stretch`: by how much it is longer than the schedule says, up to the schedule's peak.
+    `stretch`: by how much it is longer than the schedule says, as far as stretched_lr() lets it.
     """
     replica, skipped = run.prepared(), None
     if decision.fault is None:

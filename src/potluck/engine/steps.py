@@ -126,7 +126,7 @@ class Steps:
     def _tell(self, busy_s: float, loss_sum: float | None = None) -> Rows:
         """What this worker says of the step, and hears from all, while the sums are under way."""
         busy_s, send_s = self._layers.times(busy_s, self._optimizer_s)
-        mine = report_of(self._run, busy_s, loss_sum=loss_sum, send_s=send_s)._replace(waited_s=self._waited_s)
+        mine = report_of(self._run, busy_s, waited_s=self._waited_s, loss_sum=loss_sum, send_s=send_s)
         return self._run.link.start_gather(mine)
 
     def _apply(

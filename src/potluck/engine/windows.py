@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from potluck.agree.step_report import StepDecision, StepReport, decide_step, worker_steps
-from potluck.agree.windows import RowPool, WindowPlan, WindowPlanner, WindowReport, rows_left_after
+from potluck.agree.windows import RowPool, WindowPlan, WindowPlanner, WindowReport, rows_left_after, stretch_of
 from potluck.coded_numbers import Coding, coding_of
 from potluck.engine.common_steps import apply_step, report_of
 from potluck.engine.layers import Layers
@@ -160,7 +160,7 @@ class Windows:
         if not is_together:
             self._delta.begin()
             is_stretched = self._moments is not None and self._moments.are_divided_by
-            self._stretch = decision.stretch(own_rows, loader.batch.size) if is_stretched else 1.0
+            self._stretch = stretch_of(decision.rows, own_rows, loader.batch.size) if is_stretched else 1.0
         if self._run.scheduled is not None:
             self._run.scheduled.begin_window()
         self._run.start_of_step()
@@ -263,10 +263,9 @@ class Windows:
         busy_s = time.perf_counter() - self._window_started
         replica.start_sums()
         tally = run.tally
-        told = run.link.start_gather([*report_of(run, busy_s), self._sync_s])
+        told = run.link.start_gather(report_of(run, busy_s, waited_s=self._sync_s))
         wait_s, norm, _ = self._layers.reduce(replica)
-        rows_told = told.wait()
-        reports = [StepReport(*row[:-1]) for row in rows_told]
+        reports = [StepReport(*row) for row in told.wait()]
         if any(report.has_unused for report in reports):
             replica.drop_unused()
         found, rows = decide_step(reports, norm, run.unit, run.config.clip), [int(report.rows) for report in reports]
@@ -284,7 +283,7 @@ class Windows:
             event = run.step_done(found, run.lr, busy_s + wait_s, worker_steps(reports, busy_s + wait_s))
         run.tell(event)
         busy = [report.busy_s for report in reports]
-        self._planner.observe(rows, busy, self._own_rows, max(row[-1] for row in rows_told))
+        self._planner.observe(rows, busy, self._own_rows, max(report.waited_s for report in reports))
         self._sync_s = max(0.0, time.perf_counter() - self._window_started - max(busy) - own_s)
         run.tell_agreed(steps_before)
         self._layers.end_of_window()
