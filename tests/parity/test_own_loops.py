@@ -251,7 +251,8 @@ def test_the_rate_at_a_step_of_the_run_does_not_depend_on_the_policy(policy: Any
             assert rate == pytest.approx(expected[step], rel=1e-9, abs=1e-12)
         assert found["own"][0][0] == 0
         assert found["after"] == list(range(1, STEPS + 1)), "once per step of the run"
-    assert max(found["own"][-1][0] for found in ranks) == STEPS - 1
+    last = max(found["own"][-1][0] for found in ranks)
+    assert last >= STEPS - 2, "what a fast one does beyond its part is not in the schedule until the window has ended"
 
 
 def test_what_is_kept_is_saved_and_comes_back(tmp_path: Path) -> None:
