@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 
 from potluck.agree.policy import Async, Auto, Cadence, Sync
-from potluck.engine.rows import mix
+from potluck.data.rows import mix
 from potluck.events import Decided, Event
 from potluck.fleet.journal import Journal
 from potluck.fleet.ledger import prove

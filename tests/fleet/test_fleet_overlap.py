@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from potluck.agree.policy import Async, Cadence, Windowed
-from potluck.engine.rows import mix
+from potluck.data.rows import mix
 from potluck.events import CheckpointSaved, Stalled, Validated, WorkerCame, WorkerWent
 from potluck.fleet.server import UNREAD
 from potluck.save.checkpoint import CheckpointConfig

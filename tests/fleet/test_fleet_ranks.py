@@ -13,8 +13,8 @@ import torch.nn.functional as F
 
 import potluck
 from potluck.agree.policy import Async, Cadence
+from potluck.data.rows import mix
 from potluck.engine.replica import StepConfig
-from potluck.engine.rows import mix
 from potluck.events import CheckpointSaved, Validated, WorkerCame, WorkerWent
 from potluck.save.checkpoint import CheckpointConfig
 from potluck.sharding.strategy import FullShard, HybridShard, ShardGradOp, ShardingStrategy

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from potluck.agree.costs import WindowCosts
 from potluck.agree.policy import Async, Auto, Cadence, Windowed
-from potluck.engine.rows import mix
+from potluck.data.rows import mix
 from potluck.events import Decided, Stalled, WorkerCame
 from tests.fleet.faults import after_recording, at
 from tests.fleet.fleet import (

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from potluck.agree.policy import Async, Cadence, Outer, Windowed
-from potluck.engine.rows import mix
+from potluck.data.rows import mix
 from potluck.events import CheckpointSaved, Decided, Validated, WorkerCame, WorkerWent
 from potluck.save.checkpoint import CheckpointConfig
 from potluck.train.schedule import ScheduleConfig

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from potluck.engine.rows import mix
+from potluck.data.rows import mix
 from potluck.events import EpochDone, Stalled, WorkerWent
 from potluck.fleet.client import Client, ConnectionLost
 from potluck.wire.codec import decode, encode

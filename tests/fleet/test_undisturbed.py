@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import potluck
-from potluck.engine.rows import mix, seed_everything
+from potluck.data.rows import mix, seed_everything
 from potluck.fleet import invite
 from potluck.fleet.pipe import Pipe
 from potluck.fleet.reading import PeerReader

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 import potluck
 from potluck import Cadence, FitConfig, Pipeline, Stages
+from potluck.data.loader import BatchConfig
+from potluck.data.rows import mix
 from potluck.engine import stage_planner
-from potluck.engine.loader import BatchConfig
-from potluck.engine.rows import mix
 from potluck.errors import ConfigError
 from potluck.events import Noticed
 from tests.gathered import gathered

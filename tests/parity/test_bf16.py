@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 import potluck
 from potluck import FullShard, HybridShard, NoShard, Pipeline, ShardGradOp, StepConfig
+from potluck.data.rows import mix
 from potluck.engine import stage_planner
-from potluck.engine.rows import mix
 from tests.gathered import gathered, home
 from tests.parity.test_sync import STILL
 from tests.quick import first_of

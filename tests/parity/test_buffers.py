@@ -21,7 +21,7 @@ from potluck import (
     Stages,
     Sync,
 )
-from potluck.engine.rows import mix
+from potluck.data.rows import mix
 from tests.odd import BIG, LIKE_PLAIN, SEEN, Odd, assert_constant
 from tests.ranks import run_ranks
 

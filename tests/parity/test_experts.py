@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import potluck
 from potluck import FullShard, HybridShard, ShardGradOp, StepConfig, Sync
+from potluck.data.rows import mix
 from potluck.engine.engine import Engine
-from potluck.engine.rows import mix
 from potluck.link.link import connect
 from tests.gathered import gathered, home
 from tests.quick import first_of

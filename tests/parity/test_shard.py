@@ -13,8 +13,8 @@ from torch.distributed.fsdp import fully_shard
 
 import potluck
 from potluck import FullShard, HybridShard, NoShard, ShardGradOp, StepConfig, Sync
+from potluck.data.rows import mix
 from potluck.engine.replica import Replica
-from potluck.engine.rows import mix
 from potluck.errors import ConfigError
 from potluck.events import EpochDone, StepSkipped
 from potluck.link.link import connect

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import potluck
 from potluck import DataStore, Direct, Pipeline, Stages
 from potluck.agree.step_report import norm_of_stages
+from potluck.data.rows import mix
 from potluck.engine import stage_planner
-from potluck.engine.rows import mix
 from potluck.errors import PotluckError
 from potluck.events import StepDone, StepSkipped
 from potluck.sharding.strategy import FullShard, HybridShard, NoShard, ShardGradOp

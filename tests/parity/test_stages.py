@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import potluck
 from potluck import DataStore, Direct, Pipeline, Stages
+from potluck.data.rows import mix
 from potluck.engine import stage_planner
-from potluck.engine.rows import mix
 from potluck.errors import ConfigError
 from potluck.events import Decided, StepDone
 from potluck.save import checkpoint_folder

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from potluck.engine.loader import (
+from potluck.data.loader import (
     BatchConfig,
     BatchShare,
     Loader,

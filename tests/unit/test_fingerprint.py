@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from potluck.agree.terms import check_fingerprint, differing_data, differs
+from potluck.data.rows import TensorRows
 from potluck.engine import fingerprint as module
 from potluck.engine.fingerprint import ROWS, fingerprint, positions, training_settings
-from potluck.engine.rows import TensorRows
 from potluck.train.text import DataConfig, TextWindows, read_windows
 
 

@@ -23,11 +23,12 @@ BELOW = {
     "stages": "agree link store",
     "composition": "agree sharding stages",
     "fleet": "agree wire",
+    "data": "agree fleet",
     "save": "agree fleet link sharding stages store",
-    "engine": "agree composition fleet link save sharding show stages store wire",
-    "train": "agree composition engine fleet link save sharding show stages store wire",
-    "launch": "agree composition engine fleet link save sharding show stages store train wire",
-    "top": "agree composition engine fleet launch link save sharding show stages store train wire",
+    "engine": "agree composition data fleet link save sharding show stages store wire",
+    "train": "agree composition data engine fleet link save sharding show stages store wire",
+    "launch": "agree composition data engine fleet link save sharding show stages store train wire",
+    "top": "agree composition data engine fleet launch link save sharding show stages store train wire",
 }
 MAY_IMPORT = {room: {"ground", room, *below.split()} for room, below in BELOW.items()}
 GROUND = {

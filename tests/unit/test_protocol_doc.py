@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
+from potluck.data.rows import mix
 from potluck.engine import slices, weight_hash
-from potluck.engine.rows import mix
 from potluck.errors import TheirProtocolError
 from potluck.events import EpochDone
 from potluck.fleet import connection, description, file_stream, host_connector, lobby, step_dispatcher, transfers

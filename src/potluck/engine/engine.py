@@ -30,14 +30,14 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from potluck.agree.policy import ApplyPolicy, Sync
 from potluck.composition import Wanted, check_data, compose, settled
+from potluck.data.loader import BatchConfig, Loader
+from potluck.data.rows import as_dataset
 from potluck.engine.compiling import Compiling, expect_any_rows
 from potluck.engine.engine_parts import EngineParts, over_group
 from potluck.engine.fingerprint import training_settings
-from potluck.engine.loader import BatchConfig, Loader
 from potluck.engine.losses import LossFunction
 from potluck.engine.replica import check_own_memory, find_batch_norm
 from potluck.engine.rounds import Collate
-from potluck.engine.rows import as_dataset
 from potluck.engine.run_state import RunState
 from potluck.engine.scheduled import RunScheduler
 from potluck.engine.switches import StepConfig

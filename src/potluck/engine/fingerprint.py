@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from potluck.agree.terms import ALL, Fingerprint, Mark, differs
-from potluck.engine.rows import TensorRows, mix, seed_everything
+from potluck.data.rows import TensorRows, mix, seed_everything
 
 ROWS = 32
 """How many rows are looked at, each twice."""

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
+from potluck.data.loader import BatchConfig, Position, plan_step
+from potluck.data.rows import arrived, as_dataset, read_batch
 from potluck.engine.layers import Layers
-from potluck.engine.loader import BatchConfig, Position, plan_step
 from potluck.engine.losses import LossFunction, looking, loss_and_samples
 from potluck.engine.member_driver import MemberDriver
 from potluck.engine.node_client import NodeClient
-from potluck.engine.rows import arrived, as_dataset, read_batch
 from potluck.engine.run_state import RunState
 from potluck.engine.saved_position import check_position, restore_position, take_position
 from potluck.environment import QUIET

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from potluck.agree.step_report import StepReport, worker_steps
 from potluck.coded_numbers import coding_of
-from potluck.engine.loader import Loader
+from potluck.data.loader import Loader
 from potluck.engine.losses import LossFunction, loss_and_samples
 from potluck.engine.replica import GradientForm, Replica
 from potluck.engine.run_state import RunState

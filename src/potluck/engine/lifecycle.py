@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, NoReturn, Union
 import torch
 
 from potluck.agree.terms import UNCOMPARED
+from potluck.data.loader import BatchConfig, BatchShare, Loader
+from potluck.data.rows import as_dataset
 from potluck.engine.buddy_copies import BuddyCopies
 from potluck.engine.layers import Layers
-from potluck.engine.loader import BatchConfig, BatchShare, Loader
 from potluck.engine.losses import LossFunction, looking
 from potluck.engine.rounds import Rounds
-from potluck.engine.rows import as_dataset
 from potluck.engine.run_state import RunState
 from potluck.engine.saved_position import check_position, restore_position, take_position
 from potluck.environment import ONLY

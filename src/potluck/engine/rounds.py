@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from potluck.agree.terms import SAME_DATA, Fingerprint, differing_data, differing_settings
-from potluck.engine.loader import BatchConfig, Loader
+from potluck.data.loader import BatchConfig, Loader
 from potluck.engine.replica import Replica
 from potluck.engine.run_state import RunState
 from potluck.errors import ConfigError

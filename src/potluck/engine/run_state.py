@@ -18,10 +18,10 @@ from potluck.agree.step_report import StepDecision
 from potluck.agree.terms import Fingerprint
 from potluck.coded_numbers import Wire
 from potluck.composition import Composition, Wanted
+from potluck.data.loader import Loader, MicroBatch, Position
+from potluck.data.rows import mix, seed_everything
 from potluck.engine.fingerprint import fingerprint
-from potluck.engine.loader import Loader, MicroBatch, Position
 from potluck.engine.replica import Replica
-from potluck.engine.rows import mix, seed_everything
 from potluck.engine.scheduled import RunScheduler
 from potluck.engine.switches import StepConfig
 from potluck.environment import LAST_WORDS

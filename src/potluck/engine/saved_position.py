@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from potluck.agree.terms import differing_data
-from potluck.engine.loader import Loader, Position
+from potluck.data.loader import Loader, Position
 from potluck.engine.run_state import RunState
 from potluck.errors import CheckpointError
 from potluck.fleet.ledger import Ledger

@@ -9,11 +9,11 @@ import numpy as np
 from torch import Tensor
 
 from potluck.agree.step_report import StepDecision, decide_mean
-from potluck.engine.loader import BatchConfig, MicroBatch, plan_step
+from potluck.data.loader import BatchConfig, MicroBatch, plan_step
+from potluck.data.rows import mix
 from potluck.engine.member_driver import MemberDriver
 from potluck.engine.part_sender import PartSender
 from potluck.engine.replica import Replica
-from potluck.engine.rows import mix
 from potluck.engine.run_state import RunState
 from potluck.engine.slices import Gradients, SliceSums
 from potluck.errors import ConfigError

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from potluck.engine.loader import BatchConfig, Loader
+from potluck.data.loader import BatchConfig, Loader
 from potluck.engine.losses import LossFunction
 from potluck.errors import ConfigError
 from potluck.link.grid import Grid

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from potluck.agree.step_report import StepReport, norm_of_stages, worker_steps
+from potluck.data.loader import Loader
+from potluck.data.rows import mix
 from potluck.engine.fingerprint import training_settings
 from potluck.engine.layers import make_replica
-from potluck.engine.loader import Loader
 from potluck.engine.losses import LossFunction, check_grad, loss_and_samples
 from potluck.engine.replica import Replica, explain_single_rows
-from potluck.engine.rows import mix
 from potluck.engine.run_state import RunState
 from potluck.engine.saved_position import check_position, position_as_json, restore_position
 from potluck.engine.slices import describe_model

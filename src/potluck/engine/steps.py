@@ -14,10 +14,10 @@ from potluck.agree.shares import Balance, share_out
 from potluck.agree.step_report import StepDecision, StepReport, decide_step
 from potluck.agree.wire_choice import WireChoice
 from potluck.coded_numbers import coding_of
+from potluck.data.loader import BatchConfig, BatchShare, Loader
 from potluck.engine.buddy_copies import BuddyCopies
 from potluck.engine.common_steps import apply_step, report_of
 from potluck.engine.layers import Layers
-from potluck.engine.loader import BatchConfig, BatchShare, Loader
 from potluck.engine.local_steps import backward, is_batch_done
 from potluck.engine.replica import Replica
 from potluck.engine.rounds import Collate, check_same_data

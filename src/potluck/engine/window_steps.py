@@ -18,13 +18,13 @@ from torch import Tensor
 
 from potluck.agree.step_report import StepDecision
 from potluck.agree.windows import stretch_of
+from potluck.data.loader import MicroBatch, even_batches, plan_step
+from potluck.data.rows import mix
 from potluck.engine.layers import Layers
-from potluck.engine.loader import MicroBatch, even_batches, plan_step
 from potluck.engine.local_steps import backward, end_batch, step_alone
 from potluck.engine.means import HostMean
 from potluck.engine.member_driver import MemberDriver
 from potluck.engine.part_sender import PartSender
-from potluck.engine.rows import mix
 from potluck.engine.run_state import RunState
 from potluck.engine.window_delta import WindowDelta
 from potluck.errors import ConfigError

@@ -19,15 +19,15 @@ from torch import Tensor
 from potluck.agree.step_report import StepDecision, StepReport, decide_step, worker_steps
 from potluck.agree.windows import RowPool, WindowPlan, WindowPlanner, WindowReport, rows_left_after, stretch_of
 from potluck.coded_numbers import Coding, coding_of
+from potluck.data.loader import BatchConfig, Loader, MicroBatch, SliceLoader, even_batches, plan_step
+from potluck.data.rows import mix
 from potluck.engine.common_steps import apply_step, report_of
 from potluck.engine.layers import Layers
-from potluck.engine.loader import BatchConfig, Loader, MicroBatch, SliceLoader, even_batches, plan_step
 from potluck.engine.local_steps import backward, end_batch, is_batch_done, step_alone
 from potluck.engine.means import CodedLinkMean, LinkMean
 from potluck.engine.moments import Moments, are_averaged
 from potluck.engine.replica import Replica
 from potluck.engine.rounds import Collate, check_same_data
-from potluck.engine.rows import mix
 from potluck.engine.run_state import RunState
 from potluck.engine.window_delta import WindowDelta
 from potluck.errors import ConfigError

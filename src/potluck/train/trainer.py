@@ -16,10 +16,10 @@ from typing import Any, NoReturn
 from torch import nn
 from torch.optim import Optimizer
 
+from potluck.data.loader import BatchConfig
+from potluck.data.rows import as_dataset
 from potluck.engine.engine import Engine
-from potluck.engine.loader import BatchConfig
 from potluck.engine.losses import LossFunction
-from potluck.engine.rows import as_dataset
 from potluck.engine.start import init
 from potluck.errors import ConfigError, PotluckError
 from potluck.events import (

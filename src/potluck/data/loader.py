@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from potluck.agree.shares import share_out, without_singles
-from potluck.engine.rows import (
+from potluck.data.rows import (
     Batches,
     _as_it_is,
     arrived,
