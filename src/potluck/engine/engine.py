@@ -284,8 +284,12 @@ class Engine:
         """
         return self.rounds.step()
 
-    def evaluate(self, loss_of: LossFunction, dataset: Any, batch_size: int) -> float:
-        """The mean loss over a dataset, each worker computing its share. Nothing is trained."""
+    def evaluate(self, loss_of: LossFunction, dataset: Any, batch_size: int) -> Any:
+        """The mean loss over a dataset, each worker computing its share. Nothing is trained.
+
+        `loss_of(model, batch)` may give a dictionary of means by name, such as {"loss": ..., "accuracy": ...}, or
+        (dictionary, samples): then this does too, of floats.
+        """
         return self.lifecycle.evaluate(loss_of, dataset, batch_size)
 
     def mean(self, value: Any, weight: float = 1.0) -> Any:

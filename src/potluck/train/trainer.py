@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from potluck.data.loader import BatchConfig
 from potluck.data.rows import as_dataset
 from potluck.engine.engine import Engine
+from potluck.engine.look_sums import Figures, loss_of_figures
 from potluck.engine.losses import LossFunction
 from potluck.engine.start import init
 from potluck.errors import ConfigError, PotluckError
@@ -108,6 +109,8 @@ class Trainer:
         Trainer(model, optimizer, dataset, loss=loss_of, batch_size=32, folder="runs/mine").fit()
 
     `loss(model, batch)` gives the mean loss over the batch's rows, or (mean, samples) to count something else.
+    `validate(model, batch)` gives what is wanted of the `validation` rows: a loss, or a dictionary of means by name,
+    such as {"loss": ..., "accuracy": ...}; without it that is the loss.
     `batch_size` is the rows of one step over all workers together. `engine` is the handle that init() returned;
     without one, the trainer calls init().
     """
@@ -122,6 +125,7 @@ class Trainer:
         batch_size: int | BatchConfig,
         folder: str | Path,
         validation: Any = None,
+        validate: LossFunction | None = None,
         collate: Callable[[list[Any]], Any] | None = None,
         engine: Engine | None = None,
         config: FitConfig = FitConfig(),
@@ -130,6 +134,7 @@ class Trainer:
         self._caller = self.engine.run.caller
         self._caller.has_trainer = True
         self.loss = loss
+        self.validate = validate or loss
         self.folder = Path(folder)
         self.config = config
         self.batch = _batch(batch_size)
@@ -275,8 +280,9 @@ class Trainer:
             return
         self._validated_at = self._caller.memo["validated_at"] = self.engine.step_number
         rows_at_once = self.batch.micro_size or self.batch.size
-        loss = self.engine.evaluate(self.loss, self._validation, rows_at_once)
-        self.engine.events.emit(Validated(step=self.engine.step_number, loss=loss))
+        found: Figures = self.engine.evaluate(self.validate, self._validation, rows_at_once)
+        metrics = found if isinstance(found, dict) else {}
+        self.engine.events.emit(Validated(step=self.engine.step_number, loss=loss_of_figures(found), metrics=metrics))
 
     def _save(self) -> None:
         if self._saved_at != self.engine.step_number:
@@ -375,7 +381,8 @@ def _tensorboard(folder: Path) -> Callable[[Event], None]:
                 for name in ("loss", "lr", "grad_norm"):
                     writer.add_scalar(f"train/{name}", getattr(event, name), event.step)
             case Validated():
-                writer.add_scalar("validation/loss", event.loss, event.step)
+                for name, value in ({"loss": event.loss} | event.metrics).items():
+                    writer.add_scalar(f"validation/{name}", value, event.step)
             case RunEnded():
                 writer.close()
 
