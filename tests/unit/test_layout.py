@@ -40,6 +40,7 @@ GROUND = {
     "events",
     "files",
     "signals",
+    "system",
     "tensor_bytes",
     "waiting",
     "words",
