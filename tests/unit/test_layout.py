@@ -35,6 +35,7 @@ GROUND = {
     "coded_numbers",
     "coded_tensors",
     "config",
+    "devices",
     "environment",
     "errors",
     "events",

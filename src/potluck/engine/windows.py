@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from potluck.agree.step_report import StepDecision, StepReport, decide_step, worker_steps
@@ -21,6 +20,7 @@ from potluck.agree.windows import RowPool, WindowPlan, WindowPlanner, WindowRepo
 from potluck.coded_numbers import Coding, coding_of
 from potluck.data.loader import BatchConfig, Loader, MicroBatch, SliceLoader, even_batches, plan_step
 from potluck.data.rows import mix
+from potluck.devices import synchronize
 from potluck.engine.common_steps import apply_step, report_of
 from potluck.engine.layers import Layers
 from potluck.engine.local_steps import backward, end_batch, is_batch_done, step_alone
@@ -258,8 +258,7 @@ class Windows:
         """A window that is one step: of the mean gradient of all replicas, as under Sync."""
         run, replica = self._run, self._run.prepared()
         replica.unseal()
-        if run.device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
+        synchronize(run.device)
         busy_s = time.perf_counter() - self._window_started
         replica.start_sums()
         tally = run.tally
@@ -311,8 +310,7 @@ class Windows:
 
     def _close_window(self, loader: SliceLoader) -> None:
         assert self._decision is not None
-        if self._run.device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
+        synchronize(self._run.device)
         busy_s = time.perf_counter() - self._window_started
         mine = self._window._replace(
             busy_s=busy_s, sync_s=self._sync_s, divergence=self._delta.drift, wants_stop=self._run.wants_stop
