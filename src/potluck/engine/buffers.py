@@ -20,6 +20,7 @@ from potluck.devices import wide
 from potluck.errors import ConfigError, PotluckError
 from potluck.fleet.description import BUFFERS, Part
 from potluck.link.link import Link
+from potluck.save.state import own_state
 from potluck.stages.chain import BufferSlot, on_copies
 from potluck.tensor_bytes import raw
 
@@ -43,7 +44,7 @@ class SavedBuffers:
     """Looked up anew each time: `self.average = ...` in a forward makes a buffer another tensor."""
 
     def __init__(self, model: nn.Module) -> None:
-        kept, seen = set(model.state_dict()), set()
+        kept, seen = set(own_state(model)), set()
         self._places: list[BufferSlot] = []
         self._every_place: list[BufferSlot] = []
         """Also of those that are in several places, or not saved."""

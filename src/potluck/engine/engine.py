@@ -36,6 +36,7 @@ from potluck.engine.compiling import Compiling, expect_any_rows
 from potluck.engine.engine_parts import EngineParts, over_group
 from potluck.engine.fingerprint import training_settings
 from potluck.engine.losses import LossFunction
+from potluck.engine.own_saving import shadow_saving
 from potluck.engine.replica import check_own_memory, find_batch_norm
 from potluck.engine.rounds import Collate
 from potluck.engine.run_state import RunState
@@ -150,7 +151,9 @@ class Engine:
         run.caller.training = own | run.caller.training
         run.scheduled = RunScheduler(scheduler, optimizer) if scheduler is not None else None
         data = {"batch_size": batch_size, "dataset": dataset, "loss": loss, "collate": collate}
+        run.names = tuple(model.state_dict()) if isinstance(model, nn.Module) else ()
         run.replica = self.layers.make_replica(model, optimizer, self.rounds, data)
+        shadow_saving(run, model, self.state_dict, lambda: self.rank)
         self.rounds.begin(run.replica)
         if run.config.compile:
             self._compiling = Compiling(run.say)
@@ -293,6 +296,15 @@ class Engine:
         Returns once it is in host memory; the disk is written meanwhile.
         """
         self.lifecycle.save(Path(folder), keep_last)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of the model's state on the CPU, under the names that it had before prepare(): call it on every worker.
+
+        Rank 0 gets it, and every other worker an empty one. Where the model is split it is fetched block by block, and
+        is never whole on a GPU.
+        """
+        self.run.prepared()
+        return self.lifecycle.state_dict()
 
     def load(self, folder: str | Path) -> bool:
         """Continues from the newest whole checkpoint below `folder`, on any number of workers. False if there is none.

@@ -30,6 +30,7 @@ from potluck.fleet.client import Client
 from potluck.fleet.description import Description
 from potluck.fleet.ledger import Ledger
 from potluck.save.saves import Saves
+from potluck.save.whole_state import whole_state
 
 if TYPE_CHECKING:
     from potluck.engine.host_rounds import HostWork
@@ -191,6 +192,13 @@ class HostLifecycle:
         is_past = self.is_replaying and not self.run.is_at_the_end
         if not (is_past or self._has_left or self._is_over):
             self.driver.save(keep_last)
+
+    def state_dict(self) -> dict[str, Any]:
+        """On the worker that speaks for all; where several ranks are one worker, on the first of its."""
+        self.join()
+        with self.work.as_agreed():
+            found = whole_state(self.run.link, self.run.prepared(), self.run.names)
+        return found if self.rank == 0 else {}
 
     def keep(self) -> None:
         """A user's own loop need not think of saving: the host gets a checkpoint as often as that costs little."""

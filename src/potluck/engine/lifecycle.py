@@ -26,6 +26,7 @@ from potluck.errors import Interrupted, WorkerLost
 from potluck.events import EpochDone
 from potluck.fleet.ledger import Ledger, prove
 from potluck.link.link import loss_of_peer
+from potluck.save.whole_state import is_in_parts, whole_state
 from potluck.words import say
 
 if TYPE_CHECKING:
@@ -148,6 +149,13 @@ class GroupLifecycle:
         run.saves.save(folder, run.prepared(), standing, keep_last, kept)
         self._saved_last = folder, standing["step"]
         self._layers.on_saved()
+
+    def state_dict(self) -> dict[str, Any]:
+        run = self._run
+        if is_in_parts(run.prepared()) or run.composition.window is not None:
+            run.link.meet("fleet.state_dict()", run.notice)
+        self._rounds.settle()
+        return whole_state(run.link, run.prepared(), run.names)
 
     def load(self, folder: Path) -> bool:
         self._folder = folder

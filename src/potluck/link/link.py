@@ -25,6 +25,10 @@ from potluck.link.coded_sums import CodedSums
 from potluck.sharding.collectives import Done as Done
 from potluck.sharding.collectives import Pending as Pending
 from potluck.tensor_bytes import from_bytes, raw, to_bytes
+from potluck.waiting import wait_until
+
+MEETING_S = 10.0
+"""How long a call waits for the other ranks to make it too before a person hears of that."""
 
 
 class Rows(Protocol):
@@ -63,6 +67,15 @@ class Link(Protocol):
 
     def broadcast(self, tensor: Tensor) -> None:
         """Replaces `tensor` by rank 0's."""
+
+    def fetch(self, numbers: Tensor, of: int) -> None:
+        """Fills rank 0's bytes, flat and in host memory, with those of another rank. All ranks call this alike; of
+        those who are neither, nothing is asked."""
+
+    def meet(self, what: str, notice: Callable[[str], None]) -> None:
+        """Until all ranks are here, if that can be seen beside what they do otherwise: so that `what`, a call that all
+        must make, is not taken for another one where only some have made it. They hear of it in a sentence."""
+        return
 
     def start_pass(self, out: Tensor, heard: Tensor) -> Pending:
         """Begins to send bytes to the next rank, and to fill `heard` with those of the rank before. In host memory.
@@ -109,6 +122,12 @@ class Alone(Link):
         return [data]
 
     def broadcast(self, tensor: Tensor) -> None:
+        pass
+
+    def fetch(self, numbers: Tensor, of: int) -> None:
+        pass
+
+    def meet(self, what: str, notice: Callable[[str], None]) -> None:
         pass
 
     def start_pass(self, out: Tensor, heard: Tensor) -> Pending:
@@ -166,6 +185,7 @@ class GroupLink(Link):
         self._patience_s = patience_s
         self.coded: CodedSums | None = None
         """Made with the first of them."""
+        self._meetings = 0
 
     def part(self, groups: Sequence[Sequence[int]]) -> "GroupLink":
         assert self.group is None, "only the default group's ranks are numbered as new_group() wants them"
@@ -224,6 +244,33 @@ class GroupLink(Link):
     def start_receive(self, tensor: Tensor, of: int) -> Pending:
         with _peers_may_vanish():
             return _Begun(dist.irecv(tensor, group=self.group, group_src=of) if tensor.numel() else None)
+
+    def fetch(self, numbers: Tensor, of: int) -> None:
+        if self.rank == of != 0:
+            self.start_send(numbers, 0).wait()
+        elif self.rank == 0 != of:
+            self.start_receive(numbers, of).wait()
+
+    def meet(self, what: str, notice: Callable[[str], None]) -> None:
+        assert self.group is None, "it is the default group's store through which ranks see each other"
+        store = PrefixStore(f"meeting {self._meetings}", dist.distributed_c10d._get_default_store())
+        self._meetings += 1
+        store.set(str(self.rank), what)
+
+        ranks = [str(rank) for rank in range(self.world)]
+        with _peers_may_vanish():
+            if wait_until(lambda: store.check(ranks), MEETING_S):
+                return
+            them = ", ".join(rank for rank in ranks if not store.check([rank]))
+            notice(
+                f"{what} waits for worker {them}. It needs all workers, since each holds a part of what it gives: call"
+                " it on every worker, and not on rank 0 alone."
+            )
+            if not wait_until(lambda: store.check(ranks), self._patience_s):
+                raise ConfigError(
+                    f"{what} was called on worker {self.rank}, and not on worker {them}. Call it on every worker: each"
+                    " holds a part of what it gives, and only rank 0 gets the whole."
+                )
 
     def start_pass(self, out: Tensor, heard: Tensor) -> Pending:
         with _peers_may_vanish():
