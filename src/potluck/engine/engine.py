@@ -32,6 +32,7 @@ from potluck.agree.policy import ApplyPolicy, Sync
 from potluck.composition import Wanted, check_data, compose, settled
 from potluck.data.loader import BatchConfig, Loader
 from potluck.data.rows import as_dataset
+from potluck.engine import own_values
 from potluck.engine.compiling import Compiling, expect_any_rows
 from potluck.engine.engine_parts import EngineParts, over_group
 from potluck.engine.fingerprint import training_settings
@@ -289,6 +290,29 @@ class Engine:
     def evaluate(self, loss_of: LossFunction, dataset: Any, batch_size: int) -> float:
         """The mean loss over a dataset, each worker computing its share. Nothing is trained."""
         return self.lifecycle.evaluate(loss_of, dataset, batch_size)
+
+    def mean(self, value: Any, weight: float = 1.0) -> Any:
+        """The mean of all workers' values, weighted: a number, a tensor, or a dictionary of them. Call it on every
+        worker at the same place, after a step or an epoch; all get the same bits.
+
+        A worker whose weight is 0 does not count, whatever its value is. Each rank counts by itself, also those that
+        hold parts of one replica: where they give the same value and weight, the mean does not change.
+        """
+        return own_values.mean(self._exchange, value, weight)
+
+    def gather(self, value: Any) -> Any:
+        """All workers' values in order of rank, on every worker: tensors one after the other along their first
+        dimension, which may differ; numbers as a list; of a dictionary, each by its name. Called as mean() is."""
+        return own_values.gather(self._exchange, value)
+
+    def _exchange(self, data: bytes) -> list[bytes]:
+        if self.rounds.is_under_way:
+            raise ConfigError(
+                "fleet.mean() and fleet.gather() need all workers at the same place, and within a step or a window each"
+                " is somewhere else. Call them once fleet.step() has ended one, in fleet.after_step or"
+                " fleet.after_agreement, or after an epoch."
+            )
+        return self.lifecycle.exchange(data)
 
     def save(self, folder: str | Path, *, keep_last: int = 2) -> None:
         """Saves a checkpoint below `folder`: call it on every worker. Under a host it is the host that saves.

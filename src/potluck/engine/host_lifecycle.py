@@ -25,12 +25,14 @@ from potluck.engine.node_client import NodeClient
 from potluck.engine.run_state import RunState
 from potluck.engine.saved_position import check_position, restore_position, take_position
 from potluck.environment import QUIET
-from potluck.errors import Interrupted
+from potluck.errors import ConfigError, Interrupted, PotluckError
 from potluck.fleet.client import Client
 from potluck.fleet.description import Description
+from potluck.fleet.gathering import MOST_BYTES
 from potluck.fleet.ledger import Ledger
 from potluck.save.saves import Saves
 from potluck.save.whole_state import whole_state
+from potluck.tensor_bytes import join_bytes, split_bytes
 
 if TYPE_CHECKING:
     from potluck.engine.host_rounds import HostWork
@@ -182,6 +184,20 @@ class HostLifecycle:
 
         with self.work.as_agreed(), looking(replica.model):
             return self.driver.evaluate(len(rows), min(len(rows), max(1, batch_size)), sum_of)
+
+    def exchange(self, data: bytes) -> list[bytes]:
+        """Through the host. Of a worker that is not where the others are: its own alone."""
+        self.join()
+        own = join_bytes(self.run.link.gather_bytes(data))
+        if len(own) > MOST_BYTES:
+            raise ConfigError(
+                f"Under a host, a worker may give {MOST_BYTES:,} bytes to fleet.mean() or fleet.gather(), and these are"
+                f" {len(own):,}. Give fewer at a time."
+            )
+        try:
+            return [each for worker in self.driver.gather(own) for each in split_bytes(worker)]
+        except ValueError as error:
+            raise PotluckError(f"What a worker gave to all cannot be read: {error}.") from None
 
     def save(self, folder: Path, keep_last: int) -> None:
         """The host keeps checkpoints in its own run folder: one worker sends its state while training continues."""

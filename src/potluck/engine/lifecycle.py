@@ -142,6 +142,10 @@ class GroupLifecycle:
         counted = sum(row[1] for row in sums)
         return sum(row[0] for row in sums) / counted if counted else math.nan
 
+    def exchange(self, data: bytes) -> list[bytes]:
+        """The bytes of all workers who are here, in order of rank."""
+        return self._run.link.gather_bytes(data)
+
     def save(self, folder: Path, keep_last: int) -> None:
         self._rounds.settle()
         run = self._run

@@ -192,6 +192,10 @@ class Windows:
         together = {"in_step": size > 1, "in_pairs": run.batch_norm is not None}
         return plan_step(start, end, batch, (1.0,) * size, run.link.rank % size, **together)
 
+    @property
+    def is_under_way(self) -> bool:
+        return self._is_open
+
     def _is_over(self, decision: WindowPlan) -> bool:
         """After each batch. The ranks of a node have heard it with their last step."""
         if self.nodes.size > 1:
