@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from potluck.data.loader import BatchConfig
+from potluck.data.plan import BatchConfig
 from potluck.engine.replica import StepConfig
 from potluck.errors import Interrupted, WorkerLost
 from potluck.events import Event

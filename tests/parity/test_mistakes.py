@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import potluck
 from potluck import Cadence, FullShard, HybridShard, NoShard, ShardGradOp, Stages, Sync
-from potluck.data.loader import BatchConfig
+from potluck.data.plan import BatchConfig
 from potluck.errors import ConfigError, Diverged, PotluckError
 from potluck.fleet.invite import INVITE
 from tests.fleet.fleet import Fleet

@@ -9,16 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from potluck.data.loader import (
-    BatchConfig,
-    BatchShare,
-    Loader,
-    MicroBatch,
-    Position,
-    SliceLoader,
-    even_batches,
-    plan_step,
-)
+from potluck.data.loader import Loader, SliceLoader
+from potluck.data.plan import BatchConfig, BatchShare, MicroBatch, Position, even_batches, plan_step
 from potluck.errors import ConfigError
 from potluck.train.text import DataConfig, read_text, read_windows
 

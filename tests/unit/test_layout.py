@@ -32,6 +32,7 @@ BELOW = {
 }
 MAY_IMPORT = {room: {"ground", room, *below.split()} for room, below in BELOW.items()}
 GROUND = {
+    "batch_shapes",
     "coded_numbers",
     "coded_tensors",
     "config",

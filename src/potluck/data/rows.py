@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
+from potluck.batch_shapes import to_device
 from potluck.devices import seed_gpus
 from potluck.errors import ConfigError, PotluckError
 
@@ -134,33 +135,3 @@ def arrived(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, UnreadableBatch):
         raise ConfigError(batch.sentence)
     return to_device(batch, device)
-
-
-def to_device(batch: Any, device: torch.device) -> Any:
-    match batch:
-        case Tensor():
-            if device.type == "cuda" and batch.device.type == "cpu" and batch.layout == torch.strided:
-                batch = batch.pin_memory()  # else the copy would wait for all that the GPU has to do
-            return batch.to(device, non_blocking=True)
-        case dict():
-            return {key: to_device(value, device) for key, value in batch.items()}
-        case tuple() if hasattr(batch, "_fields"):
-            return type(batch)(*(to_device(value, device) for value in batch))
-        case list() | tuple():
-            return type(batch)(to_device(value, device) for value in batch)
-    return batch
-
-
-def rows_of(batch: Any) -> int:
-    """The length of the first tensor in a batch."""
-    match batch:
-        case Tensor():
-            return len(batch)
-        case dict():
-            return rows_of(next(iter(batch.values())))
-        case list() | tuple():
-            return rows_of(batch[0])
-    raise ConfigError(
-        f"Cannot tell how many rows a batch of type {type(batch).__name__} has. Let the loss function return"
-        " (loss, samples)."
-    )

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from torch import Tensor
 
 from potluck.agree.step_report import StepDecision
-from potluck.data.loader import MicroBatch
+from potluck.data.plan import MicroBatch
 from potluck.engine.slice_steps import SliceSteps
 from potluck.engine.window_steps import WindowSteps
 from potluck.events import StepSkipped

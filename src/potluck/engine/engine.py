@@ -30,7 +30,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from potluck.agree.policy import ApplyPolicy, Sync
 from potluck.composition import Wanted, check_data, compose, settled
-from potluck.data.loader import BatchConfig, Loader
+from potluck.data.loader import Loader
+from potluck.data.plan import BatchConfig
 from potluck.data.rows import as_dataset
 from potluck.engine import own_values
 from potluck.engine.compiling import Compiling, expect_any_rows

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from potluck.data.loader import BatchConfig, Position, plan_step
+from potluck.data.plan import BatchConfig, Position, plan_step
 from potluck.data.rows import arrived, as_dataset, read_batch
 from potluck.engine.layers import Layers
 from potluck.engine.losses import LossFunction, looking, loss_and_samples

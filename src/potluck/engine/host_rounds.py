@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from potluck.agree.step_report import StepDecision
-from potluck.data.loader import BatchConfig, Loader, MicroBatch, SliceLoader
+from potluck.data.loader import Loader, SliceLoader
+from potluck.data.plan import BatchConfig, MicroBatch
 from potluck.engine.host_lifecycle import HostLifecycle
 from potluck.engine.losses import STEP_TOO_EARLY, check_mean
 from potluck.engine.part_sender import PartSender

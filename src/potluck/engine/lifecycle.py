@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, Union
 import torch
 
 from potluck.agree.terms import UNCOMPARED
-from potluck.data.loader import BatchConfig, BatchShare, Loader
+from potluck.data.loader import Loader
+from potluck.data.plan import BatchConfig, BatchShare
 from potluck.data.rows import as_dataset
 from potluck.engine.buddy_copies import BuddyCopies
 from potluck.engine.layers import Layers

@@ -11,7 +11,8 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from potluck.agree.terms import SAME_DATA, Fingerprint, differing_data, differing_settings
-from potluck.data.loader import BatchConfig, Loader
+from potluck.data.loader import Loader
+from potluck.data.plan import BatchConfig
 from potluck.engine.replica import Replica
 from potluck.engine.run_state import RunState
 from potluck.errors import ConfigError

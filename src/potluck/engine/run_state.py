@@ -18,7 +18,8 @@ from potluck.agree.step_report import StepDecision
 from potluck.agree.terms import Fingerprint
 from potluck.coded_numbers import Wire
 from potluck.composition import Composition, Wanted
-from potluck.data.loader import Loader, MicroBatch, Position
+from potluck.data.loader import Loader
+from potluck.data.plan import MicroBatch, Position
 from potluck.data.rows import mix, seed_everything
 from potluck.engine.fingerprint import fingerprint
 from potluck.engine.replica import Replica

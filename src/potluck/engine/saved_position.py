@@ -3,7 +3,8 @@
 from pathlib import Path
 
 from potluck.agree.terms import differing_data
-from potluck.data.loader import Loader, Position
+from potluck.data.loader import Loader
+from potluck.data.plan import Position
 from potluck.engine.run_state import RunState
 from potluck.errors import CheckpointError
 from potluck.fleet.ledger import Ledger

@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from potluck.agree.step_report import StepDecision, decide_mean
-from potluck.data.loader import BatchConfig, MicroBatch, plan_step
+from potluck.data.plan import BatchConfig, MicroBatch, plan_step
 from potluck.data.rows import mix
 from potluck.engine.member_driver import MemberDriver
 from potluck.engine.part_sender import PartSender

@@ -14,7 +14,8 @@ from potluck.agree.shares import Balance, share_out
 from potluck.agree.step_report import StepDecision, StepReport, decide_step
 from potluck.agree.wire_choice import WireChoice
 from potluck.coded_numbers import coding_of
-from potluck.data.loader import BatchConfig, BatchShare, Loader
+from potluck.data.loader import Loader
+from potluck.data.plan import BatchConfig, BatchShare
 from potluck.engine.buddy_copies import BuddyCopies
 from potluck.engine.common_steps import apply_step, report_of
 from potluck.engine.layers import Layers

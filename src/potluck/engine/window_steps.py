@@ -18,7 +18,7 @@ from torch import Tensor
 
 from potluck.agree.step_report import StepDecision
 from potluck.agree.windows import stretch_of
-from potluck.data.loader import MicroBatch, even_batches, plan_step
+from potluck.data.plan import MicroBatch, even_batches, plan_step
 from potluck.data.rows import mix
 from potluck.engine.layers import Layers
 from potluck.engine.local_steps import backward, end_batch, step_alone

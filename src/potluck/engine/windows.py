@@ -18,7 +18,8 @@ from torch import Tensor
 from potluck.agree.step_report import StepDecision, StepReport, decide_step, worker_steps
 from potluck.agree.windows import RowPool, WindowPlan, WindowPlanner, WindowReport, rows_left_after, stretch_of
 from potluck.coded_numbers import Coding, coding_of
-from potluck.data.loader import BatchConfig, Loader, MicroBatch, SliceLoader, even_batches, plan_step
+from potluck.data.loader import Loader, SliceLoader
+from potluck.data.plan import BatchConfig, MicroBatch, even_batches, plan_step
 from potluck.data.rows import mix
 from potluck.devices import synchronize
 from potluck.engine.common_steps import apply_step, report_of

@@ -17,7 +17,7 @@ from potluck.agree.policy import ApplyPolicy, policy_of
 from potluck.coded_numbers import AskedWire
 from potluck.composition import Wanted, compose, ranks_per_worker
 from potluck.config import from_dict, from_toml, to_toml
-from potluck.data.loader import BatchConfig
+from potluck.data.plan import BatchConfig
 from potluck.devices import choose_device, memory_of
 from potluck.engine.engine import Engine
 from potluck.engine.node_client import NodeClient

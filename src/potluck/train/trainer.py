@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from torch import nn
 from torch.optim import Optimizer
 
-from potluck.data.loader import BatchConfig
+from potluck.data.plan import BatchConfig
 from potluck.data.rows import as_dataset
 from potluck.engine.engine import Engine
 from potluck.engine.losses import LossFunction
