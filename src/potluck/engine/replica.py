@@ -25,6 +25,7 @@ from potluck.engine.switches import StepConfig, autocast, switch_on
 from potluck.engine.weight_hash import digest_and_quick_digest, quick_digest
 from potluck.errors import ConfigError
 from potluck.link.link import Link, Pending
+from potluck.save.state import own_state
 from potluck.sharding.blocks import find_blocks
 from potluck.sharding.runs import (
     FlatRun,
@@ -356,7 +357,7 @@ class Replica:
 
     def align(self) -> None:
         """Every rank takes rank 0's values."""
-        for tensor in self.model.state_dict().values():
+        for tensor in own_state(self.model).values():
             self.link.broadcast(tensor)
 
     def fingerprint(self) -> str:
@@ -387,7 +388,7 @@ class Replica:
 
     def _same_start(self) -> None:
         """Every rank has the same shapes, and starts from rank 0's values."""
-        state = self.model.state_dict()
+        state = own_state(self.model)
         frozen = {name for name, parameter in self.model.named_parameters() if not parameter.requires_grad}
         mine = [
             [name, list(tensor.shape), str(tensor.dtype) + (", frozen" if name in frozen else "")]
