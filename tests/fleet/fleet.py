@@ -168,7 +168,9 @@ def _work(invite: str, folder: str, name: str, fault: Fault | None, options: dic
 
         names = ("bare", "spoiled", "data_seed", "lr", "sgd", "schedule", "counts_itself", "by_len")
         what = {name: options[name] for name in names if name in options}
-        if "fit" in options:
+        if "loop" in options:  # another one than all workers' own
+            model = options["loop"](fleet, on_step)
+        elif "fit" in options:
             model = fit(fleet, place / name, options["fit"])
         else:
             model = train(fleet, on_step=on_step, epochs=options.get("epochs", EPOCHS), **what)
