@@ -168,8 +168,8 @@ def _work(invite: str, folder: str, name: str, fault: Fault | None, options: dic
 
         names = ("bare", "spoiled", "data_seed", "lr", "sgd", "schedule", "counts_itself", "by_len")
         what = {name: options[name] for name in names if name in options}
-        if "job" in options:  # a function of the handle, which gives the model that it has trained
-            model = options["job"](fleet)
+        if "loop" in options:  # another one than all workers' own
+            model = options["loop"](fleet, on_step)
         elif "fit" in options:
             model = fit(fleet, place / name, options["fit"])
         else:

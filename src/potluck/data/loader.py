@@ -1,28 +1,21 @@
-"""An epoch to ranges, ranges to micro-batches, and where an epoch stands.
+"""Loader: this worker's micro-batches of an epoch, read and moved to where they are used; and where the epoch stands.
 
-Knows nothing of models. A batch is the rows of one step over all workers; each worker gets a range of it,
-in micro-batches.
+Knows nothing of models. SliceLoader is for rounds that say themselves which rows come next.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
 
+from potluck.data.fetching import Fetcher, Request
+from potluck.data.order import EMPTY
 from potluck.data.plan import BatchConfig, BatchShare, MicroBatch, Position, plan_step
-from potluck.data.rows import (
-    Batches,
-    _as_it_is,
-    arrived,
-    as_dataset,
-    is_plain,
-    mix,
-    read_batch,
-    seed_everything,
-)
+from potluck.data.rows import Batches, arrived, is_plain, mix, seed_everything
+from potluck.data.source import Collate, source_of
 from potluck.errors import ConfigError
 
 
@@ -40,11 +33,16 @@ class Loader:
         *,
         device: torch.device,
         seed: int = 0,
-        collate: Callable[[list[Any]], Any] | None = None,
+        collate: Collate = None,
     ) -> None:
-        self.dataset = as_dataset(dataset)
+        """`dataset`: anything that source_of() takes."""
+        source = source_of(dataset, batch_size=batch.size, collate=collate, seed=seed)
+        self.dataset = source.dataset
+        self.collate = source.collate
+        self.order = source.order
         self.batch = batch
-        self.rows = len(self.dataset)
+        self.rows = self.order.rows
+        """Places of an epoch: of most orders, its rows."""
         self.position = Position()
         self.seed = seed
         self.current: MicroBatch | None = None
@@ -53,12 +51,17 @@ class Loader:
         self.on_stand_in: Callable[[], None] = lambda: None
         """Called before rows that do not count."""
         self.on_epoch_end: Callable[[], None] = lambda: None
+        self.fault: str | None = None
+        """Why the next epoch cannot be: workers would see it in different orders."""
         self.is_stopped: Callable[[], bool] = lambda: False
         self.shares = share.shares
         """The weights by which each batch is divided. They may change between two steps."""
         self._share = share
         self._device = device
-        self.collate = collate
+        self._is_plain = is_plain(self.dataset, self.collate)
+        self.fetching = source.fetching
+        self._batches = Batches(self.dataset, self.collate, seeded=batch.fetchers > 0)
+        self._fetcher = Fetcher(self._batches, batch.fetchers, source.fetching, device)
         self._fetched: Iterator[Any] = iter(())
         self._ahead: Any = None
         if self.rows == 0:
@@ -67,11 +70,23 @@ class Loader:
     def __iter__(self) -> Iterator[Any]:
         if self.position.row >= self.rows:  # a loop that took exactly len() batches has not asked for the end
             self.end_epoch()
+        self.check_epoch()
         yield from self._rest_of_epoch()
         self._check_step()
         if self.is_stopped() and self.position.row < self.rows:
             return
         self.end_epoch()
+
+    def check_epoch(self, keep: Callable[[], None] = lambda: None) -> None:
+        """Raises ConfigError if the epoch that comes has no order, or not the same on all workers; `keep` is called
+        before."""
+        try:
+            if self.fault is not None:
+                raise ConfigError(self.fault)
+            self.order.of(self.position.epoch, self.seed)
+        except ConfigError:
+            keep()
+            raise
 
     def end_epoch(self) -> None:
         """Ends the epoch: all of its rows are done."""
@@ -82,23 +97,39 @@ class Loader:
     def _rest_of_epoch(self) -> Iterator[Any]:
         order, shares = self._order(), None
         fetched: Iterator[Any] = iter(())
+        self.order.begin(self.position.epoch)
         try:
             while self.position.row < self.rows and not self.is_stopped():
                 self._check_step()
                 if shares != self.shares:  # also at first: rows are fetched ahead, for shares as they are
                     shares = self.shares
-                    fetched = self._fetched = iter(self._fetch(order, self.position.row))
+                    fetched = self._fetched = self._fetch(order, self.position.row)
                     self._ahead = None
                 for micro in self._step_at(self.position.row):
-                    self.current = micro
-                    if not micro.counts:
+                    if not self._give(micro, order).weighs:
                         self.on_stand_in()
                     batch, self._ahead = self._ahead, None
-                    self.given += 1
                     yield arrived(next(fetched), self._device) if batch is None else batch
         finally:
-            if fetched is self._fetched:  # else the processes that fetch would live for as long as we do
+            if fetched is self._fetched:
                 self._fetched, self._ahead = iter(()), None
+                if not self.fetching.persistent:  # they would live for as long as we do
+                    self._fetcher.close()
+
+    def _give(self, micro: MicroBatch, order: Tensor) -> MicroBatch:
+        if self.order.has_gaps and bool((order[micro.start : micro.end] == EMPTY).all()):
+            micro = replace(micro, is_empty=True)
+        self.current = micro
+        self.given += 1
+        return micro
+
+    def _rows_at(self, order: Tensor, micro: MicroBatch) -> list[int]:
+        """Which rows a micro-batch has; if all of its places are empty, two others, which will weigh nothing."""
+        found = order[micro.start : micro.end]
+        if self.order.has_gaps:
+            found = found[found != EMPTY]
+            found = found if len(found) else order[order != EMPTY][:2]
+        return list(found.tolist())
 
     def fetch_ahead(self) -> None:
         """Sends the next batch to a GPU that still computes; if rows are mere tensors, which draw no random numbers."""
@@ -107,7 +138,8 @@ class Loader:
 
     def once(self) -> Iterator[Any]:
         """This worker's rows of the dataset in their own order, for looking and not for training."""
-        for micro, batch in zip(self._micro_batches(0), self._fetch(torch.arange(self.rows), 0), strict=True):
+        order = torch.arange(self.rows) if not self.order.has_gaps else self.order.of(0, self.seed)
+        for micro, batch in zip(self._micro_batches(0), self._fetch(order, 0), strict=True):
             self.current = micro
             yield arrived(batch, self._device)
 
@@ -121,7 +153,7 @@ class Loader:
     @property
     def is_even(self) -> bool:
         """Whether all of this worker's micro-batches have as many rows, as shares are now."""
-        return len({micro.end - micro.start for micro in self._micro_batches(0)}) == 1
+        return not self.order.has_gaps and len({micro.end - micro.start for micro in self._micro_batches(0)}) == 1
 
     @property
     def _next_row(self) -> int:
@@ -141,15 +173,21 @@ class Loader:
         return plan_step(row, self.rows, self.batch, shares or self.shares, share.rank, **together)
 
     def _order(self) -> Tensor:
-        """The epoch's shuffled order: the same on every rank, and after a restart."""
-        generator = torch.Generator().manual_seed(mix(self.seed, self.position.epoch))
-        order = torch.randperm(self.rows, generator=generator)
+        """The epoch's order: the same on every rank, and after a restart."""
+        order = self.order.of(self.position.epoch, self.seed)
         if not self.position.left:
             return order
         is_left = torch.zeros(self.rows, dtype=torch.bool)
         for start, end in self.position.left:
             is_left[start:end] = True
         return torch.cat([order[~is_left], order[is_left]])
+
+    def digest_of_next(self) -> str:
+        """Of the next epoch's order; empty where the seed says it all, and where it cannot be."""
+        try:
+            return self.order.digest(self.position.epoch + 1, self.seed)
+        except ConfigError:  # said when that epoch begins
+            return ""
 
     def pass_rows(self, rows: int) -> int:
         """Counts `rows` more of the epoch as done. Returns how many batches, the short last one included, ended."""
@@ -171,30 +209,13 @@ class Loader:
                 at += b - a
         return tuple(found)
 
-    def _fetch(self, order: Tensor, row: int) -> DataLoader[Any]:
-        parts = self._micro_batches(row)
-        indices: Iterator[list[int]] = (order[m.start : m.end].tolist() for m in parts)
-        if self.batch.fetchers:
-            epoch = self.position.epoch
-            indices = ([mix(self.seed, epoch, m.start), *order[m.start : m.end].tolist()] for m in parts)
-        return self._reader(indices)
-
-    def _reader(self, indices: Iterable[list[int]], *, persistent: bool = False) -> DataLoader[Any]:
-        # A generator of its own: a DataLoader draws its seed from the default one, and a resumed run would draw
-        # once more often than a run that was never stopped.
-        options: dict[str, Any] = {
-            "generator": torch.Generator(),
-            # Only rows that came from other processes: a tensor that is on the GPU already cannot be pinned.
-            "pin_memory": self._device.type == "cuda" and self.batch.fetchers > 0,
-            "num_workers": self.batch.fetchers,
-            "persistent_workers": persistent,
-        }
-        batches = Batches(self.dataset, self.collate, seeded=self.batch.fetchers > 0)
-        return DataLoader(batches, batch_size=None, sampler=indices, collate_fn=_as_it_is, **options)
-
-    @property
-    def _is_plain(self) -> bool:
-        return is_plain(self.dataset, self.collate)
+    def _fetch(self, order: Tensor, row: int) -> Iterator[Any]:
+        """This worker's batches from this place on."""
+        epoch, is_seeded = self.position.epoch, self.batch.fetchers > 0
+        return self._fetcher.read(
+            [*([mix(self.seed, epoch, micro.start)] if is_seeded else []), *self._rows_at(order, micro)]
+            for micro in self._micro_batches(row)
+        )
 
     def _check_step(self) -> None:
         """A forgotten step() would leave the other workers waiting for this one's gradients."""
@@ -216,21 +237,20 @@ class SliceLoader(Loader):
         self._ordered: tuple[tuple[int, int, tuple[tuple[int, int], ...]], Tensor] | None = None
         self._planned: Iterator[MicroBatch] | None = None
         """What is left of a pass: rows that were handed out belong to this worker, also if its loop took a break."""
-        self._expected: list[list[int]] = []
-        self._coming: deque[MicroBatch] = deque()
+        self._coming: deque[Request] = deque()
         """What the processes that fetch have been asked for."""
-        self._fetchers: DataLoader[Any] | None = None
 
     def __iter__(self) -> Iterator[Any]:
         if self.position.row >= self.rows:
             self.end_epoch()
+        self.check_epoch()
         planned = self._planned = self._planned or self.plan()
+        self.order.begin(self.position.epoch)
         for micro in planned:
-            self.given += 1
-            self.current = micro
-            batch = self._rows_of(micro)
+            micro = self._give(micro, self._order_now())
+            batch = self._read(self._request(micro))
             seed_everything(self.seed_of(micro))
-            if not micro.counts:
+            if not micro.weighs:
                 self.on_stand_in()
             yield arrived(batch, self._device)
         self.forget()
@@ -239,19 +259,23 @@ class SliceLoader(Loader):
 
     def forget(self) -> None:
         """The next pass begins where the run stands then."""
-        self._planned = self._fetchers = None
+        self._planned = None
         self._fetched = iter(())
         self._coming.clear()
+        if not self.fetching.persistent:
+            self._fetcher.close()
 
     def expect(self, micros: Iterable[MicroBatch]) -> None:
         """What the plan gives from here on, though it may end early: it is fetched ahead, if there is anybody to."""
-        if not self.batch.fetchers:
-            return
-        self._coming = deque(micros)
-        self._expected[:] = [[self._seed_of_rows(micro), *self._rows_in(micro)] for micro in self._coming]
-        # One for all windows of a pass: its processes stay, and drop what is no longer wanted.
-        self._fetchers = self._fetchers or self._reader(self._expected, persistent=True)
-        self._fetched = iter(self._fetchers)
+        if self.batch.fetchers:
+            self._coming.clear()
+            self._fetched = self._fetcher.read(self._asked(list(micros)))
+
+    def _asked(self, micros: Iterable[MicroBatch]) -> Iterator[Request]:
+        for micro in micros:
+            request = self._request(micro)
+            self._coming.append(request)
+            yield request
 
     def end_epoch(self) -> None:
         self.forget()
@@ -265,20 +289,22 @@ class SliceLoader(Loader):
     def is_even(self) -> bool:
         return False
 
-    def _rows_of(self, micro: MicroBatch) -> Any:
-        if self._coming and self._coming[0] == micro:
-            self._coming.popleft()
+    def _read(self, request: Request) -> Any:
+        if request in self._coming:
+            while self._coming.popleft() != request:
+                next(self._fetched)  # nobody wants it any more
             return next(self._fetched)
+        seed, *rows = request
         if not self._is_plain:
-            seed_everything(self._seed_of_rows(micro))
-        return read_batch(self.dataset, self._rows_in(micro), self.collate)
+            seed_everything(seed)
+        return self._batches.read(rows)
 
-    def _seed_of_rows(self, micro: MicroBatch) -> int:
-        """Differs from the model's seed: what the model draws must not depend on which process reads rows."""
-        return mix(self.seed_of(micro), 1)
+    def _request(self, micro: MicroBatch) -> Request:
+        """Its seed differs from the model's: what the model draws must not depend on which process reads rows."""
+        return [mix(self.seed_of(micro), 1), *self._rows_at(self._order_now(), micro)]
 
-    def _rows_in(self, micro: MicroBatch) -> list[int]:
+    def _order_now(self) -> Tensor:
         key = (self.seed, self.position.epoch, self.position.left)
         if self._ordered is None or self._ordered[0] != key:
             self._ordered = key, self._order()
-        return self._ordered[1][micro.start : micro.end].tolist()
+        return self._ordered[1]

@@ -16,8 +16,7 @@ class BatchConfig:
     micro_size: int | None = None
     """Rows that go through the model at once on one worker; none: a worker's whole part."""
     fetchers: int = 0
-    """Processes on each worker that fetch rows ahead of the model; 0: rows are fetched when they are needed. Workers
-    of a host always do so."""
+    """Processes on each worker that fetch rows ahead of the model; 0: rows are fetched when they are needed."""
     slices: int | None = None
     """Under a host, with the Sync policy: the fixed parts of a step's batch that are handed out, at least; none: 8.
     More of them share out more finely among workers of mixed speeds, and each is computed by itself."""
@@ -74,6 +73,13 @@ class MicroBatch:
     """Which of this worker's parts of the step it is."""
     counts: bool = True
     """False: somebody else's rows, with which this worker takes part in what all must do together."""
+    is_empty: bool = False
+    """All of its places are empty: they are done with rows that weigh nothing."""
+
+    @property
+    def weighs(self) -> bool:
+        """Whether its rows have a part in the step."""
+        return self.counts and not self.is_empty
 
 
 def plan_step(

@@ -2,7 +2,8 @@
 
 import random
 import traceback
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Iterator, Mapping, Sized
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +36,10 @@ class Batches(Dataset[Any]):
     def __getitem__(self, rows: list[int]) -> Any:
         if self.seeded:
             seed_everything(rows[0])
-        return read_batch(self.dataset, rows[1:] if self.seeded else rows, self.collate)
+        return self.read(rows[1:] if self.seeded else rows)
+
+    def read(self, rows: list[int]) -> Any:
+        return read_batch(self.dataset, rows, self.collate)
 
 
 def is_plain(dataset: Any, collate: object) -> bool:
@@ -80,10 +84,6 @@ def _own_frames(error: Exception, most: int = 6) -> str:
     return "".join(traceback.format_list(frames[-most:])).rstrip()
 
 
-def _as_it_is(batch: Any) -> Any:
-    return batch
-
-
 def mix(*numbers: int) -> int:
     """One seed from several numbers, the same on every machine."""
     mixed = 0
@@ -97,6 +97,19 @@ def seed_everything(seed: int) -> None:
     seed_gpus(seed)
     random.seed(seed)
     np.random.seed(seed % (1 << 32))
+
+
+@contextmanager
+def random_numbers_kept() -> Iterator[None]:
+    """The process's random numbers are as they were, after this. A GPU that nobody uses is not woken."""
+    python, numpy = random.getstate(), np.random.get_state()
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
 
 
 class TensorRows(Dataset[Any]):

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from potluck.data.plan import BatchConfig, Position, plan_step
-from potluck.data.rows import arrived, as_dataset, read_batch
+from potluck.data.rows import arrived, read_batch
+from potluck.data.source import HeldOut
 from potluck.engine.layers import Layers
 from potluck.engine.losses import LossFunction, looking, loss_and_samples
 from potluck.engine.member_driver import MemberDriver
@@ -162,13 +163,13 @@ class HostLifecycle:
 
     # Looking, saving
 
-    def evaluate(self, loss_of: LossFunction, dataset: Any, batch_size: int) -> float:
+    def evaluate(self, loss_of: LossFunction, looked_at: HeldOut) -> float:
         """The mean loss over a dataset, in ranges that the host hands out; it does not depend on who computes which."""
         self.join()
-        run, rows = self.run, as_dataset(dataset)
+        run, rows = self.run, looked_at.rows
         if self.is_replaying or self._has_left or (run.stopping and self._is_over) or not len(rows):
             return math.nan
-        replica, link, collate = run.prepared(), run.link, run.loader.collate if run.loader is not None else None
+        replica, link, collate = run.prepared(), run.link, looked_at.collate
         whole, shares = BatchConfig(size=len(rows)), (1.0,) * link.world
 
         def sum_of(start: int, end: int) -> list[float]:
@@ -183,7 +184,7 @@ class HostLifecycle:
             return [sum(column) for column in zip(*link.gather_rows([total, count]), strict=True)]
 
         with self.work.as_agreed(), looking(replica.model):
-            return self.driver.evaluate(len(rows), min(len(rows), max(1, batch_size)), sum_of)
+            return self.driver.evaluate(len(rows), min(len(rows), max(1, looked_at.batch_size)), sum_of)
 
     def exchange(self, data: bytes) -> list[bytes]:
         """Through the host. Of a worker that is not where the others are: its own alone."""

@@ -18,11 +18,12 @@ from torch import Tensor
 from potluck.agree.step_report import StepDecision
 from potluck.data.loader import Loader, SliceLoader
 from potluck.data.plan import BatchConfig, MicroBatch
+from potluck.data.source import DataSource
 from potluck.engine.host_lifecycle import HostLifecycle
 from potluck.engine.losses import STEP_TOO_EARLY, check_mean
 from potluck.engine.part_sender import PartSender
 from potluck.engine.replica import Replica
-from potluck.engine.rounds import Collate, check_same_data
+from potluck.engine.rounds import check_same_data
 from potluck.engine.run_state import RunState
 from potluck.engine.slices import describe_model, state_specs
 from potluck.errors import ConfigError
@@ -114,7 +115,7 @@ class HostRounds:
     def begin(self, replica: Replica) -> None:
         self._work = self._lifecycle.work = self._make_work(replica, self._sender)
 
-    def make_loader(self, dataset: Any, batch: BatchConfig, seed: int, collate: Collate) -> Loader:
+    def make_loader(self, source: DataSource, batch: BatchConfig, seed: int) -> Loader:
         run = self._run
         if batch.fetchers:
             run.notice(
@@ -122,9 +123,10 @@ class HostRounds:
                 " and it reads them then."
             )
             batch = replace(batch, fetchers=0)
-        options: dict[str, Any] = {"device": run.device, "seed": seed, "collate": collate}
-        loader = self._loader = SliceLoader(dataset, batch, **options)
+        loader = self._loader = SliceLoader(source, batch, device=run.device, seed=seed)
         check_same_data(run, loader)  # the ranks of a worker among themselves
+        if loader.order.digest(0, seed):  # of workers that come and go, the host compares it
+            run.caller.training["order of rows"] = loader.order.tell(seed)
         model, policy = run.prepared().model, run.wanted.policy
         sharded = sharded_of(run.prepared())
         split = sharded.split if sharded is not None else None
@@ -143,6 +145,7 @@ class HostRounds:
             state_bytes=sum(spec.nbytes for spec in state_specs(model, split).values()),
             in_pairs=run.batch_norm is not None,
             data=run.data or {},
+            places=loader.order.counted,
             told={},
         )
         loader.plan = self._plan

@@ -53,7 +53,7 @@ class WholeLayers:
     def make_replica(
         self, model: nn.Module, optimizer: Optimizer, rounds: "Rounds", options: dict[str, Any]
     ) -> Replica:
-        """Called once. `options`: what prepare() was given of the data: batch_size, dataset, loss and collate."""
+        """Called once. `options`: what prepare() was given of the data: source and loss."""
         return make_replica(self._run, self, rounds.nodes, model, optimizer)
 
     def settle_in(self) -> None:
@@ -103,7 +103,7 @@ class WholeLayers:
         total = count = 0.0
         for batch in loader.once():
             loss, samples = loss_and_samples(self._run.prepared().loss(loss_of, batch), batch)
-            if samples and loader.current is not None and loader.current.counts:
+            if samples and loader.current is not None and loader.current.weighs:
                 total += loss.item() * samples
                 count += samples
         return total, count

@@ -18,6 +18,7 @@ from potluck.agree.step_report import StepDecision
 from potluck.agree.terms import Fingerprint
 from potluck.coded_numbers import Wire
 from potluck.composition import Composition, Wanted
+from potluck.data.fetching import FetchOptions
 from potluck.data.loader import Loader
 from potluck.data.plan import MicroBatch, Position
 from potluck.data.rows import mix, seed_everything
@@ -184,7 +185,7 @@ class RunState:
                 f" or fp32, and look at the data around there.{self.prepared().nonfinite_hint()}"
             )
 
-    def look_at_data(self, dataset: Any, *, elsewhere: bool = False) -> Fingerprint:
+    def look_at_data(self, dataset: Any, *, elsewhere: FetchOptions | None = None) -> Fingerprint:
         if self.data is None:
             self.data = fingerprint(dataset, elsewhere=elsewhere)
         return self.data

@@ -100,7 +100,7 @@ class SliceSteps:
             self._driver.reach("forward")
         self._replica.arm(last=last)
         self._run.stand_in.close()
-        samples = samples if micro.counts else 0.0
+        samples = samples if micro.weighs else 0.0
         if samples:
             self._loss += loss.detach().item() * samples
             self._samples += samples
