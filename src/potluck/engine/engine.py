@@ -133,7 +133,8 @@ class Engine:
         - `collate`: makes a batch from a list of rows; None: as torch's DataLoader does.
         - `seed`: where the order of rows starts from.
         - `loss`: your loss function, needed only where the model is cut into stages: see train().
-        - `scheduler`: any LRScheduler. It is stepped here, once per step of the run under every policy; do not step it.
+        - `scheduler`: any LRScheduler. It is stepped here, once per step of the run under every policy; its own step()
+          does nothing any more.
         """
         run = self.run
         if run.replica is not None:
@@ -158,6 +159,7 @@ class Engine:
         data = {"source": source, "loss": loss}
         run.names = tuple(model.state_dict()) if isinstance(model, nn.Module) else ()
         run.replica = self.layers.make_replica(model, optimizer, self.rounds, data)
+        run.replica.on_own_step = self.step
         shadow_saving(run, model, self.state_dict, lambda: self.rank)
         self.rounds.begin(run.replica)
         if run.config.compile:
@@ -296,6 +298,11 @@ class Engine:
         replicas step by themselves, each does so, and all agree with the last step of a window.
         """
         return self.rounds.step()
+
+    def print(self, *words: Any, **options: Any) -> None:
+        """As Python's print(), but on rank 0 alone."""
+        if self.rank == 0:
+            print(*words, **options)
 
     def evaluate(self, loss_of: LossFunction, dataset: Any, batch_size: int | None = None) -> float:
         """The mean loss over a dataset or a DataLoader, each worker computing its share. Nothing is trained.

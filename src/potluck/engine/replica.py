@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -134,10 +135,21 @@ class Replica:
         self.model.zero_grad()
         optimizer.zero_grad = lambda set_to_none=True: None  # type: ignore[method-assign]
         self._is_stepping = False
+        self.on_own_step: Callable[[], Any] = self._check_own_step
+        """What optimizer.step() does in a loop that calls it out of habit."""
         optimizer.register_step_pre_hook(lambda *told: self._check_own_step())
+        optimizer.step = MethodType(self._step_of_habit(optimizer.step), optimizer)  # type: ignore[method-assign]
         self.outer = OuterState(optimizer, self.names)
         self._add_group = optimizer.add_param_group
         optimizer.add_param_group = self._add_param_group  # type: ignore[method-assign]
+
+    def _step_of_habit(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """A method, since schedulers that are made later wrap it as one."""
+
+        def step(optimizer: Optimizer, *arguments: Any, **options: Any) -> Any:
+            return plain(*arguments, **options) if self._is_stepping else self.on_own_step()
+
+        return step
 
     def _check_own_step(self) -> None:
         if not self._is_stepping:
