@@ -304,10 +304,12 @@ class Engine:
         if self.rank == 0:
             print(*words, **options)
 
-    def evaluate(self, loss_of: LossFunction, dataset: Any, batch_size: int | None = None) -> float:
+    def evaluate(self, loss_of: LossFunction, dataset: Any, batch_size: int | None = None) -> Any:
         """The mean loss over a dataset or a DataLoader, each worker computing its share. Nothing is trained.
 
-        `batch_size`: rows that go through the models of all workers at once; None: the DataLoader's own.
+        `loss_of(model, batch)` may give a dictionary of means by name, such as {"loss": ..., "accuracy": ...}, or
+        (dictionary, samples): then this does too, of floats. `batch_size`: rows that go through the models of all
+        workers at once; None: the DataLoader's own.
         """
         own = self.run.loader.collate if self.run.loader is not None else None
         return self.lifecycle.evaluate(loss_of, held_out(dataset, batch_size, own))

@@ -4,7 +4,6 @@ HostLifecycle (host_lifecycle.py) answers the same calls where a host does; what
 """
 
 import json
-import math
 import os
 from functools import partial
 from pathlib import Path
@@ -18,6 +17,7 @@ from potluck.data.plan import BatchConfig, BatchShare
 from potluck.data.source import HeldOut
 from potluck.engine.buddy_copies import BuddyCopies
 from potluck.engine.layers import Layers
+from potluck.engine.look_sums import Figures, add_up, means_of
 from potluck.engine.losses import LossFunction, looking
 from potluck.engine.rounds import Rounds
 from potluck.engine.run_state import RunState
@@ -137,7 +137,7 @@ class GroupLifecycle:
     def seed_random(self, seed: int) -> None:
         self._run.seed_random(seed)
 
-    def evaluate(self, loss_of: LossFunction, looked_at: HeldOut) -> float:
+    def evaluate(self, loss_of: LossFunction, looked_at: HeldOut) -> Figures:
         self._rounds.settle()
         run, pipelines = self._run, self._layers.pipelines
         replica, rows = run.prepared(), looked_at.rows
@@ -148,10 +148,9 @@ class GroupLifecycle:
         share = BatchShare(shares, self._layers.pipeline, in_step=replica.in_step)
         loader = Loader(rows, batch, share, device=run.device, collate=looked_at.collate)
         with looking(replica.model), torch.no_grad():
-            total, count = self._layers.look(loss_of, loader)
-        sums = run.link.gather_rows([total, count])
-        counted = sum(row[1] for row in sums)
-        return sum(row[0] for row in sums) / counted if counted else math.nan
+            mine = self._layers.look(loss_of, loader)
+        total = add_up(run.link.gather_bytes(mine.to_bytes()))
+        return means_of(total.names, total.figures, total.samples)
 
     def exchange(self, data: bytes) -> list[bytes]:
         """The bytes of all workers who are here, in order of rank."""

@@ -8,8 +8,8 @@ wait.
 """
 
 import json
-import math
 from collections import deque
+from collections.abc import Sequence
 from enum import Enum, auto
 
 from potluck.errors import ConfigError, Diverged, PotluckError
@@ -215,11 +215,11 @@ class Member:
     def _ask_again(self) -> list[MemberEffect]:
         """An evaluation or a gathering that was under way begins anew, or is of weights that are no more."""
         asked: list[MemberEffect] = []
-        if (look := self.evaluation) is not None and look.loss is None:
+        if (look := self.evaluation) is not None and look.is_under_way:
             if look.step == self.version:
                 asked.append(look.ask())
             else:
-                look.loss = math.nan
+                look.end()
         if (values := self.gathering) is not None and values.found is None:
             if values.step == self.version != self._loaded_at:
                 asked.append(values.ask())
@@ -380,17 +380,18 @@ class Member:
         self.evaluation = MemberEvaluation(self.version, rows, size)
         return [self.evaluation.ask()]
 
-    def looked(self, asked: LookAt, total: float, samples: float) -> list[MemberEffect]:
+    def looked(self, asked: LookAt, names: str, figures: Sequence[float], samples: float) -> list[MemberEffect]:
+        """The sum of each figure, the loss first. `names`: as JSON; empty: there is only the loss."""
         assert self.evaluation is not None
-        return [self.evaluation.ask(asked.start, asked.end, total, samples)]
+        return [self.evaluation.ask(asked.start, asked.end, names, figures, samples)]
 
     def _on_evaluation(self, message: EvaluateRange | Evaluated) -> list[MemberEffect]:
         found = self.evaluation
-        if found is None or found.loss is not None or message.step != found.step:
+        if found is None or not found.is_under_way or message.step != found.step:
             return []
         if isinstance(message, EvaluateRange):
             return [LookAt(message.start, message.end)]
-        found.loss = message.loss_sum / message.samples if message.samples else math.nan
+        found.take(message)
         return []
 
     # Values of one's own
@@ -472,8 +473,8 @@ class Member:
     def end(self) -> None:
         self.phase = MemberPhase.OVER
         self.turn += 1
-        if self.evaluation is not None and self.evaluation.loss is None:
-            self.evaluation.loss = math.nan
+        if self.evaluation is not None:
+            self.evaluation.end()
         if self.gathering is not None:
             self.gathering.end()
 

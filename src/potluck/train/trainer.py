@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 from potluck.data.plan import BatchConfig
 from potluck.data.source import held_out, source_of
 from potluck.engine.engine import Engine
+from potluck.engine.look_sums import Figures, loss_of_figures
 from potluck.engine.losses import LossFunction
 from potluck.engine.start import init
 from potluck.errors import ConfigError, PotluckError
@@ -109,6 +110,8 @@ class Trainer:
         Trainer(model, optimizer, dataset, loss=loss_of, batch_size=32, folder="runs/mine").fit()
 
     `loss(model, batch)` gives the mean loss over the batch's rows, or (mean, samples) to count something else.
+    `validate(model, batch)` gives what is wanted of the `validation` rows: a loss, or a dictionary of means by name,
+    such as {"loss": ..., "accuracy": ...}; without it that is the loss.
     `batch_size` is the rows of one step over all workers together. `engine` is the handle that init() returned;
     without one, the trainer calls init().
     """
@@ -123,6 +126,7 @@ class Trainer:
         batch_size: int | BatchConfig | None = None,
         folder: str | Path,
         validation: Any = None,
+        validate: LossFunction | None = None,
         collate: Callable[[list[Any]], Any] | None = None,
         engine: Engine | None = None,
         config: FitConfig = FitConfig(),
@@ -131,6 +135,7 @@ class Trainer:
         self._caller = self.engine.run.caller
         self._caller.has_trainer = True
         self.loss = loss
+        self.validate = validate or loss
         self.folder = Path(folder)
         self.config = config
         batch = _batch(batch_size, has_own=isinstance(dataset, DataLoader))
@@ -282,8 +287,9 @@ class Trainer:
         if looked_at is None or not len(looked_at.rows) or self._validated_at == self.engine.step_number:
             return
         self._validated_at = self._caller.memo["validated_at"] = self.engine.step_number
-        loss = self.engine.evaluate(self.loss, looked_at)
-        self.engine.events.emit(Validated(step=self.engine.step_number, loss=loss))
+        found: Figures = self.engine.evaluate(self.validate, looked_at)
+        metrics = found if isinstance(found, dict) else {}
+        self.engine.events.emit(Validated(step=self.engine.step_number, loss=loss_of_figures(found), metrics=metrics))
 
     def _save(self) -> None:
         if self._saved_at != self.engine.step_number:
@@ -385,7 +391,8 @@ def _tensorboard(folder: Path) -> Callable[[Event], None]:
                 for name in ("loss", "lr", "grad_norm"):
                     writer.add_scalar(f"train/{name}", getattr(event, name), event.step)
             case Validated():
-                writer.add_scalar("validation/loss", event.loss, event.step)
+                for name, value in ({"loss": event.loss} | event.metrics).items():
+                    writer.add_scalar(f"validation/{name}", value, event.step)
             case RunEnded():
                 writer.close()
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, dataclass_transform, get_args, get_type_hints
 import numpy as np
 import numpy.typing as npt
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Of our own messages: a Hello says which one its sender speaks."""
 TOO_SOON = 5
 """The code of a Refusal after which a worker waits, and comes again."""
@@ -292,6 +292,10 @@ class EvaluateNext(Message):
     """The range that was done; start == end: none yet."""
     loss_sum: F64
     samples: F64
+    names: String = ""
+    """Of all figures, the loss first, as JSON; empty: there is only the loss."""
+    sums: F64s = field(default_factory=lambda: np.zeros(0, "<f8"))
+    """Of the other figures, in the order of their names."""
 
 
 class EvaluateRange(Message):
@@ -308,6 +312,8 @@ class Evaluated(Message):
     step: U64
     loss_sum: F64
     samples: F64
+    names: String = ""
+    sums: F64s = field(default_factory=lambda: np.zeros(0, "<f8"))
 
 
 class SaveDue(Message):
