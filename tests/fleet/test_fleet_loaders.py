@@ -1,6 +1,5 @@
 """DataLoaders and streams under a host: workers come, go and are killed, and the losses are those of one process."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,9 @@ from tests.fleet.fleet import Fleet
 from tests.parity import test_any_loader as loaders
 
 
-def loop(kind: str, fleet: Any, on_step: Callable[[Any], None]) -> nn.Module:
+def loop(kind: str, fleet: Any) -> nn.Module:
     model, optimizer = loaders.make()
     model, _, loader = fleet.prepare(model, optimizer, loaders.make_loader(kind), slices=4)
-    fleet.after_agreement.append(lambda: on_step(fleet))
     for _ in fleet.epochs(loaders.EPOCHS):
         for batch in loader:
             fleet.train(loaders.loss_of, batch)
@@ -22,17 +20,17 @@ def loop(kind: str, fleet: Any, on_step: Callable[[Any], None]) -> nn.Module:
     return model
 
 
-def by_length(fleet: Any, on_step: Callable[[Any], None]) -> nn.Module:
-    return loop("by length", fleet, on_step)
+def by_length(fleet: Any) -> nn.Module:
+    return loop("by length", fleet)
 
 
-def weighted(fleet: Any, on_step: Callable[[Any], None]) -> nn.Module:
-    return loop("weighted", fleet, on_step)
+def weighted(fleet: Any) -> nn.Module:
+    return loop("weighted", fleet)
 
 
-def weighted_otherwise(fleet: Any, on_step: Callable[[Any], None]) -> nn.Module:
+def weighted_otherwise(fleet: Any) -> nn.Module:
     loaders.ROWS = 25
-    return loop("weighted", fleet, on_step)
+    return loop("weighted", fleet)
 
 
 def ended(fleet: Fleet) -> list[float]:
@@ -51,7 +49,7 @@ def ended(fleet: Fleet) -> list[float]:
 def test_two_joiners_and_a_kill_have_the_losses_of_one_process(kind: str, tmp_path: Path) -> None:
     expected = loaders.plain(kind)
     fleet = Fleet(tmp_path)
-    options = {"loop": by_length, "steps": len(expected)}
+    options = {"job": by_length, "steps": len(expected)}
     fleet.add("stays", hold_at=4, **options)
     killed = fleet.add("killed", hold_at=8, hold_for="never", **options)
     fleet.let_in("killed")
@@ -66,9 +64,9 @@ def test_two_joiners_and_a_kill_have_the_losses_of_one_process(kind: str, tmp_pa
 
 def test_a_joiner_whose_sampler_gives_another_order_is_told(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path)
-    fleet.add("first", loop=weighted, hold_at=2)
+    fleet.add("first", job=weighted, hold_at=2)
     fleet.wait_for_step(1)
-    other = fleet.add("other", loop=weighted_otherwise)
+    other = fleet.add("other", job=weighted_otherwise)
     other.process.join(30)
     said = (tmp_path / "other.error").read_text()
     assert "This run has order of rows = in the order of its WeightedRandomSampler, which begins with rows" in said

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from potluck.batch_shapes import to_device
+from potluck.devices import seed_gpus
 from potluck.errors import ConfigError, PotluckError
 
 
@@ -93,8 +94,7 @@ def mix(*numbers: int) -> int:
 
 def seed_everything(seed: int) -> None:
     torch.default_generator.manual_seed(seed)  # torch.manual_seed() takes a quarter of a millisecond
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.manual_seed_all(seed)
+    seed_gpus(seed)
     random.seed(seed)
     np.random.seed(seed % (1 << 32))
 

@@ -34,10 +34,12 @@ from potluck.composition import Wanted, check_data, compose, settled
 from potluck.data.loader import Loader
 from potluck.data.plan import BatchConfig
 from potluck.data.source import DataSource, held_out, source_of
+from potluck.engine import own_values
 from potluck.engine.compiling import Compiling, expect_any_rows
 from potluck.engine.engine_parts import EngineParts, over_group
 from potluck.engine.fingerprint import training_settings
 from potluck.engine.losses import LossFunction
+from potluck.engine.own_saving import shadow_saving
 from potluck.engine.replica import check_own_memory, find_batch_norm
 from potluck.engine.run_state import RunState
 from potluck.engine.scheduled import RunScheduler
@@ -154,7 +156,9 @@ class Engine:
         run.caller.training = own | run.caller.training
         run.scheduled = RunScheduler(scheduler, optimizer) if scheduler is not None else None
         data = {"source": source, "loss": loss}
+        run.names = tuple(model.state_dict()) if isinstance(model, nn.Module) else ()
         run.replica = self.layers.make_replica(model, optimizer, self.rounds, data)
+        shadow_saving(run, model, self.state_dict, lambda: self.rank)
         self.rounds.begin(run.replica)
         if run.config.compile:
             self._compiling = Compiling(run.say)
@@ -301,12 +305,44 @@ class Engine:
         own = self.run.loader.collate if self.run.loader is not None else None
         return self.lifecycle.evaluate(loss_of, held_out(dataset, batch_size, own))
 
+    def mean(self, value: Any, weight: float = 1.0) -> Any:
+        """The mean of all workers' values, weighted: a number, a tensor, or a dictionary of them. Call it on every
+        worker at the same place, after a step or an epoch; all get the same bits.
+
+        A worker whose weight is 0 does not count, whatever its value is. Each rank counts by itself, also those that
+        hold parts of one replica: where they give the same value and weight, the mean does not change.
+        """
+        return own_values.mean(self._exchange, value, weight)
+
+    def gather(self, value: Any) -> Any:
+        """All workers' values in order of rank, on every worker: tensors one after the other along their first
+        dimension, which may differ; numbers as a list; of a dictionary, each by its name. Called as mean() is."""
+        return own_values.gather(self._exchange, value)
+
+    def _exchange(self, data: bytes) -> list[bytes]:
+        if self.rounds.is_under_way:
+            raise ConfigError(
+                "fleet.mean() and fleet.gather() need all workers at the same place, and within a step or a window each"
+                " is somewhere else. Call them once fleet.step() has ended one, in fleet.after_step or"
+                " fleet.after_agreement, or after an epoch."
+            )
+        return self.lifecycle.exchange(data)
+
     def save(self, folder: str | Path, *, keep_last: int = 2) -> None:
         """Saves a checkpoint below `folder`: call it on every worker. Under a host it is the host that saves.
 
         Returns once it is in host memory; the disk is written meanwhile.
         """
         self.lifecycle.save(Path(folder), keep_last)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of the model's state on the CPU, under the names that it had before prepare(): call it on every worker.
+
+        Rank 0 gets it, and every other worker an empty one. Where the model is split it is fetched block by block, and
+        is never whole on a GPU.
+        """
+        self.run.prepared()
+        return self.lifecycle.state_dict()
 
     def load(self, folder: str | Path) -> bool:
         """Continues from the newest whole checkpoint below `folder`, on any number of workers. False if there is none.

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -26,11 +26,14 @@ from potluck.engine.node_client import NodeClient
 from potluck.engine.run_state import RunState
 from potluck.engine.saved_position import check_position, restore_position, take_position
 from potluck.environment import QUIET
-from potluck.errors import Interrupted
+from potluck.errors import ConfigError, Interrupted, PotluckError
 from potluck.fleet.client import Client
 from potluck.fleet.description import Description
+from potluck.fleet.gathering import MOST_BYTES
 from potluck.fleet.ledger import Ledger
 from potluck.save.saves import Saves
+from potluck.save.whole_state import whole_state
+from potluck.tensor_bytes import join_bytes, split_bytes
 
 if TYPE_CHECKING:
     from potluck.engine.host_rounds import HostWork
@@ -183,6 +186,20 @@ class HostLifecycle:
         with self.work.as_agreed(), looking(replica.model):
             return self.driver.evaluate(len(rows), min(len(rows), max(1, looked_at.batch_size)), sum_of)
 
+    def exchange(self, data: bytes) -> list[bytes]:
+        """Through the host. Of a worker that is not where the others are: its own alone."""
+        self.join()
+        own = join_bytes(self.run.link.gather_bytes(data))
+        if len(own) > MOST_BYTES:
+            raise ConfigError(
+                f"Under a host, a worker may give {MOST_BYTES:,} bytes to fleet.mean() or fleet.gather(), and these are"
+                f" {len(own):,}. Give fewer at a time."
+            )
+        try:
+            return [each for worker in self.driver.gather(own) for each in split_bytes(worker)]
+        except ValueError as error:
+            raise PotluckError(f"What a worker gave to all cannot be read: {error}.") from None
+
     def save(self, folder: Path, keep_last: int) -> None:
         """The host keeps checkpoints in its own run folder: one worker sends its state while training continues."""
         if not self.work.is_repeatable and self.version and self.driver.member.save_due >= self.version:
@@ -192,6 +209,13 @@ class HostLifecycle:
         is_past = self.is_replaying and not self.run.is_at_the_end
         if not (is_past or self._has_left or self._is_over):
             self.driver.save(keep_last)
+
+    def state_dict(self) -> dict[str, Any]:
+        """On the worker that speaks for all; where several ranks are one worker, on the first of its."""
+        self.join()
+        with self.work.as_agreed():
+            found = whole_state(self.run.link, self.run.prepared(), self.run.names)
+        return found if self.rank == 0 else {}
 
     def keep(self) -> None:
         """A user's own loop need not think of saving: the host gets a checkpoint as often as that costs little."""

@@ -103,6 +103,10 @@ class HostRounds:
         self._driver = lifecycle.driver
         self._make_work = make_work
         self._sender = PartSender(lifecycle.driver, run.device)
+        self._working_on = 0
+        """The last step that this worker was given work of."""
+        self._is_telling = False
+        """Functions run that are called when a step is agreed on; work of the next may have been done already."""
         self._passes = 0
         """Passes over the loader that a loop which counts its own epochs has begun."""
 
@@ -193,6 +197,7 @@ class HostRounds:
         if len(work.sizes):
             bounds = sized_rows(work.row, map(int, work.sizes))
         self._work.begin(work, nodes, bounds)
+        self._working_on = work.step
         self._driver.reach("computing", work.step)
         turn = member.turn
         return self._work.micro_batches(
@@ -242,12 +247,20 @@ class HostRounds:
         run.tell(event)
         if committed.stop:
             run.stopping = True
-        run.tell_agreed(steps_before)
+        self._is_telling = True
+        try:
+            run.tell_agreed(steps_before)
+        finally:
+            self._is_telling = False
         lifecycle.keep()
         run.trained = None
         if run.wants_stop and not run.stopping:
             driver.leave()
         return event
+
+    @property
+    def is_under_way(self) -> bool:
+        return not self._is_telling and self._working_on > self._driver.member.version
 
     def _step_done(self, decision: StepDecision, told: dict[str, Any], started: float) -> StepDone | StepSkipped:
         run = self._run

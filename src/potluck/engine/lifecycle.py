@@ -8,7 +8,7 @@ import math
 import os
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, Union
+from typing import TYPE_CHECKING, Any, NoReturn, Union
 
 import torch
 
@@ -27,6 +27,7 @@ from potluck.errors import Interrupted, WorkerLost
 from potluck.events import EpochDone
 from potluck.fleet.ledger import Ledger, prove
 from potluck.link.link import loss_of_peer
+from potluck.save.whole_state import is_in_parts, whole_state
 from potluck.words import say
 
 if TYPE_CHECKING:
@@ -152,6 +153,10 @@ class GroupLifecycle:
         counted = sum(row[1] for row in sums)
         return sum(row[0] for row in sums) / counted if counted else math.nan
 
+    def exchange(self, data: bytes) -> list[bytes]:
+        """The bytes of all workers who are here, in order of rank."""
+        return self._run.link.gather_bytes(data)
+
     def save(self, folder: Path, keep_last: int) -> None:
         self._rounds.settle()
         run = self._run
@@ -159,6 +164,13 @@ class GroupLifecycle:
         run.saves.save(folder, run.prepared(), standing, keep_last, kept)
         self._saved_last = folder, standing["step"]
         self._layers.on_saved()
+
+    def state_dict(self) -> dict[str, Any]:
+        run = self._run
+        if is_in_parts(run.prepared()) or run.composition.window is not None:
+            run.link.meet("fleet.state_dict()", run.notice)
+        self._rounds.settle()
+        return whole_state(run.link, run.prepared(), run.names)
 
     def load(self, folder: Path) -> bool:
         self._folder = folder

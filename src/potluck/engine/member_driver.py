@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from potluck.engine.node_client import NodeClient
-from potluck.errors import Diverged
+from potluck.errors import ConfigError, Diverged
 from potluck.fleet import member_effects as effects
 from potluck.fleet.client import Client, ConnectionLost, Means
 from potluck.fleet.file_stream import FileStreamReceiver, most_bytes, stream_chunks, stream_header
@@ -216,6 +216,18 @@ class MemberDriver:
             self.pump()
         self._look = None
         return found.loss
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """This worker's bytes, and those of all who are at this step, in the same order on each of them."""
+        self._do(self.member.gather(data))
+        found = self.member.gathering
+        assert found is not None
+        self.reach("gathering", self.member.version)
+        while found.found is None:
+            self.pump()
+        if found.fault:
+            raise ConfigError(found.fault)
+        return found.found
 
     def save(self, keep_last: int) -> None:
         if self.member.leads:

@@ -30,6 +30,10 @@ class Rounds(Protocol):
     def nodes(self) -> Nodes | None:
         """Where replicas step by themselves: the ranks of ours, and of the others those who hold what we do."""
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether this worker is within a step or a window, where the others may be elsewhere in it."""
+
     def begin(self, replica: Replica) -> None:
         """The replica is complete."""
 

@@ -118,6 +118,8 @@ class RunState:
     """Whether every worker has agreed to stop after the step that is done."""
 
     replica: Replica | None = None
+    names: tuple[str, ...] = ()
+    """Of all that the model's state_dict held before it was prepared."""
     loader: Loader | None = None
     scheduled: RunScheduler | None = None
     batch_norm: str | None = None

@@ -73,6 +73,11 @@ class Steps:
     def has_fixed_shares(self) -> bool:
         return self._balance is None
 
+    @property
+    def is_under_way(self) -> bool:
+        micro = self._run.loader.current if self._run.loader is not None else None
+        return micro is not None and not micro.last
+
     # A step
 
     def backward(self, loss: Tensor, samples: float, last: bool | None) -> None:

@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from potluck.agree.step_report import StepDecision, StepReport, decide_step, worker_steps
@@ -23,6 +22,7 @@ from potluck.data.loader import Loader, SliceLoader
 from potluck.data.plan import BatchConfig, MicroBatch, even_batches, plan_step
 from potluck.data.rows import mix
 from potluck.data.source import DataSource
+from potluck.devices import synchronize
 from potluck.engine.common_steps import apply_step, report_of
 from potluck.engine.layers import Layers
 from potluck.engine.local_steps import backward, end_batch, is_batch_done, step_alone
@@ -193,6 +193,10 @@ class Windows:
         together = {"in_step": size > 1, "in_pairs": run.batch_norm is not None}
         return plan_step(start, end, batch, (1.0,) * size, run.link.rank % size, **together)
 
+    @property
+    def is_under_way(self) -> bool:
+        return self._is_open
+
     def _is_over(self, decision: WindowPlan) -> bool:
         """After each batch. The ranks of a node have heard it with their last step."""
         if self.nodes.size > 1:
@@ -259,8 +263,7 @@ class Windows:
         """A window that is one step: of the mean gradient of all replicas, as under Sync."""
         run, replica = self._run, self._run.prepared()
         replica.unseal()
-        if run.device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
+        synchronize(run.device)
         busy_s = time.perf_counter() - self._window_started
         replica.start_sums()
         tally = run.tally
@@ -312,8 +315,7 @@ class Windows:
 
     def _close_window(self, loader: SliceLoader) -> None:
         assert self._decision is not None
-        if self._run.device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
+        synchronize(self._run.device)
         busy_s = time.perf_counter() - self._window_started
         mine = self._window._replace(
             busy_s=busy_s, sync_s=self._sync_s, divergence=self._delta.drift, wants_stop=self._run.wants_stop

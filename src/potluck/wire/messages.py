@@ -398,6 +398,27 @@ class SealKey(Message):
     key: Bytes
 
 
+class Gather(Message):
+    """worker -> coordinator: a value of this worker's own, for all who are at this step."""
+
+    step: U64
+    call: U32
+    """How many this worker gave at this step before."""
+    data: Bytes
+
+
+class Gathered(Message):
+    """coordinator -> worker: everybody's, in the order of their ids."""
+
+    step: U64
+    call: U32
+    sizes: U32s
+    """Of each, in bytes; none: only your own."""
+    data: Bytes
+    fault: String
+    """Why there is none, as a sentence."""
+
+
 MESSAGES: tuple[type[Message], ...] = tuple(Message.__subclasses__())
 OURS = MESSAGES[len(PUBLISHED) :]
 

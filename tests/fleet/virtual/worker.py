@@ -45,6 +45,7 @@ class Worker(Client):
         super().__init__(fleet, name, options.pop("latency_s", 0.001), options.pop("kind", "cpu"))
         self.slice_s: float = options.pop("slice_s", 0.1)
         self.evaluate_every: int = options.pop("evaluate_every", 0)
+        self.gather_every: int = options.pop("gather_every", 0)
         self.save_every: int = options.pop("save_every", 0)
         self.pack_s: float = options.pop("pack_s", 0.005)
         self.description: Description = options.pop("description", None) or described()
@@ -61,6 +62,8 @@ class Worker(Client):
         self.may_differ = self.is_windowed or fleet.faults.flips
         self.member = Member()
         self.validated: dict[int, float] = {}
+        self.gathered: dict[int, list[str]] = {}
+        """Of each step, whose values it was given: each is its worker's name and the step."""
         self.stopping = False
         self.has_finished = False
         self.slices_computed: list[tuple[int, int]] = []
@@ -324,6 +327,8 @@ class Worker(Client):
             yield from self._send_work(*ahead, self.clock.now)
         self.state.weights = self.own_code(self.state.weights)
         yield from self._at("applied", self.state.step)
+        if self.gather_every and self.state.step % self.gather_every == 0:
+            yield from self._gather()
         if not self.member.is_replaying:
             if self.evaluate_every and self.state.step % self.evaluate_every == 0 and not self.stopping:
                 yield from self._evaluate()
@@ -348,6 +353,18 @@ class Worker(Client):
             yield from self._pump()
         if not math.isnan(evaluation.loss):
             self.validated[step] = evaluation.loss
+
+    def _gather(self) -> Life:
+        step = self.state.step
+        yield from self._do(self.member.gather(f"{self.name} {step}".encode()))
+        yield from self._at("gathering", step)
+        gathering = self.member.gathering
+        assert gathering is not None
+        while gathering.found is None:
+            yield from self._pump()
+        found = self.gathered[step] = [data.decode() for data in gathering.found]
+        is_right = len({*found}) == len(found) and all(each.endswith(f" {step}") for each in found)
+        assert is_right and not gathering.fault, f"{self} was given {found}"
 
     def _save(self) -> Life:
         is_past = self.member.is_replaying and not self.is_at_the_end
