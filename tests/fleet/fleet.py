@@ -168,8 +168,9 @@ def _work(invite: str, folder: str, name: str, fault: Fault | None, options: dic
 
         names = ("bare", "spoiled", "data_seed", "lr", "sgd", "schedule", "counts_itself", "by_len")
         what = {name: options[name] for name in names if name in options}
-        if "loop" in options:  # another one than all workers' own
-            model = options["loop"](fleet, on_step)
+        if "job" in options:  # a function of the handle, which gives the model that it has trained
+            fleet.after_agreement.append(lambda: on_step(fleet))
+            model = options["job"](fleet)
         elif "fit" in options:
             model = fit(fleet, place / name, options["fit"])
         else:

@@ -119,7 +119,7 @@ def test_it_learns_on_two_ranks_what_one_process_does(strategy: ShardingStrategy
         assert_near(state, weights)
 
 
-def loop(fleet: Any, on_step: Any) -> nn.Module:
+def job(fleet: Any) -> nn.Module:
     return train(fleet)[1]
 
 
@@ -132,7 +132,7 @@ def slices(rows: int) -> list[int]:
 def test_it_learns_it_under_a_host_from_which_one_is_killed(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path, at_least=2)
     for name, fault in (("stays", None), ("dies", faults.in_backward)):
-        fleet.add(name, fault, loop=loop, step=STEP, steps=STEPS)
+        fleet.add(name, fault, job=job, step=STEP, steps=STEPS)
     weights = fleet.finish(epochs=0)
     assert (tmp_path / "fired-backward").exists()
     assert_near(weights, plain(slices)[1])

@@ -172,7 +172,7 @@ def test_they_learn_it_in_stages(kind: str) -> None:
         assert_learned_the_same(weights, kind, losses)
 
 
-def loop(fleet: Any, on_step: Any, *, kind: str) -> nn.Module:
+def job(fleet: Any, *, kind: str) -> nn.Module:
     """What a worker of a host runs."""
     return train(fleet, kind)[1]
 
@@ -182,7 +182,7 @@ def test_they_learn_it_under_a_host_from_which_one_is_killed(tmp_path: Path, kin
     fleet = Fleet(tmp_path, at_least=2)
     steps = EPOCHS * -(-ROWS // BATCH)
     for name, fault in (("stays", None), ("dies", faults.in_backward)):
-        fleet.add(name, fault, loop=partial(loop, kind=kind), step=potluck.StepConfig(clip=0.5), steps=steps)
+        fleet.add(name, fault, job=partial(job, kind=kind), step=potluck.StepConfig(clip=0.5), steps=steps)
     weights = fleet.finish(epochs=0)
     assert (tmp_path / "fired-backward").exists()
     assert_learned_the_same(weights, kind)

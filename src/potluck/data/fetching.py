@@ -3,7 +3,10 @@
 Knows neither which rows are a worker's nor why: it is told what will be wanted, one batch after the other.
 """
 
+import ctypes
 import re
+import signal
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -87,7 +90,7 @@ class Fetcher:
             prefetch_factor=options.ahead,
             multiprocessing_context=options.context,
             timeout=options.timeout_s,
-            worker_init_fn=_OnStart(options.on_start) if options.on_start is not None else None,
+            worker_init_fn=_OnStart(options.on_start),
             persistent_workers=True,  # what is wanted may change, and they must not start anew
         )
 
@@ -126,14 +129,25 @@ class _Wanted:
 class _OnStart:
     """A worker_init_fn, to which its process looks as if the DataLoader were the caller's."""
 
-    def __init__(self, call: Callable[[int], None]) -> None:
+    def __init__(self, call: Callable[[int], None] | None) -> None:
         self._call = call
 
     def __call__(self, number: int) -> None:
+        _end_with_parent()
+        if self._call is None:
+            return
         info = get_worker_info()
         if info is not None:
-            info.__dict__["dataset"] = getattr(info.dataset, "dataset", info.dataset)
+            object.__setattr__(info, "dataset", getattr(info.dataset, "dataset", info.dataset))
         self._call(number)
+
+
+def _end_with_parent() -> None:
+    """Else a process outlives a worker that is killed by some seconds, and so do the connections that it has a copy of:
+    nobody would hear of the loss before."""
+    if sys.platform == "linux":
+        set_death_signal = 1
+        ctypes.CDLL(None).prctl(set_death_signal, signal.SIGKILL)
 
 
 def _as_it_is(batch: Any) -> Any:

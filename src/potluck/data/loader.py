@@ -237,8 +237,13 @@ class SliceLoader(Loader):
         self._ordered: tuple[tuple[int, int, tuple[tuple[int, int], ...]], Tensor] | None = None
         self._planned: Iterator[MicroBatch] | None = None
         """What is left of a pass: rows that were handed out belong to this worker, also if its loop took a break."""
-        self._coming: deque[Request] = deque()
-        """What the processes that fetch have been asked for."""
+        self._coming: deque[tuple[Request, int]] = deque()
+        """What the processes that fetch have been asked for, and where it begins."""
+        self._thread: tuple[int, ...] = ()
+        self._aside: Fetcher | None = None
+        """For what nobody expected, if rows can be read only in processes that were prepared for it."""
+        if self.batch.fetchers and self.fetching.on_start is not None:
+            self._aside = Fetcher(self._batches, 1, self.fetching, self._device)
 
     def __iter__(self) -> Iterator[Any]:
         if self.position.row >= self.rows:
@@ -248,7 +253,7 @@ class SliceLoader(Loader):
         self.order.begin(self.position.epoch)
         for micro in planned:
             micro = self._give(micro, self._order_now())
-            batch = self._read(self._request(micro))
+            batch = self._read(self._request(micro, self.seed_of(micro)))
             seed_everything(self.seed_of(micro))
             if not micro.weighs:
                 self.on_stand_in()
@@ -262,19 +267,39 @@ class SliceLoader(Loader):
         self._planned = None
         self._fetched = iter(())
         self._coming.clear()
+        self._thread = ()
         if not self.fetching.persistent:
             self._fetcher.close()
+            if self._aside is not None:
+                self._aside.close()
 
     def expect(self, micros: Iterable[MicroBatch]) -> None:
         """What the plan gives from here on, though it may end early: it is fetched ahead, if there is anybody to."""
         if self.batch.fetchers:
             self._coming.clear()
-            self._fetched = self._fetcher.read(self._asked(list(micros)))
+            self._fetched = self._fetcher.read(self._asked((micro, self.seed_of(micro)) for micro in list(micros)))
 
-    def _asked(self, micros: Iterable[MicroBatch]) -> Iterator[Request]:
-        for micro in micros:
-            request = self._request(micro)
-            self._coming.append(request)
+    def follow(
+        self, thread: tuple[int, ...], row: int, expected: Callable[[], Iterable[tuple[MicroBatch, int]]]
+    ) -> None:
+        """As expect(), of work that is handed out bit by bit. `expected`: micro-batches with their seeds, of which some
+        may never come. It is asked anew where another thread of them begins; else what lies before `row` is dropped."""
+        if not self.batch.fetchers:
+            return
+        if self._thread == thread:
+            while self._coming and self._coming[0][1] < row:
+                self._coming.popleft()
+                next(self._fetched)
+            return
+        self._thread = thread
+        self._coming.clear()
+        self._fetched = self._fetcher.read(self._asked(expected()))
+
+    def _asked(self, expected: Iterable[tuple[MicroBatch, int]]) -> Iterator[Request]:
+        """What is asked for is noted as it is: the processes ask as far as they may read ahead."""
+        for micro, seed in expected:
+            request = self._request(micro, seed)
+            self._coming.append((request, micro.start))
             yield request
 
     def end_epoch(self) -> None:
@@ -290,18 +315,20 @@ class SliceLoader(Loader):
         return False
 
     def _read(self, request: Request) -> Any:
-        if request in self._coming:
-            while self._coming.popleft() != request:
+        if any(coming == request for coming, _ in self._coming):
+            while self._coming.popleft()[0] != request:
                 next(self._fetched)  # nobody wants it any more
             return next(self._fetched)
+        if self._aside is not None:
+            return next(self._aside.read([request]))
         seed, *rows = request
         if not self._is_plain:
             seed_everything(seed)
         return self._batches.read(rows)
 
-    def _request(self, micro: MicroBatch) -> Request:
+    def _request(self, micro: MicroBatch, seed: int) -> Request:
         """Its seed differs from the model's: what the model draws must not depend on which process reads rows."""
-        return [mix(self.seed_of(micro), 1), *self._rows_at(self._order_now(), micro)]
+        return [mix(seed, 1), *self._rows_at(self._order_now(), micro)]
 
     def _order_now(self) -> Tensor:
         key = (self.seed, self.position.epoch, self.position.left)

@@ -52,6 +52,12 @@ class EitherSteps:
     def micro_batches(self, work: Work, is_void: Callable[[], bool]) -> Iterator[MicroBatch]:
         return self._now.micro_batches(work, is_void)
 
+    def expects_from(self, work: Work) -> tuple[int, ...]:
+        return self._now.expects_from(work)
+
+    def expected(self, work: Work, seed: int) -> Iterator[tuple[MicroBatch, int]]:
+        return self._now.expected(work, seed)
+
     def seed_of(self, seed: int, micro: MicroBatch) -> int:
         return self._now.seed_of(seed, micro)
 

@@ -9,7 +9,6 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -54,6 +53,13 @@ class HostWork(Protocol):
 
     def micro_batches(self, work: Work, is_void: Callable[[], bool]) -> Iterator[MicroBatch]:
         """What goes through the model at once, until the work is done or of no use any more."""
+
+    def expects_from(self, work: Work) -> tuple[int, ...]:
+        """The same for pieces of work of which the second is what was expected to follow the first."""
+
+    def expected(self, work: Work, seed: int) -> Iterator[tuple[MicroBatch, int]]:
+        """After begin(): the micro-batches of the work, and what is expected to follow them, each with its seed. Asked
+        as far as rows are fetched ahead."""
 
     def seed_of(self, seed: int, micro: MicroBatch) -> int:
         """The seed for these rows, no matter who computes them."""
@@ -117,12 +123,6 @@ class HostRounds:
 
     def make_loader(self, source: DataSource, batch: BatchConfig, seed: int) -> Loader:
         run = self._run
-        if batch.fetchers:
-            run.notice(
-                "batch.fetchers has no effect under a host: which rows are a worker's is known only when it gets them,"
-                " and it reads them then."
-            )
-            batch = replace(batch, fetchers=0)
         loader = self._loader = SliceLoader(source, batch, device=run.device, seed=seed)
         check_same_data(run, loader)  # the ranks of a worker among themselves
         if loader.order.digest(0, seed):  # of workers that come and go, the host compares it
@@ -197,6 +197,9 @@ class HostRounds:
         if len(work.sizes):
             bounds = sized_rows(work.row, map(int, work.sizes))
         self._work.begin(work, nodes, bounds)
+        self._loader.follow(
+            self._work.expects_from(work), work.row, lambda: self._work.expected(work, self._loader.seed)
+        )
         self._working_on = work.step
         self._driver.reach("computing", work.step)
         turn = member.turn
