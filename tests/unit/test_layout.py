@@ -32,14 +32,17 @@ BELOW = {
 }
 MAY_IMPORT = {room: {"ground", room, *below.split()} for room, below in BELOW.items()}
 GROUND = {
+    "batch_shapes",
     "coded_numbers",
     "coded_tensors",
     "config",
+    "devices",
     "environment",
     "errors",
     "events",
     "files",
     "signals",
+    "system",
     "tensor_bytes",
     "waiting",
     "words",

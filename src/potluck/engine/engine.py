@@ -19,6 +19,7 @@ through this worker's replica, rounds how replicas agree, and the keeper who kee
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, overload
@@ -30,15 +31,16 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from potluck.agree.policy import ApplyPolicy, Sync
 from potluck.composition import Wanted, check_data, compose, settled
-from potluck.data.loader import BatchConfig, Loader
-from potluck.data.rows import as_dataset
+from potluck.data.loader import Loader
+from potluck.data.plan import BatchConfig
+from potluck.data.source import DataSource, held_out, source_of
 from potluck.engine import own_values
 from potluck.engine.compiling import Compiling, expect_any_rows
 from potluck.engine.engine_parts import EngineParts, over_group
 from potluck.engine.fingerprint import training_settings
 from potluck.engine.losses import LossFunction
+from potluck.engine.own_saving import shadow_saving
 from potluck.engine.replica import check_own_memory, find_batch_norm
-from potluck.engine.rounds import Collate
 from potluck.engine.run_state import RunState
 from potluck.engine.scheduled import RunScheduler
 from potluck.engine.switches import StepConfig
@@ -93,7 +95,7 @@ class Engine:
         optimizer: Optimizer,
         dataset: Any,
         *,
-        batch_size: int,
+        batch_size: int | None = None,
         micro_batch_size: int | None = None,
         fetchers: int = 0,
         slices: int | None = None,
@@ -109,7 +111,7 @@ class Engine:
         optimizer: Optimizer,
         dataset: Any = None,
         *,
-        batch_size: int = 0,
+        batch_size: int | None = None,
         micro_batch_size: int | None = None,
         fetchers: int = 0,
         slices: int | None = None,
@@ -120,16 +122,19 @@ class Engine:
     ) -> Any:
         """Prepares model and optimizer, and returns them with a loader of this worker's share of the rows.
 
-        Without a dataset it returns two, and you bring your own batches, whose sizes may differ between workers.
+        `dataset`: map-style, tensors, or a DataLoader, whose sampler, collate_fn and workers are used as they are.
+        Without one it returns two, and you bring your own batches, whose sizes may differ between workers.
 
-        - `batch_size`: rows of one step over all workers together, so that numbers do not depend on how many there are.
+        - `batch_size`: rows of one step over all workers together, so that numbers do not depend on how many there are;
+          None: a DataLoader's own.
         - `micro_batch_size`: rows that go through the model at once on one worker; None: all of its share.
-        - `fetchers`: processes that fetch rows ahead of the model; 0, and under a host: rows are fetched when needed.
+        - `fetchers`: processes that fetch rows ahead of the model; 0: a DataLoader's own, or none.
         - `slices`: under a host, with Sync: the least number of parts in which a batch is handed out; None: 8.
         - `collate`: makes a batch from a list of rows; None: as torch's DataLoader does.
         - `seed`: where the order of rows starts from.
         - `loss`: your loss function, needed only where the model is cut into stages: see train().
-        - `scheduler`: any LRScheduler. It is stepped here, once per step of the run under every policy; do not step it.
+        - `scheduler`: any LRScheduler. It is stepped here, once per step of the run under every policy; its own step()
+          does nothing any more.
         """
         run = self.run
         if run.replica is not None:
@@ -139,9 +144,10 @@ class Engine:
             )
         given = {"micro_size": micro_batch_size, "slices": slices}
         micro_batch_size = check_data(run.wanted, **given, has_data=dataset is not None, has_loss=loss is not None)
+        source: DataSource | None = None
         if dataset is not None:
-            dataset = as_dataset(dataset)
-            self.introduce(model, optimizer, dataset, batch_size=batch_size, seed=seed)
+            source = source_of(dataset, batch_size=batch_size, collate=collate, fetchers=fetchers, seed=seed)
+            self.introduce(model, optimizer, source.dataset, batch_size=source.batch_size, seed=seed)
         if isinstance(model, nn.Module):
             check_own_memory(model)
             run.batch_norm = find_batch_norm(model)
@@ -150,21 +156,26 @@ class Engine:
         own = training_settings(optimizer, run.config.clip, wire)
         run.caller.training = own | run.caller.training
         run.scheduled = RunScheduler(scheduler, optimizer) if scheduler is not None else None
-        data = {"batch_size": batch_size, "dataset": dataset, "loss": loss, "collate": collate}
+        data = {"source": source, "loss": loss}
+        run.names = tuple(model.state_dict()) if isinstance(model, nn.Module) else ()
         run.replica = self.layers.make_replica(model, optimizer, self.rounds, data)
+        run.replica.on_own_step = self.step
+        shadow_saving(run, model, self.state_dict, lambda: self.rank)
         self.rounds.begin(run.replica)
         if run.config.compile:
             self._compiling = Compiling(run.say)
-        if dataset is None:
+        if source is None:
             self.lifecycle.begin()
             return run.replica.model, optimizer
         try:
-            batch = BatchConfig(size=batch_size, micro_size=micro_batch_size, fetchers=fetchers, slices=slices)
+            batch = BatchConfig(
+                size=source.batch_size, micro_size=micro_batch_size, fetchers=source.fetchers, slices=slices
+            )
         except ValueError as error:
             raise ConfigError(f"batch {error}.") from None
         if slices is not None and not run.wanted.has_host:
             run.notice("batch.slices has no effect here: it cuts the batches that a host hands out.")
-        return run.replica.model, optimizer, self._prepare_data(dataset, batch, seed, collate)
+        return run.replica.model, optimizer, self._prepare_data(source, batch, seed)
 
     def _settle_wire(self, model: nn.Module) -> None:
         """Of what is not measured: windows code changes of float32 alone."""
@@ -176,12 +187,12 @@ class Engine:
             run.composition = replace(run.composition, wire="fp32")
         run.notice(f"With wire = auto, what workers agree on travels as {run.composition.wire} here.")
 
-    def _prepare_data(self, dataset: Any, batch: BatchConfig, seed: int, collate: Collate) -> Loader:
+    def _prepare_data(self, source: DataSource, batch: BatchConfig, seed: int) -> Loader:
         run, replica = self.run, self.run.prepared()
         # A power of two, so that it changes no digit of any gradient; it only keeps sums in the range of means.
         run.unit = 2.0 ** -round(math.log2(batch.size))
         run.scale.learn(run.caller.samples_per_row, 1.0)
-        loader = run.loader = self.rounds.make_loader(dataset, batch, seed, collate)
+        loader = run.loader = self.rounds.make_loader(source, batch, seed)
         if run.config.compile and not (self.rounds.has_fixed_shares and loader.is_even):
             expect_any_rows(replica.model)
         if run.batch_norm is not None:
@@ -202,6 +213,8 @@ class Engine:
         elif size < 2 * self.layers.pipelines:
             where = f"some of {plural(self.layers.pipelines, 'worker')} have 1 row of a batch of {size}"
             advice = "use more rows"
+        elif loader.order.has_gaps:
+            where, advice = "the sampler's batches have many sizes, so that a worker may have 1 row", "use larger ones"
         elif loader.rows % size == 1:
             where, advice = f"the last of {loader.rows:,} rows is a batch by itself", "leave it out, or change the size"
         else:
@@ -236,13 +249,14 @@ class Engine:
 
     def _care_for(self, count: int, folder: Path | None) -> Iterator[int]:
         with on_interrupt(self.request_stop):
-            yield from self.passes(count)
+            yield from self.passes(count, partial(self.lifecycle.end_well, folder))
             if self.run.position.epoch < count:
                 self.lifecycle.end_early(folder)
             self.lifecycle.end_well(folder)
 
-    def passes(self, count: int) -> Iterator[int]:
-        """As epochs(), for a caller that hears Ctrl-C, saves and shows the run itself."""
+    def passes(self, count: int, keep: Callable[[], None]) -> Iterator[int]:
+        """As epochs(), for a caller that hears Ctrl-C, saves and shows the run itself. `keep`: saves, if it can, what
+        is done before an epoch that cannot be."""
         run, loader = self.run, self.run.loader
         assert loader is not None
         run.caller.counts_epochs = True
@@ -252,6 +266,7 @@ class Engine:
                 loader.end_epoch()
             if run.stopping or loader.position.epoch >= count:
                 return
+            loader.check_epoch(keep)
             before = run.step_number, loader.position.epoch, loader.given
             yield loader.position.epoch
             if before == (run.step_number, run.position.epoch, loader.given) and not run.stopping:
@@ -285,13 +300,20 @@ class Engine:
         """
         return self.rounds.step()
 
-    def evaluate(self, loss_of: LossFunction, dataset: Any, batch_size: int) -> Any:
-        """The mean loss over a dataset, each worker computing its share. Nothing is trained.
+    def print(self, *words: Any, **options: Any) -> None:
+        """As Python's print(), but on rank 0 alone."""
+        if self.rank == 0:
+            print(*words, **options)
+
+    def evaluate(self, loss_of: LossFunction, dataset: Any, batch_size: int | None = None) -> Any:
+        """The mean loss over a dataset or a DataLoader, each worker computing its share. Nothing is trained.
 
         `loss_of(model, batch)` may give a dictionary of means by name, such as {"loss": ..., "accuracy": ...}, or
-        (dictionary, samples): then this does too, of floats.
+        (dictionary, samples): then this does too, of floats. `batch_size`: rows that go through the models of all
+        workers at once; None: the DataLoader's own.
         """
-        return self.lifecycle.evaluate(loss_of, dataset, batch_size)
+        own = self.run.loader.collate if self.run.loader is not None else None
+        return self.lifecycle.evaluate(loss_of, held_out(dataset, batch_size, own))
 
     def mean(self, value: Any, weight: float = 1.0) -> Any:
         """The mean of all workers' values, weighted: a number, a tensor, or a dictionary of them. Call it on every
@@ -322,6 +344,15 @@ class Engine:
         Returns once it is in host memory; the disk is written meanwhile.
         """
         self.lifecycle.save(Path(folder), keep_last)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of the model's state on the CPU, under the names that it had before prepare(): call it on every worker.
+
+        Rank 0 gets it, and every other worker an empty one. Where the model is split it is fetched block by block, and
+        is never whole on a GPU.
+        """
+        self.run.prepared()
+        return self.lifecycle.state_dict()
 
     def load(self, folder: str | Path) -> bool:
         """Continues from the newest whole checkpoint below `folder`, on any number of workers. False if there is none.

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from potluck.data.loader import BatchConfig, Position, plan_step
-from potluck.data.rows import arrived, as_dataset, read_batch
+from potluck.data.plan import BatchConfig, Position, plan_step
+from potluck.data.rows import arrived, read_batch
+from potluck.data.source import HeldOut
 from potluck.engine.layers import Layers
 from potluck.engine.look_sums import Figures, LookSums, add_up, means_of
 from potluck.engine.losses import LossFunction, looking
@@ -33,6 +34,7 @@ from potluck.fleet.description import Description
 from potluck.fleet.gathering import MOST_BYTES
 from potluck.fleet.ledger import Ledger
 from potluck.save.saves import Saves
+from potluck.save.whole_state import whole_state
 from potluck.tensor_bytes import join_bytes, split_bytes
 
 if TYPE_CHECKING:
@@ -169,16 +171,16 @@ class HostLifecycle:
 
     # Looking, saving
 
-    def evaluate(self, loss_of: LossFunction, dataset: Any, batch_size: int) -> Figures:
+    def evaluate(self, loss_of: LossFunction, looked_at: HeldOut) -> Figures:
         """The means over a dataset, in ranges that the host hands out; they do not depend on who computes which.
 
         Where this worker has no part in it they are no numbers: then it looks at one row, to know which there are.
         """
         self.join()
-        run, rows = self.run, as_dataset(dataset)
+        run, rows = self.run, looked_at.rows
         if not len(rows):
             return math.nan
-        replica, link, collate = run.prepared(), run.link, run.loader.collate if run.loader is not None else None
+        replica, link, collate = run.prepared(), run.link, looked_at.collate
         whole, shares = BatchConfig(size=len(rows)), (1.0,) * link.world
 
         def sum_of(start: int, end: int) -> LookSums:
@@ -195,7 +197,7 @@ class HostLifecycle:
         with self.work.as_agreed(), looking(replica.model):
             found = None
             if has_part:
-                found = self.driver.evaluate(len(rows), min(len(rows), max(1, batch_size)), sum_of)
+                found = self.driver.evaluate(len(rows), min(len(rows), max(1, looked_at.batch_size)), sum_of)
             if found is None:
                 one = sum_of(0, 1)
                 found = means_of(one.names, [math.nan] * len(one.figures), 1.0)
@@ -224,6 +226,13 @@ class HostLifecycle:
         is_past = self.is_replaying and not self.run.is_at_the_end
         if not (is_past or self._has_left or self._is_over):
             self.driver.save(keep_last)
+
+    def state_dict(self) -> dict[str, Any]:
+        """On the worker that speaks for all; where several ranks are one worker, on the first of its."""
+        self.join()
+        with self.work.as_agreed():
+            found = whole_state(self.run.link, self.run.prepared(), self.run.names)
+        return found if self.rank == 0 else {}
 
     def keep(self) -> None:
         """A user's own loop need not think of saving: the host gets a checkpoint as often as that costs little."""

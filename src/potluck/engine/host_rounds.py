@@ -9,19 +9,20 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from potluck.agree.step_report import StepDecision
-from potluck.data.loader import BatchConfig, Loader, MicroBatch, SliceLoader
+from potluck.data.loader import Loader, SliceLoader
+from potluck.data.plan import BatchConfig, MicroBatch
+from potluck.data.source import DataSource
 from potluck.engine.host_lifecycle import HostLifecycle
 from potluck.engine.losses import STEP_TOO_EARLY, check_mean
 from potluck.engine.part_sender import PartSender
 from potluck.engine.replica import Replica
-from potluck.engine.rounds import Collate, check_same_data
+from potluck.engine.rounds import check_same_data
 from potluck.engine.run_state import RunState
 from potluck.engine.slices import describe_model, state_specs
 from potluck.errors import ConfigError
@@ -52,6 +53,13 @@ class HostWork(Protocol):
 
     def micro_batches(self, work: Work, is_void: Callable[[], bool]) -> Iterator[MicroBatch]:
         """What goes through the model at once, until the work is done or of no use any more."""
+
+    def expects_from(self, work: Work) -> tuple[int, ...]:
+        """The same for pieces of work of which the second is what was expected to follow the first."""
+
+    def expected(self, work: Work, seed: int) -> Iterator[tuple[MicroBatch, int]]:
+        """After begin(): the micro-batches of the work, and what is expected to follow them, each with its seed. Asked
+        as far as rows are fetched ahead."""
 
     def seed_of(self, seed: int, micro: MicroBatch) -> int:
         """The seed for these rows, no matter who computes them."""
@@ -113,17 +121,12 @@ class HostRounds:
     def begin(self, replica: Replica) -> None:
         self._work = self._lifecycle.work = self._make_work(replica, self._sender)
 
-    def make_loader(self, dataset: Any, batch: BatchConfig, seed: int, collate: Collate) -> Loader:
+    def make_loader(self, source: DataSource, batch: BatchConfig, seed: int) -> Loader:
         run = self._run
-        if batch.fetchers:
-            run.notice(
-                "batch.fetchers has no effect under a host: which rows are a worker's is known only when it gets them,"
-                " and it reads them then."
-            )
-            batch = replace(batch, fetchers=0)
-        options: dict[str, Any] = {"device": run.device, "seed": seed, "collate": collate}
-        loader = self._loader = SliceLoader(dataset, batch, **options)
+        loader = self._loader = SliceLoader(source, batch, device=run.device, seed=seed)
         check_same_data(run, loader)  # the ranks of a worker among themselves
+        if loader.order.digest(0, seed):  # of workers that come and go, the host compares it
+            run.caller.training["order of rows"] = loader.order.tell(seed)
         model, policy = run.prepared().model, run.wanted.policy
         sharded = sharded_of(run.prepared())
         split = sharded.split if sharded is not None else None
@@ -142,6 +145,7 @@ class HostRounds:
             state_bytes=sum(spec.nbytes for spec in state_specs(model, split).values()),
             in_pairs=run.batch_norm is not None,
             data=run.data or {},
+            places=loader.order.counted,
             told={},
         )
         loader.plan = self._plan
@@ -193,6 +197,9 @@ class HostRounds:
         if len(work.sizes):
             bounds = sized_rows(work.row, map(int, work.sizes))
         self._work.begin(work, nodes, bounds)
+        self._loader.follow(
+            self._work.expects_from(work), work.row, lambda: self._work.expected(work, self._loader.seed)
+        )
         self._working_on = work.step
         self._driver.reach("computing", work.step)
         turn = member.turn

@@ -54,7 +54,7 @@ class WholeLayers:
     def make_replica(
         self, model: nn.Module, optimizer: Optimizer, rounds: "Rounds", options: dict[str, Any]
     ) -> Replica:
-        """Called once. `options`: what prepare() was given of the data: batch_size, dataset, loss and collate."""
+        """Called once. `options`: what prepare() was given of the data: source and loss."""
         return make_replica(self._run, self, rounds.nodes, model, optimizer)
 
     def settle_in(self) -> None:
@@ -104,7 +104,7 @@ class WholeLayers:
         total = LookSums()
         for batch in loader.once():
             found, micro = self._run.prepared().loss(loss_of, batch), loader.current
-            total.add(found, batch, counts=micro is not None and micro.counts)
+            total.add(found, batch, counts=micro is not None and micro.weighs)
         return total
 
     def on_saved(self) -> None:

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, NoReturn, Union
 import torch
 
 from potluck.agree.terms import UNCOMPARED
-from potluck.data.loader import BatchConfig, BatchShare, Loader
-from potluck.data.rows import as_dataset
+from potluck.data.loader import Loader
+from potluck.data.plan import BatchConfig, BatchShare
+from potluck.data.source import HeldOut
 from potluck.engine.buddy_copies import BuddyCopies
 from potluck.engine.layers import Layers
 from potluck.engine.look_sums import Figures, add_up, means_of
@@ -27,6 +28,7 @@ from potluck.errors import Interrupted, WorkerLost
 from potluck.events import EpochDone
 from potluck.fleet.ledger import Ledger, prove
 from potluck.link.link import loss_of_peer
+from potluck.save.whole_state import is_in_parts, whole_state
 from potluck.words import say
 
 if TYPE_CHECKING:
@@ -76,10 +78,12 @@ class GroupLifecycle:
         """Ends the epoch: all of its rows are done."""
         run = self._run
         assert run.loader is not None
-        mine = json.dumps([self._layers.fingerprint(run.prepared()), run.ledger.ranges]).encode()
+        comes_next = run.loader.digest_of_next()
+        mine = json.dumps([self._layers.fingerprint(run.prepared()), run.ledger.ranges, comes_next]).encode()
         told = [json.loads(data) for data in run.link.gather_bytes(mine)]
-        proof = prove(((a, b) for _, ranges in told for a, b in ranges), run.loader.rows)
-        same = len({fingerprint for fingerprint, _ in told}) == 1
+        proof = prove(((a, b) for _, ranges, _ in told for a, b in ranges), run.loader.rows, run.loader.order.counted)
+        same = len({fingerprint for fingerprint, _, _ in told}) == 1
+        self._compare_orders(run.loader, [digest for _, _, digest in told])
         weights = "all workers hold the same weights"
         if not same:
             run.prepared().align()
@@ -96,6 +100,15 @@ class GroupLifecycle:
             sentence=f"Epoch {epoch + 1}: {proof}{skipped}" + (f"{unseen}; {weights}." if self.world > 1 else "."),
         )
         run.events.emit(run.last_epoch)
+
+    def _compare_orders(self, loader: Loader, digests: list[str]) -> None:
+        """Of the next epoch: none may be begun in different orders."""
+        other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
+        if other is not None:
+            loader.fault = (
+                f"Epoch {loader.position.epoch + 2} comes in another order on worker {other} than on worker 0. Seed the"
+                " sampler alike on every worker, and let it draw from its own generator, or from none."
+            )
 
     def end_early(self, folder: Path | None) -> NoReturn:
         """The run was stopped: what is done is saved, and a sentence says where."""
@@ -132,17 +145,16 @@ class GroupLifecycle:
     def seed_random(self, seed: int) -> None:
         self._run.seed_random(seed)
 
-    def evaluate(self, loss_of: LossFunction, dataset: Any, batch_size: int) -> Figures:
+    def evaluate(self, loss_of: LossFunction, looked_at: HeldOut) -> Figures:
         self._rounds.settle()
         run, pipelines = self._run, self._layers.pipelines
-        replica, rows = run.prepared(), as_dataset(dataset)
+        replica, rows = run.prepared(), looked_at.rows
         shares = run.composition.shares or (1.0,) * pipelines
         if run.loader is not None and not self._rounds.has_fixed_shares:
             shares = run.loader.shares
-        batch = BatchConfig(size=max(1, len(rows)), micro_size=max(1, batch_size // pipelines))
+        batch = BatchConfig(size=max(1, len(rows)), micro_size=max(1, looked_at.batch_size // pipelines))
         share = BatchShare(shares, self._layers.pipeline, in_step=replica.in_step)
-        collate = run.loader.collate if run.loader is not None else None
-        loader = Loader(rows, batch, share, device=run.device, collate=collate)
+        loader = Loader(rows, batch, share, device=run.device, collate=looked_at.collate)
         with looking(replica.model), run.looks_with(), torch.no_grad():
             mine = self._layers.look(loss_of, loader)
         total = add_up(run.link.gather_bytes(mine.to_bytes()))
@@ -159,6 +171,13 @@ class GroupLifecycle:
         run.saves.save(folder, run.prepared(), standing, keep_last, kept)
         self._saved_last = folder, standing["step"]
         self._layers.on_saved()
+
+    def state_dict(self) -> dict[str, Any]:
+        run = self._run
+        if is_in_parts(run.prepared()) or run.composition.window is not None:
+            run.link.meet("fleet.state_dict()", run.notice)
+        self._rounds.settle()
+        return whole_state(run.link, run.prepared(), run.names)
 
     def load(self, folder: Path) -> bool:
         self._folder = folder

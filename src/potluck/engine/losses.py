@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from potluck.data.rows import rows_of
+from potluck.batch_shapes import rows_of
 from potluck.engine.switches import in_float32
 from potluck.errors import ConfigError
 

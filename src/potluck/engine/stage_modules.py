@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from potluck.engine.replica import Replica
+from potluck.save.state import own_state
 from potluck.sharding.ranges import Spec
 from potluck.sharding.runs import FlatRun, Span, group_names
 from potluck.sharding.sharded import Sharded
@@ -42,7 +43,7 @@ def describe_uncut(model: nn.Module, optimizer: Optimizer) -> UncutModel:
         if names[id(parameter)] != name
     }
     specs = {
-        name: Spec(tuple(tensor.shape), tensor.dtype) for name, tensor in model.state_dict().items() if name not in tied
+        name: Spec(tuple(tensor.shape), tensor.dtype) for name, tensor in own_state(model).items() if name not in tied
     }
     return UncutModel(
         specs, tied, group_names(optimizer, names), sum(parameter.numel() for parameter in model.parameters())
@@ -53,7 +54,7 @@ def state_held_by(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The state that a part of the model holds, by name. A parameter has its first name in every part."""
     yield from model.named_parameters()
     # Where several stages are one model, one that does not use a parameter has zeros by its name.
-    saved = set(model.state_dict()) - {name for name, _ in model.named_parameters()}
+    saved = set(own_state(model)) - {name for name, _ in model.named_parameters()}
     yield from ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
 
 

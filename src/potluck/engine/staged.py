@@ -162,8 +162,9 @@ class StagedLayers:
         self, model: nn.Module, optimizer: Optimizer, rounds: "Rounds", options: dict[str, Any]
     ) -> Replica:
         run, places = self._run, self.places
-        planner = StagePlanner(self._stages, places, run.device, options["batch_size"])
-        plan = self._plan = planner.agree(model, options["loss"], options["dataset"], options["collate"])
+        source = options["source"]
+        planner = StagePlanner(self._stages, places, run.device, source.batch_size)
+        plan = self._plan = planner.agree(model, options["loss"], source.dataset, source.collate)
         held = describe_uncut(model, optimizer)
         self.parameters = held.parameters
         stages = [cut(model, plan, number) for number in range(places.place, len(plan.stages), places.workers)]
@@ -199,7 +200,7 @@ class StagedLayers:
             raise ConfigError("train() takes the batches of the loader that prepare() gave.")
         assert run.loader is not None
         seed = mix(run.loader.seed, run.loader.position.epoch, micro.start)
-        self._micros.append(_Micro(batch, seed, float(micro.counts)))
+        self._micros.append(_Micro(batch, seed, float(micro.weighs)))
         if self.places.is_last and micro.counts:
             run.tally.rows += micro.end - micro.start
             run.ledger.record(micro.start, micro.end)
@@ -352,7 +353,7 @@ def _in_groups(loader: Loader) -> Iterator[list[_Micro]]:
     group: list[_Micro] = []
     for batch in loader.once():
         assert loader.current is not None
-        group.append(_Micro(batch, 0, float(loader.current.counts)))
+        group.append(_Micro(batch, 0, float(loader.current.weighs)))
         if len(group) == AT_ONCE:
             yield group
             group = []

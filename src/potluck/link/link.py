@@ -6,7 +6,7 @@ Nothing that travels is pickled: only tensors and bytes.
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Protocol
@@ -18,12 +18,17 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous as rendezvous_at
 
 from potluck.coded_numbers import Coding
+from potluck.devices import travels
 from potluck.environment import ONLY, PATIENCE_S, RENDEZVOUS
 from potluck.errors import ConfigError, WorkerLost
 from potluck.link.coded_sums import CodedSums
 from potluck.sharding.collectives import Done as Done
 from potluck.sharding.collectives import Pending as Pending
 from potluck.tensor_bytes import from_bytes, raw, to_bytes
+from potluck.waiting import wait_until
+
+MEETING_S = 10.0
+"""How long a call waits for the other ranks to make it too before a person hears of that."""
 
 
 class Rows(Protocol):
@@ -62,6 +67,15 @@ class Link(Protocol):
 
     def broadcast(self, tensor: Tensor) -> None:
         """Replaces `tensor` by rank 0's."""
+
+    def fetch(self, numbers: Tensor, of: int) -> None:
+        """Fills rank 0's bytes, flat and in host memory, with those of another rank. All ranks call this alike; of
+        those who are neither, nothing is asked."""
+
+    def meet(self, what: str, notice: Callable[[str], None]) -> None:
+        """Until all ranks are here, if that can be seen beside what they do otherwise: so that `what`, a call that all
+        must make, is not taken for another one where only some have made it. They hear of it in a sentence."""
+        return
 
     def start_pass(self, out: Tensor, heard: Tensor) -> Pending:
         """Begins to send bytes to the next rank, and to fill `heard` with those of the rank before. In host memory.
@@ -110,6 +124,12 @@ class Alone(Link):
     def broadcast(self, tensor: Tensor) -> None:
         pass
 
+    def fetch(self, numbers: Tensor, of: int) -> None:
+        pass
+
+    def meet(self, what: str, notice: Callable[[str], None]) -> None:
+        pass
+
     def start_pass(self, out: Tensor, heard: Tensor) -> Pending:
         heard.copy_(out)
         return Done()
@@ -141,6 +161,18 @@ class _Gathered:
         return [row.tolist() for row in self._found]
 
 
+class _ByHost:
+    """A sum of a tensor that a process group does not take: of its copy in host memory."""
+
+    def __init__(self, tensor: Tensor, start: Callable[[Tensor], Pending]) -> None:
+        self._tensor, self._host = tensor, tensor.detach().to("cpu", copy=True)
+        self._work = start(self._host)
+
+    def wait(self) -> None:
+        self._work.wait()
+        self._tensor.detach().copy_(self._host)
+
+
 class GroupLink(Link):
     """All ranks of a process group: the default one, or a part of it."""
 
@@ -153,6 +185,7 @@ class GroupLink(Link):
         self._patience_s = patience_s
         self.coded: CodedSums | None = None
         """Made with the first of them."""
+        self._meetings = 0
 
     def part(self, groups: Sequence[Sequence[int]]) -> "GroupLink":
         assert self.group is None, "only the default group's ranks are numbered as new_group() wants them"
@@ -165,12 +198,16 @@ class GroupLink(Link):
         return GroupLink(owned=False, group=own, patience_s=self._patience_s)
 
     def start_sum(self, tensor: Tensor) -> Pending:
+        if not travels(tensor.device):
+            return _ByHost(tensor, self.start_sum)
         with _peers_may_vanish():
             work = dist.all_reduce(tensor, group=self.group, async_op=True)
         assert work is not None
         return _Begun(work)
 
     def start_coded_sum(self, tensor: Tensor, coding: Coding) -> Pending:
+        if not travels(tensor.device):
+            return _ByHost(tensor, lambda host: self.start_coded_sum(host, coding))
         self.coded = self.coded or CodedSums(self.group)
         with _peers_may_vanish():
             return _Begun(self.coded.start(tensor, coding))
@@ -193,7 +230,7 @@ class GroupLink(Link):
 
     def broadcast(self, tensor: Tensor) -> None:
         # As bytes: backends know only some types. Of numbers that do not lie end to end, a copy travels.
-        flat = raw(tensor)
+        flat = raw(tensor if travels(tensor.device) else tensor.cpu())
         with _peers_may_vanish():
             dist.broadcast(flat, group=self.group, group_src=0)
         if flat.data_ptr() != tensor.data_ptr():
@@ -207,6 +244,33 @@ class GroupLink(Link):
     def start_receive(self, tensor: Tensor, of: int) -> Pending:
         with _peers_may_vanish():
             return _Begun(dist.irecv(tensor, group=self.group, group_src=of) if tensor.numel() else None)
+
+    def fetch(self, numbers: Tensor, of: int) -> None:
+        if self.rank == of != 0:
+            self.start_send(numbers, 0).wait()
+        elif self.rank == 0 != of:
+            self.start_receive(numbers, of).wait()
+
+    def meet(self, what: str, notice: Callable[[str], None]) -> None:
+        assert self.group is None, "it is the default group's store through which ranks see each other"
+        store = PrefixStore(f"meeting {self._meetings}", dist.distributed_c10d._get_default_store())
+        self._meetings += 1
+        store.set(str(self.rank), what)
+
+        ranks = [str(rank) for rank in range(self.world)]
+        with _peers_may_vanish():
+            if wait_until(lambda: store.check(ranks), MEETING_S):
+                return
+            them = ", ".join(rank for rank in ranks if not store.check([rank]))
+            notice(
+                f"{what} waits for worker {them}. It needs all workers, since each holds a part of what it gives: call"
+                " it on every worker, and not on rank 0 alone."
+            )
+            if not wait_until(lambda: store.check(ranks), self._patience_s):
+                raise ConfigError(
+                    f"{what} was called on worker {self.rank}, and not on worker {them}. Call it on every worker: each"
+                    " holds a part of what it gives, and only rank 0 gets the whole."
+                )
 
     def start_pass(self, out: Tensor, heard: Tensor) -> Pending:
         with _peers_may_vanish():
@@ -253,15 +317,6 @@ def loss_of_peer(error: BaseException) -> str | None:
     if not isinstance(error, RuntimeError) or not _tells_of_loss(error):
         return None
     return _loss(error) if isinstance(error, dist.DistError) or "gloo" in str(error) else None
-
-
-def choose_device() -> torch.device:
-    """This rank's GPU, shared round robin when there are more ranks than GPUs; else the CPU."""
-    if torch.cuda.is_available() and (count := torch.cuda.device_count()):
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % count)
-        torch.cuda.set_device(device)
-        return device
-    return torch.device("cpu")
 
 
 def connect(device: torch.device, patience_s: float) -> Link:

@@ -81,7 +81,7 @@ def optimizer_part(sharded: Sharded, *, copies: bool = True) -> Pieces:
 def whole_tensors(sharded: Sharded) -> dict[str, Tensor]:
     """What each rank has whole of all that the model's state_dict holds."""
     elsewhere = {*sharded.split, *sharded.tied()}
-    return {name: tensor for name, tensor in sharded.model.state_dict().items() if name not in elsewhere}
+    return {name: tensor for name, tensor in state.own_state(sharded.model).items() if name not in elsewhere}
 
 
 def _add_state(pieces: Pieces, said: dict[str, Any], run: FlatRun, known: dict[str, Any]) -> None:
@@ -107,7 +107,7 @@ def _is_flat(value: Any, run: FlatRun) -> bool:
 
 def check_part(sharded: Sharded, model: Ranges, optimizer: Ranges, skeleton: dict[str, Any], source: str) -> None:
     """Whether it can be loaded. Changes nothing."""
-    mine: dict[str, state.Described] = {**sharded.model.state_dict(), **sharded.split}
+    mine: dict[str, state.Described] = {**state.own_state(sharded.model), **sharded.split}
     mine |= {name: sharded.split[first] for name, first in sharded.tied().items()}
     state.check_model(mine, model.specs, source)
     state.check_optimizer(sharded.optimizer, sharded.group_names, skeleton)

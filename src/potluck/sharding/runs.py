@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from potluck.devices import wide
 from potluck.errors import ConfigError
 
 ELEMENTWISE = (
@@ -249,4 +250,4 @@ def norms_of(tensors: Sequence[Tensor]) -> Tensor:
 
 def _norm_in_float64(tensors: Sequence[Tensor]) -> float:
     pieces = [piece for tensor in tensors for piece in torch.split(tensor.detach().reshape(-1), AT_ONCE)]
-    return math.sqrt(sum(float(piece.double().square().sum()) for piece in pieces))
+    return math.sqrt(sum(float(wide(piece).square().sum()) for piece in pieces))

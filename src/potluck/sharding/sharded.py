@@ -67,6 +67,8 @@ class Sharded:
     gathers: bool = False
     """Whether they also wait for each other in every layer, so that no rank's own speed can be seen."""
 
+    keeps_whole: bool = False
+    """Whether every rank has all parameters whole, whoever owns them."""
     cuts_alike: bool = False
     """Whether a parameter is split the same way whatever else the model has, as two stages that have it need it."""
 

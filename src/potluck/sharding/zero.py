@@ -64,6 +64,8 @@ class ShardedOptimizer(Sharded):
     For each step: backward(), then step(), then broadcast_updated_params().
     """
 
+    keeps_whole = True
+
     def __init__(
         self,
         model: nn.Module,

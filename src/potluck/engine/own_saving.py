@@ -1,0 +1,80 @@
+"""What a prepared model's own `save_pretrained` and `state_dict` do: they save all of it, or say that they cannot.
+
+A model keeps its class, and so the methods of its library, which know nothing of what other workers hold. They are
+shadowed on the one instance; its copies and what is pickled of it have their class's own again.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from potluck.engine.run_state import RunState
+from potluck.save.whole_state import is_in_parts
+
+
+class _Shadow:
+    """In place of one method of one model."""
+
+    def __init__(self, model: nn.Module, name: str) -> None:
+        self._model, self._name = model, name
+        self.plain: Callable[..., Any] = getattr(model, name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy of the model, such as an average of its weights, saves itself: it has not got this when it asks."""
+        return getattr, (self._model, self._name)
+
+
+class _SavePretrained(_Shadow):
+    def __init__(self, model: nn.Module, gather: Callable[[], dict[str, Any]], writes: Callable[[], bool]) -> None:
+        super().__init__(model, "save_pretrained")
+        self._gather, self._writes = gather, writes
+        self._takes_state = "state_dict" in inspect.signature(self.plain).parameters
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        """Call it on every worker; the one that keeps the run's folder writes."""
+        found = options.pop("state_dict", None)
+        found = self._gather() if found is None else found
+        if not self._writes():
+            return None
+        if self._takes_state:
+            return self.plain(*arguments, state_dict=found, **options)
+        own = vars(self._model)
+        kept = {name: own[name] for name in ("state_dict",) if name in own}
+        own["state_dict"] = lambda *told, **more: found
+        try:
+            return self.plain(*arguments, **options)
+        finally:
+            del own["state_dict"]
+            own.update(kept)
+
+
+class _PartsOfState(_Shadow):
+    def __init__(self, model: nn.Module, notice: Callable[[str], None]) -> None:
+        super().__init__(model, "state_dict")
+        self._notice: Callable[[str], None] | None = notice
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        if self._notice is not None:
+            self._notice(
+                "model.state_dict() gives what this worker holds, which is a part of the model. For all of it call"
+                " fleet.state_dict() on every worker: rank 0 gets it, under the names that the model had."
+            )
+            self._notice = None
+        return self.plain(*arguments, **options)
+
+
+def shadow_saving(
+    run: RunState, given: nn.Module, gather: Callable[[], dict[str, Any]], rank: Callable[[], int]
+) -> None:
+    """`given`: the model as prepare() got it; of one that is cut, prepare() gives another back."""
+    replica = run.prepared()
+    if callable(getattr(given, "save_pretrained", None)):
+        saving = _SavePretrained(given, gather, lambda: rank() == 0)
+        for model in (given, replica.model):
+            vars(model)["save_pretrained"] = saving
+    if is_in_parts(replica):
+        notice = run.notice if run.speaks else lambda sentence: None
+        for model in {given, replica.model}:
+            vars(model)["state_dict"] = _PartsOfState(model, notice)

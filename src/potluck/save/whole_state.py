@@ -1,0 +1,105 @@
+"""The whole model's state dict on one worker, whatever the model is split over: fetched block by block, on the CPU.
+
+The first rank ends with the whole in host memory. No other holds more than what it has, and one block beside it.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from potluck.errors import CheckpointError
+from potluck.link.link import Link
+from potluck.save import parts, state
+from potluck.save.saves import sharded_of
+from potluck.sharding.sharded import Sharded
+from potluck.sharding.stored import Piece, Stored
+from potluck.tensor_bytes import raw
+
+if TYPE_CHECKING:
+    from potluck.engine.replica import Replica
+
+BLOCK_BYTES = 64 << 20
+
+
+def is_in_parts(replica: "Replica") -> bool:
+    """Whether no worker has all of the model."""
+    sharded = sharded_of(replica)
+    return sharded is not None and not sharded.keeps_whole
+
+
+def whole_state(link: Link, replica: "Replica", names: Sequence[str]) -> dict[str, Any]:
+    """On rank 0, under `names` and in their order; empty on all others. All ranks call this alike, and where each has
+    the whole model, none talks to another."""
+    if is_in_parts(replica):
+        sharded = sharded_of(replica)
+        assert sharded is not None
+        found = _fetch_all(link, sharded)
+    else:
+        found = state.model_state(replica.model) if link.rank == 0 else {}
+    order = [*(name for name in names if name in found), *(name for name in found if name not in names)]
+    return {name: found[name] for name in order}
+
+
+def _fetch_all(link: Link, sharded: Sharded) -> dict[str, Any]:
+    # Also on ranks that hold what others hold too: see model_part.
+    held = parts.model_part(sharded, copies=False)
+    own = held.tensors if link.rank < sharded.collectives.world else {}
+    spans, tied = held.notes["spans"], held.notes.get("tied", {})
+    mine = [_describe(key, tensor, spans) for key, tensor in own.items() if isinstance(tensor, Tensor)]
+    pieces: dict[str, list[tuple[int, str]]] = {}
+    listed: dict[str, Stored] = {}
+    for rank, data in enumerate(link.gather_bytes(json.dumps(mine).encode())):
+        for key, name, shape, start, end, dtype in json.loads(data):
+            stored = listed.setdefault(name, Stored(tuple(shape), dtype))
+            stored.pieces.append(Piece(start, end, rank, 0))
+            pieces.setdefault(name, []).append((rank, key))
+    found: dict[str, Any] = {key: value for key, value in own.items() if not isinstance(value, Tensor)}
+    for name, stored in listed.items():
+        _check_whole(name, stored)
+        whole = _room_for(stored) if link.rank == 0 else None
+        for piece, (rank, key) in zip(list(stored.pieces), pieces[name], strict=True):
+            place = whole.view(-1)[piece.start : piece.end] if whole is not None else None
+            _fetch(link, rank, own[key].reshape(-1) if rank == link.rank else None, place, piece, stored)
+        if whole is not None:
+            found[name] = whole
+    if link.rank:
+        return {}
+    return found | {name: found[first] for name, first in tied.items()}
+
+
+def _describe(key: str, tensor: Tensor, spans: dict[str, Any]) -> list[Any]:
+    name, shape, start, end = spans.get(key) or (key, tuple(tensor.shape), 0, tensor.numel())
+    return [key, name, list(shape), start, end, str(tensor.dtype).removeprefix("torch.")]
+
+
+def _check_whole(name: str, stored: Stored) -> None:
+    pieces = sorted(stored.pieces, key=lambda piece: piece.start)
+    if (gap := Stored(stored.shape, stored.dtype, pieces).first_gap()) is not None:
+        raise CheckpointError(f"No worker holds the numbers {gap[0]:,} to {gap[1]:,} of {name}.")
+
+
+def _room_for(stored: Stored) -> Tensor:
+    return torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
+
+
+def _fetch(link: Link, rank: int, own: Tensor | None, place: Tensor | None, piece: Piece, stored: Stored) -> None:
+    """One rank's piece into rank 0's place for it."""
+    if rank == 0:
+        if place is not None and own is not None:
+            place.copy_(own)
+        return
+    for start, end in _blocks(piece.end - piece.start, getattr(torch, stored.dtype).itemsize):
+        link.gather_rows([0.0])  # no rank waits for its turn longer than for one block
+        if place is not None:
+            link.fetch(raw(place[start:end]), rank)
+        else:
+            block = own[start:end].to("cpu") if own is not None else torch.empty(0)
+            link.fetch(raw(block), rank)
+
+
+def _blocks(count: int, width: int) -> Iterator[tuple[int, int]]:
+    step = BLOCK_BYTES // width
+    return ((start, min(start + step, count)) for start in range(0, count, step))
