@@ -7,13 +7,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import potluck
 from potluck import CheckpointConfig, FitConfig
-from potluck.errors import Interrupted, PotluckError
+from potluck.errors import ConfigError, Interrupted, PotluckError
 from potluck.events import StepDone, Validated, read_events
 from potluck.save.checkpoint_folder import best_loss, found
+from potluck.save.export import export
 from potluck.train.validations import Validations
 from tests.parity.test_sync import STILL
 from tests.quick import first_of
@@ -118,6 +120,11 @@ def test_validation_is_with_the_average_also_after_a_resume(tmp_path: Path, spli
     expected = averaged_losses()
     assert first["losses"] == other["losses"] == pytest.approx(expected[1:], rel=1e-4)
     assert first["best_loss"] == pytest.approx(min(expected), rel=1e-4)
+    export(tmp_path, tmp_path / "average.safetensors", ema=True)
+    model, _, (x, y) = make()
+    model.load_state_dict(load_file(tmp_path / "average.safetensors"))
+    with torch.no_grad():
+        assert F.mse_loss(model(x), y).item() == pytest.approx(expected[-1], rel=1e-4)
 
 
 def _stopped(folder: str, options: dict[str, Any], engine: dict[str, Any]) -> dict[str, Any]:
@@ -206,6 +213,8 @@ def test_a_run_ends_early_and_its_best_checkpoint_stays(tmp_path: Path) -> None:
     again, _ = run_ranks(2, _again, str(tmp_path))
     assert (again["steps"], again["best"]) == (10, str(best)), "nothing is left to train"
     longer, _ = run_ranks(2, _longer, str(tmp_path))
+    with pytest.raises(ConfigError, match="has no average of its weights"):
+        export(tmp_path, tmp_path / "average.safetensors", ema=True)
     assert longer["steps"] == 15 and longer["best"].endswith("step-00000012") and longer["loss"] == pytest.approx(0.1)
 
 
