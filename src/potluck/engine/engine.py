@@ -17,7 +17,7 @@ through this worker's replica, rounds how replicas agree, and the keeper who kee
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -35,12 +35,12 @@ from potluck.data.rows import as_dataset
 from potluck.engine.compiling import Compiling, expect_any_rows
 from potluck.engine.engine_parts import EngineParts, over_group
 from potluck.engine.fingerprint import training_settings
+from potluck.engine.given import Given
 from potluck.engine.losses import LossFunction
 from potluck.engine.own_saving import shadow_saving
 from potluck.engine.replica import check_own_memory, find_batch_norm
 from potluck.engine.rounds import Collate
 from potluck.engine.run_state import RunState
-from potluck.engine.scheduled import RunScheduler
 from potluck.engine.switches import StepConfig
 from potluck.errors import ConfigError
 from potluck.events import EpochDone, EventLog, StepDone, StepSkipped
@@ -103,10 +103,11 @@ class Engine:
         scheduler: LRScheduler | None = None,
     ) -> tuple[nn.Module, Optimizer, Loader]: ...
 
+    @overload
     def prepare(
         self,
-        model: nn.Module,
-        optimizer: Optimizer,
+        model: nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module],
+        optimizer: Sequence[Optimizer],
         dataset: Any = None,
         *,
         batch_size: int = 0,
@@ -116,7 +117,23 @@ class Engine:
         collate: Callable[[list[Any]], Any] | None = None,
         seed: int = 0,
         loss: LossFunction | None = None,
-        scheduler: LRScheduler | None = None,
+        scheduler: Sequence[LRScheduler | None] | None = None,
+    ) -> Any: ...
+
+    def prepare(
+        self,
+        model: Any,
+        optimizer: Any,
+        dataset: Any = None,
+        *,
+        batch_size: int = 0,
+        micro_batch_size: int | None = None,
+        fetchers: int = 0,
+        slices: int | None = None,
+        collate: Callable[[list[Any]], Any] | None = None,
+        seed: int = 0,
+        loss: LossFunction | None = None,
+        scheduler: Any = None,
     ) -> Any:
         """Prepares model and optimizer, and returns them with a loader of this worker's share of the rows.
 
@@ -130,15 +147,20 @@ class Engine:
         - `seed`: where the order of rows starts from.
         - `loss`: your loss function, needed only where the model is cut into stages: see train().
         - `scheduler`: any LRScheduler. It is stepped here, once per step of the run under every policy; do not step it.
+
+        `model` may be several, as a list or a dict; so may `optimizer`, each with a scheduler (or None) in a list. Then
+        each batch comes once for each optimizer, `fleet.turn` says whose turn it is, and step() steps that one alone.
         """
         run = self.run
         if run.replica is not None:
             raise ConfigError(
-                "prepare() was called already, and a run trains one model with one optimizer. Put several models into"
-                " one nn.Module, and their parameters into groups of one optimizer."
+                "prepare() was called already, and a run has one call of it. Give it several models as a list, or in"
+                " one nn.Module, and several optimizers as a list."
             )
-        given = {"micro_size": micro_batch_size, "slices": slices}
-        micro_batch_size = check_data(run.wanted, **given, has_data=dataset is not None, has_loss=loss is not None)
+        given = Given(model, optimizer, scheduler, run.turns)
+        model, optimizer = given.model, given.optimizer
+        sizes = {"micro_size": micro_batch_size, "slices": slices}
+        micro_batch_size = check_data(run.wanted, **sizes, has_data=dataset is not None, has_loss=loss is not None)
         if dataset is not None:
             dataset = as_dataset(dataset)
             self.introduce(model, optimizer, dataset, batch_size=batch_size, seed=seed)
@@ -149,7 +171,7 @@ class Engine:
         wire = run.composition.wire if run.wanted.has_host else run.wanted.wire
         own = training_settings(optimizer, run.config.clip, wire)
         run.caller.training = own | run.caller.training
-        run.scheduled = RunScheduler(scheduler, optimizer) if scheduler is not None else None
+        run.scheduled = given.scheduled
         data = {"batch_size": batch_size, "dataset": dataset, "loss": loss, "collate": collate}
         run.names = tuple(model.state_dict()) if isinstance(model, nn.Module) else ()
         run.replica = self.layers.make_replica(model, optimizer, self.rounds, data)
@@ -159,14 +181,15 @@ class Engine:
             self._compiling = Compiling(run.say)
         if dataset is None:
             self.lifecycle.begin()
-            return run.replica.model, optimizer
+            return given.back(run.replica.model)
         try:
             batch = BatchConfig(size=batch_size, micro_size=micro_batch_size, fetchers=fetchers, slices=slices)
         except ValueError as error:
             raise ConfigError(f"batch {error}.") from None
         if slices is not None and not run.wanted.has_host:
             run.notice("batch.slices has no effect here: it cuts the batches that a host hands out.")
-        return run.replica.model, optimizer, self._prepare_data(dataset, batch, seed, collate)
+        loader = self._prepare_data(dataset, batch, seed, collate)
+        return *given.back(run.replica.model), loader
 
     def _settle_wire(self, model: nn.Module) -> None:
         """Of what is not measured: windows code changes of float32 alone."""
@@ -183,6 +206,7 @@ class Engine:
         # A power of two, so that it changes no digit of any gradient; it only keeps sums in the range of means.
         run.unit = 2.0 ** -round(math.log2(batch.size))
         loader = run.loader = self.rounds.make_loader(dataset, batch, seed, collate)
+        loader.turns = run.turns
         if run.config.compile and not (self.rounds.has_fixed_shares and loader.is_even):
             expect_any_rows(replica.model)
         if run.batch_norm is not None:
@@ -232,7 +256,8 @@ class Engine:
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
             raise ConfigError(f"epochs() takes how many the run has, a whole number of at least 1, not {count!r}.")
         run.caller.rows_limit = count * run.loader.rows
-        run.caller.told |= {"steps_total": count * -(-run.loader.rows // run.loader.batch.size)}
+        steps = count * -(-run.loader.rows // run.loader.batch.size)
+        run.caller.told |= {"steps_total": steps * run.turns.count}
         return self._care_for(count, Path(folder) if folder is not None else None)
 
     def _care_for(self, count: int, folder: Path | None) -> Iterator[int]:
@@ -374,6 +399,11 @@ class Engine:
     def version(self) -> int:
         """Agreements so far."""
         return self.lifecycle.version
+
+    @property
+    def turn(self) -> int:
+        """With several optimizers: the number of the one that steps next. Each batch comes once for each of them."""
+        return self.run.turns.now
 
     @property
     def step_number(self) -> int:

@@ -5,6 +5,7 @@ replica has no state of yet counts as zeros, and is begun with the mean.
 """
 
 import copy
+import itertools
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from potluck.engine.buckets import Allocate, split_like
 from potluck.fleet.description import DIVISORS, MOMENTS, OTHER_MOMENTS, coding_of_block
 from potluck.link.link import Link, Pending
 from potluck.sharding.runs import COUNTERS, FlatRun
+from potluck.sharding.turn_optimizer import each_of
 
 FIRST = {"exp_avg", "momentum_buffer"}
 """Means of gradients."""
@@ -47,9 +49,9 @@ def can_average(optimizer: Optimizer) -> bool:
     nothing of the others.
     """
     found = []
-    for shape in ((2,), (2, 3)):
+    for each, shape in itertools.product(each_of(optimizer), ((2,), (2, 3))):
         try:
-            state = look_at_state(optimizer, shape)
+            state = look_at_state(each, shape)
         except Exception:
             continue
         kept = {key: value for key, value in state.items() if key not in COUNTERS}
@@ -80,7 +82,7 @@ class Moments:
     ) -> None:
         """`names`: by the id of what the optimizer steps, which may be a copy. `groups`: each becomes a flat tensor."""
         self._optimizer = optimizer
-        self._like = look_at_state(optimizer)
+        self._like = look_at_state(each_of(optimizer)[0])
         self._keys = sorted(self._like.keys() - COUNTERS)
         self._counters = sorted(key for key in self._like.keys() & COUNTERS)
         stepped = {names[id(each)]: each for group in optimizer.param_groups for each in group["params"]}

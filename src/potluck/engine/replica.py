@@ -16,9 +16,11 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from potluck.agree.turns import Turns
 from potluck.coded_numbers import Coding
 from potluck.engine.buckets import GradBuckets
 from potluck.engine.buffers import SavedBuffers, is_expanded
+from potluck.engine.offloaded_optimizer import OffloadedOptimizer
 from potluck.engine.outer_state import OuterState
 from potluck.engine.seal import Seal
 from potluck.engine.switches import StepConfig, autocast, switch_on
@@ -31,12 +33,12 @@ from potluck.sharding.runs import (
     Span,
     can_skip,
     held_bytes,
-    in_host_memory,
     scaling,
     state_at,
     step_unless,
     total_norm,
 )
+from potluck.sharding.turn_optimizer import TurnOptimizer, each_of
 from potluck.tensor_bytes import buffer
 
 if TYPE_CHECKING:
@@ -86,9 +88,10 @@ class Replica:
         *,
         within: Link | None = None,
         form: GradientForm | None = None,
+        turns: Turns | None = None,
     ) -> None:
         """`within`: the ranks that step as one, if they are not all ranks of the link. `form`: how their gradients
-        travel."""
+        travel. `turns`: of several optimizers, whose turn it is."""
         if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer):
             raise ConfigError(
                 f"prepare() takes a torch.nn.Module and a torch.optim.Optimizer, not {type(model).__name__} and"
@@ -103,6 +106,7 @@ class Replica:
         self._form = form or GradientForm()
         self.names = {id(parameter): name for name, parameter in model.named_parameters()}
         self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._turns, self._of_turns = turns or Turns(), self._find_turns()
         self._check()
         self._buffers = SavedBuffers(model)
         self._place()
@@ -116,6 +120,18 @@ class Replica:
         self._seal = Seal(self.trained)
         self.remember_buffers()
         self._is_armed_for_last = False
+
+    def _find_turns(self) -> list[frozenset[str]]:
+        """By turn: the names of the parameters that its optimizer steps. Before anything is split."""
+        if not isinstance(self.optimizer, TurnOptimizer):
+            return [frozenset()]
+        groups = [[p for group in each.param_groups for p in group["params"]] for each in self.optimizer.each]
+        return [frozenset(self.names.get(id(p), "") for p in parameters) for parameters in groups]
+
+    def steps_now(self, name: str) -> bool:
+        """Whether this parameter is one of the optimizer whose turn it is. Of the others, gradients are dropped: they
+        count neither in the norm nor for the step."""
+        return self._turns.count == 1 or name in self._of_turns[self._turns.now]
 
     def _place(self) -> None:
         """The model, and what its optimizer knows already: of its constructor, as Adagrad, or loaded."""
@@ -131,9 +147,10 @@ class Replica:
         # Each step forgets its gradients by itself: a zero_grad() out of habit would drop those of earlier parts of it.
         # The zero_grad() that would have dropped what a backward before prepare() has left is done here.
         self.model.zero_grad()
-        optimizer.zero_grad = lambda set_to_none=True: None  # type: ignore[method-assign]
         self._is_stepping = False
-        optimizer.register_step_pre_hook(lambda *told: self._check_own_step())
+        for each in {optimizer, *each_of(optimizer)}:
+            each.zero_grad = lambda set_to_none=True: None  # type: ignore[method-assign]
+            each.register_step_pre_hook(lambda *told: self._check_own_step())
         self.outer = OuterState(optimizer, self.names)
         self._add_group = optimizer.add_param_group
         optimizer.add_param_group = self._add_param_group  # type: ignore[method-assign]
@@ -266,7 +283,11 @@ class Replica:
 
     def finish(self) -> float:
         """Ends the sums over all ranks. Returns the seconds spent waiting for them."""
-        return self._buckets.finish() if self._buckets is not None else 0.0
+        waited_s = self._buckets.finish() if self._buckets is not None else 0.0
+        for parameter in self.trained if self._turns.count > 1 else ():
+            if parameter.grad is not None and not self.steps_now(self.names[id(parameter)]):
+                parameter.grad.zero_()  # where it lies in a bucket, the norm is of that
+        return waited_s
 
     def drop_unused(self) -> None:
         """Parameters that no rank used get no gradient, as in one process. A collective where there are several."""
@@ -382,7 +403,7 @@ class Replica:
                     " model.parameters() of the model that you pass here."
                 )
         check_own_memory(self.model)
-        if isinstance(self.optimizer, torch.optim.LBFGS):
+        if any(isinstance(each, torch.optim.LBFGS) for each in each_of(self.optimizer)):
             raise ConfigError("LBFGS evaluates the loss many times within one step, which step() cannot do.")
 
     def _same_start(self) -> None:
@@ -444,39 +465,6 @@ def check_own_memory(model: nn.Module) -> None:
                 " can step them. Give it memory of its own with nn.Parameter(tensor.expand(...).clone()), or keep the"
                 " small tensor as the parameter and expand it in forward()."
             )
-
-
-class OffloadedOptimizer:
-    """An optimizer that steps copies of the parameters in host memory, where its state is."""
-
-    def __init__(self, optimizer: Optimizer, names: dict[int, str]) -> None:
-        """`names`: by a parameter's id; copies are added."""
-        self.optimizer = optimizer
-        self._names = names
-        self._twins: list[tuple[nn.Parameter, nn.Parameter]] = []
-        for group in optimizer.param_groups:
-            self.take(group)
-
-    def take(self, group: dict[str, Any]) -> None:
-        """A group has copies instead of its parameters, and what is known of those."""
-        state = self.optimizer.state
-        pairs = [(own, nn.Parameter(in_host_memory(own), own.requires_grad)) for own in group["params"]]
-        for own, twin in pairs:
-            self._names[id(twin)] = self._names[id(own)]
-            if own in state:
-                state[twin] = state_at(twin.device, state.pop(own), group)
-        group["params"] = [twin for _, twin in pairs]
-        self._twins += pairs
-
-    @torch.no_grad()
-    def step(self) -> None:
-        for own, twin in self._twins:  # what changed the parameters meanwhile, such as an average, counts
-            twin.copy_(own)
-            twin.grad = own.grad.to("cpu") if own.grad is not None else None
-        self.optimizer.step()
-        for own, twin in self._twins:
-            own.copy_(twin)
-            twin.grad = None
 
 
 def _dense(parameter: nn.Parameter) -> Tensor:

@@ -25,6 +25,7 @@ def take_position(run: RunState) -> tuple[Standing, KeptTensors]:
         "epoch": position.epoch,
         "row": position.row,
         "left": [list(part) for part in position.left],
+        **({"turn": run.turns.now} if run.turns.count > 1 else {}),
         "rows_in_epoch": loader.rows if loader is not None else 0,
         "seed": loader.seed if loader is not None else 0,
         "batch": loader.batch.size if loader is not None else 0,
@@ -56,6 +57,7 @@ def restore_position(run: RunState, standing: Standing) -> None:
     """Moves the run to a saved position."""
     run.step_number = standing["step"]
     run.rows_seen = standing["rows_seen"]
+    run.turns.now = min(max(0, standing.get("turn", 0)), run.turns.count - 1)
     run.skipped = standing["skipped"]
     run.skipped_rows = standing["skipped_rows"]
     if run.loader is not None:

@@ -159,6 +159,10 @@ class ShardedReplica(Replica):
         self.sharded.always_used = self.always_used
         started = time.perf_counter()
         self.sharded.finish()
+        if self._turns.count > 1:
+            for run, gradient in zip(self.sharded.runs, self.sharded.run_gradients(), strict=True):
+                if gradient is not None and not self.steps_now(run.span.name):
+                    gradient.zero_()
         return time.perf_counter() - started
 
     def drop_unused(self) -> None:

@@ -61,7 +61,8 @@ class SliceSteps:
     def seed_of(self, seed: int, micro: MicroBatch) -> int:
         """The slice's seed; the ranks of one worker each draw their own numbers."""
         rank = self._replica.link.rank
-        return mix(seed, self._step, self.slices[micro.number], *([rank + 1] if rank else []))
+        step = self._step - self._run.turns.now
+        return mix(seed, step, self.slices[micro.number], *([rank + 1] if rank else []))
 
     def begin(self, work: Work, nodes: list[Node], bounds: Sequence[tuple[int, int]]) -> None:
         self._sender.begin()
@@ -139,12 +140,14 @@ class SliceSteps:
         decision = decide_mean(committed.samples, committed.loss, norm, 1.0, run.config.clip)
         if decision.fault is not None:
             sums.restore_buffers()
+            run.next_turn()
             return decision
         sums.apply_buffers(means, bytes(committed.buffers))
         run.skipped_in_a_row = 0
         run.set_lr(run.rows_seen)
         self._replica.apply(decision.scale)
         sums.reset()
+        run.next_turn()
         return decision
 
     # What all agreed on

@@ -193,11 +193,13 @@ class StagedLayers:
         if micro is None:
             raise ConfigError("train() takes the batches of the loader that prepare() gave.")
         assert run.loader is not None
-        seed = mix(run.loader.seed, run.loader.position.epoch, micro.start)
+        turn = [run.turns.now] if run.turns.now else []
+        seed = mix(run.loader.seed, run.loader.position.epoch, micro.start, *turn)
         self._micros.append(_Micro(batch, seed, float(micro.counts)))
         if self.places.is_last and micro.counts:
             run.tally.rows += micro.end - micro.start
-            run.ledger.record(micro.start, micro.end)
+            if run.turns.is_last:
+                run.ledger.record(micro.start, micro.end)
         run.trained = micro
         run.stand_in.close()
         if micro.last:

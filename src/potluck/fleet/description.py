@@ -30,6 +30,7 @@ MAX_PARTS = 100_000
 MAX_TOTAL = 1 << 40
 """Numbers of all parts. A coordinator takes no more than it has memory for."""
 MAX_ROWS = 1 << 48
+MAX_TURNS = 64
 ENTRENAR_BYTES = 100_000_000
 """The longest message that entrenar's own client takes."""
 MAX_SLICES = 1 << 16
@@ -112,6 +113,8 @@ class Description:
     """In which form parts travel, each as coding_in() has it."""
     in_pairs: bool = False
     """No slice has a single row, wherever that can be had: the model has BatchNorm, which can take no mean of one."""
+    turns: int = 1
+    """Each batch is trained so many times in a row, by one of so many optimizers each time."""
     told: dict[str, Any]
     """What a person is shown: name, parameters, unit of samples, steps. It may differ between workers."""
 
@@ -129,7 +132,7 @@ class Description:
 
     def steps_at(self, epoch: int, row: int) -> int:
         """How many batches of the run are done at this place, the last maybe in part."""
-        return epoch * -(-self.rows // self.batch) + -(-row // self.batch)
+        return self.turns * (epoch * -(-self.rows // self.batch) + -(-row // self.batch))
 
     @property
     def moments(self) -> frozenset[int]:
@@ -176,7 +179,8 @@ class Description:
 
     def to_json(self) -> str:
         """What an older version does not know is told only where it matters."""
-        return json.dumps({name: value for name, value in asdict(self).items() if (name, value) != ("wire", "fp32")})
+        known = (("wire", "fp32"), ("turns", 1))
+        return json.dumps({name: value for name, value in asdict(self).items() if (name, value) not in known})
 
     @classmethod
     def from_json(cls, text: str) -> "Description":
@@ -212,6 +216,8 @@ class Description:
             _whole(described.state_bytes)
             if described.wire not in WIRES:
                 raise ValueError(f"wire is one of {', '.join(WIRES)}")
+            if not 0 < (_whole(described.turns) or 0) <= MAX_TURNS:
+                raise ValueError(f"turns is at least 1, and at most {MAX_TURNS}")
             if not isinstance(described.in_pairs, bool):
                 raise ValueError("in_pairs is true or false")
             if not (LEAST_UNIT <= described.unit <= 1 and LEAST_SAMPLES <= described.samples_per_row < 1e12):

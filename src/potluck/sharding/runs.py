@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from potluck.errors import ConfigError
+from potluck.sharding.turn_optimizer import each_of
 
 ELEMENTWISE = (
     torch.optim.SGD,
@@ -68,6 +69,11 @@ class FlatRun:
 
 
 def check_elementwise(optimizer: Optimizer) -> None:
+    for each in each_of(optimizer):
+        _check_elementwise(each)
+
+
+def _check_elementwise(optimizer: Optimizer) -> None:
     name = type(optimizer).__name__
     if isinstance(optimizer, ELEMENTWISE) and name not in REASONS:
         if any(each.get("differentiable") for each in optimizer.param_groups):
