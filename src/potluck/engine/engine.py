@@ -18,6 +18,7 @@ through this worker's replica, rounds how replicas agree, and the keeper who kee
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -36,6 +37,7 @@ from potluck.engine.compiling import Compiling, expect_any_rows
 from potluck.engine.engine_parts import EngineParts, over_group
 from potluck.engine.fingerprint import training_settings
 from potluck.engine.given import Given
+from potluck.engine.looking_weights import LookingWeights
 from potluck.engine.losses import LossFunction
 from potluck.engine.own_saving import shadow_saving
 from potluck.engine.replica import check_own_memory, find_batch_norm
@@ -176,6 +178,7 @@ class Engine:
         run.names = tuple(model.state_dict()) if isinstance(model, nn.Module) else ()
         run.replica = self.layers.make_replica(model, optimizer, self.rounds, data)
         shadow_saving(run, model, self.state_dict, lambda: self.rank)
+        self._weights_for_looking = self.lifecycle.looking = LookingWeights(run.replica)
         self.rounds.begin(run.replica)
         if run.config.compile:
             self._compiling = Compiling(run.say)
@@ -313,7 +316,16 @@ class Engine:
 
     def evaluate(self, loss_of: LossFunction, dataset: Any, batch_size: int) -> float:
         """The mean loss over a dataset, each worker computing its share. Nothing is trained."""
-        return self.lifecycle.evaluate(loss_of, dataset, batch_size)
+        with self._looking():
+            return self.lifecycle.evaluate(loss_of, dataset, batch_size)
+
+    def _looking(self) -> AbstractContextManager[None]:
+        """The weights for looking, where an optimizer has others than those that it trains."""
+        self.run.prepared()
+        if not (looking := self._weights_for_looking):
+            return nullcontext()
+        self.rounds.settle()
+        return looking.in_place()
 
     def save(self, folder: str | Path, *, keep_last: int = 2) -> None:
         """Saves a checkpoint below `folder`: call it on every worker. Under a host it is the host that saves.

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from potluck.agree.turns import Turns
 from potluck.engine.scheduled import RunScheduler, Scheduled, TurnSchedulers
 from potluck.errors import ConfigError
-from potluck.sharding.turn_optimizer import unite
+from potluck.sharding.united_optimizers import JointOptimizer, TurnOptimizer, each_of
 from potluck.words import plural
 
 
@@ -18,13 +18,17 @@ class Given:
         self._models, self._optimizers = model, optimizer
         self.model: nn.Module = _as_one_model(model)
         self.optimizer: Optimizer = optimizer
-        if not _is_several(optimizer):
-            self.scheduled: Scheduled | None = RunScheduler(scheduler, optimizer) if scheduler is not None else None
+        self.scheduled: Scheduled | None = None
+        if not _is_several(optimizer) and not isinstance(optimizer, JointOptimizer):
+            self.scheduled = RunScheduler(scheduler, optimizer) if scheduler is not None else None
             return
-        each = list(optimizer.values()) if isinstance(optimizer, Mapping) else list(optimizer)
+        if isinstance(optimizer, JointOptimizer):
+            each = each_of(optimizer)
+        else:
+            each = list(optimizer.values()) if isinstance(optimizer, Mapping) else list(optimizer)
+            self.optimizer = TurnOptimizer(each, turns)
+            turns.count = len(each)
         schedulers = [_own(scheduler, turn, one, each) for turn, one in enumerate(each)]
-        turns.count = len(each)
-        self.optimizer = unite(each, turns)
         self.scheduled = TurnSchedulers(schedulers, turns) if any(schedulers) else None
 
     def back(self, model: nn.Module) -> tuple[Any, Any]:

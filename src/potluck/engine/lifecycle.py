@@ -17,6 +17,7 @@ from potluck.data.loader import BatchConfig, BatchShare, Loader
 from potluck.data.rows import as_dataset
 from potluck.engine.buddy_copies import BuddyCopies
 from potluck.engine.layers import Layers
+from potluck.engine.looking_weights import LookingWeights
 from potluck.engine.losses import LossFunction, looking
 from potluck.engine.rounds import Rounds
 from potluck.engine.run_state import RunState
@@ -49,6 +50,8 @@ class GroupLifecycle:
         self._folder: Path | None = None
         """The folder that load() was given."""
         self._saved_last: tuple[Path, int] | None = None
+        self.looking: LookingWeights | None = None
+        """Once there is a replica."""
         self.rank, self.world = run.link.rank, run.link.world
         self.keeps_folder = self.rank == 0
         """Whether this worker writes the run folder."""
@@ -151,11 +154,13 @@ class GroupLifecycle:
         self._layers.on_saved()
 
     def state_dict(self) -> dict[str, Any]:
-        run = self._run
-        if is_in_parts(run.prepared()) or run.composition.window is not None:
+        run, looking = self._run, self.looking
+        assert looking is not None
+        if is_in_parts(run.prepared()) or run.composition.window is not None or looking:
             run.link.meet("fleet.state_dict()", run.notice)
         self._rounds.settle()
-        return whole_state(run.link, run.prepared(), run.names)
+        with looking.in_place():
+            return whole_state(run.link, run.prepared(), run.names)
 
     def load(self, folder: Path) -> bool:
         self._folder = folder

@@ -38,7 +38,7 @@ from potluck.sharding.runs import (
     step_unless,
     total_norm,
 )
-from potluck.sharding.turn_optimizer import TurnOptimizer, each_of
+from potluck.sharding.united_optimizers import TurnOptimizer, each_of
 from potluck.tensor_bytes import buffer
 
 if TYPE_CHECKING:
@@ -72,6 +72,9 @@ class Replica:
     """Whether they wait for each other in every layer."""
     takes_groups = True
     """Whether the optimizer may be given a group later on."""
+
+    steps_whole = False
+    """Whether what the optimizer keeps of some parameters lies with one of the ranks that split them."""
 
     always_used: Set[str] = frozenset()
     """Parameters that have a gradient in every step, such as a weight that another stage has too, and may have used."""

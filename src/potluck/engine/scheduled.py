@@ -126,14 +126,16 @@ class RunScheduler:
 
 
 class TurnSchedulers:
-    """One for each optimizer that has one, each stepped once for each turn of its own."""
+    """One for each optimizer that has one, each stepped once for each turn of its own; or with every step, where all
+    optimizers step together."""
 
     def __init__(self, schedulers: Sequence[RunScheduler | None], turns: Turns) -> None:
         self._each = {str(turn): each for turn, each in enumerate(schedulers) if each is not None}
         self._turns = turns
 
     def _own(self, steps: int) -> Iterator[tuple[RunScheduler, int]]:
-        return ((each, self._turns.steps_of(int(turn), steps)) for turn, each in self._each.items())
+        last = self._turns.count - 1
+        return ((each, self._turns.steps_of(min(int(turn), last), steps)) for turn, each in self._each.items())
 
     def go_to(self, steps: int) -> None:
         for each, own in self._own(steps):

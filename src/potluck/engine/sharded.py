@@ -54,6 +54,10 @@ class ShardedReplica(Replica):
     def gathers(self) -> bool:  # type: ignore[override]
         return self.sharded.gathers
 
+    @property
+    def steps_whole(self) -> bool:  # type: ignore[override]
+        return self.sharded.whole_steps is not None
+
     def _place(self) -> None:
         """Where parameters are split too, they reach the device block by block, and never all at once."""
         if self.strategy.keeps_parameters_whole:

@@ -99,7 +99,8 @@ class Windows:
         coding = self._coding = coding_of(self._run.composition.wire) if nodes.count > 1 else None
         mean = LinkMean(nodes.across) if coding is None else CodedLinkMean(nodes.across, coding)
         self._delta = WindowDelta(replica, mean, policy.outer, overlap=policy.overlap, within=nodes.within)
-        if are_averaged(policy.averages_moments, replica.optimizer, self._run.notice):
+        notice, steps_whole = self._run.notice, replica.steps_whole
+        if are_averaged(policy.averages_moments, replica.optimizer, notice, steps_whole=steps_whole):
             self._moments = Moments(replica.optimizer, replica.outer.names, self._delta.runs)
         if self._may_step_together:
             replica.prepare_sums()
