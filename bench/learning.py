@@ -22,7 +22,7 @@ from bench.uneven_rank import Seat
 from potluck import Async, Auto, Cadence, Outer, StepConfig, Sync
 from potluck.config import from_toml
 from potluck.data.rows import mix
-from potluck.link.link import choose_device
+from potluck.devices import choose_device
 from potluck.train.arguments import find_recipe
 from potluck.train.model import GPT, next_token_loss
 from potluck.train.recipe import RunConfig

@@ -49,11 +49,14 @@ class Task:
     """A worker's batch where all have the same."""
     device: str = "cpu"
     bf16: bool = False
+    tf32: bool = False
     length: int = 1 << 15
     """Rows of the data. An epoch should not end while we measure."""
 
     def build(self) -> tuple[GPT, AdamW]:
         torch.manual_seed(1)
+        if self.tf32:
+            torch.set_float32_matmul_precision("high")
         model = GPT(self.model).to(self.device)
         return model, AdamW(model.parameters(), lr=3e-4, fused=True)
 

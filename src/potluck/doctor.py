@@ -104,16 +104,17 @@ def look_at_machine(findings: Findings) -> None:
 def look_at_torch(findings: Findings) -> None:
     import torch
 
-    cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU only"
-    findings.brings["torch"] = f"{torch.__version__} ({cuda}), Python {platform.python_version()}"
+    from potluck.devices import build_of_torch, gpus, memory_of
+
+    findings.brings["torch"] = f"{torch.__version__} ({build_of_torch()}), Python {platform.python_version()}"
     release = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     if release < (2, 11):
         findings.wrong.append(f"torch is {torch.__version__}, and Potluck needs 2.11: pip install 'torch>=2.11'.")
-    if torch.cuda.is_available():
-        for index in range(torch.cuda.device_count()):
-            free, total = torch.cuda.mem_get_info(index)
-            findings.brings[f"GPU {index}"] = f"{torch.cuda.get_device_name(index)}, {size(free)} free of {size(total)}"
-    else:
+    for index, (device, name) in enumerate(found := gpus().items()):
+        memory = memory_of(device)
+        assert memory is not None
+        findings.brings[f"GPU {index}"] = f"{name}, {size(memory[0])} free of {size(memory[1])}"
+    if not found:
         findings.brings["GPU"] = "none that torch can use"
         if shutil.which("nvidia-smi") and not torch.version.cuda:
             findings.wrong.append(
@@ -129,7 +130,9 @@ def look_at_torch(findings: Findings) -> None:
 def measure(findings: Findings) -> None:
     import torch
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    from potluck.devices import choose_device, synchronize
+
+    device = choose_device()
 
     def rate(work: Callable[[], object], amount: float, seconds: float = 0.7) -> float:
         """Amount per second, the best of as many tries as fit."""
@@ -139,8 +142,7 @@ def measure(findings: Findings) -> None:
         while time.perf_counter() < until:
             start = time.perf_counter()
             work()
-            if device.type == "cuda":
-                torch.cuda.synchronize()
+            synchronize(device)
             best = min(best, time.perf_counter() - start)
         return amount / best
 

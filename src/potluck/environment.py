@@ -26,7 +26,7 @@ def machine_bytes() -> int:
     """The memory of this machine; where the system does not tell, more than anybody has: nothing is refused."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError):
+    except (AttributeError, ValueError, OSError):
         return 1 << 60
 
 

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
+from potluck.system import FOR_US_ALONE, sync
+
 
 @contextmanager
 def written_aside(path: Path, mode: int = 0o666, *, durable: bool = False) -> Iterator[IO[bytes]]:
@@ -16,7 +18,7 @@ def written_aside(path: Path, mode: int = 0o666, *, durable: bool = False) -> It
     """
     aside = path.with_name(f".{path.name}-{os.getpid()}")
     aside.unlink(missing_ok=True)
-    descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | FOR_US_ALONE, mode)
     try:
         with os.fdopen(descriptor, "wb") as file:
             yield file
@@ -50,11 +52,3 @@ def first_free(wanted: Path, is_taken: Callable[[Path], bool]) -> Path:
     """It, or the first of wanted-2, wanted-3 and so on that is not taken."""
     numbered = (wanted.with_name(f"{wanted.name}-{number}") for number in itertools.count(2))
     return next(path for path in itertools.chain([wanted], numbered) if not is_taken(path))
-
-
-def sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 
-END = (signal.SIGINT, signal.SIGTERM)
+END = (signal.SIGINT, signal.SIGTERM, *([signal.SIGBREAK] if hasattr(signal, "SIGBREAK") else []))
 """Ctrl-C, and what the system sends when it wants a process to end."""
 
 

@@ -1,5 +1,6 @@
 """A loop of one's own, led by a host: Ctrl-C, --resume and joiners as a person meets them."""
 
+import os
 import re
 import signal
 from pathlib import Path
@@ -105,6 +106,27 @@ def test_a_joiner_with_a_script_sees_the_run_and_leaves_politely(
     assert "trained 60 60 60" in others and steps(folder)[-1] == 60
     went = [r for r in events(folder) if r["event"] == "worker_went"]
     assert went[0]["polite"] is True
+    assert_same(weights(folder), expected)
+
+
+def test_a_joiner_needs_nothing_that_only_unix_has(
+    tmp_path: Path, expected: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As far as this can be seen here: what Windows lacks is taken away from the joiner and from what it starts."""
+    script(tmp_path, pause=0.0)
+    folder = tmp_path / "run"
+    host = start(tmp_path, "host", "own.py", "-n", "0", "--out", "run")
+    invite = invite_of(folder)
+    path = [str(Path(__file__).parent / "no_unix"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
+    monkeypatch.setenv("USERNAME", "somebody")  # Windows has it, and torch asks for it there
+    joiner = join(tmp_path, invite, "own.py")
+    out, said = joiner.communicate(timeout=60)
+    if joiner.returncode:
+        host.kill()
+    _, error = host.communicate(timeout=60)
+    assert joiner.returncode == 0 and "trained 60 60 60" in out, (out, said, error)
+    assert said.count("no Unix") >= 2 and "Traceback" not in said, "the command and its worker"
     assert_same(weights(folder), expected)
 
 

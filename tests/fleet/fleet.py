@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from potluck.data.loader import BatchConfig
+from potluck.data.plan import BatchConfig
 from potluck.engine.replica import StepConfig
 from potluck.errors import Interrupted, WorkerLost
 from potluck.events import Event
@@ -168,7 +168,10 @@ def _work(invite: str, folder: str, name: str, fault: Fault | None, options: dic
 
         names = ("bare", "spoiled", "data_seed", "lr", "sgd", "schedule", "counts_itself", "by_len")
         what = {name: options[name] for name in names if name in options}
-        if "fit" in options:
+        if "job" in options:  # a function of the handle, which gives the model that it has trained
+            fleet.after_agreement.append(lambda: on_step(fleet))
+            model = options["job"](fleet)
+        elif "fit" in options:
             model = fit(fleet, place / name, options["fit"])
         else:
             model = train(fleet, on_step=on_step, epochs=options.get("epochs", EPOCHS), **what)

@@ -50,9 +50,11 @@ def simulate(seed: int, policy: str, told: Counter[str]) -> Fleet:
         if policy != "auto":
             drawn = asdict(kind.published(**drawn)) | ({"overhead_target": None} if other.random() < 0.3 else {})
         settings, batch = settings_of(kind(**drawn)), draw.choice([8, BATCH])
+    gathers = random.Random(f"gathers {policy} {seed}")
     habits = {
         "save_every": draw.choice([0, 0, 1, 2, 3]),
         "evaluate_every": draw.choice([0, 0, 1, 2]),
+        "gather_every": gathers.choice([0, 0, 1, 2]),
         "description": described(policy=policy, settings=settings, batch=batch, rows_limit=epochs * ROWS),
     }
     plain = draw.choice([0, 0, 0, 1, 2])

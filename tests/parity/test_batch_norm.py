@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import potluck
 from potluck import Cadence, FitConfig, Pipeline, Stages
-from potluck.data.loader import BatchConfig
+from potluck.data.plan import BatchConfig
 from potluck.data.rows import mix
 from potluck.engine import stage_planner
 from potluck.errors import ConfigError

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 import potluck
 from potluck import Async, Cadence, FullShard, HybridShard, NoShard, ShardGradOp, StepConfig, Sync
-from potluck.link.link import RENDEZVOUS, choose_device, connect
+from potluck.devices import choose_device
+from potluck.link.link import RENDEZVOUS, connect
 from potluck.save.export import write_plain
 from potluck.train.model import GPT, ModelConfig, next_token_loss
 from tests.gathered import home

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import potluck
 from potluck import CheckpointConfig, FitConfig, ScheduleConfig
-from potluck.data.loader import BatchConfig
+from potluck.data.plan import BatchConfig
 from potluck.errors import CheckpointError, Interrupted
 from potluck.events import read_events
 from potluck.save.checkpoint_folder import body_sha256

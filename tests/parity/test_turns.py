@@ -228,5 +228,5 @@ def test_mistakes_with_several_optimizers_are_told() -> None:
         with pytest.raises(ConfigError, match="for one optimizer's turn, but step"):
             for batch in loader:
                 model(batch, 0)
-        with pytest.raises(ConfigError, match=r"optimizer.step\(\) was called"):
+        with pytest.raises(ConfigError, match=r"the turn of optimizer 0, and step\(\) of another was called"):
             forger.step()

@@ -9,16 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from potluck.data.loader import (
-    BatchConfig,
-    BatchShare,
-    Loader,
-    MicroBatch,
-    Position,
-    SliceLoader,
-    even_batches,
-    plan_step,
-)
+from potluck.data.loader import Loader, SliceLoader
+from potluck.data.plan import BatchConfig, BatchShare, MicroBatch, Position, even_batches, plan_step
+from potluck.data.source import source_of
 from potluck.errors import ConfigError
 from potluck.train.text import DataConfig, read_text, read_windows
 
@@ -206,6 +199,43 @@ def test_rows_of_windows_are_fetched_ahead_and_draw_what_they_would_draw_here() 
         here == os.getpid() and readers & {here} == {here} and len(readers) > 1
     )  # the last one, which nobody expected
     assert set(multiprocessing.active_children()) == before
+
+
+def prepared(number: int) -> None:
+    """As a worker_init_fn that opens what rows are read from: in the process that looks at it, the dataset is ours."""
+    info = torch.utils.data.get_worker_info()
+    assert info is not None and isinstance(info.dataset, Prepared)
+    info.dataset.is_open = True
+
+
+class Prepared(Noisy):
+    is_open = False
+
+    def __getitem__(self, row: int) -> tuple[int, torch.Tensor, int]:
+        assert self.is_open
+        return super().__getitem__(row)
+
+
+def test_what_is_handed_out_is_fetched_as_expected_and_else_by_a_process_that_was_prepared() -> None:
+    source = source_of(torch.utils.data.DataLoader(Prepared(), 4, num_workers=1, worker_init_fn=prepared))
+    loader = SliceLoader(source, BatchConfig(size=4, fetchers=1), device=CPU)
+    asked: list[int] = []
+
+    def expected(start: int) -> Iterator[tuple[MicroBatch, int]]:
+        for row in range(start, 12, 4):
+            asked.append(row)
+            yield MicroBatch(row, row + 2, True, row + 4), row
+
+    def plan() -> Iterator[MicroBatch]:
+        for row in range(0, 12, 4):
+            loader.follow((0,), row, lambda row=row: expected(row))  # type: ignore[misc]
+            yield MicroBatch(row, row + 2, True, row + 4) if row != 4 else MicroBatch(6, 8, True, 8)
+
+    loader.plan, loader.seed_of = plan, lambda micro: micro.start
+    found = [(rows.tolist(), reader.tolist()[0]) for rows, _, reader in loader]
+    assert [rows for rows, _ in found] == [[0, 1], [6, 7], [8, 9]] and asked == [0, 4, 8]
+    readers = [reader for _, reader in found]
+    assert readers[0] == readers[2] != readers[1] and os.getpid() not in readers
 
 
 def test_nothing_is_fetched_ahead_of_data_that_may_draw_random_numbers() -> None:

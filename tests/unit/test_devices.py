@@ -5,6 +5,7 @@ collectives return at once. So this says what is chosen, and how a model is then
 gives the right numbers it does not say, and nobody has run that.
 """
 
+import itertools
 import os
 from collections.abc import Callable, Iterator
 
@@ -15,6 +16,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import potluck
 from potluck import FullShard, HybridShard, ShardGradOp, ShardingStrategy
+from potluck.coded_numbers import coding_of
+from potluck.devices import choose_device
 from potluck.link import link
 from tests.gathered import home
 from tests.parity.test_shard import data, loss_of, make
@@ -61,7 +64,7 @@ def test_each_rank_has_a_device_and_all_of_them_one_backend(
     devices, backends = [], []
     for rank in range(world):
         place(monkeypatch, rank, world, here)
-        devices.append(str(link.choose_device()))
+        devices.append(str(choose_device()))
         backends.append(link._backend(torch.device(devices[-1])))
     assert devices == [f"cuda:{rank % here % gpus}" if gpus else "cpu" for rank in range(world)]
     assert [str(device) for device in chosen] == (devices if gpus else [])
@@ -72,10 +75,31 @@ def test_each_rank_has_a_device_and_all_of_them_one_backend(
 
 def test_a_torch_without_nccl_and_a_mac_make_do_with_gloo_and_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, gpus=2, nccl=False)
-    assert link._backend(link.choose_device()) == GLOO
+    assert link._backend(choose_device()) == GLOO
     pretend(monkeypatch, gpus=0)
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)  # Apple's GPUs are not used
-    assert (str(link.choose_device()), link._backend(torch.device("cpu"))) == ("cpu", GLOO)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert (str(choose_device()), link._backend(choose_device())) == ("mps", GLOO)
+    assert str(choose_device(is_whole=False)) == "cpu", "no process group takes the parts of a replica from there"
+
+
+def sums(pretends: bool) -> list[list[float]]:
+    """As on a device whose tensors no process group takes: they go by host memory."""
+    if pretends:
+        answers = itertools.cycle([False, True])  # of the tensor, and of its copy in host memory
+        link.travels = lambda device: next(answers)
+    joined = link.connect(torch.device("cpu"), patience_s=20)
+    one, same = torch.full((600,), 0.1 + joined.rank), torch.full((5,), float(joined.rank))
+    coded = torch.linspace(-1, 1 + joined.rank, 600)
+    works = [joined.start_sum(one), joined.start_coded_sum(coded, coding_of("int8"))]
+    for work in works:
+        work.wait()
+    joined.broadcast(same)
+    joined.close()
+    return [one.tolist(), coded.tolist(), same.tolist()]
+
+
+def test_what_no_group_takes_goes_by_host_memory() -> None:
+    assert run_ranks(2, sums, True) == run_ranks(2, sums, False)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +121,7 @@ def test_a_run_joins_a_group_of_that_backend(
     monkeypatch.setattr(dist, "init_process_group", fake_group)
     monkeypatch.setattr(link, "rendezvous_at", lambda *_, **__: iter([(dist.HashStore(), 0, 0)]))
     monkeypatch.setattr(link, "_agree_on_backend", lambda store, rank, world, own: own)  # the others are not there
-    joined = link.connect(link.choose_device(), patience_s=5)
+    joined = link.connect(choose_device(), patience_s=5)
     assert asked == [backend] and (joined.rank, joined.world) == (world - 1, world)
     joined.close()
     assert not dist.is_initialized()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from potluck.agree.terms import check_fingerprint, differing_data, differs
+from potluck.data.fetching import FetchOptions
 from potluck.data.rows import TensorRows
 from potluck.engine import fingerprint as module
 from potluck.engine.fingerprint import ROWS, fingerprint, positions, training_settings
@@ -225,7 +226,7 @@ def test_a_row_without_end_is_not_looked_at_whole() -> None:
 def test_rows_that_are_fetched_by_other_processes_are_looked_at_there() -> None:
     here = os.getpid()
     data = Rows(lambda row: (row, os.getpid() == here))
-    found = fingerprint(data, elsewhere=True)
+    found = fingerprint(data, elsewhere=FetchOptions())
     assert data.fetched == [] and len(found["marks"]) == len(positions(200))
     assert differing_data(found, fingerprint(Rows(lambda row: (row, False)))) is None
 

@@ -9,7 +9,8 @@ import pytest
 
 from potluck.errors import TheirProtocolError
 from potluck.fleet.pipe import Pipe, connect_local, listen_local, local_name
-from potluck.fleet.shared_memory import CAN_SHARE, PAGE, Receipts, SharedMemory, SharedView
+from potluck.fleet.shared_memory import PAGE, Receipts, SharedMemory, SharedView
+from potluck.system import CAN_SHARE
 
 pytestmark = pytest.mark.skipif(not CAN_SHARE, reason="memory is shared on Linux only")
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from potluck.agree.policy import ApplyPolicy, Async, Cadence, Outer, Sync
 from potluck.agree.shares import share_out
 from potluck.agree.windows import Divergence, RowPool, WindowPlan, WindowPlanner, WindowReport, rows_left_after
-from potluck.data.loader import even_batches
+from potluck.data.plan import even_batches
 from potluck.errors import ConfigError
 
 MANY = 1 << 40

@@ -2,7 +2,8 @@
 
 import random
 import traceback
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Iterator, Mapping, Sized
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
+from potluck.batch_shapes import to_device
+from potluck.devices import seed_gpus
 from potluck.errors import ConfigError, PotluckError
 
 
@@ -33,7 +36,10 @@ class Batches(Dataset[Any]):
     def __getitem__(self, rows: list[int]) -> Any:
         if self.seeded:
             seed_everything(rows[0])
-        return read_batch(self.dataset, rows[1:] if self.seeded else rows, self.collate)
+        return self.read(rows[1:] if self.seeded else rows)
+
+    def read(self, rows: list[int]) -> Any:
+        return read_batch(self.dataset, rows, self.collate)
 
 
 def is_plain(dataset: Any, collate: object) -> bool:
@@ -78,10 +84,6 @@ def _own_frames(error: Exception, most: int = 6) -> str:
     return "".join(traceback.format_list(frames[-most:])).rstrip()
 
 
-def _as_it_is(batch: Any) -> Any:
-    return batch
-
-
 def mix(*numbers: int) -> int:
     """One seed from several numbers, the same on every machine."""
     mixed = 0
@@ -92,10 +94,22 @@ def mix(*numbers: int) -> int:
 
 def seed_everything(seed: int) -> None:
     torch.default_generator.manual_seed(seed)  # torch.manual_seed() takes a quarter of a millisecond
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.manual_seed_all(seed)
+    seed_gpus(seed)
     random.seed(seed)
     np.random.seed(seed % (1 << 32))
+
+
+@contextmanager
+def random_numbers_kept() -> Iterator[None]:
+    """The process's random numbers are as they were, after this. A GPU that nobody uses is not woken."""
+    python, numpy = random.getstate(), np.random.get_state()
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
 
 
 class TensorRows(Dataset[Any]):
@@ -134,33 +148,3 @@ def arrived(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, UnreadableBatch):
         raise ConfigError(batch.sentence)
     return to_device(batch, device)
-
-
-def to_device(batch: Any, device: torch.device) -> Any:
-    match batch:
-        case Tensor():
-            if device.type == "cuda" and batch.device.type == "cpu" and batch.layout == torch.strided:
-                batch = batch.pin_memory()  # else the copy would wait for all that the GPU has to do
-            return batch.to(device, non_blocking=True)
-        case dict():
-            return {key: to_device(value, device) for key, value in batch.items()}
-        case tuple() if hasattr(batch, "_fields"):
-            return type(batch)(*(to_device(value, device) for value in batch))
-        case list() | tuple():
-            return type(batch)(to_device(value, device) for value in batch)
-    return batch
-
-
-def rows_of(batch: Any) -> int:
-    """The length of the first tensor in a batch."""
-    match batch:
-        case Tensor():
-            return len(batch)
-        case dict():
-            return rows_of(next(iter(batch.values())))
-        case list() | tuple():
-            return rows_of(batch[0])
-    raise ConfigError(
-        f"Cannot tell how many rows a batch of type {type(batch).__name__} has. Let the loss function return"
-        " (loss, samples)."
-    )

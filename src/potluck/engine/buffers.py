@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
+from potluck.devices import wide
 from potluck.errors import ConfigError, PotluckError
 from potluck.fleet.description import BUFFERS, Part
 from potluck.link.link import Link
@@ -113,10 +114,10 @@ class SavedBuffers:
         moved, odd = [], {}
         for index, (buffer, was) in enumerate(zip(self.now(), before, strict=True)):
             if index in self._floats:
-                change, has_none = _compare(buffer.double(), was.double(), largest)
+                change, has_none = _compare(wide(buffer), wide(was), largest)
                 moved.append(change)
                 if has_none.any():
-                    odd[f"{index}"] = raw(buffer[has_none])
+                    odd[f"{index}"] = raw(buffer[has_none.to(buffer.device)])
                     odd[f"{index} where"] = torch.from_numpy(np.packbits(has_none.cpu().numpy().reshape(-1)))
             elif not torch.equal(raw(buffer), raw(was)):
                 odd[f"{index}"] = raw(buffer)
@@ -144,8 +145,10 @@ class SavedBuffers:
         values = list(before)
         for index, change in zip(self._floats, moved, strict=True):
             if change is not None:
-                was, change = values[index], change.to(values[index].device).view(self._specs[index][0]).double()
-                values[index] = torch.where(change == 0, was, (was.double() + change).to(was.dtype))
+                was = values[index]
+                change = wide(change.to(was.device)).view(self._specs[index][0])
+                moved_by = (wide(was) + change).to(was)
+                values[index] = torch.where((change == 0).to(was.device), was, moved_by)
         for index, where, found in self._unpack(exact):
             value = found.to(values[index].device).view(values[index].dtype)
             if where is None:
@@ -160,9 +163,9 @@ class SavedBuffers:
         found = []
         for index, (was, own, value) in enumerate(zip(before, now, to, strict=True)):
             if index in self._floats:
-                change, has_none = _compare(own.double(), was.double(), LARGEST_FLOAT64)
-                moved = torch.where(change == 0, value, (value.double() + change).to(value.dtype))
-                found.append(torch.where(has_none, own, moved))
+                change, has_none = _compare(wide(own), wide(was), LARGEST_FLOAT64)
+                moved = torch.where((change == 0).to(value.device), value, (wide(value) + change).to(value))
+                found.append(torch.where(has_none.to(own.device), own, moved))
             elif value.dtype == torch.bool:
                 found.append(torch.where(own == was, value, own))
             else:
@@ -191,7 +194,7 @@ class SavedBuffers:
     def with_nan(self) -> str | None:
         """The name of the first that holds a NaN."""
         named = zip(self.names, self.now(), strict=True)
-        return next((name for name, one in named if one.is_floating_point() and one.double().isnan().any()), None)
+        return next((name for name, one in named if one.is_floating_point() and wide(one).isnan().any()), None)
 
     def _unpack(self, exact: bytes) -> Iterator[tuple[int, Tensor | None, Tensor]]:
         """Each (buffer, which of its numbers or all, their bytes). What comes from outside is checked."""

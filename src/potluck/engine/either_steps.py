@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from torch import Tensor
 
 from potluck.agree.step_report import StepDecision
-from potluck.data.loader import MicroBatch
+from potluck.data.plan import MicroBatch
 from potluck.engine.slice_steps import SliceSteps
 from potluck.engine.window_steps import WindowSteps
 from potluck.events import StepSkipped
@@ -51,6 +51,12 @@ class EitherSteps:
 
     def micro_batches(self, work: Work, is_void: Callable[[], bool]) -> Iterator[MicroBatch]:
         return self._now.micro_batches(work, is_void)
+
+    def expects_from(self, work: Work) -> tuple[int, ...]:
+        return self._now.expects_from(work)
+
+    def expected(self, work: Work, seed: int) -> Iterator[tuple[MicroBatch, int]]:
+        return self._now.expected(work, seed)
 
     def seed_of(self, seed: int, micro: MicroBatch) -> int:
         return self._now.seed_of(seed, micro)

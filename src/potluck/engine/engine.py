@@ -17,22 +17,24 @@ through this worker's replica, rounds how replicas agree, and the keeper who kee
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, overload
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from potluck.agree.policy import ApplyPolicy, Sync
 from potluck.composition import Wanted, check_data, compose, settled
-from potluck.data.loader import BatchConfig, Loader
-from potluck.data.rows import as_dataset
+from potluck.data.loader import Loader
+from potluck.data.plan import BatchConfig
+from potluck.data.source import DataSource, held_out, source_of
+from potluck.engine import own_values
 from potluck.engine.compiling import Compiling, expect_any_rows
 from potluck.engine.engine_parts import EngineParts, over_group
 from potluck.engine.fingerprint import training_settings
@@ -40,9 +42,9 @@ from potluck.engine.given import Given
 from potluck.engine.looking_weights import LookingWeights
 from potluck.engine.losses import LossFunction
 from potluck.engine.own_saving import shadow_saving
-from potluck.engine.replica import check_own_memory, find_batch_norm
-from potluck.engine.rounds import Collate
+from potluck.engine.replica import check_own_memory
 from potluck.engine.run_state import RunState
+from potluck.engine.single_rows import find_batch_norm, warn_of_single_rows
 from potluck.engine.switches import StepConfig
 from potluck.errors import ConfigError
 from potluck.events import EpochDone, EventLog, StepDone, StepSkipped
@@ -50,7 +52,9 @@ from potluck.link.link import Alone, Link
 from potluck.save.state import UserState
 from potluck.sharding.strategy import NoShard, ShardingStrategy
 from potluck.signals import on_interrupt
-from potluck.words import plural
+
+Models = TypeVar("Models")
+Optimizers = TypeVar("Optimizers")
 
 
 class Engine:
@@ -84,43 +88,24 @@ class Engine:
         self._compiling: Compiling | None = None
 
     @overload
-    def prepare(
-        self, model: nn.Module, optimizer: Optimizer, *, scheduler: LRScheduler | None = None
-    ) -> tuple[nn.Module, Optimizer]: ...
+    def prepare(self, model: Models, optimizer: Optimizers, *, scheduler: Any = None) -> tuple[Models, Optimizers]: ...
 
     @overload
     def prepare(
         self,
-        model: nn.Module,
-        optimizer: Optimizer,
+        model: Models,
+        optimizer: Optimizers,
         dataset: Any,
         *,
-        batch_size: int,
+        batch_size: int | None = None,
         micro_batch_size: int | None = None,
         fetchers: int = 0,
         slices: int | None = None,
         collate: Callable[[list[Any]], Any] | None = None,
         seed: int = 0,
         loss: LossFunction | None = None,
-        scheduler: LRScheduler | None = None,
-    ) -> tuple[nn.Module, Optimizer, Loader]: ...
-
-    @overload
-    def prepare(
-        self,
-        model: nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module],
-        optimizer: Sequence[Optimizer],
-        dataset: Any = None,
-        *,
-        batch_size: int = 0,
-        micro_batch_size: int | None = None,
-        fetchers: int = 0,
-        slices: int | None = None,
-        collate: Callable[[list[Any]], Any] | None = None,
-        seed: int = 0,
-        loss: LossFunction | None = None,
-        scheduler: Sequence[LRScheduler | None] | None = None,
-    ) -> Any: ...
+        scheduler: Any = None,
+    ) -> tuple[Models, Optimizers, Loader]: ...
 
     def prepare(
         self,
@@ -128,7 +113,7 @@ class Engine:
         optimizer: Any,
         dataset: Any = None,
         *,
-        batch_size: int = 0,
+        batch_size: int | None = None,
         micro_batch_size: int | None = None,
         fetchers: int = 0,
         slices: int | None = None,
@@ -139,16 +124,19 @@ class Engine:
     ) -> Any:
         """Prepares model and optimizer, and returns them with a loader of this worker's share of the rows.
 
-        Without a dataset it returns two, and you bring your own batches, whose sizes may differ between workers.
+        `dataset`: map-style, tensors, or a DataLoader, whose sampler, collate_fn and workers are used as they are.
+        Without one it returns two, and you bring your own batches, whose sizes may differ between workers.
 
-        - `batch_size`: rows of one step over all workers together, so that numbers do not depend on how many there are.
+        - `batch_size`: rows of one step over all workers together, so that numbers do not depend on how many there are;
+          None: a DataLoader's own.
         - `micro_batch_size`: rows that go through the model at once on one worker; None: all of its share.
-        - `fetchers`: processes that fetch rows ahead of the model; 0, and under a host: rows are fetched when needed.
+        - `fetchers`: processes that fetch rows ahead of the model; 0: a DataLoader's own, or none.
         - `slices`: under a host, with Sync: the least number of parts in which a batch is handed out; None: 8.
         - `collate`: makes a batch from a list of rows; None: as torch's DataLoader does.
         - `seed`: where the order of rows starts from.
         - `loss`: your loss function, needed only where the model is cut into stages: see train().
-        - `scheduler`: any LRScheduler. It is stepped here, once per step of the run under every policy; do not step it.
+        - `scheduler`: any LRScheduler. It is stepped here, once per step of the run under every policy; its own step()
+          does nothing any more.
 
         `model` may be several, as a list or a dict; so may `optimizer`, each with a scheduler (or None) in a list. Then
         each batch comes once for each optimizer, `fleet.turn` says whose turn it is, and step() steps that one alone.
@@ -163,9 +151,10 @@ class Engine:
         model, optimizer = given.model, given.optimizer
         sizes = {"micro_size": micro_batch_size, "slices": slices}
         micro_batch_size = check_data(run.wanted, **sizes, has_data=dataset is not None, has_loss=loss is not None)
+        source: DataSource | None = None
         if dataset is not None:
-            dataset = as_dataset(dataset)
-            self.introduce(model, optimizer, dataset, batch_size=batch_size, seed=seed)
+            source = source_of(dataset, batch_size=batch_size, collate=collate, fetchers=fetchers, seed=seed)
+            self.introduce(model, optimizer, source.dataset, batch_size=source.batch_size, seed=seed)
         if isinstance(model, nn.Module):
             check_own_memory(model)
             run.batch_norm = find_batch_norm(model)
@@ -174,24 +163,27 @@ class Engine:
         own = training_settings(optimizer, run.config.clip, wire)
         run.caller.training = own | run.caller.training
         run.scheduled = given.scheduled
-        data = {"batch_size": batch_size, "dataset": dataset, "loss": loss, "collate": collate}
+        data = {"source": source, "loss": loss}
         run.names = tuple(model.state_dict()) if isinstance(model, nn.Module) else ()
         run.replica = self.layers.make_replica(model, optimizer, self.rounds, data)
+        run.replica.on_own_step = self.step
         shadow_saving(run, model, self.state_dict, lambda: self.rank)
         self._weights_for_looking = self.lifecycle.looking = LookingWeights(run.replica)
         self.rounds.begin(run.replica)
         if run.config.compile:
             self._compiling = Compiling(run.say)
-        if dataset is None:
+        if source is None:
             self.lifecycle.begin()
             return given.back(run.replica.model)
         try:
-            batch = BatchConfig(size=batch_size, micro_size=micro_batch_size, fetchers=fetchers, slices=slices)
+            batch = BatchConfig(
+                size=source.batch_size, micro_size=micro_batch_size, fetchers=source.fetchers, slices=slices
+            )
         except ValueError as error:
             raise ConfigError(f"batch {error}.") from None
         if slices is not None and not run.wanted.has_host:
             run.notice("batch.slices has no effect here: it cuts the batches that a host hands out.")
-        loader = self._prepare_data(dataset, batch, seed, collate)
+        loader = self._prepare_data(source, batch, seed)
         return *given.back(run.replica.model), loader
 
     def _settle_wire(self, model: nn.Module) -> None:
@@ -204,16 +196,16 @@ class Engine:
             run.composition = replace(run.composition, wire="fp32")
         run.notice(f"With wire = auto, what workers agree on travels as {run.composition.wire} here.")
 
-    def _prepare_data(self, dataset: Any, batch: BatchConfig, seed: int, collate: Collate) -> Loader:
+    def _prepare_data(self, source: DataSource, batch: BatchConfig, seed: int) -> Loader:
         run, replica = self.run, self.run.prepared()
         # A power of two, so that it changes no digit of any gradient; it only keeps sums in the range of means.
         run.unit = 2.0 ** -round(math.log2(batch.size))
-        loader = run.loader = self.rounds.make_loader(dataset, batch, seed, collate)
+        loader = run.loader = self.rounds.make_loader(source, batch, seed)
         loader.turns = run.turns
         if run.config.compile and not (self.rounds.has_fixed_shares and loader.is_even):
             expect_any_rows(replica.model)
         if run.batch_norm is not None:
-            self._warn_of_single_rows(run.batch_norm, loader)
+            warn_of_single_rows(run.batch_norm, loader, self.layers.pipelines, run.notice)
         loader.on_epoch_end = self.lifecycle.end_of_epoch
         loader.on_stand_in = lambda: run.stand_in.enter_context(replica.buffers_kept())
         loader.is_stopped = lambda: run.stopping
@@ -221,23 +213,6 @@ class Engine:
         run.start_of_step()
         self.layers.settle_in()
         return loader
-
-    def _warn_of_single_rows(self, layer: str, loader: Loader) -> None:
-        """Warns, before the first step, of single rows that no plan can avoid."""
-        size, micro = loader.batch.size, loader.batch.micro_size
-        if micro == 1:
-            where, advice = "micro-batches have 1 row", "make them larger"
-        elif size < 2 * self.layers.pipelines:
-            where = f"some of {plural(self.layers.pipelines, 'worker')} have 1 row of a batch of {size}"
-            advice = "use more rows"
-        elif loader.rows % size == 1:
-            where, advice = f"the last of {loader.rows:,} rows is a batch by itself", "leave it out, or change the size"
-        else:
-            return
-        self.run.notice(
-            f"{layer} takes means over the values of a channel, and {where}. Unless rows have several values of each"
-            f" channel, as images have, the run stops there: {advice}."
-        )
 
     def introduce(
         self, model: nn.Module, optimizer: Optimizer, dataset: Any, *, batch_size: int, seed: int, **about: Any
@@ -265,13 +240,14 @@ class Engine:
 
     def _care_for(self, count: int, folder: Path | None) -> Iterator[int]:
         with on_interrupt(self.request_stop):
-            yield from self.passes(count)
+            yield from self.passes(count, partial(self.lifecycle.end_well, folder))
             if self.run.position.epoch < count:
                 self.lifecycle.end_early(folder)
             self.lifecycle.end_well(folder)
 
-    def passes(self, count: int) -> Iterator[int]:
-        """As epochs(), for a caller that hears Ctrl-C, saves and shows the run itself."""
+    def passes(self, count: int, keep: Callable[[], None]) -> Iterator[int]:
+        """As epochs(), for a caller that hears Ctrl-C, saves and shows the run itself. `keep`: saves, if it can, what
+        is done before an epoch that cannot be."""
         run, loader = self.run, self.run.loader
         assert loader is not None
         run.caller.counts_epochs = True
@@ -281,6 +257,7 @@ class Engine:
                 loader.end_epoch()
             if run.stopping or loader.position.epoch >= count:
                 return
+            loader.check_epoch(keep)
             before = run.step_number, loader.position.epoch, loader.given
             yield loader.position.epoch
             if before == (run.step_number, run.position.epoch, loader.given) and not run.stopping:
@@ -314,10 +291,21 @@ class Engine:
         """
         return self.rounds.step()
 
-    def evaluate(self, loss_of: LossFunction, dataset: Any, batch_size: int) -> float:
-        """The mean loss over a dataset, each worker computing its share. Nothing is trained."""
+    def print(self, *words: Any, **options: Any) -> None:
+        """As Python's print(), but on rank 0 alone."""
+        if self.rank == 0:
+            print(*words, **options)
+
+    def evaluate(self, loss_of: LossFunction, dataset: Any, batch_size: int | None = None) -> Any:
+        """The mean loss over a dataset or a DataLoader, each worker computing its share. Nothing is trained.
+
+        `loss_of(model, batch)` may give a dictionary of means by name, such as {"loss": ..., "accuracy": ...}, or
+        (dictionary, samples): then this does too, of floats. `batch_size`: rows that go through the models of all
+        workers at once; None: the DataLoader's own.
+        """
+        own = self.run.loader.collate if self.run.loader is not None else None
         with self._looking():
-            return self.lifecycle.evaluate(loss_of, dataset, batch_size)
+            return self.lifecycle.evaluate(loss_of, held_out(dataset, batch_size, own))
 
     def _looking(self) -> AbstractContextManager[None]:
         """The weights for looking, where an optimizer has others than those that it trains."""
@@ -326,6 +314,29 @@ class Engine:
             return nullcontext()
         self.rounds.settle()
         return looking.in_place()
+
+    def mean(self, value: Any, weight: float = 1.0) -> Any:
+        """The mean of all workers' values, weighted: a number, a tensor, or a dictionary of them. Call it on every
+        worker at the same place, after a step or an epoch; all get the same bits.
+
+        A worker whose weight is 0 does not count, whatever its value is. Each rank counts by itself, also those that
+        hold parts of one replica: where they give the same value and weight, the mean does not change.
+        """
+        return own_values.mean(self._exchange, value, weight)
+
+    def gather(self, value: Any) -> Any:
+        """All workers' values in order of rank, on every worker: tensors one after the other along their first
+        dimension, which may differ; numbers as a list; of a dictionary, each by its name. Called as mean() is."""
+        return own_values.gather(self._exchange, value)
+
+    def _exchange(self, data: bytes) -> list[bytes]:
+        if self.rounds.is_under_way:
+            raise ConfigError(
+                "fleet.mean() and fleet.gather() need all workers at the same place, and within a step or a window each"
+                " is somewhere else. Call them once fleet.step() has ended one, in fleet.after_step or"
+                " fleet.after_agreement, or after an epoch."
+            )
+        return self.lifecycle.exchange(data)
 
     def save(self, folder: str | Path, *, keep_last: int = 2) -> None:
         """Saves a checkpoint below `folder`: call it on every worker. Under a host it is the host that saves.

@@ -10,19 +10,18 @@ What it cannot see: a change in rows that were not looked at; and data whose row
 
 import hashlib
 import math
-import random
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from potluck.agree.terms import ALL, Fingerprint, Mark, differs
-from potluck.data.rows import TensorRows, mix, seed_everything
+from potluck.data.fetching import Fetcher, FetchOptions
+from potluck.data.rows import TensorRows, mix, random_numbers_kept, seed_everything
 
 ROWS = 32
 """How many rows are looked at, each twice."""
@@ -35,7 +34,7 @@ MOST_NUMBERS = 1 << 18
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
-def fingerprint(dataset: Any, *, elsewhere: bool = False) -> Fingerprint:
+def fingerprint(dataset: Any, *, elsewhere: FetchOptions | None = None) -> Fingerprint:
     """`elsewhere`: rows are fetched in a process of its own, as they will be: what a dataset opens must stay there.
 
     The process's random numbers are as they were. Empty if rows cannot be repeated, or have no content we know.
@@ -44,22 +43,9 @@ def fingerprint(dataset: Any, *, elsewhere: bool = False) -> Fingerprint:
     if callable(told):
         origin = str(getattr(dataset, "origin", ""))
         return {"origin": origin, "marks": {ALL: [_sha256(str(told()).encode()), []]}}
-    with _random_numbers_kept():
+    with random_numbers_kept():
         marks = _marks_of(dataset, elsewhere=elsewhere)
     return {"origin": "", "marks": marks} if marks else {}
-
-
-@contextmanager
-def _random_numbers_kept() -> Iterator[None]:
-    """As state.random_state(), but without waking a GPU that nobody uses."""
-    python, numpy = random.getstate(), np.random.get_state()
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
-    try:
-        with torch.random.fork_rng(devices):
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
 
 
 def training_settings(optimizer: Any, clip: float | None, wire: str = "fp32") -> dict[str, Any]:
@@ -95,7 +81,7 @@ def positions(rows: int) -> list[int]:
     return list(dict.fromkeys([0, rows - 1, *spread]))
 
 
-def _marks_of(dataset: Any, *, elsewhere: bool) -> dict[str, Mark]:
+def _marks_of(dataset: Any, *, elsewhere: FetchOptions | None) -> dict[str, Mark]:
     marks: dict[str, Mark] = {}
     if isinstance(dataset, TensorRows) and sum(tensor.nbytes for tensor in dataset.tensors) <= WHOLE_BYTES:
         whole = _mark_of(dataset.tensors, most=WHOLE_BYTES)
@@ -111,18 +97,17 @@ def _marks_of(dataset: Any, *, elsewhere: bool) -> dict[str, Mark]:
     return marks
 
 
-def _looks(looks: "_Looks", wanted: list[int], *, elsewhere: bool) -> Iterator[tuple[Mark, Mark] | None]:
-    if not elsewhere:
+def _looks(looks: "_Looks", wanted: list[int], *, elsewhere: FetchOptions | None) -> Iterator[tuple[Mark, Mark] | None]:
+    if elsewhere is None:
         return (looks[position] for position in wanted)
-    options = {"num_workers": 1, "generator": torch.Generator()}
-    return iter(DataLoader(looks, batch_size=None, sampler=wanted, **options))  # type: ignore[arg-type]
+    return Fetcher(looks, 1, elsewhere, torch.device("cpu")).read(wanted)
 
 
 class _Looks(Dataset[Any]):
     """A row as it looks twice, drawn from the same random numbers; none if it raises, or is nothing that we know."""
 
     def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
+        self.dataset = dataset
 
     def __getitem__(self, position: int) -> tuple[Mark, Mark] | None:
         found = []
@@ -139,11 +124,11 @@ class _Looks(Dataset[Any]):
         return found[0], found[1]
 
     def _row(self, position: int) -> Any:
-        if isinstance(self._dataset, TensorRows):
-            return self._dataset[[position]]
-        if hasattr(self._dataset, "__getitems__"):
-            return list(self._dataset.__getitems__([position]))
-        return self._dataset[position]
+        if isinstance(self.dataset, TensorRows):
+            return self.dataset[[position]]
+        if hasattr(self.dataset, "__getitems__"):
+            return list(self.dataset.__getitems__([position]))
+        return self.dataset[position]
 
 
 def _mark_of(value: Any, most: int = MOST_NUMBERS) -> Mark | None:

@@ -16,22 +16,26 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from potluck.data.loader import BatchConfig, Position, plan_step
-from potluck.data.rows import arrived, as_dataset, read_batch
+from potluck.data.plan import BatchConfig, Position, plan_step
+from potluck.data.rows import arrived, read_batch
+from potluck.data.source import HeldOut
 from potluck.engine.layers import Layers
+from potluck.engine.look_sums import Figures, LookSums, add_up, means_of
 from potluck.engine.looking_weights import LookingWeights
-from potluck.engine.losses import LossFunction, looking, loss_and_samples
+from potluck.engine.losses import LossFunction, looking
 from potluck.engine.member_driver import MemberDriver
 from potluck.engine.node_client import NodeClient
 from potluck.engine.run_state import RunState
 from potluck.engine.saved_position import check_position, restore_position, take_position
 from potluck.environment import QUIET
-from potluck.errors import Interrupted
+from potluck.errors import ConfigError, Interrupted, PotluckError
 from potluck.fleet.client import Client
 from potluck.fleet.description import Description
+from potluck.fleet.gathering import MOST_BYTES
 from potluck.fleet.ledger import Ledger
 from potluck.save.saves import Saves
 from potluck.save.whole_state import whole_state
+from potluck.tensor_bytes import join_bytes, split_bytes
 
 if TYPE_CHECKING:
     from potluck.engine.host_rounds import HostWork
@@ -163,28 +167,50 @@ class HostLifecycle:
 
     # Looking, saving
 
-    def evaluate(self, loss_of: LossFunction, dataset: Any, batch_size: int) -> float:
-        """The mean loss over a dataset, in ranges that the host hands out; it does not depend on who computes which."""
+    def evaluate(self, loss_of: LossFunction, looked_at: HeldOut) -> Figures:
+        """The means over a dataset, in ranges that the host hands out; they do not depend on who computes which.
+
+        Where this worker has no part in it they are no numbers: then it looks at one row, to know which there are.
+        """
         self.join()
-        run, rows = self.run, as_dataset(dataset)
-        if self.is_replaying or self._has_left or (run.stopping and self._is_over) or not len(rows):
+        run, rows = self.run, looked_at.rows
+        if not len(rows):
             return math.nan
-        replica, link, collate = run.prepared(), run.link, run.loader.collate if run.loader is not None else None
+        replica, link, collate = run.prepared(), run.link, looked_at.collate
         whole, shares = BatchConfig(size=len(rows)), (1.0,) * link.world
 
-        def sum_of(start: int, end: int) -> list[float]:
-            """The sum of the losses of these rows, and how many samples they are; each rank looks at its own part."""
-            total = count = 0.0
+        def sum_of(start: int, end: int) -> LookSums:
+            """What these rows come to; each rank looks at its own part."""
+            total = LookSums()
             for micro in plan_step(start, end, whole, shares, link.rank, in_step=replica.in_step):
                 batch = arrived(read_batch(rows, list(range(micro.start, micro.end)), collate), run.device)
                 with torch.no_grad():
-                    loss, samples = loss_and_samples(replica.loss(loss_of, batch), batch)
-                if samples and micro.counts:
-                    total, count = total + loss.item() * samples, count + samples
-            return [sum(column) for column in zip(*link.gather_rows([total, count]), strict=True)]
+                    total.add(replica.loss(loss_of, batch), batch, counts=micro.counts)
+            return add_up(link.gather_bytes(total.to_bytes()))
 
+        has_part = not (self.is_replaying or self._has_left or (run.stopping and self._is_over))
         with self.work.as_agreed(), looking(replica.model):
-            return self.driver.evaluate(len(rows), min(len(rows), max(1, batch_size)), sum_of)
+            found = None
+            if has_part:
+                found = self.driver.evaluate(len(rows), min(len(rows), max(1, looked_at.batch_size)), sum_of)
+            if found is None:
+                one = sum_of(0, 1)
+                found = means_of(one.names, [math.nan] * len(one.figures), 1.0)
+        return found
+
+    def exchange(self, data: bytes) -> list[bytes]:
+        """Through the host. Of a worker that is not where the others are: its own alone."""
+        self.join()
+        own = join_bytes(self.run.link.gather_bytes(data))
+        if len(own) > MOST_BYTES:
+            raise ConfigError(
+                f"Under a host, a worker may give {MOST_BYTES:,} bytes to fleet.mean() or fleet.gather(), and these are"
+                f" {len(own):,}. Give fewer at a time."
+            )
+        try:
+            return [each for worker in self.driver.gather(own) for each in split_bytes(worker)]
+        except ValueError as error:
+            raise PotluckError(f"What a worker gave to all cannot be read: {error}.") from None
 
     def save(self, folder: Path, keep_last: int) -> None:
         """The host keeps checkpoints in its own run folder: one worker sends its state while training continues."""

@@ -9,19 +9,20 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from potluck.agree.step_report import StepDecision
-from potluck.data.loader import BatchConfig, Loader, MicroBatch, SliceLoader
+from potluck.data.loader import Loader, SliceLoader
+from potluck.data.plan import BatchConfig, MicroBatch
+from potluck.data.source import DataSource
 from potluck.engine.host_lifecycle import HostLifecycle
 from potluck.engine.losses import STEP_TOO_EARLY, check_mean
 from potluck.engine.part_sender import PartSender
 from potluck.engine.replica import Replica
-from potluck.engine.rounds import Collate, check_same_data
+from potluck.engine.rounds import check_same_data
 from potluck.engine.run_state import RunState
 from potluck.engine.slices import describe_model, state_specs
 from potluck.errors import ConfigError
@@ -52,6 +53,13 @@ class HostWork(Protocol):
 
     def micro_batches(self, work: Work, is_void: Callable[[], bool]) -> Iterator[MicroBatch]:
         """What goes through the model at once, until the work is done or of no use any more."""
+
+    def expects_from(self, work: Work) -> tuple[int, ...]:
+        """The same for pieces of work of which the second is what was expected to follow the first."""
+
+    def expected(self, work: Work, seed: int) -> Iterator[tuple[MicroBatch, int]]:
+        """After begin(): the micro-batches of the work, and what is expected to follow them, each with its seed. Asked
+        as far as rows are fetched ahead."""
 
     def seed_of(self, seed: int, micro: MicroBatch) -> int:
         """The seed for these rows, no matter who computes them."""
@@ -101,6 +109,10 @@ class HostRounds:
         self._driver = lifecycle.driver
         self._make_work = make_work
         self._sender = PartSender(lifecycle.driver, run.device)
+        self._working_on = 0
+        """The last step that this worker was given work of."""
+        self._is_telling = False
+        """Functions run that are called when a step is agreed on; work of the next may have been done already."""
         self._passes = 0
         """Passes over the loader that a loop which counts its own epochs has begun."""
 
@@ -109,17 +121,12 @@ class HostRounds:
     def begin(self, replica: Replica) -> None:
         self._work = self._lifecycle.work = self._make_work(replica, self._sender)
 
-    def make_loader(self, dataset: Any, batch: BatchConfig, seed: int, collate: Collate) -> Loader:
+    def make_loader(self, source: DataSource, batch: BatchConfig, seed: int) -> Loader:
         run = self._run
-        if batch.fetchers:
-            run.notice(
-                "batch.fetchers has no effect under a host: which rows are a worker's is known only when it gets them,"
-                " and it reads them then."
-            )
-            batch = replace(batch, fetchers=0)
-        options: dict[str, Any] = {"device": run.device, "seed": seed, "collate": collate}
-        loader = self._loader = SliceLoader(dataset, batch, **options)
+        loader = self._loader = SliceLoader(source, batch, device=run.device, seed=seed)
         check_same_data(run, loader)  # the ranks of a worker among themselves
+        if loader.order.digest(0, seed):  # of workers that come and go, the host compares it
+            run.caller.training["order of rows"] = loader.order.tell(seed)
         model, policy = run.prepared().model, run.wanted.policy
         sharded = sharded_of(run.prepared())
         split = sharded.split if sharded is not None else None
@@ -139,6 +146,7 @@ class HostRounds:
             in_pairs=run.batch_norm is not None,
             turns=run.turns.count,
             data=run.data or {},
+            places=loader.order.counted,
             told={},
         )
         loader.plan = self._plan
@@ -190,6 +198,10 @@ class HostRounds:
         if len(work.sizes):
             bounds = sized_rows(work.row, map(int, work.sizes))
         self._work.begin(work, nodes, bounds)
+        self._loader.follow(
+            self._work.expects_from(work), work.row, lambda: self._work.expected(work, self._loader.seed)
+        )
+        self._working_on = work.step
         self._driver.reach("computing", work.step)
         turn = member.turn
         return self._work.micro_batches(
@@ -239,12 +251,20 @@ class HostRounds:
         run.tell(event)
         if committed.stop:
             run.stopping = True
-        run.tell_agreed(steps_before)
+        self._is_telling = True
+        try:
+            run.tell_agreed(steps_before)
+        finally:
+            self._is_telling = False
         lifecycle.keep()
         run.trained = None
         if run.wants_stop and not run.stopping:
             driver.leave()
         return event
+
+    @property
+    def is_under_way(self) -> bool:
+        return not self._is_telling and self._working_on > self._driver.member.version
 
     def _step_done(self, decision: StepDecision, told: dict[str, Any], started: float) -> StepDone | StepSkipped:
         run = self._run

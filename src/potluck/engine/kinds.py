@@ -6,6 +6,8 @@ from pathlib import Path
 
 import torch
 
+from potluck.devices import name_of
+
 
 def kind_of(device: torch.device, ranks: int = 1) -> str:
     """Workers of one kind compute the same bits from the same bits.
@@ -15,8 +17,8 @@ def kind_of(device: torch.device, ranks: int = 1) -> str:
     many ranks compute a slice together.
     """
     together = f", {ranks} ranks" if ranks > 1 else ""
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
+    if device.type != "cpu":
+        name = name_of(device)
         return f"{name}{together}; " * (ranks > 1) + f"{name}, torch {torch.__version__}"
     processor = platform.machine()
     with contextlib.suppress(OSError):

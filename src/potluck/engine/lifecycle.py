@@ -4,7 +4,6 @@ HostLifecycle (host_lifecycle.py) answers the same calls where a host does; what
 """
 
 import json
-import math
 import os
 from functools import partial
 from pathlib import Path
@@ -13,10 +12,12 @@ from typing import TYPE_CHECKING, Any, NoReturn, Union
 import torch
 
 from potluck.agree.terms import UNCOMPARED
-from potluck.data.loader import BatchConfig, BatchShare, Loader
-from potluck.data.rows import as_dataset
+from potluck.data.loader import Loader
+from potluck.data.plan import BatchConfig, BatchShare
+from potluck.data.source import HeldOut
 from potluck.engine.buddy_copies import BuddyCopies
 from potluck.engine.layers import Layers
+from potluck.engine.look_sums import Figures, add_up, means_of
 from potluck.engine.looking_weights import LookingWeights
 from potluck.engine.losses import LossFunction, looking
 from potluck.engine.rounds import Rounds
@@ -79,10 +80,12 @@ class GroupLifecycle:
         """Ends the epoch: all of its rows are done."""
         run = self._run
         assert run.loader is not None
-        mine = json.dumps([self._layers.fingerprint(run.prepared()), run.ledger.ranges]).encode()
+        comes_next = run.loader.digest_of_next()
+        mine = json.dumps([self._layers.fingerprint(run.prepared()), run.ledger.ranges, comes_next]).encode()
         told = [json.loads(data) for data in run.link.gather_bytes(mine)]
-        proof = prove(((a, b) for _, ranges in told for a, b in ranges), run.loader.rows)
-        same = len({fingerprint for fingerprint, _ in told}) == 1
+        proof = prove(((a, b) for _, ranges, _ in told for a, b in ranges), run.loader.rows, run.loader.order.counted)
+        same = len({fingerprint for fingerprint, _, _ in told}) == 1
+        self._compare_orders(run.loader, [digest for _, _, digest in told])
         weights = "all workers hold the same weights"
         if not same:
             run.prepared().align()
@@ -99,6 +102,15 @@ class GroupLifecycle:
             sentence=f"Epoch {epoch + 1}: {proof}{skipped}" + (f"{unseen}; {weights}." if self.world > 1 else "."),
         )
         run.events.emit(run.last_epoch)
+
+    def _compare_orders(self, loader: Loader, digests: list[str]) -> None:
+        """Of the next epoch: none may be begun in different orders."""
+        other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
+        if other is not None:
+            loader.fault = (
+                f"Epoch {loader.position.epoch + 2} comes in another order on worker {other} than on worker 0. Seed the"
+                " sampler alike on every worker, and let it draw from its own generator, or from none."
+            )
 
     def end_early(self, folder: Path | None) -> NoReturn:
         """The run was stopped: what is done is saved, and a sentence says where."""
@@ -128,22 +140,24 @@ class GroupLifecycle:
     def seed_random(self, seed: int) -> None:
         self._run.seed_random(seed)
 
-    def evaluate(self, loss_of: LossFunction, dataset: Any, batch_size: int) -> float:
+    def evaluate(self, loss_of: LossFunction, looked_at: HeldOut) -> Figures:
         self._rounds.settle()
         run, pipelines = self._run, self._layers.pipelines
-        replica, rows = run.prepared(), as_dataset(dataset)
+        replica, rows = run.prepared(), looked_at.rows
         shares = run.composition.shares or (1.0,) * pipelines
         if run.loader is not None and not self._rounds.has_fixed_shares:
             shares = run.loader.shares
-        batch = BatchConfig(size=max(1, len(rows)), micro_size=max(1, batch_size // pipelines))
+        batch = BatchConfig(size=max(1, len(rows)), micro_size=max(1, looked_at.batch_size // pipelines))
         share = BatchShare(shares, self._layers.pipeline, in_step=replica.in_step)
-        collate = run.loader.collate if run.loader is not None else None
-        loader = Loader(rows, batch, share, device=run.device, collate=collate)
+        loader = Loader(rows, batch, share, device=run.device, collate=looked_at.collate)
         with looking(replica.model), torch.no_grad():
-            total, count = self._layers.look(loss_of, loader)
-        sums = run.link.gather_rows([total, count])
-        counted = sum(row[1] for row in sums)
-        return sum(row[0] for row in sums) / counted if counted else math.nan
+            mine = self._layers.look(loss_of, loader)
+        total = add_up(run.link.gather_bytes(mine.to_bytes()))
+        return means_of(total.names, total.figures, total.samples)
+
+    def exchange(self, data: bytes) -> list[bytes]:
+        """The bytes of all workers who are here, in order of rank."""
+        return self._run.link.gather_bytes(data)
 
     def save(self, folder: Path, keep_last: int) -> None:
         self._rounds.settle()

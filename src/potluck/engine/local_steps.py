@@ -36,7 +36,7 @@ def backward(run: RunState, loss: Tensor, samples: float, last: bool | None) -> 
         last = micro is None or micro.last
     replica.arm(last=last)
     run.stand_in.close()
-    if micro is not None and not micro.counts:
+    if micro is not None and not micro.weighs:
         samples = 0.0
     if samples:  # a mean over nothing is not a number, and has no gradient
         (loss * (samples * run.unit)).backward()  # type: ignore[no-untyped-call]

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from potluck.coded_numbers import Coding, Floats
 from potluck.coded_tensors import encode
+from potluck.devices import synchronize
 from potluck.engine.buckets import Allocate
 from potluck.engine.member_driver import MemberDriver
 from potluck.fleet.client import Client
@@ -36,15 +37,14 @@ class PartSender:
         self._hosted = []
 
     def synchronize(self) -> None:
-        """Else the time that work took would be the time to launch its kernels."""
-        if self._device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
+        synchronize(self._device)
 
     def send(self, part: int, numbers: Tensor) -> None:
         """Of the step that is under way."""
         self._driver.reach("part", part=part, gradients=numbers)
         step, coding = self._driver.member.version + 1, self._coding_of(part)
-        if numbers.device.type == "cpu":
+        if numbers.device.type != "cuda":
+            numbers = numbers.cpu()
             if coding is None:
                 self._client.send_part(step, part, numbers.numpy())
             else:

@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,10 +24,12 @@ from potluck.engine.buffers import SavedBuffers, is_expanded
 from potluck.engine.offloaded_optimizer import OffloadedOptimizer
 from potluck.engine.outer_state import OuterState
 from potluck.engine.seal import Seal
+from potluck.engine.single_rows import explain_single_rows
 from potluck.engine.switches import StepConfig, autocast, switch_on
 from potluck.engine.weight_hash import digest_and_quick_digest, quick_digest
 from potluck.errors import ConfigError
 from potluck.link.link import Link, Pending
+from potluck.save.state import own_state
 from potluck.sharding.blocks import find_blocks
 from potluck.sharding.runs import (
     FlatRun,
@@ -151,12 +154,34 @@ class Replica:
         # The zero_grad() that would have dropped what a backward before prepare() has left is done here.
         self.model.zero_grad()
         self._is_stepping = False
+        self.on_own_step: Callable[[], Any] = self._check_own_step
+        """What optimizer.step() does in a loop that calls it out of habit."""
         for each in {optimizer, *each_of(optimizer)}:
             each.zero_grad = lambda set_to_none=True: None  # type: ignore[method-assign]
             each.register_step_pre_hook(lambda *told: self._check_own_step())
+            each.step = MethodType(self._step_of_habit(each.step), each)  # type: ignore[method-assign]
         self.outer = OuterState(optimizer, self.names)
         self._add_group = optimizer.add_param_group
         optimizer.add_param_group = self._add_param_group  # type: ignore[method-assign]
+
+    def _step_of_habit(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """A method, since schedulers that are made later wrap it as one."""
+
+        def step(optimizer: Optimizer, *arguments: Any, **options: Any) -> Any:
+            if self._is_stepping:
+                return plain(*arguments, **options)
+            self._check_turn(optimizer)
+            return self.on_own_step()
+
+        return step
+
+    def _check_turn(self, optimizer: Optimizer) -> None:
+        own = self.optimizer
+        if isinstance(own, TurnOptimizer) and optimizer in own.each and optimizer is not own.each[self._turns.now]:
+            raise ConfigError(
+                f"It is the turn of optimizer {self._turns.now}, and step() of another was called. Each batch of the"
+                " loader comes once for each optimizer, and fleet.turn says whose turn it is: step that one alone."
+            )
 
     def _check_own_step(self) -> None:
         if not self._is_stepping:
@@ -380,7 +405,7 @@ class Replica:
 
     def align(self) -> None:
         """Every rank takes rank 0's values."""
-        for tensor in self.model.state_dict().values():
+        for tensor in own_state(self.model).values():
             self.link.broadcast(tensor)
 
     def fingerprint(self) -> str:
@@ -411,7 +436,7 @@ class Replica:
 
     def _same_start(self) -> None:
         """Every rank has the same shapes, and starts from rank 0's values."""
-        state = self.model.state_dict()
+        state = own_state(self.model)
         frozen = {name for name, parameter in self.model.named_parameters() if not parameter.requires_grad}
         mine = [
             [name, list(tensor.shape), str(tensor.dtype) + (", frozen" if name in frozen else "")]
@@ -425,27 +450,6 @@ class Replica:
                     f" where worker {rank} has {_tell(first[1])}. Build the same model on every worker."
                 )
         self.align()
-
-
-def find_batch_norm(model: nn.Module) -> str | None:
-    """The name and kind of a layer that cannot be trained by a single value of each channel; none: there is no such."""
-    found = (each for each in model.named_modules() if isinstance(each[1], nn.modules.batchnorm._BatchNorm))
-    return next((f"{name} ({type(module).__name__})" for name, module in found), None)
-
-
-@contextmanager
-def explain_single_rows() -> Iterator[None]:
-    """Turns torch's error about a batch of one row into a sentence that says what to do."""
-    try:
-        yield
-    except ValueError as error:
-        if not str(error).startswith("Expected more than 1 value per channel"):
-            raise
-        raise ConfigError(
-            f"BatchNorm was to be trained by a single row, of which it can take no mean ({error}). Choose batches and"
-            " micro-batches of at least two rows for each worker, and one size that does not leave a single row at the"
-            " end of the data; or use LayerNorm or GroupNorm."
-        ) from None
 
 
 def check_own_memory(model: nn.Module) -> None:

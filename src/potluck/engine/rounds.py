@@ -5,21 +5,20 @@ keeps the run by its keeper (lifecycle.py). None knows which of the others' kind
 """
 
 import json
-from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from potluck.agree.terms import SAME_DATA, Fingerprint, differing_data, differing_settings
-from potluck.data.loader import BatchConfig, Loader
+from potluck.data.loader import Loader
+from potluck.data.plan import BatchConfig
+from potluck.data.source import DataSource
 from potluck.engine.replica import Replica
 from potluck.engine.run_state import RunState
 from potluck.errors import ConfigError
 from potluck.events import StepDone, StepSkipped
 from potluck.link.grid import Nodes
 from potluck.words import plural
-
-Collate = Callable[[list[Any]], Any] | None
 
 
 class Rounds(Protocol):
@@ -31,10 +30,14 @@ class Rounds(Protocol):
     def nodes(self) -> Nodes | None:
         """Where replicas step by themselves: the ranks of ours, and of the others those who hold what we do."""
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether this worker is within a step or a window, where the others may be elsewhere in it."""
+
     def begin(self, replica: Replica) -> None:
         """The replica is complete."""
 
-    def make_loader(self, dataset: Any, batch: BatchConfig, seed: int, collate: Collate) -> Loader: ...
+    def make_loader(self, source: DataSource, batch: BatchConfig, seed: int) -> Loader: ...
 
     def backward(self, loss: Tensor, samples: float, last: bool | None) -> None: ...
 
@@ -48,17 +51,17 @@ class Rounds(Protocol):
 def check_same_data(run: RunState, loader: Loader) -> None:
     """Workers that planned different steps would wait for each other forever, and none may train on other rows."""
     data, training, own_rank = (
-        run.look_at_data(loader.dataset, elsewhere=loader.batch.fetchers > 0),
+        run.look_at_data(loader.dataset, elsewhere=loader.fetching if loader.batch.fetchers else None),
         run.caller.training,
         run.link.rank,
     )
-    mine = f"{plural(loader.rows, 'row')} in batches of {loader.batch.size:,}, shuffled by seed {loader.seed}"
+    mine = f"{plural(loader.rows, 'row')} in batches of {loader.batch.size:,}, {loader.order.tell(loader.seed)}"
     told = run.link.gather_bytes(json.dumps([mine, data, training]).encode())
     for rank, (theirs, other_data, other_training) in enumerate(map(_terms, told)):
         if theirs != mine:
             raise ConfigError(
                 f"The data differs between workers: worker {own_rank} has {mine}, and worker {rank}"
-                f" {theirs}. Give every worker the whole dataset; it is shared out here."
+                f" {theirs}. Give every worker the whole dataset, in the same order; it is shared out here."
             )
         where = differing_data(data, other_data, (f"worker {own_rank}'s", f"worker {rank}'s"))
         if where is not None:

@@ -19,7 +19,9 @@ from potluck.agree.terms import Fingerprint
 from potluck.agree.turns import Turns
 from potluck.coded_numbers import Wire
 from potluck.composition import Composition, Wanted
-from potluck.data.loader import Loader, MicroBatch, Position
+from potluck.data.fetching import FetchOptions
+from potluck.data.loader import Loader
+from potluck.data.plan import MicroBatch, Position
 from potluck.data.rows import mix, seed_everything
 from potluck.engine.fingerprint import fingerprint
 from potluck.engine.replica import Replica
@@ -186,7 +188,7 @@ class RunState:
                 f" or fp32, and look at the data around there.{self.prepared().nonfinite_hint()}"
             )
 
-    def look_at_data(self, dataset: Any, *, elsewhere: bool = False) -> Fingerprint:
+    def look_at_data(self, dataset: Any, *, elsewhere: FetchOptions | None = None) -> Fingerprint:
         if self.data is None:
             self.data = fingerprint(dataset, elsewhere=elsewhere)
         return self.data

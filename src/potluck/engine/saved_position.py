@@ -3,7 +3,8 @@
 from pathlib import Path
 
 from potluck.agree.terms import differing_data
-from potluck.data.loader import Loader, Position
+from potluck.data.loader import Loader
+from potluck.data.plan import Position
 from potluck.engine.run_state import RunState
 from potluck.errors import CheckpointError
 from potluck.fleet.ledger import Ledger
@@ -30,6 +31,7 @@ def take_position(run: RunState) -> tuple[Standing, KeptTensors]:
         "seed": loader.seed if loader is not None else 0,
         "batch": loader.batch.size if loader is not None else 0,
         "data": run.data or {},
+        "order": loader.order.digest(position.epoch, loader.seed) if loader is not None and position.row else "",
     }
     for more in run.standing_of:
         found |= more()
@@ -51,6 +53,14 @@ def check_position(run: RunState, path: Path, standing: Standing) -> None:
             f"{path} stands in an epoch of {plural(standing['rows_in_epoch'], 'row')}, and the data now has"
             f" {run.loader.rows:,}. Continue with the same data, or start anew in another folder."
         )
+    if run.loader is not None and standing["row"] and standing.get("order"):
+        own = run.loader.order.digest(standing["epoch"], standing["seed"])
+        if own not in ("", standing["order"]):
+            raise CheckpointError(
+                f"{path} stands in the middle of epoch {standing['epoch'] + 1}, and the sampler now gives that epoch in"
+                " another order: some rows would be used twice. Give the sampler the generator it had; one that counts"
+                " its epochs itself needs set_epoch()."
+            )
 
 
 def restore_position(run: RunState, standing: Standing) -> None:

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from potluck.coded_numbers import Coding
-from potluck.engine.replica import Agreed, Replica, find_batch_norm
+from potluck.engine.replica import Agreed, Replica
+from potluck.engine.single_rows import find_batch_norm
 from potluck.engine.weight_hash import digest_sums, digest_sums_of_piece, hash_sums
 from potluck.errors import ConfigError
 from potluck.link.coded_sums import CodedSums

@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from potluck.agree.step_report import StepDecision, decide_mean
-from potluck.data.loader import BatchConfig, MicroBatch, plan_step
+from potluck.data.plan import BatchConfig, MicroBatch, plan_step
 from potluck.data.rows import mix
 from potluck.engine.member_driver import MemberDriver
 from potluck.engine.part_sender import PartSender
@@ -19,7 +19,7 @@ from potluck.engine.slices import Gradients, SliceSums
 from potluck.errors import ConfigError
 from potluck.events import StepSkipped
 from potluck.fleet.description import Part
-from potluck.fleet.tree import Node
+from potluck.fleet.tree import Node, slice_rows
 from potluck.wire.messages import Committed, SliceReport, Work
 
 ANY_ROWS = BatchConfig(size=1 << 31)
@@ -47,6 +47,9 @@ class SliceSteps:
         self.is_done = True
         """Whether step() was called for the last slice that was given out."""
         self._started = 0.0
+        self._usual: list[int] = []
+        """The slices of the last step that were given to this worker at first."""
+        self._usual_at = -1
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -60,14 +63,38 @@ class SliceSteps:
 
     def seed_of(self, seed: int, micro: MicroBatch) -> int:
         """The slice's seed; the ranks of one worker each draw their own numbers."""
+        return self._seed_of_slice(seed, self._step - self._run.turns.now, self.slices[micro.number])
+
+    def _seed_of_slice(self, seed: int, step: int, number: int) -> int:
         rank = self._replica.link.rank
-        step = self._step - self._run.turns.now
-        return mix(seed, step, self.slices[micro.number], *([rank + 1] if rank else []))
+        return mix(seed, step, number, *([rank + 1] if rank else []))
+
+    def expects_from(self, work: Work) -> tuple[int, ...]:
+        """Batches follow each other, until the epoch ends or the run is put elsewhere; each comes in all its turns."""
+        loader, turns = self._run.loader, self._run.turns
+        assert loader is not None
+        return work.epoch, work.row * turns.count - (work.step - turns.now) * loader.batch.size
+
+    def expected(self, work: Work, seed: int) -> Iterator[tuple[MicroBatch, int]]:
+        """The slices of this batch, and then the same ones of each that follows: most workers keep theirs."""
+        loader, turns = self._run.loader, self._run.turns
+        assert loader is not None
+        size, rows = loader.batch.size, loader.rows
+        first = step = work.step - turns.now
+        while (row := work.row + (step - first) // turns.count * size) < rows:
+            bounds = slice_rows(row, count := min(size, rows - row), min(work.slices, count))
+            for number in self._usual:
+                if number < len(bounds):
+                    yield self._own_rows(*bounds[number]), self._seed_of_slice(seed, step, number)
+            # Others may have been faster than we read.
+            step = max(step, self._step - turns.now) + turns.count
 
     def begin(self, work: Work, nodes: list[Node], bounds: Sequence[tuple[int, int]]) -> None:
         self._sender.begin()
         self._reports, self._bounds = {}, bounds
         self.slices = self.sums.begin(nodes)
+        if work.step != self._usual_at:  # else it is what a lost worker had of the same step
+            self._usual, self._usual_at = self.slices, work.step
         self._started = time.perf_counter()
 
     def micro_batches(self, work: Work, is_void: Callable[[], bool]) -> Iterator[MicroBatch]:
@@ -101,7 +128,7 @@ class SliceSteps:
             self._driver.reach("forward")
         self._replica.arm(last=last)
         self._run.stand_in.close()
-        samples = samples if micro.counts else 0.0
+        samples = samples if micro.weighs else 0.0
         if samples:
             self._loss += loss.detach().item() * samples
             self._samples += samples

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from potluck.data.loader import BatchConfig, Loader
+from potluck.data.loader import Loader
+from potluck.data.plan import BatchConfig
 from potluck.engine.losses import LossFunction
 from potluck.errors import ConfigError
 from potluck.link.grid import Grid

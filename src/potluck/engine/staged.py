@@ -23,10 +23,12 @@ from potluck.data.loader import Loader
 from potluck.data.rows import mix
 from potluck.engine.fingerprint import training_settings
 from potluck.engine.layers import make_replica
+from potluck.engine.look_sums import LookSums
 from potluck.engine.losses import LossFunction, check_grad, loss_and_samples
-from potluck.engine.replica import Replica, explain_single_rows
+from potluck.engine.replica import Replica
 from potluck.engine.run_state import RunState
 from potluck.engine.saved_position import check_position, position_as_json, restore_position
+from potluck.engine.single_rows import explain_single_rows
 from potluck.engine.slices import describe_model
 from potluck.engine.stage_modules import StageModules, StageShard, describe_uncut, free_params_outside, keep_params_of
 from potluck.engine.stage_planner import StagePlanner
@@ -77,9 +79,11 @@ class _Work:
         self.loss_of: LossFunction | None = None
         self.samples = 0.0
         self.loss_sum: Tensor | None = None
+        self._looks: LookSums | None = None
 
-    def begin(self, loss_of: LossFunction, micros: list[_Micro]) -> None:
-        self.loss_of, self.micros = loss_of, micros
+    def begin(self, loss_of: LossFunction, micros: list[_Micro], looks: LookSums | None = None) -> None:
+        """`looks`: nothing is trained, and what the last stage finds is added to it."""
+        self.loss_of, self.micros, self._looks = loss_of, micros, looks
         self.samples, self.loss_sum = 0.0, None
 
     def forward(self, micro: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -90,12 +94,14 @@ class _Work:
             found = self._run(lambda: self._stage.run(loss_of, one.batch, received or None, seed=one.seed))
         if not self._stage.is_last:
             return tuple(found)
+        if self._looks is not None:
+            self._looks.add(found, one.batch, counts=bool(one.weight))
+            return ()
         loss, samples = loss_and_samples(found, one.batch)
         loss, samples = in_float32(loss), samples * one.weight
         if not samples:  # a mean over nothing is not a number, and weighs nothing
             return ()
-        if torch.is_grad_enabled():
-            check_grad(loss)
+        check_grad(loss)
         self.samples += samples
         told = loss.detach().reshape(()) * samples
         self.loss_sum = told if self.loss_sum is None else self.loss_sum + told
@@ -157,8 +163,9 @@ class StagedLayers:
         self, model: nn.Module, optimizer: Optimizer, rounds: "Rounds", options: dict[str, Any]
     ) -> Replica:
         run, places = self._run, self.places
-        planner = StagePlanner(self._stages, places, run.device, options["batch_size"])
-        plan = self._plan = planner.agree(model, options["loss"], options["dataset"], options["collate"])
+        source = options["source"]
+        planner = StagePlanner(self._stages, places, run.device, source.batch_size)
+        plan = self._plan = planner.agree(model, options["loss"], source.dataset, source.collate)
         held = describe_uncut(model, optimizer)
         self.parameters = held.parameters
         stages = [cut(model, plan, number) for number in range(places.place, len(plan.stages), places.workers)]
@@ -195,7 +202,7 @@ class StagedLayers:
         assert run.loader is not None
         turn = [run.turns.now] if run.turns.now else []
         seed = mix(run.loader.seed, run.loader.position.epoch, micro.start, *turn)
-        self._micros.append(_Micro(batch, seed, float(micro.counts)))
+        self._micros.append(_Micro(batch, seed, float(micro.weighs)))
         if self.places.is_last and micro.counts:
             run.tally.rows += micro.end - micro.start
             if run.turns.is_last:
@@ -276,18 +283,15 @@ class StagedLayers:
     def fingerprint(self, replica: Replica) -> str:
         return "/".join(data.decode() for data in self.places.stage_group.gather_bytes(replica.fingerprint().encode()))
 
-    def look(self, loss_of: LossFunction, loader: Loader) -> tuple[float, float]:
-        total = count = 0.0
+    def look(self, loss_of: LossFunction, loader: Loader) -> LookSums:
+        total = LookSums()
         for micros in _in_groups(loader):
             for work in self._work.values():
-                work.begin(loss_of, micros)
+                work.begin(loss_of, micros, total)
             orders = forward_only(self._stages.schedule, self.places.workers, len(micros))
             self._pass += 1
             self._runner.run(self._pass, orders, self.places.place)
-            for work in self._work.values():
-                count += work.samples
-                total += work.loss_sum.item() if work.loss_sum is not None else 0.0
-        return total, count
+        return total
 
     def _standing(self) -> Standing:
         assert self._plan is not None
@@ -352,7 +356,7 @@ def _in_groups(loader: Loader) -> Iterator[list[_Micro]]:
     group: list[_Micro] = []
     for batch in loader.once():
         assert loader.current is not None
-        group.append(_Micro(batch, 0, float(loader.current.counts)))
+        group.append(_Micro(batch, 0, float(loader.current.weighs)))
         if len(group) == AT_ONCE:
             yield group
             group = []

@@ -11,13 +11,14 @@ from potluck.agree.policy import Policy, policy_of
 from potluck.coded_numbers import AskedWire
 from potluck.composition import Wanted, compose, for_those_left, ranks_per_worker, settled
 from potluck.config import checked
+from potluck.devices import choose_device
 from potluck.engine.engine import Engine
 from potluck.engine.engine_parts import in_stages, under_host
 from potluck.engine.switches import StepConfig
 from potluck.environment import PATIENCE_S, check_patience
 from potluck.fleet.client import Client
 from potluck.fleet.invite import INVITE, Invite, read_invite
-from potluck.link.link import Alone, GroupLink, Link, choose_device, placed
+from potluck.link.link import Alone, GroupLink, Link, placed
 from potluck.link.link import connect as join_group
 from potluck.link.ranks import asked_ranks, is_later_rank, meet, ranks_here
 from potluck.save.memory import my_recovery
@@ -48,7 +49,8 @@ def init(
     checked(lambda: check_patience("patience_s", patience_s))
     if isinstance(stages, CommunicationProtocol):
         stages = Stages(protocol=stages)
-    device, has_host = choose_device(), INVITE in os.environ
+    device = choose_device(is_whole=strategy == NoShard() and stages is None)
+    has_host = INVITE in os.environ
     wanted = Wanted(
         policy=checked(lambda: policy_of(policy, has_host=has_host)),
         strategy=strategy,
@@ -119,7 +121,7 @@ def as_one_worker(
     try:
         meet(ranks)
         torch.set_num_threads(max(1, torch.get_num_threads() // ranks))  # a worker's threads are its ranks' together
-        device = choose_device()
+        device = choose_device(is_whole=False)
         link = cast(GroupLink, join_group(device, PATIENCE_S))
         from potluck.engine.node_client import NodeClient
 

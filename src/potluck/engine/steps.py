@@ -5,7 +5,6 @@ from the same words all reach the same decision: to apply the step, or to skip i
 """
 
 import time
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,13 +13,15 @@ from potluck.agree.shares import Balance, share_out
 from potluck.agree.step_report import StepDecision, StepReport, decide_step
 from potluck.agree.wire_choice import WireChoice
 from potluck.coded_numbers import coding_of
-from potluck.data.loader import BatchConfig, BatchShare, Loader
+from potluck.data.loader import Loader
+from potluck.data.plan import BatchConfig, BatchShare
+from potluck.data.source import DataSource
 from potluck.engine.buddy_copies import BuddyCopies
 from potluck.engine.common_steps import apply_step, report_of
 from potluck.engine.layers import Layers
 from potluck.engine.local_steps import backward, is_batch_done
 from potluck.engine.replica import Replica
-from potluck.engine.rounds import Collate, check_same_data
+from potluck.engine.rounds import check_same_data
 from potluck.engine.run_state import RunState
 from potluck.errors import ConfigError
 from potluck.events import Decided, StepDone, StepSkipped
@@ -51,7 +52,7 @@ class Steps:
         self._wire.resume(self._run.saved_wire)
         self._run.prepared().code(coding_of(self._wire.wire))
 
-    def make_loader(self, dataset: Any, batch: BatchConfig, seed: int, collate: Collate) -> Loader:
+    def make_loader(self, source: DataSource, batch: BatchConfig, seed: int) -> Loader:
         run, pipelines = self._run, self._layers.pipelines
         replica, shares = run.prepared(), run.composition.shares or (1.0,) * pipelines
         if 0 in (parts := share_out(batch.size, shares)):
@@ -61,7 +62,7 @@ class Steps:
                 " shares."
             )
         share = BatchShare(shares, self._layers.pipeline, in_step=replica.in_step, in_pairs=run.batch_norm is not None)
-        loader = Loader(dataset, batch, share, device=run.device, seed=seed, collate=collate)
+        loader = Loader(source, batch, share, device=run.device, seed=seed)
         check_same_data(run, loader)
         # Where ranks gather parameters they wait for each other in every layer, and nobody's own speed can be seen.
         if run.composition.is_measured and pipelines > 1 and not replica.gathers:
@@ -71,6 +72,11 @@ class Steps:
     @property
     def has_fixed_shares(self) -> bool:
         return self._balance is None
+
+    @property
+    def is_under_way(self) -> bool:
+        micro = self._run.loader.current if self._run.loader is not None else None
+        return micro is not None and not micro.last
 
     # A step
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from potluck.agree.step_report import StepDecision
 from potluck.agree.windows import stretch_of
-from potluck.data.loader import MicroBatch, even_batches, plan_step
+from potluck.data.plan import MicroBatch, even_batches, plan_step
 from potluck.data.rows import mix
 from potluck.engine.layers import Layers
 from potluck.engine.local_steps import backward, end_batch, step_alone
@@ -61,6 +61,14 @@ class WindowSteps:
     def seed_of(self, seed: int, micro: MicroBatch) -> int:
         return mix(seed, self._step, micro.start)
 
+    def expects_from(self, work: Work) -> tuple[int, ...]:
+        """Who gets which rows of the next window is planned anew."""
+        return work.epoch, work.step, *self._own
+
+    def expected(self, work: Work, seed: int) -> Iterator[tuple[MicroBatch, int]]:
+        for _, micros in self._batches_of(work):
+            yield from ((micro, mix(seed, work.step, micro.start)) for micro in micros)
+
     def begin(self, work: Work, nodes: list[Node], bounds: Sequence[tuple[int, int]]) -> None:
         """With overlap: of the next window, from this worker's own end of the one under way; or another part of that
         one, which is a lost worker's, from what all agreed on."""
@@ -85,15 +93,9 @@ class WindowSteps:
 
     def micro_batches(self, work: Work, is_void: Callable[[], bool]) -> Iterator[MicroBatch]:
         """This worker's batches, one after the other, each in micro-batches."""
-        run, loader = self._run, self._run.loader
-        assert loader is not None
-        shares, in_pairs = (1.0,) * run.link.world, run.batch_norm is not None
-        together = {"in_step": run.prepared().in_step, "in_pairs": in_pairs}
-        for number, (first, end) in enumerate(
-            even_batches(*self._own, work.batch, loader.batch.size, in_pairs=in_pairs)
-        ):
+        for number, ((first, end), micros) in enumerate(self._batches_of(work)):
             self._batch_end = end
-            for micro in plan_step(first, end, loader.batch, shares, run.link.rank, **together) * run.turns.count:
+            for micro in micros * self._run.turns.count:
                 yield replace(micro, number=number)
                 if is_void():
                     self._delta.forget()
@@ -103,6 +105,15 @@ class WindowSteps:
                     f"The batch of rows {first} to {end} was given out, but step() was not called after it."
                     " Call backward() and step() for every batch of the loader."
                 )
+
+    def _batches_of(self, work: Work) -> Iterator[tuple[tuple[int, int], list[MicroBatch]]]:
+        """Where each begins and ends, and what goes through the model at once."""
+        run, loader = self._run, self._run.loader
+        assert loader is not None
+        shares, in_pairs = (1.0,) * run.link.world, run.batch_norm is not None
+        together = {"in_step": run.prepared().in_step, "in_pairs": in_pairs}
+        for bounds in even_batches(*self._own, work.batch, loader.batch.size, in_pairs=in_pairs):
+            yield bounds, plan_step(*bounds, loader.batch, shares, run.link.rank, **together)
 
     def backward(self, micro: MicroBatch, loss: Tensor, samples: float, last: bool | None) -> None:
         backward(self._run, loss, samples, micro.last if last is None else last and micro.last)

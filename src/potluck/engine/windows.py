@@ -11,23 +11,25 @@ import itertools
 import math
 import time
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from potluck.agree.step_report import StepDecision, StepReport, decide_step, worker_steps
 from potluck.agree.windows import RowPool, WindowPlan, WindowPlanner, WindowReport, rows_left_after, stretch_of
 from potluck.coded_numbers import Coding, coding_of
-from potluck.data.loader import BatchConfig, Loader, MicroBatch, SliceLoader, even_batches, plan_step
+from potluck.data.loader import Loader, SliceLoader
+from potluck.data.plan import BatchConfig, MicroBatch, even_batches, plan_step
 from potluck.data.rows import mix
+from potluck.data.source import DataSource
+from potluck.devices import synchronize
 from potluck.engine.common_steps import apply_step, report_of
 from potluck.engine.layers import Layers
 from potluck.engine.local_steps import backward, end_batch, is_batch_done, step_alone
 from potluck.engine.means import CodedLinkMean, LinkMean
 from potluck.engine.moments import Moments, are_averaged
 from potluck.engine.replica import Replica
-from potluck.engine.rounds import Collate, check_same_data
+from potluck.engine.rounds import check_same_data
 from potluck.engine.run_state import RunState
 from potluck.engine.window_delta import WindowDelta
 from potluck.errors import ConfigError
@@ -112,9 +114,8 @@ class Windows:
         is_whole = self._layers.is_whole and composed.split is None
         return self._policy.may_step_together and is_whole and self.nodes.count > 1
 
-    def make_loader(self, dataset: Any, batch: BatchConfig, seed: int, collate: Collate) -> Loader:
-        options: dict[str, Any] = {"device": self._run.device, "seed": seed, "collate": collate}
-        loader = self._loader = SliceLoader(dataset, batch, **options)
+    def make_loader(self, source: DataSource, batch: BatchConfig, seed: int) -> Loader:
+        loader = self._loader = SliceLoader(source, batch, device=self._run.device, seed=seed)
         check_same_data(self._run, loader)
         loader.plan = self._plan
         loader.seed_of = lambda micro: mix(loader.seed, loader.position.epoch, micro.start)
@@ -195,6 +196,10 @@ class Windows:
         together = {"in_step": size > 1, "in_pairs": run.batch_norm is not None}
         return plan_step(start, end, batch, (1.0,) * size, run.link.rank % size, **together)
 
+    @property
+    def is_under_way(self) -> bool:
+        return self._is_open
+
     def _is_over(self, decision: WindowPlan) -> bool:
         """After each batch. The ranks of a node have heard it with their last step."""
         if self.nodes.size > 1:
@@ -270,8 +275,7 @@ class Windows:
         """A window that is one step: of the mean gradient of all replicas, as under Sync."""
         run, replica = self._run, self._run.prepared()
         replica.unseal()
-        if run.device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
+        synchronize(run.device)
         busy_s = time.perf_counter() - self._window_started
         replica.start_sums()
         tally = run.tally
@@ -327,8 +331,7 @@ class Windows:
 
     def _close_window(self, loader: SliceLoader) -> None:
         assert self._decision is not None
-        if self._run.device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
+        synchronize(self._run.device)
         busy_s = time.perf_counter() - self._window_started
         mine = self._window._replace(
             busy_s=busy_s, sync_s=self._sync_s, divergence=self._delta.drift, wants_stop=self._run.wants_stop

@@ -5,7 +5,7 @@ in, who computes which slices, when a step is done, who gives the weights to a n
 sees gradients: only that they have all arrived.
 
 Here is who is told of what comes in. What is done about it is decided by machines, each with a state of its own:
-rounds, transfers, evaluations, saving, plain peers, weights, ending.
+rounds, transfers, evaluations, gatherings, saving, plain peers, weights, ending.
 """
 
 import math
@@ -20,6 +20,7 @@ from potluck.fleet.digests import Digests
 from potluck.fleet.effects import Close, Effect, Emit, Send
 from potluck.fleet.ending import Ending
 from potluck.fleet.evaluation import Evaluations
+from potluck.fleet.gathering import Gatherings
 from potluck.fleet.invite import is_right_secret
 from potluck.fleet.membership import WorkerPhase, WorkerRecord
 from potluck.fleet.plain_peers import PlainPeers
@@ -36,6 +37,7 @@ from potluck.wire.messages import (
     TOO_SOON,
     Applied,
     EvaluateNext,
+    Gather,
     Heartbeat,
     Hello,
     JoinRequest,
@@ -50,7 +52,7 @@ from potluck.wire.messages import (
     Welcome,
 )
 
-_INSIDE = (Applied, SliceReport, EvaluateNext, SaveDue, StateBegin, StateChunk, Heartbeat, Leave)
+_INSIDE = (Applied, SliceReport, EvaluateNext, Gather, SaveDue, StateBegin, StateChunk, Heartbeat, Leave)
 LEGAL: dict[WorkerPhase, tuple[type[Message], ...]] = {
     WorkerPhase.GREETED: (Ready, Heartbeat, Leave),
     WorkerPhase.CATCHING_UP: _INSIDE,  # it may not know yet that its weights will be replaced
@@ -78,6 +80,7 @@ class Coordinator(CoordinatorState):
         # Each knows those above it, and none below.
         self.digests = Digests(self, dict(resumed.agreed))
         self.evaluations = Evaluations(self)
+        self.gatherings = Gatherings(self, resumed.expected, self.standing.step)
         self.saving = Saving(self, self.digests)
         self.rounds = StepDispatcher(self, self.digests, at_least)
         self.stragglers = Stragglers(self, self.rounds)
@@ -86,13 +89,14 @@ class Coordinator(CoordinatorState):
         self.weights = Weights(
             self, self.digests, self.rounds, self.transfers, self.saving, self.evaluations, self.plain_peers
         )
-        self.ending = Ending(self, self.rounds, self.saving, self.evaluations, self.weights)
+        self.ending = Ending(self, self.rounds, self.saving, self.evaluations, self.gatherings, self.weights)
         self._hear: dict[type[Message], Callable[[WorkerRecord, Any], list[Effect]]] = {
             Heartbeat: lambda member, beat: [],  # a thousand who wait would get as many answers that nobody reads
             Ready: self.weights.on_ready,
             SliceReport: self.rounds.on_report,
-            Applied: self.weights.on_applied,
+            Applied: lambda member, applied: self.weights.on_applied(member, applied) + self.gatherings.settle(),
             EvaluateNext: self.evaluations.on_next,
+            Gather: self.gatherings.on_gather,
             SaveDue: self.saving.on_due,
             StateBegin: self.transfers.on_begin,
             StateChunk: self.transfers.on_chunk,
@@ -184,9 +188,11 @@ class Coordinator(CoordinatorState):
         effects: list[Effect] = [Emit(went), *self._hold_off(member)]
         effects += self.transfers.on_gone(peer)
         effects += self.evaluations.give_back(member)
+        effects += self.gatherings.give_back(member)
         effects += self.saving.pass_over(peer)
         effects += self.rounds.on_gone(member)
         effects += self.transfers.pass_over_leavers()
+        effects += self.gatherings.settle()
         if member.is_ready and not self.membership.holders:
             effects += self.weights.on_nobody_holds(may_come_back=not member.leaving)
         return effects + self.ending.on_gone()
@@ -237,6 +243,7 @@ class Coordinator(CoordinatorState):
         self.rounds.on_restored()
         self.digests.clear()
         self.evaluations.open.clear()
+        self.gatherings.forget()
         effects = self.plain_peers.turn_away_all(
             "the run goes back to a checkpoint, and a plain peer cannot go with it"
         )
@@ -257,6 +264,7 @@ class Coordinator(CoordinatorState):
         effects += self.stragglers.relieve()
         effects += self.stragglers.tell()
         effects += self.evaluations.on_tick()
+        effects += self.gatherings.on_tick()
         effects += self.transfers.expire_slow()
         effects += self.saving.expire_slow()
         effects += self.ending.expire_slow()
@@ -273,5 +281,6 @@ class Coordinator(CoordinatorState):
             self.membership.extend_deadlines(now, gap)
             self.transfers.extend_deadlines(gap)
             self.saving.extend_deadlines(gap)
+            self.gatherings.extend_deadlines(gap)
             self.ending.extend_deadlines(gap)
             self.weights.extend_deadlines(gap)

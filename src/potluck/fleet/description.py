@@ -111,6 +111,8 @@ class Description:
     """What the model's weights and buffers take, those included that are not trained; 0: not told."""
     wire: str = "fp32"
     """In which form parts travel, each as coding_in() has it."""
+    places: str = ""
+    """What an epoch's places are, if each is not one sample of the data: in words, for its proof."""
     in_pairs: bool = False
     """No slice has a single row, wherever that can be had: the model has BatchNorm, which can take no mean of one."""
     turns: int = 1
@@ -179,8 +181,7 @@ class Description:
 
     def to_json(self) -> str:
         """What an older version does not know is told only where it matters."""
-        known = (("wire", "fp32"), ("turns", 1))
-        return json.dumps({name: value for name, value in asdict(self).items() if (name, value) not in known})
+        return json.dumps({name: value for name, value in asdict(self).items() if (name, value) not in _UNTOLD})
 
     @classmethod
     def from_json(cls, text: str) -> "Description":
@@ -218,6 +219,7 @@ class Description:
                 raise ValueError(f"wire is one of {', '.join(WIRES)}")
             if not 0 < (_whole(described.turns) or 0) <= MAX_TURNS:
                 raise ValueError(f"turns is at least 1, and at most {MAX_TURNS}")
+            _few_words("places", described.places)
             if not isinstance(described.in_pairs, bool):
                 raise ValueError("in_pairs is true or false")
             if not (LEAST_UNIT <= described.unit <= 1 and LEAST_SAMPLES <= described.samples_per_row < 1e12):
@@ -255,6 +257,7 @@ class Description:
         return replace(self, data=self.data or other.data, training=self.training or other.training)
 
 
+_UNTOLD = (("wire", "fp32"), ("turns", 1), ("places", ""))
 _MAY_DIFFER = ("data", "training", "settings", "told", "rows_limit", "state_bytes", "in_pairs")
 """Or is compared in its own way; what an older version does not tell is among it."""
 
@@ -305,6 +308,11 @@ def _check_settings(policy: str, settings: Any) -> None:
 def _number(value: Any) -> None:
     if not isinstance(value, int | float) or isinstance(value, bool) or abs(value) > MAX_WHOLE:
         raise ValueError(f"{repr(value)[:40]} is no number")
+
+
+def _few_words(name: str, value: Any) -> None:
+    if not isinstance(value, str) or not value.isprintable() or len(value) > 80:
+        raise ValueError(f"{name} is a few words")
 
 
 def _whole(value: Any, *, none: bool = False) -> int | None:

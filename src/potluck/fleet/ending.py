@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from potluck.fleet.coordinator_state import CoordinatorState
 from potluck.fleet.effects import Effect, Finish
 from potluck.fleet.evaluation import Evaluations
+from potluck.fleet.gathering import Gatherings
 from potluck.fleet.membership import WorkerRecord
 from potluck.fleet.saving import Saving
 from potluck.fleet.step_dispatcher import StepDispatcher
@@ -18,6 +19,7 @@ class Ending:
     rounds: StepDispatcher
     saving: Saving
     evaluations: Evaluations
+    gatherings: Gatherings
     weights: Weights
     over_at: int | None = field(default=None, init=False)
     """The step after which a worker said that the run is over."""
@@ -27,6 +29,7 @@ class Ending:
         """It goes, and others do at once what it was given since: it may have to stay, while its state is saved."""
         member.leaving = True
         effects = self.rounds.take_away(member) + self.evaluations.give_back(member)
+        effects += self.gatherings.give_back(member) + self.gatherings.settle()
         effects += self.rounds.abandon_if_deserted() + self.weights.transfers.pass_over_leavers()
         return effects + self._part_with(member, leave)
 
@@ -90,7 +93,7 @@ class Ending:
         self._end_without_them()
         if run.finished or not self._is_said_to_be_over or not (run.stopping or run.rows_limit):
             return effects
-        if self.saving.is_under_way or self.evaluations.open:
+        if self.saving.is_under_way or self.evaluations.open or self.gatherings.open:
             self.over_since = run.clock
         elif run.clock - self.over_since > run.patience_s:
             effects += self._end()

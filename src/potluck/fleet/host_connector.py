@@ -12,7 +12,7 @@ from potluck.fleet.connection import Connection
 from potluck.fleet.invite import Invite, check_pin, client_context
 from potluck.fleet.phases import enter_phase
 from potluck.fleet.pipe import LOOPBACK, Pipe, connect_local
-from potluck.fleet.shared_memory import CAN_SHARE
+from potluck.system import CAN_SHARE
 from potluck.wire.codec import encode_parts
 from potluck.wire.messages import PROTOCOL, TOO_SOON, Hello, Message, Refusal, Welcome
 

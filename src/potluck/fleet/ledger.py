@@ -22,12 +22,16 @@ class Proof:
     """Positions that were trained more than once."""
     outside: int
     """Positions that the epoch does not have."""
+    counted: str = ""
+    """What a position is, if it is not one sample: several, in words."""
 
     @property
     def holds(self) -> bool:
         return self.used == self.total and not self.repeated and not self.outside
 
     def __str__(self) -> str:
+        if self.holds and self.counted:
+            return f"each of the {self.total:,} {self.counted} was used exactly once"
         if self.holds:
             samples = "its one sample" if self.total == 1 else f"each of its {self.total:,} samples"
             return f"{samples} was used exactly once"
@@ -36,9 +40,8 @@ class Proof:
             "used more than once": self.repeated,
             "outside the epoch": self.outside,
         }
-        return f"of its {plural(self.total, 'sample')}, " + ", ".join(
-            f"{count:,} {fault}" for fault, count in faults.items() if count
-        )
+        whole = f"the {self.total:,} {self.counted}" if self.counted else f"its {plural(self.total, 'sample')}"
+        return f"of {whole}, " + ", ".join(f"{count:,} {fault}" for fault, count in faults.items() if count)
 
 
 class Ledger:
@@ -57,8 +60,8 @@ class Ledger:
         self.ranges.append((start, end))
 
 
-def prove(ranges: Iterable[Range], total: int) -> Proof:
-    """Every worker's ranges against the epoch's [0, total)."""
+def prove(ranges: Iterable[Range], total: int, counted: str = "") -> Proof:
+    """Every worker's ranges against the epoch's [0, total). `counted`: as Proof has it."""
     used = repeated = outside = 0
     reached = 0
     twice_until = 0
@@ -70,4 +73,4 @@ def prove(ranges: Iterable[Range], total: int) -> Proof:
         repeated += max(0, again_until - again_from)
         twice_until = max(twice_until, again_until)
         reached = max(reached, end)
-    return Proof(total, used, repeated, outside)
+    return Proof(total, used, repeated, outside, counted)

@@ -8,13 +8,13 @@ wait.
 """
 
 import json
-import math
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Sequence
 from enum import Enum, auto
 
 from potluck.errors import ConfigError, Diverged, PotluckError
 from potluck.fleet.file_stream import stream_files
+from potluck.fleet.member_asks import MemberEvaluation, MemberGathering
 from potluck.fleet.member_effects import (
     Apply,
     Compute,
@@ -39,8 +39,8 @@ from potluck.wire.messages import (
     Admitted,
     Committed,
     Evaluated,
-    EvaluateNext,
     EvaluateRange,
+    Gathered,
     Leave,
     Message,
     Ready,
@@ -80,20 +80,6 @@ class MemberPhase(Enum):
     OVER = auto()
 
 
-@dataclass
-class MemberEvaluation:
-    """An evaluation of this worker's; it is under way until it has a loss."""
-
-    step: int
-    rows: int
-    size: int
-    loss: float | None = None
-
-    def ask(self, start: int = 0, end: int = 0, total: float = 0.0, samples: float = 0.0) -> SendToHost:
-        """Asks for the next range, and reports the last one."""
-        return SendToHost(EvaluateNext(self.step, self.rows, self.size, start, end, total, samples))
-
-
 class Member:
     def __init__(self) -> None:
         self.phase = MemberPhase.AWAY
@@ -120,6 +106,11 @@ class Member:
         self.is_replaying = False
         """It has others' weights, and has computed nothing since."""
         self.evaluation: MemberEvaluation | None = None
+        self.gathering: MemberGathering | None = None
+        self._call = -1, -1
+        """The last one: the step, and how many there were at that step before it."""
+        self._loaded_at = -1
+        """The version that this worker was given: the others were there at another time."""
         self.save_due = 0
         self.saved = self.unsaved = Saved(0, "", "")
         """The last checkpoint on the host's disk; the last that it could not write, and why."""
@@ -222,14 +213,19 @@ class Member:
         return self.lost("its run has other rows in its weights by now")
 
     def _ask_again(self) -> list[MemberEffect]:
-        """An evaluation that was under way begins anew, or is of weights that are no more."""
-        found = self.evaluation
-        if found is None or found.loss is not None:
-            return []
-        if found.step != self.version:
-            found.loss = math.nan
-            return []
-        return [found.ask()]
+        """An evaluation or a gathering that was under way begins anew, or is of weights that are no more."""
+        asked: list[MemberEffect] = []
+        if (look := self.evaluation) is not None and look.is_under_way:
+            if look.step == self.version:
+                asked.append(look.ask())
+            else:
+                look.end()
+        if (values := self.gathering) is not None and values.found is None:
+            if values.step == self.version != self._loaded_at:
+                asked.append(values.ask())
+            else:
+                values.end()
+        return asked
 
     def _on_drift(self) -> list[MemberEffect]:
         """Weights that have drifted are sent anew; where they do so again and again, that mends nothing."""
@@ -271,7 +267,7 @@ class Member:
 
     def loaded(self, version: int, step: int) -> list[MemberEffect]:
         """The state is in the model. `step`: what a person calls it."""
-        self.version = version
+        self.version = self._loaded_at = version
         self.save_due = self.saved.step  # what was due before is of a state that this worker no longer has
         self._changed_at, self._is_damaged = -1, False
         self._later = deque(message for message in self._later if message.step > version)
@@ -310,6 +306,9 @@ class Member:
                 self._on_saved(now, message)
             case EvaluateRange() | Evaluated():
                 return self._on_evaluation(message)
+            case Gathered() if (found := self.gathering) is not None and found.found is None:
+                if (message.step, message.call) == (found.step, found.call):
+                    found.take(message)
         return []
 
     def nothing(self, now: float) -> list[MemberEffect]:
@@ -381,17 +380,30 @@ class Member:
         self.evaluation = MemberEvaluation(self.version, rows, size)
         return [self.evaluation.ask()]
 
-    def looked(self, asked: LookAt, total: float, samples: float) -> list[MemberEffect]:
+    def looked(self, asked: LookAt, names: str, figures: Sequence[float], samples: float) -> list[MemberEffect]:
+        """The sum of each figure, the loss first. `names`: as JSON; empty: there is only the loss."""
         assert self.evaluation is not None
-        return [self.evaluation.ask(asked.start, asked.end, total, samples)]
+        return [self.evaluation.ask(asked.start, asked.end, names, figures, samples)]
 
     def _on_evaluation(self, message: EvaluateRange | Evaluated) -> list[MemberEffect]:
         found = self.evaluation
-        if found is None or found.loss is not None or message.step != found.step:
+        if found is None or not found.is_under_way or message.step != found.step:
             return []
         if isinstance(message, EvaluateRange):
             return [LookAt(message.start, message.end)]
-        found.loss = message.loss_sum / message.samples if message.samples else math.nan
+        found.take(message)
+        return []
+
+    # Values of one's own
+
+    def gather(self, data: bytes) -> list[MemberEffect]:
+        """For all who are at this step. A worker that was given these weights has not been here with the others."""
+        step, call = self._call
+        self._call = self.version, call + 1 if step == self.version else 0
+        self.gathering = MemberGathering(*self._call, data)
+        if self.phase is MemberPhase.IN and not self.left and (not self.version or self.version != self._loaded_at):
+            return [self.gathering.ask()]
+        self.gathering.end()
         return []
 
     # Saving
@@ -461,8 +473,10 @@ class Member:
     def end(self) -> None:
         self.phase = MemberPhase.OVER
         self.turn += 1
-        if self.evaluation is not None and self.evaluation.loss is None:
-            self.evaluation.loss = math.nan
+        if self.evaluation is not None:
+            self.evaluation.end()
+        if self.gathering is not None:
+            self.gathering.end()
 
 
 def is_together(committed: Committed) -> bool:

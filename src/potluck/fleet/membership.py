@@ -11,6 +11,9 @@ from potluck.fleet.tree import Node
 Look = tuple[int, int, int]
 """What is evaluated: (step, rows, rows of a range). A worker that names another set looks at it alone."""
 
+Call = tuple[int, int]
+"""A gathering: (step, how many there were at that step before it)."""
+
 LEAST_S = 1e-6
 """The least time that a slice can take."""
 
@@ -42,6 +45,8 @@ class WorkerRecord:
     """The last step that its optimizer has taken."""
     since: int = 1
     """The first step whose average it gets."""
+    held: int = -1
+    """The step whose weights it came with, where they are the run's."""
     speed: float | None = None
     """Slices per second, smoothed."""
     nodes: list[Node] = field(default_factory=list)
@@ -59,6 +64,10 @@ class WorkerRecord:
     evaluating_since: float = 0.0
     looks: tuple[int, int] = (0, 0)
     """(step, how many sets it began to look at there)"""
+    gathering: Call | None = None
+    """What it has given a value for, and waits for."""
+    gathered: Call = (-1, -1)
+    """The last one that it gave a value for."""
     assigned: int = 0
     """Of a plain peer: the last step in which it was given rows. It bears one assignment a step."""
     relieved: int = 0
@@ -109,6 +118,8 @@ class WorkerRecord:
             return "catching up"
         if self.evaluating:
             return "evaluating"
+        if self.gathering:
+            return "gathering values"
         if self.applied < committed and not self.plain and not self.is_ahead:  # its next work is in its hands already
             return f"applying step {committed}"
         if self.is_computing:

@@ -3,7 +3,6 @@
 import array
 import contextlib
 import os
-import select
 import socket
 import ssl
 import struct
@@ -13,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from potluck.errors import TheirProtocolError
 from potluck.fleet.sealing import PROTOCOL, Opener, Sealer
-from potluck.fleet.shared_memory import CAN_SHARE
+from potluck.system import CAN_SHARE, is_ready, send_some
 
 LOOPBACK = ("127.0.0.1", "::1")
 _CREDENTIALS = struct.Struct("3i")
@@ -147,7 +146,7 @@ class Pipe:
 
     @property
     def can_send_now(self) -> bool:
-        return self._tls is None
+        return self._tls is None and hasattr(socket, "MSG_DONTWAIT")
 
     def send_now(self, parts: Sequence[bytes | memoryview]) -> bytes:
         """As much as the system takes without waiting; what it did not take."""
@@ -172,7 +171,7 @@ class Pipe:
     def _send_plain(self, parts: Sequence[bytes | memoryview]) -> None:
         rest = [memoryview(part).cast("B") for part in parts if len(part)]
         while rest:
-            sent = socket.socket.sendmsg(self._socket, rest[:_MOST_PARTS])
+            sent = send_some(self._socket, rest[:_MOST_PARTS])
             while rest and sent >= len(rest[0]):
                 sent -= len(rest.pop(0))
             if sent:
@@ -223,21 +222,19 @@ class Pipe:
                 with self._lock:
                     return call(data)
             except ssl.SSLWantReadError:
-                self._wait(select.POLLIN)
+                self._wait(to_write=False)
             except ssl.SSLWantWriteError:
-                self._wait(select.POLLOUT)
+                self._wait(to_write=True)
 
-    def _wait(self, what: int) -> None:
-        poller = select.poll()
-        poller.register(self._socket, what)
+    def _wait(self, *, to_write: bool) -> None:
         while not self.is_closed:
-            if poller.poll(1000):
+            if is_ready(self._socket, to_write=to_write, timeout_s=1.0):
                 return
         raise ConnectionAbortedError("closed here")
 
 
 def _tune(connection: socket.socket) -> None:
-    with contextlib.suppress(OSError):  # not every kind of socket has these
+    with contextlib.suppress(OSError, AttributeError):  # not every kind of socket and system has these
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if connection.getpeername()[0] in LOOPBACK:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LOOPBACK_BYTES)

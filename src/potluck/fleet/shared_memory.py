@@ -5,20 +5,18 @@ loopback socket the kernel would copy every byte twice, in small portions.
 """
 
 import contextlib
-import fcntl
 import mmap
 import os
 import socket
-import sys
 
 import numpy as np
 import numpy.typing as npt
 
 from potluck.errors import TheirProtocolError
+from potluck.system import can_shrink, seal_memory
 
 Floats = npt.NDArray[np.float32]
 PAGE = mmap.PAGESIZE
-CAN_SHARE = sys.platform == "linux"
 
 
 class SharedMemory:
@@ -28,7 +26,7 @@ class SharedMemory:
         self.size = max(PAGE, -(-4 * floats // PAGE) * PAGE)
         self.descriptor = os.memfd_create("potluck", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self.descriptor, self.size)
-        fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        seal_memory(self.descriptor)
         self.floats: Floats = np.frombuffer(mmap.mmap(self.descriptor, self.size), np.float32)
         self._start = self.floats.ctypes.data
         self._used = 0
@@ -58,7 +56,7 @@ class SharedView:
         """The descriptor is closed here."""
         try:
             # If it could be made shorter, reading what is gone would end this process.
-            if not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+            if can_shrink(descriptor):
                 raise TheirProtocolError("The memory that it shares could become shorter.")
             self.size = os.fstat(descriptor).st_size
             self._mapped = mmap.mmap(descriptor, self.size, prot=mmap.PROT_READ)

@@ -457,7 +457,7 @@ class StepDispatcher:
 
     def _end_epoch(self) -> EpochDone:
         described, standing = self._run.described, self._run.standing
-        proof = prove(standing.ranges, described.rows)
+        proof = prove(standing.ranges, described.rows, described.places)
         unseen = "" if described.data else UNCOMPARED
         compared, left_out = self._digests.tell_compared()
         done = EpochDone(

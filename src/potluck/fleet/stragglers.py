@@ -21,7 +21,8 @@ class Stragglers:
         """Workers that keep the others waiting are named, each with what it is doing and for how long."""
         run = self.run
         effects: list[Effect] = []
-        late = [member for member in run.membership.members.values() if member.nodes or member.evaluating]
+        members = run.membership.members.values()
+        late = [m for m in members if (m.nodes or m.evaluating) and not self._waits_for_others(m)]
         # What the others send is held back until it is wanted: those who are silent are waited for, or else those who
         # still compute.
         asleep = [m for m in late if run.is_silent(m)]
@@ -47,6 +48,10 @@ class Stragglers:
         # A window may be long: nobody is late before another is done.
         return max(member.working_since, now.first_report if now.first_report is not None else self.run.clock)
 
+    def _waits_for_others(self, member: WorkerRecord) -> bool:
+        """It has given a value of its own, and cannot begin its work before it has theirs."""
+        return member.gathering is not None and not self.run.is_silent(member)
+
     def relieve(self) -> list[Effect]:
         """What a worker owes and does not deliver is given to those who have nothing left to do, before patience is
         over where it is silent. It stays in, and is given work again once it has applied the step."""
@@ -64,6 +69,8 @@ class Stragglers:
         """It is silent, or takes far longer than it should, though its heart beats."""
         if self.run.is_silent(member):
             return True
+        if self._waits_for_others(member):
+            return False
         patience_s, expected_s, under = self.run.patience_s, self._expected_s(member), self.rounds.now
         most_s = max(patience_s, LONG * (patience_s if expected_s is None else expected_s))
         since = self._waited_since(member)

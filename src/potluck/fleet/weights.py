@@ -156,7 +156,7 @@ class Weights:
         return Emit(Stalled(worker=member.worker_id, name=name, doing=doing, seconds=0.0))
 
     def _admit(self, member: WorkerRecord, ready: Ready, since: int) -> list[Effect]:
-        member.applied, member.since = ready.step, since
+        member.applied, member.since, member.held = ready.step, since, ready.step
         return [
             *self.digests.admit(member, ready),
             Send(member.peer, Admitted(ready.step, 0, self.run.standing.position())),

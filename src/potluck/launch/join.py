@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import sys
 import tempfile
 import time
@@ -13,6 +14,7 @@ from potluck.errors import ConfigError, Interrupted
 from potluck.fleet.invite import INVITE, read_invite
 from potluck.launch.processes import WorkerPool
 from potluck.signals import Interrupts
+from potluck.system import HAS_GROUPS
 from potluck.train.arguments import FILES_ASKED, WorkersConfig, data_setting
 from potluck.waiting import POLL_S
 from potluck.words import say
@@ -25,8 +27,8 @@ def join(invite: str, script: list[str], config: WorkersConfig, settings: tuple[
     if script and not Path(script[0]).is_file():
         raise ConfigError(f"There is no script {script[0]}.")
     found.check_has_pin()
-    if invite != HIDDEN and invite != "-" and not Path(invite).is_file():
-        _hide(found.line(), invite)
+    if HAS_GROUPS and invite != HIDDEN and invite != "-" and not Path(invite).is_file():
+        _hide(found.line(), invite)  # where programs cannot be replaced, arguments are the user's own to read
     while True:
         command = script or ["--join", json.dumps(list(settings))]
         code, asked = _take_part(command, config, found.line())
@@ -55,7 +57,7 @@ def _watch(pool: WorkerPool, count: int) -> int:
 
     interrupts = Interrupts(leave)
     with interrupts.handled(), closing(pool):
-        base = f"{os.uname().nodename}-{os.getpid()}"
+        base = f"{platform.node()}-{os.getpid()}"
         pool.start([f"{base}-{number}" if count > 1 else base for number in range(count)])
         codes: list[int] = []
         while len(codes) < count and interrupts.count < 2:

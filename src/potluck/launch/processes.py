@@ -24,6 +24,7 @@ from potluck.errors import ConfigError, Interrupted, WorkerLost
 from potluck.link.ranks import NODE, RANKS, Request
 from potluck.save.memory import MEMORY, Recovery, Start, first_start
 from potluck.signals import Interrupts
+from potluck.system import KILL, heard_by, signal_apart, start_apart
 from potluck.train.arguments import WorkersConfig
 from potluck.waiting import POLL_S, wait_until
 from potluck.words import plural, say, size
@@ -52,7 +53,7 @@ class Worker:
     def signal(self, number: int) -> None:
         """To the worker and whatever it has started: it leads a session of its own."""
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, number)
+            signal_apart(self.process, number)
 
     def words(self) -> str:
         try:
@@ -90,14 +91,14 @@ def _run_team(
         team: list[Worker] = []
         try:
             environment = worker_environment(config) | group_environment(config.count, Path(folder) / "rendezvous")
-            environment |= {PARENT_PIPE: str(read_end), MEMORY: str(start.folder) if start is not None else ""}
+            environment |= {PARENT_PIPE: heard_by(read_end), MEMORY: str(start.folder) if start is not None else ""}
             if only is not None:
                 environment |= {ONLY: "1", "LOCAL_WORLD_SIZE": "1"}
             for rank in range(config.count) if only is None else [only]:
                 team.append(start_worker(rank, command, environment, Path(folder), read_end))
             return _watch(team, start)
         finally:
-            end_workers(team, signal.SIGKILL)
+            end_workers(team, KILL)
             os.close(read_end)
             os.close(write_end)
 
@@ -137,11 +138,9 @@ def start_worker(
     process = subprocess.Popen(
         [sys.executable, "-m", "potluck.launch.worker", *command],
         env=environment,
-        stdin=subprocess.DEVNULL,
         stdout=None if speaks_freely else subprocess.PIPE,
         stderr=None if speaks_freely else subprocess.STDOUT,
-        pass_fds=(read_end,),
-        start_new_session=True,  # Ctrl-C reaches us alone, and we pass it on exactly once
+        **start_apart(read_end),  # Ctrl-C reaches us alone, and we pass it on exactly once
     )
     forwarder = None
     if process.stdout is not None:
@@ -237,7 +236,7 @@ def _report(worker: Worker) -> int:
     code, words = worker.code, worker.words()
     if code < 0:
         name = signal.Signals(-code).name
-        hint = " This is often the system running out of memory." if -code == signal.SIGKILL else ""
+        hint = " This is often the system running out of memory." if -code == KILL else ""
         say(f"Worker {worker.rank} was ended by {name}, so the others stopped too.{hint} {words}".rstrip())
         return 128 - code
     if words.startswith("potluck: "):
@@ -262,7 +261,7 @@ def end_workers(team: list[Worker], first: signal.Signals) -> None:
         worker.signal(first)
     wait_until(lambda: not any(worker.is_alive for worker in team), 1.0)
     for worker in team:
-        worker.signal(signal.SIGKILL)
+        worker.signal(KILL)
         worker.process.wait()
         if worker.forwarder is not None:
             worker.forwarder.join(timeout=1.0)
@@ -323,7 +322,7 @@ class WorkerPool:
         self._command = command
         self._folder = tempfile.TemporaryDirectory(prefix="potluck-")
         self._read_end, self._write_end = os.pipe()
-        self._environment = worker_environment(config) | environment | {PARENT_PIPE: str(self._read_end)}
+        self._environment = worker_environment(config) | environment | {PARENT_PIPE: heard_by(self._read_end)}
         self._environment |= {RANKS: str(config.ranks)} if config.ranks is not None else {}
         for name in (RENDEZVOUS, "WORLD_SIZE"):  # of a group that started us: our workers are in none
             self._environment.pop(name, None)

@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous as rendezvous_at
 
 from potluck.coded_numbers import Coding
+from potluck.devices import travels
 from potluck.environment import ONLY, PATIENCE_S, RENDEZVOUS
 from potluck.errors import ConfigError, WorkerLost
 from potluck.link.coded_sums import CodedSums
@@ -160,6 +161,18 @@ class _Gathered:
         return [row.tolist() for row in self._found]
 
 
+class _ByHost:
+    """A sum of a tensor that a process group does not take: of its copy in host memory."""
+
+    def __init__(self, tensor: Tensor, start: Callable[[Tensor], Pending]) -> None:
+        self._tensor, self._host = tensor, tensor.detach().to("cpu", copy=True)
+        self._work = start(self._host)
+
+    def wait(self) -> None:
+        self._work.wait()
+        self._tensor.detach().copy_(self._host)
+
+
 class GroupLink(Link):
     """All ranks of a process group: the default one, or a part of it."""
 
@@ -185,12 +198,16 @@ class GroupLink(Link):
         return GroupLink(owned=False, group=own, patience_s=self._patience_s)
 
     def start_sum(self, tensor: Tensor) -> Pending:
+        if not travels(tensor.device):
+            return _ByHost(tensor, self.start_sum)
         with _peers_may_vanish():
             work = dist.all_reduce(tensor, group=self.group, async_op=True)
         assert work is not None
         return _Begun(work)
 
     def start_coded_sum(self, tensor: Tensor, coding: Coding) -> Pending:
+        if not travels(tensor.device):
+            return _ByHost(tensor, lambda host: self.start_coded_sum(host, coding))
         self.coded = self.coded or CodedSums(self.group)
         with _peers_may_vanish():
             return _Begun(self.coded.start(tensor, coding))
@@ -213,7 +230,7 @@ class GroupLink(Link):
 
     def broadcast(self, tensor: Tensor) -> None:
         # As bytes: backends know only some types. Of numbers that do not lie end to end, a copy travels.
-        flat = raw(tensor)
+        flat = raw(tensor if travels(tensor.device) else tensor.cpu())
         with _peers_may_vanish():
             dist.broadcast(flat, group=self.group, group_src=0)
         if flat.data_ptr() != tensor.data_ptr():
@@ -300,15 +317,6 @@ def loss_of_peer(error: BaseException) -> str | None:
     if not isinstance(error, RuntimeError) or not _tells_of_loss(error):
         return None
     return _loss(error) if isinstance(error, dist.DistError) or "gloo" in str(error) else None
-
-
-def choose_device() -> torch.device:
-    """This rank's GPU, shared round robin when there are more ranks than GPUs; else the CPU."""
-    if torch.cuda.is_available() and (count := torch.cuda.device_count()):
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % count)
-        torch.cuda.set_device(device)
-        return device
-    return torch.device("cpu")
 
 
 def connect(device: torch.device, patience_s: float) -> Link:

@@ -20,11 +20,12 @@ from typing import Any
 from torch import Tensor
 
 from potluck.errors import CheckpointError
-from potluck.files import publish, sync
+from potluck.files import publish
 from potluck.save.checkpoint_folder import FORMAT, WRITING, body_sha256, check_space, files_of, free_place, prune
 from potluck.save.run_folder import make_private
 from potluck.sharding.ranges import Ranges, type_name
 from potluck.sharding.stored import make_header, write_all
+from potluck.system import sync
 from potluck.tensor_bytes import buffer
 from potluck.words import check_at_least
 

@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from potluck.errors import CheckpointError, PotluckError
-from potluck.files import publish, sync
+from potluck.files import publish
 from potluck.fleet.coordinator_state import RunPosition
 from potluck.fleet.description import MAX_WHOLE
 from potluck.fleet.file_stream import FileStreamReceiver
 from potluck.fleet.server import OnSaved
 from potluck.save import checkpoint_folder
 from potluck.save.run_folder import make_private
+from potluck.system import sync
 
 MOST_BYTES = 1 << 44
 

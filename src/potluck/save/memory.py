@@ -7,7 +7,6 @@ A rank's folder stands for the memory of its machine, and goes with it. Workers 
 from the parts of the start before. Imports no torch, so that the launcher can look.
 """
 
-import fcntl
 import json
 import os
 import re
@@ -18,6 +17,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from potluck.system import lock
 
 MEMORY = "POTLUCK_MEMORY"
 """Tells workers the folder of their start."""
@@ -123,7 +124,7 @@ def first_start(world: int) -> Iterator[Start | None]:
         yield None
         return
     try:
-        fcntl.flock(held, fcntl.LOCK_EX)
+        lock(held, wait=True)
         start = Start(memory / "start-0", tuple(range(world)))
         start.folder.mkdir()
         yield start
@@ -136,7 +137,7 @@ def _sweep() -> None:
     """Folders of runs that were killed with all their workers: nobody holds them any more."""
     for memory in PLACE.glob(f"{_PREFIX}*"):
         with suppress(OSError), (memory / _HELD).open("r+") as held:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(held)
             shutil.rmtree(memory, ignore_errors=True)
 
 

@@ -4,13 +4,13 @@ It is made for its owner alone, since checkpoints, events and recipes tell what 
 was there before keeps the permissions that somebody gave it.
 """
 
-import fcntl
 import os
 import unicodedata
 from pathlib import Path
 from typing import IO
 
 from potluck.errors import ConfigError
+from potluck.system import lock
 
 LONGEST_NAME_BYTES = 200
 """File systems take 255; a number may follow."""
@@ -56,7 +56,7 @@ def hold(folder: Path) -> IO[bytes]:
     except OSError as error:
         raise ConfigError(f"Cannot write to the run folder {folder}: {error.strerror}.") from None
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock(file)
     except OSError:
         file.close()
         raise ConfigError(

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from potluck.devices import random_states, set_random_states
 from potluck.errors import CheckpointError, ConfigError
 from potluck.sharding.ranges import Ranges
 from potluck.sharding.united_optimizers import each_of
@@ -35,9 +36,9 @@ class Tensors(Protocol):
     def __getitem__(self, name: str, /) -> Tensor: ...
 
 
-def own_state(model: nn.Module) -> dict[str, Tensor]:
+def own_state(model: nn.Module, *, keep_vars: bool = False) -> dict[str, Tensor]:
     """What the model's class gives as its state_dict: a model that is split has another of its own, for a person."""
-    found: dict[str, Tensor] = type(model).state_dict(model)
+    found: dict[str, Tensor] = type(model).state_dict(model, keep_vars=keep_vars)
     return found
 
 
@@ -65,7 +66,7 @@ def load_model(model: nn.Module, source: Ranges) -> None:
     """Tensor by tensor, straight into the model's own memory."""
     own = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
     others: dict[str, Tensor] = {}
-    for name, tensor in model.state_dict().items():
+    for name, tensor in own_state(model).items():
         if name in own and own[name].data_ptr() == tensor.data_ptr() and own[name].shape == tensor.shape:
             source.fill(tensor, name)
         else:  # what a module makes up for its state_dict, it knows to take back
@@ -134,9 +135,7 @@ def random_state() -> bytes:
         "python": _json_tensor(random.getstate()),
         "numpy": _json_tensor([kind, np.asarray(keys).tolist(), position, has_gauss, cached]),
     }
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state()
-    return save(states)
+    return save(states | random_states())
 
 
 def set_random_state(data: bytes) -> None:
@@ -146,8 +145,7 @@ def set_random_state(data: bytes) -> None:
     random.setstate((version, tuple(internal), gauss))
     kind, keys, *rest = _tensor_json(states["numpy"])
     np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"])
+    set_random_states(states)
 
 
 class CodedParts(dict[str, Any]):

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from potluck.devices import wide
 from potluck.errors import ConfigError
 
 ELEMENTWISE = (
@@ -242,4 +243,4 @@ def norms_of(tensors: Sequence[Tensor]) -> Tensor:
 
 def _norm_in_float64(tensors: Sequence[Tensor]) -> float:
     pieces = [piece for tensor in tensors for piece in torch.split(tensor.detach().reshape(-1), AT_ONCE)]
-    return math.sqrt(sum(float(piece.double().square().sum()) for piece in pieces))
+    return math.sqrt(sum(float(wide(piece).square().sum()) for piece in pieces))

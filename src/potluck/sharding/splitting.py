@@ -1,7 +1,6 @@
 """One call that splits a model and its optimizer over ranks, by whatever strategy."""
 
 import difflib
-import resource
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +19,7 @@ from potluck.sharding.sharded import Sharded, SplitRequest
 from potluck.sharding.strategy import FullShard, HybridShard, ShardGradOp, ShardingStrategy
 from potluck.sharding.uneven import UnevenShards
 from potluck.sharding.zero import ShardedOptimizer
+from potluck.system import own_memory_limit
 
 
 def shard(
@@ -135,8 +135,7 @@ def free_bytes(device: torch.device) -> int:
     """What a device has left, as it is now: for a CPU, of this process's own limit or of the machine."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    limit = resource.getrlimit(resource.RLIMIT_DATA)[0]
-    if limit == resource.RLIM_INFINITY:
+    if (limit := own_memory_limit()) is None:
         return free_memory_bytes()
     return max(0, min(free_memory_bytes(), limit - (read_bytes("/proc/self/status", "VmData") or 0)))
 

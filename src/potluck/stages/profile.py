@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
+from potluck.batch_shapes import tensors_of, to_device
 from potluck.errors import ConfigError
 from potluck.stages.chain import Chain, buffers_outside, check_one, copies, differing, find_chain, parameters_of
 from potluck.stages.cut import CutStage, LossOf, cut
@@ -200,10 +200,10 @@ def measure(
     """
     home = next(model.parameters()).device
     device = home if device is None else torch.device(device)
-    layers = survey(model, loss_of, _moved(batch, home))
+    layers = survey(model, loss_of, to_device(batch, home))
     plan = Plan.at(layers, range(1, len(layers)))
-    batch = _moved(batch, device)
-    rows = max(1, next((tensor.shape[0] for tensor in all_tensors(batch) if tensor.dim()), 1))
+    batch = to_device(batch, device)
+    rows = max(1, next((tensor.shape[0] for tensor in tensors_of(batch) if tensor.dim()), 1))
     measured: list[Layer] = []
     took_s = least_s = 0.0
     activation: Activation = ()
@@ -231,7 +231,7 @@ def _measure_layer(
 ) -> tuple[Any, list[float], int]:
     """Its result, the seconds of each forward and backward, and the bytes it keeps in between."""
     own = {tensor.untyped_storage().data_ptr() for tensor in (*stage.model.parameters(), *stage.model.buffers())}
-    own |= {tensor.untyped_storage().data_ptr() for tensor in all_tensors(batch)}
+    own |= {tensor.untyped_storage().data_ptr() for tensor in tensors_of(batch)}
     kept: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
@@ -270,7 +270,3 @@ def _now_s(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    return tree_map_only(Tensor, lambda one: one.to(device), value)

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from potluck.errors import StoreError
 from potluck.store.place import HEAD_BYTES, Exists, Missing, ObjectWriter, Unreachable
+from potluck.system import FOR_US_ALONE
 
 UNFINISHED = re.compile(r"\.(?P<name>[^/]+)~[0-9a-f]{8}")
 """A file that is being written, or was when its writer died; or one that waits to be written over."""
@@ -30,7 +31,7 @@ SPARE_BYTES = 1 << 20
 """Smaller ones are not worth it."""
 _MODE = 0o664
 """Of a file, less the umask: never for everybody to write."""
-_AS_IT_IS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_AS_IT_IS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | FOR_US_ALONE
 """A link is refused, and a named pipe does not make us wait for its other end."""
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
@@ -80,7 +81,7 @@ class Folder:
             os.close(descriptor)
 
     def _open_new(self, path: str) -> int:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | FOR_US_ALONE
         with suppress(FileNotFoundError):
             return os.open(path, flags, _MODE)
         # Never the root: a share that is not mounted must not become a folder of this machine's own.

@@ -17,7 +17,8 @@ from potluck.agree.policy import ApplyPolicy, policy_of
 from potluck.coded_numbers import AskedWire
 from potluck.composition import Wanted, compose, ranks_per_worker
 from potluck.config import from_dict, from_toml, to_toml
-from potluck.data.loader import BatchConfig
+from potluck.data.plan import BatchConfig
+from potluck.devices import choose_device, memory_of
 from potluck.engine.engine import Engine
 from potluck.engine.node_client import NodeClient
 from potluck.engine.start import as_one_worker, connect, init, led_engine
@@ -28,7 +29,7 @@ from potluck.events import Event, RunStarted
 from potluck.files import first_free, write_whole
 from potluck.fleet.client import Client
 from potluck.fleet.invite import read_invite
-from potluck.link.link import Alone, Link, choose_device
+from potluck.link.link import Alone, Link
 from potluck.link.ranks import asked_ranks, is_later_rank, ranks_here
 from potluck.save.run_folder import holds_run, name_fault
 from potluck.sharding.strategy import NoShard, ShardingStrategy
@@ -218,8 +219,8 @@ def _check_memory(config: RunConfig, engine: Engine, rows: int) -> None:
     step = config.step
     kept = config.model.activations(at_once, checkpointed=step.checkpoint_activations, compiled=step.compile)
     for_rows = kept * (2 if step.precision == "bf16" else 4) // stages
-    if engine.device.type == "cuda":
-        here, has, where = 1, torch.cuda.mem_get_info(engine.device)[not engine.is_led], "this GPU"
+    if (memory := memory_of(engine.device)) is not None:
+        here, has, where = 1, memory[not engine.is_led], "this GPU"
     else:
         here = engine.link.world if engine.is_led else config.workers.count
         # Who trains for somebody else gives what is free, not what others use.

@@ -17,6 +17,7 @@ from torch.utils.data import Dataset
 
 from potluck.environment import free_memory_bytes
 from potluck.errors import ConfigError
+from potluck.system import FOR_US_ALONE
 from potluck.words import check_at_least, check_at_most
 
 COPIES = 4
@@ -97,7 +98,7 @@ def read_text(config: DataConfig) -> bytes:
 def _read(file: Path, most: int) -> bytes:
     """No more than the file said it has: what the system makes up while it is read, as in /proc, is no text."""
     try:
-        with os.fdopen(os.open(file, os.O_RDONLY | os.O_NONBLOCK), "rb") as opened:
+        with os.fdopen(os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | FOR_US_ALONE), "rb") as opened:
             about = os.fstat(opened.fileno())
             if not stat.S_ISREG(about.st_mode):
                 raise ConfigError(f"{file} is no plain file. Name files or folders that hold text.")

@@ -9,16 +9,18 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
-from potluck.data.loader import BatchConfig
-from potluck.data.rows import as_dataset
+from potluck.data.plan import BatchConfig
+from potluck.data.source import held_out, source_of
 from potluck.engine.engine import Engine
+from potluck.engine.look_sums import Figures, loss_of_figures
 from potluck.engine.losses import LossFunction
 from potluck.engine.start import init
 from potluck.errors import ConfigError, PotluckError
@@ -108,6 +110,8 @@ class Trainer:
         Trainer(model, optimizer, dataset, loss=loss_of, batch_size=32, folder="runs/mine").fit()
 
     `loss(model, batch)` gives the mean loss over the batch's rows, or (mean, samples) to count something else.
+    `validate(model, batch)` gives what is wanted of the `validation` rows: a loss, or a dictionary of means by name,
+    such as {"loss": ..., "accuracy": ...}; without it that is the loss.
     `batch_size` is the rows of one step over all workers together. `engine` is the handle that init() returned;
     without one, the trainer calls init().
     """
@@ -119,9 +123,10 @@ class Trainer:
         dataset: Any,
         *,
         loss: LossFunction,
-        batch_size: int | BatchConfig,
+        batch_size: int | BatchConfig | None = None,
         folder: str | Path,
         validation: Any = None,
+        validate: LossFunction | None = None,
         collate: Callable[[list[Any]], Any] | None = None,
         engine: Engine | None = None,
         config: FitConfig = FitConfig(),
@@ -130,20 +135,24 @@ class Trainer:
         self._caller = self.engine.run.caller
         self._caller.has_trainer = True
         self.loss = loss
+        self.validate = validate or loss
         self.folder = Path(folder)
         self.config = config
-        self.batch = _batch(batch_size)
-        self._validation = as_dataset(validation) if validation is not None else None
+        batch = _batch(batch_size, has_own=isinstance(dataset, DataLoader))
+        asked = batch.size if batch_size is not None else None
+        source = source_of(dataset, batch_size=asked, collate=collate, fetchers=batch.fetchers, seed=config.seed)
+        self.batch = replace(batch, size=source.batch_size, fetchers=source.fetchers)
+        self._validation = None
+        if validation is not None:
+            self._validation = held_out(validation, self.batch.micro_size or self.batch.size, source.collate)
         self._caller.folder = self.folder
         self.model, self.optimizer, self._loader = self.engine.prepare(
             model,
             optimizer,
-            as_dataset(dataset),
+            source,
             batch_size=self.batch.size,
             micro_batch_size=self.batch.micro_size,
-            fetchers=self.batch.fetchers,
             slices=self.batch.slices,
-            collate=collate,
             seed=config.seed,
             loss=loss,
         )
@@ -202,7 +211,7 @@ class Trainer:
                 " Raise it to continue the run."
             )
         try:
-            for _ in self.engine.passes(self.config.epochs):
+            for _ in self.engine.passes(self.config.epochs, self._keep):
                 if self._is_over:  # it has as many steps as it may
                     break
                 for batch in self._loader:
@@ -212,6 +221,9 @@ class Trainer:
             self.engine.after_agreement.remove(self._after_agreement)
         if self._is_over:
             self._validate()
+        self._keep()
+
+    def _keep(self) -> None:
         self._save()
         self.engine.wait_for_saves()
 
@@ -271,12 +283,13 @@ class Trainer:
         return self.engine.step_number // every > self._looked_at // every
 
     def _validate(self) -> None:
-        if self._validation is None or not len(self._validation) or self._validated_at == self.engine.step_number:
+        looked_at = self._validation
+        if looked_at is None or not len(looked_at.rows) or self._validated_at == self.engine.step_number:
             return
         self._validated_at = self._caller.memo["validated_at"] = self.engine.step_number
-        rows_at_once = self.batch.micro_size or self.batch.size
-        loss = self.engine.evaluate(self.loss, self._validation, rows_at_once)
-        self.engine.events.emit(Validated(step=self.engine.step_number, loss=loss))
+        found: Figures = self.engine.evaluate(self.validate, looked_at)
+        metrics = found if isinstance(found, dict) else {}
+        self.engine.events.emit(Validated(step=self.engine.step_number, loss=loss_of_figures(found), metrics=metrics))
 
     def _save(self) -> None:
         if self._saved_at != self.engine.step_number:
@@ -354,9 +367,12 @@ def _check_room(folder: Path, needed_bytes: int) -> None:
         )
 
 
-def _batch(size: int | BatchConfig) -> BatchConfig:
+def _batch(size: int | BatchConfig | None, *, has_own: bool) -> BatchConfig:
+    """`has_own`: the data say themselves how large their batches are."""
     if isinstance(size, BatchConfig):
         return size
+    if size is None and has_own:
+        return BatchConfig()
     if not isinstance(size, int) or size < 1:
         raise ConfigError(f"batch_size is the rows of a step, a whole number of at least 1, not {size!r}.")
     return BatchConfig(size=size)
@@ -375,7 +391,8 @@ def _tensorboard(folder: Path) -> Callable[[Event], None]:
                 for name in ("loss", "lr", "grad_norm"):
                     writer.add_scalar(f"train/{name}", getattr(event, name), event.step)
             case Validated():
-                writer.add_scalar("validation/loss", event.loss, event.step)
+                for name, value in ({"loss": event.loss} | event.metrics).items():
+                    writer.add_scalar(f"validation/{name}", value, event.step)
             case RunEnded():
                 writer.close()
 

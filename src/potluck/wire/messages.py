@@ -12,7 +12,7 @@ from typing import Annotated, Any, dataclass_transform, get_args, get_type_hints
 import numpy as np
 import numpy.typing as npt
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Of our own messages: a Hello says which one its sender speaks."""
 TOO_SOON = 5
 """The code of a Refusal after which a worker waits, and comes again."""
@@ -292,6 +292,10 @@ class EvaluateNext(Message):
     """The range that was done; start == end: none yet."""
     loss_sum: F64
     samples: F64
+    names: String = ""
+    """Of all figures, the loss first, as JSON; empty: there is only the loss."""
+    sums: F64s = field(default_factory=lambda: np.zeros(0, "<f8"))
+    """Of the other figures, in the order of their names."""
 
 
 class EvaluateRange(Message):
@@ -308,6 +312,8 @@ class Evaluated(Message):
     step: U64
     loss_sum: F64
     samples: F64
+    names: String = ""
+    sums: F64s = field(default_factory=lambda: np.zeros(0, "<f8"))
 
 
 class SaveDue(Message):
@@ -396,6 +402,27 @@ class SealKey(Message):
     """both ways, if both ends can: the sender's last message inside TLS. What it sends next is sealed with this key."""
 
     key: Bytes
+
+
+class Gather(Message):
+    """worker -> coordinator: a value of this worker's own, for all who are at this step."""
+
+    step: U64
+    call: U32
+    """How many this worker gave at this step before."""
+    data: Bytes
+
+
+class Gathered(Message):
+    """coordinator -> worker: everybody's, in the order of their ids."""
+
+    step: U64
+    call: U32
+    sizes: U32s
+    """Of each, in bytes; none: only your own."""
+    data: Bytes
+    fault: String
+    """Why there is none, as a sentence."""
 
 
 MESSAGES: tuple[type[Message], ...] = tuple(Message.__subclasses__())

@@ -39,12 +39,16 @@ from tests.fleet.virtual.toy import (
 if TYPE_CHECKING:
     from tests.fleet.virtual.fleet import Fleet
 
+NAMES = '["loss", "two"]'
+"""Of what it finds where it looks at held-out rows."""
+
 
 class Worker(Client):
     def __init__(self, fleet: "Fleet", name: str, **options: Any) -> None:
         super().__init__(fleet, name, options.pop("latency_s", 0.001), options.pop("kind", "cpu"))
         self.slice_s: float = options.pop("slice_s", 0.1)
         self.evaluate_every: int = options.pop("evaluate_every", 0)
+        self.gather_every: int = options.pop("gather_every", 0)
         self.save_every: int = options.pop("save_every", 0)
         self.pack_s: float = options.pop("pack_s", 0.005)
         self.description: Description = options.pop("description", None) or described()
@@ -61,6 +65,8 @@ class Worker(Client):
         self.may_differ = self.is_windowed or fleet.faults.flips
         self.member = Member()
         self.validated: dict[int, float] = {}
+        self.gathered: dict[int, list[str]] = {}
+        """Of each step, whose values it was given: each is its worker's name and the step."""
         self.stopping = False
         self.has_finished = False
         self.slices_computed: list[tuple[int, int]] = []
@@ -221,7 +227,8 @@ class Worker(Client):
                     yield from self._at("evaluating", self.state.step)
                     yield Sleep(self.slice_s)
                     rows = float(effect.end - effect.start)
-                    yield from self._do(self.member.looked(effect, validation_of(effect.start, effect.end), rows))
+                    figures = [validation_of(effect.start, effect.end), 2 * rows]
+                    yield from self._do(self.member.looked(effect, NAMES, figures, rows))
 
     def _present(self) -> Life:
         yield from self._at("joined", self.state.step + 1)
@@ -324,6 +331,8 @@ class Worker(Client):
             yield from self._send_work(*ahead, self.clock.now)
         self.state.weights = self.own_code(self.state.weights)
         yield from self._at("applied", self.state.step)
+        if self.gather_every and self.state.step % self.gather_every == 0:
+            yield from self._gather()
         if not self.member.is_replaying:
             if self.evaluate_every and self.state.step % self.evaluate_every == 0 and not self.stopping:
                 yield from self._evaluate()
@@ -344,10 +353,23 @@ class Worker(Client):
         yield from self._do(self.member.evaluate(VALIDATION_ROWS, VALIDATION_SIZE))
         evaluation = self.member.evaluation
         assert evaluation is not None
-        while evaluation.loss is None:
+        while evaluation.is_under_way:
             yield from self._pump()
-        if not math.isnan(evaluation.loss):
+        if evaluation.samples:
             self.validated[step] = evaluation.loss
+            assert (evaluation.names, evaluation.figures[1]) == (NAMES, 2 * evaluation.samples)
+
+    def _gather(self) -> Life:
+        step = self.state.step
+        yield from self._do(self.member.gather(f"{self.name} {step}".encode()))
+        yield from self._at("gathering", step)
+        gathering = self.member.gathering
+        assert gathering is not None
+        while gathering.found is None:
+            yield from self._pump()
+        found = self.gathered[step] = [data.decode() for data in gathering.found]
+        is_right = len({*found}) == len(found) and all(each.endswith(f" {step}") for each in found)
+        assert is_right and not gathering.fault, f"{self} was given {found}"
 
     def _save(self) -> Life:
         is_past = self.member.is_replaying and not self.is_at_the_end

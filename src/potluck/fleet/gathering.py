@@ -1,0 +1,151 @@
+"""Values of one's own, gathered from all who are at one step: fleet.mean() and fleet.gather() under a host. Pure.
+
+A gathering is known by the step and by how many there were at that step before it. It is done when every worker that
+takes part in the step has given its value, has moved on, or is gone. What the values are, only workers know.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from potluck.events import Stalled
+from potluck.fleet.coordinator_state import CoordinatorState
+from potluck.fleet.effects import Effect, Emit, Send
+from potluck.fleet.membership import Call, WorkerPhase, WorkerRecord
+from potluck.wire.messages import Gather, Gathered
+
+MOST_BYTES, MOST_TOTAL_BYTES = 8 << 20, 48 << 20
+"""Of one worker's value, and of all that are kept at once: they travel in one message."""
+MOST_DONE = 4
+"""Results that are kept for those who ask late."""
+LONG = 4
+"""Times `patience` after the last value: then the others continue without those who have not given theirs."""
+
+
+@dataclass
+class Gathering:
+    given: dict[int, bytes] = field(default_factory=dict)
+    """By peer."""
+    last_at: float = 0.0
+    """When the last one was given."""
+    told_at: float = 0.0
+    """When those were last named who are waited for."""
+
+
+@dataclass
+class Gatherings:
+    run: CoordinatorState
+    expected: int = 0
+    """How many workers were in when the coordinator before this one ended, at this step. They may have been waiting
+    for each other, and come back one by one."""
+    resumed_at: int = 0
+    open: dict[Call, Gathering] = field(default_factory=dict, init=False)
+    done: dict[Call, Gathered] = field(default_factory=dict, init=False)
+    """The last few results."""
+    _expected_until: float | None = field(default=None, init=False)
+
+    def on_gather(self, member: WorkerRecord, ask: Gather) -> list[Effect]:
+        call = ask.step, ask.call
+        if ask.step > self.run.latest or len(ask.data) > MOST_BYTES:
+            return self.run.refuse(member.peer, "illegal", "Gather is of a step to come, or has too many bytes.")
+        effects = self.give_back(member)
+        member.gathered = max(member.gathered, call)
+        if (done := self.done.get(call)) is not None:
+            return [*effects, Send(member.peer, done)]
+        if member.phase is WorkerPhase.CATCHING_UP:  # the others do not wait for it
+            return [*effects, Send(member.peer, _answer(call, {}))]
+        found = self.open.setdefault(call, Gathering())
+        found.given[member.peer] = bytes(ask.data)
+        found.last_at = found.told_at = self.run.clock
+        member.gathering = call
+        if sum(len(data) for each in self.open.values() for data in each.given.values()) > MOST_TOTAL_BYTES:
+            fault = f"All workers together gave more than {MOST_TOTAL_BYTES:,} bytes."
+            return [*effects, *self._end(call, found, fault)]
+        return [*effects, *self.settle()]
+
+    def missing(self, call: Call) -> list[WorkerRecord]:
+        """Those who take part in the step, and have neither given a value nor moved on."""
+        return [m for m in self.run.membership.holders if self._is_awaited(m, call)]
+
+    def _is_awaited(self, member: WorkerRecord, call: Call) -> bool:
+        step, _ = call
+        if member.gathered >= call or member.applied > step or member.leaving:
+            return False
+        if member.held == step > 0:  # it came back: if it is past this, its work shows it
+            return not member.reported
+        return member.since <= step or not step
+
+    def _expects_more(self, step: int) -> bool:
+        if step != self.resumed_at or len(self.run.membership.holders) >= self.expected:
+            return False
+        if self._expected_until is None:
+            self._expected_until = self.run.clock + self.run.patience_s
+        return self.run.clock < self._expected_until
+
+    def settle(self) -> list[Effect]:
+        """Ends what nobody is missing from any more."""
+        ended = [
+            (call, found)
+            for call, found in self.open.items()
+            if not self.missing(call) and not self._expects_more(call[0])
+        ]
+        return [effect for call, found in ended for effect in self._end(call, found)]
+
+    def _end(self, call: Call, found: Gathering, fault: str = "") -> list[Effect]:
+        run = self.run
+        del self.open[call]
+        those = sorted((run.membership.members[peer] for peer in found.given), key=lambda m: m.worker_id)
+        answer = _answer(call, {} if fault else {m.peer: found.given[m.peer] for m in those}, fault)
+        self.done[call] = answer
+        for old in list(self.done)[:-MOST_DONE]:
+            del self.done[old]
+        for member in those:
+            member.gathering = None
+            member.working_since = max(member.working_since, run.clock)  # what it was given meanwhile begins now
+        return [Send(member.peer, answer) for member in those]
+
+    def give_back(self, member: WorkerRecord) -> list[Effect]:
+        """It waits for nothing any more, and its value does not count: it may come again, and give it anew."""
+        if member.gathering is not None and (found := self.open.get(member.gathering)) is not None:
+            found.given.pop(member.peer, None)
+            if not found.given:
+                del self.open[member.gathering]
+        member.gathering = None
+        return []
+
+    def forget(self) -> None:
+        """The run goes back: steps will be taken anew."""
+        self.open.clear()
+        self.done.clear()
+        for member in self.run.membership.members.values():
+            member.gathering, member.gathered = None, (-1, -1)
+
+    def extend_deadlines(self, seconds: float) -> None:
+        for found in self.open.values():
+            found.last_at += seconds
+            found.told_at += seconds
+
+    def on_tick(self) -> list[Effect]:
+        """Those who are waited for are named; after a while the others continue without them."""
+        run, effects = self.run, self.settle()
+        for call, found in list(self.open.items()):
+            seconds, is_over = run.clock - found.last_at, run.clock - found.last_at > LONG * run.patience_s
+            if not is_over and run.clock - found.told_at <= run.patience_s:
+                continue
+            found.told_at = run.clock
+            then = "the others continue without its value"
+            if not is_over:
+                then += f" after {LONG * run.patience_s:g} s"
+            doing = f"it has not called fleet.mean() or fleet.gather() at step {call[0]}, as others have,"
+            effects += [
+                Emit(Stalled(worker=m.worker_id, name=m.name, doing=doing, seconds=seconds, then=then))
+                for m in self.missing(call)
+            ]
+            if is_over:
+                effects += self._end(call, found)
+        return effects
+
+
+def _answer(call: Call, given: dict[int, bytes], fault: str = "") -> Gathered:
+    sizes = np.array([len(data) for data in given.values()], "<u4")
+    return Gathered(*call, sizes, b"".join(given.values()), fault)

@@ -1,0 +1,92 @@
+"""Values of one's own under a host: whose are gathered, whatever happens to workers meanwhile."""
+
+import pytest
+
+from potluck.events import Stalled
+from potluck.fleet.coordinator import Coordinator
+from potluck.fleet.effects import Effect, Send
+from potluck.fleet.gathering import MOST_BYTES, MOST_DONE, MOST_TOTAL_BYTES
+from potluck.wire.messages import Gather, Gathered, Refusal
+from tests.fleet.test_coordinator import effects_of, hello, ready
+from tests.fleet.test_insiders import insider, refused
+from tests.fleet.virtual import PATIENCE_S, SECRET, STEPS, FaultScript, Fleet
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def test_every_worker_has_the_same_values_of_each_step() -> None:
+    run = Fleet(workers=3, gather_every=1).finish()
+    for worker in run.workers.values():
+        assert worker.gathered == {n: [f"w{i} {n}" for i in range(3)] for n in range(1, STEPS + 1)}
+
+
+@pytest.mark.parametrize("phase", ["gathering", "applied"])
+def test_a_worker_that_is_killed_is_not_waited_for(phase: str) -> None:
+    run = Fleet(workers=3, gather_every=2, faults=FaultScript().kill("w1", at_step=4, phase=phase)).finish()
+    both = [run.workers[name].gathered for name in ("w0", "w2")]
+    assert both[0] == both[1] and both[0][STEPS // 2 * 2] == [f"w0 {STEPS // 2 * 2}", f"w2 {STEPS // 2 * 2}"]
+
+
+def test_a_worker_that_is_cut_off_meanwhile_asks_again() -> None:
+    run = Fleet(workers=2, gather_every=2, faults=FaultScript().cut("w1", at_step=4, phase="gathering")).finish(
+        limit_s=300
+    )
+    assert [sorted(w.gathered[6]) for w in run.workers.values()] == [["w0 6", "w1 6"]] * 2
+    assert all("w0 4" in w.gathered[4] for w in run.workers.values())
+
+
+def test_a_newcomer_is_not_waited_for_and_then_takes_part() -> None:
+    run = Fleet(workers=1, gather_every=1)
+    run.add("late", at_s=1.0, gather_every=1)
+    run.finish()
+    late = run.workers["late"].gathered
+    assert late and all(late[step] == found for step, found in run.workers["w0"].gathered.items() if step in late)
+    assert len(late[STEPS]) == 2
+
+
+def test_workers_that_waited_when_the_host_was_killed_wait_for_each_other_again() -> None:
+    run = Fleet(workers=3, gather_every=3, faults=FaultScript().stall("w2", at_step=3, phase="applied", seconds=1.0))
+    run.run_until(lambda: (found := run.core.gatherings.open.get((3, 0))) is not None and len(found.given) == 2)
+    run.crash_host(back_after_s=0.2)
+    run.finish(limit_s=300)
+    assert {tuple(sorted(worker.gathered[3])) for worker in run.workers.values()} == {("w0 3", "w1 3", "w2 3")}
+
+
+def test_a_worker_that_never_calls_is_named_and_the_others_continue() -> None:
+    run = Fleet(workers=2, gather_every=4)
+    run.add("silent", gather_every=0)
+    run.finish(limit_s=60 * PATIENCE_S)
+    said = [e for e in run.events if isinstance(e, Stalled) and "fleet.mean()" in e.doing]
+    assert {e.name for e in said} == {"silent"} and "continue without its value" in said[-1].then
+    assert run.workers["w0"].gathered[4] == ["w0 4", "w1 4"]
+
+
+# Insiders
+
+
+@pytest.mark.parametrize("ask", [Gather(1 << 40, 0, b""), Gather(0, 0, bytes(MOST_BYTES + 1))], ids=["step", "bytes"])
+def test_what_no_honest_worker_gives_is_refused(ask: Gather) -> None:
+    run = Fleet(workers=2)
+    liar = insider(run)
+    liar.send(ask)
+    run.finish()
+    assert refused(liar).startswith("Gather") and not run.core.gatherings.open
+
+
+def test_what_is_kept_is_bounded() -> None:
+    """One worker's other calls take the place of its first, and all together are refused where they are too much."""
+    core = Coordinator(patience_s=10, secret=SECRET)
+    peers = range(1, 9)
+    for peer in peers:
+        effects_of(core, (peer, hello(f"w{peer}")), (peer, ready()))
+    for call in range(100):
+        core.on_message(100.0, 1, Gather(0, call, bytes(1000)))
+    assert [len(found.given) for found in core.gatherings.open.values()] == [1]
+    assert len(core.gatherings.done) <= MOST_DONE
+    told: list[Effect] = []
+    for peer in peers[1:]:
+        told += core.on_message(100.0, peer, Gather(0, 100, bytes(MOST_BYTES)))
+    answers = [e.message for e in told if isinstance(e, Send)]
+    assert not any(isinstance(answer, Refusal) for answer in answers)
+    faults = [answer.fault for answer in answers if isinstance(answer, Gathered)]
+    assert f"{MOST_TOTAL_BYTES:,}" in faults[-1] and not core.gatherings.open.get((0, 100))
