@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -148,6 +149,12 @@ class HostLifecycle:
         self.save(Path(), keep_last=2)
         self.wait_for_saves()
 
+    def end_for_all(self) -> None:
+        self.driver.member.ends_for_all = True
+
+    def as_agreed(self) -> AbstractContextManager[None]:
+        return self.work.as_agreed()
+
     def last_words(self) -> str:
         member, step = self.driver.member, self.run.step_number
         fault = member.unsaved.error if member.unsaved.step > member.saved.step else ""
@@ -182,9 +189,10 @@ class HostLifecycle:
         def sum_of(start: int, end: int) -> LookSums:
             """What these rows come to; each rank looks at its own part."""
             total = LookSums()
-            for micro in plan_step(start, end, whole, shares, link.rank, in_step=replica.in_step):
-                batch = arrived(read_batch(rows, list(range(micro.start, micro.end)), collate), run.device)
-                with torch.no_grad():
+            # Only here: between two ranges this worker may be asked for its state.
+            with run.looks_with(), torch.no_grad():
+                for micro in plan_step(start, end, whole, shares, link.rank, in_step=replica.in_step):
+                    batch = arrived(read_batch(rows, list(range(micro.start, micro.end)), collate), run.device)
                     total.add(replica.loss(loss_of, batch), batch, counts=micro.counts)
             return add_up(link.gather_bytes(total.to_bytes()))
 

@@ -5,6 +5,7 @@ HostLifecycle (host_lifecycle.py) answers the same calls where a host does; what
 
 import json
 import os
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Union
@@ -130,6 +131,13 @@ class GroupLifecycle:
             self.save(folder, keep_last=2)
         self.wait_for_saves()
 
+    def end_for_all(self) -> None:
+        """The run ends here, though rows are left: all workers have found so."""
+
+    def as_agreed(self) -> AbstractContextManager[None]:
+        """The model as all agreed on it last."""
+        return nullcontext()
+
     def last_words(self) -> str:
         """Where the run stands when it is stopped."""
         return f"Stopped after step {self._run.step_number}."
@@ -150,7 +158,7 @@ class GroupLifecycle:
         batch = BatchConfig(size=max(1, len(rows)), micro_size=max(1, looked_at.batch_size // pipelines))
         share = BatchShare(shares, self._layers.pipeline, in_step=replica.in_step)
         loader = Loader(rows, batch, share, device=run.device, collate=looked_at.collate)
-        with looking(replica.model), torch.no_grad():
+        with looking(replica.model), run.looks_with(), torch.no_grad():
             mine = self._layers.look(loss_of, loader)
         total = add_up(run.link.gather_bytes(mine.to_bytes()))
         return means_of(total.names, total.figures, total.samples)

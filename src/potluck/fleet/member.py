@@ -35,6 +35,7 @@ from potluck.fleet.member_effects import (
     TellApplied,
 )
 from potluck.wire.messages import (
+    FOR_ALL,
     SAVE,
     Admitted,
     Committed,
@@ -101,6 +102,8 @@ class Member:
         self.wants_stop = False
         self.left = False
         """This worker has left the run, which continues."""
+        self.ends_for_all = False
+        """The loop has found that the run ends where it is, though rows are left; all loops find so."""
         self.is_in = False
         """Since it joined, or joined again: the host has said that its weights are the run's, or has sent it those."""
         self.is_replaying = False
@@ -450,7 +453,7 @@ class Member:
 
     def finish(self, now: float) -> list[MemberEffect]:
         """The loop is done; the run ends when all holders of its weights are."""
-        return self._say_goodbye(now, Leave(1, "finished"))
+        return self._say_goodbye(now, Leave(FOR_ALL if self.ends_for_all else 1, "finished"))
 
     def _say_goodbye(self, now: float, leave: Leave) -> list[MemberEffect]:
         self.phase, self._deadline = MemberPhase.LEAVING, now + self.patience_s

@@ -16,6 +16,8 @@ PROTOCOL = 3
 """Of our own messages: a Hello says which one its sender speaks."""
 TOO_SOON = 5
 """The code of a Refusal after which a worker waits, and comes again."""
+FOR_ALL = 2
+"""Leave.finished of a worker whose run ends where it is, though rows are left."""
 SAVE = 0
 """The transfer that is a checkpoint for the host's disk; all others are for newcomers."""
 
@@ -275,7 +277,8 @@ class Applied(Message):
 
 
 class Leave(Message):
-    """worker -> coordinator. `finished`: I have done all that I was to do, and the run is over once all have."""
+    """worker -> coordinator. `finished`: 1: I have done all that I was to do, and the run is over once all have. 2: so
+    it is here, though rows are left: no other step is taken."""
 
     finished: U8
     reason: String
