@@ -204,6 +204,7 @@ class Engine:
         run, replica = self.run, self.run.prepared()
         # A power of two, so that it changes no digit of any gradient; it only keeps sums in the range of means.
         run.unit = 2.0 ** -round(math.log2(batch.size))
+        run.scale.learn(run.caller.samples_per_row, 1.0)
         loader = run.loader = self.rounds.make_loader(source, batch, seed)
         loader.turns = run.turns
         if run.config.compile and not (self.rounds.has_fixed_shares and loader.is_even):

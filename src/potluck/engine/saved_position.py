@@ -80,6 +80,7 @@ def restore_position(run: RunState, standing: Standing) -> None:
         run.loader.current = None
     run.steps_done = run.step_number
     run.saved_wire = standing.get("wire", "fp32")
+    run.scale.restore(standing.get("loss_scale"))
     _take_back(run, standing)
     for call in run.on_stand:
         call()
