@@ -51,7 +51,8 @@ def backward(run: RunState, loss: Tensor, samples: float, last: bool | None) -> 
     elif micro is not run.trained:  # several backwards of one batch still use its rows once
         if micro.counts:
             tally.rows += micro.end - micro.start
-            run.ledger.record(micro.start, micro.end)
+            if run.turns.is_last:
+                run.ledger.record(micro.start, micro.end)
         run.trained = micro
     replica.seal()
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from potluck.agree.loss_scale import LossScale
 from potluck.agree.step_report import StepDecision
 from potluck.agree.terms import Fingerprint
+from potluck.agree.turns import Turns
 from potluck.coded_numbers import Wire
 from potluck.composition import Composition, Wanted
 from potluck.data.fetching import FetchOptions
@@ -25,7 +26,7 @@ from potluck.data.plan import MicroBatch, Position
 from potluck.data.rows import mix, seed_everything
 from potluck.engine.fingerprint import fingerprint
 from potluck.engine.replica import Replica
-from potluck.engine.scheduled import RunScheduler
+from potluck.engine.scheduled import Scheduled
 from potluck.engine.switches import StepConfig
 from potluck.environment import LAST_WORDS
 from potluck.errors import ConfigError, Diverged, Interrupted
@@ -120,11 +121,13 @@ class RunState:
     stopping: bool = False
     """Whether every worker has agreed to stop after the step that is done."""
 
+    turns: Turns = field(default_factory=Turns)
+    """Of several optimizers, whose turn it is: each step of the run is one of them on the batch under way."""
     replica: Replica | None = None
     names: tuple[str, ...] = ()
     """Of all that the model's state_dict held before it was prepared."""
     loader: Loader | None = None
-    scheduled: RunScheduler | None = None
+    scheduled: Scheduled | None = None
     batch_norm: str | None = None
     """A layer of the whole model that takes means over rows, and so needs two of them at once."""
     unit: float = 1.0
@@ -218,7 +221,7 @@ class RunState:
         if self.loader is None or self.wanted.policy.steps_together:
             return self.step_number
         row, size = self.loader.position.row, self.loader.batch.size
-        return self.step_number - (row % size > 0 and row < self.loader.rows)
+        return self.step_number - self.turns.count * (row % size > 0 and row < self.loader.rows)
 
     def seed_random(self, seed: int) -> None:
         """Gives every worker its own random numbers, the same in every run with this seed and this many workers."""
@@ -244,9 +247,17 @@ class RunState:
 
     def advance(self, rows: int) -> None:
         self.step_number += 1
+        if not self.turns.is_last:
+            return
         self.rows_seen += rows
         if self.loader is not None and self.loader.current is not None:
             self.loader.position.row = self.loader.current.step_end
+
+    def next_turn(self) -> None:
+        """A step is done, applied or skipped."""
+        if self.turns.count > 1:
+            self.turns.next()
+            self.trained = None  # the same batch comes again
 
     def set_lr(self, rows: int) -> None:
         """Sets the rate of the step that is being applied. `rows`: of all workers, by its end."""
@@ -279,8 +290,10 @@ class RunState:
         if self.loader is None:
             return self.step_number - 1
         row, size = self.loader.position.row, self.loader.batch.size
-        end = row + rows - self.rows_seen
-        return self.step_number + -(-end // size) - -(-row // size) - 1
+        if (ahead := rows - self.rows_seen) <= 0:
+            return self.step_number - 1
+        batches = -(-(row + ahead) // size) - -(-row // size)
+        return self.step_number + (batches - 1) * self.turns.count + self.turns.now
 
     @property
     def lr(self) -> float:

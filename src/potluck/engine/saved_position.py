@@ -26,10 +26,12 @@ def take_position(run: RunState) -> tuple[Standing, KeptTensors]:
         "epoch": position.epoch,
         "row": position.row,
         "left": [list(part) for part in position.left],
+        **({"turn": run.turns.now} if run.turns.count > 1 else {}),
         "rows_in_epoch": loader.rows if loader is not None else 0,
         "seed": loader.seed if loader is not None else 0,
         "batch": loader.batch.size if loader is not None else 0,
         "data": run.data or {},
+        "stream": loader.saved_stream() if loader is not None else [],
         "order": loader.order.digest(position.epoch, loader.seed) if loader is not None and position.row else "",
     }
     for more in run.standing_of:
@@ -66,6 +68,7 @@ def restore_position(run: RunState, standing: Standing) -> None:
     """Moves the run to a saved position."""
     run.step_number = standing["step"]
     run.rows_seen = standing["rows_seen"]
+    run.turns.now = min(max(0, standing.get("turn", 0)), run.turns.count - 1)
     run.skipped = standing["skipped"]
     run.skipped_rows = standing["skipped_rows"]
     if run.loader is not None:
@@ -73,6 +76,7 @@ def restore_position(run: RunState, standing: Standing) -> None:
         left = tuple((start, end) for start, end in standing.get("left", ()))
         run.loader.position = Position(standing["epoch"], standing["row"], left)
         run.loader.seed = standing["seed"]
+        run.loader.restore_stream(standing.get("stream", []))
         run.loader.current = None
     run.steps_done = run.step_number
     run.saved_wire = standing.get("wire", "fp32")

@@ -67,27 +67,31 @@ class SliceSteps:
 
     def seed_of(self, seed: int, micro: MicroBatch) -> int:
         """The slice's seed; the ranks of one worker each draw their own numbers."""
-        return self._seed_of_slice(seed, self._step, self.slices[micro.number])
+        return self._seed_of_slice(seed, self._step - self._run.turns.now, self.slices[micro.number])
 
     def _seed_of_slice(self, seed: int, step: int, number: int) -> int:
         rank = self._replica.link.rank
         return mix(seed, step, number, *([rank + 1] if rank else []))
 
     def expects_from(self, work: Work) -> tuple[int, ...]:
-        """Steps follow each other by whole batches, until the epoch ends or the run is put elsewhere."""
-        assert self._run.loader is not None
-        return work.epoch, work.row - work.step * self._run.loader.batch.size
+        """Batches follow each other, until the epoch ends or the run is put elsewhere; each comes in all its turns."""
+        loader, turns = self._run.loader, self._run.turns
+        assert loader is not None
+        return work.epoch, work.row * turns.count - (work.step - turns.now) * loader.batch.size
 
     def expected(self, work: Work, seed: int) -> Iterator[tuple[MicroBatch, int]]:
-        """The slices of this step, and then the same ones of each that follows: most workers keep theirs."""
-        assert self._run.loader is not None
-        size, rows, step = self._run.loader.batch.size, self._run.loader.rows, work.step
-        while (row := work.row + (step - work.step) * size) < rows:
+        """The slices of this batch, and then the same ones of each that follows: most workers keep theirs."""
+        loader, turns = self._run.loader, self._run.turns
+        assert loader is not None
+        size, rows = loader.batch.size, loader.rows
+        first = step = work.step - turns.now
+        while (row := work.row + (step - first) // turns.count * size) < rows:
             bounds = slice_rows(row, count := min(size, rows - row), min(work.slices, count))
             for number in self._usual:
                 if number < len(bounds):
                     yield self._own_rows(*bounds[number]), self._seed_of_slice(seed, step, number)
-            step = max(step, self._step) + 1  # others may have been faster than we read
+            # Others may have been faster than we read.
+            step = max(step, self._step - turns.now) + turns.count
 
     def begin(self, work: Work, nodes: list[Node], bounds: Sequence[tuple[int, int]]) -> None:
         self._sender.begin()
@@ -170,12 +174,14 @@ class SliceSteps:
         run.scale.learn(committed.samples, committed.rows)
         if decision.fault is not None:
             sums.restore_buffers()
+            run.next_turn()
             return decision
         sums.apply_buffers(means, bytes(committed.buffers))
         run.good_step()
         run.set_lr(run.rows_seen)
         self._replica.apply(decision.scale)
         sums.reset()
+        run.next_turn()
         return decision
 
     # What all agreed on

@@ -174,7 +174,10 @@ class WholeGradients:
             for parameter, piece in zip(
                 bucket.parameters, split_like(mean.to(bucket.flat.device), bucket.parameters), strict=True
             ):
-                parameter.grad = piece if is_set(used, self._index[id(parameter)]) else None
+                is_used = is_set(used, self._index[id(parameter)]) and self._replica.steps_now(
+                    self._names[id(parameter)]
+                )
+                parameter.grad = piece if is_used else None
         return float(self._replica.norm().item())
 
     def _hook(self, bucket: GradBucket, index: int) -> Callable[[Tensor], None]:

@@ -25,9 +25,10 @@ from potluck.engine.fingerprint import training_settings
 from potluck.engine.layers import make_replica
 from potluck.engine.look_sums import LookSums
 from potluck.engine.losses import LossFunction, check_grad, loss_and_samples
-from potluck.engine.replica import Replica, explain_single_rows
+from potluck.engine.replica import Replica
 from potluck.engine.run_state import RunState
 from potluck.engine.saved_position import check_position, position_as_json, restore_position
+from potluck.engine.single_rows import explain_single_rows
 from potluck.engine.slices import describe_model
 from potluck.engine.stage_modules import StageModules, StageShard, describe_uncut, free_params_outside, keep_params_of
 from potluck.engine.stage_planner import StagePlanner
@@ -199,11 +200,13 @@ class StagedLayers:
         if micro is None:
             raise ConfigError("train() takes the batches of the loader that prepare() gave.")
         assert run.loader is not None
-        seed = mix(run.loader.seed, run.loader.position.epoch, micro.start)
+        turn = [run.turns.now] if run.turns.now else []
+        seed = mix(run.loader.seed, run.loader.position.epoch, micro.start, *turn)
         self._micros.append(_Micro(batch, seed, float(micro.weighs)))
         if self.places.is_last and micro.counts:
             run.tally.rows += micro.end - micro.start
-            run.ledger.record(micro.start, micro.end)
+            if run.turns.is_last:
+                run.ledger.record(micro.start, micro.end)
         run.trained = micro
         run.stand_in.close()
         if micro.last:

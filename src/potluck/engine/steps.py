@@ -148,6 +148,7 @@ class Steps:
 
     def _end(self, event: StepDone | StepSkipped, reports: list[StepReport]) -> StepDone | StepSkipped:
         run = self._run
+        run.next_turn()
         self._copies.tell()
         run.tell(event)
         run.version += 1

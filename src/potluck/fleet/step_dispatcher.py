@@ -382,8 +382,9 @@ class StepDispatcher:
             self._planner.measure(under)
         run.ahead = None
         run.previous = replace(standing, ranges=list(standing.ranges))
-        standing.step, standing.row = under.step, under.row + under.rows
-        standing.rows_seen += under.rows
+        standing.step, standing.row = under.step, under.row + record.rows
+        standing.rows_seen += record.rows
+        standing.turn = 0 if record.rows else standing.turn + 1
         standing.ranges += [(start, end) for start, end, _ in record.ranges]
         self._records[under.step] = record
         self._digests.forget_old()
@@ -420,16 +421,19 @@ class StepDispatcher:
             }
             for m in run.membership.ready
         )
+        # Rows count with the last turn of their batch. In a window each worker takes all turns by itself.
+        is_last = bool(under.batch) or standing.turn == run.described.turns - 1
+        rows = under.rows if is_last else 0
         return StepRecord(
             under.step,
             standing.epoch,
             under.row,
-            under.rows,
-            standing.rows_seen + under.rows,
+            rows,
+            standing.rows_seen + rows,
             under.samples,
             under.loss,
             workers,
-            ranges,
+            ranges if is_last else (),
         )
 
     def _tell_committed(self, under: StepUnderWay, record: StepRecord, epoch: EpochDone | None) -> list[Effect]:
@@ -442,7 +446,7 @@ class StepDispatcher:
             told["overflowed"] = True
         committed = Committed(
             under.step,
-            under.rows,
+            record.rows,
             under.samples,
             under.loss,
             bytes(under.used),
