@@ -12,10 +12,12 @@ from torch import Tensor, nn
 
 import potluck
 from potluck import CheckpointConfig, FitConfig
+from potluck.data.rows import mix
 from potluck.errors import ConfigError, Interrupted, PotluckError
 from potluck.events import StepDone, Validated, read_events
 from potluck.save.checkpoint_folder import best_loss, found
 from potluck.save.export import export
+from potluck.sharding.united_optimizers import JointOptimizer
 from potluck.train.validations import Validations
 from tests.parity.test_sync import STILL
 from tests.quick import first_of
@@ -24,12 +26,19 @@ from tests.ranks import run_ranks
 ROWS, BATCH, EPOCHS, DECAY = 30, 6, 3, 0.8
 
 
-def make() -> tuple[nn.Module, torch.optim.Optimizer, tuple[Tensor, Tensor]]:
+def make(*, joint: bool = False) -> tuple[nn.Module, torch.optim.Optimizer, tuple[Tensor, Tensor]]:
     torch.manual_seed(0)
     draw = torch.Generator().manual_seed(2)
     data = torch.randn(ROWS, 4, generator=draw), torch.randn(ROWS, 2, generator=draw)
     blocks = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)]
     model = nn.Sequential(*blocks, nn.Linear(4, 2))
+    if joint:
+        first, *rest = model
+        optimizers = (
+            torch.optim.SGD(first.parameters(), lr=1e-2, momentum=0.9),
+            torch.optim.AdamW([p for each in rest for p in each.parameters()], lr=1e-2),
+        )
+        return model, JointOptimizer(*optimizers), data
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2), data
 
 
@@ -38,13 +47,19 @@ def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def fit(
-    folder: str, options: dict[str, Any], engine: dict[str, Any], *, resume: bool = False, stop_at: int = 0
+    folder: str,
+    options: dict[str, Any],
+    engine: dict[str, Any],
+    *,
+    resume: bool = False,
+    stop_at: int = 0,
+    joint: bool = False,
 ) -> dict[str, Any]:
     """Of one rank: the losses of its validations, and what its summary says."""
     found: list[float] = []
     stopping: list[Any] = []
     with potluck.init(**({"policy": STILL} | engine)) as fleet:
-        model, optimizer, data = make()
+        model, optimizer, data = make(joint=joint)
         if stop_at:
             stopping.append(lambda: fleet.request_stop() if fleet.step_number == stop_at - 1 else None)
             fleet.after_step.append(stopping[0])
@@ -76,24 +91,19 @@ def fit(
 # The average of the weights
 
 
-def averaged_losses(epochs: int = EPOCHS, *, every: int = 1) -> list[float]:
-    """A plain loop's, whose average follows its weights after every `every` steps; at the end of each epoch."""
-    model, optimizer, (x, y) = make()
+def averaged_losses(*, joint: bool = False) -> list[float]:
+    """A plain loop's, whose average follows its weights after every step; at the end of each epoch."""
+    model, optimizer, (x, y) = make(joint=joint)
     average = [p.detach().clone() for p in model.parameters()]
-    losses, step = [], 0
-    for epoch in range(epochs):
-        from potluck.data.rows import mix
-
+    losses = []
+    for epoch in range(EPOCHS):
         order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(mix(0, epoch)))
         for start in range(0, ROWS, BATCH):
             rows = order[start : start + BATCH]
             optimizer.zero_grad()
             F.mse_loss(model(x[rows]), y[rows]).backward()
             optimizer.step()
-            step += 1
-            if step % every == 0:
-                keep = DECAY**every
-                average = [keep * a + (1 - keep) * p.detach() for a, p in zip(average, model.parameters(), strict=True)]
+            average = [DECAY * a + (1 - DECAY) * p.detach() for a, p in zip(average, model.parameters(), strict=True)]
         with torch.no_grad():
             own = [p.clone() for p in model.parameters()]
             torch._foreach_copy_(list(model.parameters()), average)
@@ -125,6 +135,17 @@ def test_validation_is_with_the_average_also_after_a_resume(tmp_path: Path, spli
     model.load_state_dict(load_file(tmp_path / "average.safetensors"))
     with torch.no_grad():
         assert F.mse_loss(model(x), y).item() == pytest.approx(expected[-1], rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("split", SPLITS)
+def test_several_optimizers_have_one_average(tmp_path: Path, split: str) -> None:
+    first, other = run_ranks(2, _joined, str(tmp_path), {"ema": DECAY}, SPLITS[split])
+    assert first["losses"] == other["losses"] == pytest.approx(averaged_losses(joint=True), rel=1e-4)
+
+
+def _joined(folder: str, options: dict[str, Any], engine: dict[str, Any]) -> dict[str, Any]:
+    return fit(folder, options, engine, joint=True)
 
 
 def _stopped(folder: str, options: dict[str, Any], engine: dict[str, Any]) -> dict[str, Any]:
