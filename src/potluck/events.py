@@ -9,7 +9,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, dataclass_transform, get_args
 
@@ -103,10 +103,11 @@ class StepSkipped(Event):
 
 
 class Validated(Event):
-    """The mean loss over the validation rows."""
+    """The mean loss over the validation rows, and other figures by name, if there are any."""
 
     step: int
     loss: float
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 class EpochDone(Event):
@@ -291,11 +292,15 @@ _NUMBERS = {
 }
 
 
+_TABLES = {"metrics"}
+"""Fields that hold numbers by names of a user's own."""
+
+
 def _as_numbers(value: Any, name: str = "") -> Any:
     """The reverse of _finite. A worker may be called nan; only fields that hold numbers are looked at."""
     match value:
         case dict():
-            return {key: _as_numbers(item, key) for key, item in value.items()}
+            return {key: _as_numbers(item, name if name in _TABLES else key) for key, item in value.items()}
         case list():
             return [_as_numbers(item, name) for item in value]
         case "nan" | "inf" | "-inf" if name in _NUMBERS:

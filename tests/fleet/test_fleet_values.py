@@ -2,14 +2,20 @@
 
 import json
 import os
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from tests.fleet.fleet import STEPS, Fleet, assert_same, die
+import potluck
+from potluck.events import Validated
+from potluck.save.checkpoint import CheckpointConfig
+from potluck.save.checkpoint_folder import found
+from tests.fleet.fleet import EPOCHS, STEPS, Fleet, assert_same, die
 from tests.fleet.test_undisturbed import plain_run
 
 pytestmark = pytest.mark.timeout(90)
@@ -31,6 +37,9 @@ def values_after_each_step(place: Path, *, dies_at: int = 0) -> None:
             assert gathered.shape[1] == 2 and bool((gathered == step).all()) and mean["step"] == step
             assert mean["loss"] == engine.last_step.loss
             found[step] = len(gathered)
+            if step % 5 == 0:
+                figures = engine.evaluate(figures_of, (given[2][0][:20], given[2][1][:20]), 4)
+                found[f"at {step}"] = list(figures.items())
             (place / f"{os.environ['POTLUCK_NAME']}.{engine.link.rank}.values").write_text(json.dumps(found))
 
         engine.after_agreement.append(look)
@@ -39,8 +48,18 @@ def values_after_each_step(place: Path, *, dies_at: int = 0) -> None:
     Engine.prepare = prepared  # type: ignore[method-assign]
 
 
-def values(place: Path, name: str, rank: int = 0) -> dict[int, int]:
-    return {int(step): count for step, count in json.loads((place / f"{name}.{rank}.values").read_text()).items()}
+def figures_of(model: Any, batch: Any) -> Any:
+    output = model(batch[0])
+    right = (output.argmax(1) == batch[1]).float().mean()
+    return {"right": right, "loss": F.cross_entropy(output, batch[1]), "two": 2.0}, len(batch[1])
+
+
+def values(place: Path, name: str, rank: int = 0) -> dict[str, Any]:
+    return dict(json.loads((place / f"{name}.{rank}.values").read_text()))
+
+
+def counts(found: dict[str, Any]) -> dict[int, int]:
+    return {int(step): count for step, count in found.items() if step.isdigit()}
 
 
 def test_values_are_of_all_who_are_there_also_when_one_is_killed(tmp_path: Path) -> None:
@@ -51,7 +70,13 @@ def test_values_are_of_all_who_are_there_also_when_one_is_killed(tmp_path: Path)
     weights = fleet.finish()
     assert (tmp_path / "fired-values").exists()
     one, other = values(tmp_path, "one"), values(tmp_path, "other")
-    assert one == other == {step: 3 if step < 6 else 2 for step in range(1, STEPS + 1)}
+    assert counts(one) == {step: 3 if step < 6 else 2 for step in range(1, STEPS + 1)}
+    assert one == other, "figures are the same bits on both"
+    figures = dict(one["at 10"])
+    assert list(figures) == ["loss", "right", "two"] and 0 <= figures["right"] <= 1 and figures["two"] == 2.0
+    told = [event for event in fleet.events if isinstance(event, Validated)]
+    assert [event.step for event in told] == [5, 10] and told[1].metrics == figures
+    assert told[1].loss == figures["loss"]
     assert_same(weights, plain_run())
 
 
@@ -61,4 +86,102 @@ def test_each_rank_of_a_worker_gives_its_own(tmp_path: Path) -> None:
     fleet.add_node("node", faults=dict.fromkeys(range(2), values_after_each_step))
     fleet.add("one", values_after_each_step)
     fleet.finish()
-    assert values(tmp_path, "one")[STEPS] == 1 + 2 + 1
+    found = values(tmp_path, "one")
+    assert found[str(STEPS)] == 1 + 2 + 1 and found == values(tmp_path, "node.1", 1)
+
+
+# Trainer: the average of the weights, the early end, the best checkpoint
+
+FIT: dict[str, Any] = {"epochs": EPOCHS, "ema": 0.8, "validate_every": 2}
+
+
+def validated(fleet: Fleet) -> dict[int, float]:
+    return {event.step: event.loss for event in fleet.events if isinstance(event, Validated)}
+
+
+def slowly(place: Path, *, dies_at: int = 0) -> None:
+    from potluck.train.trainer import Trainer
+
+    look = Trainer._after_agreement
+
+    def looked(trainer: Any) -> None:
+        if trainer.engine.step_number == dies_at:
+            die(place, "average")
+        time.sleep(0.1)
+        look(trainer)
+
+    Trainer._after_agreement = looked  # type: ignore[method-assign]
+
+
+def test_the_average_is_the_same_whoever_comes_and_goes(tmp_path: Path) -> None:
+    """The late one gets the others' average with the weights, and is the only one left at the end."""
+    alone = Fleet(make_folder(tmp_path / "alone"))
+    alone.add("one", fit=FIT)
+    alone.finish()
+    fleet = Fleet(make_folder(tmp_path / "several"))
+    fleet.add("first", partial(slowly, dies_at=10), fit=FIT)
+    fleet.wait_for_step(4)
+    fleet.add("late", slowly, fit=FIT)
+    fleet.finish()
+    assert (tmp_path / "several" / "fired-average").exists()
+    expected, told = validated(alone), validated(fleet)
+    assert len(expected) == STEPS // 2 and {step: expected[step] for step in told} == told and max(told) == STEPS
+    plain = Fleet(make_folder(tmp_path / "plain"))
+    plain.add("one", fit=FIT | {"ema": None})
+    plain.finish()
+    assert validated(plain)[STEPS] != expected[STEPS]
+
+
+def rising(place: Path) -> None:
+    """The loss after step 4 is never better."""
+    from potluck.train.validations import Validations
+
+    slowly(place)
+    take = Validations.take
+    Validations.take = lambda seen, step, loss: take(seen, step, loss if step <= 4 else 1e9)  # type: ignore[method-assign]
+
+
+def test_a_run_ends_early_for_all_and_the_host_keeps_the_best(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path)
+    fit = {"epochs": EPOCHS, "validate_every": 2, "patience": 3, "checkpoint": CheckpointConfig(keep_last=1, best=True)}
+    fleet.add("first", rising, fit=fit, steps=10)
+    fleet.wait_for_step(5)
+    fleet.add("late", rising, fit=fit, steps=10)
+    finish = fleet.server.wait(60)
+    assert finish is not None and (finish.reason, finish.failed) == ("finished", False), fleet.describe()
+    for worker in fleet.workers:
+        worker.wait(20)
+    assert fleet.server.core.standing.step == 10, "three validations after step 4"
+    assert_same(fleet.workers[0].weights, fleet.workers[1].weights)
+    names = [path.name for path in found(tmp_path / "checkpoints")]
+    assert names == ["step-00000010", "step-00000004"]
+    fleet.close()
+
+
+def make_folder(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
+
+
+def keeps_its_average(place: Path) -> None:
+    from potluck.train.trainer import Trainer
+
+    run = Trainer._run
+
+    def ran(trainer: Any) -> None:
+        run(trainer)
+        torch.save(trainer.average._averages, place / f"{os.environ['POTLUCK_NAME']}.average")
+
+    Trainer._run = ran  # type: ignore[method-assign]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overlap", [False, True])
+def test_under_windows_the_average_is_of_what_all_agree_on(tmp_path: Path, overlap: bool) -> None:
+    policy = potluck.Cadence.published(anchor=2, max_anchor=2, overlap=overlap)
+    fleet = Fleet(tmp_path, at_least=2)
+    for name in ("one", "other"):
+        fleet.add(name, keeps_its_average, policy=policy, fit=FIT)
+    fleet.finish()
+    one, other = (torch.load(tmp_path / f"{name}.average", weights_only=True) for name in ("one", "other"))
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))

@@ -226,6 +226,30 @@ def test_an_evaluation_that_no_honest_worker_asks_for_is_refused(ask: EvaluateNe
     assert refused(liar).startswith("EvaluateNext") and not run.core.evaluations.open
 
 
+MANY = json.dumps([*map(str, range(65))])
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        ("", [1.0]),
+        ('["a"]', [1.0]),
+        ('["a", "a"]', [1.0]),
+        ("[1, 2]", [1.0]),
+        ("{", []),
+        (json.dumps([*map(str, range(65))]), [1.0] * 64),
+    ],
+)
+def test_figures_that_no_honest_worker_tells_of_are_refused(told: tuple[str, list[float]]) -> None:
+    run = Fleet(workers=1)
+    liar = insider(run)
+    names, sums = told
+    liar.send(EvaluateNext(0, 4, 4, 0, 0, 0.0, 0.0))
+    liar.send(EvaluateNext(0, 4, 4, 0, 4, 1.0, 4.0, names, np.array(sums, "<f8")))
+    run.finish()
+    assert refused(liar).startswith("EvaluateNext tells of other figures") and not run.core.evaluations.open
+
+
 def test_two_sets_that_are_looked_at_at_one_step_have_each_its_own_loss() -> None:
     """The second was answered with the first one's loss."""
     core, answers = Coordinator(patience_s=10, secret=SECRET), []

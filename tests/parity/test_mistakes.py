@@ -84,8 +84,6 @@ def loop(engine: Any, mistake: str) -> str:
                 loss.backward()
             else:
                 engine.backward(loss, samples=len(batch))
-            if mistake == "optimizer.step":
-                optimizer.step()
             tamper(model, mistake)
             engine.step()
             done += 1
@@ -103,7 +101,6 @@ SENTENCES = {
     "detached": "0: The loss has no gradient: no parameter that is trained had a part in it.",
     "loss.backward": "0: step() was called before backward(). Call fleet.backward(loss, samples=...) first, in place of"
     " loss.backward()",
-    "optimizer.step": "0: optimizer.step() was called. Call fleet.step() in its place, after fleet.backward()",
     "clip_grad_norm_": "0: A parameter's .grad was used or changed between fleet.backward() and fleet.step(). It is no"
     " gradient of the step there",
     "clip_grad_value_": "leave out clip_grad_norm_, and ask for it with potluck.init(step=StepConfig(clip=1.0))",

@@ -189,6 +189,32 @@ def test_a_stopped_loop_is_saved_and_trains_the_rest_and_no_more(tmp_path: Path)
         assert done["epochs"] == [] and done["steps"] == STEPS and torch.equal(done["weights"], whole["weights"])
 
 
+def of_habit(name: str) -> tuple[list[list[float]], torch.Tensor]:
+    """A loop that clears, steps and schedules as a plain one does."""
+    with potluck.init(STILL) as fleet:
+        model, optimizer, data = make()
+        scheduler = SCHEDULERS[name](optimizer)
+        model, optimizer, loader = fleet.prepare(model, optimizer, data, batch_size=BATCH, scheduler=scheduler)
+        told: list[list[float]] = []
+        fleet.after_step.append(lambda: told.append(settings(optimizer)))
+        for _ in fleet.epochs(EPOCHS):
+            for x, y in loader:
+                optimizer.zero_grad()
+                fleet.backward(F.mse_loss(model(x), y), samples=len(x))
+                optimizer.step()
+                scheduler.step()
+        return told, flat(model)
+
+
+@pytest.mark.parametrize("name", ["cosine", "sequence"])
+def test_a_loop_may_step_optimizer_and_scheduler_as_it_did(name: str) -> None:
+    """optimizer.step() is fleet.step(), and the scheduler is stepped by the run alone."""
+    for told, weights in run_ranks(2, of_habit, name):
+        judged = run_ranks(2, train, name, STILL)[0]
+        assert torch.equal(weights, judged["weights"])
+        assert told == judged["told"][1:], "as after each step"
+
+
 def test_two_workers_stop_together_at_ctrl_c_and_say_what_is_lost(tmp_path: Path) -> None:
     told = run_ranks(2, stopped_loop, "")
     assert [found["steps"] for found in told] == [6, 6]

@@ -118,3 +118,66 @@ def test_alone_the_mean_is_ones_own() -> None:
     with Engine() as fleet:
         assert fleet.mean(2.5, weight=3) == 2.5 and fleet.gather(7) == [7]
         assert fleet.mean(torch.tensor([1, 2])).tolist() == [1.0, 2.0]
+
+
+# Evaluation with figures of one's own
+
+
+def figures_of(model: nn.Module, batch: Any) -> Any:
+    x, y = batch
+    output = model(x)
+    right = (output.argmax(1) == y).float().mean()
+    return {"accuracy": right, "loss": F.cross_entropy(output, y), "rows": len(y)}, 2 * len(y)
+
+
+def look(strategy: str) -> list[Any]:
+    x, y, model = rows_and_model()
+    if strategy == "stages":
+        fleet = potluck.init(stages=potluck.Stages(protocol=potluck.Pipeline(micro_batch_size=4), count=2))
+    else:
+        fleet = potluck.init(strategy=potluck.FullShard() if strategy == "full" else potluck.NoShard())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss = lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])  # noqa: E731
+    fleet.prepare(model, optimizer, (x, y), batch_size=8, loss=loss)
+    found = [
+        fleet.evaluate(figures_of, (x, y), 6),
+        fleet.evaluate(figures_of, (x[:1], y[:1]), 6),
+        fleet.evaluate(loss, (x, y), 6),
+        fleet.mean(fleet.rank),
+    ]
+    fleet.close()
+    return found
+
+
+def rows_and_model() -> tuple[torch.Tensor, torch.Tensor, nn.Module]:
+    torch.manual_seed(4)
+    x = torch.randn(21, 5)
+    blocks = [nn.Sequential(nn.Linear(5, 5), nn.Tanh()) for _ in range(3)]
+    return x, torch.randint(0, 3, (21,)), nn.Sequential(*blocks, nn.Linear(5, 3))
+
+
+@pytest.mark.parametrize("strategy", ["none", "full", "stages"])
+def test_an_evaluation_gives_each_figures_mean(strategy: str) -> None:
+    x, y, model = rows_and_model()
+    with torch.no_grad():
+        output = model(x)
+    expected = {"loss": F.cross_entropy(output, y).item(), "accuracy": (output.argmax(1) == y).float().mean().item()}
+    first, other = run_ranks(2, look, strategy)
+    assert first == other
+    every, one, plain, mean = first
+    assert list(every) == ["loss", "accuracy", "rows"], "the loss is the first"
+    assert {name: every[name] for name in expected} == pytest.approx(expected, rel=1e-5)
+    assert one["rows"] == 1.0 and plain == pytest.approx(expected["loss"], rel=1e-5) and mean == 0.5
+
+
+def test_names_that_change_and_figures_that_are_none_are_refused() -> None:
+    x, y, model = rows_and_model()
+    with Engine() as fleet:
+        fleet.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), (x, y), batch_size=8)
+        names = iter(["a", "b"])
+        with pytest.raises(ConfigError, match="same names for every batch"):
+            fleet.evaluate(lambda model, batch: {next(names): 1.0}, (x, y), 11)
+        with pytest.raises(ConfigError, match="one number for each name, and 'a' is none"):
+            fleet.evaluate(lambda model, batch: {"a": torch.ones(2)}, (x, y), 11)
+        with pytest.raises(ConfigError, match="its dictionary is empty"):
+            fleet.evaluate(lambda model, batch: {}, (x, y), 11)

@@ -9,6 +9,7 @@ import re
 import shlex
 from importlib import import_module
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import pytest
@@ -111,11 +112,17 @@ def last_samples(code: str, folder: str) -> float:
 
 
 def test_the_guides_trainer_and_loop_run_and_count_rows(tmp_path: Path) -> None:
-    whole, trainer = blocks(FIRST_RUN, "python")
+    whole, trainer, config = blocks(FIRST_RUN, "python")
     begin = whole.split("fleet = ")[0]
     scheduler = "scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)\n"
-    (loop,) = blocks(FIRST_RUN.with_name("your-own-loop.md"), "python")
-    for code in (begin + trainer, begin + scheduler + loop):
+    loop, values, figures, *_ = blocks(FIRST_RUN.with_name("your-own-loop.md"), "python")
+    configured = begin + config + trainer.replace("engine=fleet", "engine=fleet, config=config, validation=dataset")
+    prepared = "fleet = potluck.init()\nmodel, _, loader = fleet.prepare(model, optimizer, dataset, batch_size=32)\n"
+    measured = (
+        f"{begin}{prepared}for epoch in fleet.epochs(1):\n{indent(values, '    ')}\nheld_out = dataset\n{figures}"
+    )
+    measured += "\nassert 0 <= found['accuracy'] <= 1 and 0 <= accuracy <= 1\n"
+    for code in (begin + trainer, begin + scheduler + loop, configured.replace("runs/mine", "runs/other"), measured):
         assert run_ranks(1, last_samples, code, str(tmp_path)) == [32.0]
 
 

@@ -136,7 +136,8 @@ class Engine:
         - `rows`: of a stream, how many are an epoch; None: as many as it has, which are counted if it does not say so.
         - `seed`: where the order of rows starts from.
         - `loss`: your loss function, needed only where the model is cut into stages: see train().
-        - `scheduler`: any LRScheduler. It is stepped here, once per step of the run under every policy; do not step it.
+        - `scheduler`: any LRScheduler. It is stepped here, once per step of the run under every policy; its own step()
+          does nothing any more.
         """
         run = self.run
         if run.replica is not None:
@@ -162,6 +163,7 @@ class Engine:
         data = {"source": source, "loss": loss}
         run.names = tuple(model.state_dict()) if isinstance(model, nn.Module) else ()
         run.replica = self.layers.make_replica(model, optimizer, self.rounds, data)
+        run.replica.on_own_step = self.step
         shadow_saving(run, model, self.state_dict, lambda: self.rank)
         self.rounds.begin(run.replica)
         if run.config.compile:
@@ -301,10 +303,17 @@ class Engine:
         """
         return self.rounds.step()
 
-    def evaluate(self, loss_of: LossFunction, dataset: Any, batch_size: int | None = None) -> float:
+    def print(self, *words: Any, **options: Any) -> None:
+        """As Python's print(), but on rank 0 alone."""
+        if self.rank == 0:
+            print(*words, **options)
+
+    def evaluate(self, loss_of: LossFunction, dataset: Any, batch_size: int | None = None) -> Any:
         """The mean loss over a dataset or a DataLoader, each worker computing its share. Nothing is trained.
 
-        `batch_size`: rows that go through the models of all workers at once; None: the DataLoader's own.
+        `loss_of(model, batch)` may give a dictionary of means by name, such as {"loss": ..., "accuracy": ...}, or
+        (dictionary, samples): then this does too, of floats. `batch_size`: rows that go through the models of all
+        workers at once; None: the DataLoader's own.
         """
         own = self.run.loader.collate if self.run.loader is not None else None
         return self.lifecycle.evaluate(loss_of, held_out(dataset, batch_size, own))

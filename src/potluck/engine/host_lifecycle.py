@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,8 @@ from potluck.data.plan import BatchConfig, Position, plan_step
 from potluck.data.rows import arrived, read_batch
 from potluck.data.source import HeldOut
 from potluck.engine.layers import Layers
-from potluck.engine.losses import LossFunction, looking, loss_and_samples
+from potluck.engine.look_sums import Figures, LookSums, add_up, means_of
+from potluck.engine.losses import LossFunction, looking
 from potluck.engine.member_driver import MemberDriver
 from potluck.engine.node_client import NodeClient
 from potluck.engine.run_state import RunState
@@ -144,6 +146,12 @@ class HostLifecycle:
         self.save(Path(), keep_last=2)
         self.wait_for_saves()
 
+    def end_for_all(self) -> None:
+        self.driver.member.ends_for_all = True
+
+    def as_agreed(self) -> AbstractContextManager[None]:
+        return self.work.as_agreed()
+
     def last_words(self) -> str:
         member, step = self.driver.member, self.run.step_number
         fault = member.unsaved.error if member.unsaved.step > member.saved.step else ""
@@ -163,28 +171,37 @@ class HostLifecycle:
 
     # Looking, saving
 
-    def evaluate(self, loss_of: LossFunction, looked_at: HeldOut) -> float:
-        """The mean loss over a dataset, in ranges that the host hands out; it does not depend on who computes which."""
+    def evaluate(self, loss_of: LossFunction, looked_at: HeldOut) -> Figures:
+        """The means over a dataset, in ranges that the host hands out; they do not depend on who computes which.
+
+        Where this worker has no part in it they are no numbers: then it looks at one row, to know which there are.
+        """
         self.join()
         run, rows = self.run, looked_at.rows
-        if self.is_replaying or self._has_left or (run.stopping and self._is_over) or not len(rows):
+        if not len(rows):
             return math.nan
         replica, link, collate = run.prepared(), run.link, looked_at.collate
         whole, shares = BatchConfig(size=len(rows)), (1.0,) * link.world
 
-        def sum_of(start: int, end: int) -> list[float]:
-            """The sum of the losses of these rows, and how many samples they are; each rank looks at its own part."""
-            total = count = 0.0
-            for micro in plan_step(start, end, whole, shares, link.rank, in_step=replica.in_step):
-                batch = arrived(read_batch(rows, list(range(micro.start, micro.end)), collate), run.device)
-                with torch.no_grad():
-                    loss, samples = loss_and_samples(replica.loss(loss_of, batch), batch)
-                if samples and micro.counts:
-                    total, count = total + loss.item() * samples, count + samples
-            return [sum(column) for column in zip(*link.gather_rows([total, count]), strict=True)]
+        def sum_of(start: int, end: int) -> LookSums:
+            """What these rows come to; each rank looks at its own part."""
+            total = LookSums()
+            # Only here: between two ranges this worker may be asked for its state.
+            with run.looks_with(), torch.no_grad():
+                for micro in plan_step(start, end, whole, shares, link.rank, in_step=replica.in_step):
+                    batch = arrived(read_batch(rows, list(range(micro.start, micro.end)), collate), run.device)
+                    total.add(replica.loss(loss_of, batch), batch, counts=micro.counts)
+            return add_up(link.gather_bytes(total.to_bytes()))
 
+        has_part = not (self.is_replaying or self._has_left or (run.stopping and self._is_over))
         with self.work.as_agreed(), looking(replica.model):
-            return self.driver.evaluate(len(rows), min(len(rows), max(1, looked_at.batch_size)), sum_of)
+            found = None
+            if has_part:
+                found = self.driver.evaluate(len(rows), min(len(rows), max(1, looked_at.batch_size)), sum_of)
+            if found is None:
+                one = sum_of(0, 1)
+                found = means_of(one.names, [math.nan] * len(one.figures), 1.0)
+        return found
 
     def exchange(self, data: bytes) -> list[bytes]:
         """Through the host. Of a worker that is not where the others are: its own alone."""

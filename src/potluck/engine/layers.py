@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from potluck.agree.step_report import StepReport, worker_steps
 from potluck.coded_numbers import coding_of
 from potluck.data.loader import Loader
+from potluck.engine.look_sums import LookSums
 from potluck.engine.losses import LossFunction, loss_and_samples
 from potluck.engine.replica import GradientForm, Replica
 from potluck.engine.run_state import RunState
@@ -98,15 +99,13 @@ class WholeLayers:
     def fingerprint(self, replica: Replica) -> str:
         return replica.fingerprint()
 
-    def look(self, loss_of: LossFunction, loader: Loader) -> tuple[float, float]:
-        """The sum of the losses of this worker's rows, and over how many samples it is. Nothing is trained."""
-        total = count = 0.0
+    def look(self, loss_of: LossFunction, loader: Loader) -> LookSums:
+        """What this worker's rows come to. Nothing is trained."""
+        total = LookSums()
         for batch in loader.once():
-            loss, samples = loss_and_samples(self._run.prepared().loss(loss_of, batch), batch)
-            if samples and loader.current is not None and loader.current.weighs:
-                total += loss.item() * samples
-                count += samples
-        return total, count
+            found, micro = self._run.prepared().loss(loss_of, batch), loader.current
+            total.add(found, batch, counts=micro is not None and micro.weighs)
+        return total
 
     def on_saved(self) -> None:
         """A checkpoint is in host memory."""

@@ -4,8 +4,8 @@ HostLifecycle (host_lifecycle.py) answers the same calls where a host does; what
 """
 
 import json
-import math
 import os
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Union
@@ -18,6 +18,7 @@ from potluck.data.plan import BatchConfig, BatchShare
 from potluck.data.source import HeldOut
 from potluck.engine.buddy_copies import BuddyCopies
 from potluck.engine.layers import Layers
+from potluck.engine.look_sums import Figures, add_up, means_of
 from potluck.engine.losses import LossFunction, looking
 from potluck.engine.rounds import Rounds
 from potluck.engine.run_state import RunState
@@ -145,6 +146,13 @@ class GroupLifecycle:
             self.save(folder, keep_last=2)
         self.wait_for_saves()
 
+    def end_for_all(self) -> None:
+        """The run ends here, though rows are left: all workers have found so."""
+
+    def as_agreed(self) -> AbstractContextManager[None]:
+        """The model as all agreed on it last."""
+        return nullcontext()
+
     def last_words(self) -> str:
         """Where the run stands when it is stopped."""
         return f"Stopped after step {self._run.step_number}."
@@ -155,7 +163,7 @@ class GroupLifecycle:
     def seed_random(self, seed: int) -> None:
         self._run.seed_random(seed)
 
-    def evaluate(self, loss_of: LossFunction, looked_at: HeldOut) -> float:
+    def evaluate(self, loss_of: LossFunction, looked_at: HeldOut) -> Figures:
         self._rounds.settle()
         run, pipelines = self._run, self._layers.pipelines
         replica, rows = run.prepared(), looked_at.rows
@@ -165,11 +173,10 @@ class GroupLifecycle:
         batch = BatchConfig(size=max(1, len(rows)), micro_size=max(1, looked_at.batch_size // pipelines))
         share = BatchShare(shares, self._layers.pipeline, in_step=replica.in_step)
         loader = Loader(rows, batch, share, device=run.device, collate=looked_at.collate)
-        with looking(replica.model), torch.no_grad():
-            total, count = self._layers.look(loss_of, loader)
-        sums = run.link.gather_rows([total, count])
-        counted = sum(row[1] for row in sums)
-        return sum(row[0] for row in sums) / counted if counted else math.nan
+        with looking(replica.model), run.looks_with(), torch.no_grad():
+            mine = self._layers.look(loss_of, loader)
+        total = add_up(run.link.gather_bytes(mine.to_bytes()))
+        return means_of(total.names, total.figures, total.samples)
 
     def exchange(self, data: bytes) -> list[bytes]:
         """The bytes of all workers who are here, in order of rank."""

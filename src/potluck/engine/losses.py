@@ -38,7 +38,7 @@ def check_grad(loss: Tensor) -> None:
         )
 
 
-def loss_and_samples(result: Any, batch: Any) -> tuple[Tensor, float]:
+def loss_and_samples(result: Any, batch: Any) -> tuple[Any, float]:
     """What a loss function gave: a mean over the batch's rows, or (mean, how many samples it is over)."""
     if not isinstance(result, tuple):
         return result, float(rows_of(batch))

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from potluck.engine.look_sums import Figures, LookSums, means_of
 from potluck.engine.node_client import NodeClient
 from potluck.errors import ConfigError, Diverged
 from potluck.fleet import member_effects as effects
@@ -29,8 +30,8 @@ from potluck.wire.messages import Applied, Committed, StateBegin
 if TYPE_CHECKING:
     from potluck.engine.host_lifecycle import HostLifecycle
 
-Look = Callable[[int, int], list[float]]
-"""Rows, from the first up to and without the last, to the sum of their losses and how many samples they are."""
+Look = Callable[[int, int], LookSums]
+"""Rows, from the first up to and without the last, to what they come to."""
 
 
 class MemberDriver:
@@ -110,8 +111,8 @@ class MemberDriver:
                     self.tell_applied(effect.norm, effect.fault)
                 case effects.LookAt():
                     assert self._look is not None
-                    total, samples = self._look(effect.start, effect.end)
-                    self._do(self.member.looked(effect, total, samples))
+                    looked = self._look(effect.start, effect.end)
+                    self._do(self.member.looked(effect, looked.names, looked.figures, looked.samples))
                 case _:
                     self._receive_state(effect)
 
@@ -206,16 +207,17 @@ class MemberDriver:
 
     # Looking, saving
 
-    def evaluate(self, rows: int, size: int, look: Look) -> float:
-        """The mean loss over some rows, in ranges that the host hands out; it does not depend on who computes which."""
+    def evaluate(self, rows: int, size: int, look: Look) -> Figures | None:
+        """The means over some rows, in ranges that the host hands out; they do not depend on who computes which. None:
+        this worker had no part in it."""
         self._look = look
         self._do(self.member.evaluate(rows, size))
         found = self.member.evaluation
         assert found is not None
-        while found.loss is None:
+        while found.is_under_way:
             self.pump()
         self._look = None
-        return found.loss
+        return means_of(found.names, found.figures, found.samples) if found.samples else None
 
     def gather(self, data: bytes) -> list[bytes]:
         """This worker's bytes, and those of all who are at this step, in the same order on each of them."""

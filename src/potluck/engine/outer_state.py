@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 PREFIX = "outer_"
+AVERAGE = "outer_average"
+"""Of the weights: weight_average.py."""
 
 Kept = dict[str, dict[str, Tensor]]
 """By the name of what the optimizer takes for a parameter: `outer_momentum`, and so on."""
@@ -25,6 +27,10 @@ class OuterState:
         """What was loaded, until the outer optimizer takes it."""
         optimizer.register_state_dict_post_hook(self._add)
         optimizer.register_load_state_dict_pre_hook(self._take)
+
+    def drop_loaded(self) -> None:
+        """The outer optimizer has taken what it wants; the average of the weights is taken by itself."""
+        self.loaded = {name: {AVERAGE: known[AVERAGE]} for name, known in self.loaded.items() if AVERAGE in known}
 
     def _order(self, optimizer: Optimizer) -> list[str]:
         held = (parameter for group in optimizer.param_groups for parameter in group["params"])

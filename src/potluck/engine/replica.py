@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +26,7 @@ from potluck.engine.switches import StepConfig, autocast, switch_on
 from potluck.engine.weight_hash import digest_and_quick_digest, quick_digest
 from potluck.errors import ConfigError
 from potluck.link.link import Link, Pending
+from potluck.save.state import own_state
 from potluck.sharding.blocks import find_blocks
 from potluck.sharding.runs import (
     FlatRun,
@@ -133,10 +135,21 @@ class Replica:
         self.model.zero_grad()
         optimizer.zero_grad = lambda set_to_none=True: None  # type: ignore[method-assign]
         self._is_stepping = False
+        self.on_own_step: Callable[[], Any] = self._check_own_step
+        """What optimizer.step() does in a loop that calls it out of habit."""
         optimizer.register_step_pre_hook(lambda *told: self._check_own_step())
+        optimizer.step = MethodType(self._step_of_habit(optimizer.step), optimizer)  # type: ignore[method-assign]
         self.outer = OuterState(optimizer, self.names)
         self._add_group = optimizer.add_param_group
         optimizer.add_param_group = self._add_param_group  # type: ignore[method-assign]
+
+    def _step_of_habit(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """A method, since schedulers that are made later wrap it as one."""
+
+        def step(optimizer: Optimizer, *arguments: Any, **options: Any) -> Any:
+            return plain(*arguments, **options) if self._is_stepping else self.on_own_step()
+
+        return step
 
     def _check_own_step(self) -> None:
         if not self._is_stepping:
@@ -356,7 +369,7 @@ class Replica:
 
     def align(self) -> None:
         """Every rank takes rank 0's values."""
-        for tensor in self.model.state_dict().values():
+        for tensor in own_state(self.model).values():
             self.link.broadcast(tensor)
 
     def fingerprint(self) -> str:
@@ -387,7 +400,7 @@ class Replica:
 
     def _same_start(self) -> None:
         """Every rank has the same shapes, and starts from rank 0's values."""
-        state = self.model.state_dict()
+        state = own_state(self.model)
         frozen = {name for name, parameter in self.model.named_parameters() if not parameter.requires_grad}
         mine = [
             [name, list(tensor.shape), str(tensor.dtype) + (", frozen" if name in frozen else "")]

@@ -6,7 +6,7 @@ Everything here is the same on every worker, or is made so. Knows neither how a 
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -105,6 +105,8 @@ class RunState:
     step_number: int = 0
     steps_done: int = 0
     """The same as step_number, except while after_step runs for each step of a window."""
+    steps_before: int = 0
+    """Steps of the run by the agreement before the last one."""
     rows_seen: int = 0
     skipped: int = 0
     skipped_in_a_row: int = 0
@@ -141,6 +143,8 @@ class RunState:
     """What else a checkpoint keeps of where the run stands."""
     saved_wire: Wire = "fp32"
     """In which form gradients travelled when the run was saved, where that was measured."""
+    looks_with: Callable[[], AbstractContextManager[None]] = nullcontext
+    """The weights with which held-out rows are looked at, if others than the run's."""
     on_stand: list[Callable[[], None]] = field(default_factory=list)
     """Called when the run has been put somewhere else."""
     recovery: Recovery | None = None
@@ -293,6 +297,7 @@ class RunState:
         """All workers hold the same weights again, for the first time since `steps_before` steps."""
         if self.scheduled is not None:
             self.scheduled.agree(self.whole_steps)
+        self.steps_before = steps_before
         end = self.steps_done = self.step_number
         for number in range(steps_before + 1, end + 1):
             self.step_number = number

@@ -33,6 +33,8 @@ class RunScheduler:
     def __init__(self, scheduler: LRScheduler, optimizer: Optimizer) -> None:
         _check_fit(scheduler, optimizer)
         self.scheduler = scheduler
+        self._plain_step = type(scheduler).step
+        scheduler.__class__ = _without_steps(type(scheduler))
         self.steps = 0
         """How many times it has been stepped."""
         self._first = self._look()
@@ -92,7 +94,7 @@ class RunScheduler:
             # A step that was skipped, or that others took, is a step all the same: torch cannot know of it.
             warnings.filterwarnings("ignore", "(?s).*(optimizer.step|lr_scheduler.step)")
             try:
-                self.scheduler.step()
+                self._plain_step(self.scheduler)
             except ValueError as error:
                 raise ConfigError(
                     f"The scheduler {type(self.scheduler).__name__} does not go beyond step {self.steps} of the run:"
@@ -121,6 +123,13 @@ class RunScheduler:
                 else:
                     group[name] = value
         self.steps = look.steps
+
+
+def _without_steps(kind: type[LRScheduler]) -> type[LRScheduler]:
+    """Of a loop that steps it out of habit: once for each step of the run is enough. Not by an attribute of its own,
+    which a scheduler would save."""
+    own = {"step": lambda self, *told, **more: None, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return type(kind.__name__, (kind,), own)
 
 
 def _check_fit(scheduler: LRScheduler, optimizer: Optimizer) -> None:

@@ -23,6 +23,7 @@ from potluck.errors import ConfigError
 from potluck.fleet.description import MAX_FLOATS, Part
 from potluck.fleet.tree import Node, merges
 from potluck.link.link import Link
+from potluck.save.state import own_state
 from potluck.sharding.blocks import find_blocks
 from potluck.sharding.ranges import Spec
 
@@ -396,5 +397,5 @@ def state_specs(model: nn.Module, split: Mapping[str, Spec] | None = None) -> di
     types = {id(named[name]): spec.dtype for name, spec in (split or {}).items()}
     return {
         name: Spec(tuple(tensor.shape), types.get(id(tensor), tensor.dtype))
-        for name, tensor in model.state_dict(keep_vars=True).items()
+        for name, tensor in own_state(model, keep_vars=True).items()
     }

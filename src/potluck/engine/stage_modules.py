@@ -43,7 +43,7 @@ def describe_uncut(model: nn.Module, optimizer: Optimizer) -> UncutModel:
         if names[id(parameter)] != name
     }
     specs = {
-        name: Spec(tuple(tensor.shape), tensor.dtype) for name, tensor in model.state_dict().items() if name not in tied
+        name: Spec(tuple(tensor.shape), tensor.dtype) for name, tensor in own_state(model).items() if name not in tied
     }
     return UncutModel(
         specs, tied, group_names(optimizer, names), sum(parameter.numel() for parameter in model.parameters())

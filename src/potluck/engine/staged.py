@@ -23,6 +23,7 @@ from potluck.data.loader import Loader
 from potluck.data.rows import mix
 from potluck.engine.fingerprint import training_settings
 from potluck.engine.layers import make_replica
+from potluck.engine.look_sums import LookSums
 from potluck.engine.losses import LossFunction, check_grad, loss_and_samples
 from potluck.engine.replica import Replica, explain_single_rows
 from potluck.engine.run_state import RunState
@@ -77,9 +78,11 @@ class _Work:
         self.loss_of: LossFunction | None = None
         self.samples = 0.0
         self.loss_sum: Tensor | None = None
+        self._looks: LookSums | None = None
 
-    def begin(self, loss_of: LossFunction, micros: list[_Micro]) -> None:
-        self.loss_of, self.micros = loss_of, micros
+    def begin(self, loss_of: LossFunction, micros: list[_Micro], looks: LookSums | None = None) -> None:
+        """`looks`: nothing is trained, and what the last stage finds is added to it."""
+        self.loss_of, self.micros, self._looks = loss_of, micros, looks
         self.samples, self.loss_sum = 0.0, None
 
     def forward(self, micro: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -90,12 +93,14 @@ class _Work:
             found = self._run(lambda: self._stage.run(loss_of, one.batch, received or None, seed=one.seed))
         if not self._stage.is_last:
             return tuple(found)
+        if self._looks is not None:
+            self._looks.add(found, one.batch, counts=bool(one.weight))
+            return ()
         loss, samples = loss_and_samples(found, one.batch)
         loss, samples = in_float32(loss), samples * one.weight
         if not samples:  # a mean over nothing is not a number, and weighs nothing
             return ()
-        if torch.is_grad_enabled():
-            check_grad(loss)
+        check_grad(loss)
         self.samples += samples
         told = loss.detach().reshape(()) * samples
         self.loss_sum = told if self.loss_sum is None else self.loss_sum + told
@@ -275,18 +280,15 @@ class StagedLayers:
     def fingerprint(self, replica: Replica) -> str:
         return "/".join(data.decode() for data in self.places.stage_group.gather_bytes(replica.fingerprint().encode()))
 
-    def look(self, loss_of: LossFunction, loader: Loader) -> tuple[float, float]:
-        total = count = 0.0
+    def look(self, loss_of: LossFunction, loader: Loader) -> LookSums:
+        total = LookSums()
         for micros in _in_groups(loader):
             for work in self._work.values():
-                work.begin(loss_of, micros)
+                work.begin(loss_of, micros, total)
             orders = forward_only(self._stages.schedule, self.places.workers, len(micros))
             self._pass += 1
             self._runner.run(self._pass, orders, self.places.place)
-            for work in self._work.values():
-                count += work.samples
-                total += work.loss_sum.item() if work.loss_sum is not None else 0.0
-        return total, count
+        return total
 
     def _standing(self) -> Standing:
         assert self._plan is not None

@@ -258,7 +258,7 @@ class WindowDelta:
                 flat.copy_to(flat.start)
             self._take_outer(flat)
         self._mean.start_anew(self._replica.outer, self._flats)
-        self._replica.outer.loaded = {}
+        self._replica.outer.drop_loaded()
 
     def _take_outer(self, flat: FlatBuffer) -> None:
         """What was loaded; and from here on, what is saved."""

@@ -7,12 +7,24 @@ from dataclasses import replace
 
 from potluck.errors import TheirProtocolError
 from potluck.fleet.description import MAX_SLICES, Description
-from potluck.wire.messages import Applied, Hello, JoinRequest, Leave, Message, Ready, SliceReport, StateBegin
+from potluck.wire.messages import (
+    Applied,
+    EvaluateNext,
+    Hello,
+    JoinRequest,
+    Leave,
+    Message,
+    Ready,
+    SliceReport,
+    StateBegin,
+)
 
 MOST_WORKERS = 4096
 """At once, those included who are not ready yet."""
 MOST_NAME, MOST_TEXT = 255, 4096
 """Characters of a name or a hash, and of a sentence."""
+MOST_NAMES = 1 << 13
+"""Of an evaluation's figures, together."""
 MOST_HEADER = 1 << 16
 """Of a parcel: 64 names and sizes are far shorter."""
 LEAST_BUSY_S, MOST_BUSY_S = 1e-6, 1e9
@@ -25,6 +37,7 @@ _MOST: dict[type[Message], dict[str, int]] = {
     Ready: {"digest": MOST_NAME},
     Applied: {"digest": MOST_NAME, "fault": MOST_TEXT},
     Leave: {"reason": MOST_TEXT},
+    EvaluateNext: {"names": MOST_NAMES},
     StateBegin: {"header": MOST_HEADER},
 }
 """Characters of each text that is kept, told or compared."""

@@ -10,7 +10,7 @@ from potluck.fleet.membership import WorkerRecord
 from potluck.fleet.saving import Saving
 from potluck.fleet.step_dispatcher import StepDispatcher
 from potluck.fleet.weights import Weights
-from potluck.wire.messages import Leave
+from potluck.wire.messages import FOR_ALL, Leave
 
 
 @dataclass
@@ -37,6 +37,9 @@ class Ending:
         """That it has finished ends the run for all only once nobody else who holds the weights is at work."""
         run = self.run
         is_last = member.is_ready and member.applied >= run.standing.step
+        if leave.finished == FOR_ALL and is_last and not run.is_complete and run.standing.rows_seen:
+            run.rows_limit = run.standing.rows_seen
+            return [*self.rounds.abandon(), *self._part_with(member, leave)]
         # Of a run whose length nobody told, only the workers know.
         may_be_over = run.stopping or not run.rows_limit or run.is_complete
         if not (leave.finished and is_last and may_be_over):

@@ -1,8 +1,11 @@
 """Validation sets in ranges, which the workers that evaluate one together take one by one. Pure."""
 
+import json
 import math
 from array import array
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from potluck.events import Validated
 from potluck.fleet.coordinator_state import CoordinatorState, exact_sum
@@ -10,9 +13,12 @@ from potluck.fleet.effects import Effect, Emit, Send
 from potluck.fleet.ledger import Range
 from potluck.fleet.membership import Look, WorkerPhase, WorkerRecord
 from potluck.wire.messages import Evaluated, EvaluateNext, EvaluateRange
+from potluck.wire.words import clean
 
 MOST_ROWS, MOST_RANGES = 1 << 48, 1 << 20
 """Each range that is done is kept as two numbers until all are: their sum must not depend on their order."""
+MOST_FIGURES, MOST_SUMS = 64, 1 << 22
+"""Of one evaluation, and of all its ranges: those are kept too."""
 MOST_AT_ONE_STEP = 64
 """Sets that one worker may look at in turn without a step between them."""
 MOST_DONE = 4
@@ -30,6 +36,10 @@ class Evaluation:
     rows_done: int = 0
     loss_sums: "array[float]" = field(default_factory=lambda: array("d"))
     samples: "array[float]" = field(default_factory=lambda: array("d"))
+    names: str | None = None
+    """Of all figures, as JSON, once somebody has told them; empty: there is only the loss."""
+    sums: "list[array[float]]" = field(default_factory=list)
+    """Of each figure but the loss."""
     waiting: list[int] = field(default_factory=list)
     """Peers that asked when no range was left."""
     longest_s: float = 0.0
@@ -44,11 +54,25 @@ class Evaluation:
         self.next = min(self.rows, start + self.size)
         return start, self.next
 
-    def add(self, rows: int, loss_sum: float, samples: float, seconds: float) -> None:
+    def is_like(self, ask: EvaluateNext) -> bool:
+        """Whether its figures are those that were told before; or, if none were, such as can be kept."""
+        if self.names is not None:
+            return ask.names == self.names and len(ask.sums) == len(self.sums)
+        if not ask.names:
+            return not len(ask.sums)
+        names = names_in(ask.names)
+        ranges = -(-self.rows // self.size)
+        return len(names) == 1 + len(ask.sums) <= MOST_FIGURES and ranges * len(ask.sums) <= MOST_SUMS
+
+    def add(self, ask: EvaluateNext, seconds: float) -> None:
         """A range that was given to one worker, and to nobody else, is done."""
-        self.rows_done += rows
-        self.loss_sums.append(loss_sum)
-        self.samples.append(samples)
+        if self.names is None:
+            self.names, self.sums = ask.names, [array("d") for _ in ask.sums]
+        self.rows_done += ask.end - ask.start
+        self.loss_sums.append(ask.loss_sum)
+        for kept, told in zip(self.sums, ask.sums, strict=True):
+            kept.append(float(told))
+        self.samples.append(ask.samples)
         self.longest_s = max(self.longest_s, seconds)
 
     @property
@@ -79,8 +103,10 @@ class Evaluations:
         effects: list[Effect] = []
         evaluation = self.open.get(look)
         if evaluation is not None and member.evaluating == (look, ask.start, ask.end):
-            seconds = self.run.clock - member.evaluating_since
-            evaluation.add(ask.end - ask.start, ask.loss_sum, ask.samples, seconds)
+            if not evaluation.is_like(ask):
+                sentence = "EvaluateNext tells of other figures than were told before, or of too many."
+                return self.run.refuse(member.peer, "illegal", sentence)
+            evaluation.add(ask, self.run.clock - member.evaluating_since)
             member.evaluating = None
         else:
             effects = self.give_back(member)
@@ -99,12 +125,15 @@ class Evaluations:
     def _end(self, member: WorkerRecord, look: Look, evaluation: Evaluation) -> list[Effect]:
         step = look[0]
         total, samples = exact_sum(evaluation.loss_sums), exact_sum(evaluation.samples)
-        done = Evaluated(step, total, samples)
+        sums, names = [exact_sum(each) for each in evaluation.sums], evaluation.names or ""
+        done = Evaluated(step, total, samples, names, np.array(sums, "<f8"))
         self.done[look] = done
         for old in list(self.done)[:-MOST_DONE]:
             del self.done[old]
         del self.open[look]
-        validated = Validated(step=self.run.steps.get(step, step), loss=total / samples if samples else math.nan)
+        means = [figure / samples if samples else math.nan for figure in (total, *sums)]
+        metrics = dict(zip(map(clean, names_in(names)), means, strict=True)) if names else {}
+        validated = Validated(step=self.run.steps.get(step, step), loss=means[0], metrics=metrics)
         return [Emit(validated), *(Send(peer, done) for peer in (member.peer, *evaluation.waiting))]
 
     def _give_next(self, member: WorkerRecord, look: Look, evaluation: Evaluation) -> list[Effect]:
@@ -144,3 +173,13 @@ class Evaluations:
             if is_slow or run.is_silent(member):
                 effects += self.give_back(member)
         return effects
+
+
+def names_in(text: str) -> list[str]:
+    """Of figures, as a worker tells them; none where they are no names."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return []
+    is_right = isinstance(found, list) and all(isinstance(name, str) for name in found)
+    return found if is_right and len({*found}) == len(found) else []

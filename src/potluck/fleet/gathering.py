@@ -129,6 +129,8 @@ class Gatherings:
         """Those who are waited for are named; after a while the others continue without them."""
         run, effects = self.run, self.settle()
         for call, found in list(self.open.items()):
+            if any(member.evaluating for member in self.missing(call)):  # its value may depend on what it finds
+                found.last_at = found.told_at = run.clock
             seconds, is_over = run.clock - found.last_at, run.clock - found.last_at > LONG * run.patience_s
             if not is_over and run.clock - found.told_at <= run.patience_s:
                 continue

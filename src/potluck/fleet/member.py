@@ -8,8 +8,8 @@ wait.
 """
 
 import json
-import math
 from collections import deque
+from collections.abc import Sequence
 from enum import Enum, auto
 
 from potluck.errors import ConfigError, Diverged, PotluckError
@@ -35,6 +35,7 @@ from potluck.fleet.member_effects import (
     TellApplied,
 )
 from potluck.wire.messages import (
+    FOR_ALL,
     SAVE,
     Admitted,
     Committed,
@@ -101,6 +102,8 @@ class Member:
         self.wants_stop = False
         self.left = False
         """This worker has left the run, which continues."""
+        self.ends_for_all = False
+        """The loop has found that the run ends where it is, though rows are left; all loops find so."""
         self.is_in = False
         """Since it joined, or joined again: the host has said that its weights are the run's, or has sent it those."""
         self.is_replaying = False
@@ -215,11 +218,11 @@ class Member:
     def _ask_again(self) -> list[MemberEffect]:
         """An evaluation or a gathering that was under way begins anew, or is of weights that are no more."""
         asked: list[MemberEffect] = []
-        if (look := self.evaluation) is not None and look.loss is None:
+        if (look := self.evaluation) is not None and look.is_under_way:
             if look.step == self.version:
                 asked.append(look.ask())
             else:
-                look.loss = math.nan
+                look.end()
         if (values := self.gathering) is not None and values.found is None:
             if values.step == self.version != self._loaded_at:
                 asked.append(values.ask())
@@ -380,17 +383,18 @@ class Member:
         self.evaluation = MemberEvaluation(self.version, rows, size)
         return [self.evaluation.ask()]
 
-    def looked(self, asked: LookAt, total: float, samples: float) -> list[MemberEffect]:
+    def looked(self, asked: LookAt, names: str, figures: Sequence[float], samples: float) -> list[MemberEffect]:
+        """The sum of each figure, the loss first. `names`: as JSON; empty: there is only the loss."""
         assert self.evaluation is not None
-        return [self.evaluation.ask(asked.start, asked.end, total, samples)]
+        return [self.evaluation.ask(asked.start, asked.end, names, figures, samples)]
 
     def _on_evaluation(self, message: EvaluateRange | Evaluated) -> list[MemberEffect]:
         found = self.evaluation
-        if found is None or found.loss is not None or message.step != found.step:
+        if found is None or not found.is_under_way or message.step != found.step:
             return []
         if isinstance(message, EvaluateRange):
             return [LookAt(message.start, message.end)]
-        found.loss = message.loss_sum / message.samples if message.samples else math.nan
+        found.take(message)
         return []
 
     # Values of one's own
@@ -449,7 +453,7 @@ class Member:
 
     def finish(self, now: float) -> list[MemberEffect]:
         """The loop is done; the run ends when all holders of its weights are."""
-        return self._say_goodbye(now, Leave(1, "finished"))
+        return self._say_goodbye(now, Leave(FOR_ALL if self.ends_for_all else 1, "finished"))
 
     def _say_goodbye(self, now: float, leave: Leave) -> list[MemberEffect]:
         self.phase, self._deadline = MemberPhase.LEAVING, now + self.patience_s
@@ -472,8 +476,8 @@ class Member:
     def end(self) -> None:
         self.phase = MemberPhase.OVER
         self.turn += 1
-        if self.evaluation is not None and self.evaluation.loss is None:
-            self.evaluation.loss = math.nan
+        if self.evaluation is not None:
+            self.evaluation.end()
         if self.gathering is not None:
             self.gathering.end()
 

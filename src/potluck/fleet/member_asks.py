@@ -1,24 +1,50 @@
 """What a worker has asked its host for, and waits for: a look at held-out data, or everybody's values. Pure."""
 
 import itertools
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from potluck.fleet.member_effects import SendToHost
-from potluck.wire.messages import EvaluateNext, Gather, Gathered
+from potluck.wire.messages import Evaluated, EvaluateNext, Gather, Gathered
 
 
 @dataclass
 class MemberEvaluation:
-    """An evaluation of this worker's; it is under way until it has a loss."""
+    """An evaluation of this worker's."""
 
     step: int
     rows: int
     size: int
-    loss: float | None = None
+    is_under_way: bool = True
+    names: str = ""
+    """Of figures, as JSON; empty: there is one, the loss."""
+    figures: Sequence[float] = (math.nan,)
+    """The sum of each."""
+    samples: float = 0.0
+    """None: this worker had no part in it."""
 
-    def ask(self, start: int = 0, end: int = 0, total: float = 0.0, samples: float = 0.0) -> SendToHost:
+    def ask(
+        self, start: int = 0, end: int = 0, names: str = "", figures: Sequence[float] = (0.0,), samples: float = 0.0
+    ) -> SendToHost:
         """Asks for the next range, and reports the last one."""
-        return SendToHost(EvaluateNext(self.step, self.rows, self.size, start, end, total, samples))
+        first, *others = figures
+        further = np.array(others, "<f8")
+        return SendToHost(EvaluateNext(self.step, self.rows, self.size, start, end, first, samples, names, further))
+
+    def take(self, done: Evaluated) -> None:
+        self.is_under_way, self.names, self.samples = False, done.names, done.samples
+        self.figures = done.loss_sum, *map(float, done.sums)
+
+    def end(self) -> None:
+        """There will be no answer."""
+        self.is_under_way = False
+
+    @property
+    def loss(self) -> float:
+        return self.figures[0] / self.samples if self.samples else math.nan
 
 
 @dataclass

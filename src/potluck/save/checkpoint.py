@@ -40,6 +40,8 @@ class CheckpointConfig:
     """Steps between two checkpoints; None: only at the end, and on Ctrl-C."""
     keep_last: int = 2
     """How many checkpoints stay; older ones are removed once a newer one is whole."""
+    best: bool = False
+    """Also save whenever the validation loss is the lowest so far; the last such checkpoint stays."""
 
     def __post_init__(self) -> None:
         check_at_least(1, every=self.every, keep_last=self.keep_last)

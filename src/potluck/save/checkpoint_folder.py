@@ -19,20 +19,39 @@ from potluck.files import first_free
 
 FORMAT, FORMAT_IN_PARTS = 1, 2
 """Of a checkpoint with whole tensors; and of one whose files each hold some pieces (sharding/stored.py)."""
+BEST = "best"
+"""In a manifest: the validation loss, of a checkpoint that was saved because it was the best so far."""
 WRITING, LEAVING = ".writing-", ".leaving-"
 _NAME = re.compile(r"step-(\d{8,})(?:-(\d+))?")
 
 
 def prune(folder: Path, keep_last: int, newest: Path) -> None:
-    """Removes all but `newest` and the few before it, and what killed writers left behind.
+    """Removes all but `newest`, the few before it and the best, and what killed writers left behind.
 
     What comes after `newest` stays: it is damaged and was passed over, or not ours.
     """
     standing = found(folder)
-    for path in standing[standing.index(newest) + keep_last :]:
-        _remove(path)
+    first = standing.index(newest)
+    best = best_of(standing[first:])
+    for path in standing[first + keep_last :]:
+        if path != best:
+            _remove(path)
     for leftover in [*folder.glob(f"{WRITING}*"), *folder.glob(f"{LEAVING}*")]:
         shutil.rmtree(leftover, ignore_errors=True)
+
+
+def best_of(standing: list[Path]) -> Path | None:
+    """Of checkpoints, newest first: the last that was the best when it was saved."""
+    return next((path for path in standing if best_loss(path) is not None), None)
+
+
+def best_loss(path: Path) -> float | None:
+    """The validation loss of a checkpoint, if that was the best so far; none if it was not, or the file is damaged."""
+    try:
+        loss = json.loads((path / "manifest.json").read_text(encoding="utf-8"))["body"].get(BEST)
+        return float(loss) if loss is not None else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
 
 
 def newest(folder: Path, pass_over: Callable[[Path, str], None]) -> tuple[Path, dict[str, Any]] | None:

@@ -171,7 +171,7 @@ class Saves:
             checkpoint.ranges(path, standing, checkpoint.MODEL) as model,
             checkpoint.ranges(path, standing, checkpoint.OPTIMIZER) as optimizer,
         ):
-            state.check_model(replica.model.state_dict(), model.specs, str(path))
+            state.check_model(state.own_state(replica.model), model.specs, str(path))
             names = [[replica.names[id(p)] for p in group["params"]] for group in replica.optimizer.param_groups]
             state.check_optimizer(replica.optimizer, names, standing["optimizer"])
             model.check_whole(str(path))

@@ -34,9 +34,9 @@ class Tensors(Protocol):
     def __getitem__(self, name: str, /) -> Tensor: ...
 
 
-def own_state(model: nn.Module) -> dict[str, Tensor]:
+def own_state(model: nn.Module, *, keep_vars: bool = False) -> dict[str, Tensor]:
     """What the model's class gives as its state_dict: a model that is split has another of its own, for a person."""
-    found: dict[str, Tensor] = type(model).state_dict(model)
+    found: dict[str, Tensor] = type(model).state_dict(model, keep_vars=keep_vars)
     return found
 
 
@@ -64,7 +64,7 @@ def load_model(model: nn.Module, source: Ranges) -> None:
     """Tensor by tensor, straight into the model's own memory."""
     own = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
     others: dict[str, Tensor] = {}
-    for name, tensor in model.state_dict().items():
+    for name, tensor in own_state(model).items():
         if name in own and own[name].data_ptr() == tensor.data_ptr() and own[name].shape == tensor.shape:
             source.fill(tensor, name)
         else:  # what a module makes up for its state_dict, it knows to take back

@@ -49,6 +49,8 @@ class Progress:
         self._told = ""
         """The last reason that was said, without its numbers."""
         self._validation: float | None = None
+        self._metrics: dict[str, float] = {}
+        """What else was found at the last validation."""
         self._sums: dict[str, WorkerStep] = {}
         """What each worker did in the whole run, by its name."""
         self._skipped = 0
@@ -73,10 +75,12 @@ class Progress:
                 self.say(f"Step {event.step} was skipped on all workers: {event.reason}.", style="yellow")
             case Validated():
                 self._validation = event.loss
+                self._metrics = {name: value for name, value in event.metrics.items() if name != "loss"}
                 if self._live is not None:
                     self._live.update(self._picture())
                 else:
-                    self.say(f"step {event.step}: validation loss {event.loss:.4f}")
+                    others = "".join(f", {name} {value:.4f}" for name, value in self._metrics.items())
+                    self.say(f"step {event.step}: validation loss {event.loss:.4f}{others}")
             case EpochDone():
                 is_right = event.same_weights and event.used == event.total
                 self.say(event.sentence, style="red" if not is_right else "yellow" if event.not_compared else "green")
@@ -168,6 +172,7 @@ class Progress:
         if last is None:
             return f"step {run.from_step:,}{of_all}, computing the {'next' if run.from_step else 'first'} one"
         validation = f", validation {self._validation:.4f}" if self._validation is not None else ""
+        validation += "".join(f", {name} {value:.4f}" for name, value in self._metrics.items())
         skipped = f", {self._skipped} skipped" if self._skipped else ""
         left = f", {duration(self._left_s())} left" if run.steps_total else ""
         return (

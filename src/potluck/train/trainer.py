@@ -7,9 +7,10 @@
 
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,9 +21,11 @@ from torch.utils.data import DataLoader
 from potluck.data.plan import BatchConfig
 from potluck.data.source import AskedData, held_out, source_of
 from potluck.engine.engine import Engine
+from potluck.engine.look_sums import Figures, loss_of_figures
 from potluck.engine.losses import LossFunction
 from potluck.engine.start import init
-from potluck.errors import ConfigError, PotluckError
+from potluck.engine.weight_average import WeightAverage
+from potluck.errors import ConfigError, Interrupted, PotluckError
 from potluck.events import (
     CheckpointSaved,
     EpochDone,
@@ -35,12 +38,16 @@ from potluck.events import (
     Validated,
 )
 from potluck.save.checkpoint import CheckpointConfig
-from potluck.save.checkpoint_folder import holds_any
+from potluck.save.checkpoint_folder import BEST, best_of, found, holds_any
 from potluck.save.run_folder import hold, make_run_folder
 from potluck.show.progress import Progress
 from potluck.signals import on_interrupt
 from potluck.train.schedule import ScheduleConfig
+from potluck.train.validations import Validations
 from potluck.words import check_at_least, check_at_most, plural, size
+
+VALIDATIONS = "trainer.validations"
+"""Under which fleet.state keeps them: saved, sent to newcomers, and found again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +60,10 @@ class FitConfig:
     """Stop after this many steps, even within an epoch."""
     validate_every: int | None = None
     """Steps between two validations; None: at the end of each epoch."""
+    patience: int | None = None
+    """End the run after this many validations in a row whose loss was not the lowest so far; None: never."""
+    ema: float | None = None
+    """Keep an average of the weights, of which this much stays at each step, such as 0.999, and validate with it."""
     unit: str = "rows"
     """The unit in which the loss function counts samples; it is only shown."""
     schedule: ScheduleConfig | None = None
@@ -68,6 +79,9 @@ class FitConfig:
 
     def __post_init__(self) -> None:
         check_at_least(1, epochs=self.epochs, max_steps=self.max_steps, validate_every=self.validate_every)
+        check_at_least(1, patience=self.patience)
+        if self.ema is not None and not 0 <= self.ema < 1:
+            raise ValueError(f"ema must be at least 0 and below 1, such as 0.999, not {self.ema}")
         check_at_most("epochs", self.epochs, 10**6, "to end a run after some steps, set fit.max_steps")
         check_at_most("max_steps", self.max_steps, 10**12, "leave it out for no limit but the epochs")
         if not 0 <= self.seed < 1 << 63:
@@ -84,6 +98,12 @@ class Summary:
     seconds: float = 0.0
     loss: float | None = None
     validation_loss: float | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    """The figures of the last validation, where its function gave names."""
+    best_loss: float | None = None
+    """The lowest validation loss."""
+    best: Path | None = None
+    """Its checkpoint, if checkpoint.best was asked for; under a host it is in the host's folder."""
     skipped: int = 0
     checkpoint: Path | None = None
     epochs: list[str] = field(default_factory=list)
@@ -94,7 +114,7 @@ class Summary:
             case StepDone():
                 self.loss = event.loss
             case Validated():
-                self.validation_loss = event.loss
+                self.validation_loss, self.metrics = event.loss, event.metrics
             case EpochDone():
                 self.epochs.append(event.sentence)
                 if event.used != event.total:
@@ -109,6 +129,10 @@ class Trainer:
         Trainer(model, optimizer, dataset, loss=loss_of, batch_size=32, folder="runs/mine").fit()
 
     `loss(model, batch)` gives the mean loss over the batch's rows, or (mean, samples) to count something else.
+    `validate(model, batch)` gives what is wanted of the `validation` rows: a loss, or a dictionary of means by name,
+    such as {"loss": ..., "accuracy": ...}; without it that is the loss.
+    `callbacks` are functions that hear every event of the run (potluck.events) on every worker. One may call
+    engine.request_stop(), which stops the run as Ctrl-C does; one that fails ends it.
     `batch_size` is the rows of one step over all workers together. `engine` is the handle that init() returned;
     without one, the trainer calls init().
     """
@@ -123,8 +147,10 @@ class Trainer:
         batch_size: int | BatchConfig | None = None,
         folder: str | Path,
         validation: Any = None,
+        validate: LossFunction | None = None,
         collate: Callable[[list[Any]], Any] | None = None,
         rows: int | None = None,
+        callbacks: Sequence[Listener] = (),
         engine: Engine | None = None,
         config: FitConfig = FitConfig(),
     ) -> None:
@@ -132,6 +158,7 @@ class Trainer:
         self._caller = self.engine.run.caller
         self._caller.has_trainer = True
         self.loss = loss
+        self.validate = validate or loss
         self.folder = Path(folder)
         self.config = config
         batch = _batch(batch_size, has_own=isinstance(dataset, DataLoader))
@@ -160,9 +187,17 @@ class Trainer:
             self._caller.training |= {f"schedule.{name}": value for name, value in told.items()}
         self._caller.rows_limit = self.rows_total
         self.summary = Summary(self.folder)
+        self.average = (
+            WeightAverage(self.engine.run, config.ema, self.engine.lifecycle.as_agreed)
+            if config.ema is not None
+            else None
+        )
+        self.callbacks = callbacks
+        self._validations = Validations()
+        self.engine.run.on_stand.append(self._take_validations)
+        self.engine.run.standing_of.append(self._best_standing)
         self._validated_at = self._caller.memo.get("validated_at", -1)
         self._saved_at = self._caller.memo.get("saved_at", -1)
-        self._looked_at = self.engine.step_number
 
     @property
     def checkpoints(self) -> Path:
@@ -227,6 +262,8 @@ class Trainer:
     @property
     def _is_over(self) -> bool:
         steps, epochs = self.engine.step_number, self._loader.position.epoch
+        if self._has_stopped_early:
+            return True
         return epochs >= self.config.epochs or steps >= (self.config.max_steps or steps + 1)
 
     def _length(self) -> tuple[int, int]:
@@ -257,35 +294,76 @@ class Trainer:
             group.update(given)
         self.steps_total, self.rows_total = self._length()
         self._caller.rows_limit = self.rows_total
-        self._saved_at = self._looked_at = self.engine.step_number
+        self._saved_at = self.engine.step_number
         self.summary.checkpoint = self.engine.run.loaded_from
         return True
 
     def _after_agreement(self) -> None:
         """On every worker alike, so that what follows may talk to the others."""
-        if self.engine.lifecycle.is_replaying:
-            return
         at_end_of_epoch = self._loader.position.row == self._loader.rows
         every = self.config.validate_every
         if not self.engine.stopping and (at_end_of_epoch if every is None else self._has_passed(every)):
             self._validate()
+        if self.engine.lifecycle.is_replaying and not self._has_stopped_early:
+            return
         if self.config.checkpoint.every is not None and self._has_passed(self.config.checkpoint.every):
             self._save()
-        self._looked_at = self.engine.step_number
         if self._is_over:
             self.engine.run.stopping = True
 
     def _has_passed(self, every: int) -> bool:
-        """Whether a multiple of it came since the last look: there may be several steps between two."""
-        return self.engine.step_number // every > self._looked_at // every
+        """Whether a multiple of it came since the last agreement: there may be several steps between two."""
+        return self.engine.step_number // every > self.engine.run.steps_before // every
 
     def _validate(self) -> None:
         looked_at = self._validation
         if looked_at is None or not len(looked_at.rows) or self._validated_at == self.engine.step_number:
             return
         self._validated_at = self._caller.memo["validated_at"] = self.engine.step_number
-        loss = self.engine.evaluate(self.loss, looked_at)
-        self.engine.events.emit(Validated(step=self.engine.step_number, loss=loss))
+        is_best = False
+        if not self.engine.lifecycle.is_replaying:
+            is_best = self._look()
+        if self.engine.is_led:  # a newcomer has missed what the others found while it caught up
+            self._validations.follow(_rows_of(self.engine.gather(asdict(self._validations))))
+        self.engine.state[VALIDATIONS] = asdict(self._validations)
+        self.summary.best_loss = self._validations.best
+        if is_best and self.config.checkpoint.best:
+            self._save()
+        if self._has_stopped_early:
+            self._tell_of_early_end()
+
+    def _look(self) -> bool:
+        """Whether the loss is the lowest so far."""
+        looked: Figures = self.engine.evaluate(self.validate, self._validation)
+        metrics = looked if isinstance(looked, dict) else {}
+        step, loss = self.engine.step_number, loss_of_figures(looked)
+        self.engine.events.emit(Validated(step=step, loss=loss, metrics=metrics))
+        return self._validations.take(step, loss)
+
+    @property
+    def _has_stopped_early(self) -> bool:
+        return self._validations.is_out_of(self.config.patience)
+
+    def _tell_of_early_end(self) -> None:
+        found, engine = self._validations, self.engine
+        engine.lifecycle.end_for_all()
+        engine.run.notice(
+            f"Stopped after step {engine.step_number:,}: of the last {plural(found.since_best, 'validation')} none was"
+            f" better than {found.best:.4f}, at step {found.best_step:,}."
+        )
+
+    def _take_validations(self) -> None:
+        """The run was put somewhere else."""
+        known = self.engine.state.get(VALIDATIONS, {})
+        self._validations = Validations(**known)
+        if known:
+            self.summary.best_loss = self._validations.best
+
+    def _best_standing(self) -> dict[str, float]:
+        """What a checkpoint says of itself, if it is of the best weights so far."""
+        found = self._validations
+        is_best = self.config.checkpoint.best and found.best_step == self.engine.step_number
+        return {BEST: found.best} if is_best else {}
 
     def _save(self) -> None:
         if self._saved_at != self.engine.step_number:
@@ -311,6 +389,8 @@ class Trainer:
         summary, engine = self.summary, self.engine
         summary.steps, summary.rows_seen = engine.step_number, engine.rows_seen
         summary.seconds, summary.skipped = seconds, engine.skipped
+        if engine.lifecycle.keeps_folder:
+            summary.best = best_of(found(self.checkpoints))
         engine.events.emit(
             RunEnded(
                 reason=reason,
@@ -330,6 +410,7 @@ class Trainer:
         with ExitStack() as stack:
             stack.callback(listeners.__setitem__, slice(None), list(listeners))
             listeners.append(self.summary)
+            listeners += [partial(_call, callback) for callback in self.callbacks]
             if self.engine.lifecycle.keeps_folder:
                 listeners += self._open_folder(stack, resume=resume)
             if self.config.progress and self.engine.run.speaks:
@@ -351,6 +432,23 @@ class Trainer:
         if self.config.tensorboard:
             opened.append(_tensorboard(self.folder))
         return opened
+
+
+def _rows_of(columns: dict[str, list[Any]]) -> list[dict[str, Any]]:
+    """What each worker gave."""
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+def _call(callback: Listener, event: Event) -> None:
+    try:
+        callback(event)
+    except (PotluckError, Interrupted):
+        raise
+    except Exception as error:
+        name = getattr(callback, "__name__", type(callback).__name__)
+        raise PotluckError(
+            f"The callback {name} failed when it heard of {type(event).__name__}: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _check_room(folder: Path, needed_bytes: int) -> None:
@@ -387,7 +485,8 @@ def _tensorboard(folder: Path) -> Callable[[Event], None]:
                 for name in ("loss", "lr", "grad_norm"):
                     writer.add_scalar(f"train/{name}", getattr(event, name), event.step)
             case Validated():
-                writer.add_scalar("validation/loss", event.loss, event.step)
+                for name, value in ({"loss": event.loss} | event.metrics).items():
+                    writer.add_scalar(f"validation/{name}", value, event.step)
             case RunEnded():
                 writer.close()
 

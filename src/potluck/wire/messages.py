@@ -12,10 +12,12 @@ from typing import Annotated, Any, dataclass_transform, get_args, get_type_hints
 import numpy as np
 import numpy.typing as npt
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Of our own messages: a Hello says which one its sender speaks."""
 TOO_SOON = 5
 """The code of a Refusal after which a worker waits, and comes again."""
+FOR_ALL = 2
+"""Leave.finished of a worker whose run ends where it is, though rows are left."""
 SAVE = 0
 """The transfer that is a checkpoint for the host's disk; all others are for newcomers."""
 
@@ -275,7 +277,8 @@ class Applied(Message):
 
 
 class Leave(Message):
-    """worker -> coordinator. `finished`: I have done all that I was to do, and the run is over once all have."""
+    """worker -> coordinator. `finished`: 1: I have done all that I was to do, and the run is over once all have. 2: so
+    it is here, though rows are left: no other step is taken."""
 
     finished: U8
     reason: String
@@ -292,6 +295,10 @@ class EvaluateNext(Message):
     """The range that was done; start == end: none yet."""
     loss_sum: F64
     samples: F64
+    names: String = ""
+    """Of all figures, the loss first, as JSON; empty: there is only the loss."""
+    sums: F64s = field(default_factory=lambda: np.zeros(0, "<f8"))
+    """Of the other figures, in the order of their names."""
 
 
 class EvaluateRange(Message):
@@ -308,6 +315,8 @@ class Evaluated(Message):
     step: U64
     loss_sum: F64
     samples: F64
+    names: String = ""
+    sums: F64s = field(default_factory=lambda: np.zeros(0, "<f8"))
 
 
 class SaveDue(Message):

@@ -39,6 +39,9 @@ from tests.fleet.virtual.toy import (
 if TYPE_CHECKING:
     from tests.fleet.virtual.fleet import Fleet
 
+NAMES = '["loss", "two"]'
+"""Of what it finds where it looks at held-out rows."""
+
 
 class Worker(Client):
     def __init__(self, fleet: "Fleet", name: str, **options: Any) -> None:
@@ -224,7 +227,8 @@ class Worker(Client):
                     yield from self._at("evaluating", self.state.step)
                     yield Sleep(self.slice_s)
                     rows = float(effect.end - effect.start)
-                    yield from self._do(self.member.looked(effect, validation_of(effect.start, effect.end), rows))
+                    figures = [validation_of(effect.start, effect.end), 2 * rows]
+                    yield from self._do(self.member.looked(effect, NAMES, figures, rows))
 
     def _present(self) -> Life:
         yield from self._at("joined", self.state.step + 1)
@@ -349,10 +353,11 @@ class Worker(Client):
         yield from self._do(self.member.evaluate(VALIDATION_ROWS, VALIDATION_SIZE))
         evaluation = self.member.evaluation
         assert evaluation is not None
-        while evaluation.loss is None:
+        while evaluation.is_under_way:
             yield from self._pump()
-        if not math.isnan(evaluation.loss):
+        if evaluation.samples:
             self.validated[step] = evaluation.loss
+            assert (evaluation.names, evaluation.figures[1]) == (NAMES, 2 * evaluation.samples)
 
     def _gather(self) -> Life:
         step = self.state.step

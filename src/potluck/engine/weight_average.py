@@ -1,0 +1,83 @@
+"""WeightAverage: an exponential moving average of the weights, of whatever part of them this worker's optimizer has.
+
+It is kept where an outer optimizer keeps what it knows of each parameter (outer_state.py), so checkpoints, newcomers
+and any way to split a model carry it. It follows the weights that all agree on, and so is the same on all workers.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+from torch import Tensor
+
+from potluck.engine.outer_state import AVERAGE
+from potluck.engine.run_state import RunState
+from potluck.errors import ConfigError
+
+
+class WeightAverage:
+    def __init__(self, run: RunState, decay: float, as_agreed: Callable[[], AbstractContextManager[None]]) -> None:
+        """`as_agreed`: the model as all agreed on it last, also where this worker is ahead of that."""
+        window = run.composition.window
+        if window is not None and window.overlap and not run.wanted.has_host:
+            raise ConfigError(
+                "fit.ema follows weights that all workers agree on, and with policy.overlap their replicas are never"
+                " equal within a group. Switch overlap off, or start the run with potluck host."
+            )
+        self._run = run
+        self._decay = decay
+        self._as_agreed = as_agreed
+        self._is_applied = False
+        replica = run.prepared()
+        optimizer, outer = replica.optimizer, replica.outer
+        trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        self._tensors: list[Tensor] = [parameter.data for parameter in trained]
+        self._averages = [tensor.float() if tensor.dtype.itemsize < 4 else tensor.clone() for tensor in self._tensors]
+        self._names = [outer.names.get(id(parameter), "") for parameter in trained]
+        for name, average in zip(self._names, self._averages, strict=True):
+            outer.kept.setdefault(name, {})[AVERAGE] = average
+        self._step = run.step_number
+        run.on_stand.append(self._stand)
+        run.after_agreement.insert(0, self._follow)
+        run.looks_with = self.applied
+
+    @torch.no_grad()
+    def _follow(self) -> None:
+        """By all the steps since the last agreement at once, of which only the last has weights that all agree on."""
+        run = self._run
+        steps, self._step = run.step_number - self._step, run.step_number
+        if steps <= 0:
+            return
+        keep = self._decay**steps
+        with self._as_agreed():
+            for average, tensor in zip(self._averages, self._tensors, strict=True):
+                # One operation at a time: a fused one rounds otherwise on some devices.
+                average.mul_(keep).add_(tensor.to(average.dtype) * (1 - keep))
+
+    @torch.no_grad()
+    def _stand(self) -> None:
+        """The run was put somewhere else: with what was saved of it, or where nothing was, from the weights there."""
+        loaded = self._run.prepared().outer.loaded
+        for name, average, tensor in zip(self._names, self._averages, self._tensors, strict=True):
+            average.copy_(loaded.get(name, {}).pop(AVERAGE, tensor))
+        self._step = self._run.step_number
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """The averages in the weights' place. Of a model that is split, on every rank alike."""
+        if self._is_applied:
+            yield
+            return
+        replica = self._run.prepared()
+        with torch.no_grad():
+            own = [tensor.clone() for tensor in self._tensors]
+            torch._foreach_copy_(self._tensors, self._averages)
+            replica.on_parts_written()
+        self._is_applied = True
+        try:
+            yield
+        finally:
+            self._is_applied = False
+            with torch.no_grad():
+                torch._foreach_copy_(self._tensors, own)
+                replica.on_parts_written()

@@ -1,0 +1,35 @@
+"""What a run's validations have come to so far: the best one, and how many were not better since. Pure."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass
+class Validations:
+    count: int = 0
+    best: float = math.nan
+    best_step: int = -1
+    since_best: int = 0
+    """Validations since the best one."""
+    last_step: int = -1
+
+    def take(self, step: int, loss: float) -> bool:
+        """Whether it is the best so far."""
+        if step == self.last_step:  # a run that was resumed at its end looks once more
+            return False
+        self.count, self.last_step = self.count + 1, step
+        is_best = loss < self.best or (math.isnan(self.best) and not math.isnan(loss))
+        self.since_best = 0 if is_best else self.since_best + 1
+        if is_best:
+            self.best, self.best_step = loss, step
+        return is_best
+
+    def is_out_of(self, patience: int | None) -> bool:
+        return patience is not None and self.since_best >= patience
+
+    def follow(self, others: list[dict[str, Any]]) -> None:
+        """Of several that were told, the one that has seen the most: a newcomer may have missed some."""
+        seen = max(others, key=lambda other: other["count"])
+        if seen["count"] > self.count:
+            self.__dict__.update(seen)
