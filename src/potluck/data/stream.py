@@ -206,8 +206,8 @@ class StreamRows(Dataset[Any]):
             # Such as those of a stream that fills its buffer of shuffled rows anew.
             self._trusts_states, self._begun_by_state = False, None
             self.notice(
-                "The state of the stream does not lead back to the same rows, as where it fills a buffer anew. It is read"
-                " from the beginning of its pass instead."
+                "The state of the stream does not lead back to the same rows, as where it fills a buffer anew. It is"
+                " read from the beginning of its pass instead."
             )
             for each in self._marks.values():
                 each.state = None
