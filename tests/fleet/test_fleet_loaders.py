@@ -12,6 +12,7 @@ from torch import nn
 
 from tests.fleet.fleet import Fleet, assert_same
 from tests.parity import test_any_loader as loaders
+from tests.parity import test_any_stream as streams
 
 
 def loop(kind: str, fleet: Any) -> nn.Module:
@@ -26,6 +27,17 @@ def loop(kind: str, fleet: Any) -> nn.Module:
 
 def by_length(fleet: Any) -> nn.Module:
     return loop("by length", fleet)
+
+
+def streaming(fleet: Any) -> nn.Module:
+    model, optimizer = streams.make()
+    options = {"batch_size": streams.BATCH, "collate": streams.collate, "slices": 4}
+    model, _, loader = fleet.prepare(model, optimizer, streams.make_stream("shuffling", ""), **options)
+    for _ in fleet.epochs(streams.EPOCHS):
+        for batch in loader:
+            fleet.train(streams.loss_of, batch)
+            fleet.step()
+    return model
 
 
 def weighted(fleet: Any) -> nn.Module:
@@ -49,11 +61,18 @@ def ended(fleet: Fleet) -> list[float]:
         fleet.close()
 
 
-@pytest.mark.parametrize("kind", ["by length"])
+KINDS: dict[str, tuple[Any, Any, str]] = {
+    "a sampler of batches": (by_length, lambda: loaders.plain("by length"), "56 places in the sampler's order"),
+    "a stream": (streaming, lambda: streams.plain("shuffling", ""), "44 places of the stream"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_two_joiners_and_a_kill_have_the_losses_of_one_process(kind: str, tmp_path: Path) -> None:
-    expected = loaders.plain(kind)
+    job, plain, places = KINDS[kind]
+    expected = plain()
     fleet = Fleet(tmp_path)
-    options = {"job": by_length, "steps": len(expected)}
+    options = {"job": job, "steps": len(expected)}
     fleet.add("stays", hold_at=4, **options)
     killed = fleet.add("killed", hold_at=8, hold_for="never", **options)
     fleet.let_in("killed")
@@ -63,7 +82,7 @@ def test_two_joiners_and_a_kill_have_the_losses_of_one_process(kind: str, tmp_pa
     assert ended(fleet) == pytest.approx(expected, abs=2e-6)
     proofs = [event.sentence for event in fleet.events if type(event).__name__ == "EpochDone"]
     assert len(proofs) == loaders.EPOCHS
-    assert all("each of the 56 places in the sampler's order was used exactly once" in proof for proof in proofs)
+    assert all(f"each of the {places} was used exactly once" in proof for proof in proofs)
 
 
 def test_a_joiner_whose_sampler_gives_another_order_is_told(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """A DataLoader of torch given to prepare(): the losses are those of one process that iterates over it."""
 
 import itertools
+import multiprocessing
 import os
 import random
 from collections.abc import Iterator
@@ -112,6 +113,7 @@ def plain(kind: str) -> list[float]:
 def train(
     kind: str, strategy: Any = potluck.NoShard(), policy: Any = potluck.Sync(), folder: str = "", stop_at: int = 0
 ) -> dict[str, Any]:
+    multiprocessing.set_start_method("fork", force=True)  # as it is where no fork server started us
     with potluck.init(policy, strategy, patience_s=30) as fleet:
         model, optimizer = make()
         model, _, loader = fleet.prepare(model, optimizer, make_loader(kind))

@@ -21,7 +21,7 @@ from torch.utils.data import (
 from potluck.data.loader import Loader
 from potluck.data.order import EMPTY, SamplerOrder
 from potluck.data.plan import BatchConfig, BatchShare
-from potluck.data.source import held_out, source_of
+from potluck.data.source import AskedData, held_out, source_of
 from potluck.errors import ConfigError
 
 CPU = torch.device("cpu")
@@ -136,7 +136,7 @@ def test_without_a_generator_each_epoch_has_an_order_of_its_own_which_the_seed_d
     def orders(seed: int) -> list[list[int]]:
         torch.manual_seed(random.randrange(1000))
         made = DataLoader(data(), 4, shuffle=True)
-        return [source_of(made, seed=seed).order.of(epoch, seed).tolist() for epoch in range(3)]
+        return [source_of(made, AskedData(seed=seed)).order.of(epoch, seed).tolist() for epoch in range(3)]
 
     first = orders(0)
     assert first == orders(0) != orders(1) and len({tuple(order) for order in first}) == 3
@@ -178,12 +178,15 @@ class Odd(Sampler[Any]):
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "two sizes": (lambda: source_of(DataLoader(data(), 4), batch_size=5), r"batch_size = 5 .* batches of 4"),
+    "two sizes": (lambda: source_of(DataLoader(data(), 4), AskedData(batch_size=5)), r"batch_size = 5 .* batches of 4"),
     "distributed": (
         lambda: source_of(DataLoader(data(), 4, sampler=DistributedSampler(data(), 2, 0))),
         "DistributedSampler, which gives each worker a part",
     ),
-    "two collates": (lambda: source_of(DataLoader(data(), 4, collate_fn=list), collate=tuple), "Leave one of them out"),
+    "two collates": (
+        lambda: source_of(DataLoader(data(), 4, collate_fn=list), AskedData(collate=tuple)),
+        "Leave one of them out",
+    ),
     "nothing": (lambda: source_of(DataLoader(data(), 40, drop_last=True)), "gives no batch"),
     "one by one": (lambda: source_of(DataLoader(data(), batch_size=None)), "gives rows one by one"),
     "words": (lambda: source_of(DataLoader(data(), 2, sampler=Odd(["a", "b"]))), "strs, and rows are found by whole"),
@@ -207,9 +210,9 @@ def test_what_cannot_be_is_refused_in_a_sentence(name: str) -> None:
 
 
 def test_sizes_are_agreed_on_and_rows_counted_from_the_end_are_rows() -> None:
-    assert source_of(DataLoader(data(), 4), batch_size=4).batch_size == 4
+    assert source_of(DataLoader(data(), 4), AskedData(batch_size=4)).batch_size == 4
     assert source_of(DataLoader(data(), 40)).batch_size == 40
-    assert source_of(DataLoader(data(), batch_size=None), batch_size=6).batch_size == 6
+    assert source_of(DataLoader(data(), batch_size=None), AskedData(batch_size=6)).batch_size == 6
     order = source_of(DataLoader(data(), 2, sampler=Odd([torch.tensor(0), -1]))).order
     assert order.of(0, 0).tolist() == [0, ROWS - 1]
 

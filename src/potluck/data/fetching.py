@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
+from potluck.data.rows import BatchWithNews
 from potluck.errors import ConfigError, PotluckError
 
 Request = list[int]
@@ -68,7 +69,7 @@ class Fetcher:
         with _in_words():
             started = iter(self._loader)  # from here on they read
             _keep_quiet(started)
-        return _guarded(started)
+        return self._guarded(started)
 
     def close(self) -> None:
         """Ends the processes."""
@@ -94,15 +95,17 @@ class Fetcher:
             persistent_workers=True,  # what is wanted may change, and they must not start anew
         )
 
-
-def _guarded(batches: Iterator[Any]) -> Iterator[Any]:
-    while True:
-        with _in_words():
-            try:
-                batch = next(batches)
-            except StopIteration:
-                return
-        yield batch
+    def _guarded(self, batches: Iterator[Any]) -> Iterator[Any]:
+        while True:
+            with _in_words():
+                try:
+                    batch = next(batches)
+                except StopIteration:
+                    return
+            if isinstance(batch, BatchWithNews):
+                self._batches.dataset.learn(batch.news)  # type: ignore[attr-defined]
+                batch = batch.batch
+            yield batch
 
 
 @contextmanager

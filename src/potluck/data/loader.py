@@ -11,12 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from potluck.agree.terms import Fingerprint
 from potluck.agree.turns import Turns
 from potluck.data.fetching import Fetcher, Request
 from potluck.data.order import EMPTY
 from potluck.data.plan import BatchConfig, BatchShare, MicroBatch, Position, plan_step
 from potluck.data.rows import Batches, arrived, is_plain, mix, seed_everything
-from potluck.data.source import Collate, source_of
+from potluck.data.source import AskedData, Collate, source_of
+from potluck.data.stream import StreamRows
 from potluck.errors import ConfigError
 
 
@@ -37,7 +39,7 @@ class Loader:
         collate: Collate = None,
     ) -> None:
         """`dataset`: anything that source_of() takes."""
-        source = source_of(dataset, batch_size=batch.size, collate=collate, seed=seed)
+        source = source_of(dataset, AskedData(batch_size=batch.size, collate=collate, seed=seed))
         self.dataset = source.dataset
         self.collate = source.collate
         self.order = source.order
@@ -210,6 +212,22 @@ class Loader:
         for start, end in self.position.left:
             is_left[start:end] = True
         return torch.cat([order[~is_left], order[is_left]])
+
+    def saved_stream(self) -> list[list[Any]]:
+        """What a checkpoint keeps of a stream; of other data nothing."""
+        if not isinstance(self.dataset, StreamRows):
+            return []
+        left = self._order()[self.position.row :]
+        return self.dataset.saved(int(left.min()) if len(left) else (self.position.epoch + 1) * self.rows)
+
+    def restore_stream(self, saved: list[list[Any]]) -> None:
+        if isinstance(self.dataset, StreamRows):
+            self.dataset.seed = self.seed
+            self.dataset.restore(saved)
+
+    def seen(self) -> Fingerprint:
+        """Of a stream: the content of some rows of this epoch, as this worker has read them."""
+        return self.dataset.seen(self.position.epoch) if isinstance(self.dataset, StreamRows) else {}
 
     def digest_of_next(self) -> str:
         """Of the next epoch's order; empty where the seed says it all, and where it cannot be."""

@@ -24,6 +24,14 @@ class UnreadableBatch:
     sentence: str
 
 
+@dataclass(frozen=True, slots=True)
+class BatchWithNews:
+    """A batch from a process that fetches, and what reading it has shown of a stream."""
+
+    batch: Any
+    news: list[Any]
+
+
 class Batches(Dataset[Any]):
     """A batch for each list of rows. `seeded`: the first of a list is the seed of what reading the others draws.
 
@@ -34,9 +42,15 @@ class Batches(Dataset[Any]):
         self.dataset, self.collate, self.seeded = dataset, collate, seeded
 
     def __getitem__(self, rows: list[int]) -> Any:
-        if self.seeded:
-            seed_everything(rows[0])
-        return self.read(rows[1:] if self.seeded else rows)
+        if not self.seeded:
+            return self.read(rows)
+        seed_everything(rows[0])
+        try:
+            batch = self.read(rows[1:])
+        except PotluckError as error:  # in another process, torch would wrap it
+            batch = UnreadableBatch(str(error))
+        news: list[Any] = getattr(self.dataset, "take_news", list)()
+        return BatchWithNews(batch, news) if news else batch
 
     def read(self, rows: list[int]) -> Any:
         return read_batch(self.dataset, rows, self.collate)

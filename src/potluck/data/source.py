@@ -4,7 +4,7 @@ A map-style dataset, tensors, or a DataLoader of torch, whose parts are taken ov
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.utils.data import DataLoader, Subset, default_collate
@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Subset, default_collate
 from potluck.data.fetching import FetchOptions
 from potluck.data.order import EMPTY, Order, SamplerOrder, Shuffled
 from potluck.data.rows import as_dataset
+from potluck.data.stream import StreamOrder, StreamRows, is_stream, length_of
 from potluck.errors import ConfigError
 
 Collate = Callable[[list[Any]], Any] | None
@@ -30,52 +31,104 @@ class DataSource:
     fetching: FetchOptions = FetchOptions()
 
 
-def source_of(
-    data: Any, *, batch_size: int | None = None, collate: Collate = None, fetchers: int = 0, seed: int = 0
-) -> DataSource:
-    """From what a caller has, and says beside it. `seed`: for an order that takes none from elsewhere."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AskedData:
+    """What a caller says beside the data."""
+
+    batch_size: int | None = None
+    collate: Collate = None
+    fetchers: int = 0
+    seed: int = 0
+    """For an order that takes none from elsewhere, and for what a stream draws."""
+    rows: int | None = None
+    """Of a stream: how many are an epoch."""
+    notice: Callable[[str], None] = lambda sentence: None
+
+
+def source_of(data: Any, asked: AskedData = AskedData()) -> DataSource:
     if isinstance(data, DataSource):
         return data
     if isinstance(data, DataLoader):
-        return _of_loader(data, batch_size, collate, fetchers, seed)
+        return _of_loader(data, asked)
+    if is_stream(data):
+        return _of_stream(data, asked)
+    _check_no_stream(asked)
     dataset = as_dataset(data)
+    size, fetchers = asked.batch_size or 0, asked.fetchers
     order = Shuffled(len(dataset))
-    return DataSource(dataset=dataset, order=order, collate=collate, batch_size=batch_size or 0, fetchers=fetchers)
+    return DataSource(dataset=dataset, order=order, collate=asked.collate, batch_size=size, fetchers=fetchers)
 
 
-def _of_loader(
-    loader: "DataLoader[Any]", batch_size: int | None, collate: Collate, fetchers: int, seed: int
-) -> DataSource:
-    dataset = as_dataset(loader.dataset)
-    own = loader.collate_fn if loader.collate_fn is not default_collate and loader.batch_sampler is not None else None
+def _check_no_stream(asked: AskedData) -> None:
+    if asked.rows is not None:
+        raise ConfigError("rows= says how many rows of a stream are an epoch. A dataset has the rows that it has.")
+
+
+def _of_stream(stream: Any, asked: AskedData, *, drops_last: bool = False) -> DataSource:
+    """`drops_last`: an epoch ends before a batch that is not whole."""
+    if asked.rows is not None and asked.rows < 1:
+        raise ConfigError(f"rows= is how many rows of the stream are an epoch, at least 1, not {asked.rows}.")
+    rows, size = asked.rows or length_of(stream, asked.notice), asked.batch_size or 0
+    if drops_last and size:
+        rows -= rows % size
+    if not rows:
+        raise ConfigError("The stream gives no row, or fewer than one batch.")
+    # Another worker's part of a step may become this one's: as much is kept.
+    dataset = StreamRows(stream, rows, is_endless=asked.rows is not None, seed=asked.seed, keep=max(1, 2 * size))
+    return DataSource(
+        dataset=dataset,
+        order=StreamOrder(stream, rows),
+        collate=asked.collate,
+        batch_size=size,
+        fetchers=min(1, asked.fetchers),  # it can only be read in turn
+    )
+
+
+def _of_loader(loader: "DataLoader[Any]", asked: AskedData) -> DataSource:
+    batch_size, collate, fetchers = asked.batch_size, asked.collate, asked.fetchers or loader.num_workers
+    has_batches = loader.batch_size is not None or loader.batch_sampler is not None
+    own = loader.collate_fn if loader.collate_fn is not default_collate and has_batches else None
     if own is not None and collate is not None and own is not collate:
         raise ConfigError("The DataLoader has a collate_fn, and collate= was given too. Leave one of them out.")
-    order = SamplerOrder(loader, len(dataset), seed)
+    asked = replace(asked, collate=collate or own, fetchers=fetchers)
+    if is_stream(loader.dataset):
+        if loader.batch_size is not None:
+            asked = replace(asked, batch_size=_agreed_size(loader.batch_size, batch_size))
+        elif not batch_size:
+            raise ConfigError(ONE_BY_ONE)
+        found = _of_stream(loader.dataset, asked, drops_last=loader.drop_last)
+        return replace(found, fetching=FetchOptions.of(loader))
+    _check_no_stream(asked)
+    dataset = as_dataset(loader.dataset)
+    order = SamplerOrder(loader, len(dataset), asked.seed)
     size = order.batch if loader.batch_sampler is not None else 0
     if not order.rows:
         raise ConfigError(
             "The DataLoader gives no batch: its dataset or sampler is empty, or drop_last leaves out the only one."
         )
     if not size and not batch_size:
-        raise ConfigError(
-            "The DataLoader has batch_size=None, and gives rows one by one. Give it a batch_size, or give one to"
-            " prepare(): the rows of one step over all workers together."
-        )
-    size = _agreed_size(loader, size, batch_size) if size else batch_size or 0
+        raise ConfigError(ONE_BY_ONE)
+    if size:  # an epoch of one short batch does not say how large they are
+        told = getattr(loader.batch_sampler, "batch_size", None)
+        size = told if isinstance(told, int) and told > size else size
+    size = _agreed_size(size, batch_size) if size else batch_size or 0
     return DataSource(
         dataset=dataset,
         order=order,
-        collate=collate or own,
+        collate=asked.collate,
         batch_size=size,
-        fetchers=fetchers or loader.num_workers,
+        fetchers=fetchers,
         fetching=FetchOptions.of(loader),
     )
 
 
-def _agreed_size(loader: "DataLoader[Any]", size: int, given: int | None) -> int:
-    """`size`: of its largest batch, which an epoch of one short batch does not say."""
-    told = getattr(loader.batch_sampler, "batch_size", None)
-    size = told if isinstance(told, int) and told > size else size
+ONE_BY_ONE = (
+    "The DataLoader has batch_size=None, and gives rows one by one. Give it a batch_size, or give one to prepare(): the"
+    " rows of one step over all workers together."
+)
+
+
+def _agreed_size(size: int, given: int | None) -> int:
     if given and given != size:
         raise ConfigError(
             f"batch_size = {given:,} was given, and the DataLoader has batches of {size:,}. Both are the rows of one"
@@ -98,12 +151,14 @@ def held_out(data: Any, batch_size: int | None, collate: Collate = None) -> Held
     """`collate`: of the data that are trained on, for data that say nothing of one."""
     if isinstance(data, HeldOut):
         return data
-    source = source_of(data, batch_size=batch_size if not isinstance(data, DataLoader) else None)
+    source = source_of(data, AskedData(batch_size=batch_size if not isinstance(data, DataLoader) else None))
     size = batch_size or source.batch_size
     if not size:
         raise ConfigError("evaluate() needs a batch_size: how many rows go through the models of all workers at once.")
     rows = source.dataset
     if isinstance(data, DataLoader):
+        collate = source.collate
+    if isinstance(data, DataLoader) and not isinstance(rows, StreamRows):
         order = source.order.of(0, 0)
         rows, collate = Subset(rows, order[order != EMPTY].tolist()), source.collate
     return HeldOut(rows=rows, batch_size=size, collate=collate)

@@ -33,7 +33,7 @@ from potluck.agree.policy import ApplyPolicy, Sync
 from potluck.composition import Wanted, check_data, compose, settled
 from potluck.data.loader import Loader
 from potluck.data.plan import BatchConfig
-from potluck.data.source import DataSource, held_out, source_of
+from potluck.data.source import AskedData, DataSource, held_out, source_of
 from potluck.engine import own_values
 from potluck.engine.compiling import Compiling, expect_any_rows
 from potluck.engine.engine_parts import EngineParts, over_group
@@ -102,6 +102,7 @@ class Engine:
         fetchers: int = 0,
         slices: int | None = None,
         collate: Callable[[list[Any]], Any] | None = None,
+        rows: int | None = None,
         seed: int = 0,
         loss: LossFunction | None = None,
         scheduler: Any = None,
@@ -118,13 +119,14 @@ class Engine:
         fetchers: int = 0,
         slices: int | None = None,
         collate: Callable[[list[Any]], Any] | None = None,
+        rows: int | None = None,
         seed: int = 0,
         loss: LossFunction | None = None,
         scheduler: Any = None,
     ) -> Any:
         """Prepares model and optimizer, and returns them with a loader of this worker's share of the rows.
 
-        `dataset`: map-style, tensors, or a DataLoader, whose sampler, collate_fn and workers are used as they are.
+        `dataset`: map-style, tensors, a stream, or a DataLoader, whose sampler, collate_fn and workers are used.
         Without one it returns two, and you bring your own batches, whose sizes may differ between workers.
 
         - `batch_size`: rows of one step over all workers together, so that numbers do not depend on how many there are;
@@ -133,6 +135,7 @@ class Engine:
         - `fetchers`: processes that fetch rows ahead of the model; 0: a DataLoader's own, or none.
         - `slices`: under a host, with Sync: the least number of parts in which a batch is handed out; None: 8.
         - `collate`: makes a batch from a list of rows; None: as torch's DataLoader does.
+        - `rows`: of a stream, how many are an epoch; None: as many as it has, which are counted if it does not say so.
         - `seed`: where the order of rows starts from.
         - `loss`: your loss function, needed only where the model is cut into stages: see train().
         - `scheduler`: any LRScheduler. It is stepped here, once per step of the run under every policy; its own step()
@@ -153,7 +156,8 @@ class Engine:
         micro_batch_size = check_data(run.wanted, **sizes, has_data=dataset is not None, has_loss=loss is not None)
         source: DataSource | None = None
         if dataset is not None:
-            source = source_of(dataset, batch_size=batch_size, collate=collate, fetchers=fetchers, seed=seed)
+            asked = AskedData(batch_size=batch_size, collate=collate, fetchers=fetchers, seed=seed, rows=rows)
+            source = source_of(dataset, replace(asked, notice=run.notice))
             self.introduce(model, optimizer, source.dataset, batch_size=source.batch_size, seed=seed)
         if isinstance(model, nn.Module):
             check_own_memory(model)
@@ -200,6 +204,7 @@ class Engine:
         run, replica = self.run, self.run.prepared()
         # A power of two, so that it changes no digit of any gradient; it only keeps sums in the range of means.
         run.unit = 2.0 ** -round(math.log2(batch.size))
+        run.scale.learn(run.caller.samples_per_row, 1.0)
         loader = run.loader = self.rounds.make_loader(source, batch, seed)
         loader.turns = run.turns
         if run.config.compile and not (self.rounds.has_fixed_shares and loader.is_even):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Union
 
 import torch
 
-from potluck.agree.terms import UNCOMPARED
+from potluck.agree.terms import UNCOMPARED, Fingerprint, differing_data
 from potluck.data.loader import Loader
 from potluck.data.plan import BatchConfig, BatchShare
 from potluck.data.source import HeldOut
@@ -82,17 +82,20 @@ class GroupLifecycle:
         run = self._run
         assert run.loader is not None
         comes_next = run.loader.digest_of_next()
-        mine = json.dumps([self._layers.fingerprint(run.prepared()), run.ledger.ranges, comes_next]).encode()
+        weights_now = self._layers.fingerprint(run.prepared())
+        mine = json.dumps([weights_now, run.ledger.ranges, comes_next, run.loader.seen()]).encode()
         told = [json.loads(data) for data in run.link.gather_bytes(mine)]
-        proof = prove(((a, b) for _, ranges, _ in told for a, b in ranges), run.loader.rows, run.loader.order.counted)
-        same = len({fingerprint for fingerprint, _, _ in told}) == 1
-        self._compare_orders(run.loader, [digest for _, _, digest in told])
+        ranges = ((a, b) for _, ranges, _, _ in told for a, b in ranges)
+        proof = prove(ranges, run.loader.rows, run.loader.order.counted)
+        same = len({row[0] for row in told}) == 1
+        self._compare_orders(run.loader, [row[2] for row in told])
+        compared = self._compare_streams(run.loader, [row[3] for row in told])
         weights = "all workers hold the same weights"
         if not same:
             run.prepared().align()
             weights = "THE WORKERS' WEIGHTS HAD DRIFTED APART, and are worker 0's again"
         skipped = f", {run.skipped_rows:,} of them in steps that were skipped" if run.skipped_rows else ""
-        unseen = "" if run.data else UNCOMPARED
+        seen = compared or ("" if run.data else UNCOMPARED)
         run.ledger, run.skipped_rows = Ledger(), 0
         epoch = run.loader.position.epoch
         run.last_epoch = EpochDone(
@@ -100,7 +103,7 @@ class GroupLifecycle:
             used=proof.used,
             total=proof.total,
             same_weights=same,
-            sentence=f"Epoch {epoch + 1}: {proof}{skipped}" + (f"{unseen}; {weights}." if self.world > 1 else "."),
+            sentence=f"Epoch {epoch + 1}: {proof}{skipped}" + (f"{seen}; {weights}." if self.world > 1 else "."),
         )
         run.events.emit(run.last_epoch)
 
@@ -112,6 +115,21 @@ class GroupLifecycle:
                 f"Epoch {loader.position.epoch + 2} comes in another order on worker {other} than on worker 0. Seed the"
                 " sampler alike on every worker, and let it draw from its own generator, or from none."
             )
+
+    def _compare_streams(self, loader: Loader, seen: list[Fingerprint]) -> str:
+        """What the proof of an epoch says of a stream that every worker has read; of other data nothing."""
+        if not seen[0]:
+            return ""
+        for rank, theirs in enumerate(seen):
+            where = differing_data(seen[0], theirs, ("worker 0's", f"worker {rank}'s"))
+            if where is not None:
+                loader.fault = (
+                    f"The stream gave worker {rank} other rows than worker 0 in epoch {loader.position.epoch + 1}:"
+                    f" {where}. It must give every worker the same rows: seed what it shuffles by."
+                )
+                return ", but NOT THE SAME ROWS STOOD THERE FOR ALL WORKERS"
+        common = set.intersection(*({*each.get("marks", {})} for each in seen))
+        return f", and the rows at {len(common)} of them were the same for all workers" if common else ""
 
     def end_early(self, folder: Path | None) -> NoReturn:
         """The run was stopped: what is done is saved, and a sentence says where."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from potluck.agree.loss_scale import LossScale
 from potluck.agree.step_report import StepDecision
 from potluck.agree.terms import Fingerprint
 from potluck.agree.turns import Turns
@@ -131,6 +132,8 @@ class RunState:
     """A layer of the whole model that takes means over rows, and so needs two of them at once."""
     unit: float = 1.0
     """By which each gradient is multiplied, beside its samples: about one over the rows of a batch."""
+    scale: LossScale = field(init=False)
+    """Of fp16: by which each gradient is multiplied too."""
     data: Fingerprint | None = None
     """A fingerprint of this worker's rows; None until it has been taken."""
     layout: str = ""
@@ -158,6 +161,8 @@ class RunState:
 
     def __post_init__(self) -> None:
         self.saves = Saves(self.link, self.events)
+        self.scale = LossScale(is_on=self.config.precision == "fp16")
+        self.standing_of.append(self.scale.standing)
         self.start_of_step()
 
     def prepared(self) -> Replica:
@@ -231,6 +236,15 @@ class RunState:
         if self.replica is not None:
             self.replica.remember_buffers()
 
+    @property
+    def gradient_unit(self) -> float:
+        """What a gradient weighs for each sample, until it is applied."""
+        return self.unit * self.scale.factor
+
+    def good_step(self) -> None:
+        self.skipped_in_a_row = 0
+        self.scale.rise()
+
     def advance(self, rows: int) -> None:
         self.step_number += 1
         if not self.turns.is_last:
@@ -288,10 +302,12 @@ class RunState:
     def skip(self, decision: StepDecision, *, step: int, where: str = "") -> StepSkipped:
         """The gradient is of no use."""
         self.prepared().drop()
-        self.skipped_in_a_row += 1
-        return StepSkipped(
-            step=step, loss=decision.loss, in_a_row=self.skipped_in_a_row, reason=f"{where}{decision.fault}"
-        )
+        reason, in_a_row = f"{where}{decision.fault}", 0
+        if decision.samples and self.scale.fall():
+            reason += f", and the loss scale falls to {self.scale.value:g}"
+        else:
+            in_a_row = self.skipped_in_a_row = self.skipped_in_a_row + 1
+        return StepSkipped(step=step, loss=decision.loss, in_a_row=in_a_row, reason=reason)
 
     def step_done(self, decision: StepDecision, lr: float, seconds: float, workers: tuple[WorkerStep, ...]) -> StepDone:
         return StepDone(

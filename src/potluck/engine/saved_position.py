@@ -31,6 +31,7 @@ def take_position(run: RunState) -> tuple[Standing, KeptTensors]:
         "seed": loader.seed if loader is not None else 0,
         "batch": loader.batch.size if loader is not None else 0,
         "data": run.data or {},
+        "stream": loader.saved_stream() if loader is not None else [],
         "order": loader.order.digest(position.epoch, loader.seed) if loader is not None and position.row else "",
     }
     for more in run.standing_of:
@@ -75,9 +76,11 @@ def restore_position(run: RunState, standing: Standing) -> None:
         left = tuple((start, end) for start, end in standing.get("left", ()))
         run.loader.position = Position(standing["epoch"], standing["row"], left)
         run.loader.seed = standing["seed"]
+        run.loader.restore_stream(standing.get("stream", []))
         run.loader.current = None
     run.steps_done = run.step_number
     run.saved_wire = standing.get("wire", "fp32")
+    run.scale.restore(standing.get("loss_scale"))
     _take_back(run, standing)
     for call in run.on_stand:
         call()

@@ -19,11 +19,15 @@ from potluck.engine.slices import Gradients, SliceSums
 from potluck.errors import ConfigError
 from potluck.events import StepSkipped
 from potluck.fleet.description import Part
+from potluck.fleet.member import has_overflowed
 from potluck.fleet.tree import Node, slice_rows
 from potluck.wire.messages import Committed, SliceReport, Work
 
 ANY_ROWS = BatchConfig(size=1 << 31)
 """A slice goes through the model at once, however many rows it has."""
+
+
+OVERFLOW = "a gradient overflows in fp16"
 
 
 class SliceSteps:
@@ -137,8 +141,9 @@ class SliceSteps:
             if micro.last:
                 self._send_report()
         self.sums.arm(communicate=last)
+        self.sums.scale, self.sums.may_overflow = self._run.scale.factor, self._run.scale.may_fall
         if samples:
-            (loss * (samples * unit)).backward()  # type: ignore[no-untyped-call]
+            (loss * (samples * self._run.gradient_unit)).backward()  # type: ignore[no-untyped-call]
         self._replica.end_backward()
         if last:
             self.sums.finish_slice(self._samples, unit)
@@ -164,13 +169,15 @@ class SliceSteps:
         """The mean gradient goes to the optimizer, or all skip it."""
         run, sums = self._run, self.sums
         norm = sums.load(means, bytes(committed.used))
-        decision = decide_mean(committed.samples, committed.loss, norm, 1.0, run.config.clip)
+        overflow = OVERFLOW if run.scale.is_on and has_overflowed(committed) else None
+        decision = decide_mean(committed.samples, committed.loss, norm, 1.0, run.config.clip, overflow)
+        run.scale.learn(committed.samples, committed.rows)
         if decision.fault is not None:
             sums.restore_buffers()
             run.next_turn()
             return decision
         sums.apply_buffers(means, bytes(committed.buffers))
-        run.skipped_in_a_row = 0
+        run.good_step()
         run.set_lr(run.rows_seen)
         self._replica.apply(decision.scale)
         sums.reset()
@@ -210,8 +217,15 @@ class SliceSteps:
         self._sender.synchronize()
         busy_s = time.perf_counter() - self._started
         self._driver.check_weights(in_step=True)  # before the last part, without which nothing is committed
-        none = np.zeros(0)
-        self._send(SliceReport(self._step, none.astype("<u4"), none, none, busy_s, self.sums.used_bits()))
+        none, overflowed = np.zeros(0), self._has_overflowed()
+        report = SliceReport(self._step, none.astype("<u4"), none, none, busy_s, self.sums.used_bits())
+        self._send(replace(report, overflowed=1) if overflowed else report)
+
+    def _has_overflowed(self) -> bool:
+        """Here, or on another rank of this worker."""
+        if not self.sums.may_overflow:
+            return False
+        return any(row[0] for row in self._replica.link.gather_rows([float(self.sums.has_overflowed)]))
 
     def _send_exact(self, exact: bytes) -> None:
         none = np.zeros(0)

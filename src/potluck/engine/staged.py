@@ -180,7 +180,7 @@ class StagedLayers:
         together = run.link.world if run.composition.splits_all else places.size
         self._part = replica.part = StageShard(replica, held, firsts, rank=rank % together, world=together)
         self._own = StageShard(replica, held, dict.fromkeys(firsts, True), rank=0, world=1)
-        self._work = {stage.index: _Work(stage, replica, lambda: run.unit) for stage in stages}
+        self._work = {stage.index: _Work(stage, replica, lambda: run.gradient_unit) for stage in stages}
         widths = [count_sent(plan.layers[cut - 1].output or {"value": None}) for cut in plan.cuts]
         self._runner = PipelineRunner(self._work, widths, self._make_channel())
         run.layout = planner.describe(plan)

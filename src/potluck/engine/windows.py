@@ -58,6 +58,7 @@ class WindowTotals(NamedTuple):
     divergence: float = 0.0
     """Its distance from the mean at that agreement."""
     wants_stop: float = 0.0
+    loss_scale: float = 1.0
 
 
 class Windows:
@@ -284,8 +285,8 @@ class Windows:
         reports = [StepReport(*row) for row in told.wait()]
         if any(report.has_unused for report in reports):
             replica.drop_unused()
-        found, rows = decide_step(reports, norm, run.unit, run.config.clip), [int(report.rows) for report in reports]
-        is_last = run.turns.is_last
+        found = decide_step(reports, norm, run.gradient_unit, run.config.clip)
+        rows, is_last = [int(report.rows) for report in reports], run.turns.is_last
         self._is_open, self._window = not is_last, self._window._replace(rows=tally.rows * is_last)
         run.version += 1
         run.stopping = any(report.wants_stop for report in reports) and is_last
@@ -334,7 +335,11 @@ class Windows:
         synchronize(self._run.device)
         busy_s = time.perf_counter() - self._window_started
         mine = self._window._replace(
-            busy_s=busy_s, sync_s=self._sync_s, divergence=self._delta.drift, wants_stop=self._run.wants_stop
+            busy_s=busy_s,
+            sync_s=self._sync_s,
+            divergence=self._delta.drift,
+            wants_stop=self._run.wants_stop,
+            loss_scale=self._run.scale.value,
         )
         if self._decision.until_s is None:
             self._own_part_done(self._decision).wait()
@@ -352,6 +357,8 @@ class Windows:
         )
         self._run.version += 1
         steps_before, rows = self._run.step_number, sum(int(report.rows) for report in reports)
+        self._run.scale.agree([report.loss_scale for report in reports])
+        self._run.scale.learn(samples, sum(report.rows - report.skipped_rows for report in reports))
         self._run.skipped += sum(int(report.skipped) for report in reports)
         self._run.skipped_rows += sum(int(report.skipped_rows) for report in reports)
         self._run.rows_seen += rows

@@ -89,6 +89,8 @@ class StepUnderWay(StepPlan):
     used: bytearray = field(default_factory=bytearray)
     buffers: bytes = b""
     """What the first slice changed in buffers that have no mean, as the first who computed it told."""
+    overflowed: bool = False
+    """Whether somebody's gradient had no room in fp16."""
     busy: dict[int, float] = field(default_factory=dict)
     """worker id -> seconds"""
     batches: dict[int, int] = field(default_factory=dict)

@@ -265,6 +265,7 @@ class StepDispatcher:
             return []
         bad = self._note_slices(under, member, report)
         _either(under.used, bytes(report.used))
+        under.overflowed |= bool(report.overflowed)
         if 0 in mine and not under.buffers:
             under.buffers = bytes(report.buffers)
         if told:
@@ -441,6 +442,8 @@ class StepDispatcher:
         told: dict[str, Any] = {"workers": record.workers, "epoch": epoch and as_table(epoch), "seconds": seconds}
         if under.decision is not None and under.decision.together:  # who was given nothing of it has not heard so
             told["together"] = True
+        if under.overflowed:
+            told["overflowed"] = True
         committed = Committed(
             under.step,
             record.rows,

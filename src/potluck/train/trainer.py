@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from potluck.data.plan import BatchConfig
-from potluck.data.source import held_out, source_of
+from potluck.data.source import AskedData, held_out, source_of
 from potluck.engine.engine import Engine
 from potluck.engine.look_sums import Figures, loss_of_figures
 from potluck.engine.losses import LossFunction
@@ -150,6 +150,7 @@ class Trainer:
         validate: LossFunction | None = None,
         collate: Callable[[list[Any]], Any] | None = None,
         callbacks: Sequence[Listener] = (),
+        rows: int | None = None,
         engine: Engine | None = None,
         config: FitConfig = FitConfig(),
     ) -> None:
@@ -161,8 +162,9 @@ class Trainer:
         self.folder = Path(folder)
         self.config = config
         batch = _batch(batch_size, has_own=isinstance(dataset, DataLoader))
-        asked = batch.size if batch_size is not None else None
-        source = source_of(dataset, batch_size=asked, collate=collate, fetchers=batch.fetchers, seed=config.seed)
+        size = batch.size if batch_size is not None else None
+        asked = AskedData(batch_size=size, collate=collate, fetchers=batch.fetchers, seed=config.seed, rows=rows)
+        source = source_of(dataset, replace(asked, notice=self.engine.run.notice))
         self.batch = replace(batch, size=source.batch_size, fetchers=source.fetchers)
         self._validation = None
         if validation is not None:
