@@ -1,5 +1,7 @@
-"""Several optimizers under a host: each batch is trained once for each of them, whoever comes and goes meanwhile."""
+"""Several optimizers under a host, and such as are not elementwise: as in the plain loop, whoever comes and goes."""
 
+import multiprocessing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,9 @@ from potluck.data.rows import mix
 from potluck.events import WorkerWent
 from tests.fleet import fleet as fleets
 from tests.fleet.fleet import BATCH, EPOCHS, ROWS, STEPS, Fleet, wait_until
+from tests.parity import test_optimizers as kinds
 from tests.parity import test_turns as turns
+from tests.quick import first_of
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -34,6 +38,29 @@ def train_gan(engine: Any, *, on_step: Any, epochs: int, **unused: Any) -> Any:
 def gan(place: Path) -> None:
     """What the worker trains."""
     fleets.train = train_gan  # type: ignore[assignment]
+
+
+class Fetched(torch.utils.data.Dataset[torch.Tensor]):
+    """Rows that processes read ahead."""
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return rows()[index]
+
+
+def gan_of_fetched_rows(place: Path) -> None:
+    gan(place)
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    from potluck.engine.engine import Engine
+
+    prepare = Engine.prepare
+
+    def prepared(engine: Any, model: Any, optimizer: Any, dataset: Any, **options: Any) -> Any:
+        return prepare(engine, model, optimizer, Fetched(), fetchers=1, **options)
+
+    Engine.prepare = prepared  # type: ignore[method-assign]
 
 
 def judged() -> dict[str, torch.Tensor]:
@@ -91,3 +118,74 @@ def test_a_host_that_is_started_again_knows_whose_turn_it_is(tmp_path: Path) -> 
         worker.wait()
     for worker in workers:
         assert_close(worker.weights)
+
+
+@pytest.mark.slow
+def test_rows_that_are_fetched_ahead_come_in_turns_too(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, at_least=2)
+    fleet.add("one", gan_of_fetched_rows, slow_s=0.02, steps=2 * STEPS)
+    fleet.add("two", gan_of_fetched_rows, slow_s=0.02, steps=2 * STEPS)
+    assert_close(fleet.finish())
+
+
+def train_kind(kind: str, place: Path, engine: Any, *, on_step: Any, epochs: int, **unused: Any) -> Any:
+    torch.set_num_threads(1)
+    model, optimizer = kinds.build(kind)
+    model, _, loader = engine.prepare(model, optimizer, data_of(kind), batch_size=BATCH, seed=1)
+    engine.after_agreement.append(lambda: on_step(engine))
+    for _ in engine.epochs(epochs):
+        for batch in loader:
+            engine.backward(kinds.loss_of(model, batch), samples=len(batch[0]))
+            engine.step()
+    looked = engine.evaluate(kinds.loss_of, data_of(kind), BATCH)
+    if (state := engine.state_dict()) and not (place / "told.pt").exists():
+        torch.save({"state": state, "looked": looked}, place / "told.pt")
+    return model
+
+
+def data_of(kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    return torch.randn(ROWS, 8, generator=draw), torch.randint(0, 3, (ROWS,), generator=draw)
+
+
+def training(kind: str, place: Path) -> None:
+    def train(engine: Any, **options: Any) -> Any:
+        return train_kind(kind, place, engine, **options)
+
+    fleets.train = train  # type: ignore[assignment]
+
+
+def judged_kind(kind: str) -> tuple[dict[str, torch.Tensor], float]:
+    """The weights for looking, in plain PyTorch, and what they come to."""
+    model, optimizer = kinds.build(kind)
+    x, y = data_of(kind)
+    if kind == "free":
+        optimizer.train()  # type: ignore[attr-defined]
+    for epoch in range(EPOCHS):
+        order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(mix(1, epoch)))
+        for part in order.split(BATCH):
+            optimizer.zero_grad()
+            kinds.loss_of(model, (x[part], y[part])).backward()
+            optimizer.step()
+    if kind == "free":
+        optimizer.eval()  # type: ignore[attr-defined]
+    return dict(model.state_dict()), kinds.loss_of(model, (x, y)).item()
+
+
+@pytest.mark.parametrize("kind", first_of(["muon", "free", "bnb", "adafactor"]))
+def test_any_optimizer_under_a_host_with_a_kill_and_a_late_joiner(tmp_path: Path, kind: str) -> None:
+    kinds.check_installed(kind)
+    fleet = Fleet(tmp_path, at_least=2)
+    victim = fleet.add("victim", partial(training, kind), slow_s=0.05)
+    fleet.add("survivor", partial(training, kind), slow_s=0.05)
+    fleet.wait_for_step(4)
+    victim.kill()
+    fleet.wait_for_step(6)
+    fleet.add("late", partial(training, kind), slow_s=0.05)
+    fleet.finish()
+    told = torch.load(tmp_path / "told.pt", weights_only=True)
+    weights, looked = judged_kind(kind)
+    tolerance = 2 * kinds.TOLERANCE[kind]
+    assert told["looked"] == pytest.approx(looked, rel=tolerance)
+    for name, tensor in weights.items():
+        torch.testing.assert_close(told["state"][name], tensor, rtol=tolerance, atol=tolerance)

@@ -24,6 +24,11 @@ class WeightAverage:
                 "fit.ema follows weights that all workers agree on, and with policy.overlap their replicas are never"
                 " equal within a group. Switch overlap off, or start the run with potluck host."
             )
+        if run.prepared().steps_whole:
+            raise ConfigError(
+                "fit.ema follows what each rank's optimizer steps, and under a strategy that splits parameters this one"
+                " steps whole matrices, each on one rank. Use NoShard, or an optimizer that is elementwise."
+            )
         self._run = run
         self._decay = decay
         self._as_agreed = as_agreed

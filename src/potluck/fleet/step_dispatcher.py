@@ -424,17 +424,8 @@ class StepDispatcher:
         # Rows count with the last turn of their batch. In a window each worker takes all turns by itself.
         is_last = bool(under.batch) or standing.turn == run.described.turns - 1
         rows = under.rows if is_last else 0
-        return StepRecord(
-            under.step,
-            standing.epoch,
-            under.row,
-            rows,
-            standing.rows_seen + rows,
-            under.samples,
-            under.loss,
-            workers,
-            ranges if is_last else (),
-        )
+        figures = under.samples, under.loss, workers, ranges if is_last else ()
+        return StepRecord(under.step, standing.epoch, under.row, rows, standing.rows_seen + rows, *figures)
 
     def _tell_committed(self, under: StepUnderWay, record: StepRecord, epoch: EpochDone | None) -> list[Effect]:
         run = self._run
