@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from potluck.sharding.optimizer_shard import OptimizerShard
     from potluck.sharding.splitting import shard
     from potluck.sharding.strategy import FullShard, HybridShard, NoShard, ShardGradOp, ShardingStrategy
+    from potluck.sharding.united_optimizers import JointOptimizer
     from potluck.sharding.zero import ShardedOptimizer
     from potluck.stages.protocol import CommunicationProtocol, DataStore, Direct, Pipeline, Stages
     from potluck.train.recipe import RunConfig
@@ -34,6 +35,7 @@ _HOMES = {
     "sharding.optimizer_shard": ("OptimizerShard",),
     "sharding.splitting": ("shard",),
     "sharding.strategy": ("FullShard", "HybridShard", "NoShard", "ShardGradOp", "ShardingStrategy"),
+    "sharding.united_optimizers": ("JointOptimizer",),
     "sharding.zero": ("ShardedOptimizer",),
     "stages.protocol": ("CommunicationProtocol", "DataStore", "Direct", "Pipeline", "Stages"),
     "train.recipe": ("RunConfig",),
@@ -56,6 +58,7 @@ __all__ = [
     "FitConfig",
     "FullShard",
     "HybridShard",
+    "JointOptimizer",
     "NoShard",
     "OptimizerShard",
     "Outer",

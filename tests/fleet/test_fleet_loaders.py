@@ -74,6 +74,7 @@ def test_two_joiners_and_a_kill_have_the_losses_of_one_process(kind: str, tmp_pa
     fleet = Fleet(tmp_path)
     options = {"job": job, "steps": len(expected)}
     fleet.add("stays", hold_at=4, **options)
+    fleet.wait_for_step(1)
     killed = fleet.add("killed", hold_at=8, hold_for="never", **options)
     fleet.let_in("killed")
     fleet.wait_for_step(7)
@@ -150,6 +151,7 @@ def test_rows_are_fetched_ahead_under_a_host_and_are_the_same_to_the_bit(tmp_pat
             fleet.add("alone", **options)
         else:
             fleet.add("stays", hold_at=2, **options)
+            fleet.wait_for_step(1)
             killed = fleet.add("killed", hold_at=5, hold_for="never", **options)
             fleet.let_in("killed")
             fleet.wait_for_step(4)

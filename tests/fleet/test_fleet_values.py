@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 import potluck
+from potluck.engine.switches import StepConfig
 from potluck.events import Validated
 from potluck.save.checkpoint import CheckpointConfig
 from potluck.save.checkpoint_folder import found
@@ -185,3 +186,60 @@ def test_under_windows_the_average_is_of_what_all_agree_on(tmp_path: Path, overl
     fleet.finish()
     one, other = (torch.load(tmp_path / f"{name}.average", weights_only=True) for name in ("one", "other"))
     assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+# fp16
+
+
+def steep(place: Path, *, dies_at: int = 0) -> None:
+    """The loss scale is far too high at first, and falls step by step."""
+    from potluck.engine.engine import Engine
+
+    prepare = Engine.prepare
+
+    def prepared(engine: Any, *given: Any, **options: Any) -> Any:
+        def look() -> None:
+            if engine.step_number == dies_at:
+                die(place, "fp16")
+            time.sleep(0.05)
+            scales = (place / f"{os.environ['POTLUCK_NAME']}.scales").open("a")
+            print(engine.step_number, engine.run.scale.value, file=scales)
+
+        engine.run.scale.value = 2.0**22
+        engine.after_agreement.append(look)
+        return prepare(engine, *given, **options)
+
+    Engine.prepare = prepared  # type: ignore[method-assign]
+
+
+def scales_of(place: Path, name: str) -> dict[str, str]:
+    return dict(line.split() for line in (place / f"{name}.scales").read_text().splitlines())
+
+
+def test_the_loss_scale_of_fp16_is_everybodys_also_a_newcomers(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"step": StepConfig(precision="fp16"), "sgd": True}
+    alone = Fleet(make_folder(tmp_path / "alone"))
+    alone.add("one", steep, **options)
+    weights = alone.finish()
+    fleet = Fleet(make_folder(tmp_path / "several"))
+    fleet.add("first", partial(steep, dies_at=11), **options)
+    fleet.wait_for_step(3)
+    fleet.add("late", steep, **options)
+    assert_same(fleet.finish(), weights)
+    expected, late = scales_of(tmp_path / "alone", "one"), scales_of(tmp_path / "several", "late")
+    assert (tmp_path / "several" / "fired-fp16").exists()
+    assert late == {step: expected[step] for step in late} and float(expected[str(STEPS)]) < 2.0**22
+    assert not fleet.server.core.refused["drifted"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", [potluck.Sync(), potluck.Cadence.published(anchor=1, max_anchor=2)])
+def test_fp16_on_ranks_of_one_worker_and_under_windows(tmp_path: Path, policy: Any) -> None:
+    fleet = Fleet(tmp_path, at_least=2)
+    options: dict[str, Any] = {"step": StepConfig(precision="fp16"), "sgd": True, "policy": policy, "bare": True}
+    fleet.add_node("node", faults=dict.fromkeys(range(2), steep), **options)
+    fleet.add("one", steep, **options)
+    fleet.finish()
+    one, node = scales_of(tmp_path, "one"), scales_of(tmp_path, "node")
+    assert float(one[str(STEPS)]) < 2.0**22 and node == scales_of(tmp_path, "node.1")
+    assert policy != potluck.Sync() or one == node

@@ -347,8 +347,8 @@ def refused(strategy: Any, optimizer: str = "adamw") -> str:
     try:
         with potluck.init(strategy=strategy) as fleet:
             model, chosen = make(optimizer)
-            if optimizer == "adafactor":
-                chosen = torch.optim.Adafactor(model.parameters())
+            if optimizer == "sparse":
+                chosen = torch.optim.SparseAdam(model.parameters())
             fleet.prepare(model, chosen)
     except ConfigError as error:
         return str(error)
@@ -365,7 +365,7 @@ def refused(strategy: Any, optimizer: str = "adamw") -> str:
             "strategy: a world of 3 ranks is no multiple of intra_node_size, which is 2.",
         ),
         (ShardGradOp(weights=(1.0, 2.0)), 3, "adamw", "strategy: there are 2 weights, and 3 ranks."),
-        (FullShard(), 2, "adafactor", "it keeps means over whole rows and columns of a matrix"),
+        (FullShard(), 2, "sparse", "its gradients are sparse"),
     ],
 )
 def test_bad_input_is_a_sentence(strategy: Any, world: int, optimizer: str, sentence: str) -> None:

@@ -511,8 +511,8 @@ def test_mistakes_in_a_loop_of_ones_own_are_sentences() -> None:
     assert "batch_size is the rows of a step" in refuse(
         lambda: potluck.Trainer(make_model(), optimizer, x, loss=len, batch_size=0, folder="x")
     )
-    with pytest.raises(ValueError, match="precision must be one of fp32, bf16"):
-        StepConfig(precision="fp16")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="precision must be one of fp32, bf16, fp16, not 'fp8'"):
+        StepConfig(precision="fp8")  # type: ignore[arg-type]
 
 
 def with_habits(habit: bool) -> Tensor:

@@ -219,12 +219,12 @@ def test_several_backwards_add_up() -> None:
 @pytest.mark.parametrize(
     ("optimizer", "reason"),
     [
-        (lambda p: torch.optim.Adafactor(p), "Adafactor cannot be sharded.*rows and columns"),
+        (lambda p: torch.optim.SparseAdam(p), "SparseAdam cannot be sharded.*gradients are sparse"),
         (lambda p: torch.optim.LBFGS(p), "LBFGS cannot be sharded"),
         (lambda p: type("Mine", (torch.optim.Optimizer,), {})(p, {}), "Mine cannot be sharded.*does not know"),
     ],
 )
-def test_optimizers_that_are_not_elementwise_are_refused_by_name(optimizer: Any, reason: str) -> None:
+def test_optimizers_that_do_not_treat_each_parameter_by_itself_are_refused_by_name(optimizer: Any, reason: str) -> None:
     model = Net()
     with pytest.raises(ConfigError, match=reason):
         ShardedOptimizer(model, optimizer(list(model.parameters())))

@@ -35,7 +35,7 @@ def read(text: str, *overrides: str) -> RunConfig:
         ("[model]\ndim = 1.5", "model.dim must be a whole number, not 1.5."),
         ("[model]\ndim = true", "model.dim must be a whole number, not True."),
         ("[step]\ncompile = 1", "step.compile must be true or false, not 1."),
-        ('[step]\nprecision = "fp8"', "step.precision must be one of 'fp32', 'bf16', not 'fp8'."),
+        ('[step]\nprecision = "fp8"', "step.precision must be one of 'fp32', 'bf16', 'fp16', not 'fp8'."),
         ("model = 3", "model is a table of settings, not a single value: 3."),
         ("[data]\npaths = 'a.txt'", "data.paths must be a list, not 'a.txt'."),
         ("[data]\npaths = [1]", "data.paths[0] must be a string, not 1."),

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from potluck.agree.terms import Fingerprint
+from potluck.agree.turns import Turns
 from potluck.data.fetching import Fetcher, Request
 from potluck.data.order import EMPTY
 from potluck.data.plan import BatchConfig, BatchShare, MicroBatch, Position, plan_step
@@ -66,6 +67,9 @@ class Loader:
         self._fetcher = Fetcher(self._batches, batch.fetchers, source.fetching, device)
         self._fetched: Iterator[Any] = iter(())
         self._ahead: Any = None
+        self.turns = Turns()
+        """Each batch is given once for each of them; whoever steps says whose it is."""
+        self._turn_given = 0
         if self.rows == 0:
             raise ConfigError("The dataset is empty.")
 
@@ -107,11 +111,7 @@ class Loader:
                     shares = self.shares
                     fetched = self._fetched = self._fetch(order, self.position.row)
                     self._ahead = None
-                for micro in self._step_at(self.position.row):
-                    if not self._give(micro, order).weighs:
-                        self.on_stand_in()
-                    batch, self._ahead = self._ahead, None
-                    yield arrived(next(fetched), self._device) if batch is None else batch
+                yield from self._in_turns(self._step_at(self.position.row), order, fetched)
         finally:
             if fetched is self._fetched:
                 self._fetched, self._ahead = iter(()), None
@@ -133,6 +133,33 @@ class Loader:
             found = found if len(found) else order[order != EMPTY][:2]
         return list(found.tolist())
 
+    def _in_turns(self, planned: list[MicroBatch], order: Tensor, fetched: Iterator[Any]) -> Iterator[Any]:
+        """A step's micro-batches, once for each turn that is left of it: fetched once, and the same in each."""
+        kept: list[Any] = []
+        first = self.turns.now
+        for turn in range(first, self.turns.count):
+            for number, micro in enumerate(planned):
+                self._turn_given = turn
+                if not self._give(micro, order).weighs:
+                    self.on_stand_in()
+                if turn > first:
+                    batch = kept[number]
+                else:
+                    batch, self._ahead = self._ahead, None
+                    batch = arrived(next(fetched), self._device) if batch is None else batch
+                    kept += [batch] if self.turns.count > 1 else []
+                yield batch
+            self._check_turn(turn)
+            if self.is_stopped():
+                return
+
+    def _check_turn(self, turn: int) -> None:
+        if self.turns.now == turn < self.turns.count - 1:
+            raise ConfigError(
+                "The batch was given out for one optimizer's turn, but step() was not called after it. Call backward()"
+                " and step() for every batch of the loader: with several optimizers each batch comes once for each."
+            )
+
     def fetch_ahead(self) -> None:
         """Sends the next batch to a GPU that still computes; if rows are mere tensors, which draw no random numbers."""
         if self._ahead is None and self._is_plain:
@@ -150,7 +177,9 @@ class Loader:
 
         A step in which it has no rows has one, too, of rows that do not count.
         """
-        return sum(1 for _ in self._micro_batches(self._next_row))
+        rest = sum(1 for _ in self._micro_batches(self._next_row))
+        done = self.turns.now * len(self._step_at(self._next_row)) if self.turns.now else 0
+        return rest * self.turns.count - done
 
     @property
     def is_even(self) -> bool:
@@ -208,9 +237,10 @@ class Loader:
             return ""
 
     def pass_rows(self, rows: int) -> int:
-        """Counts `rows` more of the epoch as done. Returns how many batches, the short last one included, ended."""
+        """Counts `rows` more of the epoch as done. Returns how many batches, the short last one included, ended: one
+        that comes in several turns counts as many times."""
         before, self.position.row = self.position.row, self.position.row + rows
-        return -(-self.position.row // self.batch.size) - -(-before // self.batch.size)
+        return self.turns.count * (-(-self.position.row // self.batch.size) - -(-before // self.batch.size))
 
     def left_after(self, ranges: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
         """Ranges of this pass's order that are still to do, as Position keeps them; empty if they are its end."""
@@ -238,7 +268,8 @@ class Loader:
     def _check_step(self) -> None:
         """A forgotten step() would leave the other workers waiting for this one's gradients."""
         done = self.current
-        if done is not None and done.last and self.position.row < done.step_end:
+        is_given = done is not None and done.last and self.turns.now == self._turn_given
+        if done is not None and is_given and self.position.row < done.step_end:
             raise ConfigError(
                 f"The batch that ends at row {done.step_end} was given out, but step() was not called after it."
                 " Call backward() and step() for every batch of the loader."
@@ -257,6 +288,8 @@ class SliceLoader(Loader):
         """What is left of a pass: rows that were handed out belong to this worker, also if its loop took a break."""
         self._coming: deque[tuple[Request, int]] = deque()
         """What the processes that fetch have been asked for, and where it begins."""
+        self._kept: dict[tuple[int, ...], Any] = {}
+        """Of the batch that is under way, if it comes in several turns."""
         self._thread: tuple[int, ...] = ()
         self._aside: Fetcher | None = None
         """For what nobody expected, if rows can be read only in processes that were prepared for it."""
@@ -271,8 +304,8 @@ class SliceLoader(Loader):
         self.order.begin(self.position.epoch)
         for micro in planned:
             micro = self._give(micro, self._order_now())
-            batch = self._read(self._request(micro, self.seed_of(micro)))
-            seed_everything(self.seed_of(micro))
+            batch = self._read_in_turn(self._request(micro, self.seed_of(micro)))
+            seed_everything(self._seed_in_turn(micro))
             if not micro.weighs:
                 self.on_stand_in()
             yield arrived(batch, self._device)
@@ -326,11 +359,27 @@ class SliceLoader(Loader):
 
     def __len__(self) -> int:
         """How many steps the rest of this epoch has; which slices of them are this worker's is not known before."""
-        return -(-(self.rows - self._next_row) // self.batch.size)
+        return self.turns.count * -(-(self.rows - self._next_row) // self.batch.size) - self.turns.now
 
     @property
     def is_even(self) -> bool:
         return False
+
+    def _read_in_turn(self, request: Request) -> Any:
+        """As they were in the turn before, if this worker had them."""
+        if self.turns.count == 1:
+            return self._read(request)
+        if not self.turns.now and self._turn_given:
+            self._kept.clear()
+        self._turn_given, key = self.turns.now, tuple(request)
+        if key not in self._kept:
+            self._kept[key] = self._read(request)
+        return self._kept[key]
+
+    def _seed_in_turn(self, micro: MicroBatch) -> int:
+        """The model draws other numbers in each turn; the rows, which draw by seed_of(), the same."""
+        seed = self.seed_of(micro)
+        return mix(seed, self.turns.now) if self.turns.now else seed
 
     def _read(self, request: Request) -> Any:
         if any(coming == request for coming, _ in self._coming):

@@ -31,13 +31,14 @@ def apply_step(
     `is_done`: the optimizer has stepped already, or has left it out.
     """
     replica = run.prepared()
+    run.scale.learn(decision.samples, sum(report.rows for report in reports))
     if decision.fault is not None:
         skipped = run.skip(decision, step=run.step_number)
         replica.restore_buffers()
         run.skipped += 1
         run.skipped_rows += sum(int(report.rows) for report in reports)
         return skipped
-    run.skipped_in_a_row = 0
+    run.good_step()
     if not is_done:
         run.set_lr(run.rows_seen)
         replica.apply(decision.scale)

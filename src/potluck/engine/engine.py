@@ -18,16 +18,16 @@ through this worker's replica, rounds how replicas agree, and the keeper who kee
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, overload
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from potluck.agree.policy import ApplyPolicy, Sync
 from potluck.composition import Wanted, check_data, compose, settled
@@ -38,11 +38,13 @@ from potluck.engine import own_values
 from potluck.engine.compiling import Compiling, expect_any_rows
 from potluck.engine.engine_parts import EngineParts, over_group
 from potluck.engine.fingerprint import training_settings
+from potluck.engine.given import Given
+from potluck.engine.looking_weights import LookingWeights
 from potluck.engine.losses import LossFunction
 from potluck.engine.own_saving import shadow_saving
-from potluck.engine.replica import check_own_memory, find_batch_norm
+from potluck.engine.replica import check_own_memory
 from potluck.engine.run_state import RunState
-from potluck.engine.scheduled import RunScheduler
+from potluck.engine.single_rows import find_batch_norm, warn_of_single_rows
 from potluck.engine.switches import StepConfig
 from potluck.errors import ConfigError
 from potluck.events import EpochDone, EventLog, StepDone, StepSkipped
@@ -50,7 +52,9 @@ from potluck.link.link import Alone, Link
 from potluck.save.state import UserState
 from potluck.sharding.strategy import NoShard, ShardingStrategy
 from potluck.signals import on_interrupt
-from potluck.words import plural
+
+Models = TypeVar("Models")
+Optimizers = TypeVar("Optimizers")
 
 
 class Engine:
@@ -84,15 +88,13 @@ class Engine:
         self._compiling: Compiling | None = None
 
     @overload
-    def prepare(
-        self, model: nn.Module, optimizer: Optimizer, *, scheduler: LRScheduler | None = None
-    ) -> tuple[nn.Module, Optimizer]: ...
+    def prepare(self, model: Models, optimizer: Optimizers, *, scheduler: Any = None) -> tuple[Models, Optimizers]: ...
 
     @overload
     def prepare(
         self,
-        model: nn.Module,
-        optimizer: Optimizer,
+        model: Models,
+        optimizer: Optimizers,
         dataset: Any,
         *,
         batch_size: int | None = None,
@@ -103,13 +105,13 @@ class Engine:
         rows: int | None = None,
         seed: int = 0,
         loss: LossFunction | None = None,
-        scheduler: LRScheduler | None = None,
-    ) -> tuple[nn.Module, Optimizer, Loader]: ...
+        scheduler: Any = None,
+    ) -> tuple[Models, Optimizers, Loader]: ...
 
     def prepare(
         self,
-        model: nn.Module,
-        optimizer: Optimizer,
+        model: Any,
+        optimizer: Any,
         dataset: Any = None,
         *,
         batch_size: int | None = None,
@@ -120,7 +122,7 @@ class Engine:
         rows: int | None = None,
         seed: int = 0,
         loss: LossFunction | None = None,
-        scheduler: LRScheduler | None = None,
+        scheduler: Any = None,
     ) -> Any:
         """Prepares model and optimizer, and returns them with a loader of this worker's share of the rows.
 
@@ -138,15 +140,20 @@ class Engine:
         - `loss`: your loss function, needed only where the model is cut into stages: see train().
         - `scheduler`: any LRScheduler. It is stepped here, once per step of the run under every policy; its own step()
           does nothing any more.
+
+        `model` may be several, as a list or a dict; so may `optimizer`, each with a scheduler (or None) in a list. Then
+        each batch comes once for each optimizer, `fleet.turn` says whose turn it is, and step() steps that one alone.
         """
         run = self.run
         if run.replica is not None:
             raise ConfigError(
-                "prepare() was called already, and a run trains one model with one optimizer. Put several models into"
-                " one nn.Module, and their parameters into groups of one optimizer."
+                "prepare() was called already, and a run has one call of it. Give it several models as a list, or in"
+                " one nn.Module, and several optimizers as a list."
             )
-        given = {"micro_size": micro_batch_size, "slices": slices}
-        micro_batch_size = check_data(run.wanted, **given, has_data=dataset is not None, has_loss=loss is not None)
+        given = Given(model, optimizer, scheduler, run.turns)
+        model, optimizer = given.model, given.optimizer
+        sizes = {"micro_size": micro_batch_size, "slices": slices}
+        micro_batch_size = check_data(run.wanted, **sizes, has_data=dataset is not None, has_loss=loss is not None)
         source: DataSource | None = None
         if dataset is not None:
             asked = AskedData(batch_size=batch_size, collate=collate, fetchers=fetchers, seed=seed, rows=rows)
@@ -159,18 +166,19 @@ class Engine:
         wire = run.composition.wire if run.wanted.has_host else run.wanted.wire
         own = training_settings(optimizer, run.config.clip, wire)
         run.caller.training = own | run.caller.training
-        run.scheduled = RunScheduler(scheduler, optimizer) if scheduler is not None else None
+        run.scheduled = given.scheduled
         data = {"source": source, "loss": loss}
         run.names = tuple(model.state_dict()) if isinstance(model, nn.Module) else ()
         run.replica = self.layers.make_replica(model, optimizer, self.rounds, data)
         run.replica.on_own_step = self.step
         shadow_saving(run, model, self.state_dict, lambda: self.rank)
+        self._weights_for_looking = self.lifecycle.looking = LookingWeights(run.replica)
         self.rounds.begin(run.replica)
         if run.config.compile:
             self._compiling = Compiling(run.say)
         if source is None:
             self.lifecycle.begin()
-            return run.replica.model, optimizer
+            return given.back(run.replica.model)
         try:
             batch = BatchConfig(
                 size=source.batch_size, micro_size=micro_batch_size, fetchers=source.fetchers, slices=slices
@@ -179,7 +187,8 @@ class Engine:
             raise ConfigError(f"batch {error}.") from None
         if slices is not None and not run.wanted.has_host:
             run.notice("batch.slices has no effect here: it cuts the batches that a host hands out.")
-        return run.replica.model, optimizer, self._prepare_data(source, batch, seed)
+        loader = self._prepare_data(source, batch, seed)
+        return *given.back(run.replica.model), loader
 
     def _settle_wire(self, model: nn.Module) -> None:
         """Of what is not measured: windows code changes of float32 alone."""
@@ -195,11 +204,13 @@ class Engine:
         run, replica = self.run, self.run.prepared()
         # A power of two, so that it changes no digit of any gradient; it only keeps sums in the range of means.
         run.unit = 2.0 ** -round(math.log2(batch.size))
+        run.scale.learn(run.caller.samples_per_row, 1.0)
         loader = run.loader = self.rounds.make_loader(source, batch, seed)
+        loader.turns = run.turns
         if run.config.compile and not (self.rounds.has_fixed_shares and loader.is_even):
             expect_any_rows(replica.model)
         if run.batch_norm is not None:
-            self._warn_of_single_rows(run.batch_norm, loader)
+            warn_of_single_rows(run.batch_norm, loader, self.layers.pipelines, run.notice)
         loader.on_epoch_end = self.lifecycle.end_of_epoch
         loader.on_stand_in = lambda: run.stand_in.enter_context(replica.buffers_kept())
         loader.is_stopped = lambda: run.stopping
@@ -207,25 +218,6 @@ class Engine:
         run.start_of_step()
         self.layers.settle_in()
         return loader
-
-    def _warn_of_single_rows(self, layer: str, loader: Loader) -> None:
-        """Warns, before the first step, of single rows that no plan can avoid."""
-        size, micro = loader.batch.size, loader.batch.micro_size
-        if micro == 1:
-            where, advice = "micro-batches have 1 row", "make them larger"
-        elif size < 2 * self.layers.pipelines:
-            where = f"some of {plural(self.layers.pipelines, 'worker')} have 1 row of a batch of {size}"
-            advice = "use more rows"
-        elif loader.order.has_gaps:
-            where, advice = "the sampler's batches have many sizes, so that a worker may have 1 row", "use larger ones"
-        elif loader.rows % size == 1:
-            where, advice = f"the last of {loader.rows:,} rows is a batch by itself", "leave it out, or change the size"
-        else:
-            return
-        self.run.notice(
-            f"{layer} takes means over the values of a channel, and {where}. Unless rows have several values of each"
-            f" channel, as images have, the run stops there: {advice}."
-        )
 
     def introduce(
         self, model: nn.Module, optimizer: Optimizer, dataset: Any, *, batch_size: int, seed: int, **about: Any
@@ -247,7 +239,8 @@ class Engine:
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
             raise ConfigError(f"epochs() takes how many the run has, a whole number of at least 1, not {count!r}.")
         run.caller.rows_limit = count * run.loader.rows
-        run.caller.told |= {"steps_total": count * -(-run.loader.rows // run.loader.batch.size)}
+        steps = count * -(-run.loader.rows // run.loader.batch.size)
+        run.caller.told |= {"steps_total": steps * run.turns.count}
         return self._care_for(count, Path(folder) if folder is not None else None)
 
     def _care_for(self, count: int, folder: Path | None) -> Iterator[int]:
@@ -316,7 +309,16 @@ class Engine:
         workers at once; None: the DataLoader's own.
         """
         own = self.run.loader.collate if self.run.loader is not None else None
-        return self.lifecycle.evaluate(loss_of, held_out(dataset, batch_size, own))
+        with self._looking():
+            return self.lifecycle.evaluate(loss_of, held_out(dataset, batch_size, own))
+
+    def _looking(self) -> AbstractContextManager[None]:
+        """The weights for looking, where an optimizer has others than those that it trains."""
+        self.run.prepared()
+        if not (looking := self._weights_for_looking):
+            return nullcontext()
+        self.rounds.settle()
+        return looking.in_place()
 
     def mean(self, value: Any, weight: float = 1.0) -> Any:
         """The mean of all workers' values, weighted: a number, a tensor, or a dictionary of them. Call it on every
@@ -425,6 +427,11 @@ class Engine:
     def version(self) -> int:
         """Agreements so far."""
         return self.lifecycle.version
+
+    @property
+    def turn(self) -> int:
+        """With several optimizers: the number of the one that steps next. Each batch comes once for each of them."""
+        return self.run.turns.now
 
     @property
     def step_number(self) -> int:

@@ -81,7 +81,8 @@ def under_host(run: RunState, client: "Client | NodeClient") -> EngineParts:
         room = sender.make_room(replica.model) if composed.split is None else None
         if window is None:
             return make_steps(replica, sender, room, None)
-        has_moments = are_averaged(window.averages_moments, replica.optimizer, run.notice)
+        wanted, steps_whole = window.averages_moments, replica.steps_whole
+        has_moments = are_averaged(wanted, replica.optimizer, run.notice, steps_whole=steps_whole)
         mean = HostMean(sender.send, sender.begin, room, coding, has_moments=has_moments)
         if composed.split is not None:
             norms_on = replica.device if has_both else None

@@ -22,6 +22,7 @@ from potluck.data.rows import arrived, read_batch
 from potluck.data.source import HeldOut
 from potluck.engine.layers import Layers
 from potluck.engine.look_sums import Figures, LookSums, add_up, means_of
+from potluck.engine.looking_weights import LookingWeights
 from potluck.engine.losses import LossFunction, looking
 from potluck.engine.member_driver import MemberDriver
 from potluck.engine.node_client import NodeClient
@@ -49,6 +50,8 @@ class HostLifecycle:
     """What this worker computes, once there is a replica."""
     description: Description
     """Once there is a loader."""
+    looking: LookingWeights
+    """Once there is a replica."""
 
     def __init__(self, run: RunState, layers: Layers, client: Client | NodeClient) -> None:
         self.run = run
@@ -230,7 +233,7 @@ class HostLifecycle:
     def state_dict(self) -> dict[str, Any]:
         """On the worker that speaks for all; where several ranks are one worker, on the first of its."""
         self.join()
-        with self.work.as_agreed():
+        with self.work.as_agreed(), self.looking.in_place():
             found = whole_state(self.run.link, self.run.prepared(), self.run.names)
         return found if self.rank == 0 else {}
 
@@ -276,7 +279,7 @@ class HostLifecycle:
     def start_snapshot(self, folder: Path) -> Callable[[], Path | None]:
         """A copy in host memory now. What is returned writes it below the folder, and says where, if that is ours."""
         run = self.run
-        with self.work.as_agreed():
+        with self.looking.aside(), self.work.as_agreed():
             standing, kept = take_position(run)
             write = run.saves.take(folder, run.prepared(), standing, kept, with_randoms=False)
             self.driver.check_weights()

@@ -144,6 +144,7 @@ class HostRounds:
             wire=run.composition.wire,
             state_bytes=sum(spec.nbytes for spec in state_specs(model, split).values()),
             in_pairs=run.batch_norm is not None,
+            turns=run.turns.count,
             data=run.data or {},
             places=loader.order.counted,
             told={},

@@ -19,6 +19,7 @@ from potluck.data.source import HeldOut
 from potluck.engine.buddy_copies import BuddyCopies
 from potluck.engine.layers import Layers
 from potluck.engine.look_sums import Figures, add_up, means_of
+from potluck.engine.looking_weights import LookingWeights
 from potluck.engine.losses import LossFunction, looking
 from potluck.engine.rounds import Rounds
 from potluck.engine.run_state import RunState
@@ -51,6 +52,8 @@ class GroupLifecycle:
         self._folder: Path | None = None
         """The folder that load() was given."""
         self._saved_last: tuple[Path, int] | None = None
+        self.looking: LookingWeights | None = None
+        """Once there is a replica."""
         self.rank, self.world = run.link.rank, run.link.world
         self.keeps_folder = self.rank == 0
         """Whether this worker writes the run folder."""
@@ -191,11 +194,13 @@ class GroupLifecycle:
         self._layers.on_saved()
 
     def state_dict(self) -> dict[str, Any]:
-        run = self._run
-        if is_in_parts(run.prepared()) or run.composition.window is not None:
+        run, looking = self._run, self.looking
+        assert looking is not None
+        if is_in_parts(run.prepared()) or run.composition.window is not None or looking:
             run.link.meet("fleet.state_dict()", run.notice)
         self._rounds.settle()
-        return whole_state(run.link, run.prepared(), run.names)
+        with looking.in_place():
+            return whole_state(run.link, run.prepared(), run.names)
 
     def load(self, folder: Path) -> bool:
         self._folder = folder

@@ -39,7 +39,7 @@ def backward(run: RunState, loss: Tensor, samples: float, last: bool | None) -> 
     if micro is not None and not micro.weighs:
         samples = 0.0
     if samples:  # a mean over nothing is not a number, and has no gradient
-        (loss * (samples * run.unit)).backward()  # type: ignore[no-untyped-call]
+        (loss * (samples * run.gradient_unit)).backward()  # type: ignore[no-untyped-call]
     replica.end_backward()
     tally = run.tally
     if samples:
@@ -51,7 +51,8 @@ def backward(run: RunState, loss: Tensor, samples: float, last: bool | None) -> 
     elif micro is not run.trained:  # several backwards of one batch still use its rows once
         if micro.counts:
             tally.rows += micro.end - micro.start
-            run.ledger.record(micro.start, micro.end)
+            if run.turns.is_last:
+                run.ledger.record(micro.start, micro.end)
         run.trained = micro
     replica.seal()
 
@@ -88,7 +89,9 @@ def end_batch(
             replica.drop_unused()
         own = layers.samples_in_node([each.samples for each in every])
         done = BatchDone(*(sum(column) for column in zip(*every, strict=True)))._replace(is_over=every[0].is_over)
-    return done, own, decide_alone(done.samples, done.loss_sum, norm, run.unit, run.config.clip)
+    decision = decide_alone(done.samples, done.loss_sum, norm, run.gradient_unit, run.config.clip)
+    run.scale.learn(done.samples, done.rows)
+    return done, own, decision
 
 
 def step_alone(
@@ -100,7 +103,7 @@ def step_alone(
     """
     replica, skipped = run.prepared(), None
     if decision.fault is None:
-        run.skipped_in_a_row = 0
+        run.good_step()
         run.set_lr(rows)
         with run.stretched_lr(stretch):
             replica.apply(decision.scale)

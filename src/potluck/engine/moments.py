@@ -5,6 +5,7 @@ replica has no state of yet counts as zeros, and is begun with the mean.
 """
 
 import copy
+import itertools
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -18,6 +19,8 @@ from potluck.engine.buckets import Allocate, split_like
 from potluck.fleet.description import DIVISORS, MOMENTS, OTHER_MOMENTS, coding_of_block
 from potluck.link.link import Link, Pending
 from potluck.sharding.runs import COUNTERS, FlatRun
+from potluck.sharding.united_optimizers import each_of
+from potluck.sharding.whole_steps import is_quantised
 
 FIRST = {"exp_avg", "momentum_buffer"}
 """Means of gradients."""
@@ -46,10 +49,12 @@ def can_average(optimizer: Optimizer) -> bool:
     Adafactor does not: of a matrix it keeps rows and columns. What fails of itself, as Muon does with vectors, says
     nothing of the others.
     """
+    if any(map(is_quantised, each_of(optimizer))):
+        return False
     found = []
-    for shape in ((2,), (2, 3)):
+    for each, shape in itertools.product(each_of(optimizer), ((2,), (2, 3))):
         try:
-            state = look_at_state(optimizer, shape)
+            state = look_at_state(each, shape)
         except Exception:
             continue
         kept = {key: value for key, value in state.items() if key not in COUNTERS}
@@ -59,9 +64,12 @@ def can_average(optimizer: Optimizer) -> bool:
     return bool(found) and all(keys == found[0] for keys in found)
 
 
-def are_averaged(wanted: bool, optimizer: Optimizer, notice: Callable[[str], None]) -> bool:
-    """Whether they are, where that is wanted; a person hears if they cannot be."""
-    if wanted and not can_average(optimizer):
+def are_averaged(
+    wanted: bool, optimizer: Optimizer, notice: Callable[[str], None], *, steps_whole: bool = False
+) -> bool:
+    """Whether they are, where that is wanted; a person hears if they cannot be. `steps_whole`: what is kept of some
+    parameters lies with one rank of those that split them."""
+    if wanted and (steps_whole or not can_average(optimizer)):
         name = type(optimizer).__name__
         notice(f"What {name} keeps of a parameter has no mean, so policy.moments has no effect here.")
         return False
@@ -80,7 +88,7 @@ class Moments:
     ) -> None:
         """`names`: by the id of what the optimizer steps, which may be a copy. `groups`: each becomes a flat tensor."""
         self._optimizer = optimizer
-        self._like = look_at_state(optimizer)
+        self._like = look_at_state(each_of(optimizer)[0])
         self._keys = sorted(self._like.keys() - COUNTERS)
         self._counters = sorted(key for key in self._like.keys() & COUNTERS)
         stepped = {names[id(each)]: each for group in optimizer.param_groups for each in group["params"]}

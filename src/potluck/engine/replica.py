@@ -17,11 +17,14 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from potluck.agree.turns import Turns
 from potluck.coded_numbers import Coding
 from potluck.engine.buckets import GradBuckets
 from potluck.engine.buffers import SavedBuffers, is_expanded
+from potluck.engine.offloaded_optimizer import OffloadedOptimizer
 from potluck.engine.outer_state import OuterState
 from potluck.engine.seal import Seal
+from potluck.engine.single_rows import explain_single_rows
 from potluck.engine.switches import StepConfig, autocast, switch_on
 from potluck.engine.weight_hash import digest_and_quick_digest, quick_digest
 from potluck.errors import ConfigError
@@ -33,12 +36,12 @@ from potluck.sharding.runs import (
     Span,
     can_skip,
     held_bytes,
-    in_host_memory,
     scaling,
     state_at,
     step_unless,
     total_norm,
 )
+from potluck.sharding.united_optimizers import TurnOptimizer, each_of
 from potluck.tensor_bytes import buffer
 
 if TYPE_CHECKING:
@@ -73,6 +76,9 @@ class Replica:
     takes_groups = True
     """Whether the optimizer may be given a group later on."""
 
+    steps_whole = False
+    """Whether what the optimizer keeps of some parameters lies with one of the ranks that split them."""
+
     always_used: Set[str] = frozenset()
     """Parameters that have a gradient in every step, such as a weight that another stage has too, and may have used."""
     part: "Sharded | None" = None
@@ -88,9 +94,10 @@ class Replica:
         *,
         within: Link | None = None,
         form: GradientForm | None = None,
+        turns: Turns | None = None,
     ) -> None:
         """`within`: the ranks that step as one, if they are not all ranks of the link. `form`: how their gradients
-        travel."""
+        travel. `turns`: of several optimizers, whose turn it is."""
         if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer):
             raise ConfigError(
                 f"prepare() takes a torch.nn.Module and a torch.optim.Optimizer, not {type(model).__name__} and"
@@ -105,6 +112,7 @@ class Replica:
         self._form = form or GradientForm()
         self.names = {id(parameter): name for name, parameter in model.named_parameters()}
         self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._turns, self._of_turns = turns or Turns(), self._find_turns()
         self._check()
         self._buffers = SavedBuffers(model)
         self._place()
@@ -118,6 +126,18 @@ class Replica:
         self._seal = Seal(self.trained)
         self.remember_buffers()
         self._is_armed_for_last = False
+
+    def _find_turns(self) -> list[frozenset[str]]:
+        """By turn: the names of the parameters that its optimizer steps. Before anything is split."""
+        if not isinstance(self.optimizer, TurnOptimizer):
+            return [frozenset()]
+        groups = [[p for group in each.param_groups for p in group["params"]] for each in self.optimizer.each]
+        return [frozenset(self.names.get(id(p), "") for p in parameters) for parameters in groups]
+
+    def steps_now(self, name: str) -> bool:
+        """Whether this parameter is one of the optimizer whose turn it is. Of the others, gradients are dropped: they
+        count neither in the norm nor for the step."""
+        return self._turns.count == 1 or name in self._of_turns[self._turns.now]
 
     def _place(self) -> None:
         """The model, and what its optimizer knows already: of its constructor, as Adagrad, or loaded."""
@@ -133,12 +153,13 @@ class Replica:
         # Each step forgets its gradients by itself: a zero_grad() out of habit would drop those of earlier parts of it.
         # The zero_grad() that would have dropped what a backward before prepare() has left is done here.
         self.model.zero_grad()
-        optimizer.zero_grad = lambda set_to_none=True: None  # type: ignore[method-assign]
         self._is_stepping = False
         self.on_own_step: Callable[[], Any] = self._check_own_step
         """What optimizer.step() does in a loop that calls it out of habit."""
-        optimizer.register_step_pre_hook(lambda *told: self._check_own_step())
-        optimizer.step = MethodType(self._step_of_habit(optimizer.step), optimizer)  # type: ignore[method-assign]
+        for each in {optimizer, *each_of(optimizer)}:
+            each.zero_grad = lambda set_to_none=True: None  # type: ignore[method-assign]
+            each.register_step_pre_hook(lambda *told: self._check_own_step())
+            each.step = MethodType(self._step_of_habit(each.step), each)  # type: ignore[method-assign]
         self.outer = OuterState(optimizer, self.names)
         self._add_group = optimizer.add_param_group
         optimizer.add_param_group = self._add_param_group  # type: ignore[method-assign]
@@ -147,9 +168,20 @@ class Replica:
         """A method, since schedulers that are made later wrap it as one."""
 
         def step(optimizer: Optimizer, *arguments: Any, **options: Any) -> Any:
-            return plain(*arguments, **options) if self._is_stepping else self.on_own_step()
+            if self._is_stepping:
+                return plain(*arguments, **options)
+            self._check_turn(optimizer)
+            return self.on_own_step()
 
         return step
+
+    def _check_turn(self, optimizer: Optimizer) -> None:
+        own = self.optimizer
+        if isinstance(own, TurnOptimizer) and optimizer in own.each and optimizer is not own.each[self._turns.now]:
+            raise ConfigError(
+                f"It is the turn of optimizer {self._turns.now}, and step() of another was called. Each batch of the"
+                " loader comes once for each optimizer, and fleet.turn says whose turn it is: step that one alone."
+            )
 
     def _check_own_step(self) -> None:
         if not self._is_stepping:
@@ -279,7 +311,11 @@ class Replica:
 
     def finish(self) -> float:
         """Ends the sums over all ranks. Returns the seconds spent waiting for them."""
-        return self._buckets.finish() if self._buckets is not None else 0.0
+        waited_s = self._buckets.finish() if self._buckets is not None else 0.0
+        for parameter in self.trained if self._turns.count > 1 else ():
+            if parameter.grad is not None and not self.steps_now(self.names[id(parameter)]):
+                parameter.grad.zero_()  # where it lies in a bucket, the norm is of that
+        return waited_s
 
     def drop_unused(self) -> None:
         """Parameters that no rank used get no gradient, as in one process. A collective where there are several."""
@@ -395,7 +431,7 @@ class Replica:
                     " model.parameters() of the model that you pass here."
                 )
         check_own_memory(self.model)
-        if isinstance(self.optimizer, torch.optim.LBFGS):
+        if any(isinstance(each, torch.optim.LBFGS) for each in each_of(self.optimizer)):
             raise ConfigError("LBFGS evaluates the loss many times within one step, which step() cannot do.")
 
     def _same_start(self) -> None:
@@ -414,27 +450,6 @@ class Replica:
                     f" where worker {rank} has {_tell(first[1])}. Build the same model on every worker."
                 )
         self.align()
-
-
-def find_batch_norm(model: nn.Module) -> str | None:
-    """The name and kind of a layer that cannot be trained by a single value of each channel; none: there is no such."""
-    found = (each for each in model.named_modules() if isinstance(each[1], nn.modules.batchnorm._BatchNorm))
-    return next((f"{name} ({type(module).__name__})" for name, module in found), None)
-
-
-@contextmanager
-def explain_single_rows() -> Iterator[None]:
-    """Turns torch's error about a batch of one row into a sentence that says what to do."""
-    try:
-        yield
-    except ValueError as error:
-        if not str(error).startswith("Expected more than 1 value per channel"):
-            raise
-        raise ConfigError(
-            f"BatchNorm was to be trained by a single row, of which it can take no mean ({error}). Choose batches and"
-            " micro-batches of at least two rows for each worker, and one size that does not leave a single row at the"
-            " end of the data; or use LayerNorm or GroupNorm."
-        ) from None
 
 
 def check_own_memory(model: nn.Module) -> None:
@@ -457,39 +472,6 @@ def check_own_memory(model: nn.Module) -> None:
                 " can step them. Give it memory of its own with nn.Parameter(tensor.expand(...).clone()), or keep the"
                 " small tensor as the parameter and expand it in forward()."
             )
-
-
-class OffloadedOptimizer:
-    """An optimizer that steps copies of the parameters in host memory, where its state is."""
-
-    def __init__(self, optimizer: Optimizer, names: dict[int, str]) -> None:
-        """`names`: by a parameter's id; copies are added."""
-        self.optimizer = optimizer
-        self._names = names
-        self._twins: list[tuple[nn.Parameter, nn.Parameter]] = []
-        for group in optimizer.param_groups:
-            self.take(group)
-
-    def take(self, group: dict[str, Any]) -> None:
-        """A group has copies instead of its parameters, and what is known of those."""
-        state = self.optimizer.state
-        pairs = [(own, nn.Parameter(in_host_memory(own), own.requires_grad)) for own in group["params"]]
-        for own, twin in pairs:
-            self._names[id(twin)] = self._names[id(own)]
-            if own in state:
-                state[twin] = state_at(twin.device, state.pop(own), group)
-        group["params"] = [twin for _, twin in pairs]
-        self._twins += pairs
-
-    @torch.no_grad()
-    def step(self) -> None:
-        for own, twin in self._twins:  # what changed the parameters meanwhile, such as an average, counts
-            twin.copy_(own)
-            twin.grad = own.grad.to("cpu") if own.grad is not None else None
-        self.optimizer.step()
-        for own, twin in self._twins:
-            own.copy_(twin)
-            twin.grad = None
 
 
 def _dense(parameter: nn.Parameter) -> Tensor:

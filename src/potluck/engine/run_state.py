@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from potluck.agree.loss_scale import LossScale
 from potluck.agree.step_report import StepDecision
 from potluck.agree.terms import Fingerprint
+from potluck.agree.turns import Turns
 from potluck.coded_numbers import Wire
 from potluck.composition import Composition, Wanted
 from potluck.data.fetching import FetchOptions
@@ -24,7 +26,7 @@ from potluck.data.plan import MicroBatch, Position
 from potluck.data.rows import mix, seed_everything
 from potluck.engine.fingerprint import fingerprint
 from potluck.engine.replica import Replica
-from potluck.engine.scheduled import RunScheduler
+from potluck.engine.scheduled import Scheduled
 from potluck.engine.switches import StepConfig
 from potluck.environment import LAST_WORDS
 from potluck.errors import ConfigError, Diverged, Interrupted
@@ -119,15 +121,19 @@ class RunState:
     stopping: bool = False
     """Whether every worker has agreed to stop after the step that is done."""
 
+    turns: Turns = field(default_factory=Turns)
+    """Of several optimizers, whose turn it is: each step of the run is one of them on the batch under way."""
     replica: Replica | None = None
     names: tuple[str, ...] = ()
     """Of all that the model's state_dict held before it was prepared."""
     loader: Loader | None = None
-    scheduled: RunScheduler | None = None
+    scheduled: Scheduled | None = None
     batch_norm: str | None = None
     """A layer of the whole model that takes means over rows, and so needs two of them at once."""
     unit: float = 1.0
     """By which each gradient is multiplied, beside its samples: about one over the rows of a batch."""
+    scale: LossScale = field(init=False)
+    """Of fp16: by which each gradient is multiplied too."""
     data: Fingerprint | None = None
     """A fingerprint of this worker's rows; None until it has been taken."""
     layout: str = ""
@@ -155,6 +161,8 @@ class RunState:
 
     def __post_init__(self) -> None:
         self.saves = Saves(self.link, self.events)
+        self.scale = LossScale(is_on=self.config.precision == "fp16")
+        self.standing_of.append(self.scale.standing)
         self.start_of_step()
 
     def prepared(self) -> Replica:
@@ -213,7 +221,7 @@ class RunState:
         if self.loader is None or self.wanted.policy.steps_together:
             return self.step_number
         row, size = self.loader.position.row, self.loader.batch.size
-        return self.step_number - (row % size > 0 and row < self.loader.rows)
+        return self.step_number - self.turns.count * (row % size > 0 and row < self.loader.rows)
 
     def seed_random(self, seed: int) -> None:
         """Gives every worker its own random numbers, the same in every run with this seed and this many workers."""
@@ -228,11 +236,28 @@ class RunState:
         if self.replica is not None:
             self.replica.remember_buffers()
 
+    @property
+    def gradient_unit(self) -> float:
+        """What a gradient weighs for each sample, until it is applied."""
+        return self.unit * self.scale.factor
+
+    def good_step(self) -> None:
+        self.skipped_in_a_row = 0
+        self.scale.rise()
+
     def advance(self, rows: int) -> None:
         self.step_number += 1
+        if not self.turns.is_last:
+            return
         self.rows_seen += rows
         if self.loader is not None and self.loader.current is not None:
             self.loader.position.row = self.loader.current.step_end
+
+    def next_turn(self) -> None:
+        """A step is done, applied or skipped."""
+        if self.turns.count > 1:
+            self.turns.next()
+            self.trained = None  # the same batch comes again
 
     def set_lr(self, rows: int) -> None:
         """Sets the rate of the step that is being applied. `rows`: of all workers, by its end."""
@@ -265,8 +290,10 @@ class RunState:
         if self.loader is None:
             return self.step_number - 1
         row, size = self.loader.position.row, self.loader.batch.size
-        end = row + rows - self.rows_seen
-        return self.step_number + -(-end // size) - -(-row // size) - 1
+        if (ahead := rows - self.rows_seen) <= 0:
+            return self.step_number - 1
+        batches = -(-(row + ahead) // size) - -(-row // size)
+        return self.step_number + (batches - 1) * self.turns.count + self.turns.now
 
     @property
     def lr(self) -> float:
@@ -275,10 +302,12 @@ class RunState:
     def skip(self, decision: StepDecision, *, step: int, where: str = "") -> StepSkipped:
         """The gradient is of no use."""
         self.prepared().drop()
-        self.skipped_in_a_row += 1
-        return StepSkipped(
-            step=step, loss=decision.loss, in_a_row=self.skipped_in_a_row, reason=f"{where}{decision.fault}"
-        )
+        reason, in_a_row = f"{where}{decision.fault}", 0
+        if decision.samples and self.scale.fall():
+            reason += f", and the loss scale falls to {self.scale.value:g}"
+        else:
+            in_a_row = self.skipped_in_a_row = self.skipped_in_a_row + 1
+        return StepSkipped(step=step, loss=decision.loss, in_a_row=in_a_row, reason=reason)
 
     def step_done(self, decision: StepDecision, lr: float, seconds: float, workers: tuple[WorkerStep, ...]) -> StepDone:
         return StepDone(

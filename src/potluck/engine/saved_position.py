@@ -26,6 +26,7 @@ def take_position(run: RunState) -> tuple[Standing, KeptTensors]:
         "epoch": position.epoch,
         "row": position.row,
         "left": [list(part) for part in position.left],
+        **({"turn": run.turns.now} if run.turns.count > 1 else {}),
         "rows_in_epoch": loader.rows if loader is not None else 0,
         "seed": loader.seed if loader is not None else 0,
         "batch": loader.batch.size if loader is not None else 0,
@@ -67,6 +68,7 @@ def restore_position(run: RunState, standing: Standing) -> None:
     """Moves the run to a saved position."""
     run.step_number = standing["step"]
     run.rows_seen = standing["rows_seen"]
+    run.turns.now = min(max(0, standing.get("turn", 0)), run.turns.count - 1)
     run.skipped = standing["skipped"]
     run.skipped_rows = standing["skipped_rows"]
     if run.loader is not None:
@@ -78,6 +80,7 @@ def restore_position(run: RunState, standing: Standing) -> None:
         run.loader.current = None
     run.steps_done = run.step_number
     run.saved_wire = standing.get("wire", "fp32")
+    run.scale.restore(standing.get("loss_scale"))
     _take_back(run, standing)
     for call in run.on_stand:
         call()

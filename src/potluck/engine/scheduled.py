@@ -7,6 +7,7 @@ the run stands when they agree. Then it goes back, which no scheduler can: it is
 import copy
 import warnings
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from potluck.agree.turns import Turns
 from potluck.errors import CheckpointError, ConfigError
 from potluck.save.state import Tensors, flatten, unflatten
 
@@ -123,6 +125,62 @@ class RunScheduler:
                 else:
                     group[name] = value
         self.steps = look.steps
+
+
+class TurnSchedulers:
+    """One for each optimizer that has one, each stepped once for each turn of its own; or with every step, where all
+    optimizers step together."""
+
+    def __init__(self, schedulers: Sequence[RunScheduler | None], turns: Turns) -> None:
+        self._each = {str(turn): each for turn, each in enumerate(schedulers) if each is not None}
+        self._turns = turns
+
+    def _own(self, steps: int) -> Iterator[tuple[RunScheduler, int]]:
+        last = self._turns.count - 1
+        return ((each, self._turns.steps_of(min(int(turn), last), steps)) for turn, each in self._each.items())
+
+    def go_to(self, steps: int) -> None:
+        for each, own in self._own(steps):
+            each.go_to(own)
+
+    def begin_window(self) -> None:
+        for each in self._each.values():
+            each.begin_window()
+
+    def agree(self, steps: int) -> None:
+        for each, own in self._own(steps):
+            each.agree(own)
+
+    def save(self, tensors: dict[str, Tensor]) -> dict[str, Any]:
+        saved: dict[str, Any] = {}
+        found: dict[str, Tensor] = {}
+        for turn, each in self._each.items():
+            saved[turn] = each.save(found)
+            keys = {key: f"turn {turn}/{key}" for key in found}
+            tensors |= {keys[key]: tensor for key, tensor in found.items()}
+            found.clear()
+        return saved
+
+    def load(self, saved: dict[str, Any] | None, tensors: Tensors, steps: int) -> None:
+        for (turn, each), (_, own) in zip(self._each.items(), self._own(steps), strict=True):
+            each.load((saved or {}).get(turn), _OfTurn(tensors, turn), own)
+
+    def check(self, saved: dict[str, Any] | None, source: str) -> None:
+        for turn, each in self._each.items():
+            each.check((saved or {}).get(turn), source)
+
+
+class _OfTurn:
+    """The tensors of one turn's scheduler among those of all."""
+
+    def __init__(self, tensors: Tensors, turn: str) -> None:
+        self._tensors, self._turn = tensors, turn
+
+    def __getitem__(self, name: str, /) -> Tensor:
+        return self._tensors[f"turn {self._turn}/{name}"]
+
+
+Scheduled = RunScheduler | TurnSchedulers
 
 
 def _without_steps(kind: type[LRScheduler]) -> type[LRScheduler]:

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from potluck.coded_numbers import Coding
-from potluck.engine.replica import Agreed, Replica, find_batch_norm
+from potluck.engine.replica import Agreed, Replica
+from potluck.engine.single_rows import find_batch_norm
 from potluck.engine.weight_hash import digest_sums, digest_sums_of_piece, hash_sums
 from potluck.errors import ConfigError
 from potluck.link.coded_sums import CodedSums
@@ -53,6 +54,10 @@ class ShardedReplica(Replica):
     @property
     def gathers(self) -> bool:  # type: ignore[override]
         return self.sharded.gathers
+
+    @property
+    def steps_whole(self) -> bool:  # type: ignore[override]
+        return self.sharded.whole_steps is not None
 
     def _place(self) -> None:
         """Where parameters are split too, they reach the device block by block, and never all at once."""
@@ -159,6 +164,10 @@ class ShardedReplica(Replica):
         self.sharded.always_used = self.always_used
         started = time.perf_counter()
         self.sharded.finish()
+        if self._turns.count > 1:
+            for run, gradient in zip(self.sharded.runs, self.sharded.run_gradients(), strict=True):
+                if gradient is not None and not self.steps_now(run.span.name):
+                    gradient.zero_()
         return time.perf_counter() - started
 
     def drop_unused(self) -> None:

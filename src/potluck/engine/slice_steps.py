@@ -19,11 +19,15 @@ from potluck.engine.slices import Gradients, SliceSums
 from potluck.errors import ConfigError
 from potluck.events import StepSkipped
 from potluck.fleet.description import Part
+from potluck.fleet.member import has_overflowed
 from potluck.fleet.tree import Node, slice_rows
 from potluck.wire.messages import Committed, SliceReport, Work
 
 ANY_ROWS = BatchConfig(size=1 << 31)
 """A slice goes through the model at once, however many rows it has."""
+
+
+OVERFLOW = "a gradient overflows in fp16"
 
 
 class SliceSteps:
@@ -63,27 +67,31 @@ class SliceSteps:
 
     def seed_of(self, seed: int, micro: MicroBatch) -> int:
         """The slice's seed; the ranks of one worker each draw their own numbers."""
-        return self._seed_of_slice(seed, self._step, self.slices[micro.number])
+        return self._seed_of_slice(seed, self._step - self._run.turns.now, self.slices[micro.number])
 
     def _seed_of_slice(self, seed: int, step: int, number: int) -> int:
         rank = self._replica.link.rank
         return mix(seed, step, number, *([rank + 1] if rank else []))
 
     def expects_from(self, work: Work) -> tuple[int, ...]:
-        """Steps follow each other by whole batches, until the epoch ends or the run is put elsewhere."""
-        assert self._run.loader is not None
-        return work.epoch, work.row - work.step * self._run.loader.batch.size
+        """Batches follow each other, until the epoch ends or the run is put elsewhere; each comes in all its turns."""
+        loader, turns = self._run.loader, self._run.turns
+        assert loader is not None
+        return work.epoch, work.row * turns.count - (work.step - turns.now) * loader.batch.size
 
     def expected(self, work: Work, seed: int) -> Iterator[tuple[MicroBatch, int]]:
-        """The slices of this step, and then the same ones of each that follows: most workers keep theirs."""
-        assert self._run.loader is not None
-        size, rows, step = self._run.loader.batch.size, self._run.loader.rows, work.step
-        while (row := work.row + (step - work.step) * size) < rows:
+        """The slices of this batch, and then the same ones of each that follows: most workers keep theirs."""
+        loader, turns = self._run.loader, self._run.turns
+        assert loader is not None
+        size, rows = loader.batch.size, loader.rows
+        first = step = work.step - turns.now
+        while (row := work.row + (step - first) // turns.count * size) < rows:
             bounds = slice_rows(row, count := min(size, rows - row), min(work.slices, count))
             for number in self._usual:
                 if number < len(bounds):
                     yield self._own_rows(*bounds[number]), self._seed_of_slice(seed, step, number)
-            step = max(step, self._step) + 1  # others may have been faster than we read
+            # Others may have been faster than we read.
+            step = max(step, self._step - turns.now) + turns.count
 
     def begin(self, work: Work, nodes: list[Node], bounds: Sequence[tuple[int, int]]) -> None:
         self._sender.begin()
@@ -133,8 +141,9 @@ class SliceSteps:
             if micro.last:
                 self._send_report()
         self.sums.arm(communicate=last)
+        self.sums.scale, self.sums.may_overflow = self._run.scale.factor, self._run.scale.may_fall
         if samples:
-            (loss * (samples * unit)).backward()  # type: ignore[no-untyped-call]
+            (loss * (samples * self._run.gradient_unit)).backward()  # type: ignore[no-untyped-call]
         self._replica.end_backward()
         if last:
             self.sums.finish_slice(self._samples, unit)
@@ -160,15 +169,19 @@ class SliceSteps:
         """The mean gradient goes to the optimizer, or all skip it."""
         run, sums = self._run, self.sums
         norm = sums.load(means, bytes(committed.used))
-        decision = decide_mean(committed.samples, committed.loss, norm, 1.0, run.config.clip)
+        overflow = OVERFLOW if run.scale.is_on and has_overflowed(committed) else None
+        decision = decide_mean(committed.samples, committed.loss, norm, 1.0, run.config.clip, overflow)
+        run.scale.learn(committed.samples, committed.rows)
         if decision.fault is not None:
             sums.restore_buffers()
+            run.next_turn()
             return decision
         sums.apply_buffers(means, bytes(committed.buffers))
-        run.skipped_in_a_row = 0
+        run.good_step()
         run.set_lr(run.rows_seen)
         self._replica.apply(decision.scale)
         sums.reset()
+        run.next_turn()
         return decision
 
     # What all agreed on
@@ -204,8 +217,15 @@ class SliceSteps:
         self._sender.synchronize()
         busy_s = time.perf_counter() - self._started
         self._driver.check_weights(in_step=True)  # before the last part, without which nothing is committed
-        none = np.zeros(0)
-        self._send(SliceReport(self._step, none.astype("<u4"), none, none, busy_s, self.sums.used_bits()))
+        none, overflowed = np.zeros(0), self._has_overflowed()
+        report = SliceReport(self._step, none.astype("<u4"), none, none, busy_s, self.sums.used_bits())
+        self._send(replace(report, overflowed=1) if overflowed else report)
+
+    def _has_overflowed(self) -> bool:
+        """Here, or on another rank of this worker."""
+        if not self.sums.may_overflow:
+            return False
+        return any(row[0] for row in self._replica.link.gather_rows([float(self.sums.has_overflowed)]))
 
     def _send_exact(self, exact: bytes) -> None:
         none = np.zeros(0)

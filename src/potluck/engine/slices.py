@@ -174,7 +174,10 @@ class WholeGradients:
             for parameter, piece in zip(
                 bucket.parameters, split_like(mean.to(bucket.flat.device), bucket.parameters), strict=True
             ):
-                parameter.grad = piece if is_set(used, self._index[id(parameter)]) else None
+                is_used = is_set(used, self._index[id(parameter)]) and self._replica.steps_now(
+                    self._names[id(parameter)]
+                )
+                parameter.grad = piece if is_used else None
         return float(self._replica.norm().item())
 
     def _hook(self, bucket: GradBucket, index: int) -> Callable[[Tensor], None]:
@@ -210,6 +213,13 @@ class SliceSums:
         self.buffers_at = len(gradients.parts)
         """Which part they are: others may lie between, which travel with windows alone."""
         gradients.on_part = self._on_part
+        self.scale = 1.0
+        """What the slice's gradient was multiplied by: it is taken out before anything is added, as every worker may
+        compute any slice, and some know of no scale."""
+        self.may_overflow = False
+        """Whether the scale may have been too high for a gradient that is not finite: zeros take its place then."""
+        self.has_overflowed = False
+        """Whether any slice of this work has."""
         self._next = 0
         """The part that is completed next."""
         self._schedule: list[tuple[int, int, bool]] = []
@@ -238,6 +248,7 @@ class SliceSums:
             for number, count in zip(range(*node), merges(node), strict=True)
         ]
         self._at = -1
+        self.has_overflowed = False
         self._gradients.start_work()
         return [number for number, _, _ in self._schedule]
 
@@ -315,6 +326,11 @@ class SliceSums:
     def _on_part(self) -> None:
         index, sums = self._next, self._gradients.parts[self._next]
         self._next += 1
+        if self.scale != 1.0:
+            sums.flat.mul_(1 / self.scale)
+        if self.may_overflow and not sums.flat.isfinite().all():
+            sums.flat.zero_()
+            self.has_overflowed = True
         _, count, ends_node = self._schedule[self._at]
         sums.add(count, ends_node=ends_node, is_last=self.is_last_slice)
         if self.is_last_slice:
@@ -339,7 +355,7 @@ def check_float32(trained: Sequence[Tensor | Spec]) -> None:
     if wrong is not None:
         raise ConfigError(
             f"Gradients travel to a host as float32, and a parameter is {wrong}. Keep parameters in float32, and"
-            " use step.precision = bf16 to compute in bf16."
+            " use step.precision = bf16 or fp16 to compute in less."
         )
 
 

@@ -148,6 +148,7 @@ class StageShard(Sharded):
         self._tied = whole.tied
         self._device = replica.device
         self._inner: Sharded | None = getattr(replica, "sharded", None)
+        self.whole_steps = self._inner.whole_steps if self._inner is not None else None
         self.runs, self.mirrors, self.rest = [], [], []
         self._having: dict[str, list[FlatRun]] = {}
         """By name: the runs that hold numbers of it."""

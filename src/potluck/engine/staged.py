@@ -25,9 +25,10 @@ from potluck.engine.fingerprint import training_settings
 from potluck.engine.layers import make_replica
 from potluck.engine.look_sums import LookSums
 from potluck.engine.losses import LossFunction, check_grad, loss_and_samples
-from potluck.engine.replica import Replica, explain_single_rows
+from potluck.engine.replica import Replica
 from potluck.engine.run_state import RunState
 from potluck.engine.saved_position import check_position, position_as_json, restore_position
+from potluck.engine.single_rows import explain_single_rows
 from potluck.engine.slices import describe_model
 from potluck.engine.stage_modules import StageModules, StageShard, describe_uncut, free_params_outside, keep_params_of
 from potluck.engine.stage_planner import StagePlanner
@@ -179,7 +180,7 @@ class StagedLayers:
         together = run.link.world if run.composition.splits_all else places.size
         self._part = replica.part = StageShard(replica, held, firsts, rank=rank % together, world=together)
         self._own = StageShard(replica, held, dict.fromkeys(firsts, True), rank=0, world=1)
-        self._work = {stage.index: _Work(stage, replica, lambda: run.unit) for stage in stages}
+        self._work = {stage.index: _Work(stage, replica, lambda: run.gradient_unit) for stage in stages}
         widths = [count_sent(plan.layers[cut - 1].output or {"value": None}) for cut in plan.cuts]
         self._runner = PipelineRunner(self._work, widths, self._make_channel())
         run.layout = planner.describe(plan)
@@ -199,11 +200,13 @@ class StagedLayers:
         if micro is None:
             raise ConfigError("train() takes the batches of the loader that prepare() gave.")
         assert run.loader is not None
-        seed = mix(run.loader.seed, run.loader.position.epoch, micro.start)
+        turn = [run.turns.now] if run.turns.now else []
+        seed = mix(run.loader.seed, run.loader.position.epoch, micro.start, *turn)
         self._micros.append(_Micro(batch, seed, float(micro.weighs)))
         if self.places.is_last and micro.counts:
             run.tally.rows += micro.end - micro.start
-            run.ledger.record(micro.start, micro.end)
+            if run.turns.is_last:
+                run.ledger.record(micro.start, micro.end)
         run.trained = micro
         run.stand_in.close()
         if micro.last:

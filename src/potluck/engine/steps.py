@@ -102,7 +102,7 @@ class Steps:
         reports = [StepReport(*row) for row in told.wait()]
         if any(report.has_unused for report in reports):
             replica.drop_unused()
-        decision = decide_step(reports, norm, run.unit, run.config.clip)
+        decision = decide_step(reports, norm, run.gradient_unit, run.config.clip)
         run.advance(sum(int(report.rows) for report in reports))
         run.stopping = any(report.wants_stop for report in reports)
         exchanged = time.perf_counter()
@@ -116,7 +116,7 @@ class Steps:
         replica.finish()
         run.advance(tally.rows)
         run.set_lr(run.rows_seen)
-        said = replica.apply_unless_bad(tally.loss_sum, 1 / (tally.samples * run.unit), run.config.clip)
+        said = replica.apply_unless_bad(tally.loss_sum, 1 / (tally.samples * run.gradient_unit), run.config.clip)
         if run.loader is not None:
             run.loader.fetch_ahead()
         norm, was_bad, loss_sum = torch.stack([*said, tally.loss_sum]).tolist()
@@ -126,7 +126,7 @@ class Steps:
             replica.drop()
         reports = [StepReport(*row) for row in self._tell(busy_s, loss_sum).wait()]
         run.stopping = bool(reports[0].wants_stop)
-        decision = decide_step(reports, norm, run.unit, run.config.clip)
+        decision = decide_step(reports, norm, run.gradient_unit, run.config.clip)
         return self._end(self._apply(reports, decision, busy_s, is_done=not was_bad), reports)
 
     def _tell(self, busy_s: float, loss_sum: float | None = None) -> Rows:
@@ -148,6 +148,7 @@ class Steps:
 
     def _end(self, event: StepDone | StepSkipped, reports: list[StepReport]) -> StepDone | StepSkipped:
         run = self._run
+        run.next_turn()
         self._copies.tell()
         run.tell(event)
         run.version += 1

@@ -16,7 +16,8 @@ from potluck.engine.compiling import AnyRows
 from potluck.errors import ConfigError
 from potluck.sharding.blocks import find_blocks, is_staged
 
-Precision = Literal["fp32", "bf16"]
+Precision = Literal["fp32", "bf16", "fp16"]
+HALVES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,8 +27,9 @@ class StepConfig:
     clip: float | None = None
     """The largest norm that the whole gradient may have; None: no limit."""
     precision: Precision = "fp32"
-    """bf16 runs the model and the loss function under autocast; parameters, gradients and optimizer stay as they are.
-    A loop that computes its own loss gets the model's output in float32, unless it uses autocast itself."""
+    """bf16 and fp16 run the model and the loss function under autocast; parameters, gradients and optimizer stay as
+    they are. A loop that computes its own loss gets the model's output in float32, unless it uses autocast itself. With
+    fp16 the loss is scaled before its backward, and a step that overflows is skipped (agree/loss_scale.py)."""
     compile: bool = False
     """torch.compile for the model's repeated blocks, or for the whole model if it has none."""
     checkpoint_activations: bool = False
@@ -47,8 +49,10 @@ class StepConfig:
 
 
 def autocast(device: torch.device, config: StepConfig) -> AbstractContextManager[Any]:
-    """Goes around the whole loss: matrix products are computed in bf16, and losses, norms and the like in float32."""
-    return torch.autocast(device.type, torch.bfloat16) if config.precision == "bf16" else nullcontext()
+    """Goes around the whole loss: matrix products are computed in bf16 or fp16, and losses, norms and the like in
+    float32."""
+    half = HALVES.get(config.precision)
+    return torch.autocast(device.type, half) if half is not None else nullcontext()
 
 
 def in_float32(loss: Tensor) -> Tensor:
@@ -56,8 +60,21 @@ def in_float32(loss: Tensor) -> Tensor:
     return loss.float() if loss.dtype.itemsize < 4 else loss
 
 
+def check_precision(model: nn.Module, config: StepConfig) -> None:
+    """Gradients have the type of their parameters, and must have room for what they were scaled by."""
+    if config.precision != "fp16":
+        return
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.dtype == torch.float16:
+            raise ConfigError(
+                f"{name} is float16. step.precision = fp16 computes in fp16 by autocast, and its steps need parameters"
+                " in float32: build the model without .half()."
+            )
+
+
 def switch_on(model: nn.Module, device: torch.device, config: StepConfig) -> None:
     """The switches change how forward runs, in place: the model keeps its class and its parameters' names."""
+    check_precision(model, config)
     blocks = find_blocks(model)
     if config.checkpoint_activations:
         if not blocks and not is_staged(model):
@@ -69,7 +86,7 @@ def switch_on(model: nn.Module, device: torch.device, config: StepConfig) -> Non
             _replace_forward(
                 block, functools.partial(torch.utils.checkpoint.checkpoint, block.forward, use_reentrant=False)
             )
-    if config.precision == "bf16":
+    if config.precision in HALVES:
         _replace_forward(model, _autocast_forward(model.forward, device, config))
     if config.compile:
         if device.type == "cpu" and not any(shutil.which(name) for name in ("g++", "clang++", "c++")):
@@ -99,7 +116,7 @@ def _autocast_forward(forward: Callable[..., Any], device: torch.device, config:
 
 
 def _widen(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype == torch.bfloat16 else tensor
+    return tensor.float() if tensor.dtype in HALVES.values() else tensor
 
 
 def _replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:

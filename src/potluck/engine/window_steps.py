@@ -75,7 +75,7 @@ class WindowSteps:
         (node,) = nodes
         assert self._run.loader is not None
         is_next = work.step == self._driver.member.version + 1
-        self._step = work.step
+        self._step, self._run.turns.now = work.step, 0
         self._rows_before = self._run.rows_seen + work.row - self._run.loader.position.row
         self._number = node[0]
         self._own = bounds[node[0]]
@@ -95,7 +95,7 @@ class WindowSteps:
         """This worker's batches, one after the other, each in micro-batches."""
         for number, ((first, end), micros) in enumerate(self._batches_of(work)):
             self._batch_end = end
-            for micro in micros:
+            for micro in micros * self._run.turns.count:
                 yield replace(micro, number=number)
                 if is_void():
                     self._delta.forget()
@@ -125,18 +125,20 @@ class WindowSteps:
             return False, None
         driver.reach("batch", self._step, done=self._batches)
         done, own_samples, decision = end_batch(run, self._layers, run.link)  # all ranks of this worker step as one
-        self._batches += 1
-        self._samples += done.samples
-        if decision.fault is None:
+        is_last = run.turns.is_last
+        self._batches += is_last
+        self._samples += done.samples * is_last
+        if decision.fault is not None:
+            run.skipped += 1
+        elif is_last:
             self._good_samples += done.samples
             self._good_loss += done.loss_sum
             self._norm = decision.norm
-        else:
-            run.skipped += 1
         first, end = self._own
         rows = self._rows_before + round(self._whole * (self._batch_end - first) / (end - first))
         skipped = step_alone(run, decision, own_samples, rows, driver.client.name, stretch=self._stretch)
-        if self._batch_end < end:
+        run.next_turn()
+        if self._batch_end < end or not is_last:
             return False, skipped
         report, weight = self._report(), self._samples * run.unit
         if self._step == driver.member.version + 1:
@@ -180,8 +182,10 @@ class WindowSteps:
             self._delta.forget()
 
     def count_rows(self, rows: int) -> None:
-        assert self._run.loader is not None
-        self._run.step_number += self._run.loader.pass_rows(rows)
+        run = self._run
+        assert run.loader is not None
+        # Of a step that all take together, in the middle of a batch's turns, there are no rows yet.
+        run.step_number += run.loader.pass_rows(rows) - run.turns.now if rows else 1
 
     def agree(self, committed: Committed, means: list[Tensor]) -> StepDecision:
         """The mean of what all changed, from where all began."""

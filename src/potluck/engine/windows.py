@@ -58,6 +58,7 @@ class WindowTotals(NamedTuple):
     divergence: float = 0.0
     """Its distance from the mean at that agreement."""
     wants_stop: float = 0.0
+    loss_scale: float = 1.0
 
 
 class Windows:
@@ -101,7 +102,8 @@ class Windows:
         coding = self._coding = coding_of(self._run.composition.wire) if nodes.count > 1 else None
         mean = LinkMean(nodes.across) if coding is None else CodedLinkMean(nodes.across, coding)
         self._delta = WindowDelta(replica, mean, policy.outer, overlap=policy.overlap, within=nodes.within)
-        if are_averaged(policy.averages_moments, replica.optimizer, self._run.notice):
+        notice, steps_whole = self._run.notice, replica.steps_whole
+        if are_averaged(policy.averages_moments, replica.optimizer, notice, steps_whole=steps_whole):
             self._moments = Moments(replica.optimizer, replica.outer.names, self._delta.runs)
         if self._may_step_together:
             replica.prepare_sums()
@@ -139,6 +141,7 @@ class Windows:
         own_rows = self._own_rows = -(-loader.batch.size // nodes.count)
         is_first = self._is_first_share()
         is_together = self._planner.is_best_together(is_early=is_first, may=self._may_step_together)
+        is_together |= self._run.turns.now > 0  # a batch in the middle of its turns, which only such a step leaves
         if is_together:
             first, end = self._pool.ranges[0]
             step_rows = min(rows_left, end - first, loader.batch.size - loader.position.row % loader.batch.size)
@@ -178,7 +181,8 @@ class Windows:
         for number, ((start, end), micros) in enumerate(zip(batches, planned, strict=True), start=1):
             self._has_more = number < len(batches)
             done, self._batch_rows = self._window.rows, end - start
-            yield from micros
+            for _ in range(self._run.turns.now, self._run.turns.count):
+                yield from micros
             if self._window.rows == done:
                 raise ConfigError(
                     f"The batch of rows {start} to {end} was given out, but step() was not called after it."
@@ -234,22 +238,31 @@ class Windows:
         if decision.together:
             return self._step_together()
         nodes, rows = self.nodes, before.rows + self._batch_rows
-        tells_end = nodes.size > 1 and nodes.within.rank == 0 and self._sees_end(decision, before.batches + 1, rows)
+        is_last = run.turns.is_last
+        tells_end = is_last and nodes.size > 1 and nodes.within.rank == 0
+        tells_end = tells_end and self._sees_end(decision, before.batches + 1, rows)
         done, own_samples, step_decision = end_batch(run, self._layers, nodes.within, is_over=tells_end)
         self._node_is_over = bool(done.is_over)
         is_good = step_decision.fault is None
-        self._window = before._replace(
-            samples=before.samples + done.samples * is_good,
-            loss_sum=before.loss_sum + (done.loss_sum if is_good else 0.0),
-            rows=before.rows + done.rows,
-            batches=before.batches + 1,
-            skipped=before.skipped + (not is_good),
-            skipped_rows=before.skipped_rows + (0 if is_good else done.rows),
+        self._window = (
+            before._replace(skipped=before.skipped + (not is_good))
+            if not is_last
+            else before._replace(
+                samples=before.samples + done.samples * is_good,
+                loss_sum=before.loss_sum + (done.loss_sum if is_good else 0.0),
+                rows=before.rows + done.rows,
+                batches=before.batches + 1,
+                skipped=before.skipped + (not is_good),
+                skipped_rows=before.skipped_rows + (0 if is_good else done.rows),
+            )
         )
         where, by_now = nodes.names[nodes.number], self._rows_of_schedule(decision)
         event = step_alone(run, step_decision, own_samples, by_now, where, stretch=self._stretch)
         if is_good:
             self._lr, self._norm = run.lr, step_decision.norm
+        run.next_turn()
+        if not is_last:
+            return event
         if not self._has_more or self._is_over(decision):
             self._end_window(self._loader)
         return event
@@ -272,13 +285,14 @@ class Windows:
         reports = [StepReport(*row) for row in told.wait()]
         if any(report.has_unused for report in reports):
             replica.drop_unused()
-        found, rows = decide_step(reports, norm, run.unit, run.config.clip), [int(report.rows) for report in reports]
-        self._is_open, self._window = False, self._window._replace(rows=tally.rows)
+        found = decide_step(reports, norm, run.gradient_unit, run.config.clip)
+        rows, is_last = [int(report.rows) for report in reports], run.turns.is_last
+        self._is_open, self._window = not is_last, self._window._replace(rows=tally.rows * is_last)
         run.version += 1
-        run.stopping = any(report.wants_stop for report in reports)
-        steps_before = run.step_number
-        run.rows_seen += sum(rows)
-        run.step_number += self._loader.pass_rows(sum(rows))
+        run.stopping = any(report.wants_stop for report in reports) and is_last
+        steps_before = run.step_number - run.turns.now
+        run.rows_seen += sum(rows) * is_last
+        run.step_number += self._loader.pass_rows(sum(rows)) - run.turns.now if is_last else 1
         agreed = time.perf_counter()
         event: StepDone | StepSkipped | None = apply_step(run, found, reports, tally.samples)
         own_s = time.perf_counter() - agreed  # a replica that stepped by itself would need that, too
@@ -289,17 +303,20 @@ class Windows:
         busy = [report.busy_s for report in reports]
         self._planner.observe(rows, busy, self._own_rows, max(report.waited_s for report in reports))
         self._sync_s = max(0.0, time.perf_counter() - self._window_started - max(busy) - own_s)
-        run.tell_agreed(steps_before)
-        self._layers.end_of_window()
+        run.next_turn()
+        if is_last:
+            run.tell_agreed(steps_before)
+            self._layers.end_of_window()
+        self._window_started = time.perf_counter()
         run.start_of_step()
         return event
 
     def _end_without_rows(self, loader: SliceLoader) -> None:
         assert self._decision is not None
-        if self._decision.together:
-            self._step_together()
-        else:
+        if not self._decision.together:
             self._end_window(loader)
+        while self._is_open:
+            self._step_together()
 
     def _rows_of_schedule(self, decision: WindowPlan) -> int:
         """As if all replicas were as far in the window as this one."""
@@ -318,7 +335,11 @@ class Windows:
         synchronize(self._run.device)
         busy_s = time.perf_counter() - self._window_started
         mine = self._window._replace(
-            busy_s=busy_s, sync_s=self._sync_s, divergence=self._delta.drift, wants_stop=self._run.wants_stop
+            busy_s=busy_s,
+            sync_s=self._sync_s,
+            divergence=self._delta.drift,
+            wants_stop=self._run.wants_stop,
+            loss_scale=self._run.scale.value,
         )
         if self._decision.until_s is None:
             self._own_part_done(self._decision).wait()
@@ -336,6 +357,8 @@ class Windows:
         )
         self._run.version += 1
         steps_before, rows = self._run.step_number, sum(int(report.rows) for report in reports)
+        self._run.scale.agree([report.loss_scale for report in reports])
+        self._run.scale.learn(samples, sum(report.rows - report.skipped_rows for report in reports))
         self._run.skipped += sum(int(report.skipped) for report in reports)
         self._run.skipped_rows += sum(int(report.skipped_rows) for report in reports)
         self._run.rows_seen += rows

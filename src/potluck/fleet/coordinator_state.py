@@ -28,6 +28,8 @@ class RunPosition:
     rows_seen: int = 0
     ranges: list[Range] = field(default_factory=list)
     """Committed ranges of this epoch."""
+    turn: int = 0
+    """How many of its turns the batch has had whose rows are not counted yet."""
 
     def position(self) -> str:
         return json.dumps({"step": self.step, "epoch": self.epoch, "row": self.row, "rows_seen": self.rows_seen})

@@ -30,6 +30,7 @@ MAX_PARTS = 100_000
 MAX_TOTAL = 1 << 40
 """Numbers of all parts. A coordinator takes no more than it has memory for."""
 MAX_ROWS = 1 << 48
+MAX_TURNS = 64
 ENTRENAR_BYTES = 100_000_000
 """The longest message that entrenar's own client takes."""
 MAX_SLICES = 1 << 16
@@ -114,6 +115,8 @@ class Description:
     """What an epoch's places are, if each is not one sample of the data: in words, for its proof."""
     in_pairs: bool = False
     """No slice has a single row, wherever that can be had: the model has BatchNorm, which can take no mean of one."""
+    turns: int = 1
+    """Each batch is trained so many times in a row, by one of so many optimizers each time."""
     told: dict[str, Any]
     """What a person is shown: name, parameters, unit of samples, steps. It may differ between workers."""
 
@@ -131,7 +134,7 @@ class Description:
 
     def steps_at(self, epoch: int, row: int) -> int:
         """How many batches of the run are done at this place, the last maybe in part."""
-        return epoch * -(-self.rows // self.batch) + -(-row // self.batch)
+        return self.turns * (epoch * -(-self.rows // self.batch) + -(-row // self.batch))
 
     @property
     def moments(self) -> frozenset[int]:
@@ -214,6 +217,8 @@ class Description:
             _whole(described.state_bytes)
             if described.wire not in WIRES:
                 raise ValueError(f"wire is one of {', '.join(WIRES)}")
+            if not 0 < (_whole(described.turns) or 0) <= MAX_TURNS:
+                raise ValueError(f"turns is at least 1, and at most {MAX_TURNS}")
             _few_words("places", described.places)
             if not isinstance(described.in_pairs, bool):
                 raise ValueError("in_pairs is true or false")
@@ -252,7 +257,7 @@ class Description:
         return replace(self, data=self.data or other.data, training=self.training or other.training)
 
 
-_UNTOLD = (("wire", "fp32"), ("places", ""))
+_UNTOLD = (("wire", "fp32"), ("turns", 1), ("places", ""))
 _MAY_DIFFER = ("data", "training", "settings", "told", "rows_limit", "state_bytes", "in_pairs")
 """Or is compared in its own way; what an older version does not tell is among it."""
 

@@ -298,7 +298,12 @@ class Journal:
         epoch, row, rows_seen = found
         if row >= described.rows:
             return RunPosition(step, epoch + 1, 0, rows_seen, [])
-        return RunPosition(step, epoch, row, rows_seen, self.ranges(epoch, until=step))
+        (turn,) = self._base.execute(
+            "SELECT count(*) FROM steps WHERE step <= ?1 AND step > "
+            "(SELECT coalesce(max(step), 0) FROM steps WHERE step <= ?1 AND rows > 0)",
+            (step,),
+        ).fetchone()
+        return RunPosition(step, epoch, row, rows_seen, self.ranges(epoch, until=step), turn)
 
     def resumed(self, standing: RunPosition | None = None) -> Resumed:
         """All that the next coordinator of this run begins with. `standing`: of a checkpoint, where this holds none."""

@@ -487,6 +487,11 @@ def is_together(committed: Committed) -> bool:
     return bool(json.loads(committed.workers).get("together"))
 
 
+def has_overflowed(committed: Committed) -> bool:
+    """Whether a gradient of the step had no room in fp16, so that nobody applies it."""
+    return bool(json.loads(committed.workers).get("overflowed"))
+
+
 def position_of(text: str) -> dict[str, int]:
     """Where the run stands, as the host tells it."""
     found = json.loads(text)

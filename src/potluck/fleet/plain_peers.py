@@ -54,6 +54,8 @@ class PlainPeers:
             return None
         if described.windowed is not None:
             return f"a plain peer trains under sync alone, and this run's policy is {described.policy}"
+        if described.turns > 1:
+            return "a plain peer has one optimizer, and this run has several, which step in turns"
         if any(part.component == BUFFERS for part in described.parts):
             return "a plain peer cannot send buffers, such as running statistics, and this run's model has some"
         return None

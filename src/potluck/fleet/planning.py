@@ -89,6 +89,8 @@ class StepUnderWay(StepPlan):
     used: bytearray = field(default_factory=bytearray)
     buffers: bytes = b""
     """What the first slice changed in buffers that have no mean, as the first who computed it told."""
+    overflowed: bool = False
+    """Whether somebody's gradient had no room in fp16."""
     busy: dict[int, float] = field(default_factory=dict)
     """worker id -> seconds"""
     batches: dict[int, int] = field(default_factory=dict)
@@ -147,7 +149,7 @@ class StepPlanner:
         # In a window that is begun again, or was before this host was started, optimizers may have moved; and after one
         # they hold the same only where they are averaged.
         is_alike = after is None and self._alike_at == standing.step
-        if windows.is_best_together(is_early=is_first, may=is_alike or not policy.chooses):
+        if standing.turn or windows.is_best_together(is_early=is_first, may=is_alike or not policy.chooses):
             return self._plan_together(working, rows_left, is_first=is_first) if after is None else None
         return self._plan_window(working, after, rows_left)
 

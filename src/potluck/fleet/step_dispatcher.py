@@ -265,6 +265,7 @@ class StepDispatcher:
             return []
         bad = self._note_slices(under, member, report)
         _either(under.used, bytes(report.used))
+        under.overflowed |= bool(report.overflowed)
         if 0 in mine and not under.buffers:
             under.buffers = bytes(report.buffers)
         if told:
@@ -381,8 +382,9 @@ class StepDispatcher:
             self._planner.measure(under)
         run.ahead = None
         run.previous = replace(standing, ranges=list(standing.ranges))
-        standing.step, standing.row = under.step, under.row + under.rows
-        standing.rows_seen += under.rows
+        standing.step, standing.row = under.step, under.row + record.rows
+        standing.rows_seen += record.rows
+        standing.turn = 0 if record.rows else standing.turn + 1
         standing.ranges += [(start, end) for start, end, _ in record.ranges]
         self._records[under.step] = record
         self._digests.forget_old()
@@ -419,16 +421,19 @@ class StepDispatcher:
             }
             for m in run.membership.ready
         )
+        # Rows count with the last turn of their batch. In a window each worker takes all turns by itself.
+        is_last = bool(under.batch) or standing.turn == run.described.turns - 1
+        rows = under.rows if is_last else 0
         return StepRecord(
             under.step,
             standing.epoch,
             under.row,
-            under.rows,
-            standing.rows_seen + under.rows,
+            rows,
+            standing.rows_seen + rows,
             under.samples,
             under.loss,
             workers,
-            ranges,
+            ranges if is_last else (),
         )
 
     def _tell_committed(self, under: StepUnderWay, record: StepRecord, epoch: EpochDone | None) -> list[Effect]:
@@ -437,9 +442,11 @@ class StepDispatcher:
         told: dict[str, Any] = {"workers": record.workers, "epoch": epoch and as_table(epoch), "seconds": seconds}
         if under.decision is not None and under.decision.together:  # who was given nothing of it has not heard so
             told["together"] = True
+        if under.overflowed:
+            told["overflowed"] = True
         committed = Committed(
             under.step,
-            under.rows,
+            record.rows,
             under.samples,
             under.loss,
             bytes(under.used),

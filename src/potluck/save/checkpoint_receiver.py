@@ -99,9 +99,11 @@ def standing_of(path: Path, body: dict[str, Any]) -> RunPosition:
     """Where the run stood; CheckpointError if the manifest, whose checksum anybody can make, does not say so."""
     figures = {name: body.get(name) for name in ("step", "epoch", "row", "rows_seen", "rows_in_epoch")}
     figures["version"] = body.get("version", body.get("step"))  # what the coordinator counts
+    figures["turn"] = body.get("turn", 0)
     if not all(type(figure) is int and 0 <= figure <= MAX_WHOLE for figure in figures.values()):
         raise CheckpointError(f"{path} is damaged: its manifest does not say where the run stood.")
     step, epoch, row, rows_seen = (int(body[name]) for name in ("step", "epoch", "row", "rows_seen"))
     if row and row == body["rows_in_epoch"]:
         epoch, row = epoch + 1, 0
-    return RunPosition(body.get("version", step), epoch, row, rows_seen, [(0, row)] if row else [])
+    ranges, turn = [(0, row)] if row else [], int(body.get("turn", 0))
+    return RunPosition(body.get("version", step), epoch, row, rows_seen, ranges, turn)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from potluck.save import state
 from potluck.sharding.ranges import Ranges
@@ -65,7 +66,7 @@ def optimizer_part(sharded: Sharded, *, copies: bool = True) -> Pieces:
     said: dict[str, Any] = {}
     known = sharded.optimizer.state_dict()["state"]
     place = {id(p): i for i, p in enumerate(p for group in sharded.optimizer.param_groups for p in group["params"])}
-    for run in sharded.runs:
+    for run in sharded.state_runs:
         if place.get(id(run.parameter)) in known:
             _add_state(pieces, said, run, known[place[id(run.parameter)]])
     pieces.notes["state"] = said
@@ -99,7 +100,8 @@ def _add_state(pieces: Pieces, said: dict[str, Any], run: FlatRun, known: dict[s
 
 def _is_flat(value: Any, run: FlatRun) -> bool:
     """Whether it holds a number for each of the run's."""
-    return isinstance(value, Tensor) and value.dim() > 0 and value.shape == run.parameter.shape
+    is_plain = isinstance(value, Tensor) and not is_traceable_wrapper_subclass(value)
+    return is_plain and value.dim() > 0 and value.shape == run.parameter.shape
 
 
 # Into the model
@@ -133,7 +135,7 @@ def load_model_part(sharded: Sharded, source: Ranges) -> None:
 def load_optimizer_part(sharded: Sharded, source: Ranges, skeleton: dict[str, Any]) -> None:
     optimizer = sharded.optimizer
     optimizer.state.clear()  # else the old state and the new one would be here together
-    mine = {id(run.parameter): run for run in (*sharded.runs, *sharded.mirrors)}
+    mine = {id(run.parameter): run for run in (*sharded.state_runs, *sharded.mirrors)}
     order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     index = {id(parameter): i for i, parameter in enumerate(order)}
     settings = state.unflatten(skeleton["groups"], source)
@@ -144,7 +146,7 @@ def load_optimizer_part(sharded: Sharded, source: Ranges, skeleton: dict[str, An
     # One of no numbers is in no run, and has no state.
     runs = ((i, mine[id(parameter)]) for i, parameter in enumerate(order) if id(parameter) in mine)
     states = {i: _read_state(run, source, skeleton["state"]) for i, run in runs}
-    optimizer.load_state_dict({"param_groups": groups, "state": {i: each for i, each in states.items() if each}})
+    state.load_state(optimizer, groups, {i: each for i, each in states.items() if each})
 
 
 def _read_state(run: FlatRun, source: Ranges, skeleton: dict[str, Any]) -> dict[str, Any]:

@@ -11,10 +11,12 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from potluck.devices import random_states, set_random_states
 from potluck.errors import CheckpointError, ConfigError
 from potluck.sharding.ranges import Ranges
+from potluck.sharding.united_optimizers import each_of
 from potluck.tensor_bytes import from_bytes, to_bytes
 
 
@@ -117,11 +119,11 @@ def load_optimizer(optimizer: Optimizer, names: dict[int, str], tensors: Tensors
     optimizer.state.clear()  # else the old state and the new one would be here together
     index = {name: i for i, name in enumerate(name for group in mine for name in group)}
     groups = unflatten(skeleton["groups"], tensors)
-    optimizer.load_state_dict(
-        {
-            "param_groups": [{**group, "params": [index[n] for n in group["params"]]} for group in groups],
-            "state": {index[name]: unflatten(value, tensors) for name, value in skeleton["state"].items()},
-        }
+    numbered = [{**group, "params": [index[n] for n in group["params"]]} for group in groups]
+    load_state(
+        optimizer,
+        numbered,
+        {index[name]: unflatten(value, tensors) for name, value in skeleton["state"].items()},
     )
 
 
@@ -146,6 +148,32 @@ def set_random_state(data: bytes) -> None:
     set_random_states(states)
 
 
+class CodedParts(dict[str, Any]):
+    """The tensors that make up one which codes its numbers in its own way, as torchao's optimizers keep them."""
+
+
+def load_state(optimizer: Optimizer, groups: list[dict[str, Any]], states: dict[int, dict[str, Any]]) -> None:
+    """`states`: by the place of a parameter in all groups. What is coded is not the optimizer's to cast."""
+    order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    plain = {i: {k: v for k, v in known.items() if not isinstance(v, CodedParts)} for i, known in states.items()}
+    optimizer.load_state_dict({"param_groups": groups, "state": plain})
+    for i, known in states.items():
+        for key, parts in known.items():
+            if isinstance(parts, CodedParts):
+                optimizer.state[order[i]][key] = _coded_again(optimizer, order[i], key, parts)
+
+
+def _coded_again(optimizer: Optimizer, parameter: Tensor, key: str, parts: CodedParts) -> Tensor:
+    for each in each_of(optimizer):
+        make = getattr(each, "_new_buffer", None)
+        if make is not None and any(parameter is own for group in each.param_groups for own in group["params"]):
+            coded: Tensor = make(parameter, key == "exp_avg")  # the others have no sign
+            for name, tensor in parts.items():
+                getattr(coded, name).copy_(tensor)
+            return coded
+    raise CheckpointError(f"The checkpoint's {key} is coded in a way of {type(optimizer).__name__} that is not known.")
+
+
 def to_host(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
@@ -153,6 +181,9 @@ def to_host(tensor: Tensor) -> Tensor:
 def flatten(value: Any, key: str, tensors: dict[str, Tensor] | None, whose: str = "The optimizer's ") -> Any:
     """JSON in which each tensor is replaced by its key in `tensors`; none: only to see whether it can be."""
     match value:
+        case Tensor() if is_traceable_wrapper_subclass(value):
+            parts = {name: getattr(value, name) for name in value.__tensor_flatten__()[0]}
+            return {"coded": {name: flatten(part, f"{key}/{name}", tensors, whose) for name, part in parts.items()}}
         case Tensor() if value.layout == torch.strided:
             while tensors is not None and key in tensors:  # {"a/b": x, "a": {"b": y}}
                 key += "'"
@@ -184,6 +215,8 @@ def unflatten(value: Any, tensors: Tensors) -> Any:
             return tensors[content]
         case "dict":
             return {key: unflatten(item, tensors) for key, item in content.items()}
+        case "coded":
+            return CodedParts({key: unflatten(item, tensors) for key, item in content.items()})
         case "items":
             return {unflatten(name, tensors): unflatten(item, tensors) for name, item in content}
         case "list":

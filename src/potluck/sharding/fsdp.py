@@ -28,8 +28,9 @@ from potluck.sharding.blocks import untied
 from potluck.sharding.collectives import CodedScatter, Collectives, GlooCollectives, lend, local_part, sum_gradients
 from potluck.sharding.passes import Passes
 from potluck.sharding.ranges import Spec
-from potluck.sharding.runs import FlatRun, Span, check_elementwise, claim, group_names, homes, repoint
+from potluck.sharding.runs import FlatRun, Span, claim, group_names, homes
 from potluck.sharding.sharded import Sharded, SplitRequest
+from potluck.sharding.whole_steps import check_can_split
 
 IN_USE = (TrainingState.FORWARD, TrainingState.PRE_BACKWARD)
 
@@ -262,7 +263,7 @@ class FullySharded(Sharded):
     def __init__(self, wanted: SplitRequest, mesh: DeviceMesh) -> None:
         """`mesh`: of one dimension, or of two: nodes, and the ranks of each."""
         self.model, self.optimizer = model, optimizer = wanted.model, wanted.optimizer
-        check_elementwise(optimizer)
+        check_can_split(optimizer)
         blocks = untied(model, wanted.blocks)
         self.collectives = Collectives(mesh.get_group(mesh.ndim - 1))
         self._lent = GlooCollectives(self.collectives) if _is_gloo(self.collectives.group, mesh.device_type) else None
@@ -351,7 +352,7 @@ class FullySharded(Sharded):
                 self.runs.append(run)
                 self._sources.append(part)
                 numbered.append((number[name], run))
-        repoint(self.optimizer, numbered, whole)
+        self._point(numbered, whole)
 
     def _span(self, name: str, shape: tuple[int, ...]) -> Span:
         """Which rows are here: as torch.chunk cuts them."""

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from potluck.devices import wide
 from potluck.errors import ConfigError
@@ -33,8 +34,6 @@ ELEMENTWISE = (
     torch.optim.ASGD,
 )
 REASONS = {
-    "Adafactor": "it keeps means over whole rows and columns of a matrix",
-    "Muon": "it makes a whole matrix orthogonal",
     "LBFGS": "it searches along one direction for all parameters together",
     "SparseAdam": "its gradients are sparse",
 }
@@ -66,19 +65,6 @@ class FlatRun:
     parameter: nn.Parameter
     """[the span's size], or of one whole parameter's shape; its memory is the model's own."""
     span: Span
-
-
-def check_elementwise(optimizer: Optimizer) -> None:
-    name = type(optimizer).__name__
-    if isinstance(optimizer, ELEMENTWISE) and name not in REASONS:
-        if any(each.get("differentiable") for each in optimizer.param_groups):
-            raise ConfigError(f"{name} with differentiable=True cannot be sharded.")
-        return
-    why = REASONS.get(name, "Potluck does not know whether it treats each number of a parameter by itself")
-    known = ", ".join(kind.__name__ for kind in ELEMENTWISE)
-    raise ConfigError(
-        f"{name} cannot be sharded over ranges of the flattened parameters: {why}. Use one of {known}, or NoShard."
-    )
 
 
 def can_skip(optimizer: Optimizer) -> bool:
@@ -189,7 +175,7 @@ def _part_of(run: FlatRun, whole: nn.Parameter, known: Mapping[str, Any]) -> dic
     found: dict[str, Any] = {}
     for key, value in known.items():
         if isinstance(value, Tensor) and value.shape == whole.shape and key not in COUNTERS:
-            found[key] = value.reshape(-1)[span.start : span.end].clone()
+            found[key] = value.reshape(-1)[span.start : span.end].clone().view_as(run.parameter)
         else:
             found[key] = value.clone() if isinstance(value, Tensor) else value
     return found
@@ -207,12 +193,19 @@ def state_at(device: torch.device, known: Mapping[str, Any], group: Mapping[str,
 def held_bytes(parameters: Sequence[Tensor], gradients: Sequence[Tensor], optimizer: Optimizer) -> dict[str, int]:
     """Of the memory under them, each piece of it counted once."""
     values = [value for each in optimizer.state.values() for value in each.values()]
-    state = [value for value in values if isinstance(value, Tensor) and value.dim()]
+    state = [part for value in values if isinstance(value, Tensor) and value.dim() for part in _memory_of(value)]
     found = {}
     for kind, tensors in (("parameters", parameters), ("gradients", gradients), ("state", state)):
         storages = [tensor.untyped_storage() for tensor in tensors]
         found[kind] = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
     return found
+
+
+def _memory_of(tensor: Tensor) -> list[Tensor]:
+    """The tensors that one consists of which codes its numbers in its own way; mostly itself."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return [tensor]
+    return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
 
 
 def in_host_memory(tensor: Tensor) -> Tensor:

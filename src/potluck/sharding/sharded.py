@@ -3,7 +3,7 @@
 For each step: arm and backward, once or many times; then finish, and step or drop.
 """
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 from potluck.coded_numbers import Coding
 from potluck.sharding.collectives import Collectives
 from potluck.sharding.ranges import Spec
-from potluck.sharding.runs import FlatRun, held_bytes, scaling, total_norm
+from potluck.sharding.runs import FlatRun, held_bytes, repoint, scaling, total_norm
+from potluck.sharding.whole_steps import WholeSteps, names_stepped_whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,8 @@ class Sharded:
     """Runs that other ranks own too, and write: this one only reads them, such as a weight that two stages have."""
     split: dict[str, Spec]
     """Every parameter that is split over ranks, by name, whichever rank owns it; every rank has all else whole."""
+    whole_steps: WholeSteps | None = None
+    """Of parameters that are each stepped whole, by one rank."""
     group_names: list[list[str]]
     """The names of the whole parameters of each of the optimizer's groups, as they were given."""
     collectives: Collectives
@@ -71,6 +74,26 @@ class Sharded:
     """Whether every rank has all parameters whole, whoever owns them."""
     cuts_alike: bool = False
     """Whether a parameter is split the same way whatever else the model has, as two stages that have it need it."""
+
+    @property
+    def state_runs(self) -> list[FlatRun]:
+        """What the optimizer takes for parameters on this rank, and keeps something of."""
+        return [*self.runs, *(self.whole_steps.owned if self.whole_steps is not None else ())]
+
+    def _point(self, numbered: Sequence[tuple[int, FlatRun]], whole: Mapping[str, nn.Parameter]) -> None:
+        """Its optimizer's groups hold these runs, each with the number of its group; or, of parameters that are stepped
+        whole, those that this rank owns. `whole`: by name, as they were."""
+        names = names_stepped_whole(self.optimizer, self.group_names)
+        if not names:
+            repoint(self.optimizer, numbered, whole)
+            return
+        group_of = {name: number for number, own in enumerate(self.group_names) for name in own}
+        runs = [run for _, run in numbered if run.span.name in names]
+        specs = {name: spec for name, spec in self.split.items() if name in names and 0 not in spec.shape}
+        device = next(iter(whole.values())).device
+        steps = self.whole_steps = WholeSteps(specs, runs, self.collectives, device)
+        others = [(number, run) for number, run in numbered if run.span.name not in names]
+        repoint(self.optimizer, [*others, *((group_of[run.span.name], run) for run in steps.owned)], whole)
 
     def tied(self) -> dict[str, str]:
         """Further names of split parameters, and the first name of each."""
@@ -177,7 +200,11 @@ class Sharded:
         for parameter in idle:
             parameter.grad = None
         try:
+            if self.whole_steps is not None:
+                self.whole_steps.gather()
             self.optimizer.step()
+            if self.whole_steps is not None:
+                self.whole_steps.scatter()
         finally:
             for parameter, gradient in zip(idle, kept, strict=True):
                 parameter.grad = gradient

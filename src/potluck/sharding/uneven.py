@@ -31,9 +31,10 @@ from potluck.sharding.collectives import Collectives
 from potluck.sharding.optimizer_shard import weights_for
 from potluck.sharding.passes import Passes
 from potluck.sharding.ranges import Spec
-from potluck.sharding.runs import FlatRun, check_elementwise, claim, group_names, homes, repoint, run_of
+from potluck.sharding.runs import FlatRun, claim, group_names, homes, run_of
 from potluck.sharding.sharded import Sharded, SplitRequest
 from potluck.sharding.units import FlatParam, FlatParamMember, OwnedShard, ParamGroup, Placement, Sum
+from potluck.sharding.whole_steps import check_can_split
 
 MOST_ON_THEIR_WAY = 1
 """Sums of gradients: further ones wait for it. One lasts as long as a block's backward, and costs a block's memory."""
@@ -45,7 +46,7 @@ class UnevenShards(Sharded):
     def __init__(self, wanted: SplitRequest, weights: Sequence[float] | None = None) -> None:
         """`weights`: each rank's part, in proportion."""
         self.model, self.optimizer, self.device = wanted.model, wanted.optimizer, wanted.device
-        check_elementwise(self.optimizer)
+        check_can_split(self.optimizer)
         self.collectives = Collectives(wanted.group)
         self._weights = weights_for(weights, self.collectives.world)
         self._share = 1 / self.collectives.world if wanted.mean else 1.0
@@ -186,7 +187,7 @@ class UnevenShards(Sharded):
             else:
                 numbered += [(group, run) for run in runs]
         self.runs = [run for _, run in numbered]
-        repoint(self.optimizer, numbered, trained)
+        self._point(numbered, trained)
 
     def _hook(self, blocks: list[nn.Module]) -> None:
         quiet: Callable[..., Any] = torch.compiler.disable

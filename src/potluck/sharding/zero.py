@@ -25,16 +25,15 @@ from potluck.sharding.optimizer_shard import OptimizerShard, weights_for
 from potluck.sharding.ranges import Spec
 from potluck.sharding.runs import (
     Span,
-    check_elementwise,
     claim,
     group_names,
     homes,
     in_host_memory,
-    repoint,
     run_of,
     scaling,
 )
 from potluck.sharding.sharded import Sharded
+from potluck.sharding.whole_steps import check_can_split
 
 BUCKET_BYTES = 8 << 20
 """Of gradients that travel together."""
@@ -81,7 +80,7 @@ class ShardedOptimizer(Sharded):
 
         `offload`: this rank's range is stepped in host memory, and so its state is there.
         """
-        check_elementwise(optimizer)
+        check_can_split(optimizer)
         self.model = model
         self.optimizer = optimizer
         self.collectives = Collectives(group)
@@ -273,7 +272,7 @@ class ShardedOptimizer(Sharded):
                 numbered.append((home[id(whole)], run_of(own, gradient, at, span)))
                 at += span.size
         self.runs = [run for _, run in numbered]
-        repoint(self.optimizer, numbered, {self._names[id(p)]: p for p in self.parameters})
+        self._point(numbered, {self._names[id(p)]: p for p in self.parameters})
 
     def _plan_buckets(self) -> list[_Bucket]:
         """From the last parameters to the first, as the backward gives their gradients."""

@@ -218,7 +218,7 @@ def _check_memory(config: RunConfig, engine: Engine, rows: int) -> None:
     at_once = _rows_at_once(config, engine, rows)
     step = config.step
     kept = config.model.activations(at_once, checkpointed=step.checkpoint_activations, compiled=step.compile)
-    for_rows = kept * (2 if step.precision == "bf16" else 4) // stages
+    for_rows = kept * (2 if step.precision != "fp32" else 4) // stages
     if (memory := memory_of(engine.device)) is not None:
         here, has, where = 1, memory[not engine.is_led], "this GPU"
     else:

@@ -149,8 +149,8 @@ class Trainer:
         validation: Any = None,
         validate: LossFunction | None = None,
         collate: Callable[[list[Any]], Any] | None = None,
-        rows: int | None = None,
         callbacks: Sequence[Listener] = (),
+        rows: int | None = None,
         engine: Engine | None = None,
         config: FitConfig = FitConfig(),
     ) -> None:

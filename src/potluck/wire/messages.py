@@ -245,6 +245,8 @@ class SliceReport(Message):
     """Steps that the worker took by itself."""
     buffers: Bytes = b""
     """Of the first slice: what it changed in buffers that have no mean."""
+    overflowed: U8 = 0
+    """Whether a gradient had no room in fp16; zeros are sent in its place, and everybody skips the step."""
 
 
 class Committed(Message):

@@ -1,0 +1,81 @@
+"""LookingWeights: schedule-free optimizers train some weights, and have others, a mean of them, for looking.
+
+Their own eval() and train() go there and back, each with a rounding error. Here the weights that are trained come back
+to the bit, so that looking changes nothing.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from potluck.engine.replica import Replica
+from potluck.sharding.united_optimizers import each_of
+
+MODE = "train_mode"
+
+
+class LookingWeights:
+    def __init__(self, replica: Replica) -> None:
+        self._replica = replica
+        self._free = [
+            each
+            for each in each_of(replica.optimizer)
+            if all(MODE in group for group in each.param_groups) and callable(getattr(each, "eval", None))
+        ]
+        self._trained: list[Tensor] = []
+        """The weights that are trained, while the others are in their place."""
+        for each in self._free:
+            each.train()  # type: ignore[attr-defined]
+
+    def __bool__(self) -> bool:
+        """Whether they are others than those that are trained."""
+        return bool(self._free)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Called on every worker alike; replicas are equal."""
+        is_training = all(group[MODE] for each in self._free for group in each.param_groups)
+        if not self._free or self._trained or not is_training:  # else a person has put them there
+            yield
+            return
+        self._trained = [parameter.detach().clone() for parameter in self._parameters()]
+        for each in self._free:
+            each.eval()  # type: ignore[attr-defined]
+        self._replica.on_parts_written()
+        try:
+            yield
+        finally:
+            self._put_back()
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What is saved, to continue from, are the weights that are trained, also in the middle of a look."""
+        if not self._trained:
+            yield
+            return
+        shown = [parameter.detach().clone() for parameter in self._parameters()]
+        trained = self._trained
+        self._put_back()
+        try:
+            yield
+        finally:
+            self._put(shown, is_trained=False)
+            self._trained = trained
+
+    def _put_back(self) -> None:
+        self._put(self._trained, is_trained=True)
+        self._trained = []
+
+    @torch.no_grad()
+    def _put(self, weights: list[Tensor], *, is_trained: bool) -> None:
+        for parameter, numbers in zip(self._parameters(), weights, strict=True):
+            parameter.copy_(numbers)
+        for each in self._free:
+            for group in each.param_groups:
+                group[MODE] = is_trained
+        self._replica.on_parts_written()
+
+    def _parameters(self) -> list[Tensor]:
+        return [p for each in self._free for group in each.param_groups for p in group["params"]]

@@ -1,0 +1,169 @@
+"""WholeSteps: parameters whose optimizer looks at many of their numbers at once, each stepped whole by one rank.
+
+Muon makes a whole matrix orthogonal, Adafactor keeps means of its rows, and 8-bit optimizers code blocks of it. So each
+such parameter has one owner among the ranks that hold it between them. Before a step all send the owner what they have
+of it and of its gradient; it steps all that it owns, by the optimizer as it is; and all take their parts back. What the
+optimizer keeps of it is the owner's, so that is split over the ranks too, parameter by parameter.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from potluck.errors import ConfigError
+from potluck.sharding.collectives import Collectives
+from potluck.sharding.ranges import Spec
+from potluck.sharding.runs import ELEMENTWISE, REASONS, FlatRun, Span
+from potluck.sharding.united_optimizers import each_of
+
+
+@dataclass(frozen=True, slots=True)
+class _Bundle:
+    """What one rank owns, of one type: it travels end to end."""
+
+    owner: int
+    names: list[str]
+    starts: dict[str, int]
+    size: int
+    dtype: torch.dtype
+
+
+class WholeSteps:
+    def __init__(self, specs: Mapping[str, Spec], runs: Sequence[FlatRun], over: Collectives, device: torch.device):
+        """`specs`: of the parameters that are stepped so, alike on all ranks. `runs`: what this rank has of them."""
+        self._over = Collectives(over.group)  # which codes nothing
+        self._device = next((run.parameter.device for run in runs), device)
+        self._runs: dict[str, list[FlatRun]] = {name: [] for name in specs}
+        for run in runs:
+            self._runs[run.span.name].append(run)
+        self._bundles = _share_out(specs, self._over.world)
+        self.owned: list[FlatRun] = []
+        """Whole parameters, of which there are numbers only while they are stepped."""
+        for bundle in self._bundles:
+            for name in bundle.names if bundle.owner == self._over.rank else ():
+                shape = specs[name].shape
+                parameter = nn.Parameter(_hollow(shape, bundle.dtype, self._device))
+                self.owned.append(FlatRun(parameter, Span(name, shape, 0, math.prod(shape))))
+        self._whole = {run.span.name: run.parameter for run in self.owned}
+        self._flats: dict[int, Tensor] = {}
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Before the optimizer's step. What no rank has a gradient of is left alone."""
+        has_gradient = self._look()
+        for index, bundle in enumerate(self._bundles):
+            gradients = self._collect(bundle, is_gradient=True)
+            numbers = self._collect(bundle, is_gradient=False)
+            if bundle.owner != self._over.rank:
+                continue
+            self._flats[index] = numbers
+            for name in bundle.names:
+                whole = self._whole[name]
+                place = slice(bundle.starts[name], bundle.starts[name] + whole.numel())
+                whole.data = numbers[place].view(whole.shape)
+                whole.grad = gradients[place].view(whole.shape) if has_gradient[name] else None
+
+    @torch.no_grad()
+    def scatter(self) -> None:
+        """After it: each rank takes back its part."""
+        for index, bundle in enumerate(self._bundles):
+            numbers = self._flats.pop(index, None)
+            if numbers is None:
+                numbers = torch.empty(bundle.size, dtype=bundle.dtype, device=self._device)
+            self._over.start_broadcast(numbers, bundle.owner).wait()
+            for run, place in self._places(bundle):
+                run.parameter.detach().view(-1).copy_(numbers[place])
+        for whole in self._whole.values():
+            whole.data, whole.grad = _hollow(tuple(whole.shape), whole.dtype, self._device), None
+
+    def _look(self) -> dict[str, bool]:
+        """Whether any rank has a gradient, by name."""
+        found = [any(run.parameter.grad is not None for run in runs) for runs in self._runs.values()]
+        told = torch.tensor(found, dtype=torch.int32)
+        self._over.start_sum(told).wait()
+        return dict(zip(self._runs, told.bool().tolist(), strict=True))
+
+    def _collect(self, bundle: _Bundle, *, is_gradient: bool) -> Tensor:
+        """On its owner, all ranks' parts: each number is one rank's, and the others add zeros."""
+        flat = torch.zeros(bundle.size, dtype=bundle.dtype, device=self._device)
+        for run, place in self._places(bundle):
+            numbers = run.parameter.grad if is_gradient else run.parameter.detach()
+            if numbers is not None:
+                flat[place] = numbers.view(-1)
+        self._over.start_reduce(flat, bundle.owner).wait()
+        return flat
+
+    def _places(self, bundle: _Bundle) -> list[tuple[FlatRun, slice]]:
+        return [
+            (run, slice(bundle.starts[name] + run.span.start, bundle.starts[name] + run.span.end))
+            for name in bundle.names
+            for run in self._runs[name]
+        ]
+
+
+def check_can_split(optimizer: Optimizer) -> None:
+    """Refuses an optimizer that is neither elementwise nor treats each parameter by itself."""
+    for each in each_of(optimizer):
+        if not is_stepped_whole(each):
+            _check_elementwise(each)
+
+
+def _check_elementwise(optimizer: Optimizer) -> None:
+    name = type(optimizer).__name__
+    is_free = type(optimizer).__module__.partition(".")[0] == "schedulefree"
+    if (isinstance(optimizer, ELEMENTWISE) or is_free) and name not in REASONS:
+        if any(each.get("differentiable") for each in optimizer.param_groups):
+            raise ConfigError(f"{name} with differentiable=True cannot be sharded.")
+        return
+    why = REASONS.get(name, "Potluck does not know whether it treats each number of a parameter by itself")
+    known = ", ".join(kind.__name__ for kind in (*ELEMENTWISE, torch.optim.Adafactor, torch.optim.Muon))
+    raise ConfigError(
+        f"{name} cannot be sharded over ranges of the flattened parameters: {why}. Use one of {known}, or NoShard."
+    )
+
+
+def names_stepped_whole(optimizer: Optimizer, group_names: Sequence[Sequence[str]]) -> set[str]:
+    """`group_names`: of the parameters in each of its groups."""
+    names = iter(group_names)
+    found: set[str] = set()
+    for each in each_of(optimizer):
+        own = [name for _ in each.param_groups for name in next(names)]
+        found |= set(own) if is_stepped_whole(each) else set()
+    return found
+
+
+def is_stepped_whole(optimizer: Optimizer) -> bool:
+    """Whether it treats each parameter by itself, and not each number of it."""
+    return isinstance(optimizer, torch.optim.Adafactor | torch.optim.Muon) or is_quantised(optimizer)
+
+
+def is_quantised(optimizer: Optimizer) -> bool:
+    """Whether what it keeps is coded in blocks: those of bitsandbytes and torchao."""
+    return type(optimizer).__module__.partition(".")[0] in ("bitsandbytes", "torchao")
+
+
+def _hollow(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Of a shape, and without memory for it."""
+    return torch.empty((), dtype=dtype, device=device).expand(shape)
+
+
+def _share_out(specs: Mapping[str, Spec], world: int) -> list[_Bundle]:
+    """The largest first, each to the one who has least."""
+    loads, owners = [0] * world, {}
+    for name in sorted(specs, key=lambda name: (-math.prod(specs[name].shape), name)):
+        owners[name] = loads.index(min(loads))
+        loads[owners[name]] += math.prod(specs[name].shape)
+    grouped: dict[tuple[int, torch.dtype], list[str]] = {}
+    for name, spec in specs.items():
+        grouped.setdefault((owners[name], spec.dtype), []).append(name)
+    found = []
+    for (owner, dtype), names in sorted(grouped.items(), key=lambda pair: (pair[0][0], str(pair[0][1]))):
+        starts, at = {}, 0
+        for name in names:
+            starts[name], at = at, at + math.prod(specs[name].shape)
+        found.append(_Bundle(owner, names, starts, at, dtype))
+    return found
