@@ -111,7 +111,7 @@ def _measure_led(rounds: str, steps: str, slow: str, free: str) -> dict[str, Any
     from potluck.train.model import ModelConfig
 
     os.environ |= {QUIET: "1", "POTLUCK_NAME": f"rank {dist.get_rank()}"}
-    count = WARM_UP_STEPS + (1 + int(rounds)) * int(steps)
+    count = 3 * (WARM_UP_STEPS + (1 + int(rounds)) * int(steps))  # a worker may be given nothing of some steps
     task = Task(model=ModelConfig(dim=128, layers=4, heads=4, context=128), rows_per_rank=ROWS_PER_RANK, steps=count)
 
     class Given(Led):

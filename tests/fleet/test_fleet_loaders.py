@@ -74,11 +74,14 @@ def test_two_joiners_and_a_kill_have_the_losses_of_one_process(kind: str, tmp_pa
     fleet = Fleet(tmp_path)
     options = {"job": job, "steps": len(expected)}
     fleet.add("stays", hold_at=4, **options)
+    fleet.wait_for_step(1)
     killed = fleet.add("killed", hold_at=8, hold_for="never", **options)
     fleet.let_in("killed")
     fleet.wait_for_step(7)
+    (tmp_path / "go").unlink()
     killed.kill()
     fleet.add("late", **options)
+    fleet.let_in("late")
     assert ended(fleet) == pytest.approx(expected, abs=2e-6)
     proofs = [event.sentence for event in fleet.events if type(event).__name__ == "EpochDone"]
     assert len(proofs) == loaders.EPOCHS
@@ -150,11 +153,14 @@ def test_rows_are_fetched_ahead_under_a_host_and_are_the_same_to_the_bit(tmp_pat
             fleet.add("alone", **options)
         else:
             fleet.add("stays", hold_at=2, **options)
+            fleet.wait_for_step(1)
             killed = fleet.add("killed", hold_at=5, hold_for="never", **options)
             fleet.let_in("killed")
             fleet.wait_for_step(4)
+            (place / "go").unlink()
             killed.kill()
             fleet.add("late", slow_s=0.05, **options)
+            fleet.let_in("late")
         losses = ended(fleet)
         found.append((losses, [worker.weights for worker in fleet.workers if (place / f"{worker.name}.pt").exists()]))
     (expected, (weights,)), (losses, others) = found
