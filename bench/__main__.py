@@ -13,7 +13,8 @@ SHARDED = ("shard_memory", "shard_step", "uneven_memory", "buddy")
 STAGED = ("pipeline", "uneven_stages", "direct", "datastore")
 """One model over several workers."""
 GPU = ("h200", "h200_mixed", "h200_shard", "h200_stages", "h200_learning")
-NAMES = (*BY_DEFAULT, *MIXED, *SHARDED, *STAGED, *GPU)
+DATA = ("fetching",)
+NAMES = (*BY_DEFAULT, *DATA, *MIXED, *SHARDED, *STAGED, *GPU)
 
 
 def main() -> None:

@@ -99,9 +99,12 @@ class Ours:
         world = self.fleet.world
         self.weights, optimizer = task.build()
         self.model, _, loader = self.fleet.prepare(
-            self.weights, optimizer, task.tokens(world), batch_size=task.rows_per_rank * world
+            self.weights, optimizer, self.data(task), batch_size=task.rows_per_rank * world
         )
         self.batches = iter(loader)
+
+    def data(self, task: Task) -> Any:
+        return task.tokens(self.fleet.world)
 
     def step(self) -> float:
         rows = next(self.batches)
@@ -113,18 +116,23 @@ class Ours:
 class Led:
     """The same as a worker that a server leads; the environment holds its invite."""
 
+    policy: tuple[Any, ...] = ()
+    """One, or none: as it is by default."""
+
     def __init__(self, task: Task) -> None:
         import potluck
 
-        self.fleet = potluck.init(step=potluck.StepConfig(clip=CLIP))
-        world = dist.get_world_size()
+        self.fleet = potluck.init(*self.policy, step=potluck.StepConfig(clip=CLIP))
         self.weights, optimizer = task.build()
         self.model, _, loader = self.fleet.prepare(
-            self.weights, optimizer, task.tokens(world), batch_size=task.rows_per_rank * world
+            self.weights, optimizer, self.data(task), batch_size=task.rows_per_rank * dist.get_world_size()
         )
         self.batches = iter(loader)
         self.step_s: list[float] = []
         """What engine.step() took, once the last backward had ended: the rest of the sending, averaging, applying."""
+
+    def data(self, task: Task) -> Any:
+        return task.tokens(dist.get_world_size())
 
     def step(self) -> float:
         while True:  # slice by slice

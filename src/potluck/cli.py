@@ -232,11 +232,12 @@ class Export:
         tyro.conf.Positional[str],
         tyro.conf.arg(metavar="OUT.safetensors", help="The file to write; one that is there is not overwritten."),
     ]
+    ema: Annotated[bool, tyro.conf.arg(help="The average of the weights that fit.ema kept, in place of them.")] = False
 
     def __call__(self) -> int:
         from potluck.save.export import export
 
-        return export(Path(self.source), Path(self.out))
+        return export(Path(self.source), Path(self.out), ema=self.ema)
 
 
 @dataclass

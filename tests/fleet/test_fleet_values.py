@@ -108,7 +108,7 @@ def slowly(place: Path, *, dies_at: int = 0) -> None:
     def looked(trainer: Any) -> None:
         if trainer.engine.step_number == dies_at:
             die(place, "average")
-        time.sleep(0.1)
+        time.sleep(0.05)
         look(trainer)
 
     Trainer._after_agreement = looked  # type: ignore[method-assign]
@@ -127,10 +127,6 @@ def test_the_average_is_the_same_whoever_comes_and_goes(tmp_path: Path) -> None:
     assert (tmp_path / "several" / "fired-average").exists()
     expected, told = validated(alone), validated(fleet)
     assert len(expected) == STEPS // 2 and {step: expected[step] for step in told} == told and max(told) == STEPS
-    plain = Fleet(make_folder(tmp_path / "plain"))
-    plain.add("one", fit=FIT | {"ema": None})
-    plain.finish()
-    assert validated(plain)[STEPS] != expected[STEPS]
 
 
 def rising(place: Path) -> None:
@@ -201,7 +197,7 @@ def steep(place: Path, *, dies_at: int = 0) -> None:
         def look() -> None:
             if engine.step_number == dies_at:
                 die(place, "fp16")
-            time.sleep(0.05)
+            time.sleep(0.03)
             scales = (place / f"{os.environ['POTLUCK_NAME']}.scales").open("a")
             print(engine.step_number, engine.run.scale.value, file=scales)
 

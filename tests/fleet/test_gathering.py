@@ -7,7 +7,7 @@ from potluck.fleet.coordinator import Coordinator
 from potluck.fleet.effects import Effect, Send
 from potluck.fleet.gathering import MOST_BYTES, MOST_DONE, MOST_TOTAL_BYTES
 from potluck.wire.messages import Gather, Gathered, Refusal
-from tests.fleet.test_coordinator import effects_of, hello, ready
+from tests.fleet.test_coordinator import KNOWN_LENGTH, effects_of, hello, ready
 from tests.fleet.test_insiders import insider, refused
 from tests.fleet.virtual import PATIENCE_S, SECRET, STEPS, FaultScript, Fleet
 
@@ -59,6 +59,26 @@ def test_a_worker_that_never_calls_is_named_and_the_others_continue() -> None:
     said = [e for e in run.events if isinstance(e, Stalled) and "fleet.mean()" in e.doing]
     assert {e.name for e in said} == {"silent"} and "continue without its value" in said[-1].then
     assert run.workers["w0"].gathered[4] == ["w0 4", "w1 4"]
+
+
+# A run that ends early
+
+
+@pytest.mark.parametrize("fault", ["none", "kill", "late", "other"])
+def test_a_run_that_all_find_over_ends_there(fault: str) -> None:
+    """No other step is taken, also by one that has not found it over: it was given the weights right there."""
+    faults = FaultScript()
+    if fault == "kill":
+        faults.kill("w1", at_step=5, phase="applied")
+    run = Fleet(workers=3, faults=faults, description=KNOWN_LENGTH, ends_at=5, save_every=5)
+    if fault == "late":
+        run.add("late", at_s=1.0, ends_at=5, save_every=5)
+    if fault == "other":
+        run.add("other")
+    run.run_until(lambda: run.host.finish is not None, limit_s=20 * PATIENCE_S)
+    assert run.host.finish is not None and run.host.finish.reason == "finished"
+    assert run.standing().step == 5 and run.core.saving.saved.step == 5
+    assert all(worker.state.step == 5 for worker in run.workers.values())
 
 
 # Insiders

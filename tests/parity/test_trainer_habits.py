@@ -7,13 +7,17 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import potluck
 from potluck import CheckpointConfig, FitConfig
-from potluck.errors import Interrupted, PotluckError
+from potluck.data.rows import mix
+from potluck.errors import ConfigError, Interrupted, PotluckError
 from potluck.events import StepDone, Validated, read_events
 from potluck.save.checkpoint_folder import best_loss, found
+from potluck.save.export import export
+from potluck.sharding.united_optimizers import JointOptimizer
 from potluck.train.validations import Validations
 from tests.parity.test_sync import STILL
 from tests.quick import first_of
@@ -22,12 +26,19 @@ from tests.ranks import run_ranks
 ROWS, BATCH, EPOCHS, DECAY = 30, 6, 3, 0.8
 
 
-def make() -> tuple[nn.Module, torch.optim.Optimizer, tuple[Tensor, Tensor]]:
+def make(*, joint: bool = False) -> tuple[nn.Module, torch.optim.Optimizer, tuple[Tensor, Tensor]]:
     torch.manual_seed(0)
     draw = torch.Generator().manual_seed(2)
     data = torch.randn(ROWS, 4, generator=draw), torch.randn(ROWS, 2, generator=draw)
     blocks = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)]
     model = nn.Sequential(*blocks, nn.Linear(4, 2))
+    if joint:
+        first, *rest = model
+        optimizers = (
+            torch.optim.SGD(first.parameters(), lr=1e-2, momentum=0.9),
+            torch.optim.AdamW([p for each in rest for p in each.parameters()], lr=1e-2),
+        )
+        return model, JointOptimizer(*optimizers), data
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2), data
 
 
@@ -36,13 +47,19 @@ def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def fit(
-    folder: str, options: dict[str, Any], engine: dict[str, Any], *, resume: bool = False, stop_at: int = 0
+    folder: str,
+    options: dict[str, Any],
+    engine: dict[str, Any],
+    *,
+    resume: bool = False,
+    stop_at: int = 0,
+    joint: bool = False,
 ) -> dict[str, Any]:
     """Of one rank: the losses of its validations, and what its summary says."""
     found: list[float] = []
     stopping: list[Any] = []
     with potluck.init(**({"policy": STILL} | engine)) as fleet:
-        model, optimizer, data = make()
+        model, optimizer, data = make(joint=joint)
         if stop_at:
             stopping.append(lambda: fleet.request_stop() if fleet.step_number == stop_at - 1 else None)
             fleet.after_step.append(stopping[0])
@@ -74,24 +91,19 @@ def fit(
 # The average of the weights
 
 
-def averaged_losses(epochs: int = EPOCHS, *, every: int = 1) -> list[float]:
-    """A plain loop's, whose average follows its weights after every `every` steps; at the end of each epoch."""
-    model, optimizer, (x, y) = make()
+def averaged_losses(*, joint: bool = False) -> list[float]:
+    """A plain loop's, whose average follows its weights after every step; at the end of each epoch."""
+    model, optimizer, (x, y) = make(joint=joint)
     average = [p.detach().clone() for p in model.parameters()]
-    losses, step = [], 0
-    for epoch in range(epochs):
-        from potluck.data.rows import mix
-
+    losses = []
+    for epoch in range(EPOCHS):
         order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(mix(0, epoch)))
         for start in range(0, ROWS, BATCH):
             rows = order[start : start + BATCH]
             optimizer.zero_grad()
             F.mse_loss(model(x[rows]), y[rows]).backward()
             optimizer.step()
-            step += 1
-            if step % every == 0:
-                keep = DECAY**every
-                average = [keep * a + (1 - keep) * p.detach() for a, p in zip(average, model.parameters(), strict=True)]
+            average = [DECAY * a + (1 - DECAY) * p.detach() for a, p in zip(average, model.parameters(), strict=True)]
         with torch.no_grad():
             own = [p.clone() for p in model.parameters()]
             torch._foreach_copy_(list(model.parameters()), average)
@@ -118,6 +130,22 @@ def test_validation_is_with_the_average_also_after_a_resume(tmp_path: Path, spli
     expected = averaged_losses()
     assert first["losses"] == other["losses"] == pytest.approx(expected[1:], rel=1e-4)
     assert first["best_loss"] == pytest.approx(min(expected), rel=1e-4)
+    export(tmp_path, tmp_path / "average.safetensors", ema=True)
+    model, _, (x, y) = make()
+    model.load_state_dict(load_file(tmp_path / "average.safetensors"))
+    with torch.no_grad():
+        assert F.mse_loss(model(x), y).item() == pytest.approx(expected[-1], rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("split", SPLITS)
+def test_several_optimizers_have_one_average(tmp_path: Path, split: str) -> None:
+    first, other = run_ranks(2, _joined, str(tmp_path), {"ema": DECAY}, SPLITS[split])
+    assert first["losses"] == other["losses"] == pytest.approx(averaged_losses(joint=True), rel=1e-4)
+
+
+def _joined(folder: str, options: dict[str, Any], engine: dict[str, Any]) -> dict[str, Any]:
+    return fit(folder, options, engine, joint=True)
 
 
 def _stopped(folder: str, options: dict[str, Any], engine: dict[str, Any]) -> dict[str, Any]:
@@ -206,6 +234,8 @@ def test_a_run_ends_early_and_its_best_checkpoint_stays(tmp_path: Path) -> None:
     again, _ = run_ranks(2, _again, str(tmp_path))
     assert (again["steps"], again["best"]) == (10, str(best)), "nothing is left to train"
     longer, _ = run_ranks(2, _longer, str(tmp_path))
+    with pytest.raises(ConfigError, match="has no average of its weights"):
+        export(tmp_path, tmp_path / "average.safetensors", ema=True)
     assert longer["steps"] == 15 and longer["best"].endswith("step-00000012") and longer["loss"] == pytest.approx(0.1)
 
 

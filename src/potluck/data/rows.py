@@ -152,7 +152,8 @@ def as_dataset(data: Any) -> Any:
     if not_rows or not isinstance(data, Sized) or not hasattr(data, "__getitem__"):
         raise ConfigError(
             f"A dataset needs __len__ and __getitem__ (map-style), or is a tensor or a tuple of tensors;"
-            f" {type(data).__name__} is neither. Each sample is used exactly once, so their number must be known."
+            f" {type(data).__name__} is neither. A stream is an IterableDataset, or a generator"
+            " function."
         )
     return data
 

@@ -1,6 +1,6 @@
 """What prepare() was given to train on, as one thing: rows, their order, how they are fetched and put together.
 
-A map-style dataset, tensors, or a DataLoader of torch, whose parts are taken over. Knows nothing of workers.
+A map-style dataset, tensors, a stream, or a DataLoader of torch, whose parts are taken over. Knows nothing of workers.
 """
 
 from collections.abc import Callable
@@ -75,6 +75,7 @@ def _of_stream(stream: Any, asked: AskedData, *, drops_last: bool = False) -> Da
         raise ConfigError("The stream gives no row, or fewer than one batch.")
     # Another worker's part of a step may become this one's: as much is kept.
     dataset = StreamRows(stream, rows, is_endless=asked.rows is not None, seed=asked.seed, keep=max(1, 2 * size))
+    dataset.notice = asked.notice
     return DataSource(
         dataset=dataset,
         order=StreamOrder(stream, rows),

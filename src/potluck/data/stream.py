@@ -83,6 +83,7 @@ class StreamRows(Dataset[Any]):
         self._keep = keep
         self._first_state = _known_of(stream).first_state
         self._has_state = self._trusts_states = callable(getattr(stream, "load_state_dict", None))
+        self.notice: Callable[[str], None] = lambda sentence: None
         self._marks: dict[int, StreamMark] = {}
         self._news: list[StreamMark] = []
         self._forget_reading()
@@ -97,7 +98,7 @@ class StreamRows(Dataset[Any]):
 
     def __getstate__(self) -> dict[str, Any]:
         """For another process, which reads by itself."""
-        own: dict[str, Any] = {"_iterator": None, "_recent": OrderedDict(), "_process": -1}
+        own: dict[str, Any] = {"notice": str, "_iterator": None, "_recent": OrderedDict(), "_process": -1}
         return self.__dict__ | own
 
     def __len__(self) -> int:
@@ -204,6 +205,10 @@ class StreamRows(Dataset[Any]):
                 )
             # Such as those of a stream that fills its buffer of shuffled rows anew.
             self._trusts_states, self._begun_by_state = False, None
+            self.notice(
+                "The state of the stream does not lead back to the same rows, as where it fills a buffer anew. It is"
+                " read from the beginning of its pass instead."
+            )
             for each in self._marks.values():
                 each.state = None
             return False

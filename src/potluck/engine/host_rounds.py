@@ -110,9 +110,7 @@ class HostRounds:
         self._make_work = make_work
         self._sender = PartSender(lifecycle.driver, run.device)
         self._working_on = 0
-        """The last step that this worker was given work of."""
-        self._is_telling = False
-        """Functions run that are called when a step is agreed on; work of the next may have been done already."""
+        """The step whose work this worker has begun; 0 where one was agreed on since."""
         self._passes = 0
         """Passes over the loader that a loop which counts its own epochs has begun."""
 
@@ -251,11 +249,8 @@ class HostRounds:
         run.tell(event)
         if committed.stop:
             run.stopping = True
-        self._is_telling = True
-        try:
-            run.tell_agreed(steps_before)
-        finally:
-            self._is_telling = False
+        self._working_on = 0
+        run.tell_agreed(steps_before)
         lifecycle.keep()
         run.trained = None
         if run.wants_stop and not run.stopping:
@@ -264,7 +259,7 @@ class HostRounds:
 
     @property
     def is_under_way(self) -> bool:
-        return not self._is_telling and self._working_on > self._driver.member.version
+        return self._working_on > self._driver.member.version
 
     def _step_done(self, decision: StepDecision, told: dict[str, Any], started: float) -> StepDone | StepSkipped:
         run = self._run

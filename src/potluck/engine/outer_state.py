@@ -9,9 +9,9 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from potluck.save.checkpoint_folder import AVERAGE
+
 PREFIX = "outer_"
-AVERAGE = "outer_average"
-"""Of the weights: weight_average.py."""
 
 Kept = dict[str, dict[str, Tensor]]
 """By the name of what the optimizer takes for a parameter: `outer_momentum`, and so on."""

@@ -10,9 +10,9 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch import Tensor
 
-from potluck.engine.outer_state import AVERAGE
 from potluck.engine.run_state import RunState
 from potluck.errors import ConfigError
+from potluck.save.checkpoint_folder import AVERAGE
 
 
 class WeightAverage:

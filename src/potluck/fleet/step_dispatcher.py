@@ -433,8 +433,7 @@ class StepDispatcher:
         told: dict[str, Any] = {"workers": record.workers, "epoch": epoch and as_table(epoch), "seconds": seconds}
         if under.decision is not None and under.decision.together:  # who was given nothing of it has not heard so
             told["together"] = True
-        if under.overflowed:
-            told["overflowed"] = True
+        told |= {"overflowed": True} if under.overflowed else {}
         committed = Committed(
             under.step,
             record.rows,

@@ -19,6 +19,8 @@ from potluck.files import first_free
 
 FORMAT, FORMAT_IN_PARTS = 1, 2
 """Of a checkpoint with whole tensors; and of one whose files each hold some pieces (sharding/stored.py)."""
+AVERAGE = "outer_average"
+"""Of a parameter, beside the optimizer's state of it: the average of its values."""
 BEST = "best"
 """In a manifest: the validation loss, of a checkpoint that was saved because it was the best so far."""
 WRITING, LEAVING = ".writing-", ".leaving-"

@@ -14,24 +14,28 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from potluck.errors import CheckpointError, ConfigError
 from potluck.files import written_aside
 from potluck.save import checkpoint_folder
+from potluck.save.checkpoint_folder import AVERAGE
 from potluck.sharding.stored import SIZES, SafetensorsHeader, TensorFiles, make_header, write_all
 from potluck.words import plural
 
 BLOCK_BYTES = 16 << 20
-MODEL = "model"
+MODEL, OPTIMIZER = "model", "optimizer"
 
+Sources = dict[str, tuple[TensorFiles, str]]
+"""Of each tensor by its name in Python: in which files it is, and by which name there."""
 Begin = Callable[[str, int], Callable[[int], None]]
 """Takes a word and a number of bytes, shows a bar, and returns what advances it by a number of bytes."""
 
 
-def export(source: Path, out: Path) -> int:
-    """Of one checkpoint, or of the newest one of a run."""
+def export(source: Path, out: Path, *, ema: bool = False) -> int:
+    """Of one checkpoint, or of the newest one of a run. `ema`: the average of its weights, where one was kept."""
     console = Console(stderr=True, highlight=False)
     _check_place(out)
     with _progress(console) as begin:
         path, body = _find(source, console, begin)
-        tensors, numbers = _write_model(path, body, out, begin)
-    told = f"{plural(tensors, 'tensor')} of {plural(numbers, 'number')}, as they were after step {body['step']:,}"
+        tensors, numbers = _write_model(path, body, out, begin, ema=ema)
+    what = "the average of their values by" if ema else "as they were after"
+    told = f"{plural(tensors, 'tensor')} of {plural(numbers, 'number')}, {what} step {body['step']:,}"
     console.print(f"Wrote {out}: {told}.", soft_wrap=True)
     return 0
 
@@ -41,13 +45,25 @@ def write_plain(checkpoint: Path, out: Path) -> None:
     _write_model(checkpoint, checkpoint_folder.check(checkpoint), out, lambda what, total: lambda done: None)
 
 
-def _write_model(path: Path, body: dict[str, Any], out: Path, begin: Begin) -> tuple[int, int]:
+def _write_model(path: Path, body: dict[str, Any], out: Path, begin: Begin, *, ema: bool = False) -> tuple[int, int]:
     """How many tensors and numbers it has."""
-    with TensorFiles(checkpoint_folder.files_of(path, body, MODEL)) as store:
+    with (
+        TensorFiles(checkpoint_folder.files_of(path, body, MODEL)) as store,
+        TensorFiles(checkpoint_folder.files_of(path, body, OPTIMIZER) if ema else []) as beside,
+    ):
         store.check_whole(str(path))
-        header = make_header({name: (stored.dtype, stored.shape) for name, stored in store.tensors.items()})
-        _write(store, header, out, begin("Writing", header.total_bytes))
+        sources = {name: (store, name) for name in store.tensors}
+        averaged = {name: f"{name}/{AVERAGE}" for name in sources if f"{name}/{AVERAGE}" in beside.tensors}
+        if ema and not averaged:
+            raise ConfigError(f"{path} has no average of its weights: train with fit.ema, or export without --ema.")
+        sources |= {name: (beside, kept) for name, kept in averaged.items()}
+        header = make_header({name: _form(*source) for name, source in sources.items()})
+        _write(sources, header, out, begin("Writing", header.total_bytes))
         return len(header.order), sum(stored.size for stored in store.tensors.values())
+
+
+def _form(store: TensorFiles, name: str) -> tuple[str, tuple[int, ...]]:
+    return store.tensors[name].dtype, store.tensors[name].shape
 
 
 def _check_place(out: Path) -> None:
@@ -76,14 +92,14 @@ def _bytes_of(path: Path) -> int:
     return sum(file.stat().st_size for file in path.glob("*.safetensors"))
 
 
-def _write(store: TensorFiles, header: SafetensorsHeader, out: Path, tell: Callable[[int], None]) -> None:
+def _write(sources: Sources, header: SafetensorsHeader, out: Path, tell: Callable[[int], None]) -> None:
     """Whole or not at all."""
     try:
         checkpoint_folder.check_space(out.absolute().parent, header.total_bytes)
         with written_aside(out, durable=True) as file:
             write_all(file, header.data)
             for name in header.order:
-                for block in _blocks(store, name):
+                for block in _blocks(*sources[name]):
                     write_all(file, block)
                     tell(len(block))
     except OSError as error:

@@ -49,6 +49,8 @@ class Worker(Client):
         self.slice_s: float = options.pop("slice_s", 0.1)
         self.evaluate_every: int = options.pop("evaluate_every", 0)
         self.gather_every: int = options.pop("gather_every", 0)
+        self.ends_at: int = options.pop("ends_at", 0)
+        """The step after which its loop finds that the run is over, though rows are left."""
         self.save_every: int = options.pop("save_every", 0)
         self.pack_s: float = options.pop("pack_s", 0.005)
         self.description: Description = options.pop("description", None) or described()
@@ -338,6 +340,8 @@ class Worker(Client):
                 yield from self._evaluate()
             if self.save_every and self.state.step % self.save_every == 0:
                 yield from self._save()
+        if self.ends_at and self.state.step >= self.ends_at:
+            self.stopping = self.member.ends_for_all = True
         if self.member.wants_stop and not self.stopping:
             yield from self._do(self.member.leave(self.clock.now))
             yield from self._settle()
