@@ -196,6 +196,14 @@ def look_often(kind: str) -> dict[str, Any]:
         return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
+@pytest.mark.parametrize("strategy", first_of([NoShard(), ShardGradOp()]))
+def test_a_look_is_right_where_the_optimizer_steps_in_host_memory(strategy: Any) -> None:
+    check_installed("free")
+    step = potluck.StepConfig(offload_optimizer=True)
+    found = run_ranks(2, train, "free", {"strategy": strategy, "step": step})[0]
+    assert_like(found, judged("free"), TOLERANCE["free"])
+
+
 def test_a_look_between_steps_changes_no_bit() -> None:
     check_installed("free")
     model, optimizer = build("free")

@@ -42,7 +42,7 @@ from potluck.engine.given import Given
 from potluck.engine.looking_weights import LookingWeights
 from potluck.engine.losses import LossFunction
 from potluck.engine.own_saving import shadow_saving
-from potluck.engine.replica import check_own_memory
+from potluck.engine.replica import Replica, check_own_memory
 from potluck.engine.run_state import RunState
 from potluck.engine.single_rows import find_batch_norm, warn_of_single_rows
 from potluck.engine.switches import StepConfig
@@ -159,6 +159,15 @@ class Engine:
             asked = AskedData(batch_size=batch_size, collate=collate, fetchers=fetchers, seed=seed, rows=rows)
             source = source_of(dataset, replace(asked, notice=run.notice))
             self.introduce(model, optimizer, source.dataset, batch_size=source.batch_size, seed=seed)
+        replica = self._prepare_model(given, source, loss)
+        if source is None:
+            self.lifecycle.begin()
+            return given.back(replica.model)
+        loader = self._prepare_data(source, {"micro_size": micro_batch_size, "slices": slices}, seed)
+        return *given.back(replica.model), loader
+
+    def _prepare_model(self, given: Given, source: DataSource | None, loss: LossFunction | None) -> Replica:
+        run, model, optimizer = self.run, given.model, given.optimizer
         if isinstance(model, nn.Module):
             check_own_memory(model)
             run.batch_norm = find_batch_norm(model)
@@ -169,26 +178,14 @@ class Engine:
         run.scheduled = given.scheduled
         data = {"source": source, "loss": loss}
         run.names = tuple(model.state_dict()) if isinstance(model, nn.Module) else ()
-        run.replica = self.layers.make_replica(model, optimizer, self.rounds, data)
-        run.replica.on_own_step = self.step
+        replica = run.replica = self.layers.make_replica(model, optimizer, self.rounds, data)
+        replica.on_own_step = self.step
         shadow_saving(run, model, self.state_dict, lambda: self.rank)
-        self._weights_for_looking = self.lifecycle.looking = LookingWeights(run.replica)
-        self.rounds.begin(run.replica)
+        self._weights_for_looking = self.lifecycle.looking = LookingWeights(replica)
+        self.rounds.begin(replica)
         if run.config.compile:
             self._compiling = Compiling(run.say)
-        if source is None:
-            self.lifecycle.begin()
-            return given.back(run.replica.model)
-        try:
-            batch = BatchConfig(
-                size=source.batch_size, micro_size=micro_batch_size, fetchers=source.fetchers, slices=slices
-            )
-        except ValueError as error:
-            raise ConfigError(f"batch {error}.") from None
-        if slices is not None and not run.wanted.has_host:
-            run.notice("batch.slices has no effect here: it cuts the batches that a host hands out.")
-        loader = self._prepare_data(source, batch, seed)
-        return *given.back(run.replica.model), loader
+        return replica
 
     def _settle_wire(self, model: nn.Module) -> None:
         """Of what is not measured: windows code changes of float32 alone."""
@@ -200,8 +197,15 @@ class Engine:
             run.composition = replace(run.composition, wire="fp32")
         run.notice(f"With wire = auto, what workers agree on travels as {run.composition.wire} here.")
 
-    def _prepare_data(self, source: DataSource, batch: BatchConfig, seed: int) -> Loader:
+    def _prepare_data(self, source: DataSource, sizes: dict[str, int | None], seed: int) -> Loader:
         run, replica = self.run, self.run.prepared()
+        counts: dict[str, Any] = {"size": source.batch_size, "fetchers": source.fetchers, **sizes}
+        try:
+            batch = BatchConfig(**counts)
+        except ValueError as error:
+            raise ConfigError(f"batch {error}.") from None
+        if batch.slices is not None and not run.wanted.has_host:
+            run.notice("batch.slices has no effect here: it cuts the batches that a host hands out.")
         # A power of two, so that it changes no digit of any gradient; it only keeps sums in the range of means.
         run.unit = 2.0 ** -round(math.log2(batch.size))
         run.scale.learn(run.caller.samples_per_row, 1.0)

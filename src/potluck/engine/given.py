@@ -13,6 +13,20 @@ from potluck.sharding.united_optimizers import JointOptimizer, TurnOptimizer, ea
 from potluck.words import plural
 
 
+class ListOfModels(nn.ModuleList):
+    """Several as one, which nobody calls: each of them is a unit of its own where models are split."""
+
+    holds_models = True
+
+    def forward(self) -> None:
+        raise NotImplementedError("call one of the models")
+
+
+class TableOfModels(nn.ModuleDict):
+    holds_models = True
+    forward = ListOfModels.forward
+
+
 class Given:
     def __init__(self, model: Any, optimizer: Any, scheduler: Any, turns: Turns) -> None:
         self._models, self._optimizers = model, optimizer
@@ -49,7 +63,7 @@ def _as_one_model(model: Any) -> Any:
     if not models or not all(isinstance(each, nn.Module) for each in models):
         kinds = ", ".join(type(each).__name__ for each in models) or "nothing"
         raise ConfigError(f"prepare() takes a torch.nn.Module, or several in a list or a dict, not one of {kinds}.")
-    return nn.ModuleDict(model) if isinstance(model, Mapping) else nn.ModuleList(models)
+    return TableOfModels(model) if isinstance(model, Mapping) else ListOfModels(models)
 
 
 def _own(scheduler: Any, turn: int, optimizer: Optimizer, every: list[Optimizer]) -> RunScheduler | None:

@@ -40,10 +40,10 @@ class LookingWeights:
         if not self._free or self._trained or not is_training:  # else a person has put them there
             yield
             return
-        self._trained = [parameter.detach().clone() for parameter in self._parameters()]
-        for each in self._free:
-            each.eval()  # type: ignore[attr-defined]
-        self._replica.on_parts_written()
+        with self._replica.optimizer_writes():
+            self._trained = [parameter.detach().clone() for parameter in self._parameters()]
+            for each in self._free:
+                each.eval()  # type: ignore[attr-defined]
         try:
             yield
         finally:
@@ -70,12 +70,12 @@ class LookingWeights:
 
     @torch.no_grad()
     def _put(self, weights: list[Tensor], *, is_trained: bool) -> None:
-        for parameter, numbers in zip(self._parameters(), weights, strict=True):
-            parameter.copy_(numbers)
+        with self._replica.optimizer_writes():
+            for parameter, numbers in zip(self._parameters(), weights, strict=True):
+                parameter.copy_(numbers)
         for each in self._free:
             for group in each.param_groups:
                 group[MODE] = is_trained
-        self._replica.on_parts_written()
 
     def _parameters(self) -> list[Tensor]:
         return [p for each in self._free for group in each.param_groups for p in group["params"]]

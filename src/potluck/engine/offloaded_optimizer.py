@@ -1,5 +1,7 @@
 """OffloadedOptimizer: an optimizer that steps copies of the parameters in host memory, where its state is."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -36,11 +38,29 @@ class OffloadedOptimizer:
         self._twins += pairs
 
     @torch.no_grad()
-    def step(self) -> None:
-        for own, twin in self._twins:  # what changed the parameters meanwhile, such as an average, counts
+    def take_in(self) -> None:
+        """What changed the parameters meanwhile, such as an average, counts."""
+        for own, twin in self._twins:
             twin.copy_(own)
-            twin.grad = own.grad.to("cpu") if own.grad is not None else None
-        self.optimizer.step()
+
+    @torch.no_grad()
+    def give_out(self) -> None:
         for own, twin in self._twins:
             own.copy_(twin)
+
+    @contextmanager
+    def written(self) -> Iterator[None]:
+        """What changes the copies meanwhile changes the parameters."""
+        self.take_in()
+        yield
+        self.give_out()
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self.take_in()
+        for own, twin in self._twins:
+            twin.grad = own.grad.to("cpu") if own.grad is not None else None
+        self.optimizer.step()
+        self.give_out()
+        for _, twin in self._twins:
             twin.grad = None

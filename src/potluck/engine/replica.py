@@ -6,7 +6,7 @@ Knows how a step is computed, and nothing of data, schedules or files.
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import MethodType
 from typing import TYPE_CHECKING, Any
@@ -267,6 +267,10 @@ class Replica:
 
     def on_parts_written(self) -> None:
         """Call it after writing into what is held."""
+
+    def optimizer_writes(self) -> AbstractContextManager[None]:
+        """Around anything but a step that changes what the optimizer steps."""
+        return self._on_host.written() if self._on_host is not None else nullcontext()
 
     def arm(self, *, last: bool) -> None:
         """Before each backward: only the step's last backward talks to the other ranks."""

@@ -2,7 +2,8 @@
 
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -146,6 +147,12 @@ class ShardedReplica(Replica):
 
     def on_parts_written(self) -> None:
         self.sharded.share()
+
+    @contextmanager
+    def optimizer_writes(self) -> Iterator[None]:
+        self.sharded.settle()  # what is still being sent must not change
+        yield
+        self.on_parts_written()
 
     def arm(self, *, last: bool) -> None:
         super().arm(last=last)

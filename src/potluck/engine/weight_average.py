@@ -74,15 +74,13 @@ class WeightAverage:
             yield
             return
         replica = self._run.prepared()
-        with torch.no_grad():
+        with torch.no_grad(), replica.optimizer_writes():
             own = [tensor.clone() for tensor in self._tensors]
             torch._foreach_copy_(self._tensors, self._averages)
-            replica.on_parts_written()
         self._is_applied = True
         try:
             yield
         finally:
             self._is_applied = False
-            with torch.no_grad():
+            with torch.no_grad(), replica.optimizer_writes():
                 torch._foreach_copy_(self._tensors, own)
-                replica.on_parts_written()

@@ -6,7 +6,10 @@ from torch import nn
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """The model's repeated layers: the longest list of two or more modules of one class; in each stage, its own."""
+    """The model's repeated layers: the longest list of two or more modules of one class; in each stage, its own. Where
+    a model is several, those."""
+    if getattr(model, "holds_models", False):
+        return list(model.children())  # nobody calls what holds them, so each is by itself
     if is_staged(model) and (stages := [child for child in model.children() if is_staged(child)]):
         return [block for stage in stages for block in find_blocks(stage)]
     best: list[nn.Module] = []
