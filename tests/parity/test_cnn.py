@@ -3,6 +3,7 @@ two ranks, whole and split, and under a host from which one worker is killed, ag
 
 BatchNorm normalises what goes through the model at once, so the judge lets the same parts of each batch through."""
 
+import multiprocessing
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,7 @@ def test_it_learns_on_two_ranks_what_one_process_does(strategy: ShardingStrategy
 
 
 def job(fleet: Any) -> nn.Module:
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     return train(fleet)[1]
 
 
