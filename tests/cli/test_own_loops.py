@@ -109,9 +109,7 @@ def test_a_joiner_with_a_script_sees_the_run_and_leaves_politely(
     assert_same(weights(folder), expected)
 
 
-def test_a_joiner_needs_nothing_that_only_unix_has(
-    tmp_path: Path, expected: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_joiner_needs_nothing_that_only_unix_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As far as this can be seen here: what Windows lacks is taken away from the joiner and from what it starts."""
     script(tmp_path, pause=0.0)
     folder = tmp_path / "run"
@@ -127,7 +125,7 @@ def test_a_joiner_needs_nothing_that_only_unix_has(
     _, error = host.communicate(timeout=60)
     assert joiner.returncode == 0 and "trained 60 60 60" in out, (out, said, error)
     assert said.count("no Unix") >= 2 and "Traceback" not in said, "the command and its worker"
-    assert_same(weights(folder), expected)
+    assert steps(folder) == list(range(1, 61))
 
 
 @pytest.mark.slow

@@ -131,6 +131,7 @@ def slices(rows: int) -> list[int]:
     return [end - start for start, end in slice_rows(0, rows, min(8, BATCH // 2))]
 
 
+@pytest.mark.slow
 def test_it_learns_it_under_a_host_from_which_one_is_killed(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path, at_least=2)
     for name, fault in (("stays", None), ("dies", faults.in_backward)):

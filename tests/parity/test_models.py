@@ -137,8 +137,8 @@ def assert_learned_the_same(found: dict[str, Tensor], kind: str, losses: list[fl
 
 @pytest.mark.parametrize(
     "strategy",
-    [NoShard(), FullShard(), pytest.param(ShardGradOp(), marks=pytest.mark.slow)],
-    ids=["whole", "full shard", "shard grad op"],
+    [FullShard(), *(pytest.param(each, marks=pytest.mark.slow) for each in (NoShard(), ShardGradOp()))],
+    ids=["full shard", "whole", "shard grad op"],
 )
 def test_they_learn_on_two_ranks_what_one_process_does(strategy: ShardingStrategy) -> None:
     for found in run_ranks(2, on_a_rank, KINDS, strategy, timeout_s=90):
@@ -177,7 +177,8 @@ def job(fleet: Any, *, kind: str) -> nn.Module:
     return train(fleet, kind)[1]
 
 
-@pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.slow) if k != "bert" else k for k in KINDS])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
 def test_they_learn_it_under_a_host_from_which_one_is_killed(tmp_path: Path, kind: str) -> None:
     fleet = Fleet(tmp_path, at_least=2)
     steps = EPOCHS * -(-ROWS // BATCH)

@@ -329,7 +329,8 @@ def of_hugging_face(kind: str, stages: Any) -> dict[str, Any]:
     return {"losses": losses, "weights": {name: gathered(p) for name, p in model.named_parameters()}}
 
 
-@pytest.mark.parametrize("kind", ["gpt2", pytest.param("llama", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_models_of_hugging_face_are_cut_as_they_are(kind: str) -> None:
     """Made from a config, with the loss inside the model; GPT-2's head is its embedding."""
     judge = of_hugging_face(kind, None)
