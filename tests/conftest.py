@@ -16,7 +16,7 @@ def one_thread_and_a_seed() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of three or more cases of a test that starts processes, `make test` runs the first; the others are slow."""
+    """Of the cases of a test that starts processes, `make test` runs the first; the others are slow."""
     alike: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         module = getattr(item, "module", None)
@@ -24,5 +24,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if starts and item.get_closest_marker("slow") is None:
             alike[item.nodeid.split("[")[0]].append(item)
     for cases in alike.values():
-        for item in cases[1 if len(cases) > 2 else 2 :]:
+        for item in cases[1:]:
             item.add_marker(pytest.mark.slow)

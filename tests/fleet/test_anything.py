@@ -159,7 +159,7 @@ class Rogues:
                 Applied(draw.choice([step, step, max(0, step - 1)]), "same", 0.1, 1.0, "", draw.choice(ODD)),
                 Applied(step, draw.choice(["same", "other"]), 0.1, 1.0, "", 0.0),
                 EvaluateNext(step, 10, 3, 0, 0, 0.0, 0.0),
-                Gather(step, draw.choice([0, 0, 1]), draw.choice([b"", b"xx"])),
+                Gather(step, draw.choice([0, 0, 1]), draw.choice([1, 2]), draw.choice([b"", b"xx"])),
                 self.answer(member) or Heartbeat("w", 1),
                 SaveDue(step, draw.choice([0, 2, 2**32 - 1])),
                 StateBegin(draw.choice([SAVE, *self.core.transfers.under_way]), step, '[["state", 5]]'),

@@ -82,6 +82,7 @@ def test_rounding_matters(expected: dict[str, Gradients]) -> None:
     assert not any(torch.equal(a, b) for a, b in zip(weights, [*weights[1:], plain_run()["leave.weight"]], strict=True))
 
 
+@pytest.mark.slow
 def test_workers_of_the_hosts_machine_compute_the_same(
     tmp_path: Path, expected: dict[str, Gradients], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,6 +120,7 @@ def test_a_newcomer_gets_a_state_without_loss_and_changes_no_bit(
     assert_same(fleet.finish(), expected["int4"])
 
 
+@pytest.mark.slow
 def test_a_host_that_is_started_again_continues_in_the_same_form(
     tmp_path: Path, expected: dict[str, Gradients]
 ) -> None:
@@ -152,6 +154,7 @@ def test_a_worker_that_sends_otherwise_is_refused(tmp_path: Path, expected: dict
     assert_same(fleet.finish(), expected["int8"])
 
 
+@pytest.mark.slow
 def test_workers_that_leave_the_form_to_the_run_are_among_those_that_chose_int4(
     tmp_path: Path, expected: dict[str, Gradients]
 ) -> None:
@@ -205,6 +208,7 @@ def test_workers_that_step_by_themselves_hold_the_same_bits(policy: str, tmp_pat
     assert fleet.server.core.refused.total() == 0
 
 
+@pytest.mark.slow
 def test_what_optimizers_keep_travels_in_codings_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[int, set[str]] = {}
     check = PayloadLayout.check_coded
@@ -236,6 +240,7 @@ def test_a_worker_killed_with_its_change_on_the_way_leaves_the_others_alike(phas
     assert (tmp_path / f"fired-{phase}").exists() and victim.process.exitcode == -signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_a_newcomer_to_windows_begins_without_anything_left_out(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path)
     fleet.add("first", wire="int4", policy=POLICIES["cadence"], hold_at=4)
@@ -255,6 +260,7 @@ def test_workers_of_two_ranks_round_every_node_no_matter_how_many_they_are(
     assert_same(*finish_of_one_and_two(tmp_path, strategy=strategy, wire="int4", bare=True))
 
 
+@pytest.mark.slow
 def test_workers_of_one_rank_and_of_two_hold_the_same_bits(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path, at_least=2)
     fleet.add_node("two", strategy=potluck.FullShard(), wire="int4", policy=POLICIES["moments"], bare=True)
@@ -262,6 +268,7 @@ def test_workers_of_one_rank_and_of_two_hold_the_same_bits(tmp_path: Path) -> No
     fleet.finish()
 
 
+@pytest.mark.slow
 def test_workers_of_several_ranks_send_changes_in_fewer_bits_too(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path, at_least=2)
     fleet.add_node("node", wire="int4", policy=POLICIES["async"])

@@ -11,7 +11,7 @@ from potluck.events import WorkerCame
 from tests.fleet.fleet import EPOCHS, STEPS, Fleet, assert_same, wait_until
 from tests.fleet.test_fleet_windows import SHORT, assert_close, every_batch_takes, in_a_window, judge, rows_of
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
 
 OUTER = Outer(lr=0.6, momentum=0.8)
 

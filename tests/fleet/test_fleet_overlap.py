@@ -28,7 +28,7 @@ from tests.fleet.test_fleet_windows import judge as judge_that_waits
 from tests.odd import assert_constant
 from tests.quick import first_of
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(90)]
 SHORT: dict[str, Any] = {"anchor": 1, "max_anchor": 2, "overlap": True}
 CADENCE = Cadence.published(**SHORT)
 BY_RANKS = pytest.mark.parametrize("ranks", first_of([1, 2]))

@@ -84,7 +84,9 @@ def test_a_run_that_all_find_over_ends_there(fault: str) -> None:
 # Insiders
 
 
-@pytest.mark.parametrize("ask", [Gather(1 << 40, 0, b""), Gather(0, 0, bytes(MOST_BYTES + 1))], ids=["step", "bytes"])
+@pytest.mark.parametrize(
+    "ask", [Gather(1 << 40, 0, 1, b""), Gather(0, 0, 1, bytes(MOST_BYTES + 1))], ids=["step", "bytes"]
+)
 def test_what_no_honest_worker_gives_is_refused(ask: Gather) -> None:
     run = Fleet(workers=2)
     liar = insider(run)
@@ -100,12 +102,12 @@ def test_what_is_kept_is_bounded() -> None:
     for peer in peers:
         effects_of(core, (peer, hello(f"w{peer}")), (peer, ready()))
     for call in range(100):
-        core.on_message(100.0, 1, Gather(0, call, bytes(1000)))
+        core.on_message(100.0, 1, Gather(0, call, 1, bytes(1000)))
     assert [len(found.given) for found in core.gatherings.open.values()] == [1]
     assert len(core.gatherings.done) <= MOST_DONE
     told: list[Effect] = []
     for peer in peers[1:]:
-        told += core.on_message(100.0, peer, Gather(0, 100, bytes(MOST_BYTES)))
+        told += core.on_message(100.0, peer, Gather(0, 100, peer, bytes(MOST_BYTES)))
     answers = [e.message for e in told if isinstance(e, Send)]
     assert not any(isinstance(answer, Refusal) for answer in answers)
     faults = [answer.fault for answer in answers if isinstance(answer, Gathered)]

@@ -23,7 +23,7 @@ from tests.fleet.simulation import simulate
 from tests.fleet.virtual.toy import ROWS
 from tests.fleet.virtual.worker import Worker
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 MOST = 100
 """Seeds. Each is lived under every policy; a few seconds find all that is not slow."""
 HANG_S = 10

@@ -26,6 +26,8 @@ LONG = 4
 class Gathering:
     given: dict[int, bytes] = field(default_factory=dict)
     """By peer."""
+    first_ids: dict[int, int] = field(default_factory=dict)
+    """By peer, so that a worker that came back counts once, though its old connection is not known to be gone."""
     last_at: float = 0.0
     """When the last one was given."""
     told_at: float = 0.0
@@ -55,7 +57,7 @@ class Gatherings:
         if member.phase is WorkerPhase.CATCHING_UP:  # the others do not wait for it
             return [*effects, Send(member.peer, _answer(call, {}))]
         found = self.open.setdefault(call, Gathering())
-        found.given[member.peer] = bytes(ask.data)
+        found.given[member.peer], found.first_ids[member.peer] = bytes(ask.data), ask.first_id
         found.last_at = found.told_at = self.run.clock
         member.gathering = call
         if sum(len(data) for each in self.open.values() for data in each.given.values()) > MOST_TOTAL_BYTES:
@@ -95,7 +97,8 @@ class Gatherings:
         run = self.run
         del self.open[call]
         those = sorted((run.membership.members[peer] for peer in found.given), key=lambda m: m.worker_id)
-        answer = _answer(call, {} if fault else {m.peer: found.given[m.peer] for m in those}, fault)
+        last = {found.first_ids[m.peer]: found.given[m.peer] for m in those}  # of each worker, where it first was
+        answer = _answer(call, {} if fault else last, fault)
         self.done[call] = answer
         for old in list(self.done)[:-MOST_DONE]:
             del self.done[old]

@@ -84,7 +84,7 @@ class MemberPhase(Enum):
 class Member:
     def __init__(self) -> None:
         self.phase = MemberPhase.AWAY
-        self.worker_id = 0
+        self.worker_id = self._first_id = 0
         self.patience_s = 10.0
         self.version = 0
         """Agreements so far, which is what the host calls a step."""
@@ -166,6 +166,7 @@ class Member:
         `is_same`: they are those it last told of."""
         self.phase, self.is_in, self._rows_seen = MemberPhase.PRESENTING, False, rows_seen
         self.worker_id, self.patience_s = welcome.worker_id, welcome.patience_ms / 1000
+        self._first_id = self._first_id or self.worker_id
         holds, said = self.version > 0, list[MemberEffect]()
         is_changed = self._is_damaged or (self._changed_at == self.version and not self._changes_itself)
         if holds and (is_changed or not is_same):
@@ -403,7 +404,7 @@ class Member:
         """For all who are at this step. A worker that was given these weights has not been here with the others."""
         step, call = self._call
         self._call = self.version, call + 1 if step == self.version else 0
-        self.gathering = MemberGathering(*self._call, data)
+        self.gathering = MemberGathering(*self._call, self._first_id, data)
         if self.phase is MemberPhase.IN and not self.left and (not self.version or self.version != self._loaded_at):
             return [self.gathering.ask()]
         self.gathering.end()

@@ -53,13 +53,14 @@ class MemberGathering:
 
     step: int
     call: int
+    first_id: int
     data: bytes
     found: list[bytes] | None = None
     """In an order that is the same on every worker; our own alone where the others are elsewhere in the run."""
     fault: str = ""
 
     def ask(self) -> SendToHost:
-        return SendToHost(Gather(self.step, self.call, self.data))
+        return SendToHost(Gather(self.step, self.call, self.first_id, self.data))
 
     def take(self, message: Gathered) -> None:
         ends = list(itertools.accumulate(map(int, message.sizes)))

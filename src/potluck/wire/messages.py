@@ -415,6 +415,8 @@ class Gather(Message):
     step: U64
     call: U32
     """How many this worker gave at this step before."""
+    first_id: U64
+    """The first id that this worker was given: its last connection may not be known to be gone."""
     data: Bytes
 
 
