@@ -107,13 +107,13 @@ def _quantised(layer: nn.Linear, form: str) -> nn.Module:
 def rows(is_peft: bool) -> Any:
     draw = torch.Generator().manual_seed(5)
     if is_peft:
-        return (torch.randint(0, 40, (ROWS, 12), generator=draw),)
+        return torch.randint(0, 40, (ROWS, 12), generator=draw)
     return torch.randn(ROWS, WIDTH, generator=draw), torch.randn(ROWS, WIDTH, generator=draw)
 
 
 def loss_of(model: nn.Module, batch: Any) -> Tensor:
-    if len(batch) == 1:
-        return model(input_ids=batch[0], labels=batch[0]).loss  # type: ignore[no-any-return]
+    if isinstance(batch, Tensor):
+        return model(input_ids=batch, labels=batch).loss  # type: ignore[no-any-return]
     return F.mse_loss(model(batch[0]), batch[1])
 
 
@@ -123,7 +123,9 @@ def build(form: str, *, is_peft: bool = False, seed: int = 3) -> tuple[nn.Module
 
 
 def trained_of(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor for name, tensor in state.items() if any(w in name for w in ("lora_", "down", "up."))}
+    return {
+        name: tensor for name, tensor in state.items() if any(word in name for word in (".lora_", ".down.", ".up."))
+    }
 
 
 def plain_losses(form: str, *, is_peft: bool = False) -> tuple[list[float], dict[str, Tensor]]:
@@ -135,7 +137,8 @@ def plain_losses(form: str, *, is_peft: bool = False) -> tuple[list[float], dict
     for epoch in range(EPOCHS):
         order = Shuffled(ROWS).of(epoch, 1)
         for start in range(0, ROWS, BATCH):
-            loss = loss_of(model, tuple(part[order[start : start + BATCH]] for part in data))
+            chosen = order[start : start + BATCH]
+            loss = loss_of(model, data[chosen] if is_peft else tuple(part[chosen] for part in data))
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -167,3 +170,8 @@ def train(
             fleet.step()
     then(model)
     return losses, trained_of(fleet.state_dict())
+
+
+def nearness(form: str, *, is_peft: bool) -> dict[str, float]:
+    """How near losses are: activations of a whole llama in bf16 round otherwise where fewer rows go through at once."""
+    return {"rtol": 1e-3, "atol": 1e-3} if form == "bf16" and is_peft else {"rtol": 1e-5, "atol": 1e-6}
