@@ -153,6 +153,8 @@ class _Host:
             saver=self.receiver,
             on_event=self.events.emit,
         )
+        if args.base is not None:
+            server.serve_base(args.base)
         server.on_step = self._on_step
         server.on_described = self._on_described
         if described is not None:
