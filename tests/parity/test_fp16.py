@@ -117,7 +117,7 @@ CASES = [
 def test_several_workers_have_the_same_losses(world: int, strategy: Any, options: dict[str, Any]) -> None:
     every, judge = run_ranks(world, train, "train", strategy, options), plain()
     for found in every:
-        if found["scales"] != judge["scales"]:  # the gradient of fewer rows may fit into fp16 where that of all does not
+        if found["scales"] != judge["scales"]:  # fewer rows may fit into fp16 where all do not
             assert home().type == "cuda" and found["scales"][-1] >= judge["scales"][-1]
             assert found["losses"] == pytest.approx(judge["losses"], rel=0.05)
             continue
