@@ -37,12 +37,12 @@ def main() -> None:
 
 def _run(arguments: list[str]) -> None:
     if arguments[0] == "--recipe":
-        from potluck.train.recipe import main as train_recipe
+        from potluck.launch.recipes import main as train_recipe
 
         train_recipe(arguments[1:])
         return
     if arguments[0] == "--join":
-        from potluck.train.recipe import join
+        from potluck.launch.recipes import join
 
         join(arguments[1:])
         return

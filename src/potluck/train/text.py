@@ -79,9 +79,7 @@ def read_windows(config: DataConfig, context: int) -> tuple[TextWindows, TextWin
 
 def read_text(config: DataConfig) -> bytes:
     limit = config.limit_bytes or 1 << 62
-    files = (
-        [file for path in config.paths for file in _files_below(Path(path))] if config.paths else _standard_library()
-    )
+    files = [file for path in config.paths for file in files_below(Path(path))] if config.paths else _standard_library()
     _check_room(files, limit)
     found = bytearray()
     for file in files:
@@ -121,7 +119,7 @@ def _check_room(files: Sequence[Path], limit: int) -> None:
         )
 
 
-def _files_below(path: Path) -> list[Path]:
+def files_below(path: Path) -> list[Path]:
     try:
         there = path.exists()
     except OSError:  # a name that no system takes
