@@ -13,7 +13,7 @@ from potluck import __version__
 from potluck.config import checked, to_dict
 from potluck.errors import ConfigError, PotluckError
 from potluck.launch.processes import launch
-from potluck.train.arguments import TrainArgs, WorkersConfig, built_in_recipes, data_setting, workers_of
+from potluck.train.arguments import TrainArgs, WorkersConfig, base_setting, built_in_recipes, data_setting, workers_of
 from potluck.words import say
 
 Settings = Annotated[
@@ -277,6 +277,15 @@ class Join:
             help_behavior_hint="(default: you are asked, if the host's recipe names files)",
         ),
     ] = field(default_factory=list)
+    base: Annotated[
+        str | None,
+        tyro.conf.arg(
+            metavar="FOLDER",
+            help="Where this machine has the model that is fine-tuned.",
+            help_behavior_hint="(default: the Hugging Face cache)",
+        ),
+    ] = None
+    fetch_base: Annotated[bool, tyro.conf.arg(help="Ask the host for the model that is fine-tuned, once.")] = False
     workers: Count = 1
     threads: Threads = None
     ranks: Ranks = None
@@ -285,7 +294,8 @@ class Join:
         from potluck.launch.join import join
 
         config = _workers_config(self.workers, self.threads, self.ranks)
-        return join(self.invite, list(arguments), config, data_setting(self.data))
+        settings = (*data_setting(self.data), *base_setting(self.base))
+        return join(self.invite, list(arguments), config, settings)
 
 
 @dataclass
@@ -379,13 +389,17 @@ def _workers_config(count: int, threads: int | None, ranks: int | None = None) -
     return checked(lambda: WorkersConfig(count=count, threads=threads, ranks=ranks), "Workers: ")
 
 
+TAKES_VALUE = ("-n", "--workers", "--threads", "--ranks", "--data", "--base", "--only")
+"""Options of `run` and `join`, whose value may be mistaken for the script or the invite."""
+
+
 def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
     """Ours, and what follows the script of `run`, or the invite of `join`: those are the script's own."""
     if not arguments or arguments[0] not in ("run", "join"):
         return arguments, []
     index = 1
     while index < len(arguments) and arguments[index].startswith("-") and arguments[index] != "-":
-        index += 2 if arguments[index] in ("-n", "--workers", "--threads", "--ranks", "--data", "--only") else 1
+        index += 2 if arguments[index] in TAKES_VALUE else 1
     return arguments[: index + 1], arguments[index + 1 :]
 
 

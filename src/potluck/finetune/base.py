@@ -1,5 +1,6 @@
 """The base: a model of Hugging Face, loaded as a recipe says, and what of it is trained."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,9 @@ def add_adapter(model: nn.Module, config: AdapterConfig, *, classifies: bool) ->
     """The base with matrices beside its own, which alone are trained. Draws random numbers."""
     peft = need("peft")
     try:
-        found = peft.get_peft_model(model, adapter_settings(config, classifies=classifies))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of GPT-2's layers, which it then treats as they need
+            found = peft.get_peft_model(model, adapter_settings(config, classifies=classifies))
     except ValueError as error:
         linear = sorted({name.rsplit(".", 1)[-1] for name, each in model.named_modules() if hasattr(each, "weight")})
         raise ConfigError(f"[lora] {first_line(error)[:300]}. Layers here are: {', '.join(linear)}.") from None

@@ -9,8 +9,9 @@ from potluck.config import parse_toml
 from potluck.devices import choose_device
 from potluck.errors import ConfigError
 from potluck.finetune.encoding import Encoder
-from potluck.finetune.recipe import is_finetune, telling
+from potluck.finetune.recipe import telling
 from potluck.finetune.result import config_of, load_result
+from potluck.finetune.settings import is_finetune
 from potluck.finetune.talking import answer, classify
 
 HELP = "/new starts over, /quit ends."

@@ -1,7 +1,7 @@
 """Recipes that fine-tune a model of Hugging Face: `[model] hf`, `[lora]`, `[data]`, and all that every recipe has."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,12 +41,6 @@ class FinetuneConfig(RecipeConfig):
         RecipeConfig.__post_init__(self)
         if self.lora is None and self.model.load != "plain":
             raise ValueError(f'model.load = "{self.model.load}" is for a frozen base: add a [lora] table')
-
-
-def is_finetune(table: Mapping[str, Any]) -> bool:
-    """Whether a recipe is of this kind."""
-    model = table.get("model")
-    return "lora" in table or (isinstance(model, Mapping) and "hf" in model)
 
 
 def train_finetune(config: FinetuneConfig, args: TrainArgs, engine: Engine) -> Summary:

@@ -1,8 +1,9 @@
 """What a recipe says of the model from Hugging Face, of its adapter and of its rows. Imports no torch."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from potluck.words import check_at_least, check_at_most
 
@@ -73,3 +74,9 @@ class RowsConfig:
         check_at_least(1, limit=self.limit)
         if not self.paths:
             raise ValueError("paths names what to train on: files, a folder of `datasets`, or an id on the hub")
+
+
+def is_finetune(table: Mapping[str, Any]) -> bool:
+    """Whether a recipe is of the kind that fine-tunes."""
+    model = table.get("model")
+    return "lora" in table or (isinstance(model, Mapping) and "hf" in model)

@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,8 +16,10 @@ from potluck.engine.node_client import NodeClient
 from potluck.engine.start import as_one_worker, connect, init, led_engine
 from potluck.environment import usable_cores
 from potluck.errors import ConfigError
+from potluck.finetune.base_files import cached
 from potluck.finetune.ending import show_result
-from potluck.finetune.recipe import FinetuneConfig, is_finetune, train_finetune
+from potluck.finetune.recipe import FinetuneConfig, train_finetune
+from potluck.finetune.settings import is_finetune
 from potluck.fleet.client import Client
 from potluck.fleet.invite import read_invite
 from potluck.link.link import Alone, Link
@@ -79,6 +82,8 @@ def join(arguments: list[str]) -> None:
             raise ConfigError(clean(str(error))) from None
         if config.data.paths and not any(setting.startswith("data.paths=") for setting in settings):
             raise ask_for_files(config.data.paths)
+        if isinstance(config, FinetuneConfig) and not any(setting.startswith("model.hf=") for setting in settings):
+            config = _with_own_base(config)
         _check_little(config)
         ranks = ranks_per_worker(config.strategy, ranks_here(torch.cuda.device_count()), asked_ranks())
         wanted = Wanted(
@@ -103,6 +108,20 @@ def join(arguments: list[str]) -> None:
             train_recipe(config, args, engine)
         else:
             train_finetune(config, args, engine)
+
+
+def _with_own_base(config: FinetuneConfig) -> FinetuneConfig:
+    """A host names a model, and not a folder of ours: what is in the cache of this machine is that model."""
+    name = config.model.hf
+    found = cached(name)
+    if found is None:
+        shown = clean(name[:200])
+        raise ConfigError(
+            f"This run fine-tunes {shown}, and this machine has no copy of it in its cache. Get it with hf download"
+            f" {shown}; or name a folder that holds it, with potluck join --base FOLDER INVITE; or ask the host for it,"
+            " with potluck join --fetch-base INVITE."
+        )
+    return replace(config, model=replace(config.model, hf=str(found)))
 
 
 def _check_little(config: RecipeConfig) -> None:

@@ -3,6 +3,7 @@
 python -m potluck.launch.worker script.py [arguments]
 python -m potluck.launch.worker --recipe ARGUMENTS
 python -m potluck.launch.worker --join SETTINGS
+python -m potluck.launch.worker --finish RUN
 """
 
 import atexit
@@ -45,6 +46,11 @@ def _run(arguments: list[str]) -> None:
         from potluck.launch.recipes import join
 
         join(arguments[1:])
+        return
+    if arguments[0] == "--finish":
+        from potluck.finetune.ending import finish
+
+        finish(arguments[1])
         return
     sys.argv = arguments
     sys.path[0] = str(Path(arguments[0]).resolve().parent)

@@ -87,6 +87,11 @@ def data_setting(paths: Sequence[str]) -> tuple[str, ...]:
     return (f"data.paths={json.dumps(paths, ensure_ascii=False)}",) if paths else ()
 
 
+def base_setting(model: str | None) -> tuple[str, ...]:
+    """What is given by --base, as a setting."""
+    return (f"model.hf={json.dumps(model, ensure_ascii=False)}",) if model else ()
+
+
 def find_recipe(name: str) -> tuple[str, str]:
     """A recipe's text, and where it came from: a file, or a built-in one by its name or as recipes/NAME.toml."""
     path = Path(name)
@@ -128,6 +133,7 @@ def finetune_args(
     """What `potluck finetune` is asked for: a built-in recipe, and what fills it in."""
     if not rows:
         raise ConfigError("potluck finetune takes a model, and what to train it on: potluck finetune MODEL DATA")
+    model, *rows = [str(Path(each).expanduser().absolute()) if Path(each).exists() else each for each in (model, *rows)]
     named = {"model.hf": model, "model.task": task, "model.load": load, "name": _run_name(model, rows)}
     own = [f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in named.items() if value not in PLAIN]
     count = () if workers is None else (f"workers.count={workers}",)
@@ -190,6 +196,7 @@ def host_args(
         # Workers on this machine read what this command line says, not what comes over the connection.
         data = table.get("data")
         own = data_setting(data.get("paths", ())) if isinstance(data, dict) else ()
+        own += base_setting(model.get("hf")) if isinstance(model := table.get("model"), dict) else ()
         recipe, command = tomli_w.dumps(table), ("--join", json.dumps(own))
     folder = Path(out) if out else Path("runs") / name
     if out is None and not resume:

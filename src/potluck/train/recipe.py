@@ -7,6 +7,7 @@ RecipeConfig and `fit_recipe` are what every recipe has, whatever it trains.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,8 +32,9 @@ from potluck.stages.protocol import Stages
 from potluck.train.arguments import TrainArgs, WorkersConfig
 from potluck.train.model import GPT, ModelConfig, next_token_loss
 from potluck.train.slowdown import Brake
-from potluck.train.text import DataConfig, read_windows
+from potluck.train.text import DataConfig, read_rows
 from potluck.train.trainer import FitConfig, Summary, Trainer
+from potluck.train.word_pieces import TOKENIZER, WordPieces
 from potluck.words import check_at_most, count, plural, size
 
 
@@ -94,6 +96,11 @@ class RunConfig(RecipeConfig):
         RecipeConfig.__post_init__(self)
         if self.model.vocab < 256:
             raise ValueError(f"model.vocab must be at least 256 for text read byte by byte, not {self.model.vocab}")
+        if self.data.tokenizer == "bpe" and self.model.vocab < 512:
+            raise ValueError(
+                f'data.tokenizer = "bpe" learns as many tokens as model.vocab: at least 512, and 4096 is usual for a'
+                f" small model, not {self.model.vocab}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +123,7 @@ class RecipeParts:
 
 def train_recipe(config: RunConfig, args: TrainArgs, engine: Engine) -> tuple[Summary, GPT]:
     """Trains a recipe of the built-in model in its run folder. Called on every worker."""
-    training, validation = read_windows(config.data, config.model.context)
+    training, validation, pieces = read_rows(config.data, config.model.context, config.model.vocab)
     _check_memory(config, engine, len(training))
     torch.manual_seed(config.fit.seed)
     model = GPT(config.model)
@@ -133,6 +140,8 @@ def train_recipe(config: RunConfig, args: TrainArgs, engine: Engine) -> tuple[Su
         loss=loss,
         samples_per_row=float(config.model.context),
     )
+    if pieces is not None and engine.lifecycle.keeps_folder:
+        engine.events.listeners.append(partial(_keep_pieces, pieces))
     return fit_recipe(config, parts, args, engine), model
 
 
@@ -211,6 +220,12 @@ def _rows_at_once(config: RunConfig, engine: Engine, rows: int) -> int:
         return min(config.stages.micro_batch_size or config.batch.size, config.batch.size, rows)
     parts = config.batch.slice_count if engine.is_led else engine.layers.pipelines
     return min(config.batch.micro_size or config.batch.size, -(-min(config.batch.size, rows) // parts))
+
+
+def _keep_pieces(pieces: WordPieces, event: Event) -> None:
+    """Beside the recipe: the model is of no use without."""
+    if isinstance(event, RunStarted):
+        write_whole(Path(event.folder) / TOKENIZER, pieces.json)
 
 
 def _keep_recipe(event: Event, folder: Path, config: RecipeConfig) -> None:
