@@ -1,9 +1,11 @@
 """Models from configs, tokenizers and rows, all made here: nothing is downloaded. And a judge in plain PyTorch."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -36,6 +38,7 @@ epochs = 2
 count = 1
 threads = 1
 """
+PLAIN_ROWS = '{"text": "a"}\n{"text": \n'
 LORA = "[lora]\nrank = 4\nalpha = 8\n"
 
 
@@ -177,7 +180,9 @@ def judge(place: Path, *, lora: bool = True, epochs: int = 2, load: Any = None) 
     options: dict[str, Any] = {"num_labels": 2} if is_labelled else {}
     model = kind.from_pretrained(place / "base", **options, **(load or {"dtype": torch.float32}))
     if lora:
-        told = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
+        told: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
+        if is_labelled:  # what the base has no weights for is trained whole
+            told["modules_to_save"] = ["bert.pooler.dense", "classifier"]
         task = "SEQ_CLS" if is_labelled else "CAUSAL_LM"
         model = peft.get_peft_model(model, peft.LoraConfig(**told, task_type=task))
     optimizer = torch.optim.AdamW(
@@ -215,8 +220,6 @@ def padded(rows: list[tuple[list[int], list[int]]], is_labelled: bool) -> dict[s
 
 def tuned(place: str, settings: tuple[str, ...] = (), *, recipe: str = "tuned.toml") -> dict[str, Any]:
     """One worker's run of the recipe, as `potluck train` has it: the losses of its steps."""
-    import os
-
     import potluck
     from potluck.finetune.recipe import FinetuneConfig, train_finetune
     from potluck.launch.recipes import read_recipe
@@ -236,3 +239,30 @@ def tuned(place: str, settings: tuple[str, ...] = (), *, recipe: str = "tuned.to
         engine.events.listeners.append(hear)
         summary = train_finetune(config, TrainArgs(recipe=recipe), engine)
     return {"losses": losses, "validation": summary.validation_loss, "folder": str(summary.folder)}
+
+
+def assert_judged(found: dict[str, Any], judged: dict[str, Any], tolerance: float = 2e-6) -> None:
+    assert len(found["losses"]) == len(judged["losses"])
+    assert found["losses"] == pytest.approx(judged["losses"], rel=tolerance)
+
+
+def logits_of(place: Path, folder: str, *, lora: bool = True) -> torch.Tensor:
+    """Of the first row, by what the run has written, loaded as anybody would."""
+    import peft
+    import transformers as t
+
+    from potluck.finetune.result import config_of, write_result
+
+    os.chdir(place)
+    result = write_result(Path(folder), config_of(Path(folder)))
+    tokenizer = t.AutoTokenizer.from_pretrained(result)
+    rows, _ = judged_rows(place, tokenizer)
+    kind = t.AutoModelForSequenceClassification if len(rows[0][1]) == 1 else t.AutoModelForCausalLM
+    if lora:
+        options = {"num_labels": 2} if len(rows[0][1]) == 1 else {}
+        base = kind.from_pretrained(place / "base", dtype=torch.float32, **options)
+        model = peft.PeftModel.from_pretrained(base, result)
+    else:
+        model = kind.from_pretrained(result)
+    with torch.no_grad():
+        return model.eval()(input_ids=torch.tensor([rows[0][0]])).logits

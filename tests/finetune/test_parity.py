@@ -1,14 +1,12 @@
 """Fine-tuning gives the losses of peft and transformers in a plain loop, however it is cut and whoever computes it."""
 
-import json
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.finetune.made import chats, judge, judged_rows, labelled, make_place, tuned
+from tests.finetune.made import assert_judged, chats, judge, logits_of, make_place, tuned
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.timeout(240)
@@ -17,42 +15,6 @@ pytestmark = pytest.mark.timeout(240)
 @pytest.fixture(autouse=True)
 def _kept_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(Path.cwd())  # a run changes into its folder
-
-
-def assert_judged(found: dict[str, Any], judged: dict[str, Any], tolerance: float = 2e-6) -> None:
-    assert len(found["losses"]) == len(judged["losses"])
-    assert found["losses"] == pytest.approx(judged["losses"], rel=tolerance)
-
-
-def logits_of(place: Path, folder: str, *, lora: bool = True) -> torch.Tensor:
-    """Of the first row, by what the run has written, loaded as anybody would."""
-    import peft
-    import transformers as t
-
-    from potluck.finetune.result import config_of, write_result
-
-    os.chdir(place)
-    result = write_result(Path(folder), config_of(Path(folder)))
-    tokenizer = t.AutoTokenizer.from_pretrained(result)
-    rows, _ = judged_rows(place, tokenizer)
-    kind = t.AutoModelForSequenceClassification if len(rows[0][1]) == 1 else t.AutoModelForCausalLM
-    if lora:
-        options = {"num_labels": 2} if len(rows[0][1]) == 1 else {}
-        base = kind.from_pretrained(place / "base", dtype=torch.float32, **options)
-        model = peft.PeftModel.from_pretrained(base, result)
-    else:
-        model = kind.from_pretrained(result)
-    with torch.no_grad():
-        return model.eval()(input_ids=torch.tensor([rows[0][0]])).logits
-
-
-def test_an_adapter_on_chats_learns_as_in_a_plain_loop(tmp_path: Path) -> None:
-    """All answers of a chat, and nothing else, in micro-batches of any size; what is written has the same logits."""
-    place = make_place(tmp_path)
-    judged = judge(place)
-    found = tuned(str(place), ("batch.micro_size=3",))
-    assert_judged(found, judged)
-    torch.testing.assert_close(logits_of(place, found["folder"]), judged["logits"], rtol=1e-4, atol=1e-5)
 
 
 CASES = {
@@ -126,7 +88,3 @@ def test_under_cadence_two_workers_learn(tmp_path: Path) -> None:
     (place / "tuned.toml").write_text(text)
     found = run_ranks(2, tuned, str(place), ("fit.epochs=4",), timeout_s=120)
     assert found[0]["validation"] < 5.5
-
-
-def test_rows_of_labels_are_made_here() -> None:
-    assert {row["label"] for row in labelled()} == {"odd", "even"} and json.dumps(chats())

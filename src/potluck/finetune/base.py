@@ -27,8 +27,11 @@ def context_of(folder: Path, config: PretrainedConfig) -> int:
 
 def load_base(
     folder: Path, config: PretrainedConfig, device: torch.device, *, labels: list[str] | None, is_frozen: bool
-) -> nn.Module:
-    """`labels`: of a model that classifies. `is_frozen`: an adapter is trained in its place."""
+) -> tuple[nn.Module, tuple[str, ...]]:
+    """The model, and its layers that the folder has no weights for: a new head, and what else is random.
+
+    `labels`: of a model that classifies. `is_frozen`: an adapter is trained in its place.
+    """
     library, about = transformers(), _about(folder)
     if getattr(about, "is_encoder_decoder", False):
         raise ConfigError(
@@ -45,7 +48,8 @@ def load_base(
         options |= {"quantization_config": _quantization(config.load, device), "device_map": {"": device}}
     kind = library.AutoModelForCausalLM if labels is None else library.AutoModelForSequenceClassification
     try:
-        model = kind.from_pretrained(str(folder), local_files_only=True, use_safetensors=True, **options)
+        options |= {"local_files_only": True, "use_safetensors": True, "output_loading_info": True}
+        model, told = kind.from_pretrained(str(folder), **options)
     except ConfigError:
         raise
     except (MemoryError, torch.OutOfMemoryError):
@@ -55,8 +59,14 @@ def load_base(
         ) from None
     except Exception as error:
         raise ConfigError(f"Cannot load {folder}: {first_line(error)}.") from None
-    assert isinstance(model, nn.Module)
-    return model
+    missing = {*told["missing_keys"], *(key for key, *_ in told["mismatched_keys"])}
+    fresh = tuple(sorted({name.rpartition(".")[0] for name in missing}))
+    if fresh and labels is None:
+        raise ConfigError(
+            f"{folder} has no weights for {', '.join(fresh[:3])}, so it is no model that writes ({about.model_type})."
+            " Take a causal one; to classify, give rows with a label."
+        )
+    return model, fresh
 
 
 def _about(folder: Path) -> Any:
@@ -88,13 +98,13 @@ def _quantization(load: str, device: torch.device) -> Any:
     return library.TorchAoConfig(need("torchao.quantization", "torchao").Int8WeightOnlyConfig())
 
 
-def add_adapter(model: nn.Module, config: AdapterConfig, *, classifies: bool) -> nn.Module:
-    """The base with matrices beside its own, which alone are trained. Draws random numbers."""
+def add_adapter(model: nn.Module, config: AdapterConfig, *, classifies: bool, fresh: tuple[str, ...] = ()) -> nn.Module:
+    """The base with matrices beside its own, which alone are trained, and what is new in it. Draws random numbers."""
     peft = need("peft")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of GPT-2's layers, which it then treats as they need
-            found = peft.get_peft_model(model, adapter_settings(config, classifies=classifies))
+            found = peft.get_peft_model(model, adapter_settings(config, classifies=classifies, fresh=fresh))
     except ValueError as error:
         linear = sorted({name.rsplit(".", 1)[-1] for name, each in model.named_modules() if hasattr(each, "weight")})
         raise ConfigError(f"[lora] {first_line(error)[:300]}. Layers here are: {', '.join(linear)}.") from None
@@ -102,17 +112,17 @@ def add_adapter(model: nn.Module, config: AdapterConfig, *, classifies: bool) ->
     return found
 
 
-def adapter_settings(config: AdapterConfig, *, classifies: bool, **more: Any) -> Any:
-    """As peft has them."""
+def adapter_settings(config: AdapterConfig, *, classifies: bool, fresh: tuple[str, ...] = ()) -> Any:
+    """As peft has them. `fresh`: layers that are trained whole, since no base has them."""
     settings: dict[str, Any] = {
         "r": config.rank,
         "lora_alpha": config.alpha,
         "lora_dropout": config.dropout,
         "target_modules": list(config.targets) or "all-linear",
-        "modules_to_save": list(config.modules_to_save) or None,
+        "modules_to_save": [*config.modules_to_save, *fresh] or None,
         "task_type": "SEQ_CLS" if classifies else "CAUSAL_LM",
     }
-    return need("peft").LoraConfig(**settings | more)
+    return need("peft").LoraConfig(**settings)
 
 
 def bytes_of_frozen(folder: Path, config: PretrainedConfig) -> int:

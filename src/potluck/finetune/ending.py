@@ -111,8 +111,8 @@ def _before(config: FinetuneConfig, record: TextRecord, device: torch.device) ->
     folder = find_base(config.model.hf)
     tokenizer = load_tokenizer(folder)
     give_template(tokenizer, record.form)
-    base: Any = load_base(folder, config.model, device, labels=None, is_frozen=False).to(device).eval()
-    return _sample(base, tokenizer, record)[1]
+    base, _ = load_base(folder, config.model, device, labels=None, is_frozen=False)
+    return _sample(base.to(device).eval(), tokenizer, record)[1]
 
 
 def _sample(model: Any, tokenizer: Any, record: TextRecord) -> tuple[str, str]:

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from torch import nn
+from torch import Tensor, nn
 
+from potluck.batch_shapes import to_device
 from potluck.devices import memory_of
 from potluck.engine.engine import Engine
 from potluck.environment import free_memory_bytes, machine_bytes
@@ -21,7 +22,7 @@ from potluck.finetune.encoding import load_tokenizer
 from potluck.finetune.objective import answer_loss, label_figures, label_loss, packs_apart
 from potluck.finetune.rows import PreparedRows, prepare_rows
 from potluck.finetune.settings import AdapterConfig, PretrainedConfig, RowsConfig
-from potluck.finetune.token_rows import TokenCollate
+from potluck.finetune.token_rows import TokenCollate, TokenRow
 from potluck.train.arguments import TrainArgs
 from potluck.train.recipe import RecipeConfig, RecipeParts, fit_recipe, make_optimizer
 from potluck.train.trainer import Summary
@@ -77,12 +78,12 @@ def make_model(
     config: FinetuneConfig, folder: Path, device: torch.device, labels: list[str] | None, *, pad: int
 ) -> nn.Module:
     """The base, with the adapter if there is to be one. Draws random numbers."""
-    model: Any = load_base(folder, config.model, device, labels=labels, is_frozen=config.lora is not None)
-    if model.config.pad_token_id is None:  # by it a model that classifies finds where a row ends
-        model.config.pad_token_id = pad
+    model, fresh = load_base(folder, config.model, device, labels=labels, is_frozen=config.lora is not None)
+    about: Any = model.config
+    if about.pad_token_id is None:  # by it a model that classifies finds where a row ends
+        about.pad_token_id = pad
     if config.lora is not None:
-        return add_adapter(model, config.lora, classifies=labels is not None)
-    assert isinstance(model, nn.Module)
+        return add_adapter(model, config.lora, classifies=labels is not None, fresh=fresh)
     return model
 
 
@@ -135,23 +136,23 @@ def _check_memory(config: FinetuneConfig, folder: Path, engine: Engine) -> None:
 
 def _try_packing(model: nn.Module, rows: PreparedRows, engine: Engine) -> None:
     """Whether this kind of model keeps documents of one row apart is seen, and said if it does not."""
-    device = next(model.parameters()).device
-    row = next((found for found in map(rows.training.__getitem__, range(len(rows.training))) if _several(found)), None)
-    if row is None:
+    several = (row for row in map(rows.training.__getitem__, range(len(rows.training))) if len(row.lengths) > 1)
+    if (row := next(several, None)) is None:
         return
-    at, apart = 0, []
-    plain = TokenCollate(rows.collate.pad)
-    for length in row.lengths:
-        part = slice(at, at + length)
-        apart.append(plain([type(row)(row.tokens[part], row.answers[part], (length,))]))
-        at += length
-    batches = [{name: tensor.to(device) for name, tensor in batch.items()} for batch in [rows.collate([row]), *apart]]
-    if not packs_apart(model, batches[0], batches[1:]):
+    device = next(model.parameters()).device
+    together, apart = in_parts(rows, row)
+    if not packs_apart(model, to_device(together, device), to_device(apart, device)):
         engine.run.say(
             "Rows are packed, and this kind of model does not keep them apart: each sees those before it in its row."
             " Leave out data.packing to have each by itself."
         )
 
 
-def _several(row: Any) -> bool:
-    return len(row.lengths) > 1
+def in_parts(rows: PreparedRows, row: TokenRow) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
+    """A packed row as a batch; and each of its documents as one."""
+    at, apart, plain = 0, [], TokenCollate(rows.collate.pad)
+    for length in row.lengths:
+        part = slice(at, at + length)
+        apart.append(plain([TokenRow(row.tokens[part], row.answers[part], (length,))]))
+        at += length
+    return rows.collate([row]), apart

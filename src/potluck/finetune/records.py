@@ -58,7 +58,8 @@ def read_records(config: RowsConfig) -> Iterator[TextRecord]:
 def _all(paths: tuple[str, ...]) -> Iterator[TextRecord]:
     for name in paths:
         path = Path(name).expanduser()
-        if _is_of_datasets(path) or (not path.exists() and HUB_ID.fullmatch(name)):
+        is_id = not path.exists() and HUB_ID.fullmatch(name) and path.suffix.lower() not in READ
+        if _is_of_datasets(path) or is_id:
             yield from _of_datasets(name, path if path.exists() else None)
             continue
         files = files_below(path)

@@ -25,6 +25,8 @@ from potluck.save.checkpoint_folder import found
 from potluck.save.export import write_plain
 
 ADAPTER, MODEL = "adapter", "model"
+WITHIN, SAVED = "base_model.model.", ".modules_to_save."
+"""In names of peft: before those of the base, and after those of layers that are trained whole."""
 
 
 def config_of(run: Path) -> FinetuneConfig:
@@ -69,7 +71,8 @@ def _save(config: FinetuneConfig, base: Path, state: dict[str, torch.Tensor], as
     model: Any = shape_of(base, labels)
     model.config._name_or_path = model.name_or_path = named(config, base)
     if config.lora is not None:
-        settings = adapter_settings(config.lora, classifies=labels is not None)
+        fresh = tuple(sorted({name.split(SAVED)[0].removeprefix(WITHIN) for name in state if SAVED in name}))
+        settings = adapter_settings(config.lora, classifies=labels is not None, fresh=fresh)
         with torch.device("meta"):
             model = need("peft").get_peft_model(model, settings)
         model.save_pretrained(aside, state_dict=state, save_embedding_layers=False)
@@ -126,9 +129,10 @@ def load_result(run: Path, config: FinetuneConfig, device: torch.device) -> tupl
     if (folder / "config.json").is_file():
         names = library.AutoConfig.from_pretrained(str(folder)).id2label
         labels = [names[number] for number in sorted(names)]
-    base: Any = load_base(find_base(config.model.hf), config.model, device, labels=labels, is_frozen=True)
-    if base.config.pad_token_id is None:
-        base.config.pad_token_id = tokenizer.pad_token_id
+    base, _ = load_base(find_base(config.model.hf), config.model, device, labels=labels, is_frozen=True)
+    about: Any = base.config
+    if about.pad_token_id is None:
+        about.pad_token_id = tokenizer.pad_token_id
     model = need("peft").PeftModel.from_pretrained(base, str(folder))
     moved: nn.Module = model if config.model.load != "plain" else model.to(device)
     return moved.eval(), tokenizer
