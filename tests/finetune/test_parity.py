@@ -23,8 +23,8 @@ CASES = {
     "packed": ("llama", True, ("data.packing=true", "batch.size=1000", "data.validation=0.0")),
     "full shard": ("llama", False, ("strategy.kind=full_shard",)),
     "adapter in shards": ("llama", True, ("strategy.kind=full_shard",)),
-    "stages": ("gpt2", False, ("stages.protocol.micro_batch_size=2",)),
-    "adapter in stages": ("llama", True, ("stages.protocol.micro_batch_size=2",)),
+    "stages": ("gpt2", False, ("stages.protocol.kind=pipeline", "stages.protocol.micro_batch_size=2")),
+    "adapter in stages": ("llama", True, ("stages.protocol.kind=pipeline", "stages.protocol.micro_batch_size=2")),
     "whole bert": ("bert", False, ()),
 }
 
