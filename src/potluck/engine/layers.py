@@ -135,7 +135,7 @@ def make_replica(run: RunState, layers: Layers, nodes: Nodes | None, model: nn.M
     arguments = (model, optimizer, link, run.device, run.config)
     form = GradientForm(coding_of(composed.wire), composed.wire_is_measured)
     if split is None:
-        return Replica(*arguments, within=within, form=form, turns=run.turns)
+        return Replica(*arguments, within=within, form=form, turns=run.turns, base=run.base)
     from potluck.engine.sharded import ShardedReplica
 
     return ShardedReplica(
@@ -144,6 +144,7 @@ def make_replica(run: RunState, layers: Layers, nodes: Nodes | None, model: nn.M
         within=within,
         form=form,
         turns=run.turns,
+        base=run.base,
         codes_within=nodes is None and composed.replicas == 1 and not run.wanted.has_host,
         **others,
     )
