@@ -5,12 +5,15 @@ the identity that its invites name. Imports no torch: whatever computes is a wor
 """
 
 import socket
+import subprocess
+import sys
 import time
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any
 
 from potluck.agree.terms import differing_settings
+from potluck.config import parse_toml
 from potluck.environment import QUIET
 from potluck.errors import ConfigError, Interrupted, JournalError
 from potluck.events import (
@@ -29,6 +32,7 @@ from potluck.events import (
     WorkerWent,
 )
 from potluck.files import write_whole
+from potluck.finetune.settings import is_finetune
 from potluck.fleet.coordinator import Coordinator
 from potluck.fleet.description import Description
 from potluck.fleet.effects import Finish, StepRecord
@@ -334,6 +338,9 @@ class _Host:
             if step:
                 curve = draw_losses(self.folder / "events.jsonl", self.folder / "loss.png")
                 print(f"  loss curve   {curve}", flush=True)
+        if self.args.recipe and is_finetune(parse_toml(self.args.recipe, source="the recipe")):
+            # A process of its own, which may load torch and the base, writes the adapter and says how to use it.
+            subprocess.run([sys.executable, "-m", "potluck.launch.worker", "--finish", str(self.folder)], check=False)
         return 0
 
     def _saved(self) -> str:
