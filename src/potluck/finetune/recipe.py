@@ -12,9 +12,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from potluck.batch_shapes import to_device
-from potluck.devices import memory_of
 from potluck.engine.engine import Engine
-from potluck.environment import free_memory_bytes, machine_bytes
 from potluck.errors import ConfigError
 from potluck.finetune.base import add_adapter, bytes_of_frozen, context_of, known_labels, load_base
 from potluck.finetune.base_files import find_base, numbers_in
@@ -24,7 +22,7 @@ from potluck.finetune.rows import PreparedRows, prepare_rows
 from potluck.finetune.settings import AdapterConfig, PretrainedConfig, RowsConfig
 from potluck.finetune.token_rows import TokenCollate, TokenRow
 from potluck.train.arguments import TrainArgs
-from potluck.train.recipe import RecipeConfig, RecipeParts, fit_recipe, make_optimizer
+from potluck.train.recipe import RecipeConfig, RecipeParts, fit_recipe, make_optimizer, memory_here
 from potluck.train.trainer import Summary
 from potluck.words import count, plural, size
 
@@ -121,11 +119,7 @@ def _check_memory(config: FinetuneConfig, folder: Path, engine: Engine) -> None:
     else:
         needed = int(numbers_in(folder) * config.strategy.bytes_per_parameter(pipelines))
     needed //= max(1, engine.link.world // pipelines)
-    if (memory := memory_of(engine.device)) is not None:
-        here, has, where = 1, memory[not engine.is_led], "this GPU"
-    else:
-        here = engine.link.world if engine.is_led else config.workers.count
-        has, where = free_memory_bytes() if engine.is_led else machine_bytes(), "this machine"
+    here, has, where = memory_here(config, engine)
     if needed * here > has:
         advice = "Load it in fewer bits, with --load 4bit" if config.lora is not None else "Train an adapter instead"
         raise ConfigError(
