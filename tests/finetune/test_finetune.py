@@ -49,11 +49,11 @@ def test_it_ends_with_a_sample_and_answers_over_a_pipe(
     done: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from potluck.finetune.chat import chat
-    from potluck.finetune.ending import finish
+    from potluck.finetune.ending import show_hosted
 
     place, found = done
     monkeypatch.chdir(place)
-    finish(found["folder"])
+    show_hosted(Path(found["folder"]))
     said = capsys.readouterr().out
     assert "asked:  what is" in said and "before:" in said and "after:" in said
     assert f"potluck chat {found['folder']}" in said and "adapter" in said

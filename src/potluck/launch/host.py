@@ -338,8 +338,9 @@ class _Host:
             if step:
                 curve = draw_losses(self.folder / "events.jsonl", self.folder / "loss.png")
                 print(f"  loss curve   {curve}", flush=True)
-        if self.args.recipe and is_finetune(parse_toml(self.args.recipe, source="the recipe")):
-            # A process of its own, which may load torch and the base, writes the adapter and says how to use it.
+        table = parse_toml(self.args.recipe, source="the recipe")
+        if is_finetune(table) or table.get("data", {}).get("tokenizer") == "bpe":
+            # A process of its own, which may load torch and more, writes what the run has come to.
             subprocess.run([sys.executable, "-m", "potluck.launch.worker", "--finish", str(self.folder)], check=False)
         return 0
 
