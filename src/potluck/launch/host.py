@@ -73,7 +73,7 @@ class _Host:
         self.journal = self._open_journal()
         stack.callback(self.journal.close)
         self.loss: float | None = None
-        self.validation: float | None = None
+        self.validation: Validated | None = None
         self.skipped = 0
         self.interrupts = Interrupts(self._on_interrupt)
         self.started = time.monotonic()
@@ -259,7 +259,7 @@ class _Host:
                 if is_plain and described is not None and (sentence := described.too_large_for_entrenar()) is not None:
                     say(f"{event.name} is a plain peer. {sentence}")
             case Validated():
-                self.validation = event.loss
+                self.validation = event
 
     def _on_step(self, record: StepRecord, lr: float, norm: float, fault: str) -> None:
         """The first worker has applied a committed step."""
@@ -304,7 +304,7 @@ class _Host:
             rows_seen=self.server.core.standing.rows_seen,
             seconds=time.monotonic() - self.started,
             loss=self.loss,
-            validation_loss=self.validation,
+            validation_loss=self.validation.loss if self.validation is not None else None,
             skipped=self.skipped,
         )
         try:
@@ -329,7 +329,7 @@ class _Host:
             say(f"Stopped after step {step}.{saved or ' Nothing was saved.'}{again}")
             return Interrupted.exit_code
         loss = f", loss {self.loss:.4f}" if self.loss is not None else ""
-        validation = f", validation loss {self.validation:.4f}" if self.validation is not None else ""
+        validation = f", {self.validation.in_words}" if self.validation is not None else ""
         took = duration(time.monotonic() - self.started)
         print(f"\nFinished {plural(step, 'step')} in {took}{loss}{validation}.{saved}", flush=True)
         if fault:
