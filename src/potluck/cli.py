@@ -158,6 +158,7 @@ class Finetune:
         )
         if self.write is not None:
             return write_recipe(args, Path(self.write))
+        say(f"Fine-tuning {self.model} on {', '.join(self.rows)}. First PyTorch and transformers are loaded.")
         return _launch_recipe(replace(args, out=self.out, resume=self.resume), None)
 
 

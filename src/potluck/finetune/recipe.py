@@ -55,6 +55,9 @@ def train_finetune(config: FinetuneConfig, args: TrainArgs, engine: Engine) -> S
     torch.manual_seed(config.fit.seed)
     with telling(speaks, f"Loading {folder.name if Path(config.model.hf).is_dir() else config.model.hf}"):
         model = make_model(config, folder, engine.device, rows.labels, pad=tokenizer.pad_token_id)
+    if config.lora is not None and speaks:
+        trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
+        engine.run.say(f"The adapter has {count(trained)} parameters; those of the base stay as they are.")
     if rows.collate.packing and speaks:
         _try_packing(model, rows, engine)
     is_labelled = rows.labels is not None
