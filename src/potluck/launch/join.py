@@ -110,7 +110,7 @@ def _says_yes(paths: list[str]) -> bool:
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
-BASES = Path.home() / ".cache" / "potluck" / "bases"
+BASES = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "potluck" / "bases"
 """Where models that came from hosts are kept."""
 
 HIDDEN = "@"
