@@ -49,11 +49,11 @@ def test_it_ends_with_a_sample_and_answers_over_a_pipe(
     done: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from potluck.finetune.chat import chat
-    from potluck.finetune.ending import finish
+    from potluck.finetune.ending import show_hosted
 
     place, found = done
     monkeypatch.chdir(place)
-    finish(found["folder"])
+    show_hosted(Path(found["folder"]))
     said = capsys.readouterr().out
     assert "asked:  what is" in said and "before:" in said and "after:" in said
     assert f"potluck chat {found['folder']}" in said and "adapter" in said
@@ -194,3 +194,22 @@ def test_a_mistake_in_a_recipe_is_a_sentence(tmp_path: Path, monkeypatch: pytest
     (place / "rows.jsonl").write_text(PLAIN_ROWS)
     with pytest.raises(ConfigError, match=r"Line 2 of rows\.jsonl is not valid JSON"):
         tuned(str(place))
+
+
+def test_no_room_is_said_with_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, done: tuple[Path, dict[str, Any]]
+) -> None:
+    from potluck.finetune import recipe, result
+
+    place, found = done
+    monkeypatch.chdir(place)
+    run = Path(found["folder"])
+    (run / "adapter" / "checkpoint").unlink(missing_ok=True)
+    monkeypatch.setattr(result, "_save", lambda *told: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(ConfigError, match=r"Cannot write .*adapter: No space left on device\. The run is in .*step-"):
+        result.write_result(run, result.config_of(run))
+    monkeypatch.setattr(recipe, "memory_here", lambda *told: (2, 1000, "this machine"))
+    with pytest.raises(
+        ConfigError, match=r"base needs .* kB of memory to be fine-tuned here, and this machine has 1 kB"
+    ):
+        tuned(str(place), ('name="other"',))

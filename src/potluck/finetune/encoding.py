@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from potluck.errors import ConfigError
-from potluck.finetune.libraries import first_line, transformers
+from potluck.finetune.libraries import SAFELY, first_line, transformers
 from potluck.finetune.records import Form, TextRecord
 
 PLAIN_TEMPLATE = (
@@ -28,7 +28,7 @@ class Encoded:
 def load_tokenizer(folder: Path) -> Any:
     """The model's own; one that has no token for padding pads with the one that ends a text."""
     try:
-        tokenizer = transformers().AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        tokenizer = transformers().AutoTokenizer.from_pretrained(str(folder), **SAFELY)
     except ConfigError:
         raise
     except Exception as error:

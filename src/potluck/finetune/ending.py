@@ -41,9 +41,8 @@ def show_result(summary: Summary, config: FinetuneConfig) -> None:
     show_use(summary.folder, config, {"loss curve": curve, "checkpoint": summary.checkpoint})
 
 
-def finish(folder: str) -> None:
+def show_hosted(run: Path) -> None:
     """The same of a run that a host has led, in its folder."""
-    run = Path(folder)
     try:
         show_use(run, config_of(run), {})
     except ConfigError as error:

@@ -430,7 +430,10 @@ class Trainer:
         if not resume and holds_any(self.checkpoints):
             raise ConfigError(f"{self.folder} already holds a run. Resume it, or name another folder.")
         make_run_folder(self.folder)
-        _check_room(self.folder, 3 * sum(p.nbytes for p in self.model.parameters()))
+        sizes = [(p.nbytes, p.requires_grad) for p in self.model.parameters()]
+        trained = sum(size for size, is_trained in sizes if is_trained)
+        frozen = sum(size for size, is_trained in sizes if not is_trained)
+        _check_room(self.folder, 3 * trained + (frozen if frozen <= trained else 0))  # a large base is not saved
         stack.enter_context(hold(self.folder))
         file = EventFile(self.folder / "events.jsonl")
         stack.callback(file.close)
