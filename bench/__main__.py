@@ -12,7 +12,7 @@ MIXED = ("mixed_speeds", "time_to_loss", "following", "convergence", "overlap", 
 SHARDED = ("shard_memory", "shard_step", "uneven_memory", "buddy")
 STAGED = ("pipeline", "uneven_stages", "direct", "datastore")
 """One model over several workers."""
-GPU = ("h200", "h200_mixed", "h200_shard", "h200_stages", "h200_learning")
+GPU = ("h200", "h200_mixed", "h200_shard", "h200_stages", "h200_learning", "h200_lora")
 DATA = ("fetching",)
 TUNING = ("lora",)
 NAMES = (*BY_DEFAULT, *DATA, *TUNING, *MIXED, *SHARDED, *STAGED, *GPU)

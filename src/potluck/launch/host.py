@@ -5,12 +5,15 @@ the identity that its invites name. Imports no torch: whatever computes is a wor
 """
 
 import socket
+import subprocess
+import sys
 import time
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any
 
 from potluck.agree.terms import differing_settings
+from potluck.config import parse_toml
 from potluck.environment import QUIET
 from potluck.errors import ConfigError, Interrupted, JournalError
 from potluck.events import (
@@ -29,6 +32,8 @@ from potluck.events import (
     WorkerWent,
 )
 from potluck.files import write_whole
+from potluck.finetune.base_files import find_base
+from potluck.finetune.settings import is_finetune
 from potluck.fleet.coordinator import Coordinator
 from potluck.fleet.description import Description
 from potluck.fleet.effects import Finish, StepRecord
@@ -55,6 +60,21 @@ def host(args: HostArgs) -> int:
         return _Host(args, stack).run()
 
 
+def with_base(args: HostArgs) -> HostArgs:
+    """A host that fine-tunes has the model for those who lack it, if it has it itself."""
+    table = parse_toml(args.recipe, source="the recipe")
+    if not is_finetune(table):
+        return args
+    name = str(table.get("model", {}).get("hf", ""))
+    try:
+        return replace(args, base=find_base(name, may_download=args.local > 0, tells=True))
+    except ConfigError as error:
+        if args.local:
+            raise
+        say(f"{str(error).removesuffix('.')}, so this host cannot give the model to those who join without it.")
+        return args
+
+
 class _Host:
     def __init__(self, args: HostArgs, stack: ExitStack) -> None:
         self.args, self.listening = args, args.listening
@@ -69,7 +89,7 @@ class _Host:
         self.journal = self._open_journal()
         stack.callback(self.journal.close)
         self.loss: float | None = None
-        self.validation: float | None = None
+        self.validation: Validated | None = None
         self.skipped = 0
         self.interrupts = Interrupts(self._on_interrupt)
         self.started = time.monotonic()
@@ -257,7 +277,7 @@ class _Host:
                 if is_plain and described is not None and (sentence := described.too_large_for_entrenar()) is not None:
                     say(f"{event.name} is a plain peer. {sentence}")
             case Validated():
-                self.validation = event.loss
+                self.validation = event
 
     def _on_step(self, record: StepRecord, lr: float, norm: float, fault: str) -> None:
         """The first worker has applied a committed step."""
@@ -302,7 +322,7 @@ class _Host:
             rows_seen=self.server.core.standing.rows_seen,
             seconds=time.monotonic() - self.started,
             loss=self.loss,
-            validation_loss=self.validation,
+            validation_loss=self.validation.loss if self.validation is not None else None,
             skipped=self.skipped,
         )
         try:
@@ -327,7 +347,7 @@ class _Host:
             say(f"Stopped after step {step}.{saved or ' Nothing was saved.'}{again}")
             return Interrupted.exit_code
         loss = f", loss {self.loss:.4f}" if self.loss is not None else ""
-        validation = f", validation loss {self.validation:.4f}" if self.validation is not None else ""
+        validation = f", {self.validation.in_words}" if self.validation is not None else ""
         took = duration(time.monotonic() - self.started)
         print(f"\nFinished {plural(step, 'step')} in {took}{loss}{validation}.{saved}", flush=True)
         if fault:
@@ -336,6 +356,10 @@ class _Host:
             if step:
                 curve = draw_losses(self.folder / "events.jsonl", self.folder / "loss.png")
                 print(f"  loss curve   {curve}", flush=True)
+        table = parse_toml(self.args.recipe, source="the recipe")
+        if is_finetune(table) or table.get("data", {}).get("tokenizer") == "bpe":
+            # A process of its own, which may load torch and more, writes what the run has come to.
+            subprocess.run([sys.executable, "-m", "potluck.launch.worker", "--finish", str(self.folder)], check=False)
         return 0
 
     def _saved(self) -> str:
