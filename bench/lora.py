@@ -21,7 +21,7 @@ from typing import Any
 from bench.report import Comparison, Result
 from bench.turns import say, take_turns
 
-ROWS, LENGTH, BATCH, RANK = 512, 64, 8, 8
+ROWS, LENGTH, BATCH, RANK = 512, 32, 8, 8
 WARM_UP_STEPS = 3
 TCP_INFO_BYTES, ACKED_AT = 136, 120
 """Of struct tcp_info: bytes that the other end has acknowledged, and bytes that came, one after the other."""
