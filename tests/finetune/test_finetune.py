@@ -126,6 +126,16 @@ def test_answers_alone_are_learnt(tmp_path: Path) -> None:
     assert learnt(found, bare) == " zero</s> yes, zero</s>"
 
 
+def test_a_template_that_writes_the_date_gives_the_same_rows_every_day() -> None:
+    from potluck.finetune.encoding import Encoder
+
+    dated = (
+        "{{ strftime_now('%Y') }} {% if date_string is defined %}{{ date_string }}{% endif %}{{ messages[0].content }}"
+    )
+    written = Encoder(padded_tokenizer(template=dated), "chat").written([{"role": "user", "content": "!"}])
+    assert written == "2025 01 Jan 2025!"
+
+
 def test_long_rows_are_cut_and_counted(tmp_path: Path) -> None:
     rows = [{"prompt": "one " * n, "completion": " two" * 20} for n in (1, 5, 60)]
     found = prepared(rows, tmp_path, context=24)
