@@ -14,7 +14,9 @@ STAGED = ("pipeline", "uneven_stages", "direct", "datastore")
 """One model over several workers."""
 GPU = ("h200", "h200_mixed", "h200_shard", "h200_stages", "h200_learning")
 DATA = ("fetching",)
-NAMES = (*BY_DEFAULT, *DATA, *MIXED, *SHARDED, *STAGED, *GPU)
+TRAINERS = ("trainers",)
+"""Other people's, with ours inside."""
+NAMES = (*BY_DEFAULT, *DATA, *TRAINERS, *MIXED, *SHARDED, *STAGED, *GPU)
 
 
 def main() -> None:
