@@ -2,12 +2,16 @@
 
 Under a host, reading a row takes as long as training on it, and two processes of each worker read. Both sides live in
 the same two processes and take turns, which are long there: what was fetched ahead while the other side had its turn is
-one step's, and must not count for more than a little.
+one step's, and must not count for more than a little. A plain loop without a host, in which each process trains by
+itself on slices of the same size, tells what of the difference is the fetching processes' own: their work is done on
+the cores that train.
 """
 
 import os
 import tempfile
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from bench.ranks import answer_as_rank, run_ranks
@@ -16,7 +20,9 @@ from bench.stars import Actor, Host, on_stage
 from bench.step_time import WARM_UP_STEPS, timed
 from bench.turns import say, take_turns
 
-WORLD, FETCHERS, ROWS_PER_RANK = 2, 2, 8
+WORLD, FETCHERS, ROWS_PER_RANK, ROWS_PER_SLICE = 2, 2, 8, 2
+PATIENCE_S = 600.0
+"""A worker that has its turn elsewhere is not lost."""
 
 
 def measure(quick: bool) -> Result:
@@ -24,7 +30,9 @@ def measure(quick: bool) -> Result:
     in_group = run_ranks("bench.fetching", "group", rounds, 1)[0]
     turns, steps = (2, 4) if quick else (8, 24)
     with tempfile.TemporaryDirectory(prefix="bench-") as folder, on_stage() as actors:
-        actors += [Actor(Host, f"{folder}/{side}", WORLD) for side in ("slow", "free") if not _make(f"{folder}/{side}")]
+        for side in ("slow", "free"):
+            (Path(folder) / side).mkdir()
+            actors.append(Actor(Host, f"{folder}/{side}", WORLD, False, 0, PATIENCE_S))
         invites = [actor.call("listening")[0] for actor in actors]
         led = run_ranks("bench.fetching", "led", turns, steps, *invites)[0]
     return Result(
@@ -44,13 +52,16 @@ def measure(quick: bool) -> Result:
                 target=0.95,
                 at_least=True,
             ),
+            Comparison(
+                what="the same in a plain loop of each process, without a host",
+                unit="rows/s",
+                ours=led["slow alone"],
+                bare=led["free alone"],
+                target=None,
+            ),
         ],
         {"row_ms": led["row_ms"], "steps_per_turn": steps, "fetchers": FETCHERS},
     )
-
-
-def _make(folder: str) -> None:
-    os.mkdir(folder)  # noqa: PTH102
 
 
 def measure_as_rank(kind: str, *arguments: str) -> dict[str, Any]:
@@ -137,13 +148,38 @@ def _measure_led(rounds: str, steps: str, slow: str, free: str) -> dict[str, Any
     for _ in range(WARM_UP_STEPS):
         fetched.step()
 
-    def rows_per_s(side: Given) -> float:
-        return 1000 * WORLD * ROWS_PER_RANK / timed(side.step, int(steps))()
+    def rows_per_s(step: Callable[[], float]) -> Callable[[], float]:
+        group = timed(step, int(steps))
+        return lambda: 1000 * WORLD * ROWS_PER_RANK / group()
 
-    sides = {"slow": lambda: rows_per_s(fetched), "free": lambda: rows_per_s(plain)}
+    alone = {
+        "slow alone": rows_per_s(_plain_loop(task, _rows(tokens, pause_s), FETCHERS)),
+        "free alone": rows_per_s(_plain_loop(task, tokens, 0)),
+    }
+    sides = {"slow": rows_per_s(fetched.step), "free": rows_per_s(plain.step)} | alone
     found: dict[str, Any] = take_turns("fetching", int(rounds), sides, "rows/s", show=dist.get_rank() == 0)
     torch.distributed.barrier()
     return found | {"row_ms": 1000 * pause_s}
+
+
+def _plain_loop(task: Any, data: Any, fetchers: int) -> Callable[[], float]:
+    """A step of this process by itself, on slices as a host gives them."""
+    from torch.utils.data import DataLoader
+
+    from potluck.train.model import next_token_loss
+
+    model, optimizer = task.build()
+    batches = iter(DataLoader(data, batch_size=ROWS_PER_SLICE, shuffle=True, num_workers=fetchers))
+
+    def step() -> float:
+        for _ in range(ROWS_PER_RANK // ROWS_PER_SLICE):
+            loss, _ = next_token_loss(model, next(batches))
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss.item())
+
+    return step
 
 
 if __name__ == "__main__":

@@ -119,12 +119,14 @@ def round_ms(actors: Sequence[Actor], count: int) -> float:
 class Host:
     """A server as `potluck host` has it, with its journal on the disk. Loads no torch."""
 
-    def __init__(self, folder: str, at_least: int, encrypted: bool = False, port: int = 0) -> None:
+    def __init__(
+        self, folder: str, at_least: int, encrypted: bool = False, port: int = 0, patience_s: float = PATIENCE_S
+    ) -> None:
         place = self._folder = Path(folder)
         identity = Identity.load_or_make(place / "identity")
         journal = Journal(place / "journal.sqlite")
         core = Coordinator(
-            patience_s=PATIENCE_S,
+            patience_s=patience_s,
             secret=identity.secret if encrypted else "",
             at_least=at_least,
             resumed=journal.resumed(),

@@ -3,9 +3,9 @@
 import difflib
 import json
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, get_args
+from typing import Annotated, Literal, get_args
 
 import tyro
 
@@ -13,7 +13,7 @@ from potluck import __version__
 from potluck.config import checked, to_dict
 from potluck.errors import ConfigError, PotluckError
 from potluck.launch.processes import launch
-from potluck.train.arguments import TrainArgs, WorkersConfig, built_in_recipes, data_setting, workers_of
+from potluck.train.arguments import TrainArgs, WorkersConfig, base_setting, built_in_recipes, data_setting, workers_of
 from potluck.words import say
 
 Settings = Annotated[
@@ -103,7 +103,78 @@ class Train:
         workers = () if self.workers is None else (f"workers.count={self.workers}",)
         settings = (*self.settings, *data_setting(self.data), *workers)
         args = TrainArgs(recipe=self.recipe, settings=settings, out=self.out, resume=self.resume)
-        return launch(["--recipe", json.dumps(to_dict(args))], workers_of(args), self.only)
+        return _launch_recipe(args, self.only)
+
+
+@dataclass
+class Finetune:
+    """Fine-tune a model of Hugging Face on your rows: an adapter (LoRA), or with --full all of it.
+
+    It ends with a sample before and after, the validation loss, and a folder that from_pretrained loads. What it does
+    is a recipe: with --write it is only written, for potluck train and potluck host.
+    """
+
+    model: Annotated[
+        tyro.conf.Positional[str],
+        tyro.conf.arg(metavar="MODEL", help="A folder that save_pretrained wrote, or an id on the hub."),
+    ]
+    rows: Annotated[
+        tyro.conf.Positional[tuple[str, ...]],
+        tyro.conf.arg(
+            metavar="DATA [DATA ...]",
+            help="JSONL (messages; prompt and completion; text; text and label), CSV, Parquet, text, a folder of"
+            " them or of datasets, or an id on the hub.",
+        ),
+    ]
+    task: Annotated[
+        Literal["auto", "write", "classify"],
+        tyro.conf.arg(metavar="TASK", help="write or classify; auto: classify if the rows have a label."),
+    ] = "auto"
+    full: Annotated[bool, tyro.conf.arg(help="Train all of the model, not an adapter.")] = False
+    load: Annotated[
+        Literal["plain", "4bit", "int8"],
+        tyro.conf.arg(metavar="HOW", help="Keep the frozen weights in fewer bits: 4bit or int8."),
+    ] = "plain"
+    workers: Workers = None
+    out: Out = None
+    resume: Annotated[bool, tyro.conf.arg(help="Continue from the newest checkpoint of the run folder.")] = False
+    write: Annotated[
+        str | None,
+        tyro.conf.arg(metavar="FILE.toml", help="Only write the recipe, for potluck train and potluck host."),
+    ] = None
+    settings: Settings = field(default_factory=list)
+
+    def __call__(self) -> int:
+        from potluck.train.arguments import finetune_args, write_recipe
+
+        args = finetune_args(
+            self.model,
+            self.rows,
+            task=self.task,
+            load=self.load,
+            full=self.full,
+            settings=tuple(self.settings),
+            workers=self.workers,
+        )
+        if self.write is not None:
+            return write_recipe(args, Path(self.write))
+        return _launch_recipe(replace(args, out=self.out, resume=self.resume), None)
+
+
+@dataclass
+class Chat:
+    """Talk to what a run of potluck finetune has trained. Reads lines, and answers as it writes; /quit ends."""
+
+    run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN", help="A run's folder.")]
+    temperature: Annotated[
+        float, tyro.conf.arg(metavar="T", help="0: always what is likeliest; 1: as the model has it.")
+    ] = 0.7
+    length: Annotated[int, tyro.conf.arg(metavar="N", help="The most tokens of an answer.")] = 512
+
+    def __call__(self) -> int:
+        from potluck.finetune.chat import chat
+
+        return chat(Path(self.run), temperature=self.temperature, length=self.length)
 
 
 @dataclass
@@ -206,6 +277,15 @@ class Join:
             help_behavior_hint="(default: you are asked, if the host's recipe names files)",
         ),
     ] = field(default_factory=list)
+    base: Annotated[
+        str | None,
+        tyro.conf.arg(
+            metavar="FOLDER",
+            help="Where this machine has the model that is fine-tuned.",
+            help_behavior_hint="(default: the Hugging Face cache)",
+        ),
+    ] = None
+    fetch_base: Annotated[bool, tyro.conf.arg(help="Ask the host for the model that is fine-tuned, once.")] = False
     workers: Count = 1
     threads: Threads = None
     ranks: Ranks = None
@@ -214,7 +294,8 @@ class Join:
         from potluck.launch.join import join
 
         config = _workers_config(self.workers, self.threads, self.ranks)
-        return join(self.invite, list(arguments), config, data_setting(self.data))
+        settings = (*data_setting(self.data), *base_setting(self.base))
+        return join(self.invite, list(arguments), config, settings)
 
 
 @dataclass
@@ -265,6 +346,8 @@ class Doctor:
 COMMANDS = (
     Annotated[Demo, tyro.conf.subcommand("demo")]
     | Annotated[Train, tyro.conf.subcommand("train")]
+    | Annotated[Finetune, tyro.conf.subcommand("finetune")]
+    | Annotated[Chat, tyro.conf.subcommand("chat")]
     | Annotated[Run, tyro.conf.subcommand("run")]
     | Annotated[Host, tyro.conf.subcommand("host")]
     | Annotated[Join, tyro.conf.subcommand("join")]
@@ -273,9 +356,9 @@ COMMANDS = (
 )
 DESCRIPTION = """Train one PyTorch model on whatever machines people bring.
 
-Start with `potluck demo`. Then `potluck train RECIPE` for the built-in model on your text, or
-`potluck run -n 2 your_script.py` for your own model. `potluck host RECIPE` prints a line with which any
-other machine joins in, now or later."""
+Start with `potluck demo`. Then `potluck finetune MODEL DATA` for a model of Hugging Face on your rows,
+`potluck train RECIPE` for the built-in model on your text, or `potluck run -n 2 your_script.py` for your
+own model. `potluck host RECIPE` prints a line with which any other machine joins in, now or later."""
 
 
 def main() -> None:
@@ -306,6 +389,10 @@ def main() -> None:
     sys.exit(code)
 
 
+def _launch_recipe(args: TrainArgs, only: int | None) -> int:
+    return launch(["--recipe", json.dumps(to_dict(args))], workers_of(args), only)
+
+
 def _names() -> list[str]:
     return [next(info.name for info in each.__metadata__ if hasattr(info, "name")) for each in get_args(COMMANDS)]
 
@@ -314,13 +401,17 @@ def _workers_config(count: int, threads: int | None, ranks: int | None = None) -
     return checked(lambda: WorkersConfig(count=count, threads=threads, ranks=ranks), "Workers: ")
 
 
+TAKES_VALUE = ("-n", "--workers", "--threads", "--ranks", "--data", "--base", "--only")
+"""Options of `run` and `join`, whose value may be mistaken for the script or the invite."""
+
+
 def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
     """Ours, and what follows the script of `run`, or the invite of `join`: those are the script's own."""
     if not arguments or arguments[0] not in ("run", "join"):
         return arguments, []
     index = 1
     while index < len(arguments) and arguments[index].startswith("-") and arguments[index] != "-":
-        index += 2 if arguments[index] in ("-n", "--workers", "--threads", "--ranks", "--data", "--only") else 1
+        index += 2 if arguments[index] in TAKES_VALUE else 1
     return arguments[: index + 1], arguments[index + 1 :]
 
 

@@ -33,6 +33,7 @@ class RunStarted(Event):
     workers: int
     device: str
     parameters: int
+    """How many numbers are trained."""
     unit: str
     """What a sample is counted in: rows or tokens."""
     batch_size: int
@@ -102,12 +103,28 @@ class StepSkipped(Event):
     reason: str
 
 
+LOSS = "loss"
+"""Of figures by name, the one that is the loss: the lower the better."""
+
+
+def loss_among(figures: float | dict[str, float]) -> float | None:
+    """The loss of a validation, if it is told."""
+    return figures.get(LOSS) if isinstance(figures, dict) else figures
+
+
 class Validated(Event):
-    """The mean loss over the validation rows, and other figures by name, if there are any."""
+    """The mean loss over the validation rows, and figures by name, if there are any."""
 
     step: int
-    loss: float
+    loss: float | None
+    """None where there are figures by name, and no loss among them."""
     metrics: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def in_words(self) -> str:
+        """Such as "validation loss 0.3100, accuracy 0.9000", or "validation accuracy 0.9000"."""
+        loss = {LOSS: self.loss} if self.loss is not None else {}
+        return f"validation {', '.join(f'{name} {value:.4f}' for name, value in (loss | self.metrics).items())}"
 
 
 class EpochDone(Event):

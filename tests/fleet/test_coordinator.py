@@ -1273,6 +1273,22 @@ def test_an_evaluation_of_any_numbers_is_only_a_number() -> None:
     assert math.isnan(told.loss)
 
 
+@pytest.mark.parametrize(
+    ("names", "loss", "words"),
+    [
+        ('["loss", "right"]', 2.0, "validation loss 2.0000, right 0.5000"),
+        ('["right", "all"]', None, "validation right 2.0000, all 0.5000"),
+        ("", 2.0, "validation loss 2.0000"),
+    ],
+)
+def test_of_figures_by_name_only_the_loss_is_the_loss(names: str, loss: float | None, words: str) -> None:
+    core, _ = in_phase(WorkerPhase.READY)
+    found = EvaluateNext(0, 2, 2, 0, 2, 4.0, 2.0, names, np.array([1.0] if names else [], "<f8"))
+    effects = effects_of(core, (1, EvaluateNext(0, 2, 2, 0, 0, 0.0, 0.0)), (1, found))
+    (told,) = [effect.event for effect in effects if isinstance(effect, Emit)]
+    assert (told.loss, told.in_words) == (loss, words)
+
+
 def test_a_newcomer_that_says_twice_that_it_is_ready_is_let_in_once() -> None:
     core = Coordinator(patience_s=10, secret=SECRET, resumed=Resumed(standing=RunPosition(4, 1, 16, 53), expected=1))
     core.description = described()

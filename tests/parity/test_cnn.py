@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import potluck
-from potluck import FullShard, NoShard, ShardingStrategy, StepConfig
+from potluck import Direct, FullShard, NoShard, Pipeline, ShardingStrategy, Stages, StepConfig
+from potluck.engine import stage_planner
 from tests.fleet import faults
 from tests.fleet.fleet import Fleet
 from tests.gathered import gathered, home
@@ -53,8 +54,9 @@ def make() -> tuple[nn.Module, torch.optim.Optimizer, Any, DataLoader[Any]]:
     return model, optimizer, scheduler, DataLoader(rows, BATCH, shuffle=True, num_workers=2, generator=order)
 
 
-def plain(cut: Callable[[int], list[int]]) -> tuple[list[float], dict[str, Tensor]]:
-    """`cut`: how many rows each part of a batch has, in order."""
+def plain(cut: Callable[[int], list[int]], *, in_a_row: bool = False) -> tuple[list[float], dict[str, Tensor]]:
+    """`cut`: how many rows each part of a batch has, in order. `in_a_row`: BatchNorm's statistics follow one part after
+    the other, as where gradients are accumulated; else all parts begin with those of the step before."""
     model, optimizer, scheduler, loader = make()
     model.to(home())
     losses = []
@@ -64,7 +66,7 @@ def plain(cut: Callable[[int], list[int]]) -> tuple[list[float], dict[str, Tenso
             total, moved = 0.0, [torch.zeros_like(b, dtype=torch.float64) for b in model.buffers()]
             before = [buffer.clone() for buffer in model.buffers()]
             for part, labels in zip(x.to(home()).split(sizes), y.to(home()).split(sizes), strict=True):
-                for buffer, was in zip(model.buffers(), before, strict=True):
+                for buffer, was in zip(model.buffers(), before, strict=True) if not in_a_row else ():
                     buffer.copy_(was)
                 with torch.autocast(home().type, torch.bfloat16):
                     loss = F.cross_entropy(model(part), labels) * (len(part) / len(x))
@@ -72,7 +74,7 @@ def plain(cut: Callable[[int], list[int]]) -> tuple[list[float], dict[str, Tenso
                 total += loss.item()
                 for change, buffer, was in zip(moved, model.buffers(), before, strict=True):
                     change += (buffer.double() - was.double()) * (len(part) / len(x))
-            for buffer, was, change in zip(model.buffers(), before, moved, strict=True):
+            for buffer, was, change in zip(model.buffers(), before, moved, strict=True) if not in_a_row else ():
                 buffer.copy_(was.double() + change)
             nn.utils.clip_grad_norm_(model.parameters(), 0.1)
             optimizer.step()
@@ -118,6 +120,36 @@ def test_it_learns_on_two_ranks_what_one_process_does(strategy: ShardingStrategy
     for found, state in run_ranks(2, on_a_rank, strategy):
         assert found == pytest.approx(losses, rel=5e-3)
         assert_near(state, weights)
+
+
+def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def in_stages(stages: Stages) -> tuple[list[float], dict[str, Tensor]]:
+    stage_planner.MEASURE_S = 0.0  # what a cut is balanced by does not matter here
+    model, optimizer, scheduler, loader = make()
+    losses: list[float] = []
+    with potluck.init(stages=stages, step=STEP, patience_s=30) as fleet:
+        model, optimizer, batches = fleet.prepare(model, optimizer, loader, scheduler=scheduler, loss=loss_of)
+        fleet.after_step.append(lambda: losses.append(fleet.last_step.loss))
+        for _ in fleet.epochs(EPOCHS):
+            for batch in batches:
+                fleet.train(loss_of, batch)
+                optimizer.step()
+                scheduler.step()
+        return losses, fleet.state_dict()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("stages", "parts"), [(Direct(), 1), (Pipeline(micro_batch_size=4), 4)], ids=["direct", "pipeline"]
+)
+def test_it_learns_it_in_stages(stages: Stages, parts: int) -> None:
+    losses, weights = plain(lambda rows: [rows] if parts == 1 else [4] * (rows // 4), in_a_row=True)
+    (found, state), (others, _) = run_ranks(2, in_stages, stages)
+    assert found == others == pytest.approx(losses, rel=5e-3)
+    assert_near(state, weights)
 
 
 def job(fleet: Any) -> nn.Module:

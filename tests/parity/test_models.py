@@ -1,5 +1,6 @@
-"""Models of Hugging Face from their configs, with padding, labels that do not count, and tokens for samples: on two
-ranks, split and whole, and under a host from which one worker is killed, against one plain process."""
+"""Models of Hugging Face from their configs, one frozen but for its LoRA by PEFT, with padding, labels that do not
+count, and tokens for samples: on two ranks, split and whole, in stages, and under a host from which one worker is
+killed, against one plain process."""
 
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.timeout(120)
 ROWS, BATCH, EPOCHS, WORDS, PAD = 22, 6, 2, 13, 0
-KINDS = ("llama", "gpt2", "bert", "mixtral")
+KINDS = ("llama", "gpt2", "bert", "mixtral", "lora")
 
 Row = dict[str, list[int]]
 
@@ -34,6 +35,11 @@ def make_model(kind: str) -> nn.Module:
     match kind:
         case "llama":
             return t.LlamaForCausalLM(t.LlamaConfig(**sizes, num_key_value_heads=2))
+        case "lora":
+            import peft
+
+            config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+            return peft.get_peft_model(make_model("llama"), config)
         case "gpt2":
             config = t.GPT2Config(vocab_size=WORDS, n_positions=16, n_embd=16, n_layer=2, n_head=2)
             return t.GPT2LMHeadModel(_without_dropout(config))
@@ -85,7 +91,7 @@ def loss_and_tokens(kind: str, model: nn.Module, batch: Any) -> tuple[Tensor, in
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=3e-3)
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3)
 
 
 def plain(kind: str) -> tuple[list[float], dict[str, Tensor]]:
@@ -139,7 +145,7 @@ def assert_learned_the_same(found: dict[str, Tensor], kind: str, losses: list[fl
     ("strategy", "kinds"),
     [
         (FullShard(), KINDS[::3]),
-        pytest.param(FullShard(), KINDS[1:3], marks=pytest.mark.slow),
+        pytest.param(FullShard(), ("gpt2", "bert", "lora"), marks=pytest.mark.slow),
         pytest.param(NoShard(), KINDS, marks=pytest.mark.slow),
         pytest.param(ShardGradOp(), KINDS, marks=pytest.mark.slow),
     ],

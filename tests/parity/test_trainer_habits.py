@@ -18,6 +18,8 @@ from potluck.events import StepDone, Validated, read_events
 from potluck.save.checkpoint_folder import best_loss, found
 from potluck.save.export import export
 from potluck.sharding.united_optimizers import JointOptimizer
+from potluck.show.picture import draw_losses, read_timeline
+from potluck.train.trainer import Summary
 from potluck.train.validations import Validations
 from tests.parity.test_sync import STILL
 from tests.quick import first_of
@@ -258,6 +260,41 @@ def test_a_validation_that_is_no_number_is_never_the_best() -> None:
     late = Validations()
     late.follow([{**vars(late)}, {**vars(seen)}])
     assert vars(late) == vars(seen)
+
+
+def fit_without_loss(folder: Path, **options: Any) -> tuple[Summary, list[Validated]]:
+    model, optimizer, data = make()
+    heard: list[Validated] = []
+    trainer = potluck.Trainer(
+        model,
+        optimizer,
+        data,
+        loss=loss_of,
+        batch_size=BATCH,
+        folder=folder,
+        validation=data,
+        validate=lambda model, batch: {"accuracy": 0.75, "two": 2.0},
+        callbacks=[lambda event: heard.append(event) if isinstance(event, Validated) else None],
+        config=FitConfig(epochs=1, validate_every=2, progress=False, **options),
+    )
+    return trainer.fit(), heard
+
+
+def test_figures_without_a_loss_are_shown_by_their_own_names(tmp_path: Path) -> None:
+    summary, heard = fit_without_loss(tmp_path)
+    assert [event.loss for event in heard] == [None] * 3
+    assert heard[0].in_words == "validation accuracy 0.7500, two 2.0000"
+    assert summary.validation_loss is None and summary.best_loss is None
+    assert summary.metrics == pytest.approx({"accuracy": 0.75, "two": 2.0})
+    drawn = draw_losses(tmp_path / "events.jsonl", tmp_path / "loss.png")
+    assert drawn.read_bytes().startswith(b"\x89PNG") and not read_timeline(tmp_path / "events.jsonl").looks
+
+
+@pytest.mark.parametrize("options", [{"patience": 2}, {"checkpoint": CheckpointConfig(best=True)}], ids=str)
+def test_the_best_of_figures_without_a_loss_is_refused_with_what_to_do(options: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r'validate gave accuracy, two\. Name one of its figures "loss"'):
+        fit_without_loss(tmp_path, **options)
+    assert [path.name for path in found(tmp_path / "checkpoints")] == ["step-00000002"], "nothing is lost"
 
 
 # Callbacks

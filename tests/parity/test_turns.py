@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 
 import potluck
-from potluck import Cadence, FullShard, NoShard, ShardGradOp
+from potluck import Cadence, Direct, FullShard, NoShard, Pipeline, ShardGradOp, Stages
 from potluck.data.rows import mix
+from potluck.engine import stage_planner
 from potluck.errors import ConfigError
 from potluck.events import StepDone
 from tests.quick import first_of
@@ -129,6 +130,38 @@ def test_a_run_resumes_between_two_turns_of_a_batch(tmp_path: Path) -> None:
     found = run_ranks(2, train, {}, 1 << 30, str(tmp_path))[0]
     assert len(begun["losses"]) == 5, "the third batch has had its first turn"
     assert_like(found | {"losses": begun["losses"] + found["losses"]}, judged())
+
+
+def train_in_stages(stages: Stages) -> dict[str, Any]:
+    stage_planner.MEASURE_S = 0.0  # what a cut is balanced by does not matter here
+    model, optimizers, schedulers = build()
+    losses: list[float] = []
+    with potluck.init(stages=stages, step=potluck.StepConfig(clip=CLIP), patience_s=30) as fleet:
+
+        def loss_in_turn(model: Any, batch: Tensor) -> Tensor:
+            return model(batch, fleet.turn)  # type: ignore[no-any-return]
+
+        given = {"batch_size": BATCH, "scheduler": schedulers, "loss": loss_in_turn}
+        model, _, loader = fleet.prepare(model, optimizers, rows(), **given)
+        held = [name for name, _ in model.named_parameters()]
+        for _ in fleet.epochs(EPOCHS):
+            for batch in loader:
+                fleet.train(loss_in_turn, batch)
+                if isinstance(event := fleet.step(), StepDone):
+                    losses.append(event.loss)
+        rates = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
+        found = {"losses": losses, "rates": rates, "steps": fleet.step_number, "held": held}
+        return found | {"weights": fleet.state_dict()}
+
+
+@pytest.mark.parametrize("stages", first_of([Pipeline(micro_batch_size=2), Direct()]), ids=["pipeline", "direct"])
+def test_stages_of_one_model_that_holds_both_have_them_too(stages: Stages) -> None:
+    """The judge is asked twice in one forward; a turn's gradients go through the layers of the other."""
+    found, other = run_ranks(2, train_in_stages, stages)
+    assert_like(found, judged())
+    assert other["losses"] == pytest.approx(judged()["losses"], rel=1e-5)
+    held = found["held"], other["held"]
+    assert all(held) and not set(held[0]) & set(held[1]) and {*held[0], *held[1]} == set(judged()["weights"])
 
 
 def train_windows(policy: Any) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from potluck.config import from_toml, to_toml
 from potluck.errors import ConfigError
 from potluck.launch import processes
 from potluck.launch.processes import WorkerPool
+from potluck.launch.recipes import read_recipe
 from potluck.train.arguments import (
     Listening,
     TrainArgs,
@@ -168,7 +169,8 @@ def test_what_is_written_is_read_again() -> None:
 @pytest.mark.parametrize("name", built_in_recipes())
 def test_every_built_in_recipe_is_valid(name: str) -> None:
     text, source = find_recipe(f"recipes/{name}.toml")
-    config = from_toml(RunConfig, text, source=source)
+    missing = ('model.hf="a model"', 'data.paths=["rows"]') if name.startswith("finetune") else ()
+    config = read_recipe(text, source, missing)
     assert config.name == name
     assert find_recipe(name)[0] == text
 

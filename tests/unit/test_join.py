@@ -14,6 +14,7 @@ from potluck.cli import _split
 from potluck.config import from_toml
 from potluck.errors import ConfigError
 from potluck.fleet.invite import INVITE
+from potluck.launch import recipes
 from potluck.launch.join import _says_yes
 from potluck.launch.join import join as join_command
 from potluck.train import recipe, text
@@ -45,7 +46,7 @@ def follow(tell: Tell, settings: tuple[str, ...]) -> None:
     sys.addaudithook(look)
     said = ""
     try:
-        recipe.join([json.dumps(settings)])
+        recipes.join([json.dumps(settings)])
     except ConfigError as error:
         said = str(error)
     tell([said, opened])

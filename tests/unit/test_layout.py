@@ -28,8 +28,9 @@ BELOW = {
     "engine": "agree composition data fleet link save sharding show stages store wire",
     "train": "agree composition data engine fleet link save sharding show stages store wire",
     "integrations": "agree composition data engine fleet link save sharding show stages store wire",
-    "launch": "agree composition data engine fleet link save sharding show stages store train wire",
-    "top": "agree composition data engine fleet launch link save sharding show stages store train wire",
+    "finetune": "agree composition data engine fleet link save sharding show stages store train wire",
+    "launch": "agree composition data engine finetune fleet link save sharding show stages store train wire",
+    "top": "agree composition data engine finetune fleet launch link save sharding show stages store train wire",
 }
 MAY_IMPORT = {room: {"ground", room, *below.split()} for room, below in BELOW.items()}
 GROUND = {

@@ -140,6 +140,17 @@ def test_without_a_terminal_a_reason_is_said_again_only_when_it_is_another(monke
     ]
 
 
+def test_a_validation_without_a_loss_is_told_by_the_names_of_its_figures() -> None:
+    out = io.StringIO()
+    progress = Progress(Console(file=out, width=200))
+    progress(Validated(step=2, loss=None, metrics={"accuracy": 0.93, "f": 0.5}))
+    progress(Validated(step=3, loss=1.5, metrics={"loss": 1.5, "accuracy": 0.93}))
+    assert out.getvalue().splitlines() == [
+        "step 2: validation accuracy 0.9300, f 0.5000",
+        "step 3: validation loss 1.5000, accuracy 0.9300",
+    ]
+
+
 def test_from_steps_to_windows_and_back_is_said_at_once() -> None:
     out = io.StringIO()
     progress = Progress(Console(file=out, width=200))
@@ -232,6 +243,7 @@ def test_a_run_with_losses_that_are_no_numbers_is_drawn(losses: list[float], tmp
     for number, loss in enumerate(losses, 1):
         file(done(number, loss))
         file(Validated(step=number, loss=loss))
+        file(Validated(step=number, loss=None, metrics={"right": loss}))
     file.close()
     assert draw_losses(tmp_path / "events.jsonl", tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 

@@ -244,3 +244,33 @@ def test_one_replica_may_be_alone_where_others_can_come(policy: Cadence | Async)
     assert decision.rows == (16, 16) and decision.reason.startswith("b came, and the work is shared anew")
     windows.change(["b"])
     assert windows.decide(MANY, 8).reason == "Only b is there, so nothing is averaged: 32 rows."
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_noise_moves_no_rows_where_a_step_takes_as_long_with_fewer_and_the_first_window_is_short(seed: int) -> None:
+    """A small model on a GPU: what takes time is starting kernels. One share after the other went to zero."""
+    noise = random.Random(seed)
+    planner = WindowPlanner(Cadence(together=0.15), ["a", "b", "c", "d"])
+    for _ in range(300):
+        assert planner.is_best_together(is_early=True)
+        plan = planner.decide_together(64)
+        busy = [0.03 * noise.uniform(0.8, 1.6) for _ in plan.rows]
+        planner.observe(plan.rows, busy, 16, 0.01)
+        assert sum(plan.rows) == 64 and min(plan.rows) >= 8
+    for window in range(4):
+        assert not planner.is_best_together(is_early=False)
+        plan = planner.decide(1_000_000, 16)
+        assert max(plan.rows) <= 16 * 2 ** (window + 1)
+        planner.report([WindowReport(wall_s=0.03 * rows / 16, batches=rows // 16) for rows in plan.rows], 0.05)
+
+
+def test_a_speed_that_was_measured_wrongly_costs_one_short_window() -> None:
+    planner = WindowPlanner(Cadence(together=0.15), ["slow", "fast"])
+    planner.decide_together(64)
+    planner.observe([1, 63], [0.5, 0.03], 32, 0.01)  # 16 s a batch, it seems, against 15 ms
+    assert not planner.is_best_together(is_early=False)
+    plan = planner.decide(100_000, 32)
+    assert plan.rows == (32, 64)
+    planner.report([WindowReport(wall_s=0.03, batches=1), WindowReport(wall_s=0.06, batches=2)], 0.01)
+    planner.is_best_together(is_early=False)
+    assert len(set(planner.decide(100_000, 32).rows)) == 1, "as fast as the other, after all"

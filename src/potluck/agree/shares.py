@@ -44,16 +44,30 @@ def without_singles(parts: Sequence[int]) -> list[int]:
     return found
 
 
+def give_each_one(parts: list[int]) -> None:
+    """From the largest, as far as it goes: a worker that got nothing could not be measured again."""
+    while 0 in parts and max(parts) > 1:
+        parts[parts.index(max(parts))] -= 1
+        parts[parts.index(0)] += 1
+
+
 STEPS = 8
 """Steps that are measured before each change of parts."""
 FIRST_GAIN, GAIN = 0.15, 0.05
 """The share of a step's time that the first change must save, and each later one, so that noise alone moves nothing."""
 
 
+LEAST_TRUST = 0.2
+
+
 class Balance:
     def __init__(self, batch: int, world: int) -> None:
         self.batch = batch
         self._gain = FIRST_GAIN
+        self._trust = 1.0
+        """How much of what changes were to save they did. Where a step takes as long with fewer rows, it is nothing."""
+        self._promised: tuple[float, float] | None = None
+        """How long a step took before the last change, and the share of it that was to be saved."""
         self._seconds: list[deque[float]] = [deque(maxlen=STEPS) for _ in range(world)]
 
     def report(self, rows: Sequence[int], busy_s: Sequence[float]) -> tuple[list[int], str] | None:
@@ -66,15 +80,18 @@ class Balance:
             return None
         # The lower quartile: a device that is slower is so in most of its steps, and not in some that were disturbed.
         took = [statistics.quantiles(seconds, n=4)[0] for seconds in self._seconds]
+        if self._promised is not None:
+            before, share = self._promised
+            self._trust = min(1.0, max(LEAST_TRUST, (1 - max(took) / before) / share))
+            self._promised = None
         speeds = [part / seconds for part, seconds in zip(rows, took, strict=True)]
         parts = share_out(self.batch, speeds)
-        while 0 in parts:  # a worker that got nothing could not be measured again
-            parts[parts.index(max(parts))] -= 1
-            parts[parts.index(0)] += 1
+        give_each_one(parts)
         expected = max(part / speed for part, speed in zip(parts, speeds, strict=True))
-        if parts == list(rows) or expected > (1 - self._gain) * max(took):
+        saved = 1 - expected / max(took)
+        if parts == list(rows) or self._trust * saved < self._gain:
             return None
-        self._gain = GAIN
+        self._gain, self._promised = GAIN, (max(took), saved)
         for seconds in self._seconds:
             seconds.clear()
         slowest, fastest = speeds.index(min(speeds)), speeds.index(max(speeds))

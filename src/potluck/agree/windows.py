@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from potluck.agree.costs import WindowCosts
 from potluck.agree.elche import LEAST_TARGET, MOST_TARGET
 from potluck.agree.policy import Windowed, make_elche
-from potluck.agree.shares import share_out
+from potluck.agree.shares import Balance, give_each_one, share_out
 from potluck.errors import ConfigError
 from potluck.words import check_at_least, plural
 
@@ -49,9 +49,12 @@ BRISK = 1.5
 NUDGE = 0.5
 PROBE = 2
 """Batches of each replica in the first window, which only tells how fast they are: the fast ones wait in it."""
+GROWTH = 2
+"""How many times as many batches as in the window before a replica may do: a wrong speed costs one short window."""
 JUMP = 1.3
 """A replica that is this many times faster or slower than before is measured anew: its old speed says nothing."""
 
+MOST_BATCHES = 1 << 20
 LEAST_S, MOST_S = 1e-6, 1e6
 """Bounds for the time of a batch. A clock beyond them is wrong, or lies: no number of rows would follow from it."""
 
@@ -109,6 +112,11 @@ class WindowPlanner:
         self._calm = self.elche.max_anchor
         """The most batches of a window since replicas drifted apart; one more with each window in which they do not."""
         self._divergence = Divergence(policy.drift_limit or 0.0)
+        self._most = PROBE
+        """The most batches of a replica in the next window, where its length is weighed."""
+        self._parts: list[float] = [1.0] * len(names)
+        """How the rows of a step that all take together are shared; by what windows say of speeds, or `_balance`."""
+        self._balance: Balance | None = None
         self._why = "Nothing was measured yet, so all do the same"
         if policy.overhead_target is not None and policy.overhead_target != self.elche.overhead_target:
             self._why = (
@@ -121,7 +129,10 @@ class WindowPlanner:
 
         Fewer than `least` rows are not left for another window.
         """
-        counts = self._counts()
+        counts, whole = self._counts(), 1.0
+        if self.policy.weighs_learning and len(counts) > 1 and max(counts) > self._most:
+            whole = self._most / max(counts)
+            counts = [max(1, round(count * whole)) for count in counts]
         rows = [count * batch_rows for count in counts]
         if len(self.names) == 1:
             rows = [rows[0] if rows[0] + least <= rows_left else rows_left]
@@ -138,7 +149,7 @@ class WindowPlanner:
         if self.elche.is_measured:
             spare = [batch_rows * max(1, int(SPARE * count)) for count in counts]
             if self.policy.ends_by_clock:
-                until_s = self.elche.anchor_wall_ms / 1000
+                until_s = self.elche.anchor_wall_ms / 1000 * whole
             else:
                 spare = [rows if self._is_brisk(rank) else 0 for rank, rows in enumerate(spare)]
             over = sum(rows) + sum(spare) - rows_left
@@ -156,11 +167,15 @@ class WindowPlanner:
 
     def decide_together(self, rows: int, *, is_first: bool = True) -> WindowPlan:
         """One step of all replicas, over `rows` rows that are shared by speed. `is_first`: for the run's start."""
-        speeds = self.elche.speeds
-        return self.together(share_out(rows, [speed or max(speeds) for speed in speeds]), is_first=is_first)
+        parts = share_out(rows, self._parts)
+        give_each_one(parts)
+        if self._balance is None or self._balance.batch < rows:
+            self._balance = Balance(rows, len(parts))
+        return self.together(parts, is_first=is_first)
 
     def together(self, parts: list[int], *, is_first: bool) -> WindowPlan:
         """One step of all replicas, of which each has so many rows."""
+        self._most = PROBE
         at_first = f"In the first {self.policy.together:.0%} of the run all agree in every step"
         reason = f"{at_first if is_first and not self.policy.chooses else self._why}: {_list(parts)} rows."
         return replace(self._decision(parts, [0] * len(parts), None, reason), anchor=0)
@@ -196,6 +211,10 @@ class WindowPlanner:
         seconds = [own_s * batch_rows / own if own else 0.0 for own, own_s in zip(rows, busy_s, strict=True)]
         reports = [_sane(WindowReport(wall_s=each, batches=1)) for each in seconds]
         self.elche.report_timing([1000 * each.wall_s for each in reports], [each.batches for each in reports], 0.0)
+        # Parts do not follow each of these: where a step takes as long with fewer rows, noise would move them further
+        # with each step.
+        if self._balance is not None and (changed := self._balance.report(rows, busy_s)):
+            self._parts = [float(part) for part in changed[0]]
 
     def _is_brisk(self, rank: int) -> bool:
         """Whether one more batch of it is soon done, should all others have ended meanwhile."""
@@ -229,6 +248,8 @@ class WindowPlanner:
             sync_s = 0.0  # against so short a window it would seem far too much
         walls = [1000 * report.wall_s for report in reports]
         elche.report_timing(walls, [report.batches for report in reports], 1000 * sync_s)
+        self._most = min(MOST_BATCHES, GROWTH * self._most)
+        self._share_by_speed()
         slowest = elche.ms_per_batch.index(max(elche.ms_per_batch))
         self._why = (
             f"{self.names[slowest]} is the slowest, at {elche.ms_per_batch[slowest]:.3g} ms a batch, and the others"
@@ -270,8 +291,13 @@ class WindowPlanner:
             self.elche.ms_per_batch = [known.get(name, 0.0) or typical for name in names]
             self.elche._count()
             self.elche.is_measured = True
+        self._share_by_speed()
         told = [f"{' and '.join(came)} came"] * bool(came) + [f"{' and '.join(went)} went"] * bool(went)
         self._why = f"{' and '.join(told)}, and the work is shared anew" if told else self._why
+
+    def _share_by_speed(self) -> None:
+        speeds = self.elche.speeds
+        self._parts, self._balance = [speed or max(speeds) for speed in speeds], None
 
     def _decision(self, rows: list[int], spare: list[int], until_s: float | None, reason: str) -> WindowPlan:
         return WindowPlan(

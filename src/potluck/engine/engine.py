@@ -38,11 +38,13 @@ from potluck.engine import own_values
 from potluck.engine.compiling import Compiling, expect_any_rows
 from potluck.engine.engine_parts import EngineParts, over_group
 from potluck.engine.fingerprint import training_settings
+from potluck.engine.frozen_base import agree_on_base, find_base
 from potluck.engine.given import Given
 from potluck.engine.looking_weights import LookingWeights
 from potluck.engine.losses import LossFunction
+from potluck.engine.model_checks import check_own_memory
 from potluck.engine.own_saving import shadow_saving
-from potluck.engine.replica import Replica, check_own_memory
+from potluck.engine.replica import Replica
 from potluck.engine.run_state import RunState
 from potluck.engine.single_rows import find_batch_norm, warn_of_single_rows
 from potluck.engine.switches import StepConfig
@@ -172,12 +174,12 @@ class Engine:
             check_own_memory(model)
             run.batch_norm = find_batch_norm(model)
             self._settle_wire(model)
+            run.base = agree_on_base(run.link, find_base(model), run.notice)
         wire = run.composition.wire if run.wanted.has_host else run.wanted.wire
-        own = training_settings(optimizer, run.config.clip, wire)
-        run.caller.training = own | run.caller.training
+        run.caller.training = training_settings(optimizer, run.config.clip, wire) | run.caller.training
         run.scheduled = given.scheduled
-        data = {"source": source, "loss": loss}
         run.names = tuple(model.state_dict()) if isinstance(model, nn.Module) else ()
+        data = {"source": source, "loss": loss}
         replica = run.replica = self.layers.make_replica(model, optimizer, self.rounds, data)
         replica.on_own_step = self.step
         shadow_saving(run, model, self.state_dict, lambda: self.rank)
@@ -419,7 +421,7 @@ class Engine:
 
     @property
     def parameters(self) -> int:
-        """How many numbers the whole model has, over all workers that hold parts of it."""
+        """How many numbers are trained, over all workers that hold parts of them."""
         return self.layers.parameters
 
     @property

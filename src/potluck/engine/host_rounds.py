@@ -145,6 +145,7 @@ class HostRounds:
             turns=run.turns.count,
             data=run.data or {},
             places=loader.order.counted,
+            base=run.base.hash if run.base is not None else "",
             told={},
         )
         loader.plan = self._plan

@@ -45,8 +45,10 @@ class WholeLayers:
 
     @property
     def parameters(self) -> int:
-        """How many numbers the whole model has, over all workers that hold parts of it."""
-        return sum(parameter.numel() for parameter in self._run.prepared().model.parameters())
+        """How many numbers are trained, over all workers that hold parts of them."""
+        return sum(
+            parameter.numel() for parameter in self._run.prepared().model.parameters() if parameter.requires_grad
+        )
 
     def introduce(self, model: nn.Module, optimizer: Optimizer, dataset: Any, about: dict[str, Any]) -> None:
         """Before anything is said to the others. `about`: batch_size, seed, and perhaps the run's name and folder."""
@@ -135,7 +137,7 @@ def make_replica(run: RunState, layers: Layers, nodes: Nodes | None, model: nn.M
     arguments = (model, optimizer, link, run.device, run.config)
     form = GradientForm(coding_of(composed.wire), composed.wire_is_measured)
     if split is None:
-        return Replica(*arguments, within=within, form=form, turns=run.turns)
+        return Replica(*arguments, within=within, form=form, turns=run.turns, base=run.base)
     from potluck.engine.sharded import ShardedReplica
 
     return ShardedReplica(
@@ -144,6 +146,7 @@ def make_replica(run: RunState, layers: Layers, nodes: Nodes | None, model: nn.M
         within=within,
         form=form,
         turns=run.turns,
+        base=run.base,
         codes_within=nodes is None and composed.replicas == 1 and not run.wanted.has_host,
         **others,
     )

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from potluck.engine.losses import loss_and_samples
 from potluck.errors import ConfigError
+from potluck.events import LOSS
 
-LOSS = "loss"
-"""The figure that is shown as the loss; where there is none of this name, the first."""
 UNNAMED = ""
 """What a function gave that gave no names."""
 MOST_FIGURES, MOST_NAME = 64, 100
@@ -24,7 +23,7 @@ Figures = float | dict[str, float]
 @dataclass
 class LookSums:
     sums: dict[str, float] = field(default_factory=dict)
-    """Of each figure, weighted by samples; the loss is the first."""
+    """Of each figure, weighted by samples; the loss, if there is one, is the first."""
     samples: float = 0.0
 
     def add(self, result: Any, batch: Any, *, counts: bool = True) -> None:
@@ -76,10 +75,6 @@ def means_of(names: str, figures: Iterable[float], samples: float) -> Figures:
     """`names`: as LookSums tells them."""
     means = [figure / samples if samples else math.nan for figure in figures]
     return dict(zip(json.loads(names), means, strict=True)) if names else means[0]
-
-
-def loss_of_figures(figures: Figures) -> float:
-    return next(iter(figures.values())) if isinstance(figures, dict) else figures
 
 
 def _loss_first(figures: dict[str, Any]) -> list[str]:

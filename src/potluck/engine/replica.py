@@ -4,7 +4,6 @@ Knows how a step is computed, and nothing of data, schedules or files.
 """
 
 import hashlib
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -14,13 +13,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from potluck.agree.turns import Turns
 from potluck.coded_numbers import Coding
 from potluck.engine.buckets import GradBuckets
-from potluck.engine.buffers import SavedBuffers, is_expanded
+from potluck.engine.buffers import SavedBuffers
+from potluck.engine.frozen_base import FrozenBase, plain_tensors
+from potluck.engine.model_checks import check_own_memory, check_same_model
 from potluck.engine.offloaded_optimizer import OffloadedOptimizer
 from potluck.engine.outer_state import OuterState
 from potluck.engine.seal import Seal
@@ -95,9 +95,10 @@ class Replica:
         within: Link | None = None,
         form: GradientForm | None = None,
         turns: Turns | None = None,
+        base: FrozenBase | None = None,
     ) -> None:
         """`within`: the ranks that step as one, if they are not all ranks of the link. `form`: how their gradients
-        travel. `turns`: of several optimizers, whose turn it is."""
+        travel. `turns`: of several optimizers, whose turn it is. `base`: what every rank has alike already."""
         if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer):
             raise ConfigError(
                 f"prepare() takes a torch.nn.Module and a torch.optim.Optimizer, not {type(model).__name__} and"
@@ -110,6 +111,7 @@ class Replica:
         self.device = device
         self.config = config
         self._form = form or GradientForm()
+        self.base = base
         self.names = {id(parameter): name for name, parameter in model.named_parameters()}
         self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._turns, self._of_turns = turns or Turns(), self._find_turns()
@@ -125,6 +127,7 @@ class Replica:
         self._trained_ids = {id(parameter) for parameter in self.trained}
         self._seal = Seal(self.trained)
         self.remember_buffers()
+        self._base_before = self._glance_at_base()
         self._is_armed_for_last = False
 
     def _find_turns(self) -> list[frozenset[str]]:
@@ -263,7 +266,27 @@ class Replica:
         return quick_digest([*self._at(agreed), *buffers])
 
     def _at(self, agreed: Agreed) -> Iterator[Tensor]:
-        return (agreed.get(id(parameter), parameter) for parameter in self.model.parameters())
+        """The base is compared once, at the start."""
+        named = self.model.named_parameters()
+        return (agreed.get(id(parameter), parameter) for name, parameter in named if not self.is_base(name))
+
+    def is_base(self, name: str) -> bool:
+        return self.base is not None and name in self.base.hashes
+
+    def moved_base(self) -> set[str]:
+        """Parameters of the base that were changed since the start: by hand, as a mean of others' values is, or by a
+        checkpoint that holds them. Of what this rank holds."""
+        now = self._glance_at_base()
+        return {name for name, before in self._base_before.items() if not torch.equal(before, now[name])}
+
+    def _glance_at_base(self) -> dict[str, Tensor]:
+        if self.base is None:
+            return {}
+        return {
+            name: quick_digest(part for run in runs for part in plain_tensors(run.parameter.detach()))
+            for name, runs in self.held().items()
+            if self.is_base(name)
+        }
 
     def on_parts_written(self) -> None:
         """Call it after writing into what is held."""
@@ -407,16 +430,18 @@ class Replica:
         """The ranks that take each step together."""
         return self._together
 
-    def align(self) -> None:
+    def align(self, *, with_base: bool = False) -> None:
         """Every rank takes rank 0's values."""
-        for tensor in own_state(self.model).values():
-            self.link.broadcast(tensor)
+        for name, tensor in own_state(self.model).items():
+            if with_base or not self.is_base(name):
+                self.link.broadcast(tensor)
 
     def fingerprint(self) -> str:
         """A hash of every parameter's bytes: equal exactly when replicas are."""
         digest = hashlib.sha256()
-        for parameter in self.model.parameters():
-            digest.update(buffer(parameter.cpu()))
+        for name, parameter in self.model.named_parameters():
+            if not self.is_base(name):
+                digest.update(buffer(parameter.cpu()))
         return digest.hexdigest()
 
     def _gradients(self) -> list[Tensor]:
@@ -440,42 +465,8 @@ class Replica:
 
     def _same_start(self) -> None:
         """Every rank has the same shapes, and starts from rank 0's values."""
-        state = own_state(self.model)
-        frozen = {name for name, parameter in self.model.named_parameters() if not parameter.requires_grad}
-        mine = [
-            [name, list(tensor.shape), str(tensor.dtype) + (", frozen" if name in frozen else "")]
-            for name, tensor in state.items()
-        ]
-        for rank, theirs in enumerate(map(json.loads, self.link.gather_bytes(json.dumps(mine).encode()))):
-            if theirs != mine:
-                first = next((a, b) for a, b in _padded(mine, theirs) if a != b)
-                raise ConfigError(
-                    f"The model differs between workers: on worker {self.link.rank} it has {_tell(first[0])}"
-                    f" where worker {rank} has {_tell(first[1])}. Build the same model on every worker."
-                )
+        check_same_model(self.model, self.link)
         self.align()
-
-
-def check_own_memory(model: nn.Module) -> None:
-    """Refuses parameters whose elements share memory."""
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if is_lazy(tensor):
-            raise ConfigError(
-                f"{name} has no shape yet: its layer is a lazy one, such as nn.LazyLinear, which takes its shape from"
-                " the first batch. Run a batch through the model before prepare()."
-            )
-        if tensor.is_meta:
-            raise ConfigError(
-                f"{name} has a shape and no numbers: it is on the device meta. Make it real before prepare(), with"
-                " model.to_empty(device=...), and initialise it or load its weights."
-            )
-    for name, parameter in model.named_parameters():
-        if is_expanded(parameter):
-            raise ConfigError(
-                f"The parameter {name} is expanded: several of its numbers share one place in memory, and no optimizer"
-                " can step them. Give it memory of its own with nn.Parameter(tensor.expand(...).clone()), or keep the"
-                " small tensor as the parameter and expand it in forward()."
-            )
 
 
 def _dense(parameter: nn.Parameter) -> Tensor:
@@ -485,12 +476,3 @@ def _dense(parameter: nn.Parameter) -> Tensor:
         parameter.grad = parameter.grad.coalesce()
         return parameter.grad._values()
     return parameter.grad
-
-
-def _padded(a: list[Any], b: list[Any]) -> list[tuple[Any, Any]]:
-    longest = max(len(a), len(b))
-    return list(zip(a + [None] * (longest - len(a)), b + [None] * (longest - len(b)), strict=True))
-
-
-def _tell(entry: list[Any] | None) -> str:
-    return f"{entry[0]} {tuple(entry[1])} {entry[2]}" if entry else "nothing more"

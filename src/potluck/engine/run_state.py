@@ -25,6 +25,7 @@ from potluck.data.loader import Loader
 from potluck.data.plan import MicroBatch, Position
 from potluck.data.rows import mix, seed_everything
 from potluck.engine.fingerprint import fingerprint
+from potluck.engine.frozen_base import FrozenBase
 from potluck.engine.replica import Replica
 from potluck.engine.scheduled import Scheduled
 from potluck.engine.switches import StepConfig
@@ -126,6 +127,8 @@ class RunState:
     replica: Replica | None = None
     names: tuple[str, ...] = ()
     """Of all that the model's state_dict held before it was prepared."""
+    base: FrozenBase | None = None
+    """What of the model was frozen from the start, and is the same on every worker."""
     loader: Loader | None = None
     scheduled: Scheduled | None = None
     batch_norm: str | None = None

@@ -134,6 +134,8 @@ class ShardedReplica(Replica):
     def quick_digest(self, agreed: Agreed, buffers: Sequence[Tensor]) -> Tensor:
         held, sums = self.held(), []
         for name, parameter in self.model.named_parameters():
+            if self.is_base(name):
+                continue
             pieces = [
                 digest_sums_of_piece(
                     agreed.get(id(run.parameter), run.parameter.data), run.span.start, parameter.numel()
@@ -208,9 +210,9 @@ class ShardedReplica(Replica):
     def memory_bytes(self) -> dict[str, int]:
         return self.sharded.memory_bytes()
 
-    def align(self) -> None:
+    def align(self, *, with_base: bool = False) -> None:
         if not hasattr(self, "sharded"):
-            super().align()
+            super().align(with_base=with_base)
         elif self._across.world > 1:
             for tensor in [*(run.parameter.data for run in self.owned()), *self._buffers.now()]:
                 self._across.broadcast(tensor)

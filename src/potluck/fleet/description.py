@@ -37,6 +37,10 @@ MAX_SLICES = 1 << 16
 MAX_TOLD = 1 << 16
 """The most characters of `told`, as JSON."""
 MAX_WHOLE = (1 << 63) - 1
+OTHER_BASE = (
+    "The numbers of your frozen parameters are not those of this run's, and nobody sends them: load the same base, in"
+    " the same form (type, quantisation), or take it from the host"
+)
 LEAST_UNIT, LEAST_SAMPLES = 2.0**-64, 1e-12
 _WINDOWED: dict[str, type[Windowed]] = {kind.kind: kind for kind in (Cadence, Async, Auto)}
 _OF_ALL = ("anchor", "max_anchor", "overhead_target", "max_batch_diff")
@@ -117,6 +121,8 @@ class Description:
     """No slice has a single row, wherever that can be had: the model has BatchNorm, which can take no mean of one."""
     turns: int = 1
     """Each batch is trained so many times in a row, by one of so many optimizers each time."""
+    base: str = ""
+    """A hash of what is frozen from the start, which each worker has from elsewhere and nobody sends; empty: none."""
     told: dict[str, Any]
     """What a person is shown: name, parameters, unit of samples, steps. It may differ between workers."""
 
@@ -220,6 +226,7 @@ class Description:
             if not 0 < (_whole(described.turns) or 0) <= MAX_TURNS:
                 raise ValueError(f"turns is at least 1, and at most {MAX_TURNS}")
             _few_words("places", described.places)
+            _few_words("base", described.base)
             if not isinstance(described.in_pairs, bool):
                 raise ValueError("in_pairs is true or false")
             if not (LEAST_UNIT <= described.unit <= 1 and LEAST_SAMPLES <= described.samples_per_row < 1e12):
@@ -238,10 +245,11 @@ class Description:
             "model": "Your parameter names, shapes or types are not those that this run trains",
             "parts": "Your gradient travels in other parts than this run's",
             "policy": f"This run's policy is {self.policy}, and yours is {other.policy}",
+            "base": OTHER_BASE if self.base and other.base else "Yours or the host's version of Potluck is too old",
         }
         for name in (entry.name for entry in fields(self)):
             mine, theirs = getattr(self, name), getattr(other, name)
-            if name not in _MAY_DIFFER and mine != theirs:
+            if name not in _MAY_DIFFER and mine != theirs and (name, mine) != ("base", ""):
                 otherwise = f"This run has {name} = {mine}, and you have {theirs}"
                 return f"{words.get(name, otherwise)}. {BUILD}"
         ours, others = _SWITCHES | self.settings, _SWITCHES | other.settings
@@ -254,10 +262,11 @@ class Description:
 
     def completed(self, other: "Description") -> "Description":
         """With what was not known before, such as in a journal of an older version, from one that does not differ."""
-        return replace(self, data=self.data or other.data, training=self.training or other.training)
+        data, training = self.data or other.data, self.training or other.training
+        return replace(self, data=data, training=training, base=self.base or other.base)
 
 
-_UNTOLD = (("wire", "fp32"), ("turns", 1), ("places", ""))
+_UNTOLD = (("wire", "fp32"), ("turns", 1), ("places", ""), ("base", ""))
 _MAY_DIFFER = ("data", "training", "settings", "told", "rows_limit", "state_bytes", "in_pairs")
 """Or is compared in its own way; what an older version does not tell is among it."""
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from potluck.events import Validated
+from potluck.events import Validated, loss_among
 from potluck.fleet.coordinator_state import CoordinatorState, exact_sum
 from potluck.fleet.effects import Effect, Emit, Send
 from potluck.fleet.ledger import Range
@@ -133,7 +133,8 @@ class Evaluations:
         del self.open[look]
         means = [figure / samples if samples else math.nan for figure in (total, *sums)]
         metrics = dict(zip(map(clean, names_in(names)), means, strict=True)) if names else {}
-        validated = Validated(step=self.run.steps.get(step, step), loss=means[0], metrics=metrics)
+        loss = loss_among(metrics or means[0])
+        validated = Validated(step=self.run.steps.get(step, step), loss=loss, metrics=metrics)
         return [Emit(validated), *(Send(peer, done) for peer in (member.peer, *evaluation.waiting))]
 
     def _give_next(self, member: WorkerRecord, look: Look, evaluation: Evaluation) -> list[Effect]:

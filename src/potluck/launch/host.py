@@ -5,12 +5,15 @@ the identity that its invites name. Imports no torch: whatever computes is a wor
 """
 
 import socket
+import subprocess
+import sys
 import time
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any
 
 from potluck.agree.terms import differing_settings
+from potluck.config import parse_toml
 from potluck.environment import QUIET
 from potluck.errors import ConfigError, Interrupted, JournalError
 from potluck.events import (
@@ -29,6 +32,7 @@ from potluck.events import (
     WorkerWent,
 )
 from potluck.files import write_whole
+from potluck.finetune.settings import is_finetune
 from potluck.fleet.coordinator import Coordinator
 from potluck.fleet.description import Description
 from potluck.fleet.effects import Finish, StepRecord
@@ -69,7 +73,7 @@ class _Host:
         self.journal = self._open_journal()
         stack.callback(self.journal.close)
         self.loss: float | None = None
-        self.validation: float | None = None
+        self.validation: Validated | None = None
         self.skipped = 0
         self.interrupts = Interrupts(self._on_interrupt)
         self.started = time.monotonic()
@@ -255,7 +259,7 @@ class _Host:
                 if is_plain and described is not None and (sentence := described.too_large_for_entrenar()) is not None:
                     say(f"{event.name} is a plain peer. {sentence}")
             case Validated():
-                self.validation = event.loss
+                self.validation = event
 
     def _on_step(self, record: StepRecord, lr: float, norm: float, fault: str) -> None:
         """The first worker has applied a committed step."""
@@ -300,7 +304,7 @@ class _Host:
             rows_seen=self.server.core.standing.rows_seen,
             seconds=time.monotonic() - self.started,
             loss=self.loss,
-            validation_loss=self.validation,
+            validation_loss=self.validation.loss if self.validation is not None else None,
             skipped=self.skipped,
         )
         try:
@@ -325,7 +329,7 @@ class _Host:
             say(f"Stopped after step {step}.{saved or ' Nothing was saved.'}{again}")
             return Interrupted.exit_code
         loss = f", loss {self.loss:.4f}" if self.loss is not None else ""
-        validation = f", validation loss {self.validation:.4f}" if self.validation is not None else ""
+        validation = f", {self.validation.in_words}" if self.validation is not None else ""
         took = duration(time.monotonic() - self.started)
         print(f"\nFinished {plural(step, 'step')} in {took}{loss}{validation}.{saved}", flush=True)
         if fault:
@@ -334,6 +338,9 @@ class _Host:
             if step:
                 curve = draw_losses(self.folder / "events.jsonl", self.folder / "loss.png")
                 print(f"  loss curve   {curve}", flush=True)
+        if self.args.recipe and is_finetune(parse_toml(self.args.recipe, source="the recipe")):
+            # A process of its own, which may load torch and the base, writes the adapter and says how to use it.
+            subprocess.run([sys.executable, "-m", "potluck.launch.worker", "--finish", str(self.folder)], check=False)
         return 0
 
     def _saved(self) -> str:

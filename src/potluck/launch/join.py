@@ -34,7 +34,7 @@ def join(invite: str, script: list[str], config: WorkersConfig, settings: tuple[
         code, asked = _take_part(command, config, found.line())
         if not asked or not _says_yes(asked):
             return code
-        settings = data_setting(asked)
+        settings = (*settings, *data_setting(asked))
 
 
 def _take_part(command: list[str], config: WorkersConfig, line: str) -> tuple[int, list[str]]:

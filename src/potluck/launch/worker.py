@@ -3,6 +3,7 @@
 python -m potluck.launch.worker script.py [arguments]
 python -m potluck.launch.worker --recipe ARGUMENTS
 python -m potluck.launch.worker --join SETTINGS
+python -m potluck.launch.worker --finish RUN
 """
 
 import atexit
@@ -37,14 +38,19 @@ def main() -> None:
 
 def _run(arguments: list[str]) -> None:
     if arguments[0] == "--recipe":
-        from potluck.train.recipe import main as train_recipe
+        from potluck.launch.recipes import main as train_recipe
 
         train_recipe(arguments[1:])
         return
     if arguments[0] == "--join":
-        from potluck.train.recipe import join
+        from potluck.launch.recipes import join
 
         join(arguments[1:])
+        return
+    if arguments[0] == "--finish":
+        from potluck.finetune.ending import finish
+
+        finish(arguments[1])
         return
     sys.argv = arguments
     sys.path[0] = str(Path(arguments[0]).resolve().parent)

@@ -4,6 +4,7 @@ What is split is written by its owners; what every rank has whole, such as buffe
 state is described by parameters' names as if nothing were split (state.py), so any strategy can load it.
 """
 
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -43,20 +44,25 @@ class Pieces:
         return state.to_host(tensor) if self._copies else tensor
 
 
-def model_part(sharded: Sharded, *, copies: bool = True) -> Pieces:
+def model_part(sharded: Sharded, *, copies: bool = True, without: Container[str] = ()) -> Pieces:
+    """`without`: entries of the model's state_dict that are left out."""
     pieces = Pieces(copies=copies)
     for run in (*sharded.runs, *sharded.rest):
+        if run.span.name in without:
+            continue
         pieces.add(run.span.name, run.span, run.parameter.detach().view(-1))
     # On every rank: fully_shard's state_dict() also lets go of what is gathered. A rank that kept it, after a forward
     # without a backward, would not gather it again together with the others.
     whole = whole_tensors(sharded)
     if sharded.collectives.rank == 0:
         for name, tensor in whole.items():
-            pieces.add_whole(name, tensor)
+            if name not in without:
+                pieces.add_whole(name, tensor)
         for name, spec in sharded.split.items():
-            if 0 in spec.shape:  # nobody owns any of it
+            if 0 in spec.shape and name not in without:  # nobody owns any of it
                 pieces.add_whole(name, torch.empty(spec.shape, dtype=spec.dtype))
-        pieces.notes["tied"] = sharded.tied()
+        tied = sharded.tied().items()
+        pieces.notes["tied"] = {name: first for name, first in tied if name not in without}
     return pieces
 
 
@@ -107,29 +113,41 @@ def _is_flat(value: Any, run: FlatRun) -> bool:
 # Into the model
 
 
-def check_part(sharded: Sharded, model: Ranges, optimizer: Ranges, skeleton: dict[str, Any], source: str) -> None:
+def check_part(
+    sharded: Sharded,
+    model: Ranges,
+    optimizer: Ranges,
+    skeleton: dict[str, Any],
+    source: str,
+    without: Container[str] = (),
+) -> None:
     """Whether it can be loaded. Changes nothing."""
     mine: dict[str, state.Described] = {**state.own_state(sharded.model), **sharded.split}
     mine |= {name: sharded.split[first] for name, first in sharded.tied().items()}
+    mine = {name: each for name, each in mine.items() if name not in without}
     state.check_model(mine, model.specs, source)
     state.check_optimizer(sharded.optimizer, sharded.group_names, skeleton)
     model.check_whole(source)
     optimizer.check_whole(source)
 
 
-def load_part(sharded: Sharded, model: Ranges, optimizer: Ranges, skeleton: dict[str, Any]) -> None:
+def load_part(
+    sharded: Sharded, model: Ranges, optimizer: Ranges, skeleton: dict[str, Any], without: Container[str] = ()
+) -> None:
     """What this rank owns. Wherever parameters are kept whole, its share() tells them to the others."""
-    load_model_part(sharded, model)
+    load_model_part(sharded, model, without)
     load_optimizer_part(sharded, optimizer, skeleton)
 
 
 @torch.no_grad()
-def load_model_part(sharded: Sharded, source: Ranges) -> None:
+def load_model_part(sharded: Sharded, source: Ranges, without: Container[str] = ()) -> None:
     """Straight into the model's own memory. Where parameters are kept whole, the others' parts are still old."""
     for run in (*sharded.runs, *sharded.mirrors, *sharded.rest):
-        source.read_into(run.parameter.detach().view(-1), run.span.name, run.span.start)
+        if run.span.name not in without:
+            source.read_into(run.parameter.detach().view(-1), run.span.name, run.span.start)
     for name, tensor in whole_tensors(sharded).items():
-        source.fill(tensor, name)
+        if name not in without:
+            source.fill(tensor, name)
 
 
 def load_optimizer_part(sharded: Sharded, source: Ranges, skeleton: dict[str, Any]) -> None:

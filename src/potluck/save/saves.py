@@ -19,6 +19,7 @@ from potluck.errors import CheckpointError
 from potluck.events import CheckpointPassedOver, CheckpointSaved, EventLog
 from potluck.link.link import Link
 from potluck.save import checkpoint, checkpoint_folder, split_saves, state
+from potluck.save.left_out import BASE, check_left_out, leave_out
 from potluck.save.split_saves import (
     ALL_DAMAGED,
     TENSORS,
@@ -73,11 +74,13 @@ class Saves:
                 return None
             whole = take_snapshot(replica, standing, randoms, kept)
             return lambda: checkpoint.write(folder, whole)
+        without, told = leave_out(replica, self._link)
         aside, randoms = split_saves.agree_on_aside(self._link, folder, standing["step"])
         share = Share(rank, sharded.collectives.world, aside)
         if rank >= share.world:
             return None  # a node of others holds the same parts, and writes them
-        part = split_saves.take_part(sharded, standing, randoms if with_randoms else [], share, kept)
+        standing |= told
+        part = split_saves.take_part(sharded, standing, randoms if with_randoms else [], share, kept, without)
         if rank:
             return lambda: write_share(share, part)
         return lambda: write_together(folder, share, part, self._is_gone)
@@ -89,7 +92,7 @@ class Saves:
         """
         self.wait_together()  # else it would miss one that is being written, or some would see what others do not
         if (sharded := sharded_of(replica)) is not None:
-            standing = split_saves.load(self._link, folder, sharded, check, self._pass_over)
+            standing = split_saves.load(self._link, folder, sharded, check, self._pass_over, replica.base)
         else:
             standing = self._load_whole(folder, replica, check)
         if standing is not None:
@@ -127,8 +130,9 @@ class Saves:
             return None
         if path is not None:
             with checkpoint.ranges(path, standing, checkpoint.MODEL) as source:
-                state.load_model(replica.model, source)
-        replica.align()
+                without = check_left_out(replica.base, standing, source.tensors, str(path))
+                state.load_model(replica.model, source, without)
+        replica.align(with_base=BASE not in standing)
         with ExitStack() as stack:
 
             def opened(stem: str) -> _Told:
@@ -171,7 +175,9 @@ class Saves:
             checkpoint.ranges(path, standing, checkpoint.MODEL) as model,
             checkpoint.ranges(path, standing, checkpoint.OPTIMIZER) as optimizer,
         ):
-            state.check_model(state.own_state(replica.model), model.specs, str(path))
+            without = check_left_out(replica.base, standing, model.tensors, str(path))
+            mine = {name: own for name, own in state.own_state(replica.model).items() if name not in without}
+            state.check_model(mine, model.specs, str(path))
             names = [[replica.names[id(p)] for p in group["params"]] for group in replica.optimizer.param_groups]
             state.check_optimizer(replica.optimizer, names, standing["optimizer"])
             model.check_whole(str(path))
@@ -209,10 +215,11 @@ def take_snapshot(
 ) -> checkpoint.Snapshot:
     """A copy in host memory. `randoms`: each worker's random state, or none where it does not matter."""
     tensors, skeleton = state.optimizer_state(replica.optimizer, replica.names)
+    without, told = leave_out(replica)
     return checkpoint.Snapshot(
-        standing | {"optimizer": skeleton, "workers": len(randoms)},
+        standing | told | {"optimizer": skeleton, "workers": len(randoms)},
         {
-            checkpoint.MODEL: state.model_state(replica.model),
+            checkpoint.MODEL: state.model_state(replica.model, without),
             checkpoint.OPTIMIZER: tensors,
             **split_saves.files_beside(randoms, kept),
         },

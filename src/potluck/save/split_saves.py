@@ -8,11 +8,11 @@ checkpoint of it. While they write they tell each other nothing but through that
 import contextlib
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
@@ -22,9 +22,13 @@ from potluck.link.link import Link
 from potluck.save import checkpoint, checkpoint_folder, parts, state
 from potluck.save.checkpoint import MODEL, OPTIMIZER, Snapshot, failures_told, finish, new_aside, ranges, write_files
 from potluck.save.checkpoint_folder import FORMAT_IN_PARTS
+from potluck.save.left_out import check_left_out
 from potluck.sharding.ranges import Ranges, Spec
 from potluck.sharding.sharded import Sharded
 from potluck.tensor_bytes import from_bytes, to_bytes
+
+if TYPE_CHECKING:
+    from potluck.engine.frozen_base import FrozenBase
 
 PATIENCE_S = 600.0
 """How long rank 0 waits for the files of the others, once its own are written."""
@@ -158,10 +162,15 @@ def ask_first(link: Link, work: Callable[[], Any]) -> Any:
 
 
 def take_part(
-    sharded: Sharded, standing: Standing, randoms: list[bytes], share: Share, kept: KeptTensors
+    sharded: Sharded,
+    standing: Standing,
+    randoms: list[bytes],
+    share: Share,
+    kept: KeptTensors,
+    without: Container[str] = (),
 ) -> checkpoint.Snapshot:
-    """A copy in host memory of what this worker writes."""
-    model, optimizer = parts.model_part(sharded), parts.optimizer_part(sharded)
+    """A copy in host memory of what this worker writes. `without`: entries of the model's that are left out."""
+    model, optimizer = parts.model_part(sharded, without=without), parts.optimizer_part(sharded)
     names = share.stem(checkpoint.MODEL), share.stem(checkpoint.OPTIMIZER)
     files = {names[0]: model.tensors, names[1]: optimizer.tensors}
     if share.rank == 0:
@@ -214,6 +223,7 @@ def load(
     sharded: Sharded,
     check: Callable[[Path, Standing], None],
     pass_over: Callable[[Path, str], None],
+    base: "FrozenBase | None" = None,
 ) -> Standing | None:
     """Puts this worker's part of the newest whole checkpoint into its memory. A refusal comes before any change."""
     found = _find(link, folder, pass_over)
@@ -222,17 +232,19 @@ def load(
     path, standing = found
     with ExitStack() as stack:
         sources: list[Ranges] = []
+        without: set[str] = set()
 
         def opened(stem: str) -> Ranges:
             return stack.enter_context(checkpoint.ranges(path, standing, stem))
 
         def look() -> None:
             sources.extend(map(opened, (checkpoint.MODEL, checkpoint.OPTIMIZER)))
-            parts.check_part(sharded, sources[0], sources[1], standing["optimizer"], str(path))
+            without.update(check_left_out(base, standing, sources[0].tensors, str(path)))
+            parts.check_part(sharded, sources[0], sources[1], standing["optimizer"], str(path), without)
             check(path, standing)
 
         def fill() -> None:
-            parts.load_part(sharded, sources[0], sources[1], standing["optimizer"])
+            parts.load_part(sharded, sources[0], sources[1], standing["optimizer"], without)
 
         together(link, look)
         together(link, fill)

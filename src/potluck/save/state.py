@@ -3,7 +3,7 @@
 import base64
 import json
 import random
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Container, Iterator, Mapping, MutableMapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -42,9 +42,9 @@ def own_state(model: nn.Module, *, keep_vars: bool = False) -> dict[str, Tensor]
     return found
 
 
-def model_state(model: nn.Module) -> dict[str, Tensor]:
-    """A copy in host memory of all that the model's state_dict holds."""
-    return {name: to_host(tensor) for name, tensor in own_state(model).items()}
+def model_state(model: nn.Module, without: Container[str] = ()) -> dict[str, Tensor]:
+    """A copy in host memory of all that the model's state_dict holds, but for some of its entries."""
+    return {name: to_host(tensor) for name, tensor in own_state(model).items() if name not in without}
 
 
 def check_model(mine: Mapping[str, Described], saved: Mapping[str, Described], source: str) -> None:
@@ -62,11 +62,13 @@ def check_model(mine: Mapping[str, Described], saved: Mapping[str, Described], s
             raise CheckpointError(f"{source} is of another model: its parameter {name} is not in this one.")
 
 
-def load_model(model: nn.Module, source: Ranges) -> None:
-    """Tensor by tensor, straight into the model's own memory."""
+def load_model(model: nn.Module, source: Ranges, without: Container[str] = ()) -> None:
+    """Tensor by tensor, straight into the model's own memory. `without`: these stay as they are."""
     own = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
     others: dict[str, Tensor] = {}
     for name, tensor in own_state(model).items():
+        if name in without:
+            continue
         if name in own and own[name].data_ptr() == tensor.data_ptr() and own[name].shape == tensor.shape:
             source.fill(tensor, name)
         else:  # what a module makes up for its state_dict, it knows to take back

@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,8 @@ from potluck.fleet.file_stream import FileStreamReceiver, stream_chunks, stream_
 from potluck.link.link import Link
 from potluck.link.store_link import DeferredStoreLink, Log, ReplayedLink, StoreLink
 from potluck.save import checkpoint_folder, parts, split_saves, state
-from potluck.save.checkpoint import MODEL, OPTIMIZER, new_aside, write_tensors
+from potluck.save.checkpoint import MODEL, OPTIMIZER, Snapshot, new_aside, write_tensors
+from potluck.save.left_out import leave_out
 from potluck.save.saves import Saves
 from potluck.save.split_saves import (
     KeptTensors,
@@ -223,23 +225,24 @@ class StoreSaves(Saves):
     def save(self, folder: Path, replica: "Replica", standing: Standing, keep_last: int, kept: KeptTensors) -> None:
         """Returns once it is on the first worker's disk. What one of them cannot do is raised on all."""
         randoms = self._link.gather_bytes(state.random_state())
-        together(self._link, lambda: self._save(folder, replica, standing, randoms, keep_last, kept))
+        without, told = leave_out(replica, self._link)
+        take = partial(take_part, randoms=randoms, kept=kept, without=without)
+        together(self._link, lambda: self._save(folder, replica, standing | told, keep_last, take))
 
     def _save(
         self,
         folder: Path,
         replica: "Replica",
         standing: Standing,
-        randoms: list[bytes],
         keep_last: int,
-        kept: KeptTensors,
+        take: Callable[..., Snapshot],
     ) -> None:
         assert replica.part is not None
         rank, world, step = self._link.rank, replica.part.collectives.world, standing["step"]
         started = time.perf_counter()
         if rank == 0:
             share = Share(0, world, new_aside(folder, step))
-            snapshot = take_part(replica.part, standing, randoms, share, kept)
+            snapshot = take(replica.part, standing, share=share)
             for other in range(1, world):
                 self._run.take_files(_part(other, step), share.aside, f"worker {other}'s part of the checkpoint")
             place = write_together(folder, share, snapshot, lambda: True)
@@ -249,7 +252,7 @@ class StoreSaves(Saves):
         elif rank < world:  # another replica holds the same parts, and its ranks write them
             with tempfile.TemporaryDirectory(prefix="potluck-") as aside:
                 share = Share(rank, world, Path(aside))
-                write_share(share, take_part(replica.part, standing, randoms, share, kept))
+                write_share(share, take(replica.part, standing, share=share))
                 self._run.give_files(_part(rank, step), share.aside)
 
     def load(self, folder: Path, replica: "Replica", check: Callable[[Path, Standing], None]) -> Standing | None:
@@ -267,7 +270,7 @@ class StoreSaves(Saves):
         assert replica.part is not None
         with tempfile.TemporaryDirectory(prefix="potluck-") as shared:
             self._fetch(Path(shared) / Path(path).name, path)
-            standing = split_saves.load(self._link, Path(shared), replica.part, check, self._pass_over)
+            standing = split_saves.load(self._link, Path(shared), replica.part, check, self._pass_over, replica.base)
         if self._link.rank == 0:
             self._run.drop_files([RESUME])
         replica.remember_buffers()

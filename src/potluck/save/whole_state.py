@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from potluck.errors import CheckpointError
 from potluck.link.link import Link
@@ -48,7 +49,7 @@ def _fetch_all(link: Link, sharded: Sharded) -> dict[str, Any]:
     held = parts.model_part(sharded, copies=False)
     own = held.tensors if link.rank < sharded.collectives.world else {}
     spans, tied = held.notes["spans"], held.notes.get("tied", {})
-    mine = [_describe(key, tensor, spans) for key, tensor in own.items() if isinstance(tensor, Tensor)]
+    mine = [_describe(key, tensor, spans) for key, tensor in own.items() if _has_bytes(tensor)]
     pieces: dict[str, list[tuple[int, str]]] = {}
     listed: dict[str, Stored] = {}
     for rank, data in enumerate(link.gather_bytes(json.dumps(mine).encode())):
@@ -56,7 +57,8 @@ def _fetch_all(link: Link, sharded: Sharded) -> dict[str, Any]:
             stored = listed.setdefault(name, Stored(tuple(shape), dtype))
             stored.pieces.append(Piece(start, end, rank, 0))
             pieces.setdefault(name, []).append((rank, key))
-    found: dict[str, Any] = {key: value for key, value in own.items() if not isinstance(value, Tensor)}
+    others = {key: value for key, value in own.items() if not _has_bytes(value)}
+    found: dict[str, Any] = {key: state.to_host(v) if isinstance(v, Tensor) else v for key, v in others.items()}
     for name, stored in listed.items():
         _check_whole(name, stored)
         whole = _room_for(stored) if link.rank == 0 else None
@@ -68,6 +70,11 @@ def _fetch_all(link: Link, sharded: Sharded) -> dict[str, Any]:
     if link.rank:
         return {}
     return found | {name: found[first] for name, first in tied.items()}
+
+
+def _has_bytes(value: Any) -> bool:
+    """Not so one that codes its numbers in its own way: each rank has all of it."""
+    return isinstance(value, Tensor) and not is_traceable_wrapper_subclass(value)
 
 
 def _describe(key: str, tensor: Tensor, spans: dict[str, Any]) -> list[Any]:

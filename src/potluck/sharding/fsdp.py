@@ -28,7 +28,7 @@ from potluck.sharding.blocks import untied
 from potluck.sharding.collectives import CodedScatter, Collectives, GlooCollectives, lend, local_part, sum_gradients
 from potluck.sharding.passes import Passes
 from potluck.sharding.ranges import Spec
-from potluck.sharding.runs import FlatRun, Span, claim, group_names, homes
+from potluck.sharding.runs import FlatRun, Span, claim, group_names, homes, stays_whole
 from potluck.sharding.sharded import Sharded, SplitRequest
 from potluck.sharding.whole_steps import check_can_split
 
@@ -310,10 +310,13 @@ class FullySharded(Sharded):
                 module.set_custom_reduce_scatter(self._scatter)
 
     def _split(self, blocks: Sequence[nn.Module], **options: Any) -> None:
+        for module in self.model.modules():
+            if any(map(stays_whole, module.parameters(recurse=False))):
+                module.to(options["mesh"].device_type)
         # One of no numbers stays as it is: torch cannot sum it.
-        ignored = {parameter for parameter in self.model.parameters() if not parameter.numel()}
+        ignored = {each for each in self.model.parameters() if not each.numel() or stays_whole(each)}
         for module in (*blocks, self.model):
-            whole = [each for each in module.parameters() if not isinstance(each, DTensor) and each.numel()]
+            whole = [each for each in module.parameters() if not isinstance(each, DTensor) and each not in ignored]
             fully_shard(module, ignored_params=ignored, **options)
             for parameter in whole:  # the optimizer still has it: else all of the model would be on the device at once
                 parameter.data = parameter.data.new_empty(1).expand(parameter.shape)

@@ -67,6 +67,12 @@ class FlatRun:
     span: Span
 
 
+def stays_whole(parameter: nn.Parameter) -> bool:
+    """Whether every rank keeps all of it: a frozen one of a class of its own, which codes its numbers in its own way
+    and cannot be cut, such as a quantised weight."""
+    return not parameter.requires_grad and type(parameter) is not nn.Parameter
+
+
 def can_skip(optimizer: Optimizer) -> bool:
     """Whether it can leave out a step by what stands in a tensor on the GPU, so that nobody has to look there first."""
     return getattr(optimizer, "_step_supports_amp_scaling", False) and all(

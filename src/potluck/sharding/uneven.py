@@ -31,7 +31,7 @@ from potluck.sharding.collectives import Collectives
 from potluck.sharding.optimizer_shard import weights_for
 from potluck.sharding.passes import Passes
 from potluck.sharding.ranges import Spec
-from potluck.sharding.runs import FlatRun, claim, group_names, homes, run_of
+from potluck.sharding.runs import FlatRun, claim, group_names, homes, run_of, stays_whole
 from potluck.sharding.sharded import Sharded, SplitRequest
 from potluck.sharding.units import FlatParam, FlatParamMember, OwnedShard, ParamGroup, Placement, Sum
 from potluck.sharding.whole_steps import check_can_split
@@ -133,6 +133,8 @@ class UnevenShards(Sharded):
         home = homes(self.optimizer)
         found = {}
         for name, parameter in self.model.named_parameters():
+            if stays_whole(parameter):
+                continue
             group = home.get(id(parameter)) if parameter.requires_grad else None
             found[id(parameter)] = FlatParamMember(name, parameter, group, tuple(parameter.shape), parameter.dtype)
         if not any(member.is_trained for member in found.values()):

@@ -79,7 +79,7 @@ def read_timeline(events: Path) -> Timeline:
                 began_at = record["time"]
             case "step_done":
                 _add_step(timeline, record, record["time"] - began_at)
-            case "validated":
+            case "validated" if record["loss"] is not None:
                 timeline.looks.append((timeline.seconds, float(record["loss"])))
     return timeline
 
@@ -168,11 +168,13 @@ MOST_LINES = 60
 
 
 def draw_losses(events: Path, picture: Path) -> Path:
-    """The loss of every step, its running mean, and the validation loss, as a PNG."""
+    """The loss of every step, its running mean, and the validation loss, as a PNG. Where a validation has no loss, its
+    first figure has an axis of its own."""
     from matplotlib.figure import Figure  # half a second, so only when a picture is wanted
 
     steps: dict[int, float] = {}
     validations: dict[int, float] = {}
+    figure_name, others = "", dict[int, float]()
     title, most = "", 1
     for record in read_events(events):
         match record["event"]:
@@ -181,8 +183,11 @@ def draw_losses(events: Path, picture: Path) -> Path:
             case "step_done":
                 steps[record["step"]] = _drawn(record["loss"])
                 most = max(most, len(record["workers"]))  # those of a host come and go
-            case "validated":
+            case "validated" if record["loss"] is not None:
                 validations[record["step"]] = _drawn(record["loss"])
+            case "validated" if record["metrics"]:
+                figure_name, value = next(iter(record["metrics"].items()))
+                others[record["step"]] = _drawn(value)
     figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
     axes = figure.subplots()
     axes.plot(list(steps), list(steps.values()), color="#c9d6ea", linewidth=1, label="loss of each step")
@@ -193,6 +198,11 @@ def draw_losses(events: Path, picture: Path) -> Path:
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
+    if others:
+        beside = axes.twinx()
+        beside.plot(list(others), list(others.values()), "o-", color="#d9622b")
+        beside.set_ylabel(f"validation {figure_name}", color="#d9622b")
+        beside.spines["top"].set_visible(False)
     figure.savefig(picture)
     return picture
 

@@ -48,8 +48,7 @@ class Progress:
         self._decided: Decided | None = None
         self._told = ""
         """The last reason that was said, without its numbers."""
-        self._validation: float | None = None
-        self._metrics: dict[str, float] = {}
+        self._validation = ""
         """What else was found at the last validation."""
         self._sums: dict[str, WorkerStep] = {}
         """What each worker did in the whole run, by its name."""
@@ -74,13 +73,11 @@ class Progress:
                 self._skipped += 1
                 self.say(f"Step {event.step} was skipped on all workers: {event.reason}.", style="yellow")
             case Validated():
-                self._validation = event.loss
-                self._metrics = {name: value for name, value in event.metrics.items() if name != "loss"}
+                self._validation = event.in_words.replace("validation loss", "validation", 1)
                 if self._live is not None:
                     self._live.update(self._picture())
                 else:
-                    others = "".join(f", {name} {value:.4f}" for name, value in self._metrics.items())
-                    self.say(f"step {event.step}: validation loss {event.loss:.4f}{others}")
+                    self.say(f"step {event.step}: {event.in_words}")
             case EpochDone():
                 is_right = event.same_weights and event.used == event.total
                 self.say(event.sentence, style="red" if not is_right else "yellow" if event.not_compared else "green")
@@ -171,8 +168,7 @@ class Progress:
         of_all = f"/{run.steps_total:,}" if run.steps_total else ""
         if last is None:
             return f"step {run.from_step:,}{of_all}, computing the {'next' if run.from_step else 'first'} one"
-        validation = f", validation {self._validation:.4f}" if self._validation is not None else ""
-        validation += "".join(f", {name} {value:.4f}" for name, value in self._metrics.items())
+        validation = f", {self._validation}" if self._validation else ""
         skipped = f", {self._skipped} skipped" if self._skipped else ""
         left = f", {duration(self._left_s())} left" if run.steps_total else ""
         return (

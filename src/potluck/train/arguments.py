@@ -5,6 +5,7 @@ Imports no torch, so that a command answers at once and the workers load it side
 
 import json
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -86,6 +87,11 @@ def data_setting(paths: Sequence[str]) -> tuple[str, ...]:
     return (f"data.paths={json.dumps(paths, ensure_ascii=False)}",) if paths else ()
 
 
+def base_setting(model: str | None) -> tuple[str, ...]:
+    """What is given by --base, as a setting."""
+    return (f"model.hf={json.dumps(model, ensure_ascii=False)}",) if model else ()
+
+
 def find_recipe(name: str) -> tuple[str, str]:
     """A recipe's text, and where it came from: a file, or a built-in one by its name or as recipes/NAME.toml."""
     path = Path(name)
@@ -112,6 +118,51 @@ def workers_of(args: TrainArgs) -> WorkersConfig:
     if not isinstance(table, dict):
         raise ConfigError(f"workers is a table of settings, such as workers.count=2, not {table!r}.")
     return from_dict(WorkersConfig, table, "workers")
+
+
+def finetune_args(
+    model: str,
+    rows: Sequence[str],
+    *,
+    task: str,
+    load: str,
+    full: bool,
+    settings: tuple[str, ...],
+    workers: int | None,
+) -> TrainArgs:
+    """What `potluck finetune` is asked for: a built-in recipe, and what fills it in."""
+    if not rows:
+        raise ConfigError("potluck finetune takes a model, and what to train it on: potluck finetune MODEL DATA")
+    model, *rows = [str(Path(each).expanduser().absolute()) if Path(each).exists() else each for each in (model, *rows)]
+    named = {"model.hf": model, "model.task": task, "model.load": load, "name": _run_name(model, rows)}
+    own = [f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in named.items() if value not in PLAIN]
+    count = () if workers is None else (f"workers.count={workers}",)
+    return TrainArgs(
+        recipe="finetune-full" if full else "finetune", settings=(*own, *data_setting(rows), *count, *settings)
+    )
+
+
+PLAIN = ("auto", "plain")
+"""Settings that need not be said."""
+
+
+def _run_name(model: str, rows: Sequence[str]) -> str:
+    """Of the model and the data, as far as that is a name."""
+    found = "-".join(re.sub(r"[^\w.-]+", "-", Path(each).stem or "data") for each in (model, rows[0]))
+    return found.strip(".-")[:80] or "finetune"
+
+
+def write_recipe(args: TrainArgs, out: Path) -> int:
+    """The recipe that the arguments come to, as a file. Returns the exit code."""
+    if out.exists():
+        raise ConfigError(f"{out} is there already, and is not overwritten. Remove it, or name another file.")
+    text, source = find_recipe(args.recipe)
+    try:
+        write_whole(out, tomli_w.dumps(parse_toml(text, source=source, overrides=args.settings)))
+    except OSError as error:
+        raise ConfigError(f"Cannot write {out}: {error.strerror}.") from None
+    print(f"Wrote {out}. Train it here with: potluck train {out}\nLead it for others to join: potluck host {out}")
+    return 0
 
 
 def host_args(
@@ -145,6 +196,7 @@ def host_args(
         # Workers on this machine read what this command line says, not what comes over the connection.
         data = table.get("data")
         own = data_setting(data.get("paths", ())) if isinstance(data, dict) else ()
+        own += base_setting(model.get("hf")) if isinstance(model := table.get("model"), dict) else ()
         recipe, command = tomli_w.dumps(table), ("--join", json.dumps(own))
     folder = Path(out) if out else Path("runs") / name
     if out is None and not resume:

@@ -1,45 +1,40 @@
 """Recipes: a run of the built-in model, written down as TOML.
 
-RunConfig joins the dataclasses that live beside their owners; `train_recipe` builds what they name and trains it. Every
-worker of the run calls `main` with the same arguments.
+RunConfig joins the dataclasses that live beside their owners; `train_recipe` builds what they name and trains it.
+RecipeConfig and `fit_recipe` are what every recipe has, whatever it trains.
 """
 
-import json
 import math
-import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+from torch import nn
 
-from potluck.agree.policy import ApplyPolicy, policy_of
+from potluck.agree.policy import ApplyPolicy
 from potluck.coded_numbers import AskedWire
-from potluck.composition import Wanted, compose, ranks_per_worker
-from potluck.config import from_dict, from_toml, to_toml
+from potluck.config import to_toml
 from potluck.data.plan import BatchConfig
-from potluck.devices import choose_device, memory_of
+from potluck.devices import memory_of
 from potluck.engine.engine import Engine
-from potluck.engine.node_client import NodeClient
-from potluck.engine.start import as_one_worker, connect, init, led_engine
+from potluck.engine.losses import LossFunction
 from potluck.engine.switches import StepConfig
-from potluck.environment import free_memory_bytes, machine_bytes, usable_cores
+from potluck.environment import free_memory_bytes, machine_bytes
 from potluck.errors import ConfigError, Interrupted
 from potluck.events import Event, RunStarted
 from potluck.files import first_free, write_whole
-from potluck.fleet.client import Client
-from potluck.fleet.invite import read_invite
-from potluck.link.link import Alone, Link
-from potluck.link.ranks import asked_ranks, is_later_rank, ranks_here
 from potluck.save.run_folder import holds_run, name_fault
 from potluck.sharding.strategy import NoShard, ShardingStrategy
 from potluck.stages.protocol import Stages
-from potluck.train.arguments import TrainArgs, WorkersConfig, ask_for_files, find_recipe
+from potluck.train.arguments import TrainArgs, WorkersConfig
 from potluck.train.model import GPT, ModelConfig, next_token_loss
 from potluck.train.slowdown import Brake
-from potluck.train.text import DataConfig, read_windows
+from potluck.train.text import DataConfig, read_rows
 from potluck.train.trainer import FitConfig, Summary, Trainer
-from potluck.wire.words import clean
+from potluck.train.word_pieces import TOKENIZER, WordPieces
 from potluck.words import check_at_most, count, plural, size
 
 
@@ -65,13 +60,11 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RunConfig:
-    """A recipe: a run of the built-in model. `potluck train` reads it from TOML, one table per field."""
+class RecipeConfig:
+    """What every recipe has, whatever it trains."""
 
     name: str
     """Names the run folder."""
-    model: ModelConfig = ModelConfig()
-    data: DataConfig = DataConfig()
     batch: BatchConfig = BatchConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     step: StepConfig = StepConfig()
@@ -90,124 +83,104 @@ class RunConfig:
             raise ValueError(f"name {fault}")
         if self.stages is not None and self.batch.micro_size is not None:
             raise ValueError("batch.micro_size does not go with stages: stages.protocol.micro_batch_size cuts a batch")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunConfig(RecipeConfig):
+    """A recipe: a run of the built-in model. `potluck train` reads it from TOML, one table per field."""
+
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+
+    def __post_init__(self) -> None:
+        RecipeConfig.__post_init__(self)
         if self.model.vocab < 256:
             raise ValueError(f"model.vocab must be at least 256 for text read byte by byte, not {self.model.vocab}")
+        if self.data.tokenizer == "bpe" and self.model.vocab < 512:
+            raise ValueError(
+                f'data.tokenizer = "bpe" learns as many tokens as model.vocab: at least 512, and 4096 is usual for a'
+                f" small model, not {self.model.vocab}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeParts:
+    """What a recipe names, made: what is trained, on what, and by which loss."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    training: Any
+    validation: Any
+    loss: LossFunction
+    validate: LossFunction | None = None
+    """For the validation rows; None: the loss."""
+    collate: Callable[[list[Any]], Any] | None = None
+    samples_per_row: float
+    """About how many samples the loss function counts in a row."""
+    unit: str = "tokens"
+    """Which those are."""
 
 
 def train_recipe(config: RunConfig, args: TrainArgs, engine: Engine) -> tuple[Summary, GPT]:
-    """Trains the recipe in its run folder. Called on every worker."""
-    training, validation = read_windows(config.data, config.model.context)
+    """Trains a recipe of the built-in model in its run folder. Called on every worker."""
+    training, validation, pieces = read_rows(config.data, config.model.context, config.model.vocab)
     _check_memory(config, engine, len(training))
-    engine.run.caller.samples_per_row = float(config.model.context)
     torch.manual_seed(config.fit.seed)
     model = GPT(config.model)
-    optimizer = _optimizer(model, config.optimizer)
-    engine.introduce(
-        model, optimizer, training, batch_size=config.batch.size, seed=config.fit.seed, name=config.name, out=args.out
-    )
-    folder = Path("runs") / config.name  # where a host leads, it keeps its own
-    if not engine.is_led:
-        folder = Path(engine.link.gather_bytes(str(_run_folder(config, args, engine)).encode())[0].decode())
     loss = next_token_loss
     if args.slowdown is not None:
         brake = Brake(args.slowdown, engine.rank, has_gpu=engine.device.type == "cuda")
         engine.events.listeners.append(brake)
         loss = brake.slow(loss)
-    trainer = Trainer(
-        model,
-        optimizer,
-        training,
+    parts = RecipeParts(
+        model=model,
+        optimizer=make_optimizer(model, config.optimizer),
+        training=training,
+        validation=validation,
         loss=loss,
+        samples_per_row=float(config.model.context),
+    )
+    if pieces is not None and engine.lifecycle.keeps_folder:
+        engine.events.listeners.append(partial(_keep_pieces, pieces))
+    return fit_recipe(config, parts, args, engine), model
+
+
+def fit_recipe(config: RecipeConfig, parts: RecipeParts, args: TrainArgs, engine: Engine) -> Summary:
+    """Trains what a recipe names, in its run folder. Called on every worker."""
+    engine.run.caller.samples_per_row = parts.samples_per_row
+    engine.introduce(
+        parts.model,
+        parts.optimizer,
+        parts.training,
+        batch_size=config.batch.size,
+        seed=config.fit.seed,
+        name=config.name,
+        out=args.out,
+    )
+    folder = Path("runs") / config.name  # where a host leads, it keeps its own
+    if not engine.is_led:
+        folder = Path(engine.link.gather_bytes(str(_run_folder(config, args, engine)).encode())[0].decode())
+    trainer = Trainer(
+        parts.model,
+        parts.optimizer,
+        parts.training,
+        loss=parts.loss,
         batch_size=config.batch,
         folder=folder,
-        validation=validation,
+        validation=parts.validation,
+        validate=parts.validate,
+        collate=parts.collate,
         engine=engine,
-        config=replace(config.fit, unit="tokens"),
+        config=replace(config.fit, unit=parts.unit),
     )
     if engine.lifecycle.keeps_folder:
         engine.events.listeners.append(lambda event: _keep_recipe(event, folder, config))
     try:
-        return trainer.fit(resume=args.resume), model
+        return trainer.fit(resume=args.resume)
     except Interrupted as error:
         if engine.is_led:
             raise
         raise Interrupted(f"{error} Continue with: potluck train {folder}/run.toml --out {folder} --resume") from None
-
-
-def main(arguments: list[str]) -> None:
-    """One worker of a recipe's run; the launcher passes its arguments as JSON."""
-    args = from_dict(TrainArgs, json.loads(arguments[0]), "the arguments")
-    text, source = find_recipe(args.recipe)
-    config = from_toml(RunConfig, text, source=source, overrides=tuple(args.settings))
-    with init(
-        config.policy,
-        config.strategy,
-        stages=config.stages,
-        step=config.step,
-        wire=config.wire,
-        patience_s=config.workers.patience_s,
-    ) as engine:
-        summary, model = train_recipe(config, args, engine)
-        if engine.lifecycle.keeps_folder and args.summary != "none":
-            from potluck.train.summary import show_summary
-
-            replica = engine.run.replica
-            is_split = replica is not None and (replica.gathers or config.stages is not None)
-            show_summary(summary, model, args, epochs=config.fit.epochs, is_split=is_split)
-
-
-def join(arguments: list[str]) -> None:
-    """One worker of the run that the invite names: the recipe comes from the host, as TOML and never as code."""
-    settings = tuple(json.loads(arguments[0]))  # what was given by --data, and nothing else
-    device, is_first = choose_device(), not is_later_rank()
-    joined: tuple[Client | NodeClient, torch.device, Link]
-    if is_first:
-        joined = connect(read_invite(None), device, asked_ranks() or 1), device, Alone()
-    else:
-        joined = as_one_worker(None, device, int(os.environ["WORLD_SIZE"]))
-    client = joined[0]
-    try:
-        text = client.welcome.recipe if client.welcome is not None else ""
-        if not text:
-            raise ConfigError(
-                "This host trains a script, not a recipe. Join with your copy of it: potluck join INVITE SCRIPT"
-            )
-        try:
-            config = from_toml(RunConfig, text, source="the host's recipe", overrides=settings)
-        except ConfigError as error:  # it may quote the recipe, which the host wrote
-            raise ConfigError(clean(str(error))) from None
-        if config.data.paths and not settings:
-            raise ask_for_files(config.data.paths)
-        _check_little(config)
-        ranks = ranks_per_worker(config.strategy, ranks_here(torch.cuda.device_count()), asked_ranks())
-        wanted = Wanted(
-            policy=policy_of(config.policy, has_host=True),
-            strategy=config.strategy,
-            stages=config.stages,
-            wire=config.wire,
-            world=ranks,
-            has_host=True,
-            offload_optimizer=config.step.offload_optimizer,
-            on_gpu=device.type == "cuda",
-        )
-        compose(wanted)
-        if isinstance(client, Client):
-            joined = as_one_worker(client, device, ranks)
-    except BaseException:
-        client.close()
-        raise
-    with led_engine(*joined, wanted, config.step) as engine:
-        train_recipe(config, TrainArgs(recipe="the host's"), engine)
-
-
-def _check_little(config: RunConfig) -> None:
-    """What a host's recipe may make this machine do."""
-    ranks, most = ranks_per_worker(config.strategy, 1), max(4, usable_cores(), torch.cuda.device_count())
-    if ranks > most:
-        raise ConfigError(
-            f"The host's recipe wants {ranks} processes on this machine for one worker (strategy.intra_node_size), and"
-            f" at most {most} are started here. Ask for a recipe with fewer, or join from a machine with more cores."
-        )
 
 
 def _check_memory(config: RunConfig, engine: Engine, rows: int) -> None:
@@ -249,13 +222,19 @@ def _rows_at_once(config: RunConfig, engine: Engine, rows: int) -> int:
     return min(config.batch.micro_size or config.batch.size, -(-min(config.batch.size, rows) // parts))
 
 
-def _keep_recipe(event: Event, folder: Path, config: RunConfig) -> None:
+def _keep_pieces(pieces: WordPieces, event: Event) -> None:
+    """Beside the recipe: the model is of no use without."""
+    if isinstance(event, RunStarted):
+        write_whole(Path(event.folder) / TOKENIZER, pieces.json)
+
+
+def _keep_recipe(event: Event, folder: Path, config: RecipeConfig) -> None:
     """Once the run has really started: a resume that was refused must not change what the folder says."""
     if isinstance(event, RunStarted):
         write_whole(folder / "run.toml", to_toml(config))
 
 
-def _run_folder(config: RunConfig, args: TrainArgs, engine: Engine) -> Path | str:
+def _run_folder(config: RecipeConfig, args: TrainArgs, engine: Engine) -> Path | str:
     """Rank 0 decides. A new run never takes over a folder that holds one; one that outlived a loss has its own."""
     if engine.rank != 0 or engine.run.is_restored:
         return ""
@@ -275,9 +254,10 @@ def _run_folder(config: RunConfig, args: TrainArgs, engine: Engine) -> Path | st
     return first_free(wanted, holds_run)
 
 
-def _optimizer(model: GPT, config: OptimizerConfig) -> torch.optim.Optimizer:
-    matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
-    others = [parameter for parameter in model.parameters() if parameter.dim() < 2]
+def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    matrices = [parameter for parameter in trained if parameter.dim() >= 2]
+    others = [parameter for parameter in trained if parameter.dim() < 2]
     groups = [
         {"params": matrices, "weight_decay": config.weight_decay},
         {"params": others, "weight_decay": 0.0},

@@ -14,6 +14,7 @@ from potluck.show.picture import draw_losses
 from potluck.train.arguments import TrainArgs
 from potluck.train.model import GPT
 from potluck.train.trainer import Summary
+from potluck.train.word_pieces import pieces_of
 from potluck.words import count, duration, plural
 
 PROMPT = "    def __init__(self, "
@@ -28,7 +29,7 @@ def show_summary(summary: Summary, model: GPT, args: TrainArgs, *, epochs: int, 
         model = _whole(model, exported)
     if args.summary == "paragraph":
         console.print()
-        show_paragraph(console, model)
+        show_paragraph(console, model, summary.folder)
         return
     curve = draw_losses(summary.folder / "events.jsonl", summary.folder / "loss.png")
     tokens = summary.rows_seen * model.config.context
@@ -40,7 +41,7 @@ def show_summary(summary: Summary, model: GPT, args: TrainArgs, *, epochs: int, 
         f"{validation}{skipped}.",
         style="bold",
     )
-    show_paragraph(console, model)
+    show_paragraph(console, model, summary.folder)
     rows = {
         "loss curve": curve,
         "checkpoint": summary.checkpoint,
@@ -55,18 +56,23 @@ def show_summary(summary: Summary, model: GPT, args: TrainArgs, *, epochs: int, 
         console.print(f"  {command}\n      {what}")
 
 
-def show_paragraph(console: Console, model: GPT) -> None:
+def show_paragraph(console: Console, model: GPT, folder: Path) -> None:
     with console.status("The model writes a paragraph ..."):
-        paragraph = write_paragraph(model)
+        paragraph = write_paragraph(model, folder)
     console.print(Panel(Text(paragraph), title="What the model wrote", title_align="left", style="dim"))
 
 
-def write_paragraph(model: GPT) -> str:
+def write_paragraph(model: GPT, folder: Path) -> str:
+    """`folder`: of the run, where the tokenizer is, if it has learnt one."""
     device = next(model.parameters()).device
-    start = torch.tensor(list(PROMPT.encode()), dtype=torch.long, device=device)
-    written = bytes(model.write(start, LENGTH, temperature=0.8).clamp(max=255).tolist()).decode(
-        "utf-8", errors="replace"
-    )
+    pieces = pieces_of(folder)
+    start = pieces.encode(PROMPT.encode()) if pieces is not None else torch.tensor(list(PROMPT.encode()))
+    length = LENGTH // 3 if pieces is not None else LENGTH  # a token is about that many letters
+    tokens = model.write(start.long().to(device), length, temperature=0.8).tolist()
+    if pieces is not None:
+        written = pieces.decode(tokens)
+    else:
+        written = bytes(min(token, 255) for token in tokens).decode("utf-8", errors="replace")
     return "".join(character for character in written if character.isprintable() or character == "\n")
 
 

@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from torch.utils.data import Dataset
 from potluck.environment import free_memory_bytes
 from potluck.errors import ConfigError
 from potluck.system import FOR_US_ALONE
+from potluck.train.word_pieces import WordPieces, learn_pieces
 from potluck.words import check_at_least, check_at_most
 
 COPIES = 4
@@ -32,6 +34,8 @@ class DataConfig:
     """The share of the text, at its end, that is never trained on."""
     limit_bytes: int | None = None
     """Read about this much at the most."""
+    tokenizer: Literal["bytes", "bpe"] = "bytes"
+    """Tokens are single bytes, or pieces of words that are learnt from the text (BPE), as many as model.vocab."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.validation < 1:
@@ -41,13 +45,17 @@ class DataConfig:
 
 
 class TextWindows(Dataset[Tensor]):
-    """Bytes cut into rows of context + 1 tokens, so that each of context tokens has a next one."""
+    """Tokens cut into rows of context + 1, so that each of context tokens has a next one."""
 
-    def __init__(self, text: bytes, context: int, *, digest: str = "", origin: str = "") -> None:
-        """`digest`: of all the text that this is a part of. `origin`: words for people."""
-        self.tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(0)
+    def __init__(self, text: bytes | Tensor, context: int, *, digest: str = "", origin: str = "") -> None:
+        """`text`: bytes, each of which is a token; or tokens. `digest`: of all the text that this is a part of.
+        `origin`: words for people."""
+        if isinstance(text, bytes):
+            digest = digest or hashlib.sha256(text).hexdigest()
+            text = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(0)
+        self.tokens = text
         self.context = context
-        self.digest = digest or hashlib.sha256(text).hexdigest()
+        self.digest = digest
         self.origin = origin
 
     def __len__(self) -> int:
@@ -61,27 +69,40 @@ class TextWindows(Dataset[Tensor]):
 
 
 def read_windows(config: DataConfig, context: int) -> tuple[TextWindows, TextWindows]:
-    """The training rows and the validation rows."""
+    """The training rows and the validation rows, of text read byte by byte."""
+    training, validation, _ = read_rows(config, context, 256)
+    return training, validation
+
+
+def read_rows(config: DataConfig, context: int, vocab: int) -> tuple[TextWindows, TextWindows, WordPieces | None]:
+    """The training rows and the validation rows; and what made tokens of the text, if it was learnt from it."""
     text = read_text(config)
     cut = len(text) - int(len(text) * config.validation)
     digest = hashlib.sha256(text).hexdigest()  # of both: workers share out what is looked at, too
     origin = "" if config.paths else f"the library of Python {platform.python_version()}"
-    training, validation = (
-        TextWindows(part, context, digest=digest, origin=origin) for part in (text[:cut], text[cut:])
-    )
+    parts: list[bytes | Tensor] = [text[:cut], text[cut:]]
+    pieces = None
+    if config.tokenizer == "bpe":
+        pieces = learn_pieces(text[:cut], vocab)
+        parts = [pieces.encode(part) for part in (text[:cut], text[cut:])]
+        digest = hashlib.sha256(f"{digest} {pieces.digest}".encode()).hexdigest()
+    training, validation = (TextWindows(part, context, digest=digest, origin=origin) for part in parts)
+    if not len(training) and pieces is not None:
+        raise ConfigError(
+            f"The text has {len(training.tokens):,} tokens for training, and one row needs {context + 1:,}. Give more"
+            " text with data.paths, or set a smaller model.context."
+        )
     if not len(training):
         raise ConfigError(
             f"The text has {len(text):,} bytes, of which {cut:,} are for training, and one row needs {context + 1:,}."
             " Give more text with data.paths, or set a smaller model.context."
         )
-    return training, validation
+    return training, validation, pieces
 
 
 def read_text(config: DataConfig) -> bytes:
     limit = config.limit_bytes or 1 << 62
-    files = (
-        [file for path in config.paths for file in _files_below(Path(path))] if config.paths else _standard_library()
-    )
+    files = [file for path in config.paths for file in files_below(Path(path))] if config.paths else _standard_library()
     _check_room(files, limit)
     found = bytearray()
     for file in files:
@@ -121,7 +142,7 @@ def _check_room(files: Sequence[Path], limit: int) -> None:
         )
 
 
-def _files_below(path: Path) -> list[Path]:
+def files_below(path: Path) -> list[Path]:
     try:
         there = path.exists()
     except OSError:  # a name that no system takes

@@ -21,12 +21,13 @@ from torch.utils.data import DataLoader
 from potluck.data.plan import BatchConfig
 from potluck.data.source import AskedData, held_out, source_of
 from potluck.engine.engine import Engine
-from potluck.engine.look_sums import Figures, loss_of_figures
+from potluck.engine.look_sums import Figures
 from potluck.engine.losses import LossFunction
 from potluck.engine.start import init
 from potluck.engine.weight_average import WeightAverage
 from potluck.errors import ConfigError, Interrupted, PotluckError
 from potluck.events import (
+    LOSS,
     CheckpointSaved,
     EpochDone,
     Event,
@@ -36,6 +37,7 @@ from potluck.events import (
     RunStarted,
     StepDone,
     Validated,
+    loss_among,
 )
 from potluck.save.checkpoint import CheckpointConfig
 from potluck.save.checkpoint_folder import BEST, best_of, found, holds_any
@@ -43,7 +45,7 @@ from potluck.save.run_folder import hold, make_run_folder
 from potluck.show.progress import Progress
 from potluck.signals import on_interrupt
 from potluck.train.schedule import ScheduleConfig
-from potluck.train.validations import Validations
+from potluck.train.validations import Validations, needs_loss
 from potluck.words import check_at_least, check_at_most, plural, size
 
 VALIDATIONS = "trainer.validations"
@@ -326,7 +328,7 @@ class Trainer:
         if self.engine.is_led:  # a newcomer has missed what the others found while it caught up
             self._validations.follow(_rows_of(self.engine.gather(asdict(self._validations))))
         self.engine.state[VALIDATIONS] = asdict(self._validations)
-        self.summary.best_loss = self._validations.best
+        self.summary.best_loss = self._validations.best_loss
         if is_best and self.config.checkpoint.best:
             self._save()
         if self._has_stopped_early:
@@ -336,9 +338,13 @@ class Trainer:
         """Whether the loss is the lowest so far."""
         looked: Figures = self.engine.evaluate(self.validate, self._validation)
         metrics = looked if isinstance(looked, dict) else {}
-        step, loss = self.engine.step_number, loss_of_figures(looked)
+        step, loss = self.engine.step_number, loss_among(looked)
         self.engine.events.emit(Validated(step=step, loss=loss, metrics=metrics))
-        return self._validations.take(step, loss)
+        is_best = self._validations.take(step, loss)
+        if loss is None and (self.config.checkpoint.best or self.config.patience is not None):
+            self._keep()
+            raise ConfigError(needs_loss(list(metrics)))
+        return is_best
 
     @property
     def _has_stopped_early(self) -> bool:
@@ -357,7 +363,7 @@ class Trainer:
         known = self.engine.state.get(VALIDATIONS, {})
         self._validations = Validations(**known)
         if known:
-            self.summary.best_loss = self._validations.best
+            self.summary.best_loss = self._validations.best_loss
 
     def _best_standing(self) -> dict[str, float]:
         """What a checkpoint says of itself, if it is of the best weights so far."""
@@ -485,7 +491,8 @@ def _tensorboard(folder: Path) -> Callable[[Event], None]:
                 for name in ("loss", "lr", "grad_norm"):
                     writer.add_scalar(f"train/{name}", getattr(event, name), event.step)
             case Validated():
-                for name, value in ({"loss": event.loss} | event.metrics).items():
+                loss = {LOSS: event.loss} if event.loss is not None else {}
+                for name, value in (loss | event.metrics).items():
                     writer.add_scalar(f"validation/{name}", value, event.step)
             case RunEnded():
                 writer.close()

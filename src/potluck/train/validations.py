@@ -14,16 +14,23 @@ class Validations:
     """Validations since the best one."""
     last_step: int = -1
 
-    def take(self, step: int, loss: float) -> bool:
+    def take(self, step: int, loss: float | None) -> bool:
         """Whether it is the best so far."""
         if step == self.last_step:  # a run that was resumed at its end looks once more
             return False
         self.count, self.last_step = self.count + 1, step
+        if loss is None:
+            return False
         is_best = loss < self.best or (math.isnan(self.best) and not math.isnan(loss))
         self.since_best = 0 if is_best else self.since_best + 1
         if is_best:
             self.best, self.best_step = loss, step
         return is_best
+
+    @property
+    def best_loss(self) -> float | None:
+        """None where no validation had a loss."""
+        return self.best if self.best_step >= 0 else None
 
     def is_out_of(self, patience: int | None) -> bool:
         return patience is not None and self.since_best >= patience
@@ -33,3 +40,11 @@ class Validations:
         seen = max(others, key=lambda other: other["count"])
         if seen["count"] > self.count:
             self.__dict__.update(seen)
+
+
+def needs_loss(names: list[str]) -> str:
+    """What a person hears whose validations give figures of these names, and who wants to know the best of them."""
+    return (
+        f"fit.patience and checkpoint.best go by the validation loss, and validate gave {', '.join(names)}. Name one of"
+        ' its figures "loss", of which lower is better; of an accuracy that is 1 - accuracy. The run is saved as it is.'
+    )

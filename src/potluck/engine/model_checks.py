@@ -1,0 +1,60 @@
+"""What a model must be like to be prepared: its numbers its own, and its shapes the same on every worker."""
+
+import json
+from typing import Any
+
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from potluck.engine.buffers import is_expanded
+from potluck.errors import ConfigError
+from potluck.link.link import Link
+from potluck.save.state import own_state
+
+
+def check_own_memory(model: nn.Module) -> None:
+    """Refuses parameters whose elements share memory."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise ConfigError(
+                f"{name} has no shape yet: its layer is a lazy one, such as nn.LazyLinear, which takes its shape from"
+                " the first batch. Run a batch through the model before prepare()."
+            )
+        if tensor.is_meta:
+            raise ConfigError(
+                f"{name} has a shape and no numbers: it is on the device meta. Make it real before prepare(), with"
+                " model.to_empty(device=...), and initialise it or load its weights."
+            )
+    for name, parameter in model.named_parameters():
+        if is_expanded(parameter):
+            raise ConfigError(
+                f"The parameter {name} is expanded: several of its numbers share one place in memory, and no optimizer"
+                " can step them. Give it memory of its own with nn.Parameter(tensor.expand(...).clone()), or keep the"
+                " small tensor as the parameter and expand it in forward()."
+            )
+
+
+def check_same_model(model: nn.Module, link: Link) -> None:
+    """A collective."""
+    state = own_state(model)
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    mine = [
+        [name, list(tensor.shape), str(tensor.dtype) + (", frozen" if name in frozen else "")]
+        for name, tensor in state.items()
+    ]
+    for rank, theirs in enumerate(map(json.loads, link.gather_bytes(json.dumps(mine).encode()))):
+        if theirs != mine:
+            first = next((a, b) for a, b in _padded(mine, theirs) if a != b)
+            raise ConfigError(
+                f"The model differs between workers: on worker {link.rank} it has {_tell(first[0])}"
+                f" where worker {rank} has {_tell(first[1])}. Build the same model on every worker."
+            )
+
+
+def _padded(a: list[Any], b: list[Any]) -> list[tuple[Any, Any]]:
+    longest = max(len(a), len(b))
+    return list(zip(a + [None] * (longest - len(a)), b + [None] * (longest - len(b)), strict=True))
+
+
+def _tell(entry: list[Any] | None) -> str:
+    return f"{entry[0]} {tuple(entry[1])} {entry[2]}" if entry else "nothing more"

@@ -1,0 +1,160 @@
+"""Records to tokens, by the model's own tokenizer and chat template, with what of them is the answer."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from potluck.errors import ConfigError
+from potluck.finetune.libraries import first_line, transformers
+from potluck.finetune.records import Form, TextRecord
+
+PLAIN_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] | capitalize }}: {{ message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}\n{% endfor %}"
+    "{% if add_generation_prompt %}Assistant:{% endif %}"
+)
+"""For a tokenizer that has no chat template; it is saved with the result."""
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    tokens: list[int]
+    answers: list[bool]
+    """Which of them are learnt."""
+    label: str | int | None = None
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The model's own; one that has no token for padding pads with the one that ends a text."""
+    try:
+        tokenizer = transformers().AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{folder} has no tokenizer that can be read: {first_line(error)}.") from None
+    if not tokenizer.is_fast:
+        raise ConfigError(
+            f"The tokenizer in {folder} is a slow one, which cannot say where its tokens lie in the text. Save a fast"
+            " one there: its file is tokenizer.json."
+        )
+    if tokenizer.pad_token is None:
+        # Padding is never looked at, and never learnt: any token serves.
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
+    tokenizer.padding_side = "right"
+    return tokenizer
+
+
+def give_template(tokenizer: Any, form: Form) -> str:
+    """Chats need a template: a sentence, where the tokenizer has none and gets a plain one."""
+    if form != "chat" or tokenizer.chat_template:
+        return ""
+    tokenizer.chat_template = PLAIN_TEMPLATE
+    return (
+        "This model's tokenizer has no chat template, so a plain one is used, and saved with the result:"
+        " User: ..., Assistant: ..."
+    )
+
+
+class Encoder:
+    """Of records of one form."""
+
+    def __init__(self, tokenizer: Any, form: Form) -> None:
+        self.tokenizer = tokenizer
+        # Who has a template is spoken to in it, also with prompts: that is how the model was taught to answer.
+        self.form: Form = "chat" if form == "prompt" and tokenizer.chat_template else form
+        self.unseen = 0
+        """Answers that are not learnt: the template writes them otherwise once more follows."""
+        self._special = tuple(token for token in tokenizer.all_special_tokens if token)
+
+    def encode(self, records: Sequence[TextRecord]) -> Iterator[Encoded]:
+        """In one call of the tokenizer, which works on all cores."""
+        planned = [self._plan(record) for record in records]
+        found = self.tokenizer(
+            [text for text, _ in planned],
+            add_special_tokens=self.form != "chat",  # a template has its own
+            return_offsets_mapping=True,
+            return_attention_mask=False,
+            verbose=False,
+        )
+        rows = zip(records, planned, found["input_ids"], found["offset_mapping"], strict=True)
+        for record, (_, spans), tokens, offsets in rows:
+            if self.form == "label":
+                yield Encoded(tokens, [False] * len(tokens), record.fields["label"])
+                continue
+            answers = _within(offsets, spans) if spans is not None else [True] * len(tokens)
+            end = self.tokenizer.eos_token_id
+            if self.form != "chat" and end is not None and tokens[-1:] != [end]:
+                tokens, answers = [*tokens, end], [*answers, True]
+            yield Encoded(tokens, answers)
+
+    def _plan(self, record: TextRecord) -> tuple[str, list[tuple[int, int]] | None]:
+        """The text, and where in it the answers are; None: all of it is learnt."""
+        fields = record.fields
+        if self.form in ("text", "label"):
+            return fields["text"], None
+        if self.form == "prompt":
+            text = fields["prompt"] + fields["completion"]
+            return text, [(len(fields["prompt"]), len(text))]
+        try:
+            return self._plan_chat(messages_of(record))
+        except ConfigError:
+            raise
+        except Exception as error:  # a template says in its own way what it does not take
+            raise ConfigError(f"{record.where}: the model's chat template refuses it: {first_line(error)}.") from None
+
+    def _plan_chat(self, messages: list[dict[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
+        text = self.written(messages)
+        spans = []
+        for index, message in enumerate(messages):
+            if message["role"] != "assistant" or not message["content"].strip():
+                continue
+            before, upto = self.written(messages[:index], asks=True), self.written(messages[: index + 1])
+            if not text.startswith(before) or (bare := self._without_end(upto)) != text[: len(bare)]:
+                self.unseen += 1
+            elif len(before) < len(bare):
+                spans.append((len(before), len(bare)))
+        return text, spans
+
+    def written(self, messages: list[dict[str, Any]], *, asks: bool = False) -> str:
+        """As the model reads it. `asks`: up to where it is to answer."""
+        if not messages and not asks:
+            return ""
+        return str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=asks))
+
+    def _without_end(self, text: str) -> str:
+        """A template's line break after the token that ends an answer is not a part of it."""
+        bare = text.rstrip()
+        return bare if bare.endswith(self._special) else text
+
+    def prompt_of(self, record: TextRecord, most_letters: int = 200) -> tuple[str, str]:
+        """What a sample is asked: in words for people, and as the model reads it."""
+        fields = record.fields
+        if self.form == "chat":
+            messages = messages_of(record)
+            at = next(i for i, message in enumerate(messages) if message["role"] == "assistant")
+            asked = messages[:at]
+            shown = asked[-1]["content"] if asked else ""
+            return shown, self.written(asked, asks=True)
+        if self.form == "prompt":
+            return fields["prompt"], fields["prompt"]
+        words = fields["text"][:most_letters].split(" ")
+        start = " ".join(words[: max(1, min(8, len(words) // 2))])
+        return start, start
+
+
+def messages_of(record: TextRecord) -> list[dict[str, Any]]:
+    fields = record.fields
+    if record.form == "chat":
+        return [dict(message) for message in fields["messages"]]
+    return [{"role": "user", "content": fields["prompt"]}, {"role": "assistant", "content": fields["completion"]}]
+
+
+def _within(offsets: list[tuple[int, int]], spans: list[tuple[int, int]]) -> list[bool]:
+    """Which tokens have letters of one of the spans, in their order: also one that begins before it."""
+    found, at = [], 0
+    for start, end in offsets:
+        while at < len(spans) and start >= spans[at][1]:
+            at += 1
+        found.append(end > start and at < len(spans) and end > spans[at][0])
+    return found

@@ -1,0 +1,37 @@
+"""The libraries of the extra `finetune`, imported when they are needed, and said how to install where they are not."""
+
+import importlib
+import logging
+import os
+from typing import Any
+
+from potluck.errors import ConfigError
+
+TALKATIVE = ("torchao", "torch.utils._pytree", "transformers", "peft", "datasets", "huggingface_hub")
+"""They log what no reader of a run can use: what failed is said by us."""
+
+
+def need(name: str, install: str = "'potluck[finetune]'") -> Any:
+    """A library, or the sentence that says how to get it."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # else it warns in processes that fetch
+    for talker in TALKATIVE:
+        logging.getLogger(talker).setLevel(logging.ERROR)
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        missing = error.name or name
+        raise ConfigError(f"This needs {missing}, which is not installed here: pip install {install}.") from None
+
+
+def transformers() -> Any:
+    """Without its own bars and warnings."""
+    library = need("transformers")
+    library.logging.set_verbosity_error()
+    library.logging.disable_progress_bar()
+    return library
+
+
+def first_line(error: BaseException) -> str:
+    """What a library said, without its stack of advice; to end a sentence of ours."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[0] if lines else type(error).__name__).rstrip(".")

@@ -1,0 +1,158 @@
+"""Recipes that fine-tune a model of Hugging Face: `[model] hf`, `[lora]`, `[data]`, and all that every recipe has."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+
+from potluck.batch_shapes import to_device
+from potluck.devices import memory_of
+from potluck.engine.engine import Engine
+from potluck.environment import free_memory_bytes, machine_bytes
+from potluck.errors import ConfigError
+from potluck.finetune.base import add_adapter, bytes_of_frozen, context_of, known_labels, load_base
+from potluck.finetune.base_files import find_base, numbers_in
+from potluck.finetune.encoding import load_tokenizer
+from potluck.finetune.objective import answer_loss, label_figures, label_loss, packs_apart
+from potluck.finetune.rows import PreparedRows, prepare_rows
+from potluck.finetune.settings import AdapterConfig, PretrainedConfig, RowsConfig
+from potluck.finetune.token_rows import TokenCollate, TokenRow
+from potluck.train.arguments import TrainArgs
+from potluck.train.recipe import RecipeConfig, RecipeParts, fit_recipe, make_optimizer
+from potluck.train.trainer import Summary
+from potluck.words import count, plural, size
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FinetuneConfig(RecipeConfig):
+    """A recipe that fine-tunes a model of Hugging Face."""
+
+    model: PretrainedConfig
+    data: RowsConfig
+    lora: AdapterConfig | None = None
+    """An adapter, which alone is trained; None: all of the model is."""
+
+    def __post_init__(self) -> None:
+        RecipeConfig.__post_init__(self)
+        if self.lora is None and self.model.load != "plain":
+            raise ValueError(f'model.load = "{self.model.load}" is for a frozen base: add a [lora] table')
+
+
+def train_finetune(config: FinetuneConfig, args: TrainArgs, engine: Engine) -> Summary:
+    """Trains the recipe in its run folder. Called on every worker."""
+    speaks = engine.run.speaks
+    folder = find_base(config.model.hf, tells=speaks)
+    tokenizer, context = load_tokenizer(folder), context_of(folder, config.model)
+    with telling(speaks, "Reading the rows") as tell:
+        rows = prepare_rows(config.data, tokenizer, context, config.model.task, known_labels(folder), tell)
+    if speaks:
+        _tell_of_rows(rows, engine)
+    _check_memory(config, folder, engine)
+    torch.manual_seed(config.fit.seed)
+    with telling(speaks, f"Loading {folder.name if Path(config.model.hf).is_dir() else config.model.hf}"):
+        model = make_model(config, folder, engine.device, rows.labels, pad=tokenizer.pad_token_id)
+    if rows.collate.packing and speaks:
+        _try_packing(model, rows, engine)
+    is_labelled = rows.labels is not None
+    parts = RecipeParts(
+        model=model,
+        optimizer=make_optimizer(model, config.optimizer),
+        training=rows.training,
+        validation=rows.validation,
+        loss=label_loss if is_labelled else answer_loss,
+        validate=label_figures if is_labelled else None,
+        collate=rows.collate,
+        samples_per_row=rows.answers_per_row,
+        unit="rows" if is_labelled else "tokens",
+    )
+    return fit_recipe(config, parts, args, engine)
+
+
+def make_model(
+    config: FinetuneConfig, folder: Path, device: torch.device, labels: list[str] | None, *, pad: int
+) -> nn.Module:
+    """The base, with the adapter if there is to be one. Draws random numbers."""
+    model, fresh = load_base(folder, config.model, device, labels=labels, is_frozen=config.lora is not None)
+    about: Any = model.config
+    if about.pad_token_id is None:  # by it a model that classifies finds where a row ends
+        about.pad_token_id = pad
+    if config.lora is not None:
+        return add_adapter(model, config.lora, classifies=labels is not None, fresh=fresh)
+    return model
+
+
+@contextmanager
+def telling(speaks: bool, what: str) -> Iterator[Callable[[int], None]]:
+    """A line that lives while something takes its time, and stays away where nobody looks."""
+    console = Console(stderr=True, highlight=False)
+    if not (speaks and console.is_terminal):
+        yield lambda rows: None
+        return
+    started = time.monotonic()
+    with console.status(f"{what} ...") as status:
+        yield lambda rows: status.update(f"{what}: {rows:,} in {time.monotonic() - started:.0f} s ...")
+
+
+def _tell_of_rows(rows: PreparedRows, engine: Engine) -> None:
+    for sentence in rows.sentences:
+        engine.run.say(sentence)
+    what = f"{count(rows.answers_per_row * len(rows.training))} tokens of answers"
+    if rows.labels is not None:
+        shown = ", ".join(rows.labels[:6]) + (", ..." if len(rows.labels) > 6 else "")
+        what = f"{plural(len(rows.labels), 'label')}: {shown}"
+    engine.run.say(
+        f"{plural(len(rows.training), 'row')} to train on, {len(rows.validation):,} to validate with; {what}."
+    )
+
+
+def _check_memory(config: FinetuneConfig, folder: Path, engine: Engine) -> None:
+    """A model that cannot fit is refused, with figures, before the system ends somebody for it."""
+    pipelines = engine.layers.pipelines
+    if config.lora is not None:
+        needed = bytes_of_frozen(folder, config.model)
+        has_parts = config.strategy.bytes_per_parameter(2) < config.strategy.bytes_per_parameter(1)
+        needed = needed // pipelines if has_parts else needed
+    else:
+        needed = int(numbers_in(folder) * config.strategy.bytes_per_parameter(pipelines))
+    needed //= max(1, engine.link.world // pipelines)
+    if (memory := memory_of(engine.device)) is not None:
+        here, has, where = 1, memory[not engine.is_led], "this GPU"
+    else:
+        here = engine.link.world if engine.is_led else config.workers.count
+        has, where = free_memory_bytes() if engine.is_led else machine_bytes(), "this machine"
+    if needed * here > has:
+        advice = "Load it in fewer bits, with --load 4bit" if config.lora is not None else "Train an adapter instead"
+        raise ConfigError(
+            f"{folder.name} needs {size(needed * here)} of memory to be fine-tuned here, and {where} has {size(has)}."
+            f' {advice}, use fewer workers, or split the model over them with strategy.kind = "full_shard".'
+        )
+
+
+def _try_packing(model: nn.Module, rows: PreparedRows, engine: Engine) -> None:
+    """Whether this kind of model keeps documents of one row apart is seen, and said if it does not."""
+    several = (row for row in map(rows.training.__getitem__, range(len(rows.training))) if len(row.lengths) > 1)
+    if (row := next(several, None)) is None:
+        return
+    device = next(model.parameters()).device
+    together, apart = in_parts(rows, row)
+    if not packs_apart(model, to_device(together, device), to_device(apart, device)):
+        engine.run.say(
+            "Rows are packed, and this kind of model does not keep them apart: each sees those before it in its row."
+            " Leave out data.packing to have each by itself."
+        )
+
+
+def in_parts(rows: PreparedRows, row: TokenRow) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
+    """A packed row as a batch; and each of its documents as one."""
+    at, apart, plain = 0, [], TokenCollate(rows.collate.pad)
+    for length in row.lengths:
+        part = slice(at, at + length)
+        apart.append(plain([TokenRow(row.tokens[part], row.answers[part], (length,))]))
+        at += length
+    return rows.collate([row]), apart

@@ -1,0 +1,217 @@
+"""DATA to records: chats, prompts with completions, texts, or texts with labels, each with the place it is from.
+
+Reads JSONL, JSON and plain text by itself, so that a broken line can be named; CSV, Parquet, folders and hub ids
+through `datasets`. Knows nothing of tokens.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from potluck.errors import ConfigError
+from potluck.finetune.base_files import HUB_ID
+from potluck.finetune.libraries import first_line, need
+from potluck.finetune.settings import RowsConfig
+from potluck.train.text import files_below
+
+Form = Literal["chat", "prompt", "text", "label"]
+EXPECTED = '{"messages": [...]}, {"prompt": ..., "completion": ...}, {"text": ...}, or {"text": ..., "label": ...}'
+TOLD = {
+    "chat": "chats (messages)",
+    "prompt": "prompts with completions",
+    "text": "texts",
+    "label": "texts with labels",
+}
+READ = {".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".txt", ".md", ".text"}
+HELD_OUT = ("validation", "valid", "dev", "eval", "test")
+"""Names of splits that are never trained on; the first of them that is there is looked at."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextRecord:
+    where: str
+    form: Form
+    fields: Mapping[str, Any]
+    is_held_out: bool = False
+    """By the data themselves, which have a split for it."""
+
+
+def read_records(config: RowsConfig) -> Iterator[TextRecord]:
+    """All of one form."""
+    first: TextRecord | None = None
+    for number, record in enumerate(_all(config.paths)):
+        if number == config.limit:
+            return
+        first = first or record
+        if record.form != first.form:
+            raise ConfigError(
+                f"{record.where} has {TOLD[record.form]}, and {first.where} {TOLD[first.form]}. Give rows of one form:"
+                f" {EXPECTED}."
+            )
+        yield record
+    if first is None:
+        raise ConfigError(f"There is no row in {', '.join(config.paths)}. Expected is {EXPECTED}.")
+
+
+def _all(paths: tuple[str, ...]) -> Iterator[TextRecord]:
+    for name in paths:
+        path = Path(name).expanduser()
+        is_id = not path.exists() and HUB_ID.fullmatch(name) and path.suffix.lower() not in READ
+        if _is_of_datasets(path) or is_id:
+            yield from _of_datasets(name, path if path.exists() else None)
+            continue
+        files = files_below(path)
+        if path.is_dir():
+            files = [file for file in files if file.suffix.lower() in READ]
+        if not files:
+            raise ConfigError(f"There is nothing to read in {path}. Known are: {', '.join(sorted(READ))}.")
+        for file in files:
+            yield from _of_file(file)
+
+
+def _of_file(file: Path) -> Iterator[TextRecord]:
+    match file.suffix.lower():
+        case ".jsonl" | ".ndjson":
+            yield from _of_lines(file)
+        case ".json":
+            yield from _of_json(file)
+        case ".csv" | ".tsv" | ".parquet":
+            yield from _of_table(file)
+        case _:
+            text = _text(file)
+            if text.strip():
+                yield TextRecord(str(file), "text", {"text": text})
+
+
+def _of_lines(file: Path) -> Iterator[TextRecord]:
+    try:
+        with file.open("rb") as opened:
+            for number, line in enumerate(opened, 1):
+                where = f"Line {number:,} of {file}"
+                if line.strip():
+                    yield record_of(_json(line, where), where)
+    except OSError as error:
+        raise ConfigError(f"Cannot read {file}: {error.strerror}.") from None
+
+
+def _of_json(file: Path) -> Iterator[TextRecord]:
+    text = _text(file)
+    if not text.lstrip().startswith("["):  # lines, whatever they are called
+        yield from _of_lines(file)
+        return
+    for number, fields in enumerate(_json(text.encode(), str(file)), 1):
+        where = f"Row {number:,} of {file}"
+        yield record_of(fields, where)
+
+
+def _json(data: bytes, where: str) -> Any:
+    try:
+        return json.loads(data.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is one too
+        raise ConfigError(f"{where} is not valid JSON: {first_line(error)}. Expected is {EXPECTED}.") from None
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise ConfigError(f"Cannot read {file}: {error.strerror}.") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{file} is not text in UTF-8. Known are: {', '.join(sorted(READ))}.") from None
+
+
+def _of_table(file: Path) -> Iterator[TextRecord]:
+    library = need("datasets")
+    library.disable_progress_bars()
+    try:
+        if file.suffix.lower() == ".parquet":
+            table = library.Dataset.from_parquet(str(file))
+        else:
+            table = library.Dataset.from_csv(str(file), sep="\t" if file.suffix.lower() == ".tsv" else ",")
+    except Exception as error:  # of pandas, pyarrow or datasets
+        raise ConfigError(f"Cannot read {file}: {first_line(error.__cause__ or error)}.") from None
+    yield from _of_rows(table, str(file))
+
+
+def _is_of_datasets(path: Path) -> bool:
+    return (path / "state.json").is_file() or (path / "dataset_dict.json").is_file()
+
+
+def _of_datasets(name: str, folder: Path | None) -> Iterator[TextRecord]:
+    library = need("datasets")
+    try:
+        found = library.load_from_disk(str(folder)) if folder is not None else library.load_dataset(name)
+    except Exception as error:  # whatever a network can do
+        if folder is not None:
+            raise ConfigError(f"Cannot read {folder}: {first_line(error)}.") from None
+        raise ConfigError(
+            f"{name} is no file or folder here, and could not be had from the Hugging Face hub: {first_line(error)}."
+            f" Check the name; or get it where there is a network, with hf download --repo-type dataset {name}, and"
+            " name its files, or point HF_HOME to a cache that has it."
+        ) from None
+    if not isinstance(found, dict):  # one split
+        yield from _of_rows(found, name)
+        return
+    held_out = next((split for split in HELD_OUT if split in found), None)
+    trained = "train" if "train" in found else next(split for split in found if split != held_out)
+    yield from _of_rows(found[trained], f"{name} ({trained})")
+    if held_out is not None and held_out != trained:
+        yield from _of_rows(found[held_out], f"{name} ({held_out})", is_held_out=True)
+
+
+def _of_rows(table: Any, name: str, *, is_held_out: bool = False) -> Iterator[TextRecord]:
+    for number, fields in enumerate(table, 1):
+        where = f"Row {number:,} of {name}"
+        found = record_of({key: value for key, value in fields.items() if value is not None}, where)
+        yield TextRecord(found.where, found.form, found.fields, is_held_out)
+
+
+def record_of(fields: Any, where: str) -> TextRecord:
+    """One row, checked; a ConfigError says where it is, and what was expected."""
+    if not isinstance(fields, dict):
+        raise ConfigError(f"{where} is no table of fields. Expected is {EXPECTED}.")
+    if "messages" in fields:
+        _check_chat(fields["messages"], where)
+        return TextRecord(where, "chat", fields)
+    if "prompt" in fields and "completion" in fields:
+        _check_text(fields, "prompt", where, may_be_empty=True)
+        _check_text(fields, "completion", where)
+        return TextRecord(where, "prompt", fields)
+    if "text" in fields:
+        _check_text(fields, "text", where)
+        if "label" not in fields:
+            return TextRecord(where, "text", fields)
+        if not isinstance(fields["label"], str | int):
+            raise ConfigError(f"{where}: label is a word or a whole number, not {_shown(fields['label'])}.")
+        return TextRecord(where, "label", fields)
+    has = ", ".join(map(str, list(fields)[:8])) or "no fields"
+    raise ConfigError(f"{where} has {has}. Expected is {EXPECTED}.")
+
+
+def _check_text(fields: dict[str, Any], name: str, where: str, *, may_be_empty: bool = False) -> None:
+    if not isinstance(fields[name], str):
+        raise ConfigError(f"{where}: {name} is text, not {_shown(fields[name])}.")
+    if not fields[name].strip() and not may_be_empty:
+        raise ConfigError(f"{where}: {name} is empty.")
+
+
+def _check_chat(messages: Any, where: str) -> None:
+    if not isinstance(messages, list) or not messages:
+        raise ConfigError(f"{where}: messages is a list of messages, not {_shown(messages)}.")
+    for message in messages:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise ConfigError(f'{where}: a message is {{"role": ..., "content": ...}}, not {_shown(message)}.')
+        if not isinstance(message.get("content"), str):
+            raise ConfigError(f"{where}: the content of a message is text, not {_shown(message.get('content'))}.")
+    if not any(message["role"] == "assistant" and message["content"].strip() for message in messages):
+        raise ConfigError(
+            f"{where} is a chat without an answer: it has no message of the role assistant, and there is nothing to"
+            " learn from it. Add the answer, or remove the row."
+        )
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, default=str, ensure_ascii=False)
+    return text if len(text) <= 60 else f"{text[:60]}..."

@@ -1,0 +1,138 @@
+"""What a run comes to: a folder that `from_pretrained` loads, written from the newest checkpoint by the libraries.
+
+Needs the base's config and none of its weights, so it takes little memory, and any strategy's checkpoint serves.
+"""
+
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from potluck.config import from_toml
+from potluck.errors import ConfigError
+from potluck.finetune.base import adapter_settings, known_labels, load_base, shape_of
+from potluck.finetune.base_files import find_base
+from potluck.finetune.encoding import give_template, load_tokenizer
+from potluck.finetune.libraries import need, transformers
+from potluck.finetune.recipe import FinetuneConfig
+from potluck.finetune.records import TextRecord, read_records
+from potluck.finetune.rows import names_of
+from potluck.save.checkpoint_folder import found
+from potluck.save.export import write_plain
+
+ADAPTER, MODEL = "adapter", "model"
+WITHIN, SAVED = "base_model.model.", ".modules_to_save."
+"""In names of peft: before those of the base, and after those of layers that are trained whole."""
+
+
+def config_of(run: Path) -> FinetuneConfig:
+    return from_toml(FinetuneConfig, (run / "run.toml").read_text(encoding="utf-8"), source=str(run / "run.toml"))
+
+
+def result_of(run: Path, config: FinetuneConfig) -> Path:
+    return run / (ADAPTER if config.lora is not None else MODEL)
+
+
+def write_result(run: Path, config: FinetuneConfig) -> Path:
+    """The adapter's folder, or the model's, of the newest checkpoint. One that is as new stays."""
+    out = result_of(run, config)
+    checkpoints = found(run / "checkpoints")
+    if not checkpoints:
+        if out.is_dir():
+            return out
+        raise ConfigError(f"There is no checkpoint in {run}, so there is no result yet.")
+    mark = out / "checkpoint"
+    if mark.is_file() and mark.read_text(encoding="utf-8").strip() == checkpoints[0].name:
+        return out
+    base = find_base(config.model.hf)
+    try:
+        with tempfile.TemporaryDirectory(prefix=".writing-", dir=run) as place:
+            plain, aside = Path(place) / "plain.safetensors", Path(place) / out.name
+            write_plain(checkpoints[0], plain)
+            _save(config, base, load_file(plain), aside)
+            (aside / "checkpoint").write_text(checkpoints[0].name + "\n", encoding="utf-8")
+            if out.exists():
+                shutil.rmtree(out)
+            aside.rename(out)
+    except OSError as error:
+        raise ConfigError(
+            f"Cannot write {out}: {error.strerror or error}. The run is in {checkpoints[0]} all the same: free some"
+            f" space, and write it again with potluck chat {run}."
+        ) from None
+    return out
+
+
+def _save(config: FinetuneConfig, base: Path, state: dict[str, torch.Tensor], aside: Path) -> None:
+    labels = labels_of(config, base, state)
+    model: Any = shape_of(base, labels)
+    model.config._name_or_path = model.name_or_path = named(config, base)
+    if config.lora is not None:
+        fresh = tuple(sorted({name.split(SAVED)[0].removeprefix(WITHIN) for name in state if SAVED in name}))
+        settings = adapter_settings(config.lora, classifies=labels is not None, fresh=fresh)
+        with torch.device("meta"):
+            model = need("peft").get_peft_model(model, settings)
+        model.save_pretrained(aside, state_dict=state, save_embedding_layers=False)
+        if labels is not None:  # an adapter has no config of its own, and the base does not know them
+            model.config.save_pretrained(aside)
+        (aside / "README.md").unlink(missing_ok=True)  # a card to be filled in
+    else:
+        model.save_pretrained(aside, state_dict=state)
+    tokenizer = load_tokenizer(base)
+    if (first := first_record(config)) is not None:
+        give_template(tokenizer, first.form if labels is None else "label")
+    tokenizer.save_pretrained(str(aside))
+
+
+def named(config: FinetuneConfig, base: Path) -> str:
+    """How an adapter finds its base: by its folder, or by its id."""
+    return str(base.absolute()) if Path(config.model.hf).expanduser().is_dir() else config.model.hf
+
+
+def first_record(config: FinetuneConfig) -> TextRecord | None:
+    """Of the data, where this machine has them: a host may lead a run without."""
+    try:
+        return next(read_records(config.data))
+    except ConfigError:
+        return None
+
+
+def labels_of(config: FinetuneConfig, base: Path, state: dict[str, torch.Tensor]) -> list[str] | None:
+    """Of a run that classifies: by the data, or where they are not here, numbers."""
+    first = first_record(config)
+    if config.model.task == "write" or (first is not None and first.form != "label"):
+        return None
+    if first is None and config.model.task != "classify":
+        return None
+    if first is None:
+        heads = [tensor for name, tensor in state.items() if _is_head(name)]
+        return [str(number) for number in range(len(heads[-1]))] if heads else ["0", "1"]
+    return names_of((record.fields["label"] for record in read_records(config.data)), known_labels(base))
+
+
+def _is_head(name: str) -> bool:
+    return "score" in name or "classifier" in name
+
+
+def load_result(run: Path, config: FinetuneConfig, device: torch.device) -> tuple[Any, Any]:
+    """The fine-tuned model and its tokenizer, ready to be asked."""
+    folder, library = write_result(run, config), transformers()
+    tokenizer = load_tokenizer(folder)
+    if config.lora is None:
+        is_labelled = library.AutoConfig.from_pretrained(str(folder)).architectures[0].endswith("Classification")
+        kind = library.AutoModelForSequenceClassification if is_labelled else library.AutoModelForCausalLM
+        return kind.from_pretrained(str(folder), local_files_only=True).to(device).eval(), tokenizer
+    labels = None
+    if (folder / "config.json").is_file():
+        names = library.AutoConfig.from_pretrained(str(folder)).id2label
+        labels = [names[number] for number in sorted(names)]
+    base, _ = load_base(find_base(config.model.hf), config.model, device, labels=labels, is_frozen=True)
+    about: Any = base.config
+    if about.pad_token_id is None:
+        about.pad_token_id = tokenizer.pad_token_id
+    model = need("peft").PeftModel.from_pretrained(base, str(folder))
+    moved: nn.Module = model if config.model.load != "plain" else model.to(device)
+    return moved.eval(), tokenizer

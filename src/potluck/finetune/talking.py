@@ -1,0 +1,77 @@
+"""A model that answers: samples before and after a run, and chats, token by token."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from potluck.finetune.libraries import transformers
+
+
+@torch.no_grad()
+def answer(
+    model: Any,
+    tokenizer: Any,
+    prompt: str,
+    *,
+    length: int,
+    temperature: float = 0.0,
+    is_written: bool = True,
+    hear: Callable[[str], None] = lambda text: None,
+) -> str:
+    """What the model says to a prompt. `is_written`: by a template, which has put in all tokens that are special.
+    `hear`: gets it bit by bit."""
+    found = tokenizer(prompt, return_tensors="pt", add_special_tokens=not is_written, verbose=False)
+    tokens = found["input_ids"]
+    if not is_written and tokens.shape[1] > 1 and tokens[0, -1] == tokenizer.eos_token_id:
+        tokens = tokens[:, :-1]  # it is to continue, not to have ended
+    tokens = tokens[:, -room_of(model, length) :].to(next(model.parameters()).device)
+    chooses = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
+    written = model.generate(
+        input_ids=tokens,
+        attention_mask=torch.ones_like(tokens),
+        max_new_tokens=length,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=_ends(model, tokenizer),
+        streamer=_streamer(tokenizer, hear),
+        **chooses,
+    )
+    return printable(tokenizer.decode(written[0, tokens.shape[1] :], skip_special_tokens=True))
+
+
+def room_of(model: Any, length: int) -> int:
+    """How many tokens of a prompt the model can read, if it is to write so many more."""
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 24
+    return max(1, int(most) - length)
+
+
+def _ends(model: Any, tokenizer: Any) -> list[int] | None:
+    """The tokens that end an answer, as the model or its tokenizer has them."""
+    told = getattr(model.generation_config, "eos_token_id", None)
+    known = told if isinstance(told, list) else [told]
+    return sorted({one for one in [*known, tokenizer.eos_token_id] if one is not None}) or None
+
+
+def _streamer(tokenizer: Any, hear: Callable[[str], None]) -> Any:
+    class Streamer(transformers().TextStreamer):  # type: ignore[misc]
+        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+            hear(printable(text))
+
+    return Streamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+
+
+def printable(text: str) -> str:
+    """Nothing that a terminal would obey."""
+    return "".join(letter for letter in text if letter.isprintable() or letter == "\n")
+
+
+@torch.no_grad()
+def classify(model: Any, tokenizer: Any, text: str) -> tuple[str, float]:
+    """The label, and how sure the model is of it."""
+    most = room_of(model, 0)
+    found = tokenizer(text, return_tensors="pt", truncation=True, max_length=most, verbose=False)
+    device = next(model.parameters()).device
+    logits = model(input_ids=found["input_ids"].to(device), attention_mask=found["attention_mask"].to(device)).logits
+    chances = torch.softmax(logits[0].float(), -1)
+    best = int(chances.argmax())
+    return str(model.config.id2label[best]), float(chances[best])

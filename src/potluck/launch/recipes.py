@@ -1,0 +1,134 @@
+"""One worker of a recipe's run, whichever kind of recipe it is: of the built-in model, or of one from Hugging Face."""
+
+import json
+import os
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from potluck.agree.policy import policy_of
+from potluck.composition import Wanted, compose, ranks_per_worker
+from potluck.config import from_dict, parse_toml
+from potluck.devices import choose_device
+from potluck.engine.engine import Engine
+from potluck.engine.node_client import NodeClient
+from potluck.engine.start import as_one_worker, connect, init, led_engine
+from potluck.environment import usable_cores
+from potluck.errors import ConfigError
+from potluck.finetune.base_files import cached
+from potluck.finetune.ending import show_result
+from potluck.finetune.recipe import FinetuneConfig, train_finetune
+from potluck.finetune.settings import is_finetune
+from potluck.fleet.client import Client
+from potluck.fleet.invite import read_invite
+from potluck.link.link import Alone, Link
+from potluck.link.ranks import asked_ranks, is_later_rank, ranks_here
+from potluck.train.arguments import TrainArgs, ask_for_files, find_recipe
+from potluck.train.recipe import RecipeConfig, RunConfig, train_recipe
+from potluck.train.summary import show_summary
+from potluck.wire.words import clean
+
+
+def main(arguments: list[str]) -> None:
+    """The launcher passes its arguments as JSON; every worker of the run gets the same."""
+    args = from_dict(TrainArgs, json.loads(arguments[0]), "the arguments")
+    text, source = find_recipe(args.recipe)
+    config = read_recipe(text, source, tuple(args.settings))
+    options: dict[str, Any] = {"stages": config.stages, "step": config.step, "wire": config.wire}
+    with init(config.policy, config.strategy, **options, patience_s=config.workers.patience_s) as engine:
+        keeps_folder = engine.lifecycle.keeps_folder and args.summary != "none"
+        if isinstance(config, RunConfig):
+            _train_built_in(config, args, engine, shows=keeps_folder)
+            return
+        summary = train_finetune(config, args, engine)
+    if keeps_folder:  # the model of the run is gone by now, and its memory is free
+        show_result(summary, config)
+
+
+def _train_built_in(config: RunConfig, args: TrainArgs, engine: Engine, *, shows: bool) -> None:
+    summary, model = train_recipe(config, args, engine)
+    if shows:
+        replica = engine.run.replica
+        is_split = replica is not None and (replica.gathers or config.stages is not None)
+        show_summary(summary, model, args, epochs=config.fit.epochs, is_split=is_split)
+
+
+def read_recipe(text: str, source: str, overrides: tuple[str, ...]) -> RunConfig | FinetuneConfig:
+    """Of whichever kind it is."""
+    table = parse_toml(text, source=source, overrides=overrides)
+    return from_dict(FinetuneConfig, table) if is_finetune(table) else from_dict(RunConfig, table)
+
+
+def join(arguments: list[str]) -> None:
+    """One worker of the run that the invite names: the recipe comes from the host, as TOML and never as code."""
+    settings = tuple(json.loads(arguments[0]))  # what was given by --data, and nothing else
+    device, is_first = choose_device(), not is_later_rank()
+    joined: tuple[Client | NodeClient, torch.device, Link]
+    if is_first:
+        joined = connect(read_invite(None), device, asked_ranks() or 1), device, Alone()
+    else:
+        joined = as_one_worker(None, device, int(os.environ["WORLD_SIZE"]))
+    client = joined[0]
+    try:
+        text = client.welcome.recipe if client.welcome is not None else ""
+        if not text:
+            raise ConfigError(
+                "This host trains a script, not a recipe. Join with your copy of it: potluck join INVITE SCRIPT"
+            )
+        try:
+            config = read_recipe(text, "the host's recipe", settings)
+        except ConfigError as error:  # it may quote the recipe, which the host wrote
+            raise ConfigError(clean(str(error))) from None
+        if config.data.paths and not any(setting.startswith("data.paths=") for setting in settings):
+            raise ask_for_files(config.data.paths)
+        if isinstance(config, FinetuneConfig) and not any(setting.startswith("model.hf=") for setting in settings):
+            config = _with_own_base(config)
+        _check_little(config)
+        ranks = ranks_per_worker(config.strategy, ranks_here(torch.cuda.device_count()), asked_ranks())
+        wanted = Wanted(
+            policy=policy_of(config.policy, has_host=True),
+            strategy=config.strategy,
+            stages=config.stages,
+            wire=config.wire,
+            world=ranks,
+            has_host=True,
+            offload_optimizer=config.step.offload_optimizer,
+            on_gpu=device.type == "cuda",
+        )
+        compose(wanted)
+        if isinstance(client, Client):
+            joined = as_one_worker(client, device, ranks)
+    except BaseException:
+        client.close()
+        raise
+    with led_engine(*joined, wanted, config.step) as engine:
+        args = TrainArgs(recipe="the host's")
+        if isinstance(config, RunConfig):
+            train_recipe(config, args, engine)
+        else:
+            train_finetune(config, args, engine)
+
+
+def _with_own_base(config: FinetuneConfig) -> FinetuneConfig:
+    """A host names a model, and not a folder of ours: what is in the cache of this machine is that model."""
+    name = config.model.hf
+    found = cached(name)
+    if found is None:
+        shown = clean(name[:200])
+        raise ConfigError(
+            f"This run fine-tunes {shown}, and this machine has no copy of it in its cache. Get it with hf download"
+            f" {shown}; or name a folder that holds it, with potluck join --base FOLDER INVITE; or ask the host for it,"
+            " with potluck join --fetch-base INVITE."
+        )
+    return replace(config, model=replace(config.model, hf=str(found)))
+
+
+def _check_little(config: RecipeConfig) -> None:
+    """What a host's recipe may make this machine do."""
+    ranks, most = ranks_per_worker(config.strategy, 1), max(4, usable_cores(), torch.cuda.device_count())
+    if ranks > most:
+        raise ConfigError(
+            f"The host's recipe wants {ranks} processes on this machine for one worker (strategy.intra_node_size), and"
+            f" at most {most} are started here. Ask for a recipe with fewer, or join from a machine with more cores."
+        )

@@ -1,0 +1,196 @@
+"""potluck finetune on one worker: judged by a plain loop, what it writes loads elsewhere, and it can be talked to."""
+
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from potluck.errors import ConfigError
+from tests.finetune.made import (
+    PLAIN_ROWS,
+    assert_judged,
+    chats,
+    judge,
+    logits_of,
+    make_base,
+    make_place,
+    make_tokenizer,
+    tuned,
+)
+
+pytestmark = pytest.mark.timeout(240)
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A run of an adapter on chats."""
+    place = make_place(tmp_path_factory.mktemp("tuned"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        return place, tuned(str(place), ("batch.micro_size=3",))
+
+
+def test_an_adapter_on_chats_learns_as_in_a_plain_loop(done: tuple[Path, dict[str, Any]]) -> None:
+    """All answers of a chat, and nothing else, in micro-batches of any size; what is written has the same logits."""
+    place, found = done
+    judged = judge(place)
+    assert_judged(found, judged)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        shown = logits_of(place, found["folder"])
+    torch.testing.assert_close(shown, judged["logits"], rtol=1e-4, atol=1e-5)
+
+
+def test_it_ends_with_a_sample_and_answers_over_a_pipe(
+    done: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from potluck.finetune.chat import chat
+    from potluck.finetune.ending import finish
+
+    place, found = done
+    monkeypatch.chdir(place)
+    finish(found["folder"])
+    said = capsys.readouterr().out
+    assert "asked:  what is" in said and "before:" in said and "after:" in said
+    assert f"potluck chat {found['folder']}" in said and "adapter" in said
+    monkeypatch.setattr(
+        sys, "stdin", io.StringIO("what is one and two?\n\nsure?\n/new\nwhat is one and two?\n/quit\nx\n")
+    )
+    assert chat(Path(found["folder"]), temperature=0.0, length=8) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 3 and lines[0] == lines[2]  # the same question, asked anew
+
+
+def test_a_base_is_found_in_a_cache_without_a_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, done: tuple[Path, dict[str, Any]]
+) -> None:
+    from huggingface_hub import constants
+
+    from potluck.finetune.base_files import cached, find_base
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigError, match=r"some/base is no folder here, is not in the cache.*hf download some/base"):
+        find_base("some/base")
+    repository, commit = tmp_path / "models--some--base", "0" * 40
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(commit)
+    (repository / "snapshots").mkdir()
+    (repository / "snapshots" / commit).symlink_to(done[0] / "base")
+    assert find_base("some/base") == repository / "snapshots" / commit == cached("some/base")
+    with pytest.raises(ConfigError, match="There is no folder"):
+        find_base("/no/such/folder")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match=r"has no config\.json"):
+        find_base(str(tmp_path / "empty"))
+
+
+def prepared(
+    rows: list[dict[str, Any]], folder: Path, *, context: int = 128, tokenizer: Any = None, **options: Any
+) -> Any:
+    from potluck.finetune.rows import prepare_rows
+    from potluck.finetune.settings import RowsConfig
+
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = options.pop("task", "auto")
+    config = RowsConfig(paths=(str(folder / "rows.jsonl"),), **{"validation": 0.0} | options)
+    return prepare_rows(config, tokenizer or padded_tokenizer(), context, task)
+
+
+def padded_tokenizer(**options: Any) -> Any:
+    tokenizer = make_tokenizer(**options)
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    return tokenizer
+
+
+def learnt(rows: Any, tokenizer: Any, row: int = 0) -> str:
+    batch = rows.collate([rows.training[row]])
+    return tokenizer.decode(batch["targets"])
+
+
+def test_answers_alone_are_learnt(tmp_path: Path) -> None:
+    tokenizer = padded_tokenizer()
+    assert learnt(prepared(chats(1), tmp_path), tokenizer) == "zero</s>yes, zero</s>"
+    prompt = [{"prompt": "one and two is", "completion": " three"}]
+    assert learnt(prepared(prompt, tmp_path), tokenizer) == " three</s>"  # by the template, as a chat
+    bare = padded_tokenizer(template=None)
+    assert learnt(prepared(prompt, tmp_path, tokenizer=bare), bare) == " three</s>"
+    found = prepared([{"text": "one and two"}], tmp_path, tokenizer=bare)
+    assert learnt(found, bare) == "one and two</s>"[len(bare.decode(found.training[0].tokens[:1])) :]
+    found = prepared(chats(1), tmp_path, tokenizer=bare)
+    assert "no chat template, so a plain one is used" in found.sentences[0]
+    assert learnt(found, bare) == " zero</s> yes, zero</s>"
+
+
+def test_long_rows_are_cut_and_counted(tmp_path: Path) -> None:
+    rows = [{"prompt": "one " * n, "completion": " two" * 20} for n in (1, 5, 60)]
+    found = prepared(rows, tmp_path, context=24)
+    assert len(found.training) == 2 and max(len(row.tokens) for row in found.training) == 24
+    assert "2 rows of 3 had more than 24 tokens" in found.sentences[0]
+    assert "1 row of 3 were left out: no token of their answer lies within" in found.sentences[1]
+    with pytest.raises(ConfigError, match="Nothing is left to train on: 1 row"):
+        prepared(rows[2:], tmp_path, context=24)
+    text = prepared([{"text": "one two " * 50}], tmp_path, context=24, tokenizer=padded_tokenizer(template=None))
+    assert not text.sentences and sum(len(row.tokens) for row in text.training) > 90  # all of it, in several rows
+
+
+def test_rows_are_held_out_evenly_and_packed_rows_hold_them_all(tmp_path: Path) -> None:
+    found = prepared(chats(40), tmp_path, validation=0.1)
+    assert len(found.training) == 36 and len(found.validation) == 4
+    packed = prepared(chats(40), tmp_path, context=100, packing=True)
+    assert len(packed.training) < 20
+    apart, together = prepared(chats(40), tmp_path), packed.collate([packed.training[i] for i in range(3)])
+    total = sum(int(row.answers.sum()) for row in apart.training)
+    assert total == sum(int(row.answers.sum()) for row in packed.training)
+    assert (together["position_ids"] == 0).sum() >= 3 * 2
+    assert packed.training.potluck_fingerprint() != apart.training.potluck_fingerprint()
+
+
+def test_labels_are_numbered_and_named(tmp_path: Path) -> None:
+    rows = [{"text": "a", "label": "yes"}, {"text": "b", "label": "no"}, {"text": "c", "label": "yes"}]
+    found = prepared(rows, tmp_path)
+    assert found.labels == ["no", "yes"] and [found.training[i].label for i in range(3)] == [1, 0, 1]
+    assert set(found.collate([found.training[0]])) == {"input_ids", "attention_mask", "labels"}
+    with pytest.raises(ConfigError, match="All rows have the label yes"):
+        prepared(rows[:1], tmp_path)
+    with pytest.raises(ConfigError, match="has no label, and the task is to classify"):
+        prepared(chats(1), tmp_path, task="classify")
+    assert prepared(rows, tmp_path, task="write").labels is None
+
+
+def test_packed_documents_do_not_see_each_other(tmp_path: Path) -> None:
+    """For llama and for GPT-2; it is tried at the start of every such run."""
+    import transformers
+
+    from potluck.finetune.objective import packs_apart
+    from potluck.finetune.recipe import in_parts
+
+    for kind in ("llama", "gpt2"):
+        make_base(tmp_path / kind, kind)
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / kind)
+        found = prepared(chats(6), tmp_path, packing=True)
+        assert packs_apart(model, *in_parts(found, found.training[0]), tolerance=1e-6)
+        mixed = found.collate([found.training[0]])
+        del mixed["position_ids"]
+        assert not packs_apart(model, mixed, in_parts(found, found.training[0])[1], tolerance=1e-6)
+
+
+def test_a_mistake_in_a_recipe_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = make_place(tmp_path)
+    monkeypatch.chdir(place)
+    for setting, said in {
+        'lora.targets=["nothing"]': r"\[lora\].*nothing.*Layers here are: .*q_proj",
+        "model.context=1000": "takes 128 tokens at the most",
+        "model.load=5bit": "model.load must be one of 'plain', '4bit', 'int8'",
+        "lora.rank=0": "rank must be at least 1",
+        'model.hf=""': "hf names the model to fine-tune",
+    }.items():
+        with pytest.raises(ConfigError, match=said):
+            tuned(str(place), (setting,))
+    (place / "rows.jsonl").write_text(PLAIN_ROWS)
+    with pytest.raises(ConfigError, match=r"Line 2 of rows\.jsonl is not valid JSON"):
+        tuned(str(place))

@@ -1,0 +1,102 @@
+"""Rows of every form are read, and what is wrong with one is said, with its place and what was expected."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from potluck.errors import ConfigError
+from potluck.finetune.records import TextRecord, read_records
+from potluck.finetune.settings import RowsConfig
+from potluck.finetune.token_rows import pack
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}
+
+
+def read(*paths: Path | str, **options: Any) -> list[TextRecord]:
+    return list(read_records(RowsConfig(paths=tuple(map(str, paths)), **options)))
+
+
+def lines(*rows: Any) -> str:
+    return "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
+
+
+BAD = {
+    "broken": (
+        lines(CHAT, CHAT, '{"messages": [{'),
+        r"Line 3 of .*rows\.jsonl is not valid JSON: .*Expected is",
+    ),
+    "a list": (lines([1, 2]), r"Line 1 of .* is no table of fields\. Expected is"),
+    "other fields": (lines({"question": "a", "reply": "b"}), r"Line 1 of .* has question, reply\. Expected is"),
+    "no answer": (lines(CHAT, {"messages": CHAT["messages"][:1]}), r"Line 2 of .* is a chat without an answer"),
+    "empty answer": (
+        lines({"messages": [*CHAT["messages"][:1], {"role": "assistant", "content": " "}]}),
+        "is a chat without an answer",
+    ),
+    "no messages": (lines({"messages": []}), r"messages is a list of messages, not \[\]"),
+    "no role": (lines({"messages": [{"content": "x"}]}), r'a message is {"role": \.\.\., "content": \.\.\.}, not'),
+    "a picture": (lines({"messages": [{"role": "user", "content": [{"type": "image"}]}]}), "of a message is text, not"),
+    "a number": (lines({"prompt": 1, "completion": "b"}), r"Line 1 of .*: prompt is text, not 1"),
+    "empty": (lines({"text": "  "}), r"Line 1 of .*: text is empty"),
+    "a label of many": (lines({"text": "a", "label": [1]}), r"label is a word or a whole number, not \[1\]"),
+    "mixed": (lines(CHAT, {"text": "a"}), r"Line 2 of .* has texts, and Line 1 of .* chats .*Give rows of one form"),
+    "nothing": ("\n\n", r"There is no row in .*rows\.jsonl"),
+    "deep": ("[" * 100_000 + "\n", r"Line 1 of .* is not valid JSON"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_is_wrong_with_a_row_is_said_with_its_place(case: str, tmp_path: Path) -> None:
+    text, said = BAD[case]
+    (tmp_path / "rows.jsonl").write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        read(tmp_path / "rows.jsonl")
+
+
+def test_what_is_not_there_or_not_text_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="There is no file or folder"):
+        read("missing.jsonl")
+    (tmp_path / "photo.txt").write_bytes(b"\xff\xd8\xff\x00")
+    with pytest.raises(ConfigError, match="is not text in UTF-8"):
+        read(tmp_path / "photo.txt")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(ConfigError, match="There is nothing to read in"):
+        read(tmp_path / "folder")
+
+
+def test_every_form_is_read(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("\ufeff" + lines(CHAT, "", CHAT), encoding="utf-8")
+    (tmp_path / "b.json").write_text(json.dumps([CHAT]))
+    assert [row.form for row in read(tmp_path)] == ["chat"] * 3
+    assert read(tmp_path / "a.jsonl")[1].where.startswith("Line 3 of")
+    assert len(read(tmp_path, limit=2)) == 2
+    (tmp_path / "p.jsonl").write_text(lines({"prompt": "", "completion": "b"}))
+    assert read(tmp_path / "p.jsonl")[0].form == "prompt"
+    (tmp_path / "words.txt").write_text("once upon a time")
+    assert read(tmp_path / "words.txt")[0].fields == {"text": "once upon a time"}
+
+
+def test_tables_and_datasets_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    datasets = pytest.importorskip("datasets")
+    (tmp_path / "rows.csv").write_text('text,label\n"it is, well, good",yes\nbad,no\n')
+    found = read(tmp_path / "rows.csv")
+    assert [row.fields["label"] for row in found] == ["yes", "no"] and found[0].form == "label"
+    table = datasets.Dataset.from_list([CHAT, CHAT])
+    table.to_parquet(tmp_path / "rows.parquet")
+    assert [row.form for row in read(tmp_path / "rows.parquet")] == ["chat", "chat"]
+    datasets.DatasetDict({"train": table, "test": table.select([0])}).save_to_disk(tmp_path / "saved")
+    assert [row.is_held_out for row in read(tmp_path / "saved")] == [False, False, True]
+    (tmp_path / "bad.parquet").write_bytes(b"no parquet")
+    with pytest.raises(ConfigError, match=r"Cannot read .*bad\.parquet"):
+        read(tmp_path / "bad.parquet")
+
+
+def test_rows_are_packed_the_same_everywhere() -> None:
+    lengths = [3, 9, 2, 8, 1, 7, 10, 2]
+    rows = pack(lengths, 10)
+    assert sorted(number for row in rows for number in row) == list(range(len(lengths)))
+    assert all(sum(lengths[number] for number in row) <= 10 for row in rows)
+    assert len(rows) == 5  # 42 tokens: none could hold them in fewer
+    assert pack(lengths, 10) == rows and pack([], 10) == []
