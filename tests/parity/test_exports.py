@@ -12,6 +12,7 @@ from potluck.config import to_toml
 from potluck.errors import ConfigError
 from potluck.train.model import GPT, ModelConfig
 from potluck.train.recipe import RunConfig
+from potluck.train.word_pieces import TOKENIZER, learn_pieces
 
 TEXT = "Grüße, 世界!  <0x41> Ā\n\ttwo"
 
@@ -87,6 +88,21 @@ def test_a_file_for_llama_cpp_reads_back_as_it_was_written(run: Path, tmp_path: 
         found = tensors[f"blk.0.attn_{name[-1]}.weight"].reshape(heads, 3, 2, 24)
         ours = own[f"blocks.0.{name}.weight"].detach().numpy().reshape(heads, 2, 3, 24)
         assert np.array_equal(found, ours.swapaxes(1, 2))
+
+
+def test_a_tokenizer_that_was_learnt_is_exported_with_the_model(run: Path, tmp_path: Path) -> None:
+    transformers, gguf = pytest.importorskip("transformers"), pytest.importorskip("gguf")
+    learnt = learn_pieces(b"the cat and the hat and the bat\n" * 20, 260)
+    (run / TOKENIZER).write_text(learnt.json)
+    assert Export(source=str(run), out=str(tmp_path / "hf"), hf=True)() == 0
+    assert Export(source=str(run), out=str(tmp_path / "gguf"), gguf=True)() == 0
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    ids = tokenizer("the cat sat")["input_ids"]
+    assert ids == learnt.encode(b"the cat sat").tolist() and tokenizer.decode(ids) == "the cat sat"
+    assert (tokenizer.eos_token, tokenizer.eos_token_id) == ("<|endoftext|>", 0)
+    told = {name: field.contents() for name, field in gguf.GGUFReader(tmp_path / "gguf").fields.items()}
+    assert told["tokenizer.ggml.tokens"][ids[0]] == tokenizer.convert_ids_to_tokens(ids)[0]
+    assert len(told["tokenizer.ggml.merges"]) == 260 - 257 and "h e" in told["tokenizer.ggml.merges"]
 
 
 def test_what_is_no_run_of_the_built_in_model_is_refused(run: Path, tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """The built-in model for other programs: a folder for Hugging Face's libraries, a file for llama.cpp. It is a llama.
 
-Text is read byte by byte: a token is a byte, and byte 0, which text does not have, stands for its end.
+Text is read by the tokenizer that the run has learnt, or byte by byte.
 """
 
 import json
@@ -18,10 +18,13 @@ from potluck.errors import ConfigError
 from potluck.files import written_aside
 from potluck.save.export import export
 from potluck.train.model import ModelConfig
+from potluck.train.word_pieces import TOKENIZER
 
 EPSILON = 2.0**-23
 """Of nn.RMSNorm, where none is given: that of float32."""
 THETA = 10_000.0
+END = 0
+"""The token that ends a text: byte 0, which text does not have; of a tokenizer that was learnt, its special one."""
 
 HF_NAMES = {
     "embedding": "model.embed_tokens",
@@ -55,21 +58,21 @@ GGUF_NAMES = {
 
 def export_hf(source: Path, out: Path, *, ema: bool = False) -> int:
     """A folder that AutoModelForCausalLM and AutoTokenizer load."""
-    config, tokenizer = model_of(source), _find(source, "tokenizer.json")
+    config, tokenizer = model_of(source), _find(source, TOKENIZER)
     if out.exists():
         raise ConfigError(f"{out} is there already, and is not overwritten. Remove it, or name another folder.")
     out.mkdir(parents=True)
     try:
         export(source, out / "model.safetensors", ema=ema, rename=lambda name: _renamed(name, HF_NAMES, "model.layers"))
-        own = (
-            json.loads(tokenizer.read_text(encoding="utf-8")) if tokenizer is not None else byte_tokenizer(config.vocab)
-        )
+        own = _read(tokenizer) or byte_tokenizer(config.vocab)
+        end = own["added_tokens"][END]["content"]
         files = {"config.json": hf_config(config), "tokenizer.json": own}
         files["tokenizer_config.json"] = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "model_max_length": config.context,
             "clean_up_tokenization_spaces": False,
-            **({} if tokenizer is not None else {"eos_token": "<0x00>", "pad_token": "<0x00>"}),
+            "eos_token": end,
+            "pad_token": end,
         }
         for name, told in files.items():
             (out / name).write_text(json.dumps(told, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -96,6 +99,10 @@ def _find(source: Path, name: str) -> Path | None:
     """In a run's folder, which is two above that of a checkpoint."""
     places = [source, *source.absolute().parents[:2]]
     return next((place / name for place in places if (place / name).is_file()), None)
+
+
+def _read(file: Path | None) -> dict[str, Any]:
+    return json.loads(file.read_text(encoding="utf-8")) if file is not None else {}  # type: ignore[no-any-return]
 
 
 def _renamed(name: str, names: dict[str, str], blocks: str) -> str:
@@ -127,8 +134,8 @@ def hf_config(config: ModelConfig) -> dict[str, Any]:
         "mlp_bias": False,
         "tie_word_embeddings": False,
         "bos_token_id": None,
-        "eos_token_id": 0,
-        "pad_token_id": 0,
+        "eos_token_id": END,
+        "pad_token_id": END,
         "dtype": "float32",
     }
 
@@ -136,7 +143,7 @@ def hf_config(config: ModelConfig) -> dict[str, Any]:
 def byte_tokenizer(vocab: int) -> dict[str, Any]:
     """For Hugging Face's tokenizers: no character is known, so that each falls back to its bytes."""
     tokens = {f"<0x{number:02X}>" if number < 256 else f"<unused{number}>": number for number in range(vocab)}
-    end = {"id": 0, "content": "<0x00>", "special": True}
+    end = {"id": END, "content": "<0x00>", "special": True}
     plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     return {
         "version": "1.0",
@@ -169,9 +176,7 @@ def export_gguf(source: Path, out: Path, *, ema: bool = False) -> int:
         from safetensors import safe_open
     except ImportError:
         raise ConfigError("potluck export --gguf needs the library that writes such files: pip install gguf.") from None
-    config = model_of(source)
-    if _find(source, "tokenizer.json") is not None:
-        raise ConfigError("--gguf is for models that read bytes, and this run has a tokenizer of its own. Use --hf.")
+    config, tokenizer = model_of(source), _read(_find(source, TOKENIZER))
     if out.exists():
         raise ConfigError(f"{out} is there already, and is not overwritten. Remove it, or name another file.")
     with tempfile.TemporaryDirectory(dir=out.absolute().parent, prefix=f".{out.name}-") as aside:
@@ -179,6 +184,7 @@ def export_gguf(source: Path, out: Path, *, ema: bool = False) -> int:
         export(source, plain, ema=ema)
         writer = gguf.GGUFWriter(str(Path(aside) / "model.gguf"), "llama")
         _tell_gguf(writer, gguf, config)
+        _tell_tokens(writer, gguf, config.vocab, tokenizer)
         with safe_open(plain, framework="numpy") as tensors:
             names = {name: _renamed(name, GGUF_NAMES, "blk") for name in tensors.keys()}  # noqa: SIM118
             for name, other in names.items():
@@ -218,15 +224,23 @@ def _tell_gguf(writer: Any, gguf: Any, config: ModelConfig) -> None:
     writer.add_rope_freq_base(THETA)
     writer.add_vocab_size(config.vocab)
     writer.add_file_type(gguf.LlamaFileType.ALL_F32)
-    kinds, more = gguf.TokenType, config.vocab - 256
+
+
+def _tell_tokens(writer: Any, gguf: Any, vocab: int, tokenizer: dict[str, Any]) -> None:
+    """`tokenizer`: what tokenizer.json says of one that was learnt; of bytes nothing. Both have GPT-2's form."""
+    model = tokenizer.get("model", {"vocab": {word: byte for byte, word in enumerate(byte_characters())}, "merges": []})
+    words = {number: word for word, number in model["vocab"].items()}
+    kinds = gguf.TokenType
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list([*byte_characters(), *(f"<unused{number}>" for number in range(256, config.vocab))])
-    writer.add_token_types([kinds.NORMAL] * 256 + [kinds.UNUSED] * more)
-    writer.add_token_merges([])
-    writer.add_eos_token_id(0)
-    writer.add_pad_token_id(0)
+    writer.add_token_list([words.get(number, f"<unused{number}>") for number in range(vocab)])
+    found = [kinds.NORMAL if number in words else kinds.UNUSED for number in range(vocab)]
+    found[END] = kinds.CONTROL
+    writer.add_token_types(found)
+    writer.add_token_merges([pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]])
     writer.add_add_bos_token(False)
+    writer.add_eos_token_id(END)
+    writer.add_pad_token_id(END)
 
 
 def byte_characters() -> list[str]:
