@@ -33,6 +33,7 @@ class RunStarted(Event):
     workers: int
     device: str
     parameters: int
+    """How many numbers are trained."""
     unit: str
     """What a sample is counted in: rows or tokens."""
     batch_size: int

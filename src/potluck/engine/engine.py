@@ -421,7 +421,7 @@ class Engine:
 
     @property
     def parameters(self) -> int:
-        """How many numbers the whole model has, over all workers that hold parts of it."""
+        """How many numbers are trained, over all workers that hold parts of them."""
         return self.layers.parameters
 
     @property

@@ -45,8 +45,10 @@ class WholeLayers:
 
     @property
     def parameters(self) -> int:
-        """How many numbers the whole model has, over all workers that hold parts of it."""
-        return sum(parameter.numel() for parameter in self._run.prepared().model.parameters())
+        """How many numbers are trained, over all workers that hold parts of them."""
+        return sum(
+            parameter.numel() for parameter in self._run.prepared().model.parameters() if parameter.requires_grad
+        )
 
     def introduce(self, model: nn.Module, optimizer: Optimizer, dataset: Any, about: dict[str, Any]) -> None:
         """Before anything is said to the others. `about`: batch_size, seed, and perhaps the run's name and folder."""

@@ -46,7 +46,10 @@ def describe_uncut(model: nn.Module, optimizer: Optimizer) -> UncutModel:
         name: Spec(tuple(tensor.shape), tensor.dtype) for name, tensor in own_state(model).items() if name not in tied
     }
     return UncutModel(
-        specs, tied, group_names(optimizer, names), sum(parameter.numel() for parameter in model.parameters())
+        specs,
+        tied,
+        group_names(optimizer, names),
+        sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
     )
 
 
