@@ -177,13 +177,15 @@ def test_packed_documents_do_not_see_each_other(tmp_path: Path) -> None:
     import transformers
 
     from potluck.finetune.objective import packs_apart
-    from potluck.finetune.recipe import in_parts
+    from potluck.finetune.recipe import in_parts, shortened
 
     for kind in ("llama", "gpt2"):
         make_base(tmp_path / kind, kind)
         model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / kind)
         found = prepared(chats(6), tmp_path, packing=True)
         assert packs_apart(model, *in_parts(found, found.training[0]), tolerance=1e-6)
+        short = shortened(found.training[0])
+        assert len(short.tokens) <= 32 and packs_apart(model, *in_parts(found, short), tolerance=1e-6)
         mixed = found.collate([found.training[0]])
         del mixed["position_ids"]
         assert not packs_apart(model, mixed, in_parts(found, found.training[0])[1], tolerance=1e-6)
