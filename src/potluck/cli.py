@@ -124,6 +124,7 @@ class Finetune:
             metavar="DATA [DATA ...]",
             help="JSONL (messages; prompt and completion; text; text and label), CSV, Parquet, text, a folder of"
             " them or of datasets, or an id on the hub.",
+            help_behavior_hint="(required)",
         ),
     ]
     task: Annotated[
