@@ -88,6 +88,12 @@ def test_a_file_for_llama_cpp_reads_back_as_it_was_written(run: Path, tmp_path: 
         found = tensors[f"blk.0.attn_{name[-1]}.weight"].reshape(heads, 3, 2, 24)
         ours = own[f"blocks.0.{name}.weight"].detach().numpy().reshape(heads, 2, 3, 24)
         assert np.array_equal(found, ours.swapaxes(1, 2))
+    # Another reader than its writer: it puts them back, and must come to our logits.
+    transformers = pytest.importorskip("transformers")
+    other = transformers.LlamaForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", dtype=torch.float32)
+    tokens = torch.randint(0, 256, (2, 64), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        torch.testing.assert_close(other(tokens).logits, model(tokens), rtol=0, atol=1e-5)
 
 
 def test_a_tokenizer_that_was_learnt_is_exported_with_the_model(run: Path, tmp_path: Path) -> None:

@@ -181,17 +181,22 @@ def assert_same_log(found: dict[str, Any], expected: dict[str, Any]) -> None:
     assert_close(figures(found, "grad_norm"), figures(expected, "grad_norm"), 1e-5)
 
 
-def elastic() -> type:
+def elastic_hf(
+    folder: str, model: str, resume: bool | None = None, options: Any = None, *, is_split: bool = False
+) -> dict[str, Any]:
     from transformers import Trainer
 
     import potluck
 
-    return type("MyTrainer", (potluck.hf.Elastic, Trainer), {})
+    class MyTrainer(potluck.hf.Elastic, Trainer):  # type: ignore[misc]
+        fleet_options = {"strategy": potluck.FullShard()} if is_split else {}
 
-
-def elastic_hf(folder: str, model: str, resume: bool | None = None, options: Any = None) -> dict[str, Any]:
     made = {"llama": llama, "bert": bert, "lora": lora}[model]()
-    return hf(elastic(), folder, made, resume, **options or {})
+    return hf(MyTrainer, folder, made, resume, **options or {})
+
+
+def split_hf(folder: str, options: dict[str, Any]) -> dict[str, Any]:
+    return elastic_hf(folder, "llama", None, options, is_split=True)
 
 
 def lora() -> Any:
@@ -237,6 +242,19 @@ def test_two_workers_have_the_log_of_one_process(tmp_path: Path, model: str, opt
     assert (tmp_path / "ours" / "model" / written).stat().st_size == (
         tmp_path / "plain" / "model" / written
     ).stat().st_size
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_trainers_model_may_be_split_over_workers(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    expected = hf(transformers.Trainer, str(tmp_path / "plain"), llama(), save_strategy="epoch")
+    for each in run_ranks(2, split_hf, str(tmp_path / "ours"), {"save_strategy": "epoch"}, timeout_s=150):
+        assert_same_log(each, expected)
+    read = transformers.LlamaForCausalLM.from_pretrained
+    ours, plain = read(tmp_path / "ours" / "checkpoint-26"), read(tmp_path / "plain" / "checkpoint-26")
+    for one, other in zip(ours.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
 
 
 @pytest.mark.slow

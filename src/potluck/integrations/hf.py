@@ -337,23 +337,30 @@ class Elastic(_Trainer):  # type: ignore[misc]
         """Each worker looks at its part, if losses are all that is wanted; else at all of it."""
         fleet, args = self.fleet, self.args
         only = args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
-        is_prepared = fleet.run.replica is not None
-        if not only or not is_prepared or isinstance(dataloader.dataset, IterableDataset):
+        loss, batches = math.nan, None
+        if only and fleet.run.replica is not None and not isinstance(dataloader.dataset, IterableDataset):
+            batches = WholeBatches(dataloader)
+            loss = self._shared_loss(batches, ignore_keys)
+        if batches is None or (fleet.is_led and math.isnan(loss)):  # this worker had no part in it
             return super().evaluation_loop(
                 dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix=metric_key_prefix
             )
+        nothing: Any = None
+        found = {f"{metric_key_prefix}_loss": loss}
+        return EvalLoopOutput(predictions=nothing, label_ids=nothing, metrics=found, num_samples=batches.rows)
+
+    def _shared_loss(self, batches: WholeBatches, ignore_keys: list[str] | None) -> float:
+        """The mean of the batches' losses, by rows; no number where this worker alone knows of it."""
+        fleet = self.fleet
 
         def loss_of(model: nn.Module, inputs: Any) -> tuple[Tensor, int]:
             loss, _, _ = self.prediction_step(model, inputs, True, ignore_keys=ignore_keys)
             return loss, rows_of(inputs)
 
-        batches = WholeBatches(dataloader)
-        loss = fleet.evaluate(loss_of, one_by_one(batches, 1 if fleet.is_led else fleet.world))
-        if fleet.is_led:  # of a worker that had no part in it, no number
-            loss = next((each for each in fleet.gather(loss) if not math.isnan(each)), loss)
-        nothing: Any = None
-        found = {f"{metric_key_prefix}_loss": loss}
-        return EvalLoopOutput(predictions=nothing, label_ids=nothing, metrics=found, num_samples=batches.rows)
+        loss: float = fleet.evaluate(loss_of, one_by_one(batches, 1 if fleet.is_led else fleet.world))
+        if not fleet.is_led:
+            return loss
+        return next((each for each in fleet.gather(loss) if not math.isnan(each)), math.nan)
 
     # Saving
 
