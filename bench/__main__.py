@@ -14,7 +14,8 @@ STAGED = ("pipeline", "uneven_stages", "direct", "datastore")
 """One model over several workers."""
 GPU = ("h200", "h200_mixed", "h200_shard", "h200_stages", "h200_learning", "h200_lora")
 DATA = ("fetching",)
-TUNING = ("lora",)
+TUNING = ("lora", "trainers")
+"""Fine-tuning, and other people's trainers with ours inside."""
 NAMES = (*BY_DEFAULT, *DATA, *TUNING, *MIXED, *SHARDED, *STAGED, *GPU)
 
 

@@ -78,6 +78,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "hf":  # it needs libraries that not everybody has
+        return import_module("potluck.integrations.hf")
     if name not in _MODULES:
         raise AttributeError(f"potluck has no public name {name!r}; it has {', '.join(__all__)}")
     return getattr(import_module(f"potluck.{_MODULES[name]}"), name)

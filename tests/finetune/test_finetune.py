@@ -126,6 +126,16 @@ def test_answers_alone_are_learnt(tmp_path: Path) -> None:
     assert learnt(found, bare) == " zero</s> yes, zero</s>"
 
 
+def test_a_template_that_writes_the_date_gives_the_same_rows_every_day() -> None:
+    from potluck.finetune.encoding import Encoder
+
+    dated = (
+        "{{ strftime_now('%Y') }} {% if date_string is defined %}{{ date_string }}{% endif %}{{ messages[0].content }}"
+    )
+    written = Encoder(padded_tokenizer(template=dated), "chat").written([{"role": "user", "content": "!"}])
+    assert written == "2025 01 Jan 2025!"
+
+
 def test_long_rows_are_cut_and_counted(tmp_path: Path) -> None:
     rows = [{"prompt": "one " * n, "completion": " two" * 20} for n in (1, 5, 60)]
     found = prepared(rows, tmp_path, context=24)
@@ -167,13 +177,15 @@ def test_packed_documents_do_not_see_each_other(tmp_path: Path) -> None:
     import transformers
 
     from potluck.finetune.objective import packs_apart
-    from potluck.finetune.recipe import in_parts
+    from potluck.finetune.recipe import in_parts, shortened
 
     for kind in ("llama", "gpt2"):
         make_base(tmp_path / kind, kind)
         model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / kind)
         found = prepared(chats(6), tmp_path, packing=True)
         assert packs_apart(model, *in_parts(found, found.training[0]), tolerance=1e-6)
+        short = shortened(found.training[0])
+        assert len(short.tokens) <= 32 and packs_apart(model, *in_parts(found, short), tolerance=1e-6)
         mixed = found.collate([found.training[0]])
         del mixed["position_ids"]
         assert not packs_apart(model, mixed, in_parts(found, found.training[0])[1], tolerance=1e-6)

@@ -27,6 +27,7 @@ BELOW = {
     "save": "agree fleet link sharding stages store",
     "engine": "agree composition data fleet link save sharding show stages store wire",
     "train": "agree composition data engine fleet link save sharding show stages store wire",
+    "integrations": "agree composition data engine fleet link save sharding show stages store wire",
     "finetune": "agree composition data engine fleet link save sharding show stages store train wire",
     "launch": "agree composition data engine finetune fleet link save sharding show stages store train wire",
     "top": "agree composition data engine finetune fleet launch link save sharding show stages store train wire",

@@ -149,6 +149,11 @@ class HostLifecycle:
         self.save(Path(), keep_last=2)
         self.wait_for_saves()
 
+    def end_with_script(self) -> None:
+        """The last weights are on the host's disk before this worker says that it has finished."""
+        if self.driver.has_joined and not self.client.is_closed:
+            self.end_well(None)
+
     def end_for_all(self) -> None:
         self.driver.member.ends_for_all = True
 

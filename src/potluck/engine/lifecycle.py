@@ -144,6 +144,9 @@ class GroupLifecycle:
         if (folder := folder or self._folder) is not None:
             self._save_once(folder)
 
+    def end_with_script(self) -> None:
+        """A script that closes nothing has ended: close() waits for what is still being written."""
+
     def _save_once(self, folder: Path) -> None:
         if self._saved_last != (folder, self._run.step_number):
             self.save(folder, keep_last=2)

@@ -137,12 +137,22 @@ def _try_packing(model: nn.Module, rows: PreparedRows, engine: Engine) -> None:
     if (row := next(several, None)) is None:
         return
     device = next(model.parameters()).device
-    together, apart = in_parts(rows, row)
+    together, apart = in_parts(rows, shortened(row))
     if not packs_apart(model, to_device(together, device), to_device(apart, device)):
         engine.run.say(
             "Rows are packed, and this kind of model does not keep them apart: each sees those before it in its row."
             " Leave out data.packing to have each by itself."
         )
+
+
+def shortened(row: TokenRow, most: int = 16) -> TokenRow:
+    """The beginnings of its first two documents, all of which count: enough to see, and quick on any machine."""
+    first, second = row.lengths[:2]
+    lengths = min(first, most), min(second, most)
+    tokens = torch.cat([row.tokens[: lengths[0]], row.tokens[first : first + lengths[1]]])
+    answers = torch.ones(len(tokens), dtype=torch.bool)
+    answers[[0, lengths[0]]] = False
+    return TokenRow(tokens, answers, lengths)
 
 
 def in_parts(rows: PreparedRows, row: TokenRow) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:

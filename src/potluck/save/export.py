@@ -23,17 +23,19 @@ MODEL, OPTIMIZER = "model", "optimizer"
 
 Sources = dict[str, tuple[TensorFiles, str]]
 """Of each tensor by its name in Python: in which files it is, and by which name there."""
+Rename = Callable[[str], str]
+"""From the name that a tensor has in Python to the one that it has in the file."""
 Begin = Callable[[str, int], Callable[[int], None]]
 """Takes a word and a number of bytes, shows a bar, and returns what advances it by a number of bytes."""
 
 
-def export(source: Path, out: Path, *, ema: bool = False) -> int:
+def export(source: Path, out: Path, *, ema: bool = False, rename: Rename = str) -> int:
     """Of one checkpoint, or of the newest one of a run. `ema`: the average of its weights, where one was kept."""
     console = Console(stderr=True, highlight=False)
     _check_place(out)
     with _progress(console) as begin:
         path, body = _find(source, console, begin)
-        tensors, numbers = _write_model(path, body, out, begin, ema=ema)
+        tensors, numbers = _write_model(path, body, out, begin, ema=ema, rename=rename)
     what = "the average of their values by" if ema else "as they were after"
     told = f"{plural(tensors, 'tensor')} of {plural(numbers, 'number')}, {what} step {body['step']:,}"
     console.print(f"Wrote {out}: {told}.", soft_wrap=True)
@@ -52,7 +54,9 @@ def write_plain(checkpoint: Path, out: Path) -> None:
     _write_model(checkpoint, checkpoint_folder.check(checkpoint), out, lambda what, total: lambda done: None)
 
 
-def _write_model(path: Path, body: dict[str, Any], out: Path, begin: Begin, *, ema: bool = False) -> tuple[int, int]:
+def _write_model(
+    path: Path, body: dict[str, Any], out: Path, begin: Begin, *, ema: bool = False, rename: Rename = str
+) -> tuple[int, int]:
     """How many tensors and numbers it has."""
     with (
         TensorFiles(checkpoint_folder.files_of(path, body, MODEL)) as store,
@@ -64,6 +68,7 @@ def _write_model(path: Path, body: dict[str, Any], out: Path, begin: Begin, *, e
         if ema and not averaged:
             raise ConfigError(f"{path} has no average of its weights: train with fit.ema, or export without --ema.")
         sources |= {name: (beside, kept) for name, kept in averaged.items()}
+        sources = {rename(name): source for name, source in sources.items()}
         header = make_header({name: _form(*source) for name, source in sources.items()})
         _write(sources, header, out, begin("Writing", header.total_bytes))
         return len(header.order), sum(stored.size for stored in store.tensors.values())

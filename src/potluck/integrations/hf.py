@@ -1,0 +1,391 @@
+"""Hugging Face's Trainer, and those made of it such as TRL's, on a fleet.
+
+    class MyTrainer(potluck.hf.Elastic, SFTTrainer): ...
+
+Data, backward, step and saving go through the fleet; loss, logging, evaluation and callbacks are the trainer's own. A
+step has `per_device_train_batch_size * gradient_accumulation_steps` rows over all workers together, so that the numbers
+are those of one process. Each worker's part counts by its items, as `num_items_in_batch` does.
+"""
+
+import json
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.utils.data import IterableDataset
+
+from potluck.batch_shapes import rows_of
+from potluck.engine.engine import Engine
+from potluck.engine.switches import StepConfig
+from potluck.errors import ConfigError
+from potluck.integrations.step_batches import WholeBatches, one_by_one, step_loader
+from potluck.integrations.until_exit import fleet_until_exit
+from potluck.signals import on_interrupt
+
+try:
+    from accelerate.state import AcceleratorState, PartialState  # type: ignore[import-untyped]
+    from transformers.trainer_callback import ExportableState
+    from transformers.trainer_utils import EvalLoopOutput
+except ImportError:
+    raise ConfigError("potluck.hf needs Hugging Face's libraries: pip install transformers accelerate.") from None
+
+STATE = "potluck"
+"""Where a checkpoint-N of Trainer keeps what the fleet saves."""
+KEPT = "hf.trainer"
+"""Under which fleet.state has what callbacks and the log know: saved, sent to newcomers, and found again."""
+STEPS_AT_ONCE = 8
+"""Parts in which a host hands out a batch, unless it is told."""
+
+
+def _alone(state: Any, *told: Any, **more: Any) -> None:
+    """Accelerate makes a process group of its own from the variables by which workers find each other, as soon as there
+    are TrainingArguments. There is one group here, the fleet's, and for Accelerate each worker is alone."""
+    kept = {name: os.environ.pop(name) for name in ("LOCAL_RANK", "WORLD_SIZE") if name in os.environ}
+    try:
+        _plain(state, *told, **{name: value for name, value in more.items() if name != "backend"})
+    finally:
+        os.environ.update(kept)
+
+
+_plain = PartialState.__init__
+PartialState.__init__ = _alone
+
+_Trainer: Any = object
+
+
+class Elastic(_Trainer):  # type: ignore[misc]
+    """Put it before a Trainer's class: `class MyTrainer(potluck.hf.Elastic, Trainer)`."""
+
+    fleet_options: dict[str, Any] = {}  # noqa: RUF012  (a subclass says it: policy, strategy, wire, as init() has them)
+    fleet: Engine
+    control: Any
+    optimizer: Any
+
+    # What Trainer's constructor asks for
+
+    def create_accelerator_and_postprocess(self) -> None:
+        args = self.args
+        if args.world_size > 1:  # its arguments were made before this module was imported
+            AcceleratorState._reset_state(reset_partial_state=True)
+            args.__dict__.pop("_setup_devices", None)
+        assert args.device is not None  # it is set up by asking for it
+        if args.auto_find_batch_size:
+            raise ConfigError("auto_find_batch_size begins anew on one worker. Set per_device_train_batch_size.")
+        precision: Any = "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
+        step = StepConfig(clip=args.max_grad_norm or None, precision=precision, compile=args.torch_compile)
+        self.fleet = fleet_until_exit(**{"step": step} | self.fleet_options)
+        args.__dict__["_setup_devices"] = PartialState().device = self.fleet.device
+        args._n_gpu = min(1, args._n_gpu)  # else it would wrap the model for all of them
+        self._take_rank()
+        super().create_accelerator_and_postprocess()
+        self.accelerator.backward = self._backward
+
+    def _take_rank(self) -> None:
+        """Who writes and who speaks; under a host that may change."""
+        state = PartialState()
+        state.process_index = state.local_process_index = self.fleet.rank
+        if hasattr(self, "state"):
+            self.state.is_local_process_zero = self.state.is_world_process_zero = self.fleet.rank == 0
+
+    def is_world_process_zero(self) -> bool:
+        return self.fleet.rank == 0
+
+    is_local_process_zero = is_world_process_zero
+
+    # The loop
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, **options: Any) -> Any:
+        if self.fleet.is_led:  # the host knows where the run stands
+            resume_from_checkpoint = None
+        return super().train(resume_from_checkpoint=resume_from_checkpoint, **options)
+
+    def _inner_training_loop(
+        self,
+        batch_size: int | None = None,
+        args: Any = None,
+        resume_from_checkpoint: str | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> Any:
+        fleet, plain = self.fleet, self.get_train_dataloader()
+        epochs, per_epoch, _, samples, _, in_epoch, max_steps = self.set_initial_training_values(args, plain)
+        self._per_epoch, self._in_epoch, self._at_looks = per_epoch, in_epoch, (trial, ignore_keys_for_eval)
+        epochs = min(epochs, -(-max_steps // per_epoch))
+        loader = self._prepare(plain, max_steps)
+        self._init_training_state(max_steps, per_epoch, epochs, resume_from_checkpoint, trial)
+        self._looks = 0
+        fleet.run.on_stand.append(self._stand)
+        self._find_standing(resume_from_checkpoint)
+        self._begin_figures()
+        fleet.after_step.append(self._after_step)
+        fleet.after_agreement.append(self._after_agreement)
+        self.control = self.callback_handler.on_train_begin(args, self.state, self.control)
+        if args.eval_on_start and not fleet.step_number:
+            self._evaluate(trial, ignore_keys_for_eval, skip_scheduler=True)
+        with on_interrupt(fleet.request_stop):
+            for _ in fleet.passes(epochs, lambda: None):
+                if self.state.global_step >= max_steps:
+                    break
+                self._run_pass(loader)
+        if fleet.step_number < max_steps and not self.control.should_training_stop:
+            self._leave(trial)
+        if fleet.is_led:
+            fleet.lifecycle.end_well(None)
+        return self._finalize_training(trial, samples, self._started)
+
+    def _prepare(self, plain: Any, max_steps: int) -> Any:
+        """Model, optimizer and scheduler are the trainer's own; prepared, they are the same objects."""
+        args, fleet, together = self.args, self.fleet, self.args.gradient_accumulation_steps
+        if self._created_lr_scheduler:
+            self.lr_scheduler = None
+        self.create_optimizer()
+        self.create_scheduler(num_training_steps=max_steps)
+        counts_steps = isinstance(self.lr_scheduler, LRScheduler) and not isinstance(
+            self.lr_scheduler, ReduceLROnPlateau
+        )  # others are stepped by what evaluate() finds
+        data, is_stream = step_loader(plain, together), isinstance(plain.dataset, IterableDataset)
+        has_length = not is_stream or hasattr(plain.dataset, "__len__")
+        can_slice = fleet.is_led and fleet.run.wanted.policy.steps_together
+        self.model_wrapped, self.optimizer, loader = fleet.prepare(
+            self.model,
+            self.optimizer,
+            data,
+            micro_batch_size=self._train_batch_size if together > 1 else None,
+            slices=together if together > STEPS_AT_ONCE and can_slice else None,
+            rows=None if has_length else max_steps * together * self._train_batch_size,
+            seed=args.seed if args.data_seed is None else args.data_seed,
+            scheduler=self.lr_scheduler if counts_steps else None,
+        )
+        self.accelerator._models.append(self.model_wrapped)  # evaluation would prepare it
+        self.optimizer.register_step_pre_hook(lambda *told: self._say("on_pre_optimizer_step"))
+        self.optimizer.register_step_post_hook(lambda *told: self._say("on_optimizer_step"))
+        whole, rest = divmod(max_steps, -(-loader.rows // loader.batch.size))
+        fleet.run.caller.rows_limit = whole * loader.rows + min(rest * loader.batch.size, loader.rows)
+        fleet.run.caller.told |= {"steps_total": max_steps}
+        for name in ("model", "optimizer", "lr_scheduler"):
+            setattr(self.callback_handler, name, getattr(self, name))
+        self.callback_handler.train_dataloader = plain
+        return loader
+
+    def _say(self, moment: str) -> None:
+        self.control = getattr(self.callback_handler, moment)(self.args, self.state, self.control)
+
+    def _find_standing(self, checkpoint: str | None) -> None:
+        fleet = self.fleet
+        if fleet.run.recovery is not None or fleet.run.is_restored:
+            pass  # it has survived a loss, and stands where it was
+        elif checkpoint is not None:
+            if not fleet.load(Path(checkpoint) / STATE):
+                raise ConfigError(
+                    f"{checkpoint} holds a model, and nothing from which the run could be resumed: save_only_model was"
+                    " on, or a plain Trainer saved it. Load the model from there, and train without"
+                    " resume_from_checkpoint."
+                )
+        elif fleet.is_led:
+            fleet.load(Path())  # joins
+        elif fleet.world > 1:
+            fleet.seed_random(self.args.seed)
+        self._stand()
+        self._take_rank()
+
+    def _begin_figures(self) -> None:
+        self._started = time.time()
+        self._initial_num_input_tokens_seen = self.state.num_input_tokens_seen
+        self._initial_global_step = self._globalstep_last_logged = self.state.global_step
+        self._tr_loss = torch.zeros((), dtype=torch.float64)
+        self._total_loss_scalar = 0.0
+        self._begins_step = True
+        self.current_gradient_accumulation_steps = 1  # each micro-batch counts by its items
+
+    def _run_pass(self, loader: Any) -> None:
+        self._say("on_epoch_begin")
+        for inputs in loader:
+            if self._begins_step:
+                self._begins_step = False
+                self._say("on_step_begin")
+            items = self._get_num_items_in_batch([inputs], self.args.device)
+            self._samples = float(self._count(inputs) if items is None else items)
+            self.training_step(self.model_wrapped, inputs, items)
+            self.current_flos += float(self.floating_point_ops(inputs))
+            self._track_num_input_tokens(inputs)
+            if self.fleet.step() is None:
+                self._say("on_substep_end")
+        if self.fleet.stopping and not self.control.should_training_stop:
+            return
+        self._say("on_epoch_end")
+        self._look()
+
+    def _count(self, inputs: Any) -> int:
+        """Of a model that takes no num_items_in_batch: what its own loss is a mean over."""
+        labels = inputs.get("labels") if hasattr(inputs, "get") else None
+        return int(labels.ne(-100).sum()) if isinstance(labels, Tensor) else rows_of(inputs)
+
+    def _backward(self, loss: Tensor, **options: Any) -> None:
+        """What training_step() calls: the loss is a mean over the items of this micro-batch."""
+        self.fleet.backward(loss, samples=self._samples)
+
+    # After steps, on every worker alike
+
+    def _after_step(self) -> None:
+        state, control, done = self.state, self.control, self.fleet.last_step
+        state.global_step = self.fleet.step_number
+        epoch, step = divmod(state.global_step - 1, self._per_epoch)
+        passed = min((step + 1) * self.args.gradient_accumulation_steps, self._in_epoch)
+        state.epoch = epoch + passed / self._in_epoch
+        if done is not None and done.step == self.fleet.run.steps_done:
+            self._tr_loss += done.loss
+        else:  # it was skipped: as for a loss that is not finite
+            self._tr_loss += self._tr_loss / max(1, state.global_step - self._globalstep_last_logged)
+        self._begins_step = True
+        wanted = {name: getattr(control, name) for name in ("should_log", "should_evaluate", "should_save")}
+        self._say("on_step_end")
+        for name, was in wanted.items():  # there may be several steps between two agreements
+            setattr(self.control, name, getattr(self.control, name) or was)
+
+    def _after_agreement(self) -> None:
+        self._take_rank()
+        self._look()
+        if self.control.should_epoch_stop:
+            raise ConfigError("A callback set should_epoch_stop. A fleet's epochs are whole: set should_training_stop.")
+        if self.control.should_training_stop and not self.fleet.stopping:
+            if self.state.global_step < self.state.max_steps:
+                self.fleet.lifecycle.end_for_all()
+            self.fleet.run.stopping = True
+
+    def _look(self) -> None:
+        """Logs, evaluates and saves where that is due."""
+        fleet, control, done = self.fleet, self.control, self.fleet.last_step
+        if fleet.lifecycle.is_replaying:  # the others have done so
+            control.should_evaluate = control.should_save = False
+        looks = control.should_evaluate
+        rate = {"learning_rate": done.lr} if done is not None else {}
+        norm = done.grad_norm if done is not None else None
+        trial, ignored = self._at_looks
+        self._maybe_log_save_evaluate(
+            self._tr_loss, norm, self.model_wrapped, trial, self.state.epoch, ignored, self._started, **rate
+        )
+        if looks:
+            self._looks += 1
+            self._follow()
+        if looks or control.should_log:
+            self._keep()
+        control.should_log = control.should_evaluate = control.should_save = False
+
+    def _leave(self, trial: Any) -> None:
+        """Ctrl-C: what is done is saved."""
+        fleet = self.fleet
+        if fleet.is_led:
+            fleet.lifecycle.end_early(None)
+        self._save_checkpoint(self.model_wrapped, trial)
+        raise fleet.run.interrupted(f"{fleet.lifecycle.last_words()} Saved in {self.args.output_dir}.")
+
+    # What callbacks and the log know
+
+    def _known(self) -> dict[str, Any]:
+        state = self.state
+        return {
+            "looks": self._looks,
+            "best": [state.best_metric, state.best_global_step, state.best_model_checkpoint],
+            "callbacks": {type(each).__name__: each.state()["attributes"] for each in self._exportable()},
+        }
+
+    def _exportable(self) -> list[Any]:
+        return [each for each in self.callback_handler.callbacks if isinstance(each, ExportableState)]
+
+    def _keep(self) -> None:
+        self.fleet.state[KEPT] = json.dumps(self._known() | {"log": self.state.log_history})
+
+    def _stand(self) -> None:
+        """The run was put somewhere: so are the state and the callbacks."""
+        self.state.global_step = self._globalstep_last_logged = self.fleet.step_number
+        known = json.loads(self.fleet.state.get(KEPT, "{}"))
+        self.state.log_history = known.get("log", self.state.log_history)
+        self._take(known)
+
+    def _take(self, known: dict[str, Any]) -> None:
+        if not known:
+            return
+        self._looks = known["looks"]
+        self.state.best_metric, self.state.best_global_step, self.state.best_model_checkpoint = known["best"]
+        for each in self._exportable():
+            for name, value in known["callbacks"].get(type(each).__name__, {}).items():
+                setattr(each, name, value)
+
+    def _follow(self) -> None:
+        """Under a host, a newcomer has missed what the others found while it caught up."""
+        if not self.fleet.is_led:
+            return
+        mine = torch.frombuffer(bytearray(json.dumps(self._known()).encode() + b"\n"), dtype=torch.uint8)
+        told = [json.loads(line) for line in bytes(self.fleet.gather(mine).tolist()).splitlines()]
+        self._take(max(told, key=lambda known: known["looks"]))
+
+    # Looking
+
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> Any:
+        """Each worker looks at its part, if losses are all that is wanted; else at all of it."""
+        fleet, args = self.fleet, self.args
+        only = args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
+        loss, batches = math.nan, None
+        if only and fleet.run.replica is not None and not isinstance(dataloader.dataset, IterableDataset):
+            batches = WholeBatches(dataloader)
+            loss = self._shared_loss(batches, ignore_keys)
+        if batches is None or (fleet.is_led and math.isnan(loss)):  # this worker had no part in it
+            return super().evaluation_loop(
+                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix=metric_key_prefix
+            )
+        nothing: Any = None
+        found = {f"{metric_key_prefix}_loss": loss}
+        return EvalLoopOutput(predictions=nothing, label_ids=nothing, metrics=found, num_samples=batches.rows)
+
+    def _shared_loss(self, batches: WholeBatches, ignore_keys: list[str] | None) -> float:
+        """The mean of the batches' losses, by rows; no number where this worker alone knows of it."""
+        fleet = self.fleet
+
+        def loss_of(model: nn.Module, inputs: Any) -> tuple[Tensor, int]:
+            loss, _, _ = self.prediction_step(model, inputs, True, ignore_keys=ignore_keys)
+            return loss, rows_of(inputs)
+
+        loss: float = fleet.evaluate(loss_of, one_by_one(batches, 1 if fleet.is_led else fleet.world))
+        if not fleet.is_led:
+            return loss
+        return next((each for each in fleet.gather(loss) if not math.isnan(each)), math.nan)
+
+    # Saving
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Call it on every worker; one of them writes."""
+        fleet = self.fleet
+        if fleet.run.replica is None:
+            super().save_model(output_dir, _internal_call)
+            return
+        state = fleet.state_dict()
+        self._take_rank()
+        if fleet.rank == 0:
+            self._save(output_dir or self.args.output_dir, state_dict=state)
+        if not fleet.is_led:
+            fleet.gather(0)  # until it is there
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """And all else from which a run is resumed; under a host it is the host that keeps it."""
+        self._keep()
+        self.fleet.save(os.path.join(output_dir, STATE), keep_last=1)  # noqa: PTH118
+        self.fleet.wait_for_saves()
+
+    def _save_scaler(self, output_dir: str) -> None:
+        """The fleet has saved it."""
+
+    _save_rng_state = _load_rng_state = _load_optimizer_and_scheduler = _load_scaler = _save_scaler

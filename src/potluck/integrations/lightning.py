@@ -1,0 +1,306 @@
+"""Lightning on a fleet: `Trainer(strategy="potluck")`, once this module is imported.
+
+Lightning's loop sees one batch for each step of the run: this worker's last part of it. Parts before go through the
+model within the loader; a step in which this worker had no part is shown to the loop, and computes nothing. So its
+counters, hooks and checkpoints are those of one process. Validation is whole on every worker.
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from potluck.batch_shapes import rows_of
+from potluck.data.loader import Loader
+from potluck.data.rows import arrived, read_batch
+from potluck.devices import choose_device
+from potluck.engine.engine import Engine
+from potluck.engine.switches import StepConfig
+from potluck.errors import ConfigError
+from potluck.integrations.step_batches import step_loader
+from potluck.integrations.until_exit import fleet_until_exit
+
+try:
+    from lightning.pytorch.plugins.precision import Precision
+    from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
+    from lightning.pytorch.trainer.states import TrainerFn
+    from lightning.pytorch.utilities import rank_zero
+except ImportError:
+    raise ConfigError("potluck.integrations.lightning needs Lightning: pip install lightning.") from None
+
+
+class PotluckStrategy(SingleDeviceStrategy):
+    """For Lightning, one device. `fleet_options` are init()'s: policy, strategy, wire."""
+
+    strategy_name = "potluck"
+
+    def __init__(
+        self, accelerator: Any = None, checkpoint_io: Any = None, precision_plugin: Any = None, **fleet_options: Any
+    ) -> None:
+        super().__init__(choose_device(), accelerator, checkpoint_io, precision_plugin)
+        self._options = fleet_options
+        self.fleet: Engine | None = None
+        self.steps: StepsOfLoader | None = None
+        self._samples: float | None = None
+        self._last_loss = torch.zeros(())
+
+    @property
+    def is_global_zero(self) -> bool:
+        return self.fleet is None or self.fleet.rank == 0
+
+    @property
+    def _trainer(self) -> Any:
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer
+
+    # Before the first step
+
+    def setup_environment(self) -> None:
+        trainer = self._trainer
+        if self.fleet is None and trainer.state.fn == TrainerFn.FITTING:
+            if trainer.gradient_clip_val and str(trainer.gradient_clip_algorithm or "norm").endswith("value"):
+                raise ConfigError("A fleet clips gradients by their norm. Leave out gradient_clip_algorithm='value'.")
+            is_fp16 = str(trainer.precision).startswith("16")
+            step = StepConfig(clip=trainer.gradient_clip_val or None, precision="fp16" if is_fp16 else "fp32")
+            trainer.gradient_clip_val = None  # it is done where the whole gradient is
+            self.fleet = fleet_until_exit(**{"step": step} | self._options)
+            self._root_device = self.fleet.device
+            self._take_rank()
+        super().setup_environment()
+
+    def _take_rank(self) -> None:
+        assert self.fleet is not None
+        only: Any = rank_zero.rank_zero_only  # type: ignore[attr-defined]
+        self.global_rank = only.rank = self.fleet.rank
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """The first that is trained on is the fleet's; others are whole on every worker."""
+        if not self._trainer.training or self.fleet is None:
+            return dataloader
+        if self.steps is None:
+            self.steps = self._prepare(dataloader)
+        return self.steps
+
+    def _prepare(self, dataloader: Any) -> "StepsOfLoader":
+        trainer, fleet, module = self._trainer, self.fleet, self.lightning_module
+        assert fleet is not None and module is not None
+        if not isinstance(dataloader, DataLoader) or len(self.optimizers) != 1 or not module.automatic_optimization:
+            raise ConfigError("A fleet trains a LightningModule with one DataLoader and one optimizer, by itself.")
+        together, trainer.accumulate_grad_batches = trainer.accumulate_grad_batches, 1
+        data = step_loader(dataloader, together)
+        _, _, loader = fleet.prepare(
+            module,
+            self.optimizers[0],
+            data,
+            micro_batch_size=dataloader.batch_size if together > 1 else None,
+            scheduler=self._scheduler(len(data)),
+        )
+        steps = StepsOfLoader(self, fleet, loader, len(data))
+        most = trainer.max_steps if trainer.max_steps >= 0 else 1 << 62
+        most = min(most, trainer.max_epochs * steps.per_epoch if (trainer.max_epochs or -1) >= 0 else most)
+        if most < 1 << 62:
+            whole, rest = divmod(most, steps.per_epoch)
+            fleet.run.caller.rows_limit = whole * loader.rows + min(rest * loader.batch.size, loader.rows)
+            fleet.run.caller.told |= {"steps_total": most}
+        fleet.run.caller.counts_epochs = True
+        fleet.after_agreement.append(lambda: self._after_agreement(most))
+        if trainer.ckpt_path is not None and not fleet.is_led:
+            if not fleet.load(_state_of(trainer.ckpt_path)):
+                raise ConfigError(
+                    f"{trainer.ckpt_path} was saved without a fleet, and has no place from which to resume."
+                )
+        elif fleet.is_led:
+            fleet.load(Path())  # joins
+        steps.shown = fleet.step_number
+        return steps
+
+    def _scheduler(self, per_epoch: int) -> LRScheduler | None:
+        found = [each for each in self.lr_scheduler_configs if not each.reduce_on_plateau]
+        if not found:
+            return None
+        config = found[0]
+        if len(found) > 1 or config.frequency != 1:
+            raise ConfigError("A fleet has one scheduler, which is stepped in every step or epoch.")
+        return config.scheduler if config.interval == "step" else by_epochs(config.scheduler, per_epoch)
+
+    def on_train_start(self) -> None:
+        """A worker that came later begins where the others are."""
+        fleet, steps, loop = self.fleet, self.steps, self._trainer.fit_loop
+        if fleet is None or steps is None or not fleet.is_led or not fleet.step_number:
+            return
+        epoch = fleet.step_number // steps.per_epoch
+        steps.shown = epoch * steps.per_epoch
+        for each in (loop.epoch_progress.current, loop.epoch_progress.total):
+            each.ready = each.started = each.processed = each.completed = epoch
+        done = loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
+        done.ready = done.completed = steps.shown
+
+    # A step
+
+    def training_step(self, batch: Any, *more: Any, **options: Any) -> Any:
+        assert self.steps is not None
+        if not self.steps.counts:
+            return self._last_loss
+        self.steps.is_forward = True
+        found: Any = super().training_step(batch, *more, **options)
+        self.steps.is_forward = False
+        self._samples = found.get("samples") if isinstance(found, Mapping) else None
+        if self._samples is None:
+            self._samples = rows_of(batch)
+        self._last_loss = (found["loss"] if isinstance(found, Mapping) else found).detach()
+        return found
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *more: Any, **options: Any) -> Tensor:
+        """A mean over the batch's rows, or over the "samples" that training_step() returned beside its "loss"."""
+        assert self.fleet is not None and self.steps is not None and self.lightning_module is not None
+        plugin = self.precision_plugin
+        Precision.pre_backward(plugin, closure_loss, self.lightning_module)  # its hooks alone: the fleet scales
+        if self.steps.counts:
+            self.fleet.backward(closure_loss, samples=float(self._samples or 0))
+        return Precision.post_backward(plugin, closure_loss, self.lightning_module)
+
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **options: Any) -> Any:
+        found = closure()
+        if self.fleet is not None and self.steps is not None and self.steps.counts:
+            self.fleet.step()
+        return found
+
+    def run_part(self, batch: Any) -> None:
+        """A part of a step, within the loader; what it logs is weighted by its own rows."""
+        assert self.fleet is not None and self.lightning_module is not None
+        loop = self._trainer.fit_loop.epoch_loop
+        loop._results.batch = batch
+        self.lightning_module._current_fx_name = "training_step"
+        found = self.training_step(batch, loop.batch_idx)
+        loss = found["loss"] if isinstance(found, Mapping) else found
+        self.fleet.backward(loss, samples=float(self._samples or 0))
+        self.fleet.step()
+
+    def _after_agreement(self, most: int) -> None:
+        assert self.fleet is not None
+        self._take_rank()
+        if self.fleet.step_number >= most:
+            self.fleet.run.stopping = True
+
+    def on_train_end(self) -> None:
+        fleet = self.fleet
+        if fleet is not None and fleet.is_led and not fleet.run.is_at_the_end:
+            fleet.lifecycle.end_for_all()
+
+    # Between workers
+
+    def reduce(self, tensor: Any, *more: Any, **options: Any) -> Any:
+        """Of a value that training_step() logs with sync_dist: its mean over all rows of the step. Others are whole."""
+        fleet, steps = self.fleet, self.steps
+        if fleet is None or fleet.is_led or fleet.world == 1 or steps is None or not steps.is_forward:
+            return tensor
+        if fleet.rounds.is_under_way:  # in the middle of a step or a window, each worker is somewhere else
+            return tensor
+        return fleet.mean(tensor, weight=steps.rows)
+
+    def barrier(self, *more: Any, **options: Any) -> None:
+        if self.fleet is not None and not self.fleet.is_led:
+            self.fleet.run.link.gather_bytes(b"")
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Of what JSON can say: names of folders, for instance. The rest is alike on all workers."""
+        if self.fleet is None or self.fleet.is_led or not isinstance(obj, str | int | float | None):
+            return obj
+        return json.loads(self.fleet.run.link.gather_bytes(json.dumps(obj).encode())[src])
+
+    # Saving
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        return (
+            self.fleet.state_dict()
+            if self.steps is not None and self.fleet is not None
+            else super().lightning_module_state_dict()
+        )
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        return self.fleet is None
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+        if self.fleet is not None and self.steps is not None and "loops" in checkpoint:
+            self.fleet.save(_state_of(filepath), keep_last=1)
+            self.fleet.wait_for_saves()
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        super().remove_checkpoint(filepath)
+        if self.is_global_zero:
+            shutil.rmtree(_state_of(filepath), ignore_errors=True)
+
+
+def _state_of(checkpoint: Any) -> Path:
+    """Where the fleet's own state lies beside a checkpoint of Lightning's."""
+    return Path(checkpoint).with_suffix(".potluck")
+
+
+class StepsOfLoader:
+    """One batch for each step of the run."""
+
+    def __init__(self, strategy: PotluckStrategy, fleet: Engine, loader: Loader, per_epoch: int) -> None:
+        self._strategy, self._fleet, self._loader = strategy, fleet, loader
+        self.per_epoch = per_epoch
+        self.shown = 0
+        """Steps of the run that Lightning's loop has seen."""
+        self.counts = True
+        """Whether the batch that was given last is this worker's to compute."""
+        self.is_forward = False
+        self._is_alone = not fleet.run.wanted.policy.steps_together
+        """Where workers step by themselves there are other steps than the run's: all of them run within the loader."""
+        self.rows = 0
+        self._last: Any = None
+
+    def __len__(self) -> int:
+        return self.per_epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._loader:
+            yield from self._missed()
+            self.counts, self._last, self.rows = True, batch, rows_of(batch)
+            current = self._loader.current
+            if self._is_alone or (current is not None and not current.last):
+                self._strategy.run_part(batch)
+                continue
+            self.shown += 1
+            yield batch
+        yield from self._missed()
+
+    def _missed(self) -> Iterator[Any]:
+        """Steps that the others took: the loop counts them."""
+        while self.shown < self._fleet.step_number:
+            self.counts = False
+            if self._last is None:
+                first = read_batch(self._loader.dataset, [0], self._loader.collate)
+                self._last = arrived(first, self._fleet.device)
+            self.shown += 1
+            yield self._last
+
+
+def by_epochs(scheduler: LRScheduler, per_epoch: int) -> LRScheduler:
+    """One that is stepped with every step of the run, and moves with every epoch."""
+    kind: Any = type(scheduler)
+
+    def step(self: Any, *told: Any, **more: Any) -> None:
+        self.steps_of_run += 1
+        if self.steps_of_run % per_epoch == 0:
+            kind.step(self)
+
+    scheduler.__class__ = type(kind.__name__, (kind,), {"step": step, "__module__": kind.__module__})
+    scheduler.steps_of_run = 0  # type: ignore[attr-defined]
+    return scheduler
+
+
+StrategyRegistry.register(
+    PotluckStrategy.strategy_name, PotluckStrategy, description="a fleet of workers, of any speeds"
+)

@@ -1,0 +1,120 @@
+"""The built-in model in other programs' forms, against itself: the same logits, the same bytes."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import potluck
+from potluck.cli import Export
+from potluck.config import to_toml
+from potluck.errors import ConfigError
+from potluck.train.model import GPT, ModelConfig
+from potluck.train.recipe import RunConfig
+from potluck.train.word_pieces import TOKENIZER, learn_pieces
+
+TEXT = "Grüße, 世界!  <0x41> Ā\n\ttwo"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run's folder, whose model is not as it began. Heads are shared, and sizes are not the defaults."""
+    folder = tmp_path / "run"
+    sizes = ModelConfig(vocab=260, dim=24, layers=2, heads=4, kv_heads=2, hidden=40, context=64)
+    config = RunConfig(name="mine", model=sizes)
+    torch.manual_seed(0)
+    model = GPT(config.model)
+    for parameter in model.parameters():
+        parameter.data += 0.3 * torch.randn_like(parameter)
+    fleet = potluck.init()
+    fleet.prepare(model, torch.optim.SGD(model.parameters()))
+    fleet.save(folder / "checkpoints")
+    fleet.wait_for_saves()
+    fleet.close()
+    (folder / "run.toml").write_text(to_toml(config))
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    return folder
+
+
+def model_of(run: Path) -> GPT:
+    model = GPT(ModelConfig(vocab=260, dim=24, layers=2, heads=4, kv_heads=2, hidden=40, context=64))
+    model.load_state_dict(torch.load(run.parent / "model.pt", weights_only=True))
+    return model
+
+
+@pytest.mark.timeout(120)
+def test_a_folder_for_hugging_face_has_the_same_logits_and_the_same_bytes(run: Path, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    out = tmp_path / "hf"
+    assert Export(source=str(run), out=str(out), hf=True)() == 0
+    model = transformers.AutoModelForCausalLM.from_pretrained(out)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out)
+    assert type(model).__name__ == "LlamaForCausalLM"
+    tokens = torch.randint(0, 256, (3, 64), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens).logits, model_of(run)(tokens), rtol=0, atol=1e-5)
+    ids = tokenizer(TEXT)["input_ids"]
+    assert ids == list(TEXT.replace("<0x00>", "\0").encode())
+    assert tokenizer.decode(ids) == TEXT
+    assert tokenizer.eos_token_id == tokenizer.pad_token_id == 0
+    with pytest.raises(ConfigError, match="is there already, and is not overwritten"):
+        Export(source=str(run), out=str(out), hf=True)()
+
+
+def test_a_file_for_llama_cpp_reads_back_as_it_was_written(run: Path, tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf")
+    out = tmp_path / "model.gguf"
+    assert Export(source=str(run / "checkpoints"), out=str(out), gguf=True)() == 0
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+    read = gguf.GGUFReader(out)
+    told = {name: field.contents() for name, field in read.fields.items()}
+    assert told["general.architecture"] == "llama"
+    sizes = {"block_count": 2, "embedding_length": 24, "feed_forward_length": 40, "context_length": 64}
+    sizes |= {"attention.head_count": 4, "attention.head_count_kv": 2, "rope.dimension_count": 6, "vocab_size": 260}
+    assert {name: told[f"llama.{name}"] for name in sizes} == sizes
+    assert told["llama.attention.layer_norm_rms_epsilon"] == pytest.approx(2**-23)
+    words = told["tokenizer.ggml.tokens"]
+    assert len(words) == 260 and (words[65], words[32], words[256]) == ("A", "Ġ", "<unused256>")
+    tensors = {tensor.name: np.array(tensor.data) for tensor in read.tensors}
+    model = model_of(run)
+    own = dict(model.named_parameters())
+    assert len(tensors) == len(own)
+    block = own["blocks.1.down.weight"].detach().numpy()
+    assert np.array_equal(tensors["blk.1.ffn_down.weight"], block)
+    assert np.array_equal(tensors["token_embd.weight"], own["embedding.weight"].detach().numpy())
+    assert np.array_equal(tensors["output.weight"], own["lm_head.weight"].detach().numpy())
+    for name, heads in (("w_q", 4), ("w_k", 2)):  # llama.cpp turns numbers 2i and 2i + 1, and we i and i + half
+        found = tensors[f"blk.0.attn_{name[-1]}.weight"].reshape(heads, 3, 2, 24)
+        ours = own[f"blocks.0.{name}.weight"].detach().numpy().reshape(heads, 2, 3, 24)
+        assert np.array_equal(found, ours.swapaxes(1, 2))
+    # Another reader than its writer: it puts them back, and must come to our logits.
+    transformers = pytest.importorskip("transformers")
+    other = transformers.LlamaForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", dtype=torch.float32)
+    tokens = torch.randint(0, 256, (2, 64), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        torch.testing.assert_close(other(tokens).logits, model(tokens), rtol=0, atol=1e-5)
+
+
+def test_a_tokenizer_that_was_learnt_is_exported_with_the_model(run: Path, tmp_path: Path) -> None:
+    transformers, gguf = pytest.importorskip("transformers"), pytest.importorskip("gguf")
+    learnt = learn_pieces(b"the cat and the hat and the bat\n" * 20, 260)
+    (run / TOKENIZER).write_text(learnt.json)
+    assert Export(source=str(run), out=str(tmp_path / "hf"), hf=True)() == 0
+    assert Export(source=str(run), out=str(tmp_path / "gguf"), gguf=True)() == 0
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    ids = tokenizer("the cat sat")["input_ids"]
+    assert ids == learnt.encode(b"the cat sat").tolist() and tokenizer.decode(ids) == "the cat sat"
+    assert (tokenizer.eos_token, tokenizer.eos_token_id) == ("<|endoftext|>", 0)
+    told = {name: field.contents() for name, field in gguf.GGUFReader(tmp_path / "gguf").fields.items()}
+    assert told["tokenizer.ggml.tokens"][ids[0]] == tokenizer.convert_ids_to_tokens(ids)[0]
+    assert len(told["tokenizer.ggml.merges"]) == 260 - 257 and "h e" in told["tokenizer.ggml.merges"]
+
+
+def test_what_is_no_run_of_the_built_in_model_is_refused(run: Path, tmp_path: Path) -> None:
+    (run / "run.toml").unlink()
+    with pytest.raises(ConfigError, match=r"There is no run\.toml"):
+        Export(source=str(run), out=str(tmp_path / "hf"), hf=True)()
+    assert not (tmp_path / "hf").exists()
+    with pytest.raises(ConfigError, match="one of them at a time"):
+        Export(source=str(run), out=str(tmp_path / "x"), hf=True, gguf=True)()

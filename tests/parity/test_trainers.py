@@ -1,0 +1,386 @@
+"""Other people's trainers on a fleet, against themselves in one process: the same losses."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.ranks import run_ranks
+
+BELOW = 1e-6
+
+
+def assert_close(found: list[float], expected: list[float], below: float = BELOW) -> None:
+    assert len(found) == len(expected) and expected
+    assert max(abs(a - b) / max(1, abs(b)) for a, b in zip(found, expected, strict=True)) < below, (found, expected)
+
+
+# Accelerate
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+def with_accelerator(accelerator: Any, folder: str | None = None, *, loaded: bool = False) -> dict[str, Any]:
+    """A loop as people write it. 53 rows are no whole batches; where gradients are accumulated, 48, since Accelerate
+    itself divides the loss of a short last step by as much as that of the others."""
+    torch.manual_seed(1)
+    count = 53 if accelerator.gradient_accumulation_steps == 1 else 48
+    x, y = torch.randn(count, 5), torch.randint(0, 3, (count,))
+    draw = torch.Generator().manual_seed(4)
+    train = DataLoader(TensorDataset(x, y), batch_size=8, shuffle=True, generator=draw)
+    test = DataLoader(TensorDataset(x, y), batch_size=20)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=12)
+    model, optimizer, train, test, scheduler = accelerator.prepare(model, optimizer, train, test, scheduler)
+    first = 0
+    if loaded:
+        accelerator.load_state(folder)
+        first = 1
+    losses, guesses = [], []
+    for _epoch in range(first, 3):
+        model.train()
+        for a, b in train:
+            with accelerator.accumulate(model):
+                loss = F.cross_entropy(model(a), b)
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+        model.eval()
+        seen, right = [], 0
+        with torch.no_grad():
+            for a, b in test:
+                output, b = accelerator.gather_for_metrics((model(a), b))
+                seen.append(F.cross_entropy(output, b, reduction="sum").item())
+                right += int((output.argmax(1) == b).sum())
+        losses.append(sum(seen) / count)
+        guesses.append(right)
+        if folder is not None and not loaded and _epoch == 0:
+            accelerator.save_state(folder)
+    state = accelerator.get_state_dict(model)
+    return {"losses": losses, "right": guesses, "weights": {k: v.clone() for k, v in state.items()}}
+
+
+def ours(folder: str, together: int, loaded: bool = False) -> dict[str, Any]:
+    from potluck.integrations.accelerate import Accelerator
+
+    accelerator = Accelerator(gradient_accumulation_steps=together)
+    assert accelerator.num_processes == 1 and accelerator.device.type == "cpu"
+    found = with_accelerator(accelerator, folder, loaded=loaded)
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
+    return found | {"main": accelerator.is_main_process}
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("together", [pytest.param(1, marks=pytest.mark.slow), 3])
+def test_accelerates_loop_has_its_own_losses_on_two_workers(tmp_path: Path, together: int) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    expected = with_accelerator(accelerate.Accelerator(cpu=True, gradient_accumulation_steps=together))
+    main, other = run_ranks(2, ours, str(tmp_path), together)
+    for found in (main, other):
+        assert_close(found["losses"], expected["losses"], 2e-6)
+        assert found["right"] == expected["right"]
+    assert main["main"] and not other["main"] and not other["weights"]
+    for name, value in expected["weights"].items():
+        torch.testing.assert_close(main["weights"][name], value, rtol=0, atol=2e-5)
+    resumed = run_ranks(2, ours, str(tmp_path), together, True)[0]
+    assert_close(resumed["losses"], main["losses"][1:], 1e-9)
+
+
+# Hugging Face
+
+
+def llama(**more: Any) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, **more))
+
+
+def bert() -> Any:
+    from transformers import BertConfig, BertForSequenceClassification
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return BertForSequenceClassification(BertConfig(**sizes, **still, num_attention_heads=2, num_labels=3))
+
+
+def rows(count: int, seed: int, *, of_classes: bool = False) -> list[dict[str, Any]]:
+    """Masked unevenly, so that what a token counts matters."""
+    draw = torch.Generator().manual_seed(seed)
+    found = []
+    for _ in range(count):
+        tokens = torch.randint(0, 64, (12,), generator=draw)
+        masked = int(torch.randint(0, 10, (1,), generator=draw))
+        labels = tokens.masked_fill(torch.arange(12) < masked, -100)
+        found.append({"input_ids": tokens, "labels": tokens[0] % 3 if of_classes else labels})
+    return found
+
+
+def hf(kind: type, folder: str, model: Any, resume: bool | None = None, **options: Any) -> dict[str, Any]:
+    from transformers import EarlyStoppingCallback, TrainingArguments
+
+    settings = {
+        "per_device_train_batch_size": 4,
+        "per_device_eval_batch_size": 6,
+        "num_train_epochs": 2,
+        "learning_rate": 5e-3,
+        "warmup_steps": 2,
+        "max_grad_norm": 0.3,
+        "logging_steps": 1,
+        "eval_strategy": "steps",
+        "eval_steps": 5,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+    }
+    patience, accuracy, of_classes = (
+        options.pop("patience", None),
+        options.pop("accuracy", False),
+        not hasattr(model, "lm_head"),
+    )
+    args = TrainingArguments(folder, **settings | options)
+    more: dict[str, Any] = {"callbacks": [EarlyStoppingCallback(patience)]} if patience else {}
+    if accuracy:
+        more["compute_metrics"] = lambda seen: {"accuracy": float((seen[0].argmax(-1) == seen[1]).mean())}
+    data = {"train_dataset": rows(50, 1, of_classes=of_classes), "eval_dataset": rows(20, 2, of_classes=of_classes)}
+    trainer = kind(model, args, **data, **more)
+    trainer.train(resume_from_checkpoint=resume)
+    trainer.save_model(f"{folder}/model")
+    return {"log": trainer.state.log_history, "steps": trainer.state.global_step, "best": trainer.state.best_metric}
+
+
+def figures(found: dict[str, Any], name: str) -> list[float]:
+    return [row[name] for row in found["log"] if name in row]
+
+
+def assert_same_log(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found["steps"] == expected["steps"]
+    for name in ("loss", "eval_loss", "learning_rate", "epoch"):
+        assert_close(figures(found, name), figures(expected, name))
+    assert_close(figures(found, "grad_norm"), figures(expected, "grad_norm"), 1e-5)
+
+
+def elastic_hf(
+    folder: str, model: str, resume: bool | None = None, options: Any = None, *, is_split: bool = False
+) -> dict[str, Any]:
+    from transformers import Trainer
+
+    import potluck
+
+    class MyTrainer(potluck.hf.Elastic, Trainer):  # type: ignore[misc]
+        fleet_options = {"strategy": potluck.FullShard()} if is_split else {}
+
+    made = {"llama": llama, "bert": bert, "lora": lora}[model]()
+    return hf(MyTrainer, folder, made, resume, **options or {})
+
+
+def split_hf(folder: str, options: dict[str, Any]) -> dict[str, Any]:
+    return elastic_hf(folder, "llama", None, options, is_split=True)
+
+
+def lora() -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(llama(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+
+
+@pytest.mark.timeout(120)
+def test_hugging_faces_trainer_has_its_own_log(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    options: dict[str, Any] = {"gradient_accumulation_steps": 3}
+    expected = hf(transformers.Trainer, str(tmp_path / "plain"), llama(), **options)
+    found = elastic_hf(str(tmp_path / "ours"), "llama", None, options)
+    assert_same_log(found, expected)
+    read = transformers.LlamaForCausalLM.from_pretrained
+    ours, plain = read(tmp_path / "ours" / "model"), read(tmp_path / "plain" / "model")
+    for one, other in zip(ours.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        ("llama", {"gradient_accumulation_steps": 3}),
+        ("llama", {"max_steps": 17, "lr_scheduler_type": "cosine", "train_sampling_strategy": "sequential"}),
+        ("bert", {"accuracy": True}),
+        ("lora", {}),
+    ],
+)
+def test_two_workers_have_the_log_of_one_process(tmp_path: Path, model: str, options: dict[str, Any]) -> None:
+    transformers = pytest.importorskip("transformers")
+    made = {"llama": llama, "bert": bert, "lora": lora}[model]()
+    expected = hf(transformers.Trainer, str(tmp_path / "plain"), made, **options)
+    found = run_ranks(2, elastic_hf, str(tmp_path / "ours"), model, None, options, timeout_s=150)
+    for each in found:
+        assert_same_log(each, expected)
+        if "accuracy" in options:
+            assert figures(each, "eval_accuracy") == figures(expected, "eval_accuracy")
+    written = "adapter_model.safetensors" if model == "lora" else "model.safetensors"
+    assert (tmp_path / "ours" / "model" / written).stat().st_size == (
+        tmp_path / "plain" / "model" / written
+    ).stat().st_size
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_trainers_model_may_be_split_over_workers(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    expected = hf(transformers.Trainer, str(tmp_path / "plain"), llama(), save_strategy="epoch")
+    for each in run_ranks(2, split_hf, str(tmp_path / "ours"), {"save_strategy": "epoch"}, timeout_s=150):
+        assert_same_log(each, expected)
+    read = transformers.LlamaForCausalLM.from_pretrained
+    ours, plain = read(tmp_path / "ours" / "checkpoint-26"), read(tmp_path / "plain" / "checkpoint-26")
+    for one, other in zip(ours.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_trainers_run_stops_early_and_is_resumed(tmp_path: Path) -> None:
+    """On other numbers of workers, too."""
+    transformers = pytest.importorskip("transformers")
+    early: dict[str, Any] = {
+        "patience": 2,
+        "metric_for_best_model": "loss",
+        "load_best_model_at_end": True,
+        "save_strategy": "steps",
+        "save_steps": 5,
+        "num_train_epochs": 6,
+        "save_total_limit": 2,
+    }
+    expected = hf(transformers.Trainer, str(tmp_path / "plain"), llama(), **early)
+    assert expected["steps"] < 78
+    for each in run_ranks(2, elastic_hf, str(tmp_path / "early"), "llama", None, early, timeout_s=150):
+        assert_same_log(each, expected)
+        assert_close([each["best"]], [expected["best"]])
+    whole = hf(transformers.Trainer, str(tmp_path / "whole"), llama(), save_strategy="steps", save_steps=9)
+    options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 9}
+    place = tmp_path / "resumed"
+    run_ranks(2, elastic_hf, str(place), "llama", None, options, timeout_s=150)
+    for each in place.glob("checkpoint-*"):
+        if each.name != "checkpoint-9":
+            shutil.rmtree(each)
+    told = json.loads((place / "checkpoint-9" / "trainer_state.json").read_text())
+    assert told["global_step"] == 9
+    found = elastic_hf(str(place), "llama", True, options)
+    assert_same_log(found, whole)
+
+
+# Lightning
+
+
+def lightning(
+    folder: str, strategy: str, resume: str | None = None, together: int = 1, epochs: int = 4
+) -> dict[str, Any]:
+    import lightning as L
+    from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+
+    class Module(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net()
+            self.seen: list[float] = []
+
+        def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+            loss = F.cross_entropy(self.net(batch[0]), batch[1])
+            self.log("loss", loss, sync_dist=True)
+            return loss
+
+        def validation_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
+            self.log("val", F.cross_entropy(self.net(batch[0]), batch[1]))
+
+        def on_validation_epoch_end(self) -> None:
+            if not self.trainer.sanity_checking:
+                self.seen.append(float(self.trainer.callback_metrics["val"]))
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)]
+
+    if strategy == "potluck":
+        import potluck.integrations.lightning
+
+        assert potluck.integrations.lightning.PotluckStrategy.strategy_name == strategy
+    torch.manual_seed(1)
+    count = 53 if together == 1 else 48  # of whole batches Lightning leaves a generator short of its end
+    x, y = torch.randn(count, 5), torch.randint(0, 3, (count,))
+    draw = torch.Generator().manual_seed(4)
+    train = DataLoader(TensorDataset(x, y), batch_size=8, shuffle=together == 1, generator=draw)
+    test = DataLoader(TensorDataset(x, y), batch_size=20)
+    module = Module()
+    saving = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)
+    trainer = L.Trainer(
+        max_epochs=4,
+        strategy=strategy,
+        accelerator="cpu",
+        devices=1,
+        gradient_clip_val=0.5,
+        accumulate_grad_batches=together,
+        callbacks=[saving, EarlyStopping("val", patience=3)],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+    )
+    trainer.fit(module, train, test, ckpt_path=resume)
+    return {
+        "losses": module.seen,
+        "steps": trainer.global_step,
+        "epoch": trainer.current_epoch,
+        "weights": {name: value.clone() for name, value in module.state_dict().items()},
+        "files": sorted(path.name for path in Path(folder).glob("*.ckpt")),
+        "lr": trainer.optimizers[0].param_groups[0]["lr"],
+    }
+
+
+def assert_same_fit(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert_close(found["losses"], expected["losses"], 2e-6)
+    for name in ("steps", "epoch", "files"):
+        assert found[name] == expected[name], name
+    for name, value in expected["weights"].items():
+        torch.testing.assert_close(found["weights"][name], value, rtol=0, atol=2e-5)
+
+
+@pytest.mark.timeout(120)
+def test_lightnings_trainer_has_its_own_losses(tmp_path: Path) -> None:
+    pytest.importorskip("lightning")
+    expected = lightning(str(tmp_path / "plain"), "auto", None, 3)
+    assert_same_fit(lightning(str(tmp_path / "ours"), "potluck", None, 3), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_lightning_on_two_workers_is_resumed_on_one(tmp_path: Path) -> None:
+    pytest.importorskip("lightning")
+    expected = lightning(str(tmp_path / "plain"), "auto")
+    for each in run_ranks(2, lightning, str(tmp_path / "ours"), "potluck", timeout_s=120):
+        assert_same_fit(each, expected)
+    middle = tmp_path / "ours" / "epoch=1.ckpt"
+    resumed = lightning(str(tmp_path / "more"), "potluck", str(middle))
+    assert_close(resumed["losses"], expected["losses"][2:], 2e-6)
+    assert (resumed["steps"], resumed["epoch"]) == (expected["steps"], expected["epoch"])
+    for name, value in expected["weights"].items():
+        torch.testing.assert_close(resumed["weights"][name], value, rtol=0, atol=2e-5)
