@@ -25,6 +25,16 @@ CASES = {
     "adapter in shards": ("llama", True, ("strategy.kind=full_shard",)),
     "stages": ("gpt2", False, ("stages.protocol.kind=pipeline", "stages.protocol.micro_batch_size=2")),
     "adapter in stages": ("llama", True, ("stages.protocol.kind=pipeline", "stages.protocol.micro_batch_size=2")),
+    "a stage that trains nothing": (
+        "llama",
+        True,
+        ("stages.protocol.kind=pipeline", "stages.protocol.micro_batch_size=2", "stages.cuts=[3]"),
+    ),
+    "a first stage that trains nothing": (
+        "llama",
+        True,
+        ("stages.protocol.kind=pipeline", "stages.protocol.micro_batch_size=2", "stages.cuts=[1]"),
+    ),
     "whole bert": ("bert", False, ()),
 }
 

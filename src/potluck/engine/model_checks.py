@@ -12,6 +12,12 @@ from potluck.link.link import Link
 from potluck.save.state import own_state
 
 
+def check_trains(model: nn.Module) -> None:
+    """Of a whole model: a stage of it may have nothing that is trained."""
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError("The model has no parameter that requires a gradient, so there is nothing to train.")
+
+
 def check_own_memory(model: nn.Module) -> None:
     """Refuses parameters whose elements share memory."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):

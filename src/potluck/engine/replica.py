@@ -451,8 +451,6 @@ class Replica:
         return [_dense(parameter) for parameter in self.trained if parameter.grad is not None]
 
     def _check(self) -> None:
-        if not self.trained:
-            raise ConfigError("The model has no parameter that requires a gradient, so there is nothing to train.")
         for group in self.optimizer.param_groups:
             if any(id(parameter) not in self.names for parameter in group["params"]):
                 raise ConfigError(
