@@ -102,7 +102,7 @@ def _find(source: Path, name: str) -> Path | None:
 
 
 def _read(file: Path | None) -> dict[str, Any]:
-    return json.loads(file.read_text(encoding="utf-8")) if file is not None else {}  # type: ignore[no-any-return]
+    return json.loads(file.read_text(encoding="utf-8")) if file is not None else {}
 
 
 def _renamed(name: str, names: dict[str, str], blocks: str) -> str:
