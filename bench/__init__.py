@@ -19,6 +19,7 @@ following   how soon shares follow a worker that slows down
 slow_host   what they do together where each reaches its host over a slow, long link, and the bytes that it takes
 convergence   what overlap, the anchor and an outer optimizer do to the loss after the same samples
 h200_mixed   parts of one GPU together, against the sum of what each does alone
+h200_lora    LoRA on a 4-bit base of 8 billion parameters, on parts of one GPU; and a newcomer
 
 Sharding, only when it is named:
 

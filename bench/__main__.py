@@ -12,11 +12,11 @@ MIXED = ("mixed_speeds", "time_to_loss", "following", "convergence", "overlap", 
 SHARDED = ("shard_memory", "shard_step", "uneven_memory", "buddy")
 STAGED = ("pipeline", "uneven_stages", "direct", "datastore")
 """One model over several workers."""
-GPU = ("h200", "h200_mixed", "h200_shard", "h200_stages", "h200_learning")
+GPU = ("h200", "h200_mixed", "h200_shard", "h200_stages", "h200_learning", "h200_lora")
 DATA = ("fetching",)
-TRAINERS = ("trainers",)
-"""Other people's, with ours inside."""
-NAMES = (*BY_DEFAULT, *DATA, *TRAINERS, *MIXED, *SHARDED, *STAGED, *GPU)
+TUNING = ("lora", "trainers")
+"""Fine-tuning, and other people's trainers with ours inside."""
+NAMES = (*BY_DEFAULT, *DATA, *TUNING, *MIXED, *SHARDED, *STAGED, *GPU)
 
 
 def main() -> None:

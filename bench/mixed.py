@@ -94,12 +94,15 @@ class Times:
 
 def compete(seat: Seat, *, contender: str, task: dict[str, Any], times: dict[str, float]) -> dict[str, Any]:
     """One rank of one contender's turn."""
-    given, clock = Task.from_json(task), Times(**times)  # type: ignore[arg-type]
-    data = given.data()
-    alone = BareLoop(seat, given, data)
+    return compete_as(seat, Task.from_json(task), contender, Times(**times), Meter)  # type: ignore[arg-type]
+
+
+def compete_as(seat: Seat, task: Task, contender: str, clock: "Times", meters: "type[Meter]") -> dict[str, Any]:
+    data = task.data()
+    alone = BareLoop(seat, task, data)
     for _ in range(3):
         alone.step()
-    meter = Meter(seat, alone, clock)
+    meter = meters(seat, alone, clock)
     if contender in BARE:
         told = _compete_bare(meter, data, period=1 if contender == "bare DDP" else PERIOD)
     else:

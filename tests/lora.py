@@ -118,8 +118,10 @@ def loss_of(model: nn.Module, batch: Any) -> Tensor:
 
 
 def build(form: str, *, is_peft: bool = False, seed: int = 3) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """`form`: with the word `given`, the optimizer is given the frozen parameters too, as many scripts do."""
+    form, _, is_given = form.partition(" ")
     model = peft_llama(form) if is_peft else Net(form, seed=seed)
-    return model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    return model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad or is_given], lr=0.01)
 
 
 def trained_of(state: dict[str, Tensor]) -> dict[str, Tensor]:

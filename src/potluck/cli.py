@@ -124,6 +124,7 @@ class Finetune:
             metavar="DATA [DATA ...]",
             help="JSONL (messages; prompt and completion; text; text and label), CSV, Parquet, text, a folder of"
             " them or of datasets, or an id on the hub.",
+            help_behavior_hint="(required)",
         ),
     ]
     task: Annotated[
@@ -158,6 +159,7 @@ class Finetune:
         )
         if self.write is not None:
             return write_recipe(args, Path(self.write))
+        say(f"Fine-tuning {self.model} on {', '.join(self.rows)}. First PyTorch and transformers are loaded.")
         return _launch_recipe(replace(args, out=self.out, resume=self.resume), None)
 
 
@@ -232,28 +234,27 @@ class Host:
     settings: Settings = field(default_factory=list)
 
     def __call__(self) -> int:
-        from potluck.launch.host import host
+        from potluck.launch.host import host, with_base
         from potluck.train.arguments import Listening, host_args
 
-        return host(
-            host_args(
-                what=self.what,
-                settings=(*self.settings, *data_setting(self.data)),
-                workers=self.workers,
-                threads=self.threads,
-                ranks=self.ranks,
-                out=self.out,
-                resume=self.resume,
-                listening=Listening(
-                    host=self.host,
-                    port=self.port,
-                    address=self.address,
-                    patience_s=self.patience,
-                    at_least=self.at_least,
-                    insecure=self.insecure,
-                ),
-            )
+        args = host_args(
+            what=self.what,
+            settings=(*self.settings, *data_setting(self.data)),
+            workers=self.workers,
+            threads=self.threads,
+            ranks=self.ranks,
+            out=self.out,
+            resume=self.resume,
+            listening=Listening(
+                host=self.host,
+                port=self.port,
+                address=self.address,
+                patience_s=self.patience,
+                at_least=self.at_least,
+                insecure=self.insecure,
+            ),
         )
+        return host(with_base(args))
 
 
 @dataclass
@@ -295,7 +296,7 @@ class Join:
 
         config = _workers_config(self.workers, self.threads, self.ranks)
         settings = (*data_setting(self.data), *base_setting(self.base))
-        return join(self.invite, list(arguments), config, settings)
+        return join(self.invite, list(arguments), config, settings, fetches_base=self.fetch_base)
 
 
 @dataclass

@@ -113,7 +113,7 @@ def chats(count: int = 30) -> list[dict[str, Any]]:
     """Of one turn or two, of many lengths."""
     rows = []
     for number in range(count):
-        a, b = number % 7, number // 7
+        a, b = number % 7, number // 7 % 6
         messages = [
             {"role": "user", "content": f"what is {WORDS[a]} and {WORDS[b]}?"},
             {"role": "assistant", "content": WORDS[a + b]},

@@ -49,11 +49,11 @@ def test_it_ends_with_a_sample_and_answers_over_a_pipe(
     done: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from potluck.finetune.chat import chat
-    from potluck.finetune.ending import finish
+    from potluck.finetune.ending import show_hosted
 
     place, found = done
     monkeypatch.chdir(place)
-    finish(found["folder"])
+    show_hosted(Path(found["folder"]))
     said = capsys.readouterr().out
     assert "asked:  what is" in said and "before:" in said and "after:" in said
     assert f"potluck chat {found['folder']}" in said and "adapter" in said
@@ -126,6 +126,16 @@ def test_answers_alone_are_learnt(tmp_path: Path) -> None:
     assert learnt(found, bare) == " zero</s> yes, zero</s>"
 
 
+def test_a_template_that_writes_the_date_gives_the_same_rows_every_day() -> None:
+    from potluck.finetune.encoding import Encoder
+
+    dated = (
+        "{{ strftime_now('%Y') }} {% if date_string is defined %}{{ date_string }}{% endif %}{{ messages[0].content }}"
+    )
+    written = Encoder(padded_tokenizer(template=dated), "chat").written([{"role": "user", "content": "!"}])
+    assert written == "2025 01 Jan 2025!"
+
+
 def test_long_rows_are_cut_and_counted(tmp_path: Path) -> None:
     rows = [{"prompt": "one " * n, "completion": " two" * 20} for n in (1, 5, 60)]
     found = prepared(rows, tmp_path, context=24)
@@ -167,13 +177,15 @@ def test_packed_documents_do_not_see_each_other(tmp_path: Path) -> None:
     import transformers
 
     from potluck.finetune.objective import packs_apart
-    from potluck.finetune.recipe import in_parts
+    from potluck.finetune.recipe import in_parts, shortened
 
     for kind in ("llama", "gpt2"):
         make_base(tmp_path / kind, kind)
         model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / kind)
         found = prepared(chats(6), tmp_path, packing=True)
         assert packs_apart(model, *in_parts(found, found.training[0]), tolerance=1e-6)
+        short = shortened(found.training[0])
+        assert len(short.tokens) <= 32 and packs_apart(model, *in_parts(found, short), tolerance=1e-6)
         mixed = found.collate([found.training[0]])
         del mixed["position_ids"]
         assert not packs_apart(model, mixed, in_parts(found, found.training[0])[1], tolerance=1e-6)
@@ -194,3 +206,22 @@ def test_a_mistake_in_a_recipe_is_a_sentence(tmp_path: Path, monkeypatch: pytest
     (place / "rows.jsonl").write_text(PLAIN_ROWS)
     with pytest.raises(ConfigError, match=r"Line 2 of rows\.jsonl is not valid JSON"):
         tuned(str(place))
+
+
+def test_no_room_is_said_with_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, done: tuple[Path, dict[str, Any]]
+) -> None:
+    from potluck.finetune import recipe, result
+
+    place, found = done
+    monkeypatch.chdir(place)
+    run = Path(found["folder"])
+    (run / "adapter" / "checkpoint").unlink(missing_ok=True)
+    monkeypatch.setattr(result, "_save", lambda *told: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(ConfigError, match=r"Cannot write .*adapter: No space left on device\. The run is in .*step-"):
+        result.write_result(run, result.config_of(run))
+    monkeypatch.setattr(recipe, "memory_here", lambda *told: (2, 1000, "this machine"))
+    with pytest.raises(
+        ConfigError, match=r"base needs .* kB of memory to be fine-tuned here, and this machine has 1 kB"
+    ):
+        tuned(str(place), ('name="other"',))

@@ -27,7 +27,9 @@ def losses_of(run: Path) -> list[float]:
     return [record["loss"] for record in records if record["event"] == "step_done"]
 
 
-def test_two_joiners_of_which_one_is_killed_learn_as_one_process(tmp_path: Path) -> None:
+def test_two_joiners_of_which_one_is_killed_learn_as_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     place = make_place(tmp_path)
     judged = judge(place, epochs=4)
     host = start(
@@ -35,10 +37,12 @@ def test_two_joiners_of_which_one_is_killed_learn_as_one_process(tmp_path: Path)
     )  # fmt: skip
     folder = place / "runs" / "tuned"
     line = invite_of(folder)
-    own = ("join", "--threads", "1", "--data", "rows.jsonl", "--base", "base", line)
+    own = ("join", "--threads", "1", "--data", "rows.jsonl")
     lacking = run(place, "join", "--data", "rows.jsonl", line)
     assert lacking.returncode == 2 and "--base FOLDER" in lacking.stderr and "--fetch-base" in lacking.stderr
-    first, second = (start(place, *own) for _ in range(2))
+    first = start(place, *own, "--base", "base", line)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    second = start(place, *own, "--fetch-base", line)
     wait_until(lambda: len(steps(folder)) >= 2, timeout_s=120)
     for pid in (*children(first.pid), first.pid):
         os.kill(pid, signal.SIGKILL)
@@ -46,6 +50,7 @@ def test_two_joiners_of_which_one_is_killed_learn_as_one_process(tmp_path: Path)
     out, error = host.communicate(timeout=120)
     _, said = second.communicate(timeout=60)
     assert host.returncode == 0 and second.returncode == 0, (out, error, said)
+    assert "The model is in" in said and list((tmp_path / "cache" / "potluck" / "bases").glob("*/config.json"))
     assert losses_of(folder) == pytest.approx(judged["losses"], rel=1e-5)
     assert "after:" in out and f"potluck chat {Path('runs') / 'tuned'}" in out, out + error
     alone = run(place, "train", "tuned.toml", "--out", "alone", "--set", "fit.epochs=4")

@@ -1,6 +1,7 @@
 """A frozen base is each worker's own: it neither travels nor is saved, in any form. The judge is plain torch."""
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import potluck
@@ -17,6 +19,7 @@ from potluck.engine.frozen_base import find_base
 from potluck.environment import RENDEZVOUS
 from potluck.errors import CheckpointError
 from potluck.save import checkpoint_folder
+from potluck.save.export import export
 from tests import lora
 from tests.quick import first_of
 from tests.ranks import RankFailed, run_ranks
@@ -46,11 +49,17 @@ def train_everywhere(folder: str, names: list[str], forms: list[str], is_peft: b
             place, losses = Path(folder) / f"{name}-{form}", []
             for epochs in (1, 2):
                 with potluck.init(**GROUPS[name], patience_s=30) as fleet:
-                    told, state = lora.train(fleet, form, is_peft=is_peft, epochs=epochs, folder=place)
+                    save = partial(save_adapter, place / "adapter") if is_peft and epochs == 2 else lambda model: None
+                    told, state = lora.train(fleet, form, is_peft=is_peft, epochs=epochs, folder=place, then=save)
                     losses += told
             found[f"{name}-{form}"] = {"losses": losses, "state": state}
     dist.destroy_process_group()
     return found
+
+
+def save_adapter(folder: Path, model: nn.Module) -> None:
+    """As a script of peft ends, on every rank."""
+    model.save_pretrained(folder)  # type: ignore[operator]
 
 
 def saved(folder: Path) -> dict[str, Tensor]:
@@ -73,18 +82,22 @@ def check_all(folder: Path, names: list[str], forms: list[str], *, is_peft: bool
                 torch.testing.assert_close(run["losses"], judge, **near, msg=f"{name} {form}")
                 if form != "bf16":
                     torch.testing.assert_close(run["state"], weights, rtol=1e-4, atol=1e-5)
+            if is_peft:
+                adapter = load_file(folder / f"{name}-{form}" / "adapter" / "adapter_model.safetensors")
+                assert_equal(adapter, {key.replace(".default", ""): each for key, each in run["state"].items()})
             kept = {key.partition("[")[0].partition(":")[0] for key in saved(folder / f"{name}-{form}")}
             assert kept and all(lora.trained_of({key: torch.empty(0)}) for key in kept), f"{name} {form}: {kept}"
 
 
-def test_a_checkpoint_holds_what_is_trained_under_every_strategy(tmp_path: Path) -> None:
-    check_all(tmp_path, list(GROUPS), ["fp32"])
+@pytest.mark.parametrize("names", first_of(["whole full", "zero uneven windows stages"]))
+def test_a_checkpoint_holds_what_is_trained_under_every_strategy(tmp_path: Path, names: str) -> None:
+    check_all(tmp_path, names.split(), ["fp32"])
 
 
-@pytest.mark.parametrize("form", first_of(["bf16", "int8", "4bit"]))
+@pytest.mark.parametrize("form", first_of(["bf16", "int8", "4bit", "bf16 given", "int8 given", "4bit given"]))
 def test_a_base_may_have_any_form(tmp_path: Path, form: str) -> None:
-    pytest.importorskip({"int8": "torchao", "4bit": "bitsandbytes"}.get(form, "torch"))
-    check_all(tmp_path, ["whole", "zero", "full", "uneven"], [form])
+    pytest.importorskip({"int8": "torchao", "4bit": "bitsandbytes"}.get(form[:4], "torch"))
+    check_all(tmp_path, ["full"] if form == "bf16" else ["whole", "zero", "full", "uneven"], [form])
 
 
 @pytest.mark.slow
@@ -192,3 +205,13 @@ def test_what_is_smaller_than_what_is_trained_is_no_base() -> None:
     changed = find_base(model)
     assert changed is not None and changed.hash != found.hash
     assert changed.hash_of(["0.bias", "1.bias"]) == found.hash_of(["1.bias", "0.bias"])
+
+
+def test_an_export_is_what_was_trained_and_says_what_it_needs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = one_epoch(tmp_path / "run")
+    export(tmp_path / "run", tmp_path / "plain.safetensors")
+    assert_equal(load_file(tmp_path / "plain.safetensors"), weights)
+    said = capsys.readouterr().err
+    assert "It is what was trained. The frozen base below it (6 tensors of" in said

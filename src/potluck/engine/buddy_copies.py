@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from potluck.engine.run_state import RunState
 from potluck.engine.saved_position import check_position, position_as_json, restore_position
 from potluck.events import Recovered
+from potluck.save.left_out import leave_out
 
 if TYPE_CHECKING:
     from potluck.save.buddies import Buddies
@@ -31,7 +32,7 @@ class BuddyCopies:
 
         recovery = run.recovery
         if recovery is not None:
-            standing = recover(recovery, run.sharded())
+            standing = recover(recovery, run.sharded(), run.base)
             run.prepared().remember_buffers()
             check_position(run, Path("What the workers had kept in memory"), standing)
             restore_position(run, standing)
@@ -56,4 +57,6 @@ class BuddyCopies:
         run = self._run
         if self._buddies is not None:
             folder = str(run.caller.folder) if run.caller.folder is not None else None
-            self._buddies.refresh(run.sharded(), position_as_json(run) | {"folder": folder})
+            without, told = leave_out(run.prepared(), run.link)
+            standing = position_as_json(run) | told | {"folder": folder}
+            self._buddies.refresh(run.sharded(), standing, without)

@@ -354,8 +354,9 @@ def check_float32(trained: Sequence[Tensor | Spec]) -> None:
     wrong = next((p.dtype for p in trained if p.dtype != torch.float32), None)
     if wrong is not None:
         raise ConfigError(
-            f"Gradients travel to a host as float32, and a parameter is {wrong}. Keep parameters in float32, and"
-            " use step.precision = bf16 or fp16 to compute in less."
+            f"Gradients travel to a host as float32, and a trained parameter is {wrong}. Keep parameters in float32, as"
+            " peft does with adapters (frozen ones may have any type), and use step.precision = bf16 or fp16 to"
+            " compute in less."
         )
 
 

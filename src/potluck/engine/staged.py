@@ -38,6 +38,7 @@ from potluck.errors import ConfigError
 from potluck.events import WorkerStep
 from potluck.fleet.ledger import Ledger
 from potluck.link.grid import make_places
+from potluck.save.left_out import leave_out
 from potluck.save.saves import Standing
 from potluck.save.store_run import StoreRun, StoreSaves
 from potluck.stages.channel import Channel
@@ -315,7 +316,7 @@ class StagedLayers:
                 self._keep(store_run)
             return
         notes = store_run.kept.notes
-        store_run.kept.load_into(self._own)
+        store_run.kept.load_into(self._own, self._run.base)
         run.prepared().remember_buffers()
         check_position(run, Path(f"What worker {run.link.rank} kept of itself"), notes["standing"])
         restore_position(run, notes["standing"])
@@ -333,7 +334,8 @@ class StagedLayers:
             "memo": run.caller.memo,
             "passes": self._pass,
         }
-        store_run.keep(self._own, notes, self._pass)
+        without, told = leave_out(run.prepared())
+        store_run.keep(self._own, notes | told, self._pass, without)
 
     def on_saved(self) -> None:
         self._has_saved = True  # after a restart this must not run again: it would find the step done

@@ -9,7 +9,7 @@ from torch import nn
 
 from potluck.errors import ConfigError
 from potluck.finetune.base_files import numbers_in
-from potluck.finetune.libraries import first_line, need, transformers
+from potluck.finetune.libraries import SAFELY, first_line, need, transformers
 from potluck.finetune.settings import AdapterConfig, PretrainedConfig
 
 MOST_CONTEXT = 1024
@@ -40,7 +40,8 @@ def load_base(
         )
     if config.load != "plain" and not is_frozen:
         raise ConfigError(f'model.load = "{config.load}" is for a frozen base: give the recipe a [lora] table.')
-    options: dict[str, Any] = {"dtype": _dtype(config, is_frozen=is_frozen and labels is None)}
+    options: dict[str, Any] = {"use_safetensors": True, "output_loading_info": True}
+    options["dtype"] = _dtype(config, is_frozen=is_frozen and labels is None)
     if labels is not None:
         options |= {"num_labels": len(labels), "id2label": dict(enumerate(labels))}
         options |= {"label2id": {name: number for number, name in enumerate(labels)}, "ignore_mismatched_sizes": True}
@@ -48,8 +49,7 @@ def load_base(
         options |= {"quantization_config": _quantization(config.load, device), "device_map": {"": device}}
     kind = library.AutoModelForCausalLM if labels is None else library.AutoModelForSequenceClassification
     try:
-        options |= {"local_files_only": True, "use_safetensors": True, "output_loading_info": True}
-        model, told = kind.from_pretrained(str(folder), **options)
+        model, told = kind.from_pretrained(str(folder), **SAFELY, **options)
     except ConfigError:
         raise
     except (MemoryError, torch.OutOfMemoryError):
@@ -71,7 +71,7 @@ def load_base(
 
 def _about(folder: Path) -> Any:
     try:
-        return transformers().AutoConfig.from_pretrained(str(folder), local_files_only=True)
+        return transformers().AutoConfig.from_pretrained(str(folder), **SAFELY)
     except ConfigError:
         raise
     except Exception as error:

@@ -1,12 +1,13 @@
 """Records to tokens, by the model's own tokenizer and chat template, with what of them is the answer."""
 
+import datetime
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from potluck.errors import ConfigError
-from potluck.finetune.libraries import first_line, transformers
+from potluck.finetune.libraries import SAFELY, first_line, transformers
 from potluck.finetune.records import Form, TextRecord
 
 PLAIN_TEMPLATE = (
@@ -15,6 +16,15 @@ PLAIN_TEMPLATE = (
     "{% if add_generation_prompt %}Assistant:{% endif %}"
 )
 """For a tokenizer that has no chat template; it is saved with the result."""
+
+DAY = datetime.datetime(2025, 1, 1)
+"""For templates that write today's date: rows must be the same on every worker, and when a run resumes."""
+DATE = (
+    "{%- macro strftime_now(format) -%}{{ format"
+    + "".join(f" | replace('%{code}', '{DAY.strftime(f'%{code}')}')" for code in "dmYyBbAaHMSIpj")
+    + " }}{%- endmacro %}"
+)
+"""Before a template, in place of the function of that name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +38,7 @@ class Encoded:
 def load_tokenizer(folder: Path) -> Any:
     """The model's own; one that has no token for padding pads with the one that ends a text."""
     try:
-        tokenizer = transformers().AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        tokenizer = transformers().AutoTokenizer.from_pretrained(str(folder), **SAFELY)
     except ConfigError:
         raise
     except Exception as error:
@@ -120,7 +130,11 @@ class Encoder:
         """As the model reads it. `asks`: up to where it is to answer."""
         if not messages and not asks:
             return ""
-        return str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=asks))
+        template = self.tokenizer.get_chat_template()
+        how: dict[str, Any] = {"tokenize": False, "add_generation_prompt": asks}
+        if "strftime_now" in template:
+            how["chat_template"] = DATE + template
+        return str(self.tokenizer.apply_chat_template(messages, **how, date_string=DAY.strftime("%d %b %Y")))
 
     def _without_end(self, text: str) -> str:
         """A template's line break after the token that ends an answer is not a part of it."""

@@ -15,6 +15,7 @@ from potluck.errors import ConfigError
 from potluck.finetune.base import load_base
 from potluck.finetune.base_files import find_base
 from potluck.finetune.encoding import Encoder, give_template, load_tokenizer
+from potluck.finetune.libraries import first_line
 from potluck.finetune.recipe import FinetuneConfig, telling
 from potluck.finetune.records import TextRecord, read_records
 from potluck.finetune.result import config_of, load_result, write_result
@@ -41,9 +42,8 @@ def show_result(summary: Summary, config: FinetuneConfig) -> None:
     show_use(summary.folder, config, {"loss curve": curve, "checkpoint": summary.checkpoint})
 
 
-def finish(folder: str) -> None:
+def show_hosted(run: Path) -> None:
     """The same of a run that a host has led, in its folder."""
-    run = Path(folder)
     try:
         show_use(run, config_of(run), {})
     except ConfigError as error:
@@ -60,8 +60,8 @@ def show_use(run: Path, config: FinetuneConfig, paths: dict[str, Any]) -> None:
     try:
         with telling(True, "The model writes a sample"):
             _show_sample(console, run, config)
-    except (ConfigError, torch.OutOfMemoryError, RuntimeError) as error:  # the result is written all the same
-        say(f"There is no sample: {error}")
+    except Exception as error:  # whatever a template or a full GPU says: the result is written all the same
+        say(f"There is no sample: {first_line(error)}.")
     kind = "adapter" if config.lora is not None else "model"
     for name, path in ({kind: result} | paths).items():
         if path is not None:
@@ -87,9 +87,9 @@ def _next(run: Path, config: FinetuneConfig, result: Path) -> list[tuple[str, st
 
 
 def _show_sample(console: Console, run: Path, config: FinetuneConfig) -> None:
-    record = _asked(config)
-    if record is None:
+    if (asked := _asked(config)) is None:
         return
+    record, title = asked
     device = choose_device()
     before = None
     if config.lora is None and record.form != "label":
@@ -104,7 +104,7 @@ def _show_sample(console: Console, run: Path, config: FinetuneConfig) -> None:
             with model.disable_adapter() if config.lora is not None else nullcontext():
                 _, before = _sample(model, tokenizer, record)
         text = f"asked:  {shown}\n\nbefore: {before}\n\nafter:  {after}"
-    console.print(Panel(Text(text), title="A row that was not trained on", title_align="left", style="dim"))
+    console.print(Panel(Text(text), title=title, title_align="left", style="dim"))
 
 
 def _before(config: FinetuneConfig, record: TextRecord, device: torch.device) -> str:
@@ -122,14 +122,14 @@ def _sample(model: Any, tokenizer: Any, record: TextRecord) -> tuple[str, str]:
     return shown, said.strip()
 
 
-def _asked(config: FinetuneConfig) -> TextRecord | None:
-    """A row that is not trained on, where one is near; the first one else."""
+def _asked(config: FinetuneConfig) -> tuple[TextRecord, str] | None:
+    """A row that is not trained on, where one is near, or the first one; and what it is."""
     first = None
     try:
         for number, record in zip(range(LOOKED_AT), read_records(config.data), strict=False):
             first = first or record
             if record.is_held_out or is_held_out(number, config.data.validation):
-                return record
+                return record, "A row that was not trained on"
     except ConfigError:  # a host may lead a run without the data
         return None
-    return first
+    return (first, "The first row") if first is not None else None

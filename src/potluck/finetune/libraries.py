@@ -10,6 +10,9 @@ from potluck.errors import ConfigError
 TALKATIVE = ("torchao", "torch.utils._pytree", "transformers", "peft", "datasets", "huggingface_hub")
 """They log what no reader of a run can use: what failed is said by us."""
 
+SAFELY = {"local_files_only": True, "trust_remote_code": False}
+"""How a folder is read: nothing is fetched, and no code of its own is run, nor asked about."""
+
 
 def need(name: str, install: str = "'potluck[finetune]'") -> Any:
     """A library, or the sentence that says how to get it."""

@@ -12,9 +12,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from potluck.batch_shapes import to_device
-from potluck.devices import memory_of
 from potluck.engine.engine import Engine
-from potluck.environment import free_memory_bytes, machine_bytes
 from potluck.errors import ConfigError
 from potluck.finetune.base import add_adapter, bytes_of_frozen, context_of, known_labels, load_base
 from potluck.finetune.base_files import find_base, numbers_in
@@ -24,7 +22,7 @@ from potluck.finetune.rows import PreparedRows, prepare_rows
 from potluck.finetune.settings import AdapterConfig, PretrainedConfig, RowsConfig
 from potluck.finetune.token_rows import TokenCollate, TokenRow
 from potluck.train.arguments import TrainArgs
-from potluck.train.recipe import RecipeConfig, RecipeParts, fit_recipe, make_optimizer
+from potluck.train.recipe import RecipeConfig, RecipeParts, fit_recipe, make_optimizer, memory_here
 from potluck.train.trainer import Summary
 from potluck.words import count, plural, size
 
@@ -57,6 +55,9 @@ def train_finetune(config: FinetuneConfig, args: TrainArgs, engine: Engine) -> S
     torch.manual_seed(config.fit.seed)
     with telling(speaks, f"Loading {folder.name if Path(config.model.hf).is_dir() else config.model.hf}"):
         model = make_model(config, folder, engine.device, rows.labels, pad=tokenizer.pad_token_id)
+    if config.lora is not None and speaks:
+        trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
+        engine.run.say(f"The adapter has {count(trained)} parameters; those of the base stay as they are.")
     if rows.collate.packing and speaks:
         _try_packing(model, rows, engine)
     is_labelled = rows.labels is not None
@@ -121,11 +122,7 @@ def _check_memory(config: FinetuneConfig, folder: Path, engine: Engine) -> None:
     else:
         needed = int(numbers_in(folder) * config.strategy.bytes_per_parameter(pipelines))
     needed //= max(1, engine.link.world // pipelines)
-    if (memory := memory_of(engine.device)) is not None:
-        here, has, where = 1, memory[not engine.is_led], "this GPU"
-    else:
-        here = engine.link.world if engine.is_led else config.workers.count
-        has, where = free_memory_bytes() if engine.is_led else machine_bytes(), "this machine"
+    here, has, where = memory_here(config, engine)
     if needed * here > has:
         advice = "Load it in fewer bits, with --load 4bit" if config.lora is not None else "Train an adapter instead"
         raise ConfigError(
@@ -140,12 +137,22 @@ def _try_packing(model: nn.Module, rows: PreparedRows, engine: Engine) -> None:
     if (row := next(several, None)) is None:
         return
     device = next(model.parameters()).device
-    together, apart = in_parts(rows, row)
+    together, apart = in_parts(rows, shortened(row))
     if not packs_apart(model, to_device(together, device), to_device(apart, device)):
         engine.run.say(
             "Rows are packed, and this kind of model does not keep them apart: each sees those before it in its row."
             " Leave out data.packing to have each by itself."
         )
+
+
+def shortened(row: TokenRow, most: int = 16) -> TokenRow:
+    """The beginnings of its first two documents, all of which count: enough to see, and quick on any machine."""
+    first, second = row.lengths[:2]
+    lengths = min(first, most), min(second, most)
+    tokens = torch.cat([row.tokens[: lengths[0]], row.tokens[first : first + lengths[1]]])
+    answers = torch.ones(len(tokens), dtype=torch.bool)
+    answers[[0, lengths[0]]] = False
+    return TokenRow(tokens, answers, lengths)
 
 
 def in_parts(rows: PreparedRows, row: TokenRow) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:

@@ -108,9 +108,12 @@ def _of_json(file: Path) -> Iterator[TextRecord]:
 
 def _json(data: bytes, where: str) -> Any:
     try:
-        return json.loads(data.decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is one too
-        raise ConfigError(f"{where} is not valid JSON: {first_line(error)}. Expected is {EXPECTED}.") from None
+        return json.loads(data.decode("utf-8-sig").strip())
+    except json.JSONDecodeError as error:
+        why = f"{error.msg}, at character {error.pos + 1:,}"
+    except (ValueError, RecursionError) as error:  # no UTF-8, or far too deep
+        why = first_line(error)
+    raise ConfigError(f"{where} is not valid JSON: {why}. Expected is {EXPECTED}.")
 
 
 def _text(file: Path) -> str:

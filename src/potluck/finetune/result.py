@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
@@ -17,7 +18,7 @@ from potluck.errors import ConfigError
 from potluck.finetune.base import adapter_settings, known_labels, load_base, shape_of
 from potluck.finetune.base_files import find_base
 from potluck.finetune.encoding import give_template, load_tokenizer
-from potluck.finetune.libraries import need, transformers
+from potluck.finetune.libraries import SAFELY, need, transformers
 from potluck.finetune.recipe import FinetuneConfig
 from potluck.finetune.records import TextRecord, read_records
 from potluck.finetune.rows import names_of
@@ -58,10 +59,11 @@ def write_result(run: Path, config: FinetuneConfig) -> Path:
             if out.exists():
                 shutil.rmtree(out)
             aside.rename(out)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
+        why = getattr(error, "strerror", None) or error
         raise ConfigError(
-            f"Cannot write {out}: {error.strerror or error}. The run is in {checkpoints[0]} all the same: free some"
-            f" space, and write it again with potluck chat {run}."
+            f"Cannot write {out}: {why}. The run is in {checkpoints[0]} all the same: free some space, and write it"
+            f" again with potluck chat {run}."
         ) from None
     return out
 
@@ -121,18 +123,18 @@ def load_result(run: Path, config: FinetuneConfig, device: torch.device) -> tupl
     """The fine-tuned model and its tokenizer, ready to be asked."""
     folder, library = write_result(run, config), transformers()
     tokenizer = load_tokenizer(folder)
+    about: Any = (
+        library.AutoConfig.from_pretrained(str(folder), **SAFELY) if (folder / "config.json").is_file() else None
+    )
     if config.lora is None:
-        is_labelled = library.AutoConfig.from_pretrained(str(folder)).architectures[0].endswith("Classification")
-        kind = library.AutoModelForSequenceClassification if is_labelled else library.AutoModelForCausalLM
-        return kind.from_pretrained(str(folder), local_files_only=True).to(device).eval(), tokenizer
-    labels = None
-    if (folder / "config.json").is_file():
-        names = library.AutoConfig.from_pretrained(str(folder)).id2label
-        labels = [names[number] for number in sorted(names)]
+        classifies = about.architectures[0].endswith("Classification")
+        kind = library.AutoModelForSequenceClassification if classifies else library.AutoModelForCausalLM
+        return kind.from_pretrained(str(folder), **SAFELY).to(device).eval(), tokenizer
+    labels = [about.id2label[number] for number in sorted(about.id2label)] if about is not None else None
     base, _ = load_base(find_base(config.model.hf), config.model, device, labels=labels, is_frozen=True)
-    about: Any = base.config
-    if about.pad_token_id is None:
-        about.pad_token_id = tokenizer.pad_token_id
+    own: Any = base.config
+    if own.pad_token_id is None:
+        own.pad_token_id = tokenizer.pad_token_id
     model = need("peft").PeftModel.from_pretrained(base, str(folder))
     moved: nn.Module = model if config.model.load != "plain" else model.to(device)
     return moved.eval(), tokenizer

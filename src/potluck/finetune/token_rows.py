@@ -74,7 +74,7 @@ class DocumentStore:
 
     def rows(self, *, packing: bool) -> "TokenRows":
         lengths = list(self._lengths)
-        packed = pack(lengths, self.context) if packing else [[number] for number in range(len(lengths))]
+        packed = pack(lengths, self.context) if packing else None
         return TokenRows(
             _tensor(self._tokens, torch.int32),
             _tensor(self._answers, torch.bool),
@@ -108,15 +108,18 @@ def pack(lengths: Sequence[int], context: int) -> list[list[int]]:
 class TokenRows(Dataset[TokenRow]):
     """Documents one after the other in one tensor, and which of them make up each row."""
 
-    def __init__(self, tokens: Tensor, answers: Tensor, bounds: Tensor, packed: list[list[int]], labels: list[int]):
+    def __init__(
+        self, tokens: Tensor, answers: Tensor, bounds: Tensor, packed: list[list[int]] | None, labels: list[int]
+    ):
         self.tokens, self.answers, self.bounds = tokens, answers, bounds
         self.packed, self.labels = packed, labels
+        """Documents of each row; None: each has its own."""
 
     def __len__(self) -> int:
-        return len(self.packed)
+        return len(self.labels if self.packed is None else self.packed)
 
     def __getitem__(self, row: int) -> TokenRow:
-        documents = self.packed[row]
+        documents = [row] if self.packed is None else self.packed[row]
         spans = [slice(int(self.bounds[one]), int(self.bounds[one + 1])) for one in documents]
         if len(spans) == 1:
             tokens, answers = self.tokens[spans[0]], self.answers[spans[0]]
@@ -130,7 +133,7 @@ class TokenRows(Dataset[TokenRow]):
         digest = hashlib.sha256()
         for part in (self.tokens, self.answers.to(torch.uint8), self.bounds):
             digest.update(memoryview(part.numpy()))  # type: ignore[arg-type]
-        digest.update(repr((self.labels, self.packed if len(self.packed) != len(self.labels) else "")).encode())
+        digest.update(repr((self.labels, self.packed)).encode())
         return digest.hexdigest()
 
 

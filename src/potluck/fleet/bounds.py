@@ -9,6 +9,7 @@ from potluck.errors import TheirProtocolError
 from potluck.fleet.description import MAX_SLICES, Description
 from potluck.wire.messages import (
     Applied,
+    BaseFiles,
     EvaluateNext,
     Hello,
     JoinRequest,
@@ -39,6 +40,7 @@ _MOST: dict[type[Message], dict[str, int]] = {
     Leave: {"reason": MOST_TEXT},
     EvaluateNext: {"names": MOST_NAMES},
     StateBegin: {"header": MOST_HEADER},
+    BaseFiles: {"header": 0},
 }
 """Characters of each text that is kept, told or compared."""
 

@@ -17,7 +17,7 @@ from potluck.events import Stalled, WentBack, WorkerWent
 from potluck.fleet import bounds
 from potluck.fleet.coordinator_state import CoordinatorState, Resumed, RunPosition
 from potluck.fleet.digests import Digests
-from potluck.fleet.effects import Close, Effect, Emit, Send
+from potluck.fleet.effects import Close, Effect, Emit, Send, SendBase
 from potluck.fleet.ending import Ending
 from potluck.fleet.evaluation import Evaluations
 from potluck.fleet.gathering import Gatherings
@@ -36,6 +36,8 @@ from potluck.wire.messages import (
     PROTOCOL,
     TOO_SOON,
     Applied,
+    BaseFiles,
+    BaseWanted,
     EvaluateNext,
     Gather,
     Heartbeat,
@@ -54,7 +56,7 @@ from potluck.wire.messages import (
 
 _INSIDE = (Applied, SliceReport, EvaluateNext, Gather, SaveDue, StateBegin, StateChunk, Heartbeat, Leave)
 LEGAL: dict[WorkerPhase, tuple[type[Message], ...]] = {
-    WorkerPhase.GREETED: (Ready, Heartbeat, Leave),
+    WorkerPhase.GREETED: (Ready, BaseFiles, BaseWanted, Heartbeat, Leave),
     WorkerPhase.CATCHING_UP: _INSIDE,  # it may not know yet that its weights will be replaced
     WorkerPhase.READY: _INSIDE,
 }
@@ -93,6 +95,8 @@ class Coordinator(CoordinatorState):
         self._hear: dict[type[Message], Callable[[WorkerRecord, Any], list[Effect]]] = {
             Heartbeat: lambda member, beat: [],  # a thousand who wait would get as many answers that nobody reads
             Ready: self.weights.on_ready,
+            BaseFiles: lambda member, asked: [SendBase(member.peer, asked)],
+            BaseWanted: lambda member, asked: [SendBase(member.peer, asked)],
             SliceReport: self.rounds.on_report,
             Applied: lambda member, applied: self.weights.on_applied(member, applied) + self.gatherings.settle(),
             EvaluateNext: self.evaluations.on_next,

@@ -6,7 +6,7 @@ from typing import Any, dataclass_transform
 from potluck.events import Event
 from potluck.fleet.description import Description
 from potluck.fleet.tree import Node
-from potluck.wire.messages import Message
+from potluck.wire.messages import BaseFiles, BaseWanted, Message
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +152,13 @@ class SendCheckpoint(Effect):
 
     peer: int
     transfer: int
+
+
+class SendBase(Effect):
+    """Answer a worker that lacks the base model."""
+
+    peer: int
+    asked: BaseFiles | BaseWanted
 
 
 class Finish(Effect):

@@ -19,6 +19,7 @@ from typing import Protocol
 from potluck.errors import ConfigError, PotluckError
 from potluck.events import Event
 from potluck.fleet import effects
+from potluck.fleet.base_folder import BaseFolder, BaseSender
 from potluck.fleet.coordinator import Coordinator
 from potluck.fleet.coordinator_state import RunPosition
 from potluck.fleet.description import Description
@@ -98,6 +99,7 @@ class Server:
             on_closed=lambda guest, why: self._act(lambda now: self.core.on_closed(now, guest.peer, why)),
             new_peer=itertools.count(1).__next__,
         )
+        self._base = BaseSender(None, self._lobby.send)
         if coordinator.standing.step and (newest := saver.newest()) is not None:
             coordinator.found(newest[1], str(newest[0]))
         coordinator.weights.most_floats = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
@@ -107,6 +109,11 @@ class Server:
     def start(self) -> None:
         self._lobby.start()
         self._spawn(self._tick, "ticker")
+        self._spawn(self._base.run, "base sender")
+
+    def serve_base(self, folder: Path) -> None:
+        """To workers that lack the base model and ask for it. Before start()."""
+        self._base = BaseSender(BaseFolder(folder), self._lobby.send)
 
     def wait(self, timeout_s: float | None = None) -> effects.Finish | None:
         """Waits until the run is over. None if it is not over within the timeout."""
@@ -116,6 +123,7 @@ class Server:
     def stop(self) -> None:
         """Closes everything, once what is queued has been sent."""
         self._ended.set()
+        self._base.end()
         deadline = time.monotonic() + 2.0
         for connection in list(self.connections.values()):
             connection.end()
@@ -175,6 +183,8 @@ class Server:
                 self._restore()
             case effects.SendCheckpoint():
                 self._spawn(lambda: self._send_checkpoint(effect.peer, effect.transfer), "checkpoint sender")
+            case effects.SendBase():
+                self._base.ask(effect.peer, effect.asked)
             case effects.Finish():
                 self.finished = self.finished or effect
                 self._ended.set()

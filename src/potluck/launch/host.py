@@ -32,6 +32,7 @@ from potluck.events import (
     WorkerWent,
 )
 from potluck.files import write_whole
+from potluck.finetune.base_files import find_base
 from potluck.finetune.settings import is_finetune
 from potluck.fleet.coordinator import Coordinator
 from potluck.fleet.description import Description
@@ -57,6 +58,21 @@ LOCAL = "host-worker-"
 def host(args: HostArgs) -> int:
     with ExitStack() as stack:
         return _Host(args, stack).run()
+
+
+def with_base(args: HostArgs) -> HostArgs:
+    """A host that fine-tunes has the model for those who lack it, if it has it itself."""
+    table = parse_toml(args.recipe, source="the recipe")
+    if not is_finetune(table):
+        return args
+    name = str(table.get("model", {}).get("hf", ""))
+    try:
+        return replace(args, base=find_base(name, may_download=args.local > 0, tells=True))
+    except ConfigError as error:
+        if args.local:
+            raise
+        say(f"{str(error).removesuffix('.')}, so this host cannot give the model to those who join without it.")
+        return args
 
 
 class _Host:
@@ -157,6 +173,8 @@ class _Host:
             saver=self.receiver,
             on_event=self.events.emit,
         )
+        if args.base is not None:
+            server.serve_base(args.base)
         server.on_step = self._on_step
         server.on_described = self._on_described
         if described is not None:
@@ -338,8 +356,9 @@ class _Host:
             if step:
                 curve = draw_losses(self.folder / "events.jsonl", self.folder / "loss.png")
                 print(f"  loss curve   {curve}", flush=True)
-        if self.args.recipe and is_finetune(parse_toml(self.args.recipe, source="the recipe")):
-            # A process of its own, which may load torch and the base, writes the adapter and says how to use it.
+        table = parse_toml(self.args.recipe, source="the recipe")
+        if is_finetune(table) or table.get("data", {}).get("tokenizer") == "bpe":
+            # A process of its own, which may load torch and more, writes what the run has come to.
             subprocess.run([sys.executable, "-m", "potluck.launch.worker", "--finish", str(self.folder)], check=False)
         return 0
 

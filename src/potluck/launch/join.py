@@ -8,19 +8,27 @@ import tempfile
 import time
 from contextlib import closing
 from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from potluck.environment import QUIET
 from potluck.errors import ConfigError, Interrupted
-from potluck.fleet.invite import INVITE, read_invite
+from potluck.fleet.base_folder import fetch_base
+from potluck.fleet.invite import INVITE, Invite, read_invite
 from potluck.launch.processes import WorkerPool
 from potluck.signals import Interrupts
 from potluck.system import HAS_GROUPS
-from potluck.train.arguments import FILES_ASKED, WorkersConfig, data_setting
+from potluck.train.arguments import FILES_ASKED, WorkersConfig, base_setting, data_setting
 from potluck.waiting import POLL_S
 from potluck.words import say
 
 
-def join(invite: str, script: list[str], config: WorkersConfig, settings: tuple[str, ...]) -> int:
+def join(
+    invite: str, script: list[str], config: WorkersConfig, settings: tuple[str, ...], *, fetches_base: bool = False
+) -> int:
+    """`fetches_base`: the model that is fine-tuned comes from the host, if it is not here yet."""
     found = read_invite(None if invite == HIDDEN else invite)
     if script and script[0].startswith("-"):
         raise ConfigError(f"Options come before the invite: potluck join {script[0]} ... INVITE.")
@@ -29,12 +37,34 @@ def join(invite: str, script: list[str], config: WorkersConfig, settings: tuple[
     found.check_has_pin()
     if HAS_GROUPS and invite != HIDDEN and invite != "-" and not Path(invite).is_file():
         _hide(found.line(), invite)  # where programs cannot be replaced, arguments are the user's own to read
+    if fetches_base:
+        settings = (*settings, *base_setting(str(_fetched(found))))
     while True:
         command = script or ["--join", json.dumps(list(settings))]
         code, asked = _take_part(command, config, found.line())
         if not asked or not _says_yes(asked):
             return code
         settings = (*settings, *data_setting(asked))
+
+
+def _fetched(invite: Invite) -> Path:
+    """The folder of the host's model on this machine."""
+    console = Console(stderr=True, highlight=False)
+    columns: list[Any] = [TextColumn("Fetching the model"), BarColumn(), DownloadColumn(), TimeRemainingColumn()]
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=None)
+
+        def tell(done: int, total: int) -> None:
+            progress.update(task, completed=done, total=total)
+
+        folder = fetch_base(invite, BASES, on_progress=tell if console.is_terminal else None)
+    if folder is None:
+        raise ConfigError(
+            "This host has no model to give. Name a folder that holds the one that it trains, with potluck join --base"
+            " FOLDER INVITE; or get it with hf download ID, and join without."
+        )
+    say(f"The model is in {folder}.")
+    return folder
 
 
 def _take_part(command: list[str], config: WorkersConfig, line: str) -> tuple[int, list[str]]:
@@ -79,6 +109,9 @@ def _says_yes(paths: list[str]) -> bool:
     print("Read these files, and let the host learn from what is in them? [y/N] ", end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
+
+BASES = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "potluck" / "bases"
+"""Where models that came from hosts are kept."""
 
 HIDDEN = "@"
 """In place of an invite that has moved to the environment."""

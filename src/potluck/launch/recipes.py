@@ -3,6 +3,7 @@
 import json
 import os
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,8 +17,9 @@ from potluck.engine.node_client import NodeClient
 from potluck.engine.start import as_one_worker, connect, init, led_engine
 from potluck.environment import usable_cores
 from potluck.errors import ConfigError
+from potluck.files import write_whole
 from potluck.finetune.base_files import cached
-from potluck.finetune.ending import show_result
+from potluck.finetune.ending import show_hosted, show_result
 from potluck.finetune.recipe import FinetuneConfig, train_finetune
 from potluck.finetune.settings import is_finetune
 from potluck.fleet.client import Client
@@ -27,6 +29,8 @@ from potluck.link.ranks import asked_ranks, is_later_rank, ranks_here
 from potluck.train.arguments import TrainArgs, ask_for_files, find_recipe
 from potluck.train.recipe import RecipeConfig, RunConfig, train_recipe
 from potluck.train.summary import show_summary
+from potluck.train.text import read_rows
+from potluck.train.word_pieces import TOKENIZER
 from potluck.wire.words import clean
 
 
@@ -52,6 +56,19 @@ def _train_built_in(config: RunConfig, args: TrainArgs, engine: Engine, *, shows
         replica = engine.run.replica
         is_split = replica is not None and (replica.gathers or config.stages is not None)
         show_summary(summary, model, args, epochs=config.fit.epochs, is_split=is_split)
+
+
+def finish(arguments: list[str]) -> None:
+    """Of a run that a host has led, in its folder: what is made with the libraries that only workers load."""
+    run = Path(arguments[0])
+    config = read_recipe((run / "run.toml").read_text(encoding="utf-8"), str(run / "run.toml"), ())
+    if isinstance(config, FinetuneConfig):
+        show_hosted(run)
+    elif config.data.tokenizer == "bpe":
+        _, _, pieces = read_rows(config.data, config.model.context, config.model.vocab)
+        assert pieces is not None
+        write_whole(run / TOKENIZER, pieces.json)
+        print(f"  tokenizer    {run / TOKENIZER}", flush=True)
 
 
 def read_recipe(text: str, source: str, overrides: tuple[str, ...]) -> RunConfig | FinetuneConfig:

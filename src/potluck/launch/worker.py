@@ -48,9 +48,9 @@ def _run(arguments: list[str]) -> None:
         join(arguments[1:])
         return
     if arguments[0] == "--finish":
-        from potluck.finetune.ending import finish
+        from potluck.launch.recipes import finish
 
-        finish(arguments[1])
+        finish(arguments[1:])
         return
     sys.argv = arguments
     sys.path[0] = str(Path(arguments[0]).resolve().parent)

@@ -7,10 +7,10 @@ fills them from what is left in memory (memory.py). No disk is touched.
 
 import errno
 import json
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,12 +19,16 @@ from potluck.errors import ConfigError
 from potluck.link.link import Link
 from potluck.save import parts
 from potluck.save.checkpoint import MODEL, OPTIMIZER
+from potluck.save.left_out import check_left_out
 from potluck.save.memory import NEIGHBOUR, OWN, PLACE, STANDING, Recovery, my_folder, numbered, rank_folder
 from potluck.save.saves import Standing
 from potluck.sharding.ranges import Ranges, type_name
 from potluck.sharding.sharded import Sharded
 from potluck.sharding.stored import make_header, write_all
 from potluck.tensor_bytes import from_bytes, raw
+
+if TYPE_CHECKING:
+    from potluck.engine.frozen_base import FrozenBase
 
 BLOCK_BYTES = 16 << 20
 """What travels at once: a refresh takes two such blocks of memory beyond the copies."""
@@ -48,11 +52,11 @@ class Buddies:
     def is_due(self, step: int) -> bool:
         return step % self._every == 0
 
-    def refresh(self, sharded: Sharded, standing: Standing) -> None:
-        """On every rank alike, between two steps."""
+    def refresh(self, sharded: Sharded, standing: Standing, without: Container[str] = ()) -> None:
+        """On every rank alike, between two steps. `without`: entries of the model's state_dict that are left out."""
         with _room_is_missed():
             asides = [self._aside(kind) for kind in (OWN, NEIGHBOUR)]
-            self._pass_on(f"{MODEL}.safetensors", parts.model_part(sharded, copies=False), *asides)
+            self._pass_on(f"{MODEL}.safetensors", parts.model_part(sharded, copies=False, without=without), *asides)
             self._pass_on(f"{OPTIMIZER}.safetensors", parts.optimizer_part(sharded, copies=False), *asides)
             (asides[0] / STANDING).write_text(json.dumps(standing), encoding="utf-8")
         self._number += 1
@@ -87,12 +91,13 @@ class Buddies:
                 write_all(copy, heard.numpy().data)
 
 
-def recover(recovery: Recovery, sharded: Sharded) -> Standing:
+def recover(recovery: Recovery, sharded: Sharded, base: "FrozenBase | None" = None) -> Standing:
     """Fills this rank's part from what is left in memory, however many ranks it had been split over."""
     source = "What the workers had kept in memory"
     with _open(recovery, MODEL) as model, _open(recovery, OPTIMIZER) as optimizer:
-        parts.check_part(sharded, model, optimizer, optimizer.notes, source)
-        parts.load_part(sharded, model, optimizer, optimizer.notes)
+        without = check_left_out(base, recovery.standing, model.tensors, source)
+        parts.check_part(sharded, model, optimizer, optimizer.notes, source, without)
+        parts.load_part(sharded, model, optimizer, optimizer.notes, without)
     sharded.share()
     sharded.settle()
     return recovery.standing

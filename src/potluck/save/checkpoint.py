@@ -113,7 +113,7 @@ def failures_told(folder: Path, aside: Path, step: int) -> Iterator[None]:
 def finish(aside: Path, form: int, sums: dict[str, Any], said: dict[str, Any]) -> Path:
     """The manifest, and the name under which it is found: from then on it is a checkpoint. Returns where that is."""
     body: dict[str, Any] = {"format": form, "files": sums} | said
-    text = json.dumps({"sha256": body_sha256(body), "body": body}, indent=1)
+    text = json.dumps({"sha256": body_sha256(body), "body": body})
     (aside / "manifest.json").write_text(text, encoding="utf-8")
     place = free_place(aside.parent, body["step"])
     publish(aside, place)

@@ -23,6 +23,8 @@ AVERAGE = "outer_average"
 """Of a parameter, beside the optimizer's state of it: the average of its values."""
 BEST = "best"
 """In a manifest: the validation loss, of a checkpoint that was saved because it was the best so far."""
+BASE = "base"
+"""In a manifest: the hash of the frozen base, which was left out, and how much that was."""
 WRITING, LEAVING = ".writing-", ".leaving-"
 _NAME = re.compile(r"step-(\d{8,})(?:-(\d+))?")
 

@@ -14,9 +14,9 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from potluck.errors import CheckpointError, ConfigError
 from potluck.files import written_aside
 from potluck.save import checkpoint_folder
-from potluck.save.checkpoint_folder import AVERAGE
+from potluck.save.checkpoint_folder import AVERAGE, BASE
 from potluck.sharding.stored import SIZES, SafetensorsHeader, TensorFiles, make_header, write_all
-from potluck.words import plural
+from potluck.words import plural, size
 
 BLOCK_BYTES = 16 << 20
 MODEL, OPTIMIZER = "model", "optimizer"
@@ -39,6 +39,13 @@ def export(source: Path, out: Path, *, ema: bool = False, rename: Rename = str) 
     what = "the average of their values by" if ema else "as they were after"
     told = f"{plural(tensors, 'tensor')} of {plural(numbers, 'number')}, {what} step {body['step']:,}"
     console.print(f"Wrote {out}: {told}.", soft_wrap=True)
+    if (base := body.get(BASE)) is not None:
+        left_out = f"{plural(base['tensors'], 'tensor')} of {size(base['bytes'])}, by their hash {base['hash']}"
+        console.print(
+            f"It is what was trained. The frozen base below it ({left_out}) is in no checkpoint: load it as the run"
+            " did, and this over it, with load_state_dict(..., strict=False).",
+            soft_wrap=True,
+        )
     return 0
 
 

@@ -6,14 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 from potluck.errors import CheckpointError
 from potluck.link.link import Alone, Link
+from potluck.save.checkpoint_folder import BASE
 from potluck.words import plural, size
 
 if TYPE_CHECKING:
     from potluck.engine.frozen_base import FrozenBase
     from potluck.engine.replica import Replica
-
-BASE = "base"
-"""In a manifest: the hash of what was left out, and how much that was."""
 
 
 def leave_out(replica: "Replica", link: Link = Alone()) -> tuple[frozenset[str], dict[str, Any]]:

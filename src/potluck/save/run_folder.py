@@ -5,12 +5,14 @@ was there before keeps the permissions that somebody gave it.
 """
 
 import os
+import shutil
 import unicodedata
 from pathlib import Path
 from typing import IO
 
 from potluck.errors import ConfigError
 from potluck.system import lock
+from potluck.words import size
 
 LONGEST_NAME_BYTES = 200
 """File systems take 255; a number may follow."""
@@ -47,6 +49,16 @@ def make_run_folder(folder: Path) -> None:
         raise ConfigError(
             f"Cannot write to the run folder {folder}: {error.strerror}. Choose another with --out."
         ) from None
+
+
+def check_room(folder: Path, needed_bytes: int) -> None:
+    """Before anything is computed."""
+    free = shutil.disk_usage(folder).free
+    if free < needed_bytes:
+        raise ConfigError(
+            f"The run folder {folder} has {size(free)} left, and one checkpoint takes about {size(needed_bytes)}."
+            " Free some space, or choose another with --out."
+        )
 
 
 def hold(folder: Path) -> IO[bytes]:

@@ -19,7 +19,8 @@ from potluck.errors import CheckpointError
 from potluck.events import CheckpointPassedOver, CheckpointSaved, EventLog
 from potluck.link.link import Link
 from potluck.save import checkpoint, checkpoint_folder, split_saves, state
-from potluck.save.left_out import BASE, check_left_out, leave_out
+from potluck.save.checkpoint_folder import BASE
+from potluck.save.left_out import check_left_out, leave_out
 from potluck.save.split_saves import (
     ALL_DAMAGED,
     TENSORS,

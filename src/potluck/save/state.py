@@ -3,6 +3,7 @@
 import base64
 import json
 import random
+import zlib
 from collections.abc import Container, Iterator, Mapping, MutableMapping
 from typing import Any, Protocol
 
@@ -18,6 +19,9 @@ from potluck.errors import CheckpointError, ConfigError
 from potluck.sharding.ranges import Ranges
 from potluck.sharding.united_optimizers import each_of
 from potluck.tensor_bytes import from_bytes, to_bytes
+
+MOST_RANDOM_BYTES = 1 << 24
+"""Of a worker's random state, unpacked."""
 
 
 class Described(Protocol):
@@ -131,21 +135,29 @@ def load_optimizer(optimizer: Optimizer, names: dict[int, str], tensors: Tensors
 
 def random_state() -> bytes:
     """The state of every generator that a training step may draw from, on this rank."""
-    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    version, internal, gauss = random.getstate()
     states = {
         "torch": torch.get_rng_state(),
-        "python": _json_tensor(random.getstate()),
-        "numpy": _json_tensor([kind, np.asarray(keys).tolist(), position, has_gauss, cached]),
+        "python": _json_tensor([version, gauss]),
+        "python words": from_bytes(np.array(internal, np.uint32).tobytes()),
+        "numpy": _json_tensor([kind, *rest]),
+        "numpy words": from_bytes(np.asarray(keys, np.uint32).tobytes()),
     }
-    return save(states | random_states())
+    return zlib.compress(save(states | random_states()), 9)  # beside a small adapter it is not little
 
 
 def set_random_state(data: bytes) -> None:
-    states = load(data)
+    is_older = data[8:9] == b"{"  # as it was saved by earlier versions, with numbers as text
+    states = load(data if is_older else zlib.decompressobj().decompress(data, MOST_RANDOM_BYTES))
     torch.set_rng_state(states["torch"])
-    version, internal, gauss = _tensor_json(states["python"])
-    random.setstate((version, tuple(internal), gauss))
-    kind, keys, *rest = _tensor_json(states["numpy"])
+    if is_older:
+        version, internal, gauss = _tensor_json(states["python"])
+        kind, keys, *rest = _tensor_json(states["numpy"])
+    else:
+        (version, gauss), (kind, *rest) = _tensor_json(states["python"]), _tensor_json(states["numpy"])
+        internal, keys = (np.frombuffer(to_bytes(states[f"{name} words"]), np.uint32) for name in ("python", "numpy"))
+    random.setstate((version, tuple(map(int, internal)), gauss))
     np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
     set_random_states(states)
 

@@ -8,7 +8,7 @@ import json
 import struct
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from potluck.link.link import Link
 from potluck.link.store_link import DeferredStoreLink, Log, ReplayedLink, StoreLink
 from potluck.save import checkpoint_folder, parts, split_saves, state
 from potluck.save.checkpoint import MODEL, OPTIMIZER, Snapshot, new_aside, write_tensors
-from potluck.save.left_out import leave_out
+from potluck.save.left_out import check_left_out, leave_out
 from potluck.save.saves import Saves
 from potluck.save.split_saves import (
     KeptTensors,
@@ -43,6 +43,7 @@ from potluck.store.sessions import Tenant, move_in
 from potluck.store.store import Store
 
 if TYPE_CHECKING:
+    from potluck.engine.frozen_base import FrozenBase
     from potluck.engine.replica import Replica
 
 _LENGTH = struct.Struct("<Q")
@@ -57,11 +58,12 @@ class StoredProgress:
     notes: dict[str, Any]
     files: "_Files"
 
-    def load_into(self, sharded: Sharded) -> None:
+    def load_into(self, sharded: Sharded, base: "FrozenBase | None") -> None:
         with tempfile.TemporaryDirectory(prefix="potluck-") as folder:
             self.files.unpack(Path(folder))
             with Ranges([Path(folder) / _file(MODEL)]) as model, Ranges([Path(folder) / _file(OPTIMIZER)]) as optimizer:
-                parts.load_part(sharded, model, optimizer, optimizer.notes)
+                without = check_left_out(base, self.notes, model.tensors, "What this worker had kept of itself")
+                parts.load_part(sharded, model, optimizer, optimizer.notes, without)
         sharded.share()
         sharded.settle()
 
@@ -102,14 +104,16 @@ class StoreRun:
         self._channel = StoreChannel(self._open(f"lane-{lane}"), stage, device=device)
         return self._channel
 
-    def keep(self, sharded: Sharded, notes: dict[str, Any], passes: int) -> None:
-        """If it is killed, this worker resumes here, and what came before may go. `passes`: of micro-batches so far."""
+    def keep(self, sharded: Sharded, notes: dict[str, Any], passes: int, without: Container[str] = ()) -> None:
+        """If it is killed, this worker resumes here, and what came before may go. `passes`: of micro-batches so far.
+        `without`: entries of the model's state_dict that are left out."""
         self.link.log.seal()
         position = self.link.inner.position
         told = notes | {"position": position, "told": self.link.log.told, "run": self._run}
         with tempfile.TemporaryDirectory(prefix="potluck-") as folder:
             (Path(folder) / NOTES).write_text(json.dumps(told))
-            for stem, part in ((MODEL, parts.model_part(sharded)), (OPTIMIZER, parts.optimizer_part(sharded))):
+            model, optimizer = parts.model_part(sharded, without=without), parts.optimizer_part(sharded)
+            for stem, part in ((MODEL, model), (OPTIMIZER, optimizer)):
                 write_tensors(Path(folder) / _file(stem), part.tensors, part.notes)
             self.give_files(self._key, Path(folder))
         if self._channel is not None:

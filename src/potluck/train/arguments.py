@@ -80,6 +80,8 @@ class HostArgs:
     """Workers on this machine."""
     resume: bool
     listening: Listening
+    base: Path | None = None
+    """The folder of the base model, for workers that lack it."""
 
 
 def data_setting(paths: Sequence[str]) -> tuple[str, ...]:

@@ -192,12 +192,7 @@ def _check_memory(config: RunConfig, engine: Engine, rows: int) -> None:
     step = config.step
     kept = config.model.activations(at_once, checkpointed=step.checkpoint_activations, compiled=step.compile)
     for_rows = kept * (2 if step.precision != "fp32" else 4) // stages
-    if (memory := memory_of(engine.device)) is not None:
-        here, has, where = 1, memory[not engine.is_led], "this GPU"
-    else:
-        here = engine.link.world if engine.is_led else config.workers.count
-        # Who trains for somebody else gives what is free, not what others use.
-        has, where = free_memory_bytes() if engine.is_led else machine_bytes(), "this machine"
+    here, has, where = memory_here(config, engine)
     if for_model * here > has:
         raise ConfigError(
             f"A model of {count(config.model.parameters)} parameters needs {size(for_model * here)} of memory to be"
@@ -212,6 +207,15 @@ def _check_memory(config: RunConfig, engine: Engine, rows: int) -> None:
             f" {size(for_model * here)}, and {where} has {size(has)}. Set a smaller batch.size or model.context, or"
             f" {cut} to fewer rows at once: the numbers stay the same."
         )
+
+
+def memory_here(config: RecipeConfig, engine: Engine) -> tuple[int, int, str]:
+    """How many workers share which memory, its bytes, and what it is called."""
+    if (memory := memory_of(engine.device)) is not None:
+        return 1, memory[not engine.is_led], "this GPU"
+    here = engine.link.world if engine.is_led else config.workers.count
+    # Who trains for somebody else gives what is free, not what others use.
+    return here, free_memory_bytes() if engine.is_led else machine_bytes(), "this machine"
 
 
 def _rows_at_once(config: RunConfig, engine: Engine, rows: int) -> int:

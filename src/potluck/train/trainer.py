@@ -5,7 +5,6 @@
 `loss(model, batch)` gives the mean over the batch's rows, or (mean, samples) to count in something else.
 """
 
-import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -41,12 +40,12 @@ from potluck.events import (
 )
 from potluck.save.checkpoint import CheckpointConfig
 from potluck.save.checkpoint_folder import BEST, best_of, found, holds_any
-from potluck.save.run_folder import hold, make_run_folder
+from potluck.save.run_folder import check_room, hold, make_run_folder
 from potluck.show.progress import Progress
 from potluck.signals import on_interrupt
 from potluck.train.schedule import ScheduleConfig
 from potluck.train.validations import Validations, needs_loss
-from potluck.words import check_at_least, check_at_most, plural, size
+from potluck.words import check_at_least, check_at_most, plural
 
 VALIDATIONS = "trainer.validations"
 """Under which fleet.state keeps them: saved, sent to newcomers, and found again."""
@@ -430,7 +429,10 @@ class Trainer:
         if not resume and holds_any(self.checkpoints):
             raise ConfigError(f"{self.folder} already holds a run. Resume it, or name another folder.")
         make_run_folder(self.folder)
-        _check_room(self.folder, 3 * sum(p.nbytes for p in self.model.parameters()))
+        own = list(self.model.parameters())
+        trained = sum(parameter.nbytes for parameter in own if parameter.requires_grad)
+        frozen = sum(parameter.nbytes for parameter in own if not parameter.requires_grad)
+        check_room(self.folder, 3 * trained + (frozen if frozen <= trained else 0))  # a large base is not saved
         stack.enter_context(hold(self.folder))
         file = EventFile(self.folder / "events.jsonl")
         stack.callback(file.close)
@@ -455,16 +457,6 @@ def _call(callback: Listener, event: Event) -> None:
         raise PotluckError(
             f"The callback {name} failed when it heard of {type(event).__name__}: {type(error).__name__}: {error}"
         ) from error
-
-
-def _check_room(folder: Path, needed_bytes: int) -> None:
-    """Before anything is computed."""
-    free = shutil.disk_usage(folder).free
-    if free < needed_bytes:
-        raise ConfigError(
-            f"The run folder {folder} has {size(free)} left, and one checkpoint takes about {size(needed_bytes)}."
-            " Free some space, or choose another with --out."
-        )
 
 
 def _batch(size: int | BatchConfig | None, *, has_own: bool) -> BatchConfig:

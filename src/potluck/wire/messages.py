@@ -432,6 +432,29 @@ class Gathered(Message):
     """Why there is none, as a sentence."""
 
 
+class BaseFiles(Message):
+    """both ways, before Ready: which files has the base model that you serve? And the answer: name, bytes and SHA-256
+    of each, as JSON; empty: none."""
+
+    header: String
+
+
+class BaseWanted(Message):
+    """worker -> coordinator, before Ready: a piece of one of them, please."""
+
+    file: U32
+    """Its place in the list."""
+    start: U64
+
+
+class BasePiece(Message):
+    """coordinator -> worker"""
+
+    file: U32
+    start: U64
+    data: Bytes
+
+
 MESSAGES: tuple[type[Message], ...] = tuple(Message.__subclasses__())
 OURS = MESSAGES[len(PUBLISHED) :]
 
