@@ -24,7 +24,7 @@ def measure(quick: bool) -> Result:
     class Ours(potluck.hf.Elastic, Trainer):  # type: ignore[misc]
         pass
 
-    rounds = 4 if quick else 80
+    rounds = 4 if quick else 60
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         made = {"ours": _trainer(Ours, folder, rounds), "bare": _trainer(Trainer, folder, rounds)}

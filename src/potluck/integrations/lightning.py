@@ -170,6 +170,7 @@ class PotluckStrategy(SingleDeviceStrategy):
         found = closure()
         if self.fleet is not None and self.steps is not None and self.steps.counts:
             self.fleet.step()
+            self.steps.end_step()
         return found
 
     def run_part(self, batch: Any) -> None:
@@ -260,21 +261,38 @@ class StepsOfLoader:
         """Where workers step by themselves there are other steps than the run's: all of them run within the loader."""
         self.rows = 0
         self._last: Any = None
+        self._left: Iterator[Any] = iter(())
+        """What is left of this pass."""
 
     def __len__(self) -> int:
         return self.per_epoch
 
     def __iter__(self) -> Iterator[Any]:
-        for batch in self._loader:
+        self._left = iter(self._loader)
+        for batch in self._left:
             yield from self._missed()
-            self.counts, self._last, self.rows = True, batch, rows_of(batch)
-            current = self._loader.current
-            if self._is_alone or (current is not None and not current.last):
-                self._strategy.run_part(batch)
+            if self._is_alone or not self._loader.current.last:  # type: ignore[union-attr]
+                self._run(batch)
                 continue
+            self._take(batch)
             self.shown += 1
             yield batch
         yield from self._missed()
+
+    def end_step(self) -> None:
+        """Under a host the step may not be done yet: another worker was lost, and its part is ours."""
+        while self._fleet.is_led and self._fleet.step_number < self.shown and not self._fleet.stopping:
+            batch = next(self._left, None)
+            if batch is None:
+                return
+            self._run(batch)
+
+    def _run(self, batch: Any) -> None:
+        self._take(batch)
+        self._strategy.run_part(batch)
+
+    def _take(self, batch: Any) -> None:
+        self.counts, self._last, self.rows = True, batch, rows_of(batch)
 
     def _missed(self) -> Iterator[Any]:
         """Steps that the others took: the loop counts them."""
