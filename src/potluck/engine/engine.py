@@ -42,7 +42,7 @@ from potluck.engine.frozen_base import agree_on_base, find_base
 from potluck.engine.given import Given
 from potluck.engine.looking_weights import LookingWeights
 from potluck.engine.losses import LossFunction
-from potluck.engine.model_checks import check_own_memory, check_trains
+from potluck.engine.model_checks import check_model
 from potluck.engine.own_saving import shadow_saving
 from potluck.engine.replica import Replica
 from potluck.engine.run_state import RunState
@@ -171,8 +171,7 @@ class Engine:
     def _prepare_model(self, given: Given, source: DataSource | None, loss: LossFunction | None) -> Replica:
         run, model, optimizer = self.run, given.model, given.optimizer
         if isinstance(model, nn.Module):
-            check_own_memory(model)
-            check_trains(model)
+            check_model(model)
             run.batch_norm = find_batch_norm(model)
             self._settle_wire(model)
             run.base = agree_on_base(run.link, find_base(model), run.notice)

@@ -12,8 +12,9 @@ from potluck.link.link import Link
 from potluck.save.state import own_state
 
 
-def check_trains(model: nn.Module) -> None:
+def check_model(model: nn.Module) -> None:
     """Of a whole model: a stage of it may have nothing that is trained."""
+    check_own_memory(model)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError("The model has no parameter that requires a gradient, so there is nothing to train.")
 
