@@ -8,6 +8,7 @@ import pytest
 
 from potluck.errors import ConfigError
 from potluck.finetune.records import TextRecord, read_records
+from potluck.finetune.rows import names_of
 from potluck.finetune.settings import RowsConfig
 from potluck.finetune.token_rows import pack
 
@@ -42,6 +43,11 @@ BAD = {
     "a label of many": (lines({"text": "a", "label": [1]}), r"label is a word or a whole number, not \[1\]"),
     "mixed": (lines(CHAT, {"text": "a"}), r"Line 2 of .* has texts, and Line 1 of .* chats .*Give rows of one form"),
     "nothing": ("\n\n", r"There is no row in .*rows\.jsonl"),
+    "half an emoji": (
+        lines({"prompt": "a", "completion": "b \ud83d"}),
+        r"Line 1 of .* has \\ud83d, which is half of a",
+    ),
+    "half an emoji in a chat": (lines({"messages": [{"role": "user", "content": "\ude00"}]}), r"has \\ude00, which is"),
     "deep": ("[" * 100_000 + "\n", r"Line 1 of .* is not valid JSON"),
 }
 
@@ -91,6 +97,29 @@ def test_tables_and_datasets_are_read(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "bad.parquet").write_bytes(b"no parquet")
     with pytest.raises(ConfigError, match=r"Cannot read .*bad\.parquet"):
         read(tmp_path / "bad.parquet")
+
+
+def test_cells_of_a_table_are_what_they_say(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("prompt,completion\n1,007\n2,NA\nx,None\n1.50,null\n")
+    assert [row.fields["completion"] for row in read(tmp_path / "rows.csv")] == ["007", "NA", "None", "null"]
+    (tmp_path / "labels.csv").write_text("text,label\na,1\nb,0\nc,-3\nd,null\n5,05\n")
+    assert [row.fields["label"] for row in read(tmp_path / "labels.csv")] == [1, 0, -3, "null", "05"]
+    (tmp_path / "gap.csv").write_text("text,label\na,1\nb,\n")
+    with pytest.raises(ConfigError, match=r"Row 2 of .* has texts, and Row 1 of .* texts with labels"):
+        read(tmp_path / "gap.csv")
+    (tmp_path / "long.tsv").write_text('\ufefftext\tother\r\n"' + "one\n" * 50_000 + '"\tb\r\n', encoding="utf-8")
+    assert read(tmp_path / "long.tsv")[0].fields == {"text": "one\n" * 50_000, "other": "b"}
+    (tmp_path / "open.csv").write_text('text\na\n"b\nc\n')
+    with pytest.raises(ConfigError, match=r"Cannot read .*open\.csv: unexpected end of data"):
+        read(tmp_path / "open.csv")
+
+
+def test_labels_that_are_true_and_false_or_written_in_two_ways_are_two_classes(tmp_path: Path) -> None:
+    rows = [{"text": "a", "label": True}, {"text": "b", "label": False}, {"text": "c", "label": True}]
+    (tmp_path / "rows.jsonl").write_text(lines(*rows))
+    found = [row.fields["label"] for row in read(tmp_path / "rows.jsonl")]
+    assert found == ["true", "false", "true"] and names_of(found, None) == ["false", "true"]
+    assert names_of(["1", 1, 0], None) == ["0", "1"]
 
 
 def test_rows_are_packed_the_same_everywhere() -> None:

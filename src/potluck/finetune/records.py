@@ -1,10 +1,12 @@
 """DATA to records: chats, prompts with completions, texts, or texts with labels, each with the place it is from.
 
-Reads JSONL, JSON and plain text by itself, so that a broken line can be named; CSV, Parquet, folders and hub ids
+Reads JSONL, JSON, CSV and plain text by itself, so that a broken line can be named; Parquet, folders and hub ids
 through `datasets`. Knows nothing of tokens.
 """
 
+import csv
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +27,9 @@ TOLD = {
     "label": "texts with labels",
 }
 READ = {".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".txt", ".md", ".text"}
+WHOLE = re.compile(r"0|-?[1-9][0-9]{0,17}")
+MOST_LETTERS = 1 << 30
+"""Of a cell."""
 HELD_OUT = ("validation", "valid", "dev", "eval", "test")
 """Names of splits that are never trained on; the first of them that is there is looked at."""
 
@@ -77,8 +82,10 @@ def _of_file(file: Path) -> Iterator[TextRecord]:
             yield from _of_lines(file)
         case ".json":
             yield from _of_json(file)
-        case ".csv" | ".tsv" | ".parquet":
-            yield from _of_table(file)
+        case ".csv" | ".tsv":
+            yield from _of_cells(file)
+        case ".parquet":
+            yield from _of_parquet(file)
         case _:
             text = _text(file)
             if text.strip():
@@ -125,17 +132,34 @@ def _text(file: Path) -> str:
         raise ConfigError(f"{file} is not text in UTF-8. Known are: {', '.join(sorted(READ))}.") from None
 
 
-def _of_table(file: Path) -> Iterator[TextRecord]:
+def _of_parquet(file: Path) -> Iterator[TextRecord]:
     library = need("datasets")
     library.disable_progress_bars()
     try:
-        if file.suffix.lower() == ".parquet":
-            table = library.Dataset.from_parquet(str(file))
-        else:
-            table = library.Dataset.from_csv(str(file), sep="\t" if file.suffix.lower() == ".tsv" else ",")
-    except Exception as error:  # of pandas, pyarrow or datasets
+        table = library.Dataset.from_parquet(str(file))
+    except Exception as error:  # of pyarrow or datasets
         raise ConfigError(f"Cannot read {file}: {first_line(error.__cause__ or error)}.") from None
     yield from _of_rows(table, str(file))
+
+
+def _of_cells(file: Path) -> Iterator[TextRecord]:
+    """Cells are what they say: 007, NA and None may be answers."""
+    csv.field_size_limit(MOST_LETTERS)
+    try:
+        with file.open(encoding="utf-8-sig", newline="") as opened:
+            separator = "\t" if file.suffix.lower() == ".tsv" else ","
+            yield from _of_rows(map(_named, csv.DictReader(opened, delimiter=separator, strict=True)), str(file))
+    except OSError as error:
+        raise ConfigError(f"Cannot read {file}: {error.strerror}.") from None
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise ConfigError(f"Cannot read {file}: {first_line(error)}.") from None
+
+
+def _named(cells: dict[Any, Any]) -> dict[str, Any]:
+    """A label may be a number, and where its cell is empty there is none."""
+    label = cells.get("label") or ""
+    found: str | int | None = int(label) if WHOLE.fullmatch(label) else label.strip() or None
+    return {name: cell for name, cell in cells.items() if name is not None} | {"label": found}
 
 
 def _is_of_datasets(path: Path) -> bool:
@@ -188,6 +212,8 @@ def record_of(fields: Any, where: str) -> TextRecord:
             return TextRecord(where, "text", fields)
         if not isinstance(fields["label"], str | int):
             raise ConfigError(f"{where}: label is a word or a whole number, not {_shown(fields['label'])}.")
+        if isinstance(fields["label"], bool):  # as JSON has it, and not the numbers that Python takes it for
+            fields = fields | {"label": str(fields["label"]).lower()}
         return TextRecord(where, "label", fields)
     has = ", ".join(map(str, list(fields)[:8])) or "no fields"
     raise ConfigError(f"{where} has {has}. Expected is {EXPECTED}.")
@@ -198,6 +224,16 @@ def _check_text(fields: dict[str, Any], name: str, where: str, *, may_be_empty: 
         raise ConfigError(f"{where}: {name} is text, not {_shown(fields[name])}.")
     if not fields[name].strip() and not may_be_empty:
         raise ConfigError(f"{where}: {name} is empty.")
+    _check_letters(fields[name], where)
+
+
+def _check_letters(text: str, where: str) -> None:
+    """JSON may hold half of a letter, as texts have that were cut in the middle of an emoji."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = ascii(text[error.start])[1:-1]
+        raise ConfigError(f"{where} has {half}, which is half of a letter. Remove it, or write the whole.") from None
 
 
 def _check_chat(messages: Any, where: str) -> None:
@@ -208,6 +244,7 @@ def _check_chat(messages: Any, where: str) -> None:
             raise ConfigError(f'{where}: a message is {{"role": ..., "content": ...}}, not {_shown(message)}.')
         if not isinstance(message.get("content"), str):
             raise ConfigError(f"{where}: the content of a message is text, not {_shown(message.get('content'))}.")
+        _check_letters(message["content"], where)
     if not any(message["role"] == "assistant" and message["content"].strip() for message in messages):
         raise ConfigError(
             f"{where} is a chat without an answer: it has no message of the role assistant, and there is nothing to"

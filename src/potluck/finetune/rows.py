@@ -121,7 +121,7 @@ def names_of(labels: Iterable[str | int], known: list[str] | None) -> list[str]:
     numbers = [label for label in found if isinstance(label, int)]
     if known is not None and set(map(str, found)) <= set(known):
         return known
-    order = sorted(map(str, found))
+    order = sorted(set(map(str, found)))  # 1 and "1" are one
     if len(numbers) == len(found) and min(numbers) >= 0:
         if max(numbers) >= 1 << 16:
             raise ConfigError(f"A label of {max(numbers):,} is no class: number them from 0.")
