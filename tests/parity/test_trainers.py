@@ -105,6 +105,39 @@ def test_accelerates_loop_has_its_own_losses_on_two_workers(tmp_path: Path, toge
         assert_close(resumed["losses"], main["losses"][1:], 1e-9)
 
 
+def of_epochs(accelerator: Any) -> list[float]:
+    """A scheduler that is stepped with each epoch: the losses of a model on all rows."""
+    draw = torch.Generator().manual_seed(2)
+    x, y = torch.randn(29, 5, generator=draw), torch.randint(0, 3, (29,), generator=draw)
+    torch.manual_seed(1)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    train = DataLoader(TensorDataset(x, y), batch_size=8)
+    model, optimizer, train, scheduler = accelerator.prepare(model, optimizer, train, scheduler)
+    losses = []
+    for _epoch in range(3):
+        for a, b in train:
+            accelerator.backward(F.cross_entropy(model(a), b))
+            optimizer.step()
+            optimizer.zero_grad()
+        scheduler.step()
+        with torch.no_grad():
+            losses += [F.cross_entropy(model(x), y).item(), optimizer.param_groups[0]["lr"]]
+    return losses
+
+
+def test_accelerates_scheduler_moves_with_epochs_or_says_so() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    from potluck.errors import ConfigError
+    from potluck.integrations.accelerate import Accelerator
+
+    expected = of_epochs(accelerate.Accelerator(cpu=True))
+    assert_close(of_epochs(Accelerator(step_scheduler_with_optimizer=False)), expected, 2e-6)
+    with pytest.raises(ConfigError, match="step_scheduler_with_optimizer=False"):
+        of_epochs(Accelerator())
+
+
 # Hugging Face
 
 
@@ -219,6 +252,17 @@ def test_hugging_faces_trainer_has_its_own_log(tmp_path: Path) -> None:
         torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
 
 
+@pytest.mark.timeout(120)
+def test_a_trainer_may_have_nothing_to_look_at(tmp_path: Path) -> None:
+    """drop_last leaves out the only batch."""
+    transformers = pytest.importorskip("transformers")
+    options: dict[str, Any] = {"dataloader_drop_last": True, "per_device_eval_batch_size": 32, "max_steps": 5}
+    expected = hf(transformers.Trainer, str(tmp_path / "plain"), llama(), **options)
+    found = elastic_hf(str(tmp_path / "ours"), "llama", None, options)
+    assert_close(figures(found, "loss"), figures(expected, "loss"))
+    assert not figures(found, "eval_loss") and not figures(expected, "eval_loss")
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
@@ -308,6 +352,7 @@ def lightning(
         def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
             loss = F.cross_entropy(self.net(batch[0]), batch[1])
             self.log("loss", loss, sync_dist=True)
+            self.log("of_epoch", loss, on_step=False, on_epoch=True, sync_dist=True)
             return loss
 
         def validation_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
@@ -326,10 +371,10 @@ def lightning(
 
         assert potluck.integrations.lightning.PotluckStrategy.strategy_name == strategy
     torch.manual_seed(1)
-    count = 53 if together == 1 else 48  # of whole batches Lightning leaves a generator short of its end
+    count = 53 if together == 1 else 48  # Lightning itself divides the loss of a short last step as that of the others
     x, y = torch.randn(count, 5), torch.randint(0, 3, (count,))
     draw = torch.Generator().manual_seed(4)
-    train = DataLoader(TensorDataset(x, y), batch_size=8, shuffle=together == 1, generator=draw)
+    train = DataLoader(TensorDataset(x, y), batch_size=8, shuffle=True, generator=draw)
     test = DataLoader(TensorDataset(x, y), batch_size=20)
     module = Module()
     saving = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)
@@ -353,12 +398,14 @@ def lightning(
         "epoch": trainer.current_epoch,
         "weights": {name: value.clone() for name, value in module.state_dict().items()},
         "files": sorted(path.name for path in Path(folder).glob("*.ckpt")),
+        "of_epoch": float(trainer.callback_metrics["of_epoch"]),
         "lr": trainer.optimizers[0].param_groups[0]["lr"],
     }
 
 
 def assert_same_fit(found: dict[str, Any], expected: dict[str, Any]) -> None:
     assert_close(found["losses"], expected["losses"], 2e-6)
+    assert_close([found["of_epoch"]], [expected["of_epoch"]], 2e-6)
     for name in ("steps", "epoch", "files"):
         assert found[name] == expected[name], name
     for name, value in expected["weights"].items():

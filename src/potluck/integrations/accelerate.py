@@ -28,23 +28,26 @@ from potluck.data.stream import is_stream
 from potluck.engine.engine import Engine
 from potluck.engine.switches import StepConfig, autocast
 from potluck.errors import ConfigError
+from potluck.integrations.scheduling import by_epochs, heard
 from potluck.integrations.step_batches import step_loader
 from potluck.integrations.until_exit import fleet_until_exit
 from potluck.words import plural
 
-WITHOUT_EFFECT = ("step_scheduler_with_optimizer", "split_batches", "even_batches", "device_placement", "cpu")
+WITHOUT_EFFECT = ("split_batches", "even_batches", "device_placement", "cpu")
 """What a fleet does by itself, however it is set."""
 
 
 class Accelerator:
     """Accelerate's methods over a fleet. `max_grad_norm` is what clip_grad_norm_() will be called with: a host has to
-    know it. `fleet_options` are init()'s: policy, strategy, wire."""
+    know it. `step_scheduler_with_optimizer`: the scheduler moves with each step; else with each epoch. `fleet_options`
+    are init()'s: policy, strategy, wire."""
 
     def __init__(
         self,
         *,
         gradient_accumulation_steps: int = 1,
         mixed_precision: str = "no",
+        step_scheduler_with_optimizer: bool = True,
         max_grad_norm: float | None = None,
         fleet_options: dict[str, Any] | None = None,
         **others: Any,
@@ -55,6 +58,7 @@ class Accelerator:
         step = StepConfig(clip=max_grad_norm, precision=precision)
         self.fleet: Engine = fleet_until_exit(**{"step": step} | (fleet_options or {}))
         self.gradient_accumulation_steps = gradient_accumulation_steps
+        self._by_epochs = not step_scheduler_with_optimizer
         self._trained: TrainedLoader | None = None
         self._looked: LookedLoader | None = None
         """Which is being iterated over."""
@@ -73,15 +77,20 @@ class Accelerator:
                 raise ConfigError("prepare() takes model, optimizer and the DataLoader to train on in one call.")
             schedulers = [each for each in objects if isinstance(each, LRScheduler)]
             together, data = self.gradient_accumulation_steps, loaders.pop(0)
+            steps = step_loader(data, together)
+            if self._by_epochs:
+                schedulers = [by_epochs(each, _length(steps)) for each in schedulers]
             prepared, _, loader = self.fleet.prepare(
                 model,
                 optimizer,
-                step_loader(data, together),
+                steps,
                 micro_batch_size=data.batch_size if together > 1 else None,
                 scheduler=schedulers[0] if schedulers else None,
             )
             self.fleet.run.caller.counts_epochs = True  # as TrainedLoader does
             self._trained = TrainedLoader(self.fleet, loader, data)
+            if schedulers and not self._by_epochs:
+                self._trained.expect_steps_of(schedulers[0])
             found = {id(model): prepared, id(data): self._trained}
         found |= {id(each): LookedLoader(self.fleet, each, self._look_at) for each in loaders}
         back = tuple(found.get(id(each), each) for each in objects)
@@ -216,6 +225,13 @@ def _one(objects: tuple[Any, ...], kind: type, name: str) -> Any:
     return found[0]
 
 
+def _length(steps: "DataLoader[Any]") -> int:
+    """Steps of an epoch."""
+    if is_stream(steps.dataset):
+        raise ConfigError("A stream's epochs have no length that is known: let the scheduler move with each step.")
+    return len(steps)
+
+
 class _OfLoader:
     """What a script may ask a DataLoader for: it is as long as in one process."""
 
@@ -237,6 +253,24 @@ class TrainedLoader(_OfLoader):
         """Epochs that the script's own loop has begun."""
         self.rows = 0
         """Of the batch that was given last."""
+        self._is_scheduled = True
+        """Whether the script steps the scheduler as often as the fleet does, as far as is known."""
+
+    def expect_steps_of(self, scheduler: LRScheduler) -> None:
+        if -(-self.loader.rows // self.loader.batch.size) > 1:  # else a step is an epoch
+            self._is_scheduled = False
+            heard(scheduler, self._hear)
+
+    def _hear(self) -> None:
+        self._is_scheduled = True
+
+    def _check_scheduled(self) -> None:
+        """After the first step: a fleet steps the scheduler itself, and would do so too often."""
+        if not self._is_scheduled:
+            raise ConfigError(
+                "The scheduler was not stepped after the first step. If your loop steps it once per epoch, write"
+                " Accelerator(step_scheduler_with_optimizer=False); if never, do not give it to prepare()."
+            )
 
     def __iter__(self) -> Iterator[Any]:
         """Nothing in an epoch that the run has behind it: this worker came later."""
@@ -247,7 +281,10 @@ class TrainedLoader(_OfLoader):
             return
         for batch in self.loader:
             self.rows = rows_of(batch)
+            ends = self.loader.current is None or self.loader.current.last
             yield batch
+            if ends:
+                self._check_scheduled()
 
 
 class LookedLoader(_OfLoader):

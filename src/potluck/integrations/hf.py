@@ -339,8 +339,8 @@ class Elastic(_Trainer):  # type: ignore[misc]
         only = args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
         loss, batches = math.nan, None
         if only and fleet.run.replica is not None and not isinstance(dataloader.dataset, IterableDataset):
-            batches = WholeBatches(dataloader)
-            loss = self._shared_loss(batches, ignore_keys)
+            batches = WholeBatches(dataloader) if len(dataloader) else None  # drop_last may leave out the only one
+            loss = self._shared_loss(batches, ignore_keys) if batches is not None else math.nan
         if batches is None or (fleet.is_led and math.isnan(loss)):  # this worker had no part in it
             return super().evaluation_loop(
                 dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix=metric_key_prefix

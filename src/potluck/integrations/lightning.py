@@ -8,6 +8,7 @@ counters, hooks and checkpoints are those of one process. Validation is whole on
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from potluck.devices import choose_device
 from potluck.engine.engine import Engine
 from potluck.engine.switches import StepConfig
 from potluck.errors import ConfigError
+from potluck.integrations.scheduling import by_epochs
 from potluck.integrations.step_batches import step_loader
 from potluck.integrations.until_exit import fleet_until_exit
 
@@ -94,7 +96,7 @@ class PotluckStrategy(SingleDeviceStrategy):
         if not isinstance(dataloader, DataLoader) or len(self.optimizers) != 1 or not module.automatic_optimization:
             raise ConfigError("A fleet trains a LightningModule with one DataLoader and one optimizer, by itself.")
         together, trainer.accumulate_grad_batches = trainer.accumulate_grad_batches, 1
-        data = step_loader(dataloader, together)
+        data = step_loader(dataloader, together, to_end=False)
         _, _, loader = fleet.prepare(
             module,
             self.optimizers[0],
@@ -149,13 +151,28 @@ class PotluckStrategy(SingleDeviceStrategy):
         if not self.steps.counts:
             return self._last_loss
         self.steps.is_forward = True
-        found: Any = super().training_step(batch, *more, **options)
+        with self._unheard():
+            found: Any = super().training_step(batch, *more, **options)
         self.steps.is_forward = False
         self._samples = found.get("samples") if isinstance(found, Mapping) else None
         if self._samples is None:
             self._samples = rows_of(batch)
         self._last_loss = (found["loss"] if isinstance(found, Mapping) else found).detach()
         return found
+
+    @contextmanager
+    def _unheard(self) -> Iterator[None]:
+        """Of rows that are somebody else's, with which this worker only keeps step, nothing is logged."""
+        module, steps = self.lightning_module, self.steps
+        assert module is not None and steps is not None
+        if steps.are_own or steps.per_epoch == 1:  # at an epoch's end each worker has logged something
+            yield
+            return
+        module.log = lambda *told, **more: None  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            del module.log
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *more: Any, **options: Any) -> Tensor:
         """A mean over the batch's rows, or over the "samples" that training_step() returned beside its "loss"."""
@@ -197,14 +214,22 @@ class PotluckStrategy(SingleDeviceStrategy):
 
     # Between workers
 
-    def reduce(self, tensor: Any, *more: Any, **options: Any) -> Any:
-        """Of a value that training_step() logs with sync_dist: its mean over all rows of the step. Others are whole."""
-        fleet, steps = self.fleet, self.steps
-        if fleet is None or fleet.is_led or fleet.world == 1 or steps is None or not steps.is_forward:
+    @property
+    def is_distributed(self) -> bool:
+        """Asked by log(), before it heeds sync_dist; and where DataLoaders are made, which must stay as they are."""
+        steps, fleet = self.steps, self.fleet
+        return steps is not None and steps.is_forward and fleet is not None and fleet.world > 1 and not fleet.is_led
+
+    def reduce(self, tensor: Any, *more: Any, reduce_op: Any = "mean", **options: Any) -> Any:
+        """At the end of an epoch, what Lightning has summed up of this worker's rows and what it counts them by, where
+        training_step() has logged with sync_dist. Within a step other workers may have nothing to log."""
+        fleet, steps, how = self.fleet, self.steps, str(reduce_op)
+        if fleet is None or fleet.is_led or fleet.world == 1 or steps is None or steps.is_forward:
             return tensor
-        if fleet.rounds.is_under_way:  # in the middle of a step or a window, each worker is somewhere else
+        if fleet.rounds.is_under_way or not self._trainer.training or how not in ("mean", "sum", "max", "min"):
             return tensor
-        return fleet.mean(tensor, weight=steps.rows)
+        found: Tensor = getattr(torch, how)(fleet.gather(tensor.reshape(1)).to(tensor.device, torch.float64))
+        return found.to(tensor.dtype) if tensor.is_floating_point() else found
 
     def barrier(self, *more: Any, **options: Any) -> None:
         if self.fleet is not None and not self.fleet.is_led:
@@ -264,6 +289,12 @@ class StepsOfLoader:
         self._left: Iterator[Any] = iter(())
         """What is left of this pass."""
 
+    @property
+    def are_own(self) -> bool:
+        """Whether the rows that were given last count as this worker's."""
+        current = self._loader.current
+        return current is None or (current.counts and not current.is_empty)
+
     def __len__(self) -> int:
         return self.per_epoch
 
@@ -303,20 +334,6 @@ class StepsOfLoader:
                 self._last = arrived(first, self._fleet.device)
             self.shown += 1
             yield self._last
-
-
-def by_epochs(scheduler: LRScheduler, per_epoch: int) -> LRScheduler:
-    """One that is stepped with every step of the run, and moves with every epoch."""
-    kind: Any = type(scheduler)
-
-    def step(self: Any, *told: Any, **more: Any) -> None:
-        self.steps_of_run += 1
-        if self.steps_of_run % per_epoch == 0:
-            kind.step(self)
-
-    scheduler.__class__ = type(kind.__name__, (kind,), {"step": step, "__module__": kind.__module__})
-    scheduler.steps_of_run = 0  # type: ignore[attr-defined]
-    return scheduler
 
 
 StrategyRegistry.register(

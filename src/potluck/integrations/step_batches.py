@@ -14,16 +14,17 @@ from potluck.errors import ConfigError
 
 
 class StepBatches(Sampler[list[int]]):
-    """Several batches of a sampler as one."""
+    """Several batches of a sampler as one. `to_end`: the sampler is asked until it has no more; else, as a trainer that
+    counts does, until it has given as many as it said, and what it would draw at its end is never drawn."""
 
-    def __init__(self, batches: Iterable[list[int]], together: int) -> None:
-        self.batches, self.together = batches, together
+    def __init__(self, batches: Iterable[list[int]], together: int, *, to_end: bool = True) -> None:
+        self.batches, self.together, self.to_end = batches, together, to_end
         self.sampler = getattr(batches, "sampler", None)  # whose generators are found there
         own = getattr(batches, "batch_size", None)
         self.batch_size = own * together if isinstance(own, int) else None
 
     def __iter__(self) -> Iterator[list[int]]:
-        left = iter(self.batches)
+        left = iter(self.batches) if self.to_end else islice(self.batches, len(self.batches))  # type: ignore[arg-type]
         while several := list(islice(left, self.together)):
             yield [row for batch in several for row in batch]
 
@@ -35,16 +36,16 @@ class StepBatches(Sampler[list[int]]):
             tell(epoch)
 
 
-def step_loader(loader: "DataLoader[Any]", together: int) -> "DataLoader[Any]":
-    """Of which one batch is `together` of this one's."""
-    if together == 1:
+def step_loader(loader: "DataLoader[Any]", together: int, *, to_end: bool = True) -> "DataLoader[Any]":
+    """Of which one batch is `together` of this one's. `to_end`: as StepBatches has it."""
+    if together == 1 and to_end:
         return loader
     if isinstance(loader.dataset, IterableDataset):
         by: dict[str, Any] = {"batch_size": (loader.batch_size or 1) * together, "drop_last": loader.drop_last}
     elif loader.batch_sampler is None:
         raise ConfigError(ONE_BY_ONE)
     else:
-        by = {"batch_sampler": StepBatches(loader.batch_sampler, together)}
+        by = {"batch_sampler": StepBatches(loader.batch_sampler, together, to_end=to_end)}
     return DataLoader(
         loader.dataset,
         **by,
