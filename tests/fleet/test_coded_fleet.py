@@ -250,6 +250,7 @@ def test_a_newcomer_to_windows_begins_without_anything_left_out(tmp_path: Path) 
     fleet.finish()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy", [potluck.ShardGradOp(weights=(2.0, 1.0)), pytest.param(potluck.FullShard(), marks=pytest.mark.slow)]
 )

@@ -86,6 +86,7 @@ def test_buffers_a_bad_row_and_parameters_nobody_uses(tmp_path: Path) -> None:
     assert torch.equal(weights["unused.weight"], build()[0].state_dict()["unused.weight"])
 
 
+@pytest.mark.slow
 def test_saving_and_looking_within_a_window_see_what_was_agreed_on(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path)
     busy = dict.fromkeys((0, 1), save_and_look_at_every_batch)

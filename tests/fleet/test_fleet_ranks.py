@@ -163,6 +163,7 @@ def test_a_rank_killed_ends_its_worker_alone_which_joins_again(
     assert (tmp_path / "again.pt").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", first_of([1, 2]))
 def test_a_worker_that_joins_in_mid_run_gets_its_state_in_any_split(first: int, tmp_path: Path) -> None:
     fleet = Fleet(tmp_path)

@@ -237,6 +237,7 @@ def in_turns(costs: WindowCosts, most: int) -> str | None:
     return f"This is call {calls}" if calls % 5 in (0, 3) else None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sgd", [False, True], ids=["adamw", "sgd"])
 def test_whoever_comes_and_goes_under_auto_optimizers_stay_alike(
     sgd: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

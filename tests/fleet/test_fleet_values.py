@@ -212,6 +212,7 @@ def scales_of(place: Path, name: str) -> dict[str, str]:
     return dict(line.split() for line in (place / f"{name}.scales").read_text().splitlines())
 
 
+@pytest.mark.slow
 def test_the_loss_scale_of_fp16_is_everybodys_also_a_newcomers(tmp_path: Path) -> None:
     options: dict[str, Any] = {"step": StepConfig(precision="fp16"), "sgd": True}
     alone = Fleet(make_folder(tmp_path / "alone"))

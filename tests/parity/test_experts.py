@@ -223,6 +223,7 @@ CASES: list[tuple[str, str, StepConfig, int | None]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "strategy", "cases"),
     first_of(

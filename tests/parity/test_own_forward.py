@@ -272,6 +272,7 @@ def test_residuals_in_the_models_own_forward_are_cut_too(
     assert_like_plain(run_ranks(world, train, kind, stages, strategy), kind)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["residual", pytest.param("flat", marks=pytest.mark.slow)])
 def test_a_checkpoint_of_a_model_with_residuals_loads_anywhere(kind: str, tmp_path: Path) -> None:
     """One run that changes its workers, its cut and its strategy at every step."""

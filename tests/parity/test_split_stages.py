@@ -327,6 +327,7 @@ def test_blocks_may_share_weights(tied: str, workers: int, strategy: Any, stages
 INTERLEAVED = Stages(protocol=Pipeline(micro_batch_size=2, schedule="interleaved"), count=2, cuts=(2, 3, 4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tied", "workers", "strategy"),
     [

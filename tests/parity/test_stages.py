@@ -199,6 +199,7 @@ def test_a_replica_without_rows_takes_no_part_in_a_step(kind: str, tmp_path: Any
     assert_same(found, one_process(pipelines=2, batch=7))
 
 
+@pytest.mark.slow
 def test_a_replica_of_slow_stages_gets_fewer_rows() -> None:
     options = {"slow": (1,), "policy": potluck.Sync(), "drop": False, "batch": 11, "steps": 12}
     found = run_ranks(4, train, Stages(protocol=Pipeline(micro_batch_size=2), count=2), options)

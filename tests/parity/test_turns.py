@@ -257,6 +257,7 @@ def train_several(strategy: Any) -> dict[str, Tensor]:
         return fleet.state_dict()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "world"),
     first_of([(NoShard(), 1), (FullShard(), 2), (ShardGradOp(), 2), (FullShard(weights=(2.0, 1.0)), 2)], 2),
