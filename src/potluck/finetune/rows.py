@@ -54,7 +54,7 @@ def prepare_rows(
         tell(stores.count)
     stores.flush()
     labels = stores.label_names(known_labels) if form == "label" else None
-    sentences += _told(stores, context, encoder)
+    sentences += _told(stores, context, encoder, config.validation)
     if not len(stores.training):
         raise ConfigError(
             f"Nothing is left to train on: {plural(stores.count, 'row')} were read, and none has an answer within"
@@ -142,7 +142,7 @@ def _chunks(records: Iterable[TextRecord]) -> Iterable[list[TextRecord]]:
         yield chunk
 
 
-def _told(stores: _Stores, context: int, encoder: Encoder) -> list[str]:
+def _told(stores: _Stores, context: int, encoder: Encoder, share: float) -> list[str]:
     """What happened to rows, if it did."""
     found = []
     cut = stores.training.cut + stores.validation.cut
@@ -156,6 +156,11 @@ def _told(stores: _Stores, context: int, encoder: Encoder) -> list[str]:
         found.append(
             f"{plural(dropped, 'row')} of {stores.count:,} were left out: no token of their answer lies within"
             f" {context:,} tokens. A larger model.context keeps them."
+        )
+    if share and not len(stores.validation):
+        found.append(
+            f"{plural(stores.count, 'row')} are too few to hold out {share:.0%} of them, so there is no validation loss."
+            " Set a larger data.validation, such as 0.2, to have one."
         )
     if encoder.unseen:
         found.append(

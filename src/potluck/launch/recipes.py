@@ -133,10 +133,11 @@ def _with_own_base(config: FinetuneConfig) -> FinetuneConfig:
     found = cached(name)
     if found is None:
         shown = clean(name[:200])
+        is_id = not name.startswith((".", "/", "~")) and name.count("/") <= 1 and "\\" not in name
+        get = f" Get it with hf download {shown}; or name" if is_id else " Name"
         raise ConfigError(
-            f"This run fine-tunes {shown}, and this machine has no copy of it in its cache. Get it with hf download"
-            f" {shown}; or name a folder that holds it, with potluck join --base FOLDER INVITE; or ask the host for it,"
-            " with potluck join --fetch-base INVITE."
+            f"This run fine-tunes {shown}, and this machine has no copy of it in its cache.{get} a folder that holds it,"
+            " with potluck join --base FOLDER INVITE; or ask the host for it, with potluck join --fetch-base INVITE."
         )
     return replace(config, model=replace(config.model, hf=str(found)))
 
