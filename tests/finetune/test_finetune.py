@@ -225,3 +225,10 @@ def test_no_room_is_said_with_figures(
         ConfigError, match=r"base needs .* kB of memory to be fine-tuned here, and this machine has 1 kB"
     ):
         tuned(str(place), ('name="other"',))
+
+
+def test_rows_that_are_too_few_to_hold_some_out_are_said(tmp_path: Path) -> None:
+    rows = [{"text": "one and two"}] * 9
+    found = prepared(rows, tmp_path, validation=0.05)
+    assert not len(found.validation) and "no validation loss" in " ".join(found.sentences)
+    assert not prepared(rows, tmp_path, validation=0.0).sentences

@@ -159,7 +159,7 @@ def _told(stores: _Stores, context: int, encoder: Encoder, share: float) -> list
         )
     if share and not len(stores.validation):
         found.append(
-            f"{plural(stores.count, 'row')} are too few to hold out {share:.0%} of them, so there is no validation loss."
+            f"{plural(stores.count, 'row')} are too few to keep {share:.0%} of them, so no validation loss is taken."
             " Set a larger data.validation, such as 0.2, to have one."
         )
     if encoder.unseen:

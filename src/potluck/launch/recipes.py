@@ -136,7 +136,7 @@ def _with_own_base(config: FinetuneConfig) -> FinetuneConfig:
         is_id = not name.startswith((".", "/", "~")) and name.count("/") <= 1 and "\\" not in name
         get = f" Get it with hf download {shown}; or name" if is_id else " Name"
         raise ConfigError(
-            f"This run fine-tunes {shown}, and this machine has no copy of it in its cache.{get} a folder that holds it,"
+            f"This run fine-tunes {shown}, and the cache of this machine has no copy.{get} a folder that holds it,"
             " with potluck join --base FOLDER INVITE; or ask the host for it, with potluck join --fetch-base INVITE."
         )
     return replace(config, model=replace(config.model, hf=str(found)))
