@@ -60,7 +60,7 @@ $(READY): pyproject.toml constraints.txt
 
 $(READY)-to-test: $(READY)
 	@echo "Setting up what the tests need: peers, S3 servers (once; about a minute and a half)"
-	@$(BIN)/pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
 $(READY)-to-fuzz: $(READY)-to-test
