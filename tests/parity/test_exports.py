@@ -118,3 +118,15 @@ def test_what_is_no_run_of_the_built_in_model_is_refused(run: Path, tmp_path: Pa
     assert not (tmp_path / "hf").exists()
     with pytest.raises(ConfigError, match="one of them at a time"):
         Export(source=str(run), out=str(tmp_path / "x"), hf=True, gguf=True)()
+
+
+@pytest.mark.parametrize("kind", ["hf", "gguf"])
+def test_a_person_is_told_of_what_they_asked_for_and_nothing_else_stays(
+    kind: str, run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("gguf")
+    place = tmp_path / "place"
+    place.mkdir()
+    assert Export(source=str(run), out=str(place / "mine"), **{kind: True})() == 0
+    assert f"Wrote {place / 'mine'}: " in capfd.readouterr().err
+    assert [path.name for path in place.iterdir()] == ["mine"]

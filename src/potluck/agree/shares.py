@@ -55,9 +55,8 @@ STEPS = 8
 """Steps that are measured before each change of parts."""
 FIRST_GAIN, GAIN = 0.15, 0.05
 """The share of a step's time that the first change must save, and each later one, so that noise alone moves nothing."""
-
-
 LEAST_TRUST = 0.2
+"""What a change is trusted with after one that saved nothing: a worker that is really slower is still followed."""
 
 
 class Balance:

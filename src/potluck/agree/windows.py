@@ -55,6 +55,7 @@ JUMP = 1.3
 """A replica that is this many times faster or slower than before is measured anew: its old speed says nothing."""
 
 MOST_BATCHES = 1 << 20
+"""Of a window, where nothing else bounds it."""
 LEAST_S, MOST_S = 1e-6, 1e6
 """Bounds for the time of a batch. A clock beyond them is wrong, or lies: no number of rows would follow from it."""
 

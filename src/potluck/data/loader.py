@@ -73,6 +73,10 @@ class Loader:
         if self.rows == 0:
             raise ConfigError("The dataset is empty.")
 
+    @property
+    def steps_of_epoch(self) -> int:
+        return -(-self.rows // self.batch.size)
+
     def __iter__(self) -> Iterator[Any]:
         if self.position.row >= self.rows:  # a loop that took exactly len() batches has not asked for the end
             self.end_epoch()

@@ -245,8 +245,7 @@ class Engine:
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
             raise ConfigError(f"epochs() takes how many the run has, a whole number of at least 1, not {count!r}.")
         run.caller.rows_limit = count * run.loader.rows
-        steps = count * -(-run.loader.rows // run.loader.batch.size)
-        run.caller.told |= {"steps_total": steps * run.turns.count}
+        run.caller.told |= {"steps_total": count * run.loader.steps_of_epoch * run.turns.count}
         return self._care_for(count, Path(folder) if folder is not None else None)
 
     def _care_for(self, count: int, folder: Path | None) -> Iterator[int]:

@@ -257,7 +257,7 @@ class TrainedLoader(_OfLoader):
         """Whether the script steps the scheduler as often as the fleet does, as far as is known."""
 
     def expect_steps_of(self, scheduler: LRScheduler) -> None:
-        if -(-self.loader.rows // self.loader.batch.size) > 1:  # else a step is an epoch
+        if self.loader.steps_of_epoch > 1:  # else a step is an epoch
             self._is_scheduled = False
             heard(scheduler, self._hear)
 

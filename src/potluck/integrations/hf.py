@@ -164,7 +164,7 @@ class Elastic(_Trainer):  # type: ignore[misc]
         self.accelerator._models.append(self.model_wrapped)  # evaluation would prepare it
         self.optimizer.register_step_pre_hook(lambda *told: self._say("on_pre_optimizer_step"))
         self.optimizer.register_step_post_hook(lambda *told: self._say("on_optimizer_step"))
-        whole, rest = divmod(max_steps, -(-loader.rows // loader.batch.size))
+        whole, rest = divmod(max_steps, loader.steps_of_epoch)
         fleet.run.caller.rows_limit = whole * loader.rows + min(rest * loader.batch.size, loader.rows)
         fleet.run.caller.told |= {"steps_total": max_steps}
         for name in ("model", "optimizer", "lr_scheduler"):

@@ -29,8 +29,9 @@ Begin = Callable[[str, int], Callable[[int], None]]
 """Takes a word and a number of bytes, shows a bar, and returns what advances it by a number of bytes."""
 
 
-def export(source: Path, out: Path, *, ema: bool = False, rename: Rename = str) -> int:
-    """Of one checkpoint, or of the newest one of a run. `ema`: the average of its weights, where one was kept."""
+def export(source: Path, out: Path, *, ema: bool = False, rename: Rename = str, shown: Path | None = None) -> int:
+    """Of one checkpoint, or of the newest one of a run. `ema`: the average of its weights, where one was kept.
+    `shown`: what a person is told was written, if `out` is on its way there."""
     console = Console(stderr=True, highlight=False)
     _check_place(out)
     with _progress(console) as begin:
@@ -38,7 +39,7 @@ def export(source: Path, out: Path, *, ema: bool = False, rename: Rename = str) 
         tensors, numbers = _write_model(path, body, out, begin, ema=ema, rename=rename)
     what = "the average of their values by" if ema else "as they were after"
     told = f"{plural(tensors, 'tensor')} of {plural(numbers, 'number')}, {what} step {body['step']:,}"
-    console.print(f"Wrote {out}: {told}.", soft_wrap=True)
+    console.print(f"Wrote {shown or out}: {told}.", soft_wrap=True)
     if (base := body.get(BASE)) is not None:
         left_out = f"{plural(base['tensors'], 'tensor')} of {size(base['bytes'])}, by their hash {base['hash']}"
         console.print(

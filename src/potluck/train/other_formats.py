@@ -6,16 +6,16 @@ Text is read by the tokenizer that the run has learnt, or byte by byte.
 import json
 import math
 import re
-import shutil
 import tempfile
 import tomllib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from potluck.errors import ConfigError
-from potluck.files import written_aside
+from potluck.files import publish
 from potluck.save.export import export
 from potluck.train.model import ModelConfig
 from potluck.train.word_pieces import TOKENIZER
@@ -61,9 +61,13 @@ def export_hf(source: Path, out: Path, *, ema: bool = False) -> int:
     config, tokenizer = model_of(source), _find(source, TOKENIZER)
     if out.exists():
         raise ConfigError(f"{out} is there already, and is not overwritten. Remove it, or name another folder.")
-    out.mkdir(parents=True)
-    try:
-        export(source, out / "model.safetensors", ema=ema, rename=lambda name: _renamed(name, HF_NAMES, "model.layers"))
+    out.absolute().parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out.absolute().parent, prefix=f".{out.name}-") as place:
+        aside = Path(place) / out.name
+        aside.mkdir()
+        weights = aside / "model.safetensors"
+        rename = partial(_renamed, names=HF_NAMES, blocks="model.layers")
+        export(source, weights, ema=ema, rename=rename, shown=out)
         own = _read(tokenizer) or byte_tokenizer(config.vocab)
         end = own["added_tokens"][END]["content"]
         files = {"config.json": hf_config(config), "tokenizer.json": own}
@@ -75,10 +79,8 @@ def export_hf(source: Path, out: Path, *, ema: bool = False) -> int:
             "pad_token": end,
         }
         for name, told in files.items():
-            (out / name).write_text(json.dumps(told, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    except BaseException:
-        shutil.rmtree(out)
-        raise
+            (aside / name).write_text(json.dumps(told, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        publish(aside, out.absolute())
     return 0
 
 
@@ -181,7 +183,7 @@ def export_gguf(source: Path, out: Path, *, ema: bool = False) -> int:
         raise ConfigError(f"{out} is there already, and is not overwritten. Remove it, or name another file.")
     with tempfile.TemporaryDirectory(dir=out.absolute().parent, prefix=f".{out.name}-") as aside:
         plain = Path(aside) / "model.safetensors"
-        export(source, plain, ema=ema)
+        export(source, plain, ema=ema, shown=out)
         writer = gguf.GGUFWriter(str(Path(aside) / "model.gguf"), "llama")
         _tell_gguf(writer, gguf, config)
         _tell_tokens(writer, gguf, config.vocab, tokenizer)
@@ -197,8 +199,7 @@ def export_gguf(source: Path, out: Path, *, ema: bool = False) -> int:
             for name in names:
                 writer.write_tensor_data(_as_llama_cpp(name, tensors.get_tensor(name).astype("float32"), config))
         writer.close()
-        with written_aside(out) as file, (Path(aside) / "model.gguf").open("rb") as made:
-            shutil.copyfileobj(made, file)
+        (Path(aside) / "model.gguf").replace(out)
     return 0
 
 
