@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import potluck
-from potluck.cli import Export
+from potluck.commands.export import Export
 from potluck.config import to_toml
 from potluck.errors import ConfigError
 from potluck.train.model import GPT, ModelConfig

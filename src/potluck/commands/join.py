@@ -1,0 +1,51 @@
+"""`potluck join`."""
+
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import tyro
+
+from potluck.commands.options import Count, Ranks, Threads, workers_config
+from potluck.train.arguments import base_setting, data_setting
+
+
+@dataclass
+class Join:
+    """Join a run: paste the line that `potluck host` printed. Ctrl-C leaves it politely, and it continues.
+
+    Without a script, what is trained comes from the host as a recipe, never as code. Options come before the invite.
+    """
+
+    invite: Annotated[
+        tyro.conf.Positional[str],
+        tyro.conf.arg(
+            metavar="INVITE [SCRIPT [ARGUMENTS ...]]", help="The line; or a file that holds it; or - to read it."
+        ),
+    ]
+    data: Annotated[
+        tyro.conf.UseAppendAction[list[str]],
+        tyro.conf.arg(
+            metavar="PATH",
+            help="Where this machine has the text. Nothing else of yours is read. May be repeated.",
+            help_behavior_hint="(default: you are asked, if the host's recipe names files)",
+        ),
+    ] = field(default_factory=list)
+    base: Annotated[
+        str | None,
+        tyro.conf.arg(
+            metavar="FOLDER",
+            help="Where this machine has the model that is fine-tuned.",
+            help_behavior_hint="(default: the Hugging Face cache)",
+        ),
+    ] = None
+    fetch_base: Annotated[bool, tyro.conf.arg(help="Ask the host for the model that is fine-tuned, once.")] = False
+    workers: Count = 1
+    threads: Threads = None
+    ranks: Ranks = None
+
+    def __call__(self, *arguments: str) -> int:
+        from potluck.launch.join import join
+
+        config = workers_config(self.workers, self.threads, self.ranks)
+        settings = (*data_setting(self.data), *base_setting(self.base))
+        return join(self.invite, list(arguments), config, settings, fetches_base=self.fetch_base)

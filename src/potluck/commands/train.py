@@ -1,0 +1,38 @@
+"""`potluck train`, and how every command that trains a recipe here starts it."""
+
+import json
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import tyro
+
+from potluck.commands.options import Data, Only, Out, Settings, Workers
+from potluck.config import to_dict
+from potluck.launch.processes import launch
+from potluck.train.arguments import TrainArgs, built_in_recipes, data_setting, workers_of
+
+
+@dataclass
+class Train:
+    """Train a recipe: a file, or a built-in one by its name."""
+
+    recipe: Annotated[
+        tyro.conf.Positional[str],
+        tyro.conf.arg(metavar="RECIPE", help=f"A TOML file, or one of: {', '.join(built_in_recipes())}."),
+    ]
+    data: Data = ()
+    workers: Workers = None
+    out: Out = None
+    resume: Annotated[bool, tyro.conf.arg(help="Continue from the newest checkpoint of the run folder.")] = False
+    only: Only = None
+    settings: Settings = field(default_factory=list)
+
+    def __call__(self) -> int:
+        workers = () if self.workers is None else (f"workers.count={self.workers}",)
+        settings = (*self.settings, *data_setting(self.data), *workers)
+        args = TrainArgs(recipe=self.recipe, settings=settings, out=self.out, resume=self.resume)
+        return launch_recipe(args, self.only)
+
+
+def launch_recipe(args: TrainArgs, only: int | None) -> int:
+    return launch(["--recipe", json.dumps(to_dict(args))], workers_of(args), only)
