@@ -3,12 +3,13 @@
     python -m bench h200_lora [--quick]
 
 A llama of 8 billion parameters with made-up weights, all linear layers but the head in NF4 (bitsandbytes), adapters of
-rank 16 (peft), 4 rows of 512 tokens to a worker's batch, on parts of 50 and 14 percent of a GPU (MPS): 70 and 20 were
-wanted, but in bf16 cuBLAS multiplies wrongly on most parts of a GPU, those of 35, 40, 45 and 56 to 80 percent among
-them, and rightly on these two. First the same under a host: one worker trains, another is started beside it, without
-MPS, and the time counts from there until a step has rows of its own; that it has to load torch and to make the base is
-in it. Bytes are those that crossed the loopback between two
-agreements, of all workers together, by the kernel's count, divided by their number.
+rank 16 (peft), 4 rows of 512 tokens to a worker's batch, on parts of 50 and 14 percent of a GPU (MPS). 70 and 20 were
+wanted, but on parts of 35, 40, 45 and 56 to 80 percent cuBLAS multiplied these shapes wrongly in bf16, and rightly on
+20 and 50. Bytes are those that crossed the loopback between two agreements, of all workers together, by the kernel's
+count, divided by their number.
+
+First the same under a host: one worker trains, another is started beside it, without MPS, and the time counts from
+there until a step has rows of its own; that it has to load torch and to make the base is in it.
 
 With --quick and no GPU, a tiny llama in fp32 on the CPU, to see that it works.
 """
@@ -212,7 +213,7 @@ def compare(found: dict[str, Any]) -> list[Comparison]:
             continue
         compared += [
             Comparison(
-                what=f"rows/s of parts of {PARTS[0]} and {PARTS[1]} % of one {where}, LoRA on a 4-bit base: {name}, against each alone",
+                what=f"rows/s of parts of {PARTS} % of one {where}, LoRA on a 4-bit base: {name}, against each alone",
                 unit="rows/s",
                 ours=[turn["together"]],
                 bare=[turn["alone"]],
