@@ -7,12 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from potluck.agree.policy import Cadence
-from potluck.events import Stalled, WentBack
+from potluck.agree.policy import Auto, Cadence
+from potluck.events import Decided, Stalled, WentBack
 from potluck.fleet.coordinator import Coordinator
 from potluck.fleet.coordinator_state import Resumed, RunPosition
 from potluck.fleet.description import Description, settings_of
 from potluck.fleet.effects import SaveAbort, SaveBegin, Send
+from potluck.fleet.gathering import LONG
 from potluck.fleet.member import Member
 from potluck.fleet.member_effects import Rejoin, SendToHost
 from potluck.fleet.membership import Membership, WorkerPhase
@@ -227,6 +228,53 @@ def test_a_checkpoint_of_a_lost_step_is_not_that_of_the_one_that_has_its_number_
     core = Coordinator(patience_s=1.0, secret="", resumed=Resumed(standing=RunPosition(5, 2, 0, 2 * ROWS)))
     core.found(RunPosition(5, *divmod(rows_seen, ROWS), rows_seen), "a folder")
     assert core.saving.is_last_kept == is_kept
+
+
+def test_all_step_together_only_where_no_window_was_begun_under_an_earlier_host() -> None:
+    """The run goes back to its beginning and begins with a window, of which the host dies; who computed in it has fresh
+    weights still, and an optimizer of its own."""
+    auto = described(policy="auto", settings=settings_of(Auto(anchor=1, together=0.0)), rows_limit=EPOCHS * ROWS)
+    faults = FaultScript().kill("w0", at_step=1, phase="applied")
+    run = Fleet(workers=1, faults=faults, description=auto)
+    run.run_until(lambda: run.member("w0") is None and bool(faults.fired))
+    worker = run.add("w1", description=auto)
+    run.run_until(lambda: bool(worker.slices_computed))
+    assert faults.fired == ["kill w0"] and run.told(WentBack) and worker.state.step == 0 and worker.state.momentum.any()
+    run.crash_host()
+    decided = len(run.told(Decided))
+    run.add("w2", description=auto)
+    run.finish()
+    assert run.told(Decided)[decided].anchor and not run.core.refused["drifted"]
+
+
+def one_evaluates(faults: FaultScript | None = None) -> Fleet:
+    """After step 3, by itself: the other computes its part of step 4, after which both give a value."""
+    run = Fleet(at_least=2, faults=faults)
+    run.add("w0", evaluate_every=3, gather_every=4)
+    run.add("w1", gather_every=4)
+    run.run_until(lambda: run.member("w0") is not None and bool(run.member("w0").evaluating))
+    return run
+
+
+def test_those_who_gather_values_continue_without_one_that_hangs_while_it_evaluates() -> None:
+    """Nobody else looks, so that nobody waits for its range, which stays its own."""
+    faults = FaultScript().stall("w0", at_step=3, phase="evaluating", seconds=10_000)
+    run = one_evaluates(faults)
+    run.run_until(lambda: bool(run.workers["w1"].gathered), limit_s=2 * LONG * PATIENCE_S)
+    assert faults.fired == ["stall w0"] and run.workers["w1"].gathered[4] == ["w1 4"]
+    run.workers["w0"].kill()
+    run.finish()
+
+
+def test_those_who_gather_values_wait_for_one_that_evaluates_range_by_range() -> None:
+    """However long all of it takes: what it finds may be in its value."""
+    run = one_evaluates()
+    run.workers["w0"].slice_s, began_at = 2 * PATIENCE_S, run.clock.now
+    run.run_until(lambda: not run.member("w0").evaluating)
+    assert run.clock.now > began_at + (LONG + 2) * PATIENCE_S and run.member("w1").gathering
+    run.workers["w0"].slice_s = 0.1
+    run.finish()
+    assert run.workers["w1"].gathered[4] == ["w0 4", "w1 4"]
 
 
 @pytest.mark.parametrize(

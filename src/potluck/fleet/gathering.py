@@ -11,6 +11,7 @@ import numpy as np
 from potluck.events import Stalled
 from potluck.fleet.coordinator_state import CoordinatorState
 from potluck.fleet.effects import Effect, Emit, Send
+from potluck.fleet.evaluation import Evaluations
 from potluck.fleet.membership import Call, WorkerPhase, WorkerRecord
 from potluck.wire.messages import Gather, Gathered
 
@@ -37,6 +38,7 @@ class Gathering:
 @dataclass
 class Gatherings:
     run: CoordinatorState
+    evaluations: Evaluations
     expected: int = 0
     """How many workers were in when the coordinator before this one ended, at this step. They may have been waiting
     for each other, and come back one by one."""
@@ -132,7 +134,8 @@ class Gatherings:
         """Those who are waited for are named; after a while the others continue without them."""
         run, effects = self.run, self.settle()
         for call, found in list(self.open.items()):
-            if any(member.evaluating for member in self.missing(call)):  # its value may depend on what it finds
+            # Its value may depend on what it finds. One that hangs there finds nothing.
+            if any(m.evaluating and not self.evaluations.is_slow(m) for m in self.missing(call)):
                 found.last_at = found.told_at = run.clock
             seconds, is_over = run.clock - found.last_at, run.clock - found.last_at > LONG * run.patience_s
             if not is_over and run.clock - found.told_at <= run.patience_s:
