@@ -266,6 +266,18 @@ def test_those_who_gather_values_continue_without_one_that_hangs_while_it_evalua
     run.finish()
 
 
+def test_a_value_that_is_given_anew_does_not_prolong_the_wait_for_one_that_hangs() -> None:
+    faults = FaultScript().stall("w0", at_step=4, phase="applied", seconds=10_000)
+    run = Fleet(workers=3, faults=faults, gather_every=4)
+    run.run_until(lambda: sum(member.gathering is not None for member in run.core.membership.holders) == 2)
+    waits_since = run.clock.now
+    run.run_for((LONG - 1) * PATIENCE_S)
+    run.workers["w1"].lose_connection()
+    run.run_until(lambda: bool(run.workers["w2"].gathered))
+    assert run.clock.now < waits_since + LONG * PATIENCE_S + 1
+    assert faults.fired == ["stall w0"] and sorted(run.workers["w2"].gathered[4]) == ["w1 4", "w2 4"]
+
+
 def test_those_who_gather_values_wait_for_one_that_evaluates_range_by_range() -> None:
     """However long all of it takes: what it finds may be in its value."""
     run = one_evaluates()
@@ -278,17 +290,18 @@ def test_those_who_gather_values_wait_for_one_that_evaluates_range_by_range() ->
 
 
 @pytest.mark.parametrize(
-    "seed",
+    ("seed", "policy"),
     [
-        pytest.param(7000006, id="each step waits for one that saves"),
-        pytest.param(7000906, id="each step waits for a plain peer that is far away"),
-        pytest.param(7003004, id="the last step is in a checkpoint alone, because the journal lost it"),
-        pytest.param(7006530, id="a worker is heard only while the host sleeps"),
-        pytest.param(7007029, id="two hang and nobody else is left, so that both are given work"),
-        pytest.param(7008540, id="a step is begun anew without the plain peer that was in its first means"),
-        pytest.param(8101685, id="a step that the journal lost is computed again without its plain peer"),
+        pytest.param(7000006, "sync", id="each step waits for one that saves"),
+        pytest.param(7000906, "sync", id="each step waits for a plain peer that is far away"),
+        pytest.param(7003004, "sync", id="the last step is in a checkpoint alone, because the journal lost it"),
+        pytest.param(7006530, "sync", id="a worker is heard only while the host sleeps"),
+        pytest.param(7007029, "sync", id="two hang and nobody else is left, so that both are given work"),
+        pytest.param(7008540, "sync", id="a step is begun anew without the plain peer that was in its first means"),
+        pytest.param(8101685, "sync", id="a step that the journal lost is computed again without its plain peer"),
+        pytest.param(2611171126, "async", id="the last worker is so far away that it evaluates for half a minute"),
     ],
 )
-def test_the_simulation_asks_for_no_more_than_must_hold(seed: int) -> None:
+def test_the_simulation_asks_for_no_more_than_must_hold(seed: int, policy: str) -> None:
     """Faults of what it looks at; the runs are right. So long, each, that no smaller one shows it."""
-    simulate(seed, "sync", Counter())
+    simulate(seed, policy, Counter())

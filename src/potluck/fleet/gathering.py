@@ -30,7 +30,7 @@ class Gathering:
     first_ids: dict[int, int] = field(default_factory=dict)
     """By peer, so that a worker that came back counts once, though its old connection is not known to be gone."""
     last_at: float = 0.0
-    """When the last one was given."""
+    """When the last one was given that had not been given before."""
     told_at: float = 0.0
     """When those were last named who are waited for."""
 
@@ -59,8 +59,9 @@ class Gatherings:
         if member.phase is WorkerPhase.CATCHING_UP:  # the others do not wait for it
             return [*effects, Send(member.peer, _answer(call, {}))]
         found = self.open.setdefault(call, Gathering())
+        if ask.first_id not in found.first_ids.values():  # else one that came back gives it anew
+            found.last_at = found.told_at = self.run.clock
         found.given[member.peer], found.first_ids[member.peer] = bytes(ask.data), ask.first_id
-        found.last_at = found.told_at = self.run.clock
         member.gathering = call
         if sum(len(data) for each in self.open.values() for data in each.given.values()) > MOST_TOTAL_BYTES:
             fault = f"All workers together gave more than {MOST_TOTAL_BYTES:,} bytes."
