@@ -17,9 +17,22 @@ from potluck.fleet.gathering import LONG
 from potluck.fleet.member import Member
 from potluck.fleet.member_effects import Rejoin, SendToHost
 from potluck.fleet.membership import Membership, WorkerPhase
-from potluck.wire.messages import SAVE, Admitted, Ready, SaveDue, StateBegin, StateChunk, StateMore, Welcome
+from potluck.wire.messages import (
+    SAVE,
+    Admitted,
+    EvaluateNext,
+    Gather,
+    Heartbeat,
+    Ready,
+    SaveDue,
+    StateBegin,
+    StateChunk,
+    StateMore,
+    Welcome,
+)
 from tests.fleet.simulation import simulate
-from tests.fleet.virtual import EPOCHS, PATIENCE_S, ROWS, STEPS, FaultScript, Fleet, described
+from tests.fleet.test_coordinator import effects_of, hello, ready
+from tests.fleet.virtual import EPOCHS, PATIENCE_S, ROWS, SECRET, STEPS, FaultScript, Fleet, described
 from tests.fleet.virtual.process import Receive
 
 pytestmark = pytest.mark.timeout(30)
@@ -278,15 +291,30 @@ def test_a_value_that_is_given_anew_does_not_prolong_the_wait_for_one_that_hangs
     assert faults.fired == ["stall w0"] and sorted(run.workers["w2"].gathered[4]) == ["w1 4", "w2 4"]
 
 
-def test_those_who_gather_values_wait_for_one_that_evaluates_range_by_range() -> None:
-    """However long all of it takes: what it finds may be in its value."""
+def test_those_who_gather_values_continue_without_one_that_evaluates_an_earlier_step() -> None:
+    """It is far away, and each range takes it long."""
     run = one_evaluates()
-    run.workers["w0"].slice_s, began_at = 2 * PATIENCE_S, run.clock.now
-    run.run_until(lambda: not run.member("w0").evaluating)
-    assert run.clock.now > began_at + (LONG + 2) * PATIENCE_S and run.member("w1").gathering
-    run.workers["w0"].slice_s = 0.1
+    run.workers["w0"].slice_s = 2 * PATIENCE_S
+    run.run_until(lambda: bool(run.workers["w1"].gathered), limit_s=2 * LONG * PATIENCE_S - 1)
+    assert run.member("w0").evaluating and run.workers["w1"].gathered[4] == ["w1 4"]
+    run.workers["w0"].kill()
     run.finish()
-    assert run.workers["w1"].gathered[4] == ["w0 4", "w1 4"]
+
+
+@pytest.mark.parametrize(("ranges", "is_waited_for"), [(8, True), (1, False)])
+def test_those_who_gather_values_wait_for_one_that_evaluates_at_that_step(ranges: int, is_waited_for: bool) -> None:
+    """However long all of it takes: what it finds may be in its value. One that hangs finds nothing."""
+    core, now = Coordinator(patience_s=PATIENCE_S, secret=SECRET), 100.0
+    effects_of(core, *((peer, message) for peer in (1, 2) for message in (hello(f"w{peer}"), ready())))
+    core.on_message(now, 2, Gather(0, 0, 2, b""))
+    for tick in range(64):
+        if tick % 8 == 0 and tick < 8 * ranges:
+            start, end = max(0, tick // 8 - 1), tick // 8
+            core.on_message(now, 1, EvaluateNext(0, 20, 1, start, end, 1.0, 1.0, "", np.zeros(0)))
+        now += PATIENCE_S / 8
+        effects_of(core, (1, Heartbeat("w1", 0)), (2, Heartbeat("w2", 0)), now=now)
+        core.on_tick(now)
+    assert bool(core.gatherings.open) == is_waited_for
 
 
 @pytest.mark.parametrize(

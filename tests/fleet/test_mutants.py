@@ -48,9 +48,6 @@ MUTANTS: dict[str, list[Patch]] = {
     "who leaves keeps its slices": [(StepDispatcher, "take_away", nothing)],
     "what a lost worker owed is nobody's": [(StepDispatcher, "on_gone", nothing)],
     "an evaluation waits for one who is gone": [(Evaluations, "give_back", nothing)],
-    "an evaluation, and those who gather values, wait for one who hangs": [
-        (Evaluations, "is_slow", lambda evaluations, member: False)
-    ],
     "a newcomer waits for weights from one who is gone": [(Transfers, "on_gone", nothing)],
     "a member does not ask again for what was lost": [(Member, "_ask_again", nothing)],
     # What is in the sums, and on record.
@@ -74,7 +71,6 @@ SLOW = {
     "the last window is computed again, whoever has it",
     "a newcomer waits for weights from one who is gone",
     "an evaluation waits for one who is gone",
-    "an evaluation, and those who gather values, wait for one who hangs",
     "what is of no use any more reaches the sums",
 }
 

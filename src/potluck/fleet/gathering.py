@@ -80,6 +80,12 @@ class Gatherings:
             return not member.reported
         return member.since <= step or not step
 
+    def _looks_at(self, step: int, member: WorkerRecord) -> bool:
+        """It evaluates, and its value may depend on what it finds. One that hangs there finds nothing, and one that is
+        at an earlier step is late with its work, too."""
+        is_there = member.evaluating is not None and member.evaluating[0][0] == step
+        return is_there and not self.evaluations.is_slow(member)
+
     def _expects_more(self, step: int) -> bool:
         if step != self.resumed_at or len(self.run.membership.holders) >= self.expected:
             return False
@@ -135,8 +141,7 @@ class Gatherings:
         """Those who are waited for are named; after a while the others continue without them."""
         run, effects = self.run, self.settle()
         for call, found in list(self.open.items()):
-            # Its value may depend on what it finds. One that hangs there finds nothing.
-            if any(m.evaluating and not self.evaluations.is_slow(m) for m in self.missing(call)):
+            if any(self._looks_at(call[0], member) for member in self.missing(call)):
                 found.last_at = found.told_at = run.clock
             seconds, is_over = run.clock - found.last_at, run.clock - found.last_at > LONG * run.patience_s
             if not is_over and run.clock - found.told_at <= run.patience_s:
