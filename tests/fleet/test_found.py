@@ -7,18 +7,32 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from potluck.agree.policy import Cadence
-from potluck.events import Stalled, WentBack
+from potluck.agree.policy import Auto, Cadence
+from potluck.events import Decided, Stalled, WentBack
 from potluck.fleet.coordinator import Coordinator
 from potluck.fleet.coordinator_state import Resumed, RunPosition
 from potluck.fleet.description import Description, settings_of
 from potluck.fleet.effects import SaveAbort, SaveBegin, Send
+from potluck.fleet.gathering import LONG
 from potluck.fleet.member import Member
 from potluck.fleet.member_effects import Rejoin, SendToHost
 from potluck.fleet.membership import Membership, WorkerPhase
-from potluck.wire.messages import SAVE, Admitted, Ready, SaveDue, StateBegin, StateChunk, StateMore, Welcome
+from potluck.wire.messages import (
+    SAVE,
+    Admitted,
+    EvaluateNext,
+    Gather,
+    Heartbeat,
+    Ready,
+    SaveDue,
+    StateBegin,
+    StateChunk,
+    StateMore,
+    Welcome,
+)
 from tests.fleet.simulation import simulate
-from tests.fleet.virtual import EPOCHS, PATIENCE_S, ROWS, STEPS, FaultScript, Fleet, described
+from tests.fleet.test_coordinator import effects_of, hello, ready
+from tests.fleet.virtual import EPOCHS, PATIENCE_S, ROWS, SECRET, STEPS, FaultScript, Fleet, described
 from tests.fleet.virtual.process import Receive
 
 pytestmark = pytest.mark.timeout(30)
@@ -229,18 +243,93 @@ def test_a_checkpoint_of_a_lost_step_is_not_that_of_the_one_that_has_its_number_
     assert core.saving.is_last_kept == is_kept
 
 
+def test_all_step_together_only_where_no_window_was_begun_under_an_earlier_host() -> None:
+    """The run goes back to its beginning and begins with a window, of which the host dies; who computed in it has fresh
+    weights still, and an optimizer of its own."""
+    auto = described(policy="auto", settings=settings_of(Auto(anchor=1, together=0.0)), rows_limit=EPOCHS * ROWS)
+    faults = FaultScript().kill("w0", at_step=1, phase="applied")
+    run = Fleet(workers=1, faults=faults, description=auto)
+    run.run_until(lambda: run.member("w0") is None and bool(faults.fired))
+    worker = run.add("w1", description=auto)
+    run.run_until(lambda: bool(worker.slices_computed))
+    assert faults.fired == ["kill w0"] and run.told(WentBack) and worker.state.step == 0 and worker.state.momentum.any()
+    run.crash_host()
+    decided = len(run.told(Decided))
+    run.add("w2", description=auto)
+    run.finish()
+    assert run.told(Decided)[decided].anchor and not run.core.refused["drifted"]
+
+
+def one_evaluates(faults: FaultScript | None = None) -> Fleet:
+    """After step 3, by itself: the other computes its part of step 4, after which both give a value."""
+    run = Fleet(at_least=2, faults=faults)
+    run.add("w0", evaluate_every=3, gather_every=4)
+    run.add("w1", gather_every=4)
+    run.run_until(lambda: run.member("w0") is not None and bool(run.member("w0").evaluating))
+    return run
+
+
+def test_those_who_gather_values_continue_without_one_that_hangs_while_it_evaluates() -> None:
+    """Nobody else looks, so that nobody waits for its range, which stays its own."""
+    faults = FaultScript().stall("w0", at_step=3, phase="evaluating", seconds=10_000)
+    run = one_evaluates(faults)
+    run.run_until(lambda: bool(run.workers["w1"].gathered), limit_s=2 * LONG * PATIENCE_S)
+    assert faults.fired == ["stall w0"] and run.workers["w1"].gathered[4] == ["w1 4"]
+    run.workers["w0"].kill()
+    run.finish()
+
+
+def test_a_value_that_is_given_anew_does_not_prolong_the_wait_for_one_that_hangs() -> None:
+    faults = FaultScript().stall("w0", at_step=4, phase="applied", seconds=10_000)
+    run = Fleet(workers=3, faults=faults, gather_every=4)
+    run.run_until(lambda: sum(member.gathering is not None for member in run.core.membership.holders) == 2)
+    waits_since = run.clock.now
+    run.run_for((LONG - 1) * PATIENCE_S)
+    run.workers["w1"].lose_connection()
+    run.run_until(lambda: bool(run.workers["w2"].gathered))
+    assert run.clock.now < waits_since + LONG * PATIENCE_S + 1
+    assert faults.fired == ["stall w0"] and sorted(run.workers["w2"].gathered[4]) == ["w1 4", "w2 4"]
+
+
+def test_those_who_gather_values_continue_without_one_that_evaluates_an_earlier_step() -> None:
+    """It is far away, and each range takes it long."""
+    run = one_evaluates()
+    run.workers["w0"].slice_s = 2 * PATIENCE_S
+    run.run_until(lambda: bool(run.workers["w1"].gathered), limit_s=2 * LONG * PATIENCE_S - 1)
+    assert run.member("w0").evaluating and run.workers["w1"].gathered[4] == ["w1 4"]
+    run.workers["w0"].kill()
+    run.finish()
+
+
+@pytest.mark.parametrize(("ranges", "is_waited_for"), [(8, True), (1, False)])
+def test_those_who_gather_values_wait_for_one_that_evaluates_at_that_step(ranges: int, is_waited_for: bool) -> None:
+    """However long all of it takes: what it finds may be in its value. One that hangs finds nothing."""
+    core, now = Coordinator(patience_s=PATIENCE_S, secret=SECRET), 100.0
+    effects_of(core, *((peer, message) for peer in (1, 2) for message in (hello(f"w{peer}"), ready())))
+    core.on_message(now, 2, Gather(0, 0, 2, b""))
+    for tick in range(64):
+        if tick % 8 == 0 and tick < 8 * ranges:
+            start, end = max(0, tick // 8 - 1), tick // 8
+            core.on_message(now, 1, EvaluateNext(0, 20, 1, start, end, 1.0, 1.0, "", np.zeros(0)))
+        now += PATIENCE_S / 8
+        effects_of(core, (1, Heartbeat("w1", 0)), (2, Heartbeat("w2", 0)), now=now)
+        core.on_tick(now)
+    assert bool(core.gatherings.open) == is_waited_for
+
+
 @pytest.mark.parametrize(
-    "seed",
+    ("seed", "policy"),
     [
-        pytest.param(7000006, id="each step waits for one that saves"),
-        pytest.param(7000906, id="each step waits for a plain peer that is far away"),
-        pytest.param(7003004, id="the last step is in a checkpoint alone, because the journal lost it"),
-        pytest.param(7006530, id="a worker is heard only while the host sleeps"),
-        pytest.param(7007029, id="two hang and nobody else is left, so that both are given work"),
-        pytest.param(7008540, id="a step is begun anew without the plain peer that was in its first means"),
-        pytest.param(8101685, id="a step that the journal lost is computed again without its plain peer"),
+        pytest.param(7000006, "sync", id="each step waits for one that saves"),
+        pytest.param(7000906, "sync", id="each step waits for a plain peer that is far away"),
+        pytest.param(7003004, "sync", id="the last step is in a checkpoint alone, because the journal lost it"),
+        pytest.param(7006530, "sync", id="a worker is heard only while the host sleeps"),
+        pytest.param(7007029, "sync", id="two hang and nobody else is left, so that both are given work"),
+        pytest.param(7008540, "sync", id="a step is begun anew without the plain peer that was in its first means"),
+        pytest.param(8101685, "sync", id="a step that the journal lost is computed again without its plain peer"),
+        pytest.param(2611171126, "async", id="the last worker is so far away that it evaluates for half a minute"),
     ],
 )
-def test_the_simulation_asks_for_no_more_than_must_hold(seed: int) -> None:
+def test_the_simulation_asks_for_no_more_than_must_hold(seed: int, policy: str) -> None:
     """Faults of what it looks at; the runs are right. So long, each, that no smaller one shows it."""
-    simulate(seed, "sync", Counter())
+    simulate(seed, policy, Counter())

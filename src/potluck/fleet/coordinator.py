@@ -82,7 +82,7 @@ class Coordinator(CoordinatorState):
         # Each knows those above it, and none below.
         self.digests = Digests(self, dict(resumed.agreed))
         self.evaluations = Evaluations(self)
-        self.gatherings = Gatherings(self, resumed.expected, self.standing.step)
+        self.gatherings = Gatherings(self, self.evaluations, resumed.expected, self.standing.step)
         self.saving = Saving(self, self.digests)
         self.rounds = StepDispatcher(self, self.digests, at_least)
         self.stragglers = Stragglers(self, self.rounds)

@@ -170,10 +170,15 @@ class Evaluations:
             found = self.open.get(member.evaluating[0]) if member.evaluating is not None else None
             if found is None or not found.waiting:
                 continue
-            is_slow = run.clock - member.evaluating_since > run.patience_s + SLOW * found.longest_s
-            if is_slow or run.is_silent(member):
+            if self.is_slow(member) or run.is_silent(member):
                 effects += self.give_back(member)
         return effects
+
+    def is_slow(self, member: WorkerRecord) -> bool:
+        """Whether the range that it looks at takes far longer than any other."""
+        found = self.open.get(member.evaluating[0]) if member.evaluating is not None else None
+        longest_s = found.longest_s if found is not None else 0.0
+        return self.run.clock - member.evaluating_since > self.run.patience_s + SLOW * longest_s
 
 
 def names_in(text: str) -> list[str]:

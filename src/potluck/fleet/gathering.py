@@ -11,6 +11,7 @@ import numpy as np
 from potluck.events import Stalled
 from potluck.fleet.coordinator_state import CoordinatorState
 from potluck.fleet.effects import Effect, Emit, Send
+from potluck.fleet.evaluation import Evaluations
 from potluck.fleet.membership import Call, WorkerPhase, WorkerRecord
 from potluck.wire.messages import Gather, Gathered
 
@@ -29,7 +30,7 @@ class Gathering:
     first_ids: dict[int, int] = field(default_factory=dict)
     """By peer, so that a worker that came back counts once, though its old connection is not known to be gone."""
     last_at: float = 0.0
-    """When the last one was given."""
+    """When the last one was given that had not been given before."""
     told_at: float = 0.0
     """When those were last named who are waited for."""
 
@@ -37,6 +38,7 @@ class Gathering:
 @dataclass
 class Gatherings:
     run: CoordinatorState
+    evaluations: Evaluations
     expected: int = 0
     """How many workers were in when the coordinator before this one ended, at this step. They may have been waiting
     for each other, and come back one by one."""
@@ -57,8 +59,9 @@ class Gatherings:
         if member.phase is WorkerPhase.CATCHING_UP:  # the others do not wait for it
             return [*effects, Send(member.peer, _answer(call, {}))]
         found = self.open.setdefault(call, Gathering())
+        if ask.first_id not in found.first_ids.values():  # else one that came back gives it anew
+            found.last_at = found.told_at = self.run.clock
         found.given[member.peer], found.first_ids[member.peer] = bytes(ask.data), ask.first_id
-        found.last_at = found.told_at = self.run.clock
         member.gathering = call
         if sum(len(data) for each in self.open.values() for data in each.given.values()) > MOST_TOTAL_BYTES:
             fault = f"All workers together gave more than {MOST_TOTAL_BYTES:,} bytes."
@@ -76,6 +79,12 @@ class Gatherings:
         if member.held == step > 0:  # it came back: if it is past this, its work shows it
             return not member.reported
         return member.since <= step or not step
+
+    def _looks_at(self, step: int, member: WorkerRecord) -> bool:
+        """It evaluates, and its value may depend on what it finds. One that hangs there finds nothing, and one that is
+        at an earlier step is late with its work, too."""
+        is_there = member.evaluating is not None and member.evaluating[0][0] == step
+        return is_there and not self.evaluations.is_slow(member)
 
     def _expects_more(self, step: int) -> bool:
         if step != self.resumed_at or len(self.run.membership.holders) >= self.expected:
@@ -132,7 +141,7 @@ class Gatherings:
         """Those who are waited for are named; after a while the others continue without them."""
         run, effects = self.run, self.settle()
         for call, found in list(self.open.items()):
-            if any(member.evaluating for member in self.missing(call)):  # its value may depend on what it finds
+            if any(self._looks_at(call[0], member) for member in self.missing(call)):
                 found.last_at = found.told_at = run.clock
             seconds, is_over = run.clock - found.last_at, run.clock - found.last_at > LONG * run.patience_s
             if not is_over and run.clock - found.told_at <= run.patience_s:

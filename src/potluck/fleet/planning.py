@@ -130,8 +130,10 @@ class StepPlanner:
         self._waited_s = 0.0
         self._more_s = 0.0
         """What the last step that all took together cost beyond computing; 0: the last one was a window."""
-        self._alike_at = 0
-        """The step after which all workers' optimizers are known to hold the same; in a window they part."""
+        is_new = run.description is None and not run.standing.step
+        self._alike_at = 0 if is_new else -1
+        """The step after which all workers' optimizers are known to hold the same; in a window they part. Before the
+        first step they do, but not where the run was led before: it may have gone back to its beginning."""
 
     def plan(self, working: list[WorkerRecord], after: StepUnderWay | None = None) -> StepPlan | None:
         """The next step, or the one that follows `after`. None: the run is over, or it cannot be told yet."""
