@@ -18,6 +18,7 @@ BELOW = {
     "agree": "",
     "show": "",
     "trackers": "",
+    "hub": "",
     "sharding": "agree",
     "store": "agree",
     "link": "agree sharding store",
@@ -32,7 +33,7 @@ BELOW = {
     "finetune": "agree composition data engine fleet link save sharding show stages store trackers train wire",
     "launch": "agree composition data engine finetune fleet link save sharding show stages store trackers train wire",
 }
-BELOW["top"] = f"{BELOW['launch']} launch"
+BELOW["top"] = f"{BELOW['launch']} hub launch"
 MAY_IMPORT = {room: {"ground", room, *below.split()} for room, below in BELOW.items()}
 GROUND = {
     "batch_shapes",
