@@ -8,7 +8,7 @@ MINUTES ?= 60
 
 SOAK ?= --policy cadence --seeds 100 --minutes 60
 
-.PHONY: demo test test-slow chaos soak simulate differential check fuzz bench docs clean
+.PHONY: demo test test-slow chaos soak simulate differential trackers check fuzz bench docs clean
 
 demo: $(READY)  ## three workers, one of them three times slower: Sync against Cadence, in under three minutes
 	$(BIN)/potluck demo
@@ -30,6 +30,9 @@ simulate: $(READY)-to-test  ## whole fleets on a virtual clock, with any fault: 
 
 differential: $(READY)-to-test  ## random runs against a judge in plain PyTorch: an hour, or MINUTES; new ones each time
 	$(BIN)/python -m tests.differential --minutes $(MINUTES) --seed $$(date +%s)
+
+trackers: $(READY)-to-track  ## with Weights & Biases, MLflow and trackio themselves, offline
+	$(BIN)/pytest -m "slow or not slow" tests/unit/test_trackers.py tests/cli/test_tracking.py
 
 check: $(READY)-to-test  ## style and types
 	$(BIN)/ruff check .
@@ -65,6 +68,10 @@ $(READY)-to-test: $(READY)
 
 $(READY)-to-fuzz: $(READY)-to-test
 	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[fuzz]'
+	@touch $@
+
+$(READY)-to-track: $(READY)-to-test
+	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[wandb,mlflow,trackio,otel]'
 	@touch $@
 
 $(READY)-to-document: $(READY)

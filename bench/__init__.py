@@ -9,6 +9,7 @@ crowd       the time of a step while idle workers and strangers crowd the server
 coordinator_memory   what the server holds, for any number of workers
 pause       how long a kill -9 of a worker, or of the server, holds up the others
 elastic_step   the time of a step that a server leads, against bare DistributedDataParallel
+trackers    the time of a step while a tracker hangs, against none; only when it is named
 h200        tokens per second on one GPU, against a bare loop
 
 Workers of different speeds, on a testbed; for the machine alone, and only when they are named:

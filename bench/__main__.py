@@ -14,9 +14,11 @@ STAGED = ("pipeline", "uneven_stages", "direct", "datastore")
 """One model over several workers."""
 GPU = ("h200", "h200_mixed", "h200_shard", "h200_stages", "h200_learning", "h200_lora")
 DATA = ("fetching",)
+BESIDE = ("trackers",)
+"""What listens to a run, and must not slow it down."""
 TUNING = ("lora", "trainers")
 """Fine-tuning, and other people's trainers with ours inside."""
-NAMES = (*BY_DEFAULT, *DATA, *TUNING, *MIXED, *SHARDED, *STAGED, *GPU)
+NAMES = (*BY_DEFAULT, *DATA, *BESIDE, *TUNING, *MIXED, *SHARDED, *STAGED, *GPU)
 
 
 def main() -> None:

@@ -14,6 +14,7 @@ from potluck.commands.export import Export
 from potluck.commands.finetune import Finetune
 from potluck.commands.host import Host
 from potluck.commands.join import Join
+from potluck.commands.push import Push
 from potluck.commands.run import Run
 from potluck.commands.train import Train
 from potluck.errors import ConfigError, PotluckError
@@ -28,6 +29,7 @@ COMMANDS = (
     | Annotated[Host, tyro.conf.subcommand("host")]
     | Annotated[Join, tyro.conf.subcommand("join")]
     | Annotated[Export, tyro.conf.subcommand("export")]
+    | Annotated[Push, tyro.conf.subcommand("push")]
     | Annotated[Doctor, tyro.conf.subcommand("doctor")]
 )
 DESCRIPTION = """Train one PyTorch model on whatever machines people bring.

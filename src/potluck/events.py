@@ -8,12 +8,18 @@ import json
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, dataclass_transform, get_args
+from typing import Any, TypeVar, dataclass_transform, get_args
 
-from potluck.errors import ConfigError
+from potluck.errors import ConfigError, PotluckError
+from potluck.words import say
+
+SCHEMA = 1
+"""The version of what is below, written with each record. Raise it when a field or an event is removed, or means
+something else than before; not when one is added. What is published is docs/events.md, which a test makes from here."""
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
@@ -29,14 +35,19 @@ class RunStarted(Event):
     """A run begins, or resumes."""
 
     name: str
+    """Of the run."""
     folder: str
+    """Where the run is kept."""
     workers: int
+    """How many take part when it begins."""
     device: str
+    """What the worker that tells this computes on."""
     parameters: int
     """How many numbers are trained."""
     unit: str
     """What a sample is counted in: rows or tokens."""
     batch_size: int
+    """Rows of one step, over all workers."""
     steps_total: int
     """0 where nobody has said how long the run is."""
     from_step: int
@@ -50,8 +61,11 @@ class WorkerStep:
     """One worker's part of one step."""
 
     rank: int
+    """Which worker, from 0; of a host's, its number."""
     rows: int
+    """That it computed."""
     samples: float
+    """That it counted in them, in the run's unit."""
     busy_s: float
     """Computing: data, forward and backward, and the optimizer of the step before."""
     wait_s: float
@@ -66,22 +80,30 @@ class StepDone(Event):
     """A step of the run was applied, on every worker alike."""
 
     step: int
+    """Its number, from 1."""
     epoch: int
+    """From 0."""
     rows_seen: int
     """Rows of all epochs so far."""
     samples: float
     """What this step's mean was over, in the run's unit."""
     loss: float
+    """The mean over its samples."""
     lr: float
+    """The learning rate of the first group of the optimizer."""
     grad_norm: float
+    """Of the whole gradient, before clipping."""
     seconds: float
+    """Since the step before."""
     workers: tuple[WorkerStep, ...]
+    """Each worker's part."""
 
 
 class Decided(Event):
     """How the work is shared from here on, and why."""
 
     step: int
+    """Steps of the run so far."""
     rows: tuple[int, ...]
     """Each worker's part of the next step, or of the window until the next agreement."""
     reason: str
@@ -98,9 +120,13 @@ class StepSkipped(Event):
     """A step whose loss or gradient was not finite; all workers left it out together."""
 
     step: int
+    """Steps of the run so far."""
     loss: float
+    """Which may be not finite."""
     in_a_row: int
+    """Skipped steps since the last that was applied; 0 where a host tells it."""
     reason: str
+    """As a sentence without its end."""
 
 
 LOSS = "loss"
@@ -116,9 +142,11 @@ class Validated(Event):
     """The mean loss over the validation rows, and figures by name, if there are any."""
 
     step: int
+    """Steps of the run so far."""
     loss: float | None
     """None where there are figures by name, and no loss among them."""
     metrics: dict[str, float] = field(default_factory=dict)
+    """By the names that the function for validation gave them."""
 
     @property
     def in_words(self) -> str:
@@ -131,11 +159,15 @@ class EpochDone(Event):
     """An epoch has ended, with the proof that each of its samples was used exactly once."""
 
     epoch: int
+    """From 0."""
     used: int
+    """Samples that were used."""
     total: int
+    """Samples that the epoch has."""
     same_weights: bool
     """Of those workers that were compared."""
     sentence: str
+    """The proof, for a person."""
     not_compared: tuple[str, ...] = ()
     """Names of workers of which nobody knows whether they hold the same: there was no other of their kind, or they are
     plain peers."""
@@ -145,39 +177,51 @@ class CheckpointSaved(Event):
     """A checkpoint is whole on the disk."""
 
     step: int
+    """Of which it is."""
     folder: str
+    """Where it is."""
     stall_s: float
     """How long training stood still for it: the copy to host memory."""
     bytes: int
+    """That it takes on the disk."""
 
 
 class CheckpointFailed(Event):
     """The host could not write a checkpoint. Training continues, and the host tries again."""
 
     step: int
+    """Of which it would have been."""
     reason: str
+    """As a sentence."""
 
 
 class CheckpointPassedOver(Event):
     """A checkpoint that cannot be loaded, so that an older one is."""
 
     folder: str
+    """Where it is."""
     reason: str
+    """As a sentence."""
 
 
 class Noticed(Event):
     """Something that is allowed, and that a person may not have meant; it is also said in the terminal."""
 
     sentence: str
+    """What was said."""
 
 
 class WorkerCame(Event):
     """A worker takes part from the next step on."""
 
     worker: int
+    """Its number among all that ever came."""
     name: str
+    """As it calls itself."""
     kind: str
+    """What it computes with."""
     step: int
+    """Steps of the run so far."""
     workers: int
     """How many take part now."""
 
@@ -186,11 +230,15 @@ class WorkerWent(Event):
     """A worker has left, or was lost."""
 
     worker: int
+    """Its number among all that ever came."""
     name: str
+    """As it calls itself."""
     reason: str
+    """As a sentence."""
     polite: bool
     """It said so before it went, and nothing was computed again."""
     workers: int
+    """How many are left."""
 
 
 class Recovered(Event):
@@ -217,9 +265,13 @@ class Stalled(Event):
     """The others wait for a worker, or cannot use what it sent."""
 
     worker: int
+    """Its number among all that ever came."""
     name: str
+    """As it calls itself."""
     doing: str
+    """What it was doing when it was last heard."""
     seconds: float
+    """Since then."""
     then: str = ""
     """What is done about it."""
 
@@ -230,19 +282,30 @@ class RunEnded(Event):
     reason: str
     """finished, interrupted, or the sentence of the error that ended it."""
     step: int
+    """Steps of the run."""
     rows_seen: int
+    """Rows of all epochs."""
     seconds: float
+    """Since it began, or resumed."""
     loss: float | None
+    """Of the last step; None: there was none."""
     validation_loss: float | None
+    """Of the last validation; None: there was none."""
     skipped: int
+    """Steps that were skipped."""
 
 
 Listener = Callable[[Event], None]
+Heard = TypeVar("Heard", bound=Event)
 
 
 def kind_of(event: object) -> str:
     """StepDone -> step_done."""
-    return re.sub(r"(?<!^)(?=[A-Z])", "_", type(event).__name__).lower()
+    return name_of(type(event))
+
+
+def name_of(kind: type) -> str:
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__).lower()
 
 
 class EventLog:
@@ -250,8 +313,10 @@ class EventLog:
 
     def __init__(self) -> None:
         self.listeners: list[Listener] = []
+        """Ours: one that fails ends the run."""
         self.last_step: StepDone | None = None
         """Of all workers together, also where this one had no part in it."""
+        self._guests: list[_Guest] = []
         self._lock = threading.RLock()
 
     def emit(self, event: Event) -> None:
@@ -260,6 +325,59 @@ class EventLog:
                 self.last_step = event
             for listener in self.listeners:
                 listener(event)
+            for guest in tuple(self._guests):  # one may stop to listen while it is told
+                if isinstance(event, guest.kind) and guest in self._guests and not guest.hear(event):
+                    self._guests.remove(guest)
+
+    def on(self, kind: type[Heard], callback: Callable[[Heard], None]) -> Callable[[], None]:
+        """Calls back for each event of this kind, or of every kind where it is Event; until what it returns is called.
+
+        A callback that fails is said once and not called again, and the run continues. One of our own errors, such as
+        Interrupted, ends the run.
+        """
+        if not (isinstance(kind, type) and issubclass(kind, Event)):
+            known = ", ".join(found.__name__ for found in Event.__subclasses__())
+            raise ConfigError(f"on() takes a kind of event, Event for all or one of {known}; not {kind!r}.")
+        guest = _Guest(kind, callback)
+        with self._lock:
+            self._guests.append(guest)
+
+        def stop() -> None:
+            with self._lock, contextlib.suppress(ValueError):
+                self._guests.remove(guest)
+
+        return stop
+
+
+@dataclass(frozen=True, eq=False)
+class _Guest:
+    """A callback of somebody else's, which must not end the run by a mistake."""
+
+    kind: type[Event]
+    callback: Callable[[Any], None]
+
+    def hear(self, event: Event) -> bool:
+        """Whether it may be called again."""
+        try:
+            self.callback(event)
+        except PotluckError:
+            raise
+        except Exception as error:
+            name = getattr(self.callback, "__qualname__", type(self.callback).__name__)
+            frames = traceback.extract_tb(error.__traceback__)
+            say(
+                f"The callback {name} failed when it heard of {type(event).__name__}, and is not called again:"
+                f" {type(error).__name__}: {error} ({Path(frames[-1].filename).name}, line {frames[-1].lineno})."
+                " The run continues."
+            )
+            return False
+        return True
+
+
+def record_of(event: Event) -> dict[str, Any]:
+    """An event as docs/events.md has it. JSON has no NaN: a reader of another language would stumble over it."""
+    told: dict[str, Any] = _finite(asdict(event))
+    return {"event": kind_of(event), "time": round(time.time(), 3), "schema": SCHEMA} | told
 
 
 class EventFile:
@@ -270,10 +388,8 @@ class EventFile:
         self._end_torn_line(path)
 
     def __call__(self, event: Event) -> None:
-        # JSON has no NaN: a reader of another language would stumble over it.
-        record = {"event": kind_of(event), "time": round(time.time(), 3)} | _finite(asdict(event))
         try:
-            self._file.write(json.dumps(record, allow_nan=False) + "\n")
+            self._file.write(json.dumps(record_of(event), allow_nan=False) + "\n")
             self._file.flush()
         except OSError as error:
             raise ConfigError(
@@ -293,12 +409,26 @@ class EventFile:
 
 def read_events(path: Path) -> Iterator[dict[str, Any]]:
     """Every whole line; a line that a crash cut short is passed over. Numbers that are not finite are numbers again."""
-    for line in path.read_text(encoding="utf-8").splitlines():
+    return read_records(path.read_text(encoding="utf-8").splitlines(), str(path))
+
+
+def read_records(lines: Iterable[str], source: str) -> Iterator[dict[str, Any]]:
+    """Those of a newer schema are passed over too, which is said: what they hold may mean something else here."""
+    is_said = False
+    for line in lines:
         try:
             record = json.loads(line)
         except json.JSONDecodeError:
             continue
-        yield _as_numbers(record)
+        if (schema := record.get("schema", 1)) <= SCHEMA:
+            found: dict[str, Any] = _as_numbers(record)
+            yield found
+        elif not is_said:
+            is_said = True
+            say(
+                f"{source} was written by a newer Potluck: its events have schema {schema}, and this one reads {SCHEMA}"
+                " at most. They are passed over; update Potluck here to see them."
+            )
 
 
 _NUMBERS = {

@@ -252,6 +252,28 @@ def test_hugging_faces_trainer_has_its_own_log(tmp_path: Path) -> None:
         torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
 
 
+def reported_hf(folder: str, logs: str) -> dict[str, Any]:
+    import os
+
+    os.environ["TENSORBOARD_LOGGING_DIR"] = logs
+    return elastic_hf(folder, "llama", None, {"report_to": "tensorboard", "max_steps": 6})
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_what_hugging_faces_trainer_reports_to_is_told_by_one_worker(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = run_ranks(2, reported_hf, str(tmp_path / "run"), str(tmp_path / "logs"), timeout_s=200)
+    (written,) = (tmp_path / "logs").glob("events.*")
+    read = EventAccumulator(str(written))
+    read.Reload()
+    told = [(entry.step, entry.value) for entry in read.Scalars("train/loss")]
+    assert [step for step, _ in told] == list(range(1, 7))
+    assert_close([loss for _, loss in told], figures(found[0], "loss"), 1e-6)
+
+
 @pytest.mark.timeout(120)
 def test_a_trainer_may_have_nothing_to_look_at(tmp_path: Path) -> None:
     """drop_last leaves out the only batch."""

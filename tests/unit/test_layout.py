@@ -17,6 +17,8 @@ BELOW = {
     "wire": "",
     "agree": "",
     "show": "",
+    "trackers": "",
+    "hub": "",
     "sharding": "agree",
     "store": "agree",
     "link": "agree sharding store",
@@ -25,13 +27,13 @@ BELOW = {
     "fleet": "agree wire",
     "data": "agree fleet",
     "save": "agree fleet link sharding stages store",
-    "engine": "agree composition data fleet link save sharding show stages store wire",
-    "train": "agree composition data engine fleet link save sharding show stages store wire",
-    "integrations": "agree composition data engine fleet link save sharding show stages store wire",
-    "finetune": "agree composition data engine fleet link save sharding show stages store train wire",
-    "launch": "agree composition data engine finetune fleet link save sharding show stages store train wire",
-    "top": "agree composition data engine finetune fleet launch link save sharding show stages store train wire",
+    "engine": "agree composition data fleet link save sharding show stages store trackers wire",
+    "train": "agree composition data engine fleet link save sharding show stages store trackers wire",
+    "integrations": "agree composition data engine fleet link save sharding show stages store trackers wire",
+    "finetune": "agree composition data engine fleet link save sharding show stages store trackers train wire",
+    "launch": "agree composition data engine finetune fleet link save sharding show stages store trackers train wire",
 }
+BELOW["top"] = f"{BELOW['launch']} hub launch"
 MAY_IMPORT = {room: {"ground", room, *below.split()} for room, below in BELOW.items()}
 GROUND = {
     "batch_shapes",
@@ -84,6 +86,7 @@ PURE = [
     "fleet/tree.py",
     "fleet/weights.py",
     "train/schedule.py",
+    "trackers/scalars.py",
 ]
 IMPURE = {"socket", "asyncio", "threading", "time", "torch.distributed", "subprocess", "random"}
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from potluck.commands.options import Out, Settings, Workers
+from potluck.commands.options import Out, Settings, Track, Workers
 from potluck.commands.train import launch_recipe
 from potluck.words import say
 
@@ -48,10 +48,11 @@ class Finetune:
         str | None,
         tyro.conf.arg(metavar="FILE.toml", help="Only write the recipe, for potluck train and potluck host."),
     ] = None
+    track: Track = field(default_factory=list)
     settings: Settings = field(default_factory=list)
 
     def __call__(self) -> int:
-        from potluck.train.arguments import finetune_args, write_recipe
+        from potluck.train.arguments import finetune_args, track_setting, write_recipe
 
         args = finetune_args(
             self.model,
@@ -59,7 +60,7 @@ class Finetune:
             task=self.task,
             load=self.load,
             full=self.full,
-            settings=tuple(self.settings),
+            settings=(*self.settings, *track_setting(self.track)),
             workers=self.workers,
         )
         if self.write is not None:

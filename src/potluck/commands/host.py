@@ -5,8 +5,8 @@ from typing import Annotated
 
 import tyro
 
-from potluck.commands.options import Data, Out, Ranks, Settings, Threads
-from potluck.train.arguments import data_setting
+from potluck.commands.options import Data, Out, Ranks, Settings, Threads, Track
+from potluck.train.arguments import data_setting, track_setting
 
 
 @dataclass
@@ -43,6 +43,7 @@ class Host:
     insecure: Annotated[
         bool, tyro.conf.arg(help="No encryption and no secret; plain peers of the published protocol may join.")
     ] = False
+    track: Track = field(default_factory=list)
     settings: Settings = field(default_factory=list)
 
     def __call__(self) -> int:
@@ -51,7 +52,8 @@ class Host:
 
         args = host_args(
             what=self.what,
-            settings=(*self.settings, *data_setting(self.data)),
+            settings=(*self.settings, *data_setting(self.data), *track_setting(self.track)),
+            track=self.track,
             workers=self.workers,
             threads=self.threads,
             ranks=self.ranks,

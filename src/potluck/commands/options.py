@@ -5,6 +5,7 @@ from typing import Annotated
 import tyro
 
 from potluck.config import checked
+from potluck.trackers.known import LIBRARIES
 from potluck.train.arguments import WorkersConfig
 
 Settings = Annotated[
@@ -32,6 +33,14 @@ Data = Annotated[
         metavar="PATH ...",
         help="Text files, or folders of them.",
         help_behavior_hint="(default: the recipe's, or the standard library)",
+    ),
+]
+Track = Annotated[
+    tyro.conf.UseAppendAction[list[str]],
+    tyro.conf.arg(
+        metavar="TRACKER",
+        help=f"Report the run there too: {', '.join(LIBRARIES)}. May be repeated.",
+        help_behavior_hint="(default: fit.track)",
     ),
 ]
 Out = Annotated[

@@ -6,10 +6,10 @@ from typing import Annotated
 
 import tyro
 
-from potluck.commands.options import Data, Only, Out, Settings, Workers
+from potluck.commands.options import Data, Only, Out, Settings, Track, Workers
 from potluck.config import to_dict
 from potluck.launch.processes import launch
-from potluck.train.arguments import TrainArgs, built_in_recipes, data_setting, workers_of
+from potluck.train.arguments import TrainArgs, built_in_recipes, data_setting, track_setting, workers_of
 
 
 @dataclass
@@ -25,11 +25,12 @@ class Train:
     out: Out = None
     resume: Annotated[bool, tyro.conf.arg(help="Continue from the newest checkpoint of the run folder.")] = False
     only: Only = None
+    track: Track = field(default_factory=list)
     settings: Settings = field(default_factory=list)
 
     def __call__(self) -> int:
         workers = () if self.workers is None else (f"workers.count={self.workers}",)
-        settings = (*self.settings, *data_setting(self.data), *workers)
+        settings = (*self.settings, *data_setting(self.data), *track_setting(self.track), *workers)
         args = TrainArgs(recipe=self.recipe, settings=settings, out=self.out, resume=self.resume)
         return launch_recipe(args, self.only)
 

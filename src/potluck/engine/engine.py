@@ -40,6 +40,7 @@ from potluck.engine.engine_parts import EngineParts, over_group
 from potluck.engine.fingerprint import training_settings
 from potluck.engine.frozen_base import agree_on_base, find_base
 from potluck.engine.given import Given
+from potluck.engine.handle import Handle
 from potluck.engine.looking_weights import LookingWeights
 from potluck.engine.losses import LossFunction
 from potluck.engine.model_checks import check_model
@@ -49,17 +50,19 @@ from potluck.engine.run_state import RunState
 from potluck.engine.single_rows import find_batch_norm, warn_of_single_rows
 from potluck.engine.switches import StepConfig
 from potluck.errors import ConfigError
-from potluck.events import EpochDone, EventLog, StepDone, StepSkipped
+from potluck.events import StepDone, StepSkipped
 from potluck.link.link import Alone, Link
-from potluck.save.state import UserState
+from potluck.save.run_folder import make_run_folder
 from potluck.sharding.strategy import NoShard, ShardingStrategy
 from potluck.signals import on_interrupt
+from potluck.trackers.known import check_names
+from potluck.trackers.reporter import Tracking
 
 Models = TypeVar("Models")
 Optimizers = TypeVar("Optimizers")
 
 
-class Engine:
+class Engine(Handle):
     """The handle of a run, made by init(): what a training loop calls. A context manager that closes itself."""
 
     def __init__(
@@ -88,6 +91,7 @@ class Engine:
         self.run = RunState(self.link, self.device, step, wanted, compose(wanted))
         self.layers, self.rounds, self.lifecycle = parts(self.run)
         self._compiling: Compiling | None = None
+        self._tracking: Tracking | None = None
 
     @overload
     def prepare(self, model: Models, optimizer: Optimizers, *, scheduler: Any = None) -> tuple[Models, Optimizers]: ...
@@ -375,6 +379,18 @@ class Engine:
         """Waits until every checkpoint is on the disk: call it on every worker."""
         self.lifecycle.wait_for_saves()
 
+    def track(self, *trackers: str, folder: str | Path) -> None:
+        """Reports this run to trackers: "tensorboard", "wandb", "mlflow", "trackio" or "otel".
+
+        Call it on every worker: rank 0 alone reports, and under a host nobody here does, since the host can (`potluck
+        host --track`). `folder`: where a restart finds by which id each tracker knows the run.
+        """
+        check_names(trackers)
+        if self.lifecycle.keeps_folder and self._tracking is None:
+            make_run_folder(Path(folder))
+            self._tracking = Tracking(trackers, Path(folder), self.run.notice)
+            self.events.listeners.append(self._tracking)
+
     def request_stop(self) -> None:
         """Asks all workers to stop together after the step in which they hear of it."""
         self.lifecycle.request_stop()
@@ -392,6 +408,9 @@ class Engine:
             self._compiling.close()
             self._compiling = None
         self.lifecycle.close(error)
+        if self._tracking is not None:
+            self._tracking.close()
+            self._tracking = None
 
     def __enter__(self) -> "Engine":
         return self
@@ -424,76 +443,6 @@ class Engine:
         return self.layers.parameters
 
     @property
-    def layout(self) -> str:
-        """Where the model is cut into stages: which worker has which layers, as text."""
-        return self.run.layout
-
-    @property
     def version(self) -> int:
         """Agreements so far."""
         return self.lifecycle.version
-
-    @property
-    def turn(self) -> int:
-        """With several optimizers: the number of the one that steps next. Each batch comes once for each of them."""
-        return self.run.turns.now
-
-    @property
-    def step_number(self) -> int:
-        """Steps of the run so far."""
-        return self.run.step_number
-
-    @property
-    def rows_seen(self) -> int:
-        """Rows of all epochs so far, over all workers."""
-        return self.run.rows_seen
-
-    @property
-    def skipped(self) -> int:
-        """Steps that were skipped so far because they were not finite."""
-        return self.run.skipped
-
-    @property
-    def stopping(self) -> bool:
-        """Whether every worker has agreed to stop after the step that is done."""
-        return self.run.stopping
-
-    @property
-    def last_step(self) -> StepDone | None:
-        """The last step that was applied. It is the same on every worker, also on one that had no rows of it."""
-        return self.run.events.last_step
-
-    @property
-    def last_epoch(self) -> EpochDone | None:
-        """What was proved of the last epoch: `last_epoch.sentence`."""
-        return self.run.last_epoch
-
-    @property
-    def events(self) -> EventLog:
-        """Everything that happens in the run: append a function to `events.listeners` to hear of it."""
-        return self.run.events
-
-    @property
-    def after_step(self) -> list[Callable[[], None]]:
-        """Functions that are called on every worker once per step of the run, also for a step in which it had no rows.
-        Under Cadence and Async they are called for all steps of a window when it has ended, with the agreed weights."""
-        return self.run.after_step
-
-    @property
-    def after_agreement(self) -> list[Callable[[], None]]:
-        """Functions that are called on every worker when all hold the same weights again: after each step or window."""
-        return self.run.after_agreement
-
-    @property
-    def state(self) -> UserState:
-        """What you want kept beside the model: saved, sent to newcomers, and restored by load()."""
-        return self.run.state
-
-    @property
-    def lr_factor(self) -> Callable[[int], float] | None:
-        """A function from rows seen to the share of its peak that the learning rate has; None: the rate is yours."""
-        return self.run.caller.lr_factor
-
-    @lr_factor.setter
-    def lr_factor(self, factor: Callable[[int], float] | None) -> None:
-        self.run.caller.lr_factor = factor

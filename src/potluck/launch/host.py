@@ -47,6 +47,7 @@ from potluck.save.run_folder import hold, make_run_folder
 from potluck.show.picture import draw_losses
 from potluck.show.progress import Progress
 from potluck.signals import Interrupts
+from potluck.trackers.reporter import Tracking
 from potluck.train.arguments import HostArgs
 from potluck.waiting import wait_until
 from potluck.words import duration, plural, say
@@ -106,6 +107,9 @@ class _Host:
         stack.callback(file.close)
         stack.callback(progress.close)
         self._progress = progress
+        tracking = Tracking(args.track, self.folder, self._notice)
+        stack.callback(tracking.close)
+        self.events.listeners.append(tracking)
 
     def run(self) -> int:
         args = self.args
@@ -261,9 +265,11 @@ class _Host:
     def _tell_of_changes(self, before: dict[str, Any], now: dict[str, Any]) -> None:
         """What is not as it was when the host was stopped: allowed, and said."""
         for name, (was, is_now) in differing_settings(before, now).items():
-            sentence = f"{name} was {was} in this run so far, and is {is_now} from here on."
-            self.events.emit(Noticed(sentence=sentence))
-            say(sentence)
+            self._notice(f"{name} was {was} in this run so far, and is {is_now} from here on.")
+
+    def _notice(self, sentence: str) -> None:
+        self.events.emit(Noticed(sentence=sentence))
+        say(sentence)
 
     def _on_event(self, event: Event) -> None:
         match event:

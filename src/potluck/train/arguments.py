@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import tomli_w
 
@@ -19,6 +19,7 @@ from potluck.environment import PATIENCE_S, check_patience
 from potluck.errors import ConfigError
 from potluck.files import first_free, write_whole
 from potluck.save.run_folder import holds_run, name_fault
+from potluck.trackers.known import check_trackers
 from potluck.train.slowdown import Slowdown
 from potluck.words import check_at_least, check_at_most
 
@@ -82,6 +83,13 @@ class HostArgs:
     listening: Listening
     base: Path | None = None
     """The folder of the base model, for workers that lack it."""
+    track: tuple[str, ...] = ()
+    """The trackers that the host reports the run to; its workers report to none."""
+
+
+def track_setting(names: Sequence[str]) -> tuple[str, ...]:
+    """What is given by --track, as a setting."""
+    return (f"fit.track={json.dumps(check_trackers(names))}",) if names else ()
 
 
 def data_setting(paths: Sequence[str]) -> tuple[str, ...]:
@@ -177,6 +185,7 @@ def host_args(
     resume: bool,
     listening: Listening,
     ranks: int | None = None,
+    track: Sequence[str] = (),
 ) -> HostArgs:
     """What `potluck host` is asked for, checked before anything is started."""
     if workers < 0 or listening.at_least < 1 or not 0 <= listening.port < 1 << 16:
@@ -196,6 +205,7 @@ def host_args(
             given = from_dict(WorkersConfig, table["workers"], "workers")
             threads, ranks = threads or given.threads, ranks or given.ranks
         # Workers on this machine read what this command line says, not what comes over the connection.
+        track = track or _tracked(table)
         data = table.get("data")
         own = data_setting(data.get("paths", ())) if isinstance(data, dict) else ()
         own += base_setting(model.get("hf")) if isinstance(model := table.get("model"), dict) else ()
@@ -215,7 +225,19 @@ def host_args(
         local=workers,
         resume=resume,
         listening=listening,
+        track=check_trackers(track),
     )
+
+
+def _tracked(recipe: dict[str, Any]) -> list[str]:
+    """By a recipe, of which the workers check the rest."""
+    fit = recipe.get("fit")
+    if not isinstance(fit, dict):
+        return []
+    names = fit.get("track", [])
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(f'fit.track is a list of trackers, such as ["wandb"], not {names!r}.')
+    return names + ["tensorboard"] * (fit.get("tensorboard") is True)
 
 
 def ask_for_files(paths: Sequence[str]) -> ConfigError:

@@ -26,7 +26,6 @@ from potluck.engine.start import init
 from potluck.engine.weight_average import WeightAverage
 from potluck.errors import ConfigError, Interrupted, PotluckError
 from potluck.events import (
-    LOSS,
     CheckpointSaved,
     EpochDone,
     Event,
@@ -43,6 +42,8 @@ from potluck.save.checkpoint_folder import BEST, best_of, found, holds_any
 from potluck.save.run_folder import check_room, hold, make_run_folder
 from potluck.show.progress import Progress
 from potluck.signals import on_interrupt
+from potluck.trackers.known import name_fault
+from potluck.trackers.reporter import Tracking
 from potluck.train.schedule import ScheduleConfig
 from potluck.train.validations import Validations, needs_loss
 from potluck.words import check_at_least, check_at_most, plural
@@ -73,8 +74,10 @@ class FitConfig:
     """When to save, and how much to keep."""
     seed: int = 0
     """Seeds the order of rows and each worker's random numbers."""
+    track: tuple[str, ...] = ()
+    """Where the run is reported to: "tensorboard", "wandb", "mlflow", "trackio", "otel"."""
     tensorboard: bool = False
-    """Also write curves for TensorBoard into the run folder."""
+    """The same as "tensorboard" in track."""
     progress: bool = True
     """Show the run in the terminal."""
 
@@ -85,6 +88,8 @@ class FitConfig:
             raise ValueError(f"ema must be at least 0 and below 1, such as 0.999, not {self.ema}")
         check_at_most("epochs", self.epochs, 10**6, "to end a run after some steps, set fit.max_steps")
         check_at_most("max_steps", self.max_steps, 10**12, "leave it out for no limit but the epochs")
+        if fault := next(filter(None, map(name_fault, self.track)), None):
+            raise ValueError(fault)
         if not 0 <= self.seed < 1 << 63:
             raise ValueError(f"seed must be at least 0 and below 2**63, not {self.seed}")
 
@@ -436,10 +441,10 @@ class Trainer:
         stack.enter_context(hold(self.folder))
         file = EventFile(self.folder / "events.jsonl")
         stack.callback(file.close)
-        opened: list[Listener] = [file]
-        if self.config.tensorboard:
-            opened.append(_tensorboard(self.folder))
-        return opened
+        wanted = (*self.config.track, *(["tensorboard"] if self.config.tensorboard else []))
+        tracking = Tracking(wanted, self.folder, self.engine.run.notice)
+        stack.callback(tracking.close)
+        return [file, tracking]
 
 
 def _rows_of(columns: dict[str, list[Any]]) -> list[dict[str, Any]]:
@@ -468,25 +473,3 @@ def _batch(size: int | BatchConfig | None, *, has_own: bool) -> BatchConfig:
     if not isinstance(size, int) or size < 1:
         raise ConfigError(f"batch_size is the rows of a step, a whole number of at least 1, not {size!r}.")
     return BatchConfig(size=size)
-
-
-def _tensorboard(folder: Path) -> Callable[[Event], None]:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise ConfigError("fit.tensorboard needs TensorBoard: pip install 'potluck[tensorboard]'.") from None
-    writer = SummaryWriter(str(folder / "tensorboard"))
-
-    def on_event(event: Event) -> None:
-        match event:
-            case StepDone():
-                for name in ("loss", "lr", "grad_norm"):
-                    writer.add_scalar(f"train/{name}", getattr(event, name), event.step)
-            case Validated():
-                loss = {LOSS: event.loss} if event.loss is not None else {}
-                for name, value in (loss | event.metrics).items():
-                    writer.add_scalar(f"validation/{name}", value, event.step)
-            case RunEnded():
-                writer.close()
-
-    return on_event

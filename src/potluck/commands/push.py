@@ -1,0 +1,105 @@
+"""`potluck push`."""
+
+import json
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from potluck.config import parse_toml
+from potluck.errors import ConfigError
+from potluck.finetune.settings import is_finetune
+from potluck.hub.card import Pushed, model_card, without_paths
+from potluck.hub.upload import client, mark, upload
+from potluck.save.checkpoint_folder import found
+
+
+@dataclass
+class Push:
+    """Upload what a run has come to, with a model card made from the run, to the Hugging Face hub.
+
+    A fine-tuned model or adapter, or the built-in model in Hugging Face's form. The repository is private, unless it is
+    asked to be public. The card has figures, recipe and proof, and no path, name or address of yours.
+    """
+
+    run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN", help="A run folder.")]
+    repo: Annotated[
+        tyro.conf.Positional[str | None],
+        tyro.conf.arg(metavar="REPO", help="Such as you/name.", help_behavior_hint="(required, but with --to)"),
+    ] = None
+    public: Annotated[bool, tyro.conf.arg(help="Anybody may see it.")] = False
+    force: Annotated[bool, tyro.conf.arg(help="Write into a repository that holds something else.")] = False
+    to: Annotated[
+        str | None, tyro.conf.arg(metavar="FOLDER", help="Upload nothing: write what would be, to be looked at.")
+    ] = None
+
+    def __call__(self) -> int:
+        if (self.repo is None) == (self.to is None):
+            raise ConfigError("potluck push takes a run and a repository: potluck push RUN you/name; or --to FOLDER.")
+        run = Path(self.run)
+        recipe = _recipe_of(run)
+        if self.to is not None:
+            if Path(self.to).exists():
+                raise ConfigError(f"{self.to} is there already, and is not overwritten. Name another folder.")
+            write_for_hub(run, recipe, Path(self.to), "you/name")
+            print(f"Wrote {self.to}. Nothing was uploaded.", flush=True)
+            return 0
+        client()  # before a model is written for nothing
+        with tempfile.TemporaryDirectory(prefix="potluck-push-") as place:
+            write_for_hub(run, recipe, Path(place) / "model", str(self.repo))
+            upload(Path(place) / "model", str(self.repo), public=self.public, force=self.force)
+        return 0
+
+
+def _recipe_of(run: Path) -> dict[str, Any]:
+    if not (run / "run.toml").is_file():
+        raise ConfigError(
+            f"There is no run.toml in {run}, so it is no run of a recipe. Of a script of yours, write the model with"
+            f" potluck export {run} model.safetensors, and upload that."
+        )
+    if not found(run / "checkpoints"):
+        raise ConfigError(f"There is no checkpoint in {run}, so there is nothing to push yet.")
+    return parse_toml((run / "run.toml").read_text(encoding="utf-8"), source=str(run / "run.toml"))
+
+
+def write_for_hub(run: Path, recipe: dict[str, Any], out: Path, repo: str) -> None:
+    """The folder that is uploaded: the newest checkpoint in Hugging Face's form, and its card."""
+    is_adapter = False
+    if is_finetune(recipe):
+        from potluck.finetune.result import config_of, write_result
+
+        config = config_of(run)
+        is_adapter = config.lora is not None
+        shutil.copytree(write_result(run, config), out, ignore=shutil.ignore_patterns("checkpoint", "README.md"))
+    else:
+        from potluck.train.other_formats import export_hf
+
+        export_hf(run, out)
+    for file in out.glob("*.json"):
+        _forget_places(file)
+    pushed = Pushed(repo, is_adapter, classifies=_classifies(out))
+    (out / "README.md").write_text(model_card(run, recipe, pushed), encoding="utf-8")
+    mark(out, run=without_paths(str(recipe.get("name", ""))), checkpoint=found(run / "checkpoints")[0].name)
+
+
+def _classifies(out: Path) -> bool:
+    """An adapter has a config of its own only where it does."""
+    if not (out / "config.json").is_file():
+        return False
+    told = json.loads((out / "config.json").read_text(encoding="utf-8"))
+    return any(str(name).endswith("SequenceClassification") for name in told.get("architectures") or [])
+
+
+PLACES = ("base_model_name_or_path", "_name_or_path", "name_or_path")
+"""In files of Hugging Face's: where something was on this machine."""
+
+
+def _forget_places(file: Path) -> None:
+    told = json.loads(file.read_text(encoding="utf-8"))
+    places = [name for name in PLACES if isinstance(told, dict) and isinstance(told.get(name), str)]
+    if any(told[name] != without_paths(told[name]) for name in places):
+        told |= {name: without_paths(told[name]) for name in places}
+        file.write_text(json.dumps(told, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,0 +1,86 @@
+"""A folder to a repository of the Hugging Face hub, through its own client. Knows nothing of runs."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from potluck.errors import ConfigError
+from potluck.words import plural, say, size
+
+MARK = "potluck.json"
+"""Beside the model: says that a repository is a run's, and may be written over by the next push."""
+
+
+def client() -> Any:
+    """The library, or how to get it; with a token, or how to get that."""
+    try:
+        import huggingface_hub
+    except ImportError:
+        raise ConfigError("potluck push needs the hub's client: pip install 'potluck[hub]'.") from None
+    if huggingface_hub.get_token() is None:
+        raise ConfigError("There is no token for the hub here. Log in with: hf auth login; or set HF_TOKEN.")
+    library: Any = huggingface_hub
+    library.utils.disable_progress_bars()
+    return library
+
+
+def mark(folder: Path, **about: str) -> None:
+    (folder / MARK).write_text(json.dumps({"made_by": "potluck", **about}, indent=2) + "\n", encoding="utf-8")
+
+
+def upload(folder: Path, repo: str, *, public: bool, force: bool) -> str:
+    """Returns where it is. What an earlier push left there and this one does not have is removed."""
+    library = client()
+    api = library.HfApi()
+    try:
+        before: set[str] = set()
+        if api.repo_exists(repo):
+            before = _files_of_ours(api, repo, force=force)
+            is_private = bool(api.model_info(repo).private)
+            if is_private == public:
+                say(f"{repo} stays {'private' if is_private else 'public'}: that is changed on its page of the hub.")
+        else:
+            api.create_repo(repo, private=not public)
+        api.create_commit(repo, _changes(library, folder, before), commit_message="Pushed by potluck")
+    except library.errors.HFValidationError as error:
+        raise ConfigError(f"{repo!r} is no name for a repository: {_first_line(error)}. Such as: you/name.") from None
+    except (library.errors.HfHubHTTPError, OSError) as error:
+        raise ConfigError(f"The hub did not take {repo}: {_why(error)}.") from None
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    total = size(sum(path.stat().st_size for path in files))
+    url = f"{api.endpoint}/{repo}"
+    print(f"Pushed {plural(len(files), 'file')} ({total}) to {url}", flush=True)
+    return url
+
+
+def _files_of_ours(api: Any, repo: str, *, force: bool) -> set[str]:
+    """What an earlier push has left there; nothing, if the repository is somebody else's work."""
+    found = set(api.list_repo_files(repo)) - {".gitattributes"}
+    if found and MARK not in found and not force:
+        shown = ", ".join(sorted(found)[:3]) + (", ..." if len(found) > 3 else "")
+        raise ConfigError(
+            f"{repo} holds something else than a push of potluck ({shown}). Name another repository; or, to write into"
+            " this one, add --force."
+        )
+    return {name for name in found if name.endswith((".safetensors", ".json"))} if MARK in found else set()
+
+
+def _changes(library: Any, folder: Path, before: set[str]) -> list[Any]:
+    """As one commit, so that nobody loads half of it."""
+    files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    gone = [library.CommitOperationDelete(path_in_repo=name) for name in sorted(before - files.keys())]
+    added = [library.CommitOperationAdd(path_in_repo=name, path_or_fileobj=path) for name, path in files.items()]
+    return gone + added
+
+
+def _why(error: BaseException) -> str:
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if status == 401:
+        return "the token is not valid; log in again with: hf auth login"
+    if status == 403:
+        return "this token may not write there; it needs write access, or another name in front of the slash"
+    return _first_line(error)
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__).rstrip(".")

@@ -1,0 +1,116 @@
+"""Which trackers there are, what each needs, and what each is asked to do. Imports none of them."""
+
+import importlib.util
+import json
+import os
+import uuid
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from potluck.errors import ConfigError
+from potluck.files import write_whole
+
+LIBRARIES = {
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
+    "mlflow": "mlflow",
+    "trackio": "trackio",
+    "otel": "opentelemetry.sdk",
+}
+"""By the name of a tracker, which is also that of its extra: what it imports."""
+PROJECT = "potluck"
+"""Where runs are kept together, unless the tracker's own variable says otherwise."""
+
+Ended = Literal["finished", "failed", "interrupted"]
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """What a tracker is told of a run when it begins or resumes."""
+
+    tracker: str
+    folder: Path
+    """Of the run; what a tracker must find again is kept there."""
+    name: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    """The recipe, if there is one, and what the run's beginning tells; flat, with names such as optimizer.lr."""
+    from_step: int = 0
+
+    def kept_id(self) -> str | None:
+        """By which this run was known to the tracker before, if it was."""
+        try:
+            return str(json.loads(self._place.read_text(encoding="utf-8"))["id"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def keep_id(self, own: str) -> str:
+        self._place.parent.mkdir(exist_ok=True)
+        write_whole(self._place, json.dumps({"id": own}) + "\n")
+        return own
+
+    def id_to_use(self) -> str:
+        """The same after every restart."""
+        return self.kept_id() or self.keep_id(self.new_id())
+
+    @staticmethod
+    def new_id() -> str:
+        return uuid.uuid4().hex[:12]
+
+    @property
+    def _place(self) -> Path:
+        return self.folder / "trackers" / f"{self.tracker}.json"
+
+
+class Tracker(Protocol):
+    """One tracker's side of a run, in a process of its own; it may take its time, hang or fail."""
+
+    def start(self, run: TrackedRun) -> str:
+        """Returns where the run is to be seen, for a person; empty: nowhere yet."""
+
+    def log(self, step: int, time_s: float, scalars: dict[str, float]) -> None: ...
+
+    def finish(self, how: Ended) -> None: ...
+
+
+def check_trackers(names: Iterable[str]) -> tuple[str, ...]:
+    """ConfigError for one that is not known, or whose library is not installed here: before anything is trained."""
+    found = check_names(names)
+    for name in found:
+        if not _is_installed(LIBRARIES[name]):
+            raise ConfigError(f"The tracker {name} is not installed here: pip install 'potluck[{name}]'.")
+    return found
+
+
+def check_names(names: Iterable[str]) -> tuple[str, ...]:
+    """Each once. ConfigError for one that is not known; whether it is installed is the affair of who reports."""
+    found = tuple(dict.fromkeys(names))
+    for name in found:
+        if fault := name_fault(name):
+            raise ConfigError(f"{fault}.")
+    return found
+
+
+def name_fault(name: str) -> str:
+    """Why there is no such tracker; empty if there is."""
+    return "" if name in LIBRARIES else f"track takes {', '.join(map(repr, LIBRARIES))}, not {name!r}"
+
+
+def _is_installed(library: str) -> bool:
+    """Without importing it. A folder of that name in the working directory, as wandb leaves one, is not it."""
+    try:
+        spec = importlib.util.find_spec(library)
+    except ImportError:
+        return False
+    return spec is not None and spec.origin is not None
+
+
+def make_tracker(name: str) -> Tracker:
+    """Imports it, which may take seconds."""
+    return import_module(f"potluck.trackers.{name}").make()  # type: ignore[no-any-return]
+
+
+def from_environment(variable: str) -> str:
+    return os.environ.get(variable) or PROJECT

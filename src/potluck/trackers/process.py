@@ -1,0 +1,124 @@
+"""The process of one tracker: `python -m potluck.trackers.process NAME FOLDER < events.jsonl`. Imports no torch.
+
+Reads records of events (docs/events.md), one a line, and feeds the tracker with them. It answers a full stop for each
+that was taken, and sentences for a person. What the library prints goes to FOLDER/trackers/NAME.log. Where it is given
+the events of a run that has ended, it tells a tracker about that run afterwards.
+"""
+
+import contextlib
+import os
+import queue
+import signal
+import sys
+import threading
+import tomllib
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from potluck.events import read_records
+from potluck.trackers.known import Ended, TrackedRun, check_trackers, make_tracker
+from potluck.trackers.scalars import Scalars, flat
+
+TAKEN = "."
+BEGIN = {"run_started", "step_done", "step_skipped", "validated", "run_ended"}
+"""What a tracker is started with; a loop of one's own tells no beginning."""
+FINISH_S = 60.0
+"""How long a tracker may take to finish once nobody tells it anything more; then this process ends."""
+
+
+class _Feeding:
+    def __init__(self, name: str, folder: Path, out: IO[str]) -> None:
+        self.name, self._folder, self._out = name, folder, out
+        self._tracker = make_tracker(name)
+        self._scalars = Scalars()
+        self._has_started = False
+        self._early: deque[dict[str, Any]] = deque(maxlen=256)
+        self.ended: Ended = "interrupted"
+
+    def take(self, record: dict[str, Any]) -> None:
+        if not self._has_started and record["event"] not in BEGIN:  # under a host, workers come before the run begins
+            self._early.append(record)
+            return
+        if not self._has_started:
+            self._start(record if record["event"] == "run_started" else {})
+        self._tell(record)
+        while self._early:
+            self._tell(self._early.popleft())
+
+    def _tell(self, record: dict[str, Any]) -> None:
+        match record["event"]:
+            case "run_started":
+                self.ended = "interrupted"
+            case "run_ended":
+                self.ended = record["reason"] if record["reason"] in ("finished", "interrupted") else "failed"
+        step, scalars = self._scalars.of(record)
+        if scalars:
+            self._tracker.log(step, float(record["time"]), scalars)
+
+    def _start(self, begun: dict[str, Any]) -> None:
+        self._has_started = True
+        shown = {name: value for name, value in begun.items() if name not in ("event", "time", "schema", "folder")}
+        settings = flat({"run": shown} | _recipe_of(self._folder))
+        name = str(begun.get("name") or self._folder.absolute().name)
+        run = TrackedRun(self.name, self._folder, name, settings, int(begun.get("from_step", 0)))
+        if where := self._tracker.start(run):
+            self.say(f"{self.name}: {where}")
+
+    def finish(self) -> None:
+        if self._has_started:
+            self._tracker.finish(self.ended)
+
+    def say(self, words: str) -> None:
+        with contextlib.suppress(BrokenPipeError):  # the run is gone, and the tracker is to be told so
+            print(words, file=self._out, flush=True)
+
+
+def _recipe_of(folder: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads((folder / "run.toml").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+
+
+def _lines() -> Iterator[str]:
+    """From a thread, so that a tracker which hangs does not keep us from hearing that the run is gone."""
+    found: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+
+    def read() -> None:
+        for line in sys.stdin:
+            found.put(line)
+        found.put(None)
+        clock = threading.Timer(FINISH_S, os._exit, [1])
+        clock.daemon = True
+        clock.start()
+
+    threading.Thread(target=read, daemon=True).start()
+    while (line := found.get()) is not None:
+        yield line
+
+
+def main(name: str, folder: Path) -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run ends first, and then says so
+    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    (folder / "trackers").mkdir(exist_ok=True)
+    log = os.open(folder / "trackers" / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    try:
+        check_trackers([name])
+        feeding = _Feeding(name, folder, out)
+        for record in read_records(_lines(), "What this tracker is told"):
+            feeding.take(record)
+            feeding.say(TAKEN)
+        feeding.finish()
+    except BaseException as error:
+        words = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+        print(f"{type(error).__name__}: {words[:300]}".removesuffix(": "), file=out, flush=True)
+        raise
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], Path(sys.argv[2])))
