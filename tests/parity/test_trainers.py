@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.ranks import run_ranks
+import potluck
+from tests.ranks import RankFailed, run_ranks
 
 BELOW = 1e-6
 
@@ -145,8 +146,8 @@ def llama(**more: Any) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
-    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, **more))
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1} | more
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2))
 
 
 def bert() -> Any:
@@ -233,6 +234,22 @@ def split_hf(folder: str, options: dict[str, Any]) -> dict[str, Any]:
     return elastic_hf(folder, "llama", None, options, is_split=True)
 
 
+STAGES = potluck.Stages(protocol=potluck.Pipeline(micro_batch_size=2))
+
+
+def staged_hf(folder: str, options: dict[str, Any]) -> dict[str, Any]:
+    from transformers import Trainer
+
+    from potluck.engine import stage_planner
+
+    stage_planner.MEASURE_S = 0.0
+
+    class MyTrainer(potluck.hf.Elastic, Trainer):  # type: ignore[misc]
+        fleet_options = {"stages": STAGES}  # noqa: RUF012
+
+    return hf(MyTrainer, folder, llama(num_hidden_layers=3), **options)
+
+
 def lora() -> Any:
     from peft import LoraConfig, get_peft_model
 
@@ -300,6 +317,22 @@ def test_a_trainers_model_may_be_split_over_workers(tmp_path: Path) -> None:
     ours, plain = read(tmp_path / "ours" / "checkpoint-26"), read(tmp_path / "plain" / "checkpoint-26")
     for one, other in zip(ours.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_trainers_model_may_be_cut_into_stages(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    options: dict[str, Any] = {"save_strategy": "epoch", "gradient_accumulation_steps": 2}
+    expected = hf(transformers.Trainer, str(tmp_path / "plain"), llama(num_hidden_layers=3), **options)
+    for each in run_ranks(2, staged_hf, str(tmp_path / "ours"), options, timeout_s=150):
+        assert_same_log(each, expected)
+    read = transformers.LlamaForCausalLM.from_pretrained
+    ours, plain = read(tmp_path / "ours" / "model"), read(tmp_path / "plain" / "model")
+    for one, other in zip(ours.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
+    with pytest.raises(RankFailed, match="only losses are evaluated, over a dataset with a length"):
+        run_ranks(2, staged_hf, str(tmp_path / "guesses"), {"accuracy": True}, timeout_s=100)
 
 
 @pytest.mark.slow
