@@ -151,6 +151,12 @@ class Elastic(_Trainer):  # type: ignore[misc]
         data, is_stream = step_loader(plain, together), isinstance(plain.dataset, IterableDataset)
         has_length = not is_stream or hasattr(plain.dataset, "__len__")
         is_cut = fleet.run.wanted.stages is not None
+        if is_cut and "forward" in vars(self.model):
+            raise ConfigError(
+                f"The forward of {type(self.model).__name__} has been replaced, as TRL's trainers do to fuse its head"
+                " with the loss, so the model cannot be cut into stages. Use transformers' own Trainer, or potluck"
+                " finetune with a [stages] table; or split the model with strategy=potluck.FullShard()."
+            )
         can_slice = fleet.is_led and fleet.run.wanted.policy.steps_together
         self.model_wrapped, self.optimizer, loader = fleet.prepare(
             self.model,
