@@ -107,6 +107,28 @@ def padded_tokenizer(**options: Any) -> Any:
     return tokenizer
 
 
+def test_a_tokenizer_without_a_pad_token_gets_one_that_is_never_learnt(tmp_path: Path) -> None:
+    from potluck.finetune.encoding import load_tokenizer
+    from potluck.finetune.objective import answer_loss
+
+    for number, (options, expected) in enumerate([({}, "</s>"), ({"pad": "<pad>"}, "<pad>"), ({"ends": False}, "<s>")]):
+        ends = options.pop("ends", True)
+        own = make_tokenizer(**options)
+        own.eos_token = own.eos_token if ends else None
+        own.save_pretrained(tmp_path / str(number))
+        assert load_tokenizer(tmp_path / str(number)).pad_token == expected
+    make_base(tmp_path / "base")
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base").eval()
+    found = prepared(chats(4), tmp_path, tokenizer=load_tokenizer(tmp_path / "0"))
+    together = found.collate([found.training[0], found.training[1]])
+    assert len(found.training[0].tokens) != len(found.training[1].tokens), "one is padded"
+    each = [answer_loss(model, found.collate([found.training[row]])) for row in (0, 1)]
+    mean = sum(loss * count for loss, count in each) / sum(count for _, count in each)
+    torch.testing.assert_close(answer_loss(model, together)[0], mean)
+
+
 def learnt(rows: Any, tokenizer: Any, row: int = 0) -> str:
     batch = rows.collate([rows.training[row]])
     return tokenizer.decode(batch["targets"])
