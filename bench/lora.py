@@ -121,12 +121,16 @@ def measure(quick: bool) -> Result:
         for _ in range(WARM_UP_STEPS):
             side.step()
     times = take_turns("lora", 5 if quick else 60, {"ours": timed(ours.step), "bare": timed(bare.step)}, "ms")
+    cpu = in_cpu_time(ours, bare, 5 if quick else 60)
     saved, needed = ours.saved_bytes()
     adapter = ours.adapter_bytes()
     ours.fleet.close()
     say(f"lora: a checkpoint of {saved:,} bytes for {needed:,} of adapter and optimizer")
     compared = [
         Comparison(what="step of LoRA, 1 worker, against peft in a bare loop", unit="ms", **times, target=1.02),
+        Comparison(
+            what="CPU time of that step, on one thread, which others' load leaves alone", unit="ms", **cpu, target=1.02
+        ),
         Comparison(
             what="bytes of a LoRA checkpoint, against the adapter and its optimizer's state",
             unit="bytes",
@@ -150,11 +154,22 @@ def measure(quick: bool) -> Result:
     return Result(compared, {"adapter_bytes": adapter, "checkpoint_bytes": saved})
 
 
-def timed(step: Callable[[], None]) -> Callable[[], float]:
+def in_cpu_time(ours: Ours, bare: Bare, rounds: int) -> dict[str, list[float]]:
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    sides = {"ours": timed(ours.step, time.thread_time), "bare": timed(bare.step, time.thread_time)}
+    found = take_turns("lora, CPU time", rounds, sides, "ms")
+    torch.set_num_threads(threads)
+    return found
+
+
+def timed(step: Callable[[], None], clock: Callable[[], float] = time.perf_counter) -> Callable[[], float]:
     def turn() -> float:
-        started = time.perf_counter()
+        started = clock()
         step()
-        return 1000 * (time.perf_counter() - started)
+        return 1000 * (clock() - started)
 
     return turn
 

@@ -76,6 +76,25 @@ def test_two_workers_end_with_the_weights_of_one_process(tmp_path: Path, name: s
     assert_near(script.parent / told["weights"], tmp_path / "plain" / told["weights"], 1e-5)
 
 
+def run_split(place: Path, options: str) -> subprocess.CompletedProcess[str]:
+    split = (HF_SYNC[0], HF_SYNC[1].replace('"policy": "sync"', options))
+    script = copy_of("sft_with_potluck.py", place, split)
+    command = [*POTLUCK, "run", "-n", "2", script.name]
+    return subprocess.run(command, cwd=place, capture_output=True, text=True, timeout=150)
+
+
+def test_trls_model_may_be_split_over_two_workers_and_not_cut(tmp_path: Path) -> None:
+    """The other trainers' are in tests/parity/test_trainers.py."""
+    run_plain("sft", tmp_path / "plain")
+    done = run_split(tmp_path / "ours", '"strategy": potluck.FullShard()')
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    weights = TRAINERS["sft"]["weights"]
+    assert_near(tmp_path / "ours" / weights, tmp_path / "plain" / weights, 1e-5)
+    cut = run_split(tmp_path / "cut", '"stages": potluck.Stages(protocol=potluck.Pipeline(micro_batch_size=4))')
+    assert cut.returncode == 2 and "Traceback" not in cut.stderr, cut.stderr
+    assert "has been replaced, as TRL's trainers do" in cut.stderr and "FullShard()" in cut.stderr, cut.stderr
+
+
 @pytest.mark.parametrize("name", TRAINERS)
 def test_a_worker_killed_under_a_host_changes_nothing(tmp_path: Path, name: str) -> None:
     told = TRAINERS[name]

@@ -107,6 +107,28 @@ def padded_tokenizer(**options: Any) -> Any:
     return tokenizer
 
 
+def test_a_tokenizer_without_a_pad_token_gets_one_that_is_never_learnt(tmp_path: Path) -> None:
+    from potluck.finetune.encoding import load_tokenizer
+    from potluck.finetune.objective import answer_loss
+
+    for number, (options, expected) in enumerate([({}, "</s>"), ({"pad": "<pad>"}, "<pad>"), ({"ends": False}, "<s>")]):
+        ends = options.pop("ends", True)
+        own = make_tokenizer(**options)
+        own.eos_token = own.eos_token if ends else None
+        own.save_pretrained(tmp_path / str(number))
+        assert load_tokenizer(tmp_path / str(number)).pad_token == expected
+    make_base(tmp_path / "base")
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base").eval()
+    found = prepared(chats(4), tmp_path, tokenizer=load_tokenizer(tmp_path / "0"))
+    together = found.collate([found.training[0], found.training[1]])
+    assert len(found.training[0].tokens) != len(found.training[1].tokens), "one is padded"
+    each = [answer_loss(model, found.collate([found.training[row]])) for row in (0, 1)]
+    mean = sum(loss * count for loss, count in each) / sum(count for _, count in each)
+    torch.testing.assert_close(answer_loss(model, together)[0], mean)
+
+
 def learnt(rows: Any, tokenizer: Any, row: int = 0) -> str:
     batch = rows.collate([rows.training[row]])
     return tokenizer.decode(batch["targets"])
@@ -126,6 +148,41 @@ def test_answers_alone_are_learnt(tmp_path: Path) -> None:
     assert learnt(found, bare) == " zero</s> yes, zero</s>"
 
 
+CALLS = "{% for c in m.tool_calls %}<call>{{ c.function.name }} {{ c.function.arguments | tojson }}{% endfor %}"
+TOOL_TEMPLATES = {
+    "as most": "{% if m.content %}{{ m.content }}{% endif %}{% if m.tool_calls %}" + CALLS + "{% endif %}",
+    "asks for null": "{% if m.content is none %}" + CALLS + "{% else %}{{ m.content }}{% endif %}",
+    "writes None": "{{ m.content }}{% if m.tool_calls %}" + CALLS + "{% endif %}",
+    "adds to it": "{{ m.content + '' }}{% if m.tool_calls %}" + CALLS + "{% endif %}",
+}
+
+
+@pytest.mark.parametrize("name", TOOL_TEMPLATES)
+def test_calls_of_tools_are_learnt_through_the_template(name: str, tmp_path: Path) -> None:
+    """Their messages have no content; the template decides how they and the tools are written."""
+    start = "{% if tools %}tools: {{ tools[0].function.name }}\n{% endif %}"
+    around = ("{% for m in messages %}<|{{ m.role }}|>", "{{ eos_token }}\n{% endfor %}")
+    asks = "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    tokenizer = padded_tokenizer(template=start + around[0] + TOOL_TEMPLATES[name] + around[1] + asks)
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    written = call | {"function": {"name": "add", "arguments": '{"a": 1}'}}
+    tool = {"type": "function", "function": {"name": "add", "description": "adds", "parameters": {"type": "object"}}}
+    for calls in (call, written):
+        messages = [
+            {"role": "user", "content": "one and two?"},
+            {"role": "assistant", "content": None, "tool_calls": [calls]},
+            {"role": "tool", "content": "3", "tool_call_id": "1"},
+            {"role": "assistant", "content": "three", "tool_calls": None},
+        ]
+        for tools in ([tool], json.dumps([tool])):
+            found = prepared([{"messages": messages, "tools": tools}], tmp_path, tokenizer=tokenizer)
+            assert learnt(found, tokenizer) == '<call>add {"a": 1}</s>three</s>'
+            text = tokenizer.decode(found.training[0].tokens)
+            assert text.startswith("tools: add\n<|user|>one and two?</s>") and "None" not in text
+    with pytest.raises(ConfigError, match="a call of the tool add, and the model's chat template does not write"):
+        prepared([{"messages": messages}], tmp_path)
+
+
 def test_a_template_that_writes_the_date_gives_the_same_rows_every_day() -> None:
     from potluck.finetune.encoding import Encoder
 
@@ -140,9 +197,9 @@ def test_long_rows_are_cut_and_counted(tmp_path: Path) -> None:
     rows = [{"prompt": "one " * n, "completion": " two" * 20} for n in (1, 5, 60)]
     found = prepared(rows, tmp_path, context=24)
     assert len(found.training) == 2 and max(len(row.tokens) for row in found.training) == 24
-    assert "2 rows of 3 had more than 24 tokens" in found.sentences[0]
-    assert "1 row of 3 were left out: no token of their answer lies within" in found.sentences[1]
-    with pytest.raises(ConfigError, match="Nothing is left to train on: 1 row"):
+    assert "Cut off at 24 tokens: 2 rows of 3." in found.sentences[0]
+    assert "Left out: 1 row of 3, where no token of the answer lies within 24 tokens" in found.sentences[1]
+    with pytest.raises(ConfigError, match="Nothing is left to train on: of 1 row, none"):
         prepared(rows[2:], tmp_path, context=24)
     text = prepared([{"text": "one two " * 50}], tmp_path, context=24, tokenizer=padded_tokenizer(template=None))
     assert not text.sentences and sum(len(row.tokens) for row in text.training) > 90  # all of it, in several rows

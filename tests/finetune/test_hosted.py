@@ -11,9 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from potluck.data.rows import mix
+from potluck.save.checkpoint_folder import found as newest
 from tests.cli.test_cli import POTLUCK, children, start, steps, wait_until
 from tests.cli.test_host import invite_of
-from tests.finetune.made import judge, make_place
+from tests.finetune.made import judge, judged_rows, make_place, padded
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -59,6 +61,69 @@ def test_two_joiners_of_which_one_is_killed_learn_as_one_process(
     assert theirs.keys() == ours.keys()
     for name, tensor in ours.items():
         torch.testing.assert_close(theirs[name], tensor, rtol=1e-4, atol=1e-5)
+
+
+def test_a_base_of_bf16_is_trained_whole_with_masters(tmp_path: Path) -> None:
+    """Two joiners, one of which is killed. The judge is a bare loop that steps masters, by the gradient of each row."""
+    place = make_place(tmp_path, lora=False, dtype=torch.bfloat16)
+    expected, masters = judge_masters(place, epochs=4)
+    told = ("--set", "fit.epochs=4", "--set", "model.dtype=bf16", "--set", "optimizer.lr=1e-3")
+    host = start(place, "host", "tuned.toml", "-n", "0", "--at-least", "2", "--patience", "10", *told)
+    folder = place / "runs" / "tuned"
+    line = invite_of(folder)
+    own = ("join", "--threads", "1", "--data", "rows.jsonl", "--base", "base", line)
+    first, second = start(place, *own), start(place, *own)
+    wait_until(lambda: len(steps(folder)) >= 2, timeout_s=120)
+    for pid in (*children(first.pid), first.pid):
+        os.kill(pid, signal.SIGKILL)
+    first.wait()
+    out, error = host.communicate(timeout=120)
+    _, said = second.communicate(timeout=60)
+    assert host.returncode == 0 and second.returncode == 0, (out, error, said)
+    assert "stepped and sent as float32" in said, said
+    assert losses_of(folder) == pytest.approx(expected, rel=1e-3)
+    saved = load_file(newest(folder / "checkpoints")[0] / "model.safetensors")
+    assert {each.dtype for each in saved.values()} == {torch.float32}
+    started = load_file(place / "base" / "model.safetensors")
+    moved = sum(float((master - started[name].float()).square().sum()) for name, master in masters.items()) ** 0.5
+    apart = sum(float((master - saved[name]).square().sum()) for name, master in masters.items()) ** 0.5
+    assert apart < 0.03 * moved, (apart, moved)  # bf16 gradients of rows that were weighted before or after
+    written = load_file(folder / "model" / "model.safetensors")
+    assert all(torch.equal(written[name], saved[name].bfloat16()) for name in written)
+
+
+def judge_masters(place: Path, epochs: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The losses of each step, and the masters at the end."""
+    import transformers as t
+
+    tokenizer = t.AutoTokenizer.from_pretrained(place / "base")
+    rows, trained = judged_rows(place, tokenizer)
+    model = t.AutoModelForCausalLM.from_pretrained(place / "base", dtype=torch.bfloat16).train()
+    masters = {name: each.detach().float().requires_grad_() for name, each in model.named_parameters()}
+    optimizer = torch.optim.AdamW(masters.values(), lr=1e-3, weight_decay=0.0, betas=(0.9, 0.95))
+    losses = []
+    for epoch in range(epochs):
+        order = torch.randperm(len(trained), generator=torch.Generator().manual_seed(mix(0, epoch)))
+        for part in order.split(8):
+            found, total = 0.0, 0
+            for row in part.tolist():
+                batch = padded([rows[trained[row]]], False)
+                count = int((batch["labels"][:, 1:] != -100).sum())
+                loss = model(**batch).loss.float() * count
+                loss.backward()
+                found, total = found + loss.item(), total + count
+                for name, half in model.named_parameters():
+                    own, half.grad = half.grad.float(), None
+                    masters[name].grad = own if masters[name].grad is None else masters[name].grad + own
+            for master in masters.values():
+                master.grad /= total
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                for name, half in model.named_parameters():
+                    half.copy_(masters[name])
+            losses.append(found / total)
+    return losses, {name: master.detach() for name, master in masters.items()}
 
 
 def test_the_command_writes_a_recipe_trains_resumes_and_chats(tmp_path: Path) -> None:

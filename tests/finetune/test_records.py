@@ -1,5 +1,6 @@
 """Rows of every form are read, and what is wrong with one is said, with its place and what was expected."""
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,13 @@ BAD = {
         r"Line 1 of .* has \\ud83d, which is half of a",
     ),
     "half an emoji in a chat": (lines({"messages": [{"role": "user", "content": "\ude00"}]}), r"has \\ude00, which is"),
+    "no call": (lines({"messages": [{"role": "assistant", "tool_calls": [{"x": 1}]}]}), r"tool_calls is a list of \{"),
+    "no content": (lines({"messages": [{"role": "assistant", "content": None}]}), "of a message is text, not null"),
+    "no tools": (lines(CHAT | {"tools": "{"}), r"Line 1 of .*: tools is a list of functions, as JSON schemas: "),
+    "half an emoji in a call": (
+        lines({"messages": [{"role": "assistant", "tool_calls": [{"name": "a", "arguments": "\ude00"}]}]}),
+        r"has \\ude00, which is",
+    ),
     "deep": ("[" * 100_000 + "\n", r"Line 1 of .* is not valid JSON"),
 }
 
@@ -81,6 +89,28 @@ def test_every_form_is_read(tmp_path: Path) -> None:
     assert read(tmp_path / "p.jsonl")[0].form == "prompt"
     (tmp_path / "words.txt").write_text("once upon a time")
     assert read(tmp_path / "words.txt")[0].fields == {"text": "once upon a time"}
+
+
+def test_packed_files_are_read_and_their_lines_are_counted(tmp_path: Path) -> None:
+    def pack_up(name: str, text: str) -> Path:
+        (tmp_path / name).write_bytes(gzip.compress(text.encode()))
+        return tmp_path / name
+
+    assert len(read(pack_up("a.jsonl.gz", lines(CHAT, CHAT)))) == 2
+    assert len(read(pack_up("b.json.gz", json.dumps([CHAT] * 3)))) == 3
+    assert len(read(tmp_path)) == 5
+    found = read(pack_up("c.csv.gz", "text,label\na,1\nb,0\n"), pack_up("d.tsv.gz", "text\tlabel\nc\t1\n"))
+    assert [row.fields["label"] for row in found] == [1, 0, 1]
+    assert read(pack_up("e.txt.gz", "once upon"))[0].fields == {"text": "once upon"}
+    with pytest.raises(ConfigError, match=r"Line 2 of .*f\.jsonl\.gz is not valid JSON"):
+        read(pack_up("f.jsonl.gz", lines(CHAT, "{")))
+    whole = pack_up("g.jsonl.gz", lines(*[CHAT] * 99)).read_bytes()
+    for broken, why in ((whole[:-9], "ended before the end-of-stream marker"), (b"[]", "Not a gzipped file")):
+        (tmp_path / "g.jsonl.gz").write_bytes(broken)
+        with pytest.raises(ConfigError, match=rf"Cannot unpack .*g\.jsonl\.gz: .*{why}.*Copy it anew"):
+            read(tmp_path / "g.jsonl.gz")
+    with pytest.raises(ConfigError, match="There is no file or folder"):
+        read("missing.csv.gz")
 
 
 def test_tables_and_datasets_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

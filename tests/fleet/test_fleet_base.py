@@ -97,6 +97,7 @@ def test_a_worker_with_another_base_is_refused(tmp_path: Path) -> None:
     wait_until((tmp_path / "other.error").exists)
     said = (tmp_path / "other.error").read_text()
     assert "The numbers of your frozen parameters are not those of this run's" in said
+    assert "load the same base, in the same form" in said and "potluck join --fetch-base" in said
     (tmp_path / "other.error").unlink()
     (tmp_path / "go").touch()
     finish = fleet.server.wait(60)

@@ -76,6 +76,7 @@ def test_a_file_for_llama_cpp_reads_back_as_it_was_written(run: Path, tmp_path: 
     assert told["llama.attention.layer_norm_rms_epsilon"] == pytest.approx(2**-23)
     words = told["tokenizer.ggml.tokens"]
     assert len(words) == 260 and (words[65], words[32], words[256]) == ("A", "Ġ", "<unused256>")
+    assert told["tokenizer.ggml.merges"], "llama.cpp refuses a vocabulary without"
     tensors = {tensor.name: np.array(tensor.data) for tensor in read.tensors}
     model = model_of(run)
     own = dict(model.named_parameters())

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.ranks import run_ranks
+import potluck
+from tests.ranks import RankFailed, run_ranks
 
 BELOW = 1e-6
 
@@ -77,10 +78,11 @@ def with_accelerator(accelerator: Any, folder: str | None = None, *, loaded: boo
     return {"losses": losses, "right": guesses, "weights": {k: v.clone() for k, v in state.items()}}
 
 
-def ours(folder: str, together: int, loaded: bool = False) -> dict[str, Any]:
+def ours(folder: str, together: int, loaded: bool = False, is_split: bool = False) -> dict[str, Any]:
     from potluck.integrations.accelerate import Accelerator
 
-    accelerator = Accelerator(gradient_accumulation_steps=together)
+    options = {"strategy": potluck.FullShard()} if is_split else {}
+    accelerator = Accelerator(gradient_accumulation_steps=together, fleet_options=options)
     assert accelerator.num_processes == 1 and accelerator.device.type == "cpu"
     found = with_accelerator(accelerator, folder, loaded=loaded)
     accelerator.wait_for_everyone()
@@ -103,6 +105,19 @@ def test_accelerates_loop_has_its_own_losses_on_two_workers(tmp_path: Path, toge
     if together == 1:
         resumed = run_ranks(2, ours, str(tmp_path), together, True)[0]
         assert_close(resumed["losses"], main["losses"][1:], 1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_accelerates_model_may_be_split_over_workers(tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    expected = with_accelerator(accelerate.Accelerator(cpu=True, gradient_accumulation_steps=1))
+    main, other = run_ranks(2, ours, str(tmp_path), 1, False, True)
+    for found in (main, other):
+        assert_close(found["losses"], expected["losses"], 2e-6)
+        assert found["right"] == expected["right"]
+    for name, value in expected["weights"].items():
+        torch.testing.assert_close(main["weights"][name], value, rtol=0, atol=2e-5)
 
 
 def of_epochs(accelerator: Any) -> list[float]:
@@ -145,8 +160,8 @@ def llama(**more: Any) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
-    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, **more))
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1} | more
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2))
 
 
 def bert() -> Any:
@@ -231,6 +246,22 @@ def elastic_hf(
 
 def split_hf(folder: str, options: dict[str, Any]) -> dict[str, Any]:
     return elastic_hf(folder, "llama", None, options, is_split=True)
+
+
+STAGES = potluck.Stages(protocol=potluck.Pipeline(micro_batch_size=2))
+
+
+def staged_hf(folder: str, options: dict[str, Any]) -> dict[str, Any]:
+    from transformers import Trainer
+
+    from potluck.engine import stage_planner
+
+    stage_planner.MEASURE_S = 0.0
+
+    class MyTrainer(potluck.hf.Elastic, Trainer):  # type: ignore[misc]
+        fleet_options = {"stages": STAGES}  # noqa: RUF012
+
+    return hf(MyTrainer, folder, llama(num_hidden_layers=3), **options)
 
 
 def lora() -> Any:
@@ -325,6 +356,22 @@ def test_a_trainers_model_may_be_split_over_workers(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_trainers_model_may_be_cut_into_stages(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    options: dict[str, Any] = {"save_strategy": "epoch", "gradient_accumulation_steps": 2}
+    expected = hf(transformers.Trainer, str(tmp_path / "plain"), llama(num_hidden_layers=3), **options)
+    for each in run_ranks(2, staged_hf, str(tmp_path / "ours"), options, timeout_s=150):
+        assert_same_log(each, expected)
+    read = transformers.LlamaForCausalLM.from_pretrained
+    ours, plain = read(tmp_path / "ours" / "model"), read(tmp_path / "plain" / "model")
+    for one, other in zip(ours.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
+    with pytest.raises(RankFailed, match="only losses are evaluated, over a dataset with a length"):
+        run_ranks(2, staged_hf, str(tmp_path / "guesses"), {"accuracy": True}, timeout_s=100)
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_trainers_run_stops_early_and_is_resumed(tmp_path: Path) -> None:
     """On other numbers of workers, too."""
@@ -360,7 +407,7 @@ def test_a_trainers_run_stops_early_and_is_resumed(tmp_path: Path) -> None:
 
 
 def lightning(
-    folder: str, strategy: str, resume: str | None = None, together: int = 1, epochs: int = 4
+    folder: str, strategy: str, resume: str | None = None, together: int = 1, is_split: bool = False
 ) -> dict[str, Any]:
     import lightning as L
     from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
@@ -402,7 +449,7 @@ def lightning(
     saving = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)
     trainer = L.Trainer(
         max_epochs=4,
-        strategy=strategy,
+        strategy=potluck.integrations.lightning.PotluckStrategy(strategy=potluck.FullShard()) if is_split else strategy,
         accelerator="cpu",
         devices=1,
         gradient_clip_val=0.5,
@@ -418,7 +465,7 @@ def lightning(
         "losses": module.seen,
         "steps": trainer.global_step,
         "epoch": trainer.current_epoch,
-        "weights": {name: value.clone() for name, value in module.state_dict().items()},
+        "weights": {} if is_split else {name: value.clone() for name, value in module.state_dict().items()},
         "files": sorted(path.name for path in Path(folder).glob("*.ckpt")),
         "of_epoch": float(trainer.callback_metrics["of_epoch"]),
         "lr": trainer.optimizers[0].param_groups[0]["lr"],
@@ -443,6 +490,18 @@ def test_lightnings_trainer_has_its_own_losses(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+def test_lightnings_module_may_be_split_over_workers(tmp_path: Path) -> None:
+    pytest.importorskip("lightning")
+    expected = lightning(str(tmp_path / "plain"), "auto")
+    for each in run_ranks(2, lightning, str(tmp_path / "ours"), "potluck", None, 1, True, timeout_s=120):
+        assert_same_fit(each, expected | {"weights": {}})
+    saved = torch.load(tmp_path / "ours" / "epoch=3.ckpt", weights_only=True)["state_dict"]
+    for name, value in expected["weights"].items():
+        torch.testing.assert_close(saved[name], value, rtol=0, atol=2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_lightning_on_two_workers_is_resumed_on_one(tmp_path: Path) -> None:
     pytest.importorskip("lightning")
     expected = lightning(str(tmp_path / "plain"), "auto")
@@ -454,3 +513,15 @@ def test_lightning_on_two_workers_is_resumed_on_one(tmp_path: Path) -> None:
     assert (resumed["steps"], resumed["epoch"]) == (expected["steps"], expected["epoch"])
     for name, value in expected["weights"].items():
         torch.testing.assert_close(resumed["weights"][name], value, rtol=0, atol=2e-5)
+
+
+def test_loops_that_compute_their_own_loss_say_that_stages_are_not_for_them() -> None:
+    pytest.importorskip("lightning")
+    from potluck.errors import ConfigError
+    from potluck.integrations.accelerate import Accelerator
+    from potluck.integrations.lightning import PotluckStrategy
+
+    with pytest.raises(ConfigError, match="Accelerate computes the loss by itself"):
+        Accelerator(fleet_options={"stages": STAGES})
+    with pytest.raises(ConfigError, match="Lightning computes the loss by itself"):
+        PotluckStrategy(stages=STAGES)

@@ -22,7 +22,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar, overload
 
 import torch
@@ -43,6 +42,7 @@ from potluck.engine.given import Given
 from potluck.engine.handle import Handle
 from potluck.engine.looking_weights import LookingWeights
 from potluck.engine.losses import LossFunction
+from potluck.engine.masters import keep_masters
 from potluck.engine.model_checks import check_model
 from potluck.engine.own_saving import shadow_saving
 from potluck.engine.replica import Replica
@@ -176,6 +176,7 @@ class Engine(Handle):
         run, model, optimizer = self.run, given.model, given.optimizer
         if isinstance(model, nn.Module):
             check_model(model)
+            keep_masters(run, model, optimizer)
             run.batch_norm = find_batch_norm(model)
             self._settle_wire(model)
             run.base = agree_on_base(run.link, find_base(model), run.notice)
@@ -415,9 +416,7 @@ class Engine(Handle):
     def __enter__(self) -> "Engine":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         self._close(error)
 
     # What a loop may ask

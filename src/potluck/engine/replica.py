@@ -125,6 +125,8 @@ class Replica:
         self._on_host: OffloadedOptimizer | None = None
         self._prepare_sums()
         self._trained_ids = {id(parameter) for parameter in self.trained}
+        self._frozen: list[nn.Parameter] | None = None
+        """As the first backward finds them."""
         self._seal = Seal(self.trained)
         self.remember_buffers()
         self._base_before = self._glance_at_base()
@@ -309,7 +311,10 @@ class Replica:
             self._buckets.arm(communicate=last)
 
     def _check_frozen(self) -> None:
-        if any(p.requires_grad and id(p) not in self._trained_ids for p in self.model.parameters()):
+        """All of the model once, and then what was frozen: to walk through its modules takes longer than the rest."""
+        if self._frozen is None:
+            self._frozen = [p for p in self.model.parameters() if id(p) not in self._trained_ids]
+        if any(parameter.requires_grad for parameter in self._frozen):
             raise ConfigError(
                 "A parameter that was frozen at prepare() requires a gradient now. Unfreeze it before prepare(); an"
                 " optimizer that does not hold it will leave it as it is."

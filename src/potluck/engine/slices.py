@@ -351,12 +351,15 @@ def is_set(bits: bytes, index: int) -> bool:
 
 
 def check_float32(trained: Sequence[Tensor | Spec]) -> None:
+    """Of bf16 there are masters, unless the model is split over ranks (masters.py)."""
     wrong = next((p.dtype for p in trained if p.dtype != torch.float32), None)
     if wrong is not None:
+        what = f"{wrong}".removeprefix("torch.")
+        split = " in a model that is split over ranks" if wrong == torch.bfloat16 else ""
         raise ConfigError(
-            f"Gradients travel to a host as float32, and a trained parameter is {wrong}. Keep parameters in float32, as"
-            " peft does with adapters (frozen ones may have any type), and use step.precision = bf16 or fp16 to"
-            " compute in less."
+            f"A trained parameter is {what}{split}, and what is trained travels to a host as float32. Keep it in"
+            " float32, as peft does with adapters, and use step.precision = bf16 or fp16 to compute in less. Frozen"
+            " parameters may have any type."
         )
 
 

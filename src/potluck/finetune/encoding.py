@@ -8,6 +8,7 @@ from typing import Any
 
 from potluck.errors import ConfigError
 from potluck.finetune.libraries import SAFELY, first_line, transformers
+from potluck.finetune.messages import is_answer, messages_of, name_of, tools_of
 from potluck.finetune.records import Form, TextRecord
 
 PLAIN_TEMPLATE = (
@@ -16,6 +17,8 @@ PLAIN_TEMPLATE = (
     "{% if add_generation_prompt %}Assistant:{% endif %}"
 )
 """For a tokenizer that has no chat template; it is saved with the result."""
+
+Tools = list[dict[str, Any]] | None
 
 DAY = datetime.datetime(2025, 1, 1)
 """For templates that write today's date: rows must be the same on every worker, and when a run resumes."""
@@ -75,6 +78,8 @@ class Encoder:
         self.form: Form = "chat" if form == "prompt" and tokenizer.chat_template else form
         self.unseen = 0
         """Answers that are not learnt: the template writes them otherwise once more follows."""
+        self._takes_null: bool | None = None
+        """Whether the template may be given a message without content; None: none was seen yet."""
         self._special = tuple(token for token in tokenizer.all_special_tokens if token)
 
     def encode(self, records: Sequence[TextRecord]) -> Iterator[Encoded]:
@@ -107,31 +112,55 @@ class Encoder:
             text = fields["prompt"] + fields["completion"]
             return text, [(len(fields["prompt"]), len(text))]
         try:
-            return self._plan_chat(messages_of(record))
+            return self._plan_chat(record)
         except ConfigError:
             raise
         except Exception as error:  # a template says in its own way what it does not take
             raise ConfigError(f"{record.where}: the model's chat template refuses it: {first_line(error)}.") from None
 
-    def _plan_chat(self, messages: list[dict[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
-        text = self.written(messages)
+    def _plan_chat(self, record: TextRecord) -> tuple[str, list[tuple[int, int]]]:
+        messages, tools = self._messages(record)
+        text = self.written(messages, tools)
+        _check_calls(messages, text, record.where)
         spans = []
         for index, message in enumerate(messages):
-            if message["role"] != "assistant" or not message["content"].strip():
+            if not is_answer(message):
                 continue
-            before, upto = self.written(messages[:index], asks=True), self.written(messages[: index + 1])
+            before = self.written(messages[:index], tools, asks=True)
+            upto = self.written(messages[: index + 1], tools)
             if not text.startswith(before) or (bare := self._without_end(upto)) != text[: len(bare)]:
                 self.unseen += 1
             elif len(before) < len(bare):
                 spans.append((len(before), len(bare)))
         return text, spans
 
-    def written(self, messages: list[dict[str, Any]], *, asks: bool = False) -> str:
+    def _messages(self, record: TextRecord) -> tuple[list[dict[str, Any]], Tools]:
+        """And the tools that can be called in them. An answer that is a call alone has no content: null for templates
+        that look for it, as most do, and an empty text for those that would write None in its place."""
+        fields = record.fields
+        if record.form != "chat":
+            asked, answer = fields["prompt"], fields["completion"]
+            return [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}], None
+        messages, tools = messages_of(fields), tools_of(fields)
+        if all(message["content"] is not None for message in messages):
+            return messages, tools
+        plain = [message | {"content": message["content"] or ""} for message in messages]
+        if self._takes_null is None:
+            self._takes_null = self._does_take_null(messages, plain, tools)
+        return messages if self._takes_null else plain, tools
+
+    def _does_take_null(self, messages: list[dict[str, Any]], plain: list[dict[str, Any]], tools: Tools) -> bool:
+        try:
+            return self.written(messages, tools).count("None") <= self.written(plain, tools).count("None")
+        except Exception:  # it adds texts to it
+            return False
+
+    def written(self, messages: list[dict[str, Any]], tools: Tools = None, *, asks: bool = False) -> str:
         """As the model reads it. `asks`: up to where it is to answer."""
         if not messages and not asks:
             return ""
-        template = self.tokenizer.get_chat_template()
-        how: dict[str, Any] = {"tokenize": False, "add_generation_prompt": asks}
+        template = self.tokenizer.get_chat_template(tools=tools)
+        how: dict[str, Any] = {"tokenize": False, "add_generation_prompt": asks, "tools": tools}
         if "strftime_now" in template:
             how["chat_template"] = DATE + template
         return str(self.tokenizer.apply_chat_template(messages, **how, date_string=DAY.strftime("%d %b %Y")))
@@ -145,11 +174,10 @@ class Encoder:
         """What a sample is asked: in words for people, and as the model reads it."""
         fields = record.fields
         if self.form == "chat":
-            messages = messages_of(record)
+            messages, tools = self._messages(record)
             at = next(i for i, message in enumerate(messages) if message["role"] == "assistant")
             asked = messages[:at]
-            shown = asked[-1]["content"] if asked else ""
-            return shown, self.written(asked, asks=True)
+            return (asked[-1]["content"] or "") if asked else "", self.written(asked, tools, asks=True)
         if self.form == "prompt":
             return fields["prompt"], fields["prompt"]
         words = fields["text"][:most_letters].split(" ")
@@ -157,11 +185,15 @@ class Encoder:
         return start, start
 
 
-def messages_of(record: TextRecord) -> list[dict[str, Any]]:
-    fields = record.fields
-    if record.form == "chat":
-        return [dict(message) for message in fields["messages"]]
-    return [{"role": "user", "content": fields["prompt"]}, {"role": "assistant", "content": fields["completion"]}]
+def _check_calls(messages: list[dict[str, Any]], text: str, where: str) -> None:
+    """Many templates leave calls out without a word, and what is left of the answer would be learnt."""
+    for message in messages:
+        for call in message.get("tool_calls") or ():
+            if name_of(call) not in text:
+                raise ConfigError(
+                    f"{where} has a call of the tool {name_of(call)}, and the model's chat template does not write"
+                    " calls. Take a model whose template does, or write the call into the content of its message."
+                )
 
 
 def _within(offsets: list[tuple[int, int]], spans: list[tuple[int, int]]) -> list[bool]:

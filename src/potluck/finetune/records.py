@@ -1,20 +1,25 @@
 """DATA to records: chats, prompts with completions, texts, or texts with labels, each with the place it is from.
 
-Reads JSONL, JSON, CSV and plain text by itself, so that a broken line can be named; Parquet, folders and hub ids
-through `datasets`. Knows nothing of tokens.
+Reads JSONL, JSON, CSV and plain text by itself, packed by gzip or not, so that a broken line can be named; Parquet,
+folders and hub ids through `datasets`. Knows nothing of tokens.
 """
 
 import csv
+import gzip
+import io
 import json
 import re
+import zlib
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal, cast
 
 from potluck.errors import ConfigError
 from potluck.finetune.base_files import HUB_ID
 from potluck.finetune.libraries import first_line, need
+from potluck.finetune.messages import check_chat, check_letters, shown
 from potluck.finetune.settings import RowsConfig
 from potluck.train.text import files_below
 
@@ -27,9 +32,12 @@ TOLD = {
     "label": "texts with labels",
 }
 READ = {".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".txt", ".md", ".text"}
+PACKED = ".gz"
+"""After any of these but .parquet, which packs by itself."""
 WHOLE = re.compile(r"0|-?[1-9][0-9]{0,17}")
 MOST_LETTERS = 1 << 30
 """Of a cell."""
+KNOWN = f"{', '.join(sorted(READ))}, and those but .parquet with {PACKED}"
 HELD_OUT = ("validation", "valid", "dev", "eval", "test")
 """Names of splits that are never trained on; the first of them that is there is looked at."""
 
@@ -63,21 +71,42 @@ def read_records(config: RowsConfig) -> Iterator[TextRecord]:
 def _all(paths: tuple[str, ...]) -> Iterator[TextRecord]:
     for name in paths:
         path = Path(name).expanduser()
-        is_id = not path.exists() and HUB_ID.fullmatch(name) and path.suffix.lower() not in READ
+        is_id = not path.exists() and HUB_ID.fullmatch(name) and kind_of(path) not in READ
         if _is_of_datasets(path) or is_id:
             yield from _of_datasets(name, path if path.exists() else None)
             continue
         files = files_below(path)
         if path.is_dir():
-            files = [file for file in files if file.suffix.lower() in READ]
+            files = [file for file in files if kind_of(file) in READ]
         if not files:
-            raise ConfigError(f"There is nothing to read in {path}. Known are: {', '.join(sorted(READ))}.")
+            raise ConfigError(f"There is nothing to read in {path}. Known are: {KNOWN}.")
         for file in files:
             yield from _of_file(file)
 
 
+def kind_of(file: Path) -> str:
+    """What it holds, by its name; of a packed file, what is packed."""
+    kind = file.suffix.lower()
+    return Path(file.stem).suffix.lower() if kind == PACKED else kind
+
+
+def _open(file: Path) -> BinaryIO:
+    return cast(BinaryIO, gzip.open(file)) if file.suffix.lower() == PACKED else file.open("rb")
+
+
+@contextmanager
+def _reading(file: Path) -> Iterator[BinaryIO]:
+    try:
+        with _open(file) as opened:
+            yield opened
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise ConfigError(f"Cannot unpack {file}: {first_line(error)}. Copy it anew.") from None
+    except OSError as error:
+        raise ConfigError(f"Cannot read {file}: {error.strerror}.") from None
+
+
 def _of_file(file: Path) -> Iterator[TextRecord]:
-    match file.suffix.lower():
+    match kind_of(file):
         case ".jsonl" | ".ndjson":
             yield from _of_lines(file)
         case ".json":
@@ -93,14 +122,11 @@ def _of_file(file: Path) -> Iterator[TextRecord]:
 
 
 def _of_lines(file: Path) -> Iterator[TextRecord]:
-    try:
-        with file.open("rb") as opened:
-            for number, line in enumerate(opened, 1):
-                where = f"Line {number:,} of {file}"
-                if line.strip():
-                    yield record_of(_json(line, where), where)
-    except OSError as error:
-        raise ConfigError(f"Cannot read {file}: {error.strerror}.") from None
+    with _reading(file) as opened:
+        for number, line in enumerate(opened, 1):
+            where = f"Line {number:,} of {file}"
+            if line.strip():
+                yield record_of(_json(line, where), where)
 
 
 def _of_json(file: Path) -> Iterator[TextRecord]:
@@ -124,12 +150,12 @@ def _json(data: bytes, where: str) -> Any:
 
 
 def _text(file: Path) -> str:
+    with _reading(file) as opened:
+        data = opened.read()
     try:
-        return file.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise ConfigError(f"Cannot read {file}: {error.strerror}.") from None
+        return data.decode("utf-8-sig")
     except UnicodeDecodeError:
-        raise ConfigError(f"{file} is not text in UTF-8. Known are: {', '.join(sorted(READ))}.") from None
+        raise ConfigError(f"{file} is not text in UTF-8. Known are: {KNOWN}.") from None
 
 
 def _of_parquet(file: Path) -> Iterator[TextRecord]:
@@ -146,11 +172,9 @@ def _of_cells(file: Path) -> Iterator[TextRecord]:
     """Cells are what they say: 007, NA and None may be answers."""
     csv.field_size_limit(MOST_LETTERS)
     try:
-        with file.open(encoding="utf-8-sig", newline="") as opened:
-            separator = "\t" if file.suffix.lower() == ".tsv" else ","
-            yield from _of_rows(map(_named, csv.DictReader(opened, delimiter=separator, strict=True)), str(file))
-    except OSError as error:
-        raise ConfigError(f"Cannot read {file}: {error.strerror}.") from None
+        with _reading(file) as opened, io.TextIOWrapper(opened, encoding="utf-8-sig", newline="") as text:
+            separator = "\t" if kind_of(file) == ".tsv" else ","
+            yield from _of_rows(map(_named, csv.DictReader(text, delimiter=separator, strict=True)), str(file))
     except (csv.Error, UnicodeDecodeError) as error:
         raise ConfigError(f"Cannot read {file}: {first_line(error)}.") from None
 
@@ -168,8 +192,9 @@ def _is_of_datasets(path: Path) -> bool:
 
 def _of_datasets(name: str, folder: Path | None) -> Iterator[TextRecord]:
     library = need("datasets")
+    library.disable_progress_bars()
     try:
-        found = library.load_from_disk(str(folder)) if folder is not None else library.load_dataset(name)
+        found = library.load_from_disk(str(folder)) if folder is not None else _from_hub(library, name)
     except Exception as error:  # whatever a network can do
         if folder is not None:
             raise ConfigError(f"Cannot read {folder}: {first_line(error)}.") from None
@@ -188,6 +213,20 @@ def _of_datasets(name: str, folder: Path | None) -> Iterator[TextRecord]:
         yield from _of_rows(found[held_out], f"{name} ({held_out})", is_held_out=True)
 
 
+def _from_hub(library: Any, name: str) -> Any:
+    """From the hub, from what `datasets` has kept of it, or from the files that `hf download` has put in the cache."""
+    try:
+        return library.load_dataset(name)
+    except Exception:
+        try:
+            files = need("huggingface_hub").snapshot_download(name, repo_type="dataset", local_files_only=True)
+        except Exception:  # they are not there either: what is said is why the hub did not answer
+            files = None
+        if files is None:
+            raise
+        return library.load_dataset(files)
+
+
 def _of_rows(table: Any, name: str, *, is_held_out: bool = False) -> Iterator[TextRecord]:
     for number, fields in enumerate(table, 1):
         where = f"Row {number:,} of {name}"
@@ -200,7 +239,7 @@ def record_of(fields: Any, where: str) -> TextRecord:
     if not isinstance(fields, dict):
         raise ConfigError(f"{where} is no table of fields. Expected is {EXPECTED}.")
     if "messages" in fields:
-        _check_chat(fields["messages"], where)
+        check_chat(fields, where)
         return TextRecord(where, "chat", fields)
     if "prompt" in fields and "completion" in fields:
         _check_text(fields, "prompt", where, may_be_empty=True)
@@ -211,7 +250,7 @@ def record_of(fields: Any, where: str) -> TextRecord:
         if "label" not in fields:
             return TextRecord(where, "text", fields)
         if not isinstance(fields["label"], str | int):
-            raise ConfigError(f"{where}: label is a word or a whole number, not {_shown(fields['label'])}.")
+            raise ConfigError(f"{where}: label is a word or a whole number, not {shown(fields['label'])}.")
         if isinstance(fields["label"], bool):  # as JSON has it, and not the numbers that Python takes it for
             fields = fields | {"label": str(fields["label"]).lower()}
         return TextRecord(where, "label", fields)
@@ -221,37 +260,7 @@ def record_of(fields: Any, where: str) -> TextRecord:
 
 def _check_text(fields: dict[str, Any], name: str, where: str, *, may_be_empty: bool = False) -> None:
     if not isinstance(fields[name], str):
-        raise ConfigError(f"{where}: {name} is text, not {_shown(fields[name])}.")
+        raise ConfigError(f"{where}: {name} is text, not {shown(fields[name])}.")
     if not fields[name].strip() and not may_be_empty:
         raise ConfigError(f"{where}: {name} is empty.")
-    _check_letters(fields[name], where)
-
-
-def _check_letters(text: str, where: str) -> None:
-    """JSON may hold half of a letter, as texts have that were cut in the middle of an emoji."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        half = ascii(text[error.start])[1:-1]
-        raise ConfigError(f"{where} has {half}, which is half of a letter. Remove it, or write the whole.") from None
-
-
-def _check_chat(messages: Any, where: str) -> None:
-    if not isinstance(messages, list) or not messages:
-        raise ConfigError(f"{where}: messages is a list of messages, not {_shown(messages)}.")
-    for message in messages:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise ConfigError(f'{where}: a message is {{"role": ..., "content": ...}}, not {_shown(message)}.')
-        if not isinstance(message.get("content"), str):
-            raise ConfigError(f"{where}: the content of a message is text, not {_shown(message.get('content'))}.")
-        _check_letters(message["content"], where)
-    if not any(message["role"] == "assistant" and message["content"].strip() for message in messages):
-        raise ConfigError(
-            f"{where} is a chat without an answer: it has no message of the role assistant, and there is nothing to"
-            " learn from it. Add the answer, or remove the row."
-        )
-
-
-def _shown(value: Any) -> str:
-    text = json.dumps(value, default=str, ensure_ascii=False)
-    return text if len(text) <= 60 else f"{text[:60]}..."
+    check_letters(fields[name], where)

@@ -82,6 +82,8 @@ def _save(config: FinetuneConfig, base: Path, state: dict[str, torch.Tensor], as
             model.config.save_pretrained(aside)
         (aside / "README.md").unlink(missing_ok=True)  # a card to be filled in
     else:
+        if config.model.dtype == "bf16":  # a host's checkpoint has float32 masters
+            state = {name: each.bfloat16() if each.is_floating_point() else each for name, each in state.items()}
         model.save_pretrained(aside, state_dict=state)
     tokenizer = load_tokenizer(base)
     if (first := first_record(config)) is not None:

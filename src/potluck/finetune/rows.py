@@ -57,8 +57,8 @@ def prepare_rows(
     sentences += _told(stores, context, encoder, config.validation)
     if not len(stores.training):
         raise ConfigError(
-            f"Nothing is left to train on: {plural(stores.count, 'row')} were read, and none has an answer within"
-            f" {context:,} tokens. Set a larger model.context, or give other rows."
+            f"Nothing is left to train on: of {plural(stores.count, 'row')}, none has an answer within {context:,}"
+            f" tokens. Set a larger model.context, or give other rows."
         )
     packing = config.packing and form != "label"
     training = stores.training.rows(packing=packing)
@@ -149,12 +149,12 @@ def _told(stores: _Stores, context: int, encoder: Encoder, share: float) -> list
     dropped = stores.training.dropped + stores.validation.dropped
     if cut:
         found.append(
-            f"{plural(cut, 'row')} of {stores.count:,} had more than {context:,} tokens, and were cut there. A larger"
-            " model.context keeps more of them."
+            f"Cut off at {context:,} tokens: {plural(cut, 'row')} of {stores.count:,}. A larger model.context keeps"
+            " more of them."
         )
     if dropped:
         found.append(
-            f"{plural(dropped, 'row')} of {stores.count:,} were left out: no token of their answer lies within"
+            f"Left out: {plural(dropped, 'row')} of {stores.count:,}, where no token of the answer lies within"
             f" {context:,} tokens. A larger model.context keeps them."
         )
     if share and not len(stores.validation):

@@ -60,7 +60,7 @@ class AdapterConfig:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowsConfig:
     paths: tuple[str, ...] = ()
-    """Files (JSONL, JSON, CSV, Parquet, text), folders of them, a folder of `datasets`, or an id on the hub."""
+    """Files (JSONL, JSON, CSV, Parquet, text; or packed, .gz), folders of them, a folder of `datasets`, or a hub id."""
     validation: float = 0.05
     """The share of the rows, spread over all, that is never trained on; data with a validation split have their own."""
     packing: bool = False

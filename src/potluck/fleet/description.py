@@ -39,7 +39,7 @@ MAX_TOLD = 1 << 16
 MAX_WHOLE = (1 << 63) - 1
 OTHER_BASE = (
     "The numbers of your frozen parameters are not those of this run's, and nobody sends them: load the same base, in"
-    " the same form (type, quantisation), or take it from the host"
+    " the same form (type, quantisation), or take it from the host with potluck join --fetch-base"
 )
 LEAST_UNIT, LEAST_SAMPLES = 2.0**-64, 1e-12
 _WINDOWED: dict[str, type[Windowed]] = {kind.kind: kind for kind in (Cadence, Async, Auto)}

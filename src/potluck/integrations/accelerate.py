@@ -30,7 +30,7 @@ from potluck.engine.switches import StepConfig, autocast
 from potluck.errors import ConfigError
 from potluck.integrations.scheduling import by_epochs, heard
 from potluck.integrations.step_batches import step_loader
-from potluck.integrations.until_exit import fleet_until_exit
+from potluck.integrations.until_exit import check_no_stages, fleet_until_exit
 from potluck.words import plural
 
 WITHOUT_EFFECT = ("split_batches", "even_batches", "device_placement", "cpu")
@@ -54,6 +54,7 @@ class Accelerator:
     ) -> None:
         if unknown := [name for name in others if name not in WITHOUT_EFFECT]:
             raise ConfigError(f"This Accelerator has no {', '.join(unknown)}: it is a fleet's. Leave that out.")
+        check_no_stages(fleet_options or {}, "Accelerate")
         precision: Any = {"no": "fp32"}.get(mixed_precision, mixed_precision)
         step = StepConfig(clip=max_grad_norm, precision=precision)
         self.fleet: Engine = fleet_until_exit(**{"step": step} | (fleet_options or {}))

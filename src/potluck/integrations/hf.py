@@ -150,16 +150,24 @@ class Elastic(_Trainer):  # type: ignore[misc]
         )  # others are stepped by what evaluate() finds
         data, is_stream = step_loader(plain, together), isinstance(plain.dataset, IterableDataset)
         has_length = not is_stream or hasattr(plain.dataset, "__len__")
+        is_cut = fleet.run.wanted.stages is not None
+        if is_cut and "forward" in vars(self.model):
+            raise ConfigError(
+                f"The forward of {type(self.model).__name__} has been replaced, as TRL's trainers do to fuse its head"
+                " with the loss, so the model cannot be cut into stages. Use transformers' own Trainer, or potluck"
+                " finetune with a [stages] table; or split the model with strategy=potluck.FullShard()."
+            )
         can_slice = fleet.is_led and fleet.run.wanted.policy.steps_together
         self.model_wrapped, self.optimizer, loader = fleet.prepare(
             self.model,
             self.optimizer,
             data,
-            micro_batch_size=self._train_batch_size if together > 1 else None,
+            micro_batch_size=self._train_batch_size if together > 1 and not is_cut else None,
             slices=together if together > STEPS_AT_ONCE and can_slice else None,
             rows=None if has_length else max_steps * together * self._train_batch_size,
             seed=args.seed if args.data_seed is None else args.data_seed,
             scheduler=self.lr_scheduler if counts_steps else None,
+            loss=self._loss_of if is_cut else None,
         )
         self.accelerator._models.append(self.model_wrapped)  # evaluation would prepare it
         self.optimizer.register_step_pre_hook(lambda *told: self._say("on_pre_optimizer_step"))
@@ -208,9 +216,11 @@ class Elastic(_Trainer):  # type: ignore[misc]
             if self._begins_step:
                 self._begins_step = False
                 self._say("on_step_begin")
-            items = self._get_num_items_in_batch([inputs], self.args.device)
-            self._samples = float(self._count(inputs) if items is None else items)
-            self.training_step(self.model_wrapped, inputs, items)
+            if self.fleet.run.wanted.stages is not None:  # each computes its layers, some other one the loss
+                self.fleet.train(self._loss_of, inputs)
+            else:
+                self._samples, items = self._count(inputs)
+                self.training_step(self.model_wrapped, inputs, items)
             self.current_flos += float(self.floating_point_ops(inputs))
             self._track_num_input_tokens(inputs)
             if self.fleet.step() is None:
@@ -220,10 +230,19 @@ class Elastic(_Trainer):  # type: ignore[misc]
         self._say("on_epoch_end")
         self._look()
 
-    def _count(self, inputs: Any) -> int:
-        """Of a model that takes no num_items_in_batch: what its own loss is a mean over."""
+    def _count(self, inputs: Any) -> tuple[float, Any]:
+        """What the loss of this micro-batch is a mean over; and as the trainer itself counts it, if it does."""
+        items = self._get_num_items_in_batch([inputs], self.args.device)
+        if items is not None:
+            return float(items), items
         labels = inputs.get("labels") if hasattr(inputs, "get") else None
-        return int(labels.ne(-100).sum()) if isinstance(labels, Tensor) else rows_of(inputs)
+        return float(labels.ne(-100).sum() if isinstance(labels, Tensor) else rows_of(inputs)), None
+
+    def _loss_of(self, model: nn.Module, inputs: Any) -> tuple[Tensor, float]:
+        """What training_step() takes the gradient of, where the model is cut into stages."""
+        samples, items = self._count(inputs)
+        loss: Tensor = self.compute_loss(model, self._prepare_inputs(inputs), num_items_in_batch=items)
+        return loss, samples
 
     def _backward(self, loss: Tensor, **options: Any) -> None:
         """What training_step() calls: the loss is a mean over the items of this micro-batch."""
@@ -341,6 +360,11 @@ class Elastic(_Trainer):  # type: ignore[misc]
         if only and fleet.run.replica is not None and not isinstance(dataloader.dataset, IterableDataset):
             batches = WholeBatches(dataloader) if len(dataloader) else None  # drop_last may leave out the only one
             loss = self._shared_loss(batches, ignore_keys) if batches is not None else math.nan
+        if batches is None and fleet.run.replica is not None and fleet.run.wanted.stages is not None:
+            raise ConfigError(
+                "The model is cut into stages, so no worker has all of its outputs: only losses are evaluated, over a"
+                " dataset with a length. Leave out compute_metrics, or predict with the model that was saved."
+            )
         if batches is None or (fleet.is_led and math.isnan(loss)):  # this worker had no part in it
             return super().evaluation_loop(
                 dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix=metric_key_prefix
@@ -357,7 +381,7 @@ class Elastic(_Trainer):  # type: ignore[misc]
             loss, _, _ = self.prediction_step(model, inputs, True, ignore_keys=ignore_keys)
             return loss, rows_of(inputs)
 
-        loss: float = fleet.evaluate(loss_of, one_by_one(batches, 1 if fleet.is_led else fleet.world))
+        loss: float = fleet.evaluate(loss_of, one_by_one(batches, 1 if fleet.is_led else fleet.layers.pipelines))
         if not fleet.is_led:
             return loss
         return next((each for each in fleet.gather(loss) if not math.isnan(each)), math.nan)

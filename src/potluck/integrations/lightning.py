@@ -27,7 +27,7 @@ from potluck.engine.switches import StepConfig
 from potluck.errors import ConfigError
 from potluck.integrations.scheduling import by_epochs
 from potluck.integrations.step_batches import step_loader
-from potluck.integrations.until_exit import fleet_until_exit
+from potluck.integrations.until_exit import check_no_stages, fleet_until_exit
 
 try:
     from lightning.pytorch.plugins.precision import Precision
@@ -46,6 +46,7 @@ class PotluckStrategy(SingleDeviceStrategy):
     def __init__(
         self, accelerator: Any = None, checkpoint_io: Any = None, precision_plugin: Any = None, **fleet_options: Any
     ) -> None:
+        check_no_stages(fleet_options, "Lightning")
         super().__init__(choose_device(), accelerator, checkpoint_io, precision_plugin)
         self._options = fleet_options
         self.fleet: Engine | None = None
@@ -152,13 +153,29 @@ class PotluckStrategy(SingleDeviceStrategy):
             return self._last_loss
         self.steps.is_forward = True
         with self._unheard():
-            found: Any = super().training_step(batch, *more, **options)
+            found: Any = self._called("training_step", super().training_step)(batch, *more, **options)
         self.steps.is_forward = False
         self._samples = found.get("samples") if isinstance(found, Mapping) else None
         if self._samples is None:
             self._samples = rows_of(batch)
         self._last_loss = (found["loss"] if isinstance(found, Mapping) else found).detach()
         return found
+
+    def validation_step(self, *told: Any, **options: Any) -> Any:
+        return self._called("validation_step", super().validation_step)(*told, **options)
+
+    def _called(self, name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """A method of the module. Where its numbers are split they are gathered when the module is called, so it is
+        called, and its forward is that method."""
+        fleet, module, plugin = self.fleet, self.lightning_module, self.precision_plugin
+        if fleet is None or module is None or fleet.run.replica is None or not fleet.run.prepared().gathers:
+            return plain
+
+        def call(*told: Any, **options: Any) -> Any:
+            with plugin.train_step_context() if name == "training_step" else plugin.val_step_context():
+                return self._forward_redirection(module, module, name, *told, **options)
+
+        return call
 
     @contextmanager
     def _unheard(self) -> Iterator[None]:

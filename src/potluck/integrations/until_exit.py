@@ -2,10 +2,22 @@
 
 import atexit
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 from potluck.engine.engine import Engine
 from potluck.engine.start import init
+from potluck.errors import ConfigError
+
+
+def check_no_stages(options: Mapping[str, Any], loop: str) -> None:
+    """Where a loop calls the model and then backward(): stages go forward and backward by turns."""
+    if options.get("stages") is not None:
+        raise ConfigError(
+            f"{loop} computes the loss by itself, and a model that is cut into stages needs it as a function."
+            " Use Hugging Face's Trainer with potluck.hf.Elastic, or a loop of fleet.train(); or split the model with"
+            " strategy=potluck.FullShard()."
+        )
 
 
 def fleet_until_exit(**options: Any) -> Engine:

@@ -26,6 +26,9 @@ THETA = 10_000.0
 END = 0
 """The token that ends a text: byte 0, which text does not have; of a tokenizer that was learnt, its special one."""
 
+NEVER = "<never> <never>"
+"""For a vocabulary of bytes: llama.cpp refuses one without merges, and of these two nothing is ever made."""
+
 HF_NAMES = {
     "embedding": "model.embed_tokens",
     "final_norm": "model.norm",
@@ -238,7 +241,8 @@ def _tell_tokens(writer: Any, gguf: Any, vocab: int, tokenizer: dict[str, Any]) 
     found = [kinds.NORMAL if number in words else kinds.UNUSED for number in range(vocab)]
     found[END] = kinds.CONTROL
     writer.add_token_types(found)
-    writer.add_token_merges([pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]])
+    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
+    writer.add_token_merges(merges or [NEVER])
     writer.add_add_bos_token(False)
     writer.add_eos_token_id(END)
     writer.add_pad_token_id(END)
