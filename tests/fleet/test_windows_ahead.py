@@ -253,7 +253,7 @@ def test_one_who_wants_to_stop_begins_nothing_ahead_and_leaves_once_all_is_sent(
     member = a_member(work(1, 0, 1), work(2, 0, 1))
     member.take()
     member.begin()
-    member.wants_stop = True
+    member.wants_stop = "asked to stop"
     member.take()
     assert member.begin() is None
     assert [type(effect.message) for effect in member.nothing(0.0) if isinstance(effect, SendToHost)] == [Leave]
@@ -264,7 +264,7 @@ def test_one_who_wants_to_stop_waits_until_what_it_did_ahead_can_be_sent() -> No
     for _ in range(2):
         member.take()
         member.begin()
-    member.wants_stop = True
+    member.wants_stop = "asked to stop"
     assert member.nothing(0.0) == [] and member.agree(committed(1))
     assert member.nothing(0.0) != []
 

@@ -99,7 +99,7 @@ class Member:
         """That is being computed, or is done."""
         self.turn = 0
         """Changes whenever what a loop waits for may never come: it has to look where the run stands now."""
-        self.wants_stop = False
+        self.wants_stop = ""  # or why it is to leave
         self.left = False
         """This worker has left the run, which continues."""
         self.ends_for_all = False
@@ -450,7 +450,7 @@ class Member:
     def leave(self, now: float) -> list[MemberEffect]:
         """After a step, or while there is nothing to do: nothing is computed again."""
         self.left = True
-        return self._say_goodbye(now, Leave(0, "asked to stop"))
+        return self._say_goodbye(now, Leave(0, self.wants_stop or "asked to stop"))
 
     def finish(self, now: float) -> list[MemberEffect]:
         """The loop is done; the run ends when all holders of its weights are."""

@@ -108,7 +108,7 @@ class Worker(Client):
         return self.state.epoch >= self.fleet.epochs
 
     def ask_to_leave(self) -> None:
-        self.member.wants_stop = True
+        self.member.wants_stop = "asked to stop"
         self.poke()
 
     # The loop
@@ -426,7 +426,7 @@ class Worker(Client):
                 assert fault is not None
                 self.clock.stop(fault.seconds)
             case "leave":
-                self.member.wants_stop = True
+                self.member.wants_stop = "asked to stop"
             case "cut":
                 self.lose_connection()
             case "quit":
