@@ -171,6 +171,21 @@ def test_a_host_and_its_workers_that_all_get_sigterm_save_and_a_requeue_goes_on(
     assert len(steps(run)) == len(set(steps(run))) == 300
 
 
+def test_sigterm_to_all_in_the_middle_of_a_window_saves_what_was_agreed_on(place: Path) -> None:
+    """Both workers stop within their windows, and neither can do the other's rest."""
+    recipe = RECIPE.replace('kind = "sync"\nbalance = false', 'kind = "cadence"\nanchor = 20\nmax_anchor = 20')
+    (place / "long.toml").write_text(recipe.replace("every = 5", "every = 100000"))
+    host = start(place, "host", "long.toml", "-n", "2", "--at-least", "2", "--threads", "1", "--set", "fit.epochs=50")
+    run = place / "runs" / "tiny"
+    wait_until(lambda: len(steps(run)) >= 3)
+    for pid in (host.pid, *children(host.pid)):
+        os.kill(pid, signal.SIGTERM)
+    _, error = host.communicate(timeout=60)
+    done = max(steps(run))
+    assert host.returncode == 130 and f"Stopped after step {done}. Saved in" in error, error
+    assert "Traceback" not in error and len(steps(run)) == len(set(steps(run)))
+
+
 def test_outside_of_its_hours_a_worker_waits_and_ctrl_c_ends_it(place: Path) -> None:
     """The hour that is open is the one that is twelve hours away."""
     host = start(place, "host", "tiny.toml", "-n", "0", *LONG)

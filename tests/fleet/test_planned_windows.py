@@ -288,3 +288,17 @@ def test_plain_peers_are_turned_away() -> None:
             "a plain peer trains under sync alone, and this run's policy is cadence"
         ]
     assert core.refused == {"plain peer": 2} and {m.name for m in core.membership.ready} == {"ours"}
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_host_and_workers_that_are_all_told_to_end_keep_the_last_agreement(workers: int) -> None:
+    """As by one SIGTERM to a whole machine, in the middle of a window."""
+    policy = Cadence.published(anchor=3, max_anchor=3)
+    run = Fleet(workers=workers, description=windowed(policy), save_every=1000)
+    run.run_until(lambda: run.standing().step == 2)
+    run.run_for(0.15)
+    run.host.act(run.core.at(run.clock.now).ending.request_stop())
+    for worker in run.workers.values():
+        worker.ask_to_leave()
+    run.run_until(lambda: run.host.finish is not None)
+    assert run.core.saving.saved.step == run.standing().step >= 2
