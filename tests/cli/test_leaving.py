@@ -1,14 +1,17 @@
 """Machines that are wanted back, by their owner or their cloud: SIGTERM, a notice, potluck pause. Nothing is lost."""
 
 import os
+import re
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from potluck.launch.control import find_joiners
 from potluck.launch.notices import ADDRESS
 from tests.cli import test_cli
 from tests.cli.test_cli import POTLUCK, RECIPE, children, steps, wait_until
@@ -200,5 +203,31 @@ def test_outside_of_its_hours_a_worker_waits_and_ctrl_c_ends_it(place: Path) -> 
     _, error = owner.communicate(timeout=30)
     assert owner.returncode == 130 and "Ended while it was away." in error, error
     assert not told(run, "worker_came")
+    host.send_signal(signal.SIGINT)
+    host.communicate(timeout=30)
+
+
+def test_a_worker_that_yields_goes_while_others_use_the_processor(place: Path) -> None:
+    """Whatever else runs here counts too, so it may go before it has come."""
+    host = start(place, "host", "tiny.toml", "-n", "0", "--set", "fit.epochs=1000", "--threads", "1")
+    burn = [sys.executable, "-c", "while True: pass"]
+    others = [subprocess.Popen(burn) for _ in range(os.cpu_count() or 1)]
+    try:
+        owner = join(place, "--yield", invite_of(place / "runs" / "tiny"))
+
+        def is_away() -> bool:
+            return any(joiner.state().doing == "paused" for joiner in find_joiners())
+
+        wait_until(is_away, 90)
+        (found,) = find_joiners()
+        assert re.match(r"Yields: the processor of this machine is in use by others, who", found.state().sentence)
+        assert not children(owner.pid)
+    finally:
+        for process in others:
+            process.kill()
+            process.wait()
+    assert all(r["polite"] for r in told(place / "runs" / "tiny", "worker_went"))
+    owner.send_signal(signal.SIGINT)
+    assert owner.wait(30) == 130
     host.send_signal(signal.SIGINT)
     host.communicate(timeout=30)
