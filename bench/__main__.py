@@ -5,7 +5,7 @@ from importlib import import_module
 
 from bench import report
 
-FLEET = ("star", "crowd", "coordinator_memory", "pause", "elastic_step")
+FLEET = ("star", "crowd", "coordinator_memory", "pause", "elastic_step", "preempt")
 BY_DEFAULT = ("step_time", "memory", "startup", "checkpoint_time", *FLEET)
 MIXED = ("mixed_speeds", "time_to_loss", "following", "convergence", "overlap", "slow_host")
 """Workers of different speeds: these want the machine for themselves, for minutes each."""

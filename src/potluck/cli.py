@@ -14,6 +14,7 @@ from potluck.commands.export import Export
 from potluck.commands.finetune import Finetune
 from potluck.commands.host import Host
 from potluck.commands.join import Join
+from potluck.commands.pause import Pause, Resume
 from potluck.commands.push import Push
 from potluck.commands.run import Run
 from potluck.commands.train import Train
@@ -28,6 +29,8 @@ COMMANDS = (
     | Annotated[Run, tyro.conf.subcommand("run")]
     | Annotated[Host, tyro.conf.subcommand("host")]
     | Annotated[Join, tyro.conf.subcommand("join")]
+    | Annotated[Pause, tyro.conf.subcommand("pause")]
+    | Annotated[Resume, tyro.conf.subcommand("resume")]
     | Annotated[Export, tyro.conf.subcommand("export")]
     | Annotated[Push, tyro.conf.subcommand("push")]
     | Annotated[Doctor, tyro.conf.subcommand("doctor")]
@@ -71,7 +74,7 @@ def _names() -> list[str]:
     return [next(info.name for info in each.__metadata__ if hasattr(info, "name")) for each in get_args(COMMANDS)]
 
 
-TAKES_VALUE = ("-n", "--workers", "--threads", "--ranks", "--data", "--base", "--only")
+TAKES_VALUE = ("-n", "--workers", "--threads", "--ranks", "--data", "--base", "--only", "--watch", "--hours")
 """Options of `run` and `join`, whose value may be mistaken for the script or the invite."""
 
 

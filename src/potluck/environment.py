@@ -18,8 +18,24 @@ PARENT_PIPE = "POTLUCK_PARENT_PIPE"
 ONLY = "POTLUCK_ONLY"
 """Set for a worker whose others are elsewhere."""
 
+IGNORED = "POTLUCK_IGNORED"
+"""Names signals that reach all processes of a machine, and that a worker's parent alone answers."""
+
+LEAVING = "POTLUCK_LEAVING"
+"""Tells workers the file in which their parent says why they are to leave, before it asks them to."""
+
+TAKEN_BACK = "its machine is taken back (SIGTERM)"
+
 QUIET = "POTLUCK_QUIET"
 """Set for workers whose host shows the run."""
+
+
+def why_leaving(otherwise: str) -> str:
+    """What a host is told by a worker that leaves, as its parent says. `otherwise`: where that says nothing."""
+    with suppress(OSError, KeyError, UnicodeDecodeError):
+        if said := Path(os.environ[LEAVING]).read_text(encoding="utf-8"):
+            return said
+    return otherwise
 
 
 def machine_bytes() -> int:

@@ -2,6 +2,7 @@
 
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 
@@ -23,17 +24,36 @@ def handling(numbers: Sequence[int], on_signal: Callable[[int], None]) -> Iterat
             signal.signal(number, handler)
 
 
+_asked: set[int] = set()
+
+
+def is_taken_back() -> bool:
+    """Whether this process was asked to stop by SIGTERM: by whoever wants the machine, and by no person."""
+    return signal.SIGTERM in _asked
+
+
 @contextmanager
 def on_interrupt(request_stop: Callable[[], None]) -> Iterator[None]:
-    """The first Ctrl-C or SIGTERM asks for a stop; the next one has its usual effect."""
+    """The first Ctrl-C or SIGTERM asks for a stop; the same one again has its usual effect.
+
+    A scheduler's SIGTERM reaches all processes of a machine, and a worker's parent passes its own on as Ctrl-C:
+    together they are one request, by which nothing must be lost.
+    """
     with ExitStack() as ours:
+        each = {number: ours.enter_context(ExitStack()) for number in END}
 
         def stop(number: int) -> None:
+            _asked.add(number)
             request_stop()
-            ours.close()
+            each[number].close()
 
-        ours.enter_context(handling(END, stop))
+        for number, stack in each.items():
+            stack.enter_context(handling((number,), stop))
         yield
+
+
+ECHO_S = 1.0
+"""A SIGTERM this soon after a signal is the same request: a scheduler sends it, and so does its launcher."""
 
 
 class Interrupts:
@@ -41,12 +61,19 @@ class Interrupts:
 
     def __init__(self, on_first: Callable[[int], None]) -> None:
         self.count = 0
+        self.heard: set[int] = set()
         self._on_first = on_first
+        self._heard_at = 0.0
 
     def handled(self) -> AbstractContextManager[None]:
         return handling(END, self._hear)
 
     def _hear(self, number: int) -> None:
+        now = time.monotonic()
+        self.heard.add(number)
+        if self.count and number == signal.SIGTERM and now - self._heard_at < ECHO_S:
+            return
+        self._heard_at = now
         self.count += 1
         if self.count == 1:
             self._on_first(number)

@@ -39,11 +39,14 @@ SHORT: dict[str, Any] = {"anchor": 1, "max_anchor": 2}
 """Several windows to an epoch, also where agreeing costs more than so small a model."""
 
 
-def judge(fleet: Fleet, epochs: int = EPOCHS, *, outer: Outer | None = None) -> dict[str, torch.Tensor]:
+def judge(
+    fleet: Fleet, epochs: int = EPOCHS, *, outer: Outer | None = None, workers: dict[int, int] | None = None
+) -> dict[str, torch.Tensor]:
     """One process and no Potluck: each recorded range by a replica of its own, then their mean by rows.
 
     Each worker keeps its optimizer from window to window. The batch of a step of its own is the run's over the workers.
-    `outer`: its two numbers, for a step along the window's mean change.
+    `outer`: its two numbers, for a step along the window's mean change. `workers`: for how many a window was
+    planned, if not all of them were there when it ended.
     """
     torch.set_num_threads(1)
     model, _, (x, y) = build(bare=True)
@@ -51,7 +54,7 @@ def judge(fleet: Fleet, epochs: int = EPOCHS, *, outer: Outer | None = None) -> 
     momentum = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
     for record in fleet.records:
         order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(mix(1, record.epoch)))
-        size = -(-BATCH // len(record.workers))
+        size = -(-BATCH // (workers or {}).get(record.step, len(record.workers)))
         mean = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
         for start, end, worker in record.ranges:
             replica = copy.deepcopy(model)

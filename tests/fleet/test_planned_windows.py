@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from potluck.agree.policy import Async, Cadence, Windowed
@@ -9,7 +10,17 @@ from potluck.events import Decided, Stalled, Validated, WorkerCame, WorkerWent
 from potluck.fleet.coordinator import Coordinator
 from potluck.fleet.description import Description, settings_of
 from potluck.fleet.effects import Close, Send
-from potluck.wire.messages import PROTOCOL, Admitted, Hello, JoinAccepted, JoinRequest, Ready, Shutdown, Work
+from potluck.wire.messages import (
+    PROTOCOL,
+    Admitted,
+    Hello,
+    JoinAccepted,
+    JoinRequest,
+    Ready,
+    Shutdown,
+    SliceReport,
+    Work,
+)
 from tests.fleet.virtual import EPOCHS, PATIENCE_S, ROWS, FaultScript, Fleet, described
 
 pytestmark = pytest.mark.timeout(30)
@@ -107,6 +118,41 @@ def test_a_worker_lost_in_any_phase_loses_nothing(phase: str, workers: int) -> N
         assert len(second.ranges) == workers and len({who for _, _, who in second.ranges}) == workers - 1
     if workers == 3 and phase != "applied":
         assert any(d.reason.startswith("w1 went, and the work is shared anew") for d in decided(run))
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_a_leaver_hands_over_what_it_has_done_of_a_window_and_what_is_left(workers: int) -> None:
+    """It is asked before the first of its three batches; one that is alone leaves the rest to a window to come."""
+    faults = FaultScript().leave("w0", at_step=2, phase="forward")
+    run = Fleet(workers=workers, faults=faults, description=windowed(Cadence.published(anchor=3, max_anchor=3)))
+    run.run_until(lambda: run.workers["w0"].done)
+    if workers == 1:
+        run.add("w9", description=windowed(Cadence.published(anchor=3, max_anchor=3)))
+    run.finish()
+    assert faults.fired == ["leave w0"] and run.core.refused.total() == 0 and run.restores == (workers == 1)
+    (second,) = [record for record in run.records if record.step == 2]
+    own = -(-4 // workers)
+    done, *rest = second.ranges
+    assert done[1] - done[0] == own and len(second.ranges) == (1 if workers == 1 else workers + 1)
+    assert workers == 1 or (rest[0][1] - rest[0][0] == 2 * own and rest[0][2] != done[2])
+    pieces = [piece for worker in run.workers.values() for piece in worker.slices_computed]
+    assert len(pieces) == len(set(pieces))  # nothing was computed twice
+    (went,) = [event for event in run.told(WorkerWent) if event.name == "w0"]
+    assert went.polite
+
+
+@pytest.mark.parametrize("stopped", [4, 8, 99, 1 << 63])
+def test_a_worker_that_says_it_stopped_where_it_cannot_have_is_not_believed(stopped: int) -> None:
+    """Its part of the first window is rows 4 to 8."""
+    run = Fleet(workers=2, description=windowed(Cadence.published(anchor=2)))
+    run.run_until(lambda: run.core.now is not None and run.core.now.step == 1)
+    member = run.core.membership.ready[1]
+    assert run.core.now is not None and run.core.now.rows_of(member.nodes[0]) == (4, 8)
+    none = np.zeros(1)
+    report = SliceReport(1, np.array([2], "<u4"), none, none, 0.1, b"", 1, stopped=stopped)
+    run.host.act(run.core.on_message(run.clock.now, member.peer, report))
+    assert run.core.refused["foreign report"] == 1
+    run.finish()
 
 
 @pytest.mark.parametrize("phase", ["forward", "sent", "committed"])
@@ -242,3 +288,17 @@ def test_plain_peers_are_turned_away() -> None:
             "a plain peer trains under sync alone, and this run's policy is cadence"
         ]
     assert core.refused == {"plain peer": 2} and {m.name for m in core.membership.ready} == {"ours"}
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_host_and_workers_that_are_all_told_to_end_keep_the_last_agreement(workers: int) -> None:
+    """As by one SIGTERM to a whole machine, in the middle of a window."""
+    policy = Cadence.published(anchor=3, max_anchor=3)
+    run = Fleet(workers=workers, description=windowed(policy), save_every=1000)
+    run.run_until(lambda: run.standing().step == 2)
+    run.run_for(0.15)
+    run.host.act(run.core.at(run.clock.now).ending.request_stop())
+    for worker in run.workers.values():
+        worker.ask_to_leave()
+    run.run_until(lambda: run.host.finish is not None)
+    assert run.core.saving.saved.step == run.standing().step >= 2

@@ -39,13 +39,34 @@ class Join:
         ),
     ] = None
     fetch_base: Annotated[bool, tyro.conf.arg(help="Ask the host for the model that is fine-tuned, once.")] = False
+    watch: Annotated[
+        str,
+        tyro.conf.arg(
+            metavar="off|auto|aws|gcp|azure",
+            help="Ask this machine's cloud whether it takes the machine back, and leave politely when it does.",
+        ),
+    ] = "off"
+    hours: Annotated[
+        str | None,
+        tyro.conf.arg(
+            metavar="22:00-07:00,Sat",
+            help="Work only then: ranges of local time, and whole days.",
+            help_behavior_hint="(default: always)",
+        ),
+    ] = None
+    yields: Annotated[
+        bool,
+        tyro.conf.arg(name="yield", help="Stay away while others use the card, or the processor if there is none."),
+    ] = False
     workers: Count = 1
     threads: Threads = None
     ranks: Ranks = None
 
     def __call__(self, *arguments: str) -> int:
         from potluck.launch.join import join
+        from potluck.launch.stay import Terms
 
         config = workers_config(self.workers, self.threads, self.ranks)
         settings = (*data_setting(self.data), *base_setting(self.base))
-        return join(self.invite, list(arguments), config, settings, fetches_base=self.fetch_base)
+        terms = Terms.of(self.watch, self.hours, yields=self.yields)
+        return join(self.invite, list(arguments), config, settings, terms, fetches_base=self.fetch_base)

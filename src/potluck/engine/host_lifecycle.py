@@ -28,7 +28,7 @@ from potluck.engine.member_driver import MemberDriver
 from potluck.engine.node_client import NodeClient
 from potluck.engine.run_state import RunState
 from potluck.engine.saved_position import check_position, restore_position, take_position
-from potluck.environment import QUIET
+from potluck.environment import QUIET, TAKEN_BACK, why_leaving
 from potluck.errors import ConfigError, Interrupted, PotluckError
 from potluck.fleet.client import Client
 from potluck.fleet.description import Description
@@ -36,6 +36,7 @@ from potluck.fleet.gathering import MOST_BYTES
 from potluck.fleet.ledger import Ledger
 from potluck.save.saves import Saves
 from potluck.save.whole_state import whole_state
+from potluck.signals import is_taken_back
 from potluck.tensor_bytes import join_bytes, split_bytes
 
 if TYPE_CHECKING:
@@ -172,7 +173,8 @@ class HostLifecycle:
         self.client.ask_to_stop()
 
     def _on_stop(self) -> None:
-        self.run.wants_stop = self.driver.member.wants_stop = True
+        self.run.wants_stop = True
+        self.driver.member.wants_stop = why_leaving(TAKEN_BACK if is_taken_back() else "asked to stop")
 
     def seed_random(self, seed: int) -> None:
         """Work that is handed out draws its own numbers: nothing to do."""

@@ -178,6 +178,8 @@ class HostRounds:
         while True:
             # A worker that is given the last weights may be put at an epoch's beginning that nobody will train.
             while not run.stopping and loader.position.row < loader.rows and not run.is_at_the_end:
+                if driver.leave_if_asked():
+                    continue
                 work = driver.member.begin()
                 if work is None:
                     driver.check_weights()

@@ -275,6 +275,13 @@ class MemberDriver:
 
     # The end
 
+    def leave_if_asked(self) -> bool:
+        """Before anything is begun: what this worker was given since is for the others, not what it has done ahead."""
+        is_asked = bool(self.member.wants_stop) and not self.member.is_ahead and not self.member.is_over
+        if is_asked:
+            self.leave()
+        return is_asked
+
     def leave(self) -> None:
         self._do(self.member.leave(time.monotonic()))
         self._settle()

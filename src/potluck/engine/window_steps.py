@@ -77,8 +77,9 @@ class WindowSteps:
         is_next = work.step == self._driver.member.version + 1
         self._step, self._run.turns.now = work.step, 0
         self._rows_before = self._run.rows_seen + work.row - self._run.loader.position.row
-        self._number = node[0]
-        self._own = bounds[node[0]]
+        self._numbers = range(*node)
+        self._own = bounds[node[0]][0], bounds[node[1] - 1][1]
+        self._stopped = 0
         self._whole = bounds[-1][1] - bounds[0][0]
         self._batches = 0
         self._samples = self._good_samples = self._good_loss = 0.0
@@ -100,6 +101,8 @@ class WindowSteps:
                 if is_void():
                     self._delta.forget()
                     return
+            if self._stopped:
+                return
             if self._batches <= number:
                 raise ConfigError(
                     f"The batch of rows {first} to {end} was given out, but step() was not called after it."
@@ -124,7 +127,9 @@ class WindowSteps:
         if not run.tally.is_last:
             return False, None
         driver.reach("batch", self._step, done=self._batches)
-        done, own_samples, decision = end_batch(run, self._layers, run.link)  # all ranks of this worker step as one
+        # All ranks of this worker step as one, and stop as one.
+        leaves = driver.client.wants_stop
+        done, own_samples, decision = end_batch(run, self._layers, run.link, is_over=leaves)
         is_last = run.turns.is_last
         self._batches += is_last
         self._samples += done.samples * is_last
@@ -138,8 +143,12 @@ class WindowSteps:
         rows = self._rows_before + round(self._whole * (self._batch_end - first) / (end - first))
         skipped = step_alone(run, decision, own_samples, rows, driver.client.name, stretch=self._stretch)
         run.next_turn()
-        if self._batch_end < end or not is_last:
+        if not is_last:
             return False, skipped
+        if self._batch_end < end:
+            if not done.is_over or len(self._numbers) < 2:  # the rest of a part that was cut is not cut again
+                return False, skipped
+            self._stopped = self._batch_end
         report, weight = self._report(), self._samples * run.unit
         if self._step == driver.member.version + 1:
             self._send_change(report, weight)
@@ -153,14 +162,18 @@ class WindowSteps:
         busy_s = time.perf_counter() - self._started
         # Skipped steps weigh what they would have, so that a part weighs the same no matter who does it.
         loss = self._good_loss / self._good_samples * self._samples if self._good_samples else math.nan
+        # Where all of it is done, nothing is left for the slice behind it.
+        numbers = self._numbers[:1] if self._stopped else self._numbers
+        none = [0.0] * (len(numbers) - 1)
         return SliceReport(
             self._step,
-            np.array([self._number], "<u4"),
-            np.array([self._samples], "<f8"),
-            np.array([loss], "<f8"),
+            np.array(numbers, "<u4"),
+            np.array([self._samples, *none], "<f8"),
+            np.array([loss, *none], "<f8"),
             busy_s,
             b"",
             self._batches,
+            stopped=self._stopped,
         )
 
     def _send_change(self, report: SliceReport, weight: float) -> None:

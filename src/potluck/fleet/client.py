@@ -92,6 +92,7 @@ class Client:
     def __init__(self, invite: Invite, *, name: str, kind: str, say: Callable[[str], None]) -> None:
         self.name = name
         self.say = say
+        self.wants_stop = False
         self.on_stop: Callable[[], None] = lambda: None
         """Called when this worker was asked to stop."""
         self.welcome: Welcome | None = None
@@ -129,6 +130,7 @@ class Client:
         self._takes_one_by_one, self._keeps_each = True, keeps_each
 
     def ask_to_stop(self) -> None:
+        self.wants_stop = True
         self.on_stop()
 
     @property

@@ -185,7 +185,7 @@ class Coordinator(CoordinatorState):
         went = WorkerWent(
             worker=member.worker_id,
             name=member.name,
-            reason=why,
+            reason=member.goodbye or why,
             polite=member.leaving or self.finished is not None,
             workers=len(self.membership.ready),
         )

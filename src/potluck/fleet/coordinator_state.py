@@ -132,6 +132,8 @@ class CoordinatorState:
         raise NotImplementedError
 
     def close(self, peer: int, why: str) -> list[Effect]:
+        if (member := self.membership.members.get(peer)) is not None:
+            member.goodbye = ""  # it does not go for the reason that it gave
         return [Close(peer, why), *self.on_closed(self.clock, peer, why)]
 
     def refuse(self, peer: int, kind: str, sentence: str) -> list[Effect]:

@@ -78,6 +78,15 @@ class Expect(Effect):
     """For each node, what its gradients are multiplied by: 1 but for a plain peer, which sends means."""
 
 
+class Narrow(Effect):
+    """The peer sends less than was asked for: of this node only its first part."""
+
+    peer: int
+    step: int
+    node: Node
+    done: Node
+
+
 class Discard(Effect):
     """Drop whatever the peer still sends of this node."""
 

@@ -145,6 +145,11 @@ class PeerConnection(Connection):
         if self.slot is not None:
             self.slot.revoked = True
 
+    def narrow(self, step: int, node: Node, done: Node) -> None:
+        for asked in self.expected:
+            if asked.step == step:
+                asked.nodes = tuple(done if each == node else each for each in asked.nodes)
+
     def discard(self, node: Node) -> None:
         for expected in self.expected:
             expected.useless.add(node)
@@ -235,6 +240,8 @@ class Exchange:
                 connection.expected.append(
                     ExpectedPayloads(effect.step, effect.nodes, effect.weights, self._travelling)
                 )
+            case effects.Narrow() if (connection := self.connections.get(effect.peer)) is not None:
+                connection.narrow(effect.step, effect.node, effect.done)
             case effects.Discard() if (connection := self.connections.get(effect.peer)) is not None:
                 connection.discard(effect.node)
         if self.mean is None:

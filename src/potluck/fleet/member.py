@@ -93,13 +93,12 @@ class Member:
         self.work: Work | None = None
         """The work that the loop has to compute next."""
         self.ahead: Work | None = None
-        """What follows the step under way, with overlap: it is computed while that one is agreed on, and nothing of it
-        is sent before."""
+        """What follows the step under way, with overlap. Nothing of it is sent before that one is agreed on."""
         self.is_ahead = False
         """That is being computed, or is done."""
         self.turn = 0
         """Changes whenever what a loop waits for may never come: it has to look where the run stands now."""
-        self.wants_stop = False
+        self.wants_stop = ""  # or why it is to leave
         self.left = False
         """This worker has left the run, which continues."""
         self.ends_for_all = False
@@ -272,6 +271,7 @@ class Member:
     def loaded(self, version: int, step: int) -> list[MemberEffect]:
         """The state is in the model. `step`: what a person calls it."""
         self.version = self._loaded_at = version
+        self.saved = self.saved if self.saved.step <= version else Saved(0, "", "")  # the run may have gone back
         self.save_due = self.saved.step  # what was due before is of a state that this worker no longer has
         self._changed_at, self._is_damaged = -1, False
         self._later = deque(message for message in self._later if message.step > version)
@@ -450,7 +450,7 @@ class Member:
     def leave(self, now: float) -> list[MemberEffect]:
         """After a step, or while there is nothing to do: nothing is computed again."""
         self.left = True
-        return self._say_goodbye(now, Leave(0, "asked to stop"))
+        return self._say_goodbye(now, Leave(0, self.wants_stop or "asked to stop"))
 
     def finish(self, now: float) -> list[MemberEffect]:
         """The loop is done; the run ends when all holders of its weights are."""

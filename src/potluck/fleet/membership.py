@@ -77,6 +77,8 @@ class WorkerRecord:
     relieved_of: str = ""
     """What it was doing when that happened."""
     leaving: bool = False
+    goodbye: str = ""
+    """Why it leaves, as it said itself."""
     shut_at: float | None = None
     """When it was told that the run is over for it."""
     warned_at: float = 0.0

@@ -102,6 +102,33 @@ class StepUnderWay(StepPlan):
     loss: float = math.nan
     samples: float = 0.0
 
+    def note_used(self, bits: bytes) -> None:
+        """Which parameters somebody's slices gave a gradient to."""
+        if len(self.used) < len(bits):
+            self.used.extend(bytes(len(bits) - len(self.used)))
+        for index, byte in enumerate(bits):
+            self.used[index] |= byte
+
+    def find_cut(self, nodes: Collection[Node], told: list[int], row: int) -> Node | None:
+        """The part of a window in whose middle a worker can have stopped, if it tells of that part and no other. What
+        is left of such a part cannot be cut again."""
+        for node in nodes if self.batch else ():
+            start, end = self.bounds[node[0]]
+            if node[1] - node[0] == 2 and told == [node[0]] and start < row < end == self.bounds[node[0] + 1][0]:
+                return node
+        return None
+
+    def cut(self, node: Node, row: int, *, ended_by: int | None = None) -> tuple[Node, Node]:
+        """The part that was done, and the rest. `ended_by`: with this worker the window ends there, without a rest."""
+        first, second = node[0], node[0] + 1
+        start, end = self.bounds[first]
+        self.bounds[first], self.bounds[second] = (start, row), (row, end if ended_by is None else row)
+        for number in (first, second):  # what somebody who was lost told of the whole
+            self.reports.pop(number, None)
+        if ended_by is not None:
+            self.reports[second] = Slice(0.0, 0.0, ended_by)
+        return (first, second), (second, second + 1)
+
     @property
     def is_reported(self) -> bool:
         """Of every slice somebody has told its samples and its loss."""
@@ -194,7 +221,7 @@ class StepPlanner:
         )
 
     def _plan_window(self, working: list[WorkerRecord], after: StepUnderWay | None, rows_left: int) -> StepPlan:
-        """One slice for each worker, as large as its speed allows."""
+        """For each worker a slice as large as its speed allows, and an empty one for what it may leave undone."""
         described, standing = self._run.described, self._run.standing
         assert self._windows is not None
         self._alike_at = -1
@@ -206,8 +233,8 @@ class StepPlanner:
         nodes: list[list[Node]] = []
         sizes: list[int] = []
         for rows in decision.rows:
-            nodes.append([(len(sizes), len(sizes) + 1)] if rows else [])
-            sizes += [rows] if rows else []
+            nodes.append([(len(sizes), len(sizes) + 2)] if rows else [])
+            sizes += [rows, 0] if rows else []
         return StepPlan(
             step=standing.step + 1 + (after is not None),
             epoch=standing.epoch,

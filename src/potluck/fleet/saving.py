@@ -92,7 +92,7 @@ class Saving:
         """The last who has the weights leaves them behind: those it has, for it will apply no other step."""
         others = [m for m in self._run.membership.holders if m is not member and not m.leaving]
         is_kept = self.saved.step >= member.applied and bool(self.saved.folder)
-        if member.is_ready and not others and member.applied and not is_kept and not self._run.stopping:
+        if member.is_ready and not others and member.applied and not is_kept:
             self.due, self._moved_at = SaveDue(member.applied, self._keep_last), self._run.clock
             if self.sender is not None or self.is_writing:
                 return []  # once that one is kept

@@ -22,6 +22,7 @@ from potluck.fleet.effects import (
     Emit,
     Expect,
     Finish,
+    Narrow,
     Record,
     Send,
     SetScale,
@@ -32,7 +33,7 @@ from potluck.fleet.effects import (
 from potluck.fleet.ledger import prove
 from potluck.fleet.membership import WorkerRecord, slices_of
 from potluck.fleet.planning import Slice, StepPlan, StepPlanner, StepUnderWay
-from potluck.fleet.tree import Node, cover, decide_quotas
+from potluck.fleet.tree import Node, cover, decide_quotas, tell_slices
 from potluck.wire.messages import Applied, Committed, Refusal, ShardAssignment, Shutdown, SliceReport
 
 LEAST_SAMPLES, MOST_SAMPLES, MOST_LOSS = 1e-6, 1e15, 1e300
@@ -173,11 +174,14 @@ class StepDispatcher:
             effects.append(Send(member.peer, ShardAssignment(under.step, start, end)))
         return effects + self._scale()
 
+    def _able(self, under: StepUnderWay) -> list[WorkerRecord]:
+        return [m for m in self._run.membership.holders if m.since <= under.step and not m.leaving]
+
     def hand_out(self, nodes: list[Node], avoid: int | None = None) -> list[Effect]:
         """Nodes that have lost their worker, to the others, within the same step."""
         under, holders = self.now, self._run.membership.holders
         assert under is not None
-        able = [m for m in holders if m.since <= under.step and not m.leaving]  # who leaves computes nothing any more
+        able = self._able(under)
         able = [m for m in able if not m.is_relieved] or able
         able = [m for m in able if m.peer != avoid] or able
         if not able and self._run.ahead is not None and any(m.since > under.step for m in holders):
@@ -186,12 +190,15 @@ class StepDispatcher:
         if not able:  # all leave who could: a newcomer gets the weights as they are
             return self.abandon()
         slices = slices_of(nodes)
-        quotas = decide_quotas(len(slices), [m.speed for m in able], None)
+        quotas = decide_quotas(len(nodes) if under.batch else len(slices), [m.speed for m in able], None)
         effects: list[Effect] = [Widen(under.step)]
         given = 0
         for member, quota in zip(able, quotas, strict=True):
             mine = set(slices[given : given + quota])
             given += quota
+            if under.batch:
+                effects += self._give(under, member, nodes[given - quota : given])
+                continue
             # Within each lost node: what was already added of it must not be added again as part of a larger one.
             parts = [
                 piece
@@ -258,13 +265,16 @@ class StepDispatcher:
             return []
         mine = {*slices_of(member.nodes)}
         told = [int(number) for number in report.slices]
-        if not (len(told) == len(report.samples) == len(report.loss_sums)) or not mine.issuperset(told):
+        cut = under.find_cut(member.nodes, told, report.stopped) if report.stopped else None
+        is_foreign = not mine.issuperset(told) or (report.stopped > 0 and mine and cut is None)
+        if not (len(told) == len(report.samples) == len(report.loss_sums)) or is_foreign:
             run.refused["foreign report"] += 1
             return []
         if not mine:  # it was taken from it meanwhile
             return []
+        effects = self._cut(under, member, cut, report.stopped) if cut is not None else []
         bad = self._note_slices(under, member, report)
-        _either(under.used, bytes(report.used))
+        under.note_used(bytes(report.used))
         under.overflowed |= bool(report.overflowed)
         if 0 in mine and not under.buffers:
             under.buffers = bytes(report.buffers)
@@ -278,10 +288,22 @@ class StepDispatcher:
             under.batches[member.worker_id] = under.batches.get(member.worker_id, 0) + report.batches
         member.busy_s += report.busy_s
         under.busy[member.worker_id], under.reported[member.worker_id] = member.busy_s, run.clock
-        effects: list[Effect] = []
         for node in bad:
             effects += self.on_bad(member.peer, under.step, node, "has a loss that is not finite")
         return effects + self._scale()
+
+    def _cut(self, under: StepUnderWay, member: WorkerRecord, node: Node, row: int) -> list[Effect]:
+        """It leaves in the middle of a window. Another does the rest; the window ends if nobody can and none follow."""
+        others = [m for m in self._able(under) if m is not member]
+        if not others and node[1] == under.slices:
+            under.cut(node, row, ended_by=member.worker_id)
+            member.reported.add(node[1] - 1)  # of which nothing is left
+            told = [effect for m in self._run.membership.members.values() for effect in self.call_back(m)]
+            self._next = None  # it was of the rows after those that are not done
+            return told
+        done, rest = under.cut(node, row)
+        member.nodes = [done if each == node else each for each in member.nodes]
+        return [Narrow(member.peer, under.step, node, done), *self.hand_out([rest], avoid=member.peer)]
 
     def _note_slices(self, under: StepUnderWay, member: WorkerRecord, report: SliceReport) -> list[Node]:
         """Its nodes in which a slice has a loss or samples that nothing can be done with."""
@@ -330,11 +352,11 @@ class StepDispatcher:
         for number in range(*node):
             # What it told of the slice stays: parts that came before the bad one may be in the sums, and be scaled.
             under.bad[number] = member.name
-        doing = f"its gradient of slices {_tell(node)} of step {step} {why}; they are computed again"
+        doing = f"its gradient of slices {tell_slices(node)} of step {step} {why}; they are computed again"
         return [
             Discard(peer, node),
             Emit(Stalled(worker=member.worker_id, name=member.name, doing=doing, seconds=0.0)),
-            *self.hand_out([(number, number + 1) for number in range(*node)], avoid=peer),
+            *self.hand_out([node] if under.batch else [(n, n + 1) for n in range(*node)], avoid=peer),
         ]
 
     def _give_up(self, under: StepUnderWay, member: WorkerRecord, number: int, why: str) -> list[Effect]:
@@ -409,7 +431,8 @@ class StepDispatcher:
                 under.computed_by.setdefault(number, member.worker_id)
             member.nodes = []  # all is in the sums: it owes nothing, also where no other step follows
         by = {number: under.computed_by.get(number, under.reports[number].worker_id) for number in under.reports}
-        ranges = tuple((*under.bounds[number], by[number]) for number in sorted(by))
+        bounds = [(under.bounds[number], by[number]) for number in sorted(by)]
+        ranges = tuple((*rows, who) for rows, who in bounds if rows[0] < rows[1])
         workers = tuple(
             {
                 "rank": m.worker_id,
@@ -430,7 +453,7 @@ class StepDispatcher:
     def _tell_committed(self, under: StepUnderWay, record: StepRecord, epoch: EpochDone | None) -> list[Effect]:
         run = self._run
         seconds = run.clock - under.started
-        told: dict[str, Any] = {"workers": record.workers, "epoch": epoch and as_table(epoch), "seconds": seconds}
+        told: dict[str, Any] = {"workers": record.workers, "epoch": epoch and dict(vars(epoch)), "seconds": seconds}
         if under.decision is not None and under.decision.together:  # who was given nothing of it has not heard so
             told["together"] = True
         told |= {"overflowed": True} if under.overflowed else {}
@@ -474,18 +497,3 @@ class StepDispatcher:
 
     def on_restored(self) -> None:
         self._records.clear()
-
-
-def _either(bits: bytearray, others: bytes) -> None:
-    if len(bits) < len(others):
-        bits.extend(bytes(len(others) - len(bits)))
-    for index, byte in enumerate(others):
-        bits[index] |= byte
-
-
-def as_table(epoch: EpochDone) -> dict[str, Any]:
-    return dict(vars(epoch))
-
-
-def _tell(node: Node) -> str:
-    return str(node[0]) if node[1] - node[0] == 1 else f"{node[0]} to {node[1] - 1}"

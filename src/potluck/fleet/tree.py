@@ -46,6 +46,10 @@ def _cover(node: Node, first: int, end: int) -> list[Node]:
     return _cover(left, first, end) + _cover(right, first, end)
 
 
+def tell_slices(node: Node) -> str:
+    return str(node[0]) if node[1] - node[0] == 1 else f"{node[0]} to {node[1] - 1}"
+
+
 def merges(node: Node) -> list[int]:
     """For each slice of the node, in order: how many sums of two are complete once it is there."""
     if node[1] - node[0] == 1:

@@ -5,8 +5,6 @@ import os
 import platform
 import sys
 import tempfile
-import time
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +12,24 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from potluck.environment import QUIET
-from potluck.errors import ConfigError, Interrupted
+from potluck.errors import ConfigError
 from potluck.fleet.base_folder import fetch_base
 from potluck.fleet.invite import INVITE, Invite, read_invite
-from potluck.launch.processes import WorkerPool
-from potluck.signals import Interrupts
+from potluck.launch.control import controlled
+from potluck.launch.stay import Stay, Terms
 from potluck.system import HAS_GROUPS
 from potluck.train.arguments import FILES_ASKED, WorkersConfig, base_setting, data_setting
-from potluck.waiting import POLL_S
 from potluck.words import say
 
 
 def join(
-    invite: str, script: list[str], config: WorkersConfig, settings: tuple[str, ...], *, fetches_base: bool = False
+    invite: str,
+    script: list[str],
+    config: WorkersConfig,
+    settings: tuple[str, ...],
+    terms: Terms = Terms(),
+    *,
+    fetches_base: bool = False,
 ) -> int:
     """`fetches_base`: the model that is fine-tuned comes from the host, if it is not here yet."""
     found = read_invite(None if invite == HIDDEN else invite)
@@ -39,12 +42,16 @@ def join(
         _hide(found.line(), invite)  # where programs cannot be replaced, arguments are the user's own to read
     if fetches_base:
         settings = (*settings, *base_setting(str(_fetched(found))))
-    while True:
-        command = script or ["--join", json.dumps(list(settings))]
-        code, asked = _take_part(command, config, found.line())
-        if not asked or not _says_yes(asked):
-            return code
-        settings = (*settings, *data_setting(asked))
+    name = f"{platform.node()}-{os.getpid()}"
+    names = [f"{name}-{number}" if config.count > 1 else name for number in range(config.count)]
+    with controlled(name, f"{found.host} port {found.port}") as control:
+        stay = Stay(config, terms, control, names)
+        while True:
+            command = script or ["--join", json.dumps(list(settings))]
+            code, asked = _take_part(stay, command, found.line(), is_quiet=config.count > 1)
+            if not asked or not _says_yes(asked):
+                return code
+            settings = (*settings, *data_setting(asked))
 
 
 def _fetched(invite: Invite) -> Path:
@@ -67,36 +74,13 @@ def _fetched(invite: Invite) -> Path:
     return folder
 
 
-def _take_part(command: list[str], config: WorkersConfig, line: str) -> tuple[int, list[str]]:
+def _take_part(stay: Stay, command: list[str], line: str, *, is_quiet: bool) -> tuple[int, list[str]]:
     """The exit code; and if workers ended since the host's recipe names files on this machine, those files."""
     with tempfile.TemporaryDirectory(prefix="potluck-") as folder:
         question = Path(folder) / "files"
-        environment = {INVITE: line, FILES_ASKED: str(question)}
-        if config.count > 1:
-            environment[QUIET] = "1"
-        code = _watch(WorkerPool(command, config, environment), config.count)
+        environment = {INVITE: line, FILES_ASKED: str(question)} | ({QUIET: "1"} if is_quiet else {})
+        code = stay.run(command, environment, Path(folder))
         return code, json.loads(question.read_text(encoding="utf-8")) if question.exists() else []
-
-
-def _watch(pool: WorkerPool, count: int) -> int:
-    """Until all its workers have ended. Ctrl-C lets them leave politely."""
-
-    def leave(number: int) -> None:
-        say("Leaving after this step. Ctrl-C again leaves at once.")
-        pool.interrupt()
-
-    interrupts = Interrupts(leave)
-    with interrupts.handled(), closing(pool):
-        base = f"{platform.node()}-{os.getpid()}"
-        pool.start([f"{base}-{number}" if count > 1 else base for number in range(count)])
-        codes: list[int] = []
-        while len(codes) < count and interrupts.count < 2:
-            for worker, sentence in pool.news():
-                codes.append(worker.code if worker.code >= 0 else 128 - worker.code)
-                if sentence:
-                    say(sentence)
-            time.sleep(POLL_S)
-        return max(codes, default=Interrupted.exit_code)
 
 
 def _says_yes(paths: list[str]) -> bool:

@@ -160,7 +160,7 @@ def _watch(team: list[Worker], start: Start | None) -> int | Recovery:
 
     def ask_to_stop(number: int) -> None:
         say("Finishing this step. Ctrl-C again stops at once.")
-        pass_on(number, team)
+        pass_on(signal.SIGINT, team)  # also for SIGTERM: they may have got that themselves, and twice is at once
 
     interrupts = Interrupts(ask_to_stop)
     ended: list[Worker] = []  # in the order in which they did
@@ -344,6 +344,10 @@ class WorkerPool:
         return any(team.is_alive for team in self._teams)
 
     @property
+    def pids(self) -> list[int]:
+        return [rank.process.pid for rank in self._ranks if rank.is_alive]
+
+    @property
     def _ranks(self) -> list[Worker]:
         return [rank for team in self._teams for rank in team.ranks]
 
@@ -373,6 +377,10 @@ class WorkerPool:
 
     def interrupt(self) -> None:
         pass_on(signal.SIGINT, self._ranks)
+
+    def kill(self) -> None:
+        """At once, whatever they do: what they were given, others are given."""
+        end_workers(self._ranks, KILL)
 
     def close(self) -> None:
         end_workers(self._ranks, signal.SIGTERM)

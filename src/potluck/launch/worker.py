@@ -9,18 +9,21 @@ python -m potluck.launch.worker --finish RUN
 import atexit
 import os
 import runpy
+import signal
 import sys
 import threading
 import traceback
 from pathlib import Path
 
-from potluck.environment import LAST_WORDS, PARENT_PIPE
+from potluck.environment import IGNORED, LAST_WORDS, PARENT_PIPE
 from potluck.errors import Interrupted, PotluckError, WorkerLost
+from potluck.fleet.invite import INVITE
 from potluck.save.memory import clear_away
 
 
 def main() -> None:
     _end_with_parent()
+    _hear_early()
     code = 0
     try:
         _run(sys.argv[1:])
@@ -82,6 +85,15 @@ def _end_with_parent() -> None:
         os._exit(1)
 
     threading.Thread(target=wait_for_end, name="parent watch", daemon=True).start()
+
+
+def _hear_early() -> None:
+    """A worker that comes and goes may be told to go before it has anything to hand over: by Ctrl-C from its parent, or
+    by SIGTERM from whoever takes the machine back, which would otherwise look like a crash."""
+    if INVITE in os.environ:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for name in os.environ.get(IGNORED, "").split():
+        signal.signal(signal.Signals[name], signal.SIG_IGN)
 
 
 def _leave_words(words: str) -> None:

@@ -91,7 +91,11 @@ class Progress:
             case WorkerCame():
                 self.say(f"{event.name} joined ({event.kind}); {plural(event.workers, 'worker')} now.", style="cyan")
             case WorkerWent():
-                how = "left" if event.polite else f"is lost ({event.reason}); the others compute its part again"
+                how = (
+                    f"left ({event.reason})"
+                    if event.polite
+                    else f"is lost ({event.reason}); the others compute its part again"
+                )
                 self.say(f"{event.name} {how}; {plural(event.workers, 'worker')} now.", style="yellow")
             case WentBack():
                 lost = event.from_step - event.step

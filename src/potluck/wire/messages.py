@@ -12,7 +12,7 @@ from typing import Annotated, Any, dataclass_transform, get_args, get_type_hints
 import numpy as np
 import numpy.typing as npt
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Of our own messages: a Hello says which one its sender speaks."""
 TOO_SOON = 5
 """The code of a Refusal after which a worker waits, and comes again."""
@@ -247,6 +247,8 @@ class SliceReport(Message):
     """Of the first slice: what it changed in buffers that have no mean."""
     overflowed: U8 = 0
     """Whether a gradient had no room in fp16; zeros are sent in its place, and everybody skips the step."""
+    stopped: U64 = 0
+    """Of a window, by a worker that leaves: the row before which it has stopped; 0: all rows are done."""
 
 
 class Committed(Message):

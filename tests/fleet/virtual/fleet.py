@@ -49,7 +49,7 @@ class Fleet:
         """Called when the journal has it."""
         self.on_parting: Callable[[Line, str], None] = lambda line, why: None
         """Called when the host parts with a peer."""
-        self.on_begin: Callable[[], None] = lambda: None
+        self.on_begin: Callable[[int], None] = lambda slices: None
         """Called when a step begins, or begins anew."""
         self.on_payload: Callable[[Payload], None] = lambda payload: None
         """Called when one comes from a peer that the host has not parted with."""

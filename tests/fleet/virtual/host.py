@@ -155,7 +155,7 @@ class Host:
                 self.finish = self.finish or effect
             case _:
                 if isinstance(effect, effects.BeginStep):
-                    self.fleet.on_begin()
+                    self.fleet.on_begin(effect.slices)
                 self.exchange.do(effect)
 
     def _send(self, line: Line | None, effect: effects.Send) -> None:

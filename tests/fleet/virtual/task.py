@@ -27,6 +27,15 @@ class Task:
         if work.batch:
             start, end = self.bounds[self.numbers[0]]
             self.batches = -(-(end - start) // work.batch)
+        self.stopped = 0
+
+    def stop(self, batches: int) -> None:
+        """Of a window: after so many batches, which are not all."""
+        first = self.numbers[0]
+        start, end = self.bounds[first]
+        self.stopped, self.batches = start + batches * self.work.batch, batches
+        self.bounds[first], self.bounds[first + 1] = (start, self.stopped), (self.stopped, end)
+        self.nodes, self.numbers = [(first, first + 1)], [first]
 
     def sums(self, is_bad: Callable[[int], bool], *, has_momentum: bool = False) -> list[list[Floats]]:
         """For each node, and each part. `is_bad`: one number of what this slice gives is none. `has_momentum`: that of

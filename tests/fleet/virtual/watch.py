@@ -36,6 +36,8 @@ class Watch:
         """The peers that hung before what has just happened."""
         self._came: dict[tuple[int, Node], list[Floats]] = {}
         """By part and node, what has come of the step under way; twice, where a lost worker's was handed to another."""
+        self._slices = 0
+        """Of that step."""
         self._idle_since = self._waiting_since = run.clock.now
         self._waiting_in = 0
         """The step in which somebody waits."""
@@ -43,7 +45,7 @@ class Watch:
         self.events = 0
         run.on_record = self._on_record
         run.on_parting = self._on_parting
-        run.on_begin = self._came.clear
+        run.on_begin = self._on_begin
         run.on_payload = self._on_payload
         run.clock.after_each = self._look
 
@@ -159,6 +161,10 @@ class Watch:
         assert record.rows_seen == place + record.rows
         self._records[record.step] = record
 
+    def _on_begin(self, slices: int) -> None:
+        self._came.clear()
+        self._slices = slices
+
     def _on_payload(self, payload: Payload) -> None:
         if np.isfinite(payload.gradients).all():
             self._came.setdefault((payload.part, payload.node), []).append(payload.gradients.copy())
@@ -169,13 +175,22 @@ class Watch:
         mean = self._run.host.exchange.mean
         assert mean is not None
         for part, result in enumerate(mean.results):
-            came = [self._came.get((part, (number, number + 1)), []) for number in range(len(record.ranges))]
+            came = [self._came_of(part, number) for number in range(0, self._slices, 2)]
             for at in range(0, len(result), CHUNK):
                 chunks = [[values[at : at + CHUNK] for values in found if len(values) > at] for found in came]
                 sums = (np.sum(found, axis=0) for found in itertools.product(*chunks))
                 wanted = (total / np.float32(record.rows * UNIT) for total in sums)
                 is_mean = any(np.allclose(result[at : at + CHUNK], found, rtol=1e-4, atol=1e-6) for found in wanted)
                 assert is_mean, f"part {part} of window {record.step} is not the mean of what came"
+
+    def _came_of(self, part: int, number: int) -> list[Floats]:
+        """What came of a worker's part; or of what it did of it before it left, and of the rest, together."""
+        whole, done, rest = (
+            self._came.get((part, node), [])
+            for node in ((number, number + 2), (number, number + 1), (number + 1, number + 2))
+        )
+        both = [a[: len(b)] + b[: len(a)] for a, b in itertools.product(done, rest)]
+        return [*whole, *(both if rest else done)]  # without a rest the window ended there
 
     def _on_parting(self, line: Line, why: str) -> None:
         """Nobody is given up for a silence of the host's own: of its bytes, none came for a long time."""

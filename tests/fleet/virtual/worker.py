@@ -108,7 +108,7 @@ class Worker(Client):
         return self.state.epoch >= self.fleet.epochs
 
     def ask_to_leave(self) -> None:
-        self.member.wants_stop = True
+        self.member.wants_stop = "asked to stop"
         self.poke()
 
     # The loop
@@ -140,6 +140,10 @@ class Worker(Client):
 
     def _rest_of_epoch(self) -> Life:
         while self._has_rows():
+            if self.member.wants_stop and not self.member.is_ahead:
+                yield from self._do(self.member.leave(self.clock.now))
+                yield from self._settle()
+                continue
             if (work := self.member.begin()) is None:
                 yield from self._check_weights()
             else:
@@ -249,7 +253,10 @@ class Worker(Client):
         assert is_ahead or work.step == self.state.step + 1, f"{self} has work of step {work.step}"
         task = Task(work, self.state, self._own if is_ahead else None)
         yield from self._at("forward", work.step)
-        yield Sleep(self.batch_s * task.batches if work.batch else self.slice_s * (len(task.numbers) - 1))
+        if work.batch:
+            yield from self._take_batches(task)
+        else:
+            yield Sleep(self.slice_s * (len(task.numbers) - 1))
         losses = [
             math.inf
             if self.fleet.faults.take(self.name, "loss", work.step, n)
@@ -259,12 +266,20 @@ class Worker(Client):
         samples = np.array([task.bounds[n][1] - task.bounds[n][0] for n in task.numbers], "<f8")
         numbers, told = np.array(task.numbers, "<u4"), np.array(losses, "<f8")
         took_s = self.clock.now - started if work.batch else 0.0
-        report = SliceReport(work.step, numbers, samples, told, took_s, b"", task.batches)
+        report = SliceReport(work.step, numbers, samples, told, took_s, b"", task.batches, stopped=task.stopped)
         if is_ahead:
             self._ahead = task, report
             yield from self._at("ahead", work.step)
         else:
             yield from self._send_work(task, report, started)
+
+    def _take_batches(self, task: Task) -> Life:
+        """Of a window, of which a worker that leaves does not do all."""
+        for done in range(1, task.batches + 1):
+            yield Sleep(self.batch_s)
+            if self.member.wants_stop and done < task.batches and len(task.numbers) > 1:
+                task.stop(done)
+                return
 
     def _send_work(self, task: Task, report: SliceReport, started: float) -> Life:
         work, line = task.work, self.line
@@ -281,7 +296,8 @@ class Worker(Client):
                 yield from self._backward(work, part, started)
             yield from self._send_part(work.step, part, task.nodes, [total[part] for total in sums])
         if line is self.line:
-            self.slices_computed += [(work.step, number) for number in task.numbers]
+            done = [number for number in task.numbers if task.bounds[number][0] < task.bounds[number][1]]
+            self.slices_computed += [(work.step, number) for number in done]
         self._own = self.state.weights - task.change
         yield from self._at("sent", work.step)
 
@@ -426,7 +442,7 @@ class Worker(Client):
                 assert fault is not None
                 self.clock.stop(fault.seconds)
             case "leave":
-                self.member.wants_stop = True
+                self.member.wants_stop = "asked to stop"
             case "cut":
                 self.lose_connection()
             case "quit":

@@ -1,0 +1,172 @@
+"""Where a joiner on this machine can be found by its owner: a folder for each, with what it does and what is wished.
+
+`potluck join` makes one, holds its lock, writes its state and looks at the wish; `potluck pause` and `potluck resume`
+write the wish and look at the state. Both are small JSON files that appear whole. Folders are the user's alone; no
+secret is in them. Knows nothing of workers. Imports no torch.
+"""
+
+import json
+import os
+import shutil
+import stat
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from potluck.errors import ConfigError
+from potluck.files import write_whole
+from potluck.system import lock
+from potluck.words import say
+
+LOCK, STATE, WISH = "lock", "state.json", "wish.json"
+MOST_BYTES = 4096
+"""Of a file that is read here."""
+
+
+def control_folder(environment: Mapping[str, str] = os.environ) -> Path:
+    """Of this user, on this machine: a home may be shared by many machines, and a run folder is not."""
+    if (runtime := environment.get("XDG_RUNTIME_DIR")) and os.access(runtime, os.W_OK):
+        return Path(runtime) / "potluck" / "workers"
+    cache = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return (
+        cache / "potluck" / "workers" / os.uname().nodename if hasattr(os, "uname") else cache / "potluck" / "workers"
+    )
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What the owner wants: that it pauses, until a time or until resume; or that it works."""
+
+    pauses: bool
+    until: float | None = None
+    """Seconds since 1970."""
+    for_s: float | None = None
+    """As it was asked for, to be said."""
+
+
+@dataclass(frozen=True)
+class State:
+    """`doing`: working, leaving or paused. `sentence`: what a person is told."""
+
+    doing: str
+    sentence: str
+    run: str = ""
+    """Where its host is."""
+
+
+@dataclass
+class Control:
+    """A joiner's own folder; none where none can be written: then nobody can pause it."""
+
+    folder: Path | None
+    run: str
+
+    def tell(self, doing: str, sentence: str) -> None:
+        if self.folder is None:
+            return
+        with suppress(OSError):  # a full disk must not end a worker
+            _write(self.folder / STATE, {"doing": doing, "sentence": sentence, "run": self.run, "pid": os.getpid()})
+
+    def wish(self) -> Wish:
+        found = _read(self.folder / WISH) if self.folder is not None else {}
+        until, for_s = found.get("until"), found.get("for_s")
+        return Wish(
+            found.get("pauses") is True,
+            float(until) if isinstance(until, int | float) else None,
+            float(for_s) if isinstance(for_s, int | float) else None,
+        )
+
+
+@contextmanager
+def controlled(name: str, run: str) -> Iterator[Control]:
+    """A folder that others of this user find while this process lives. `run`: where its host is, without a secret."""
+    folder = control_folder() / name
+    try:
+        _make_own(folder.parent)
+        shutil.rmtree(folder, ignore_errors=True)  # of a process that had this number before
+        folder.mkdir(mode=0o700)
+        file: IO[Any] = (folder / LOCK).open("w")
+    except OSError as error:  # in a container, say, without a home
+        say(f"potluck pause will not find this worker: cannot write {folder}: {error.strerror}.")
+        yield Control(None, run)
+        return
+    with file:
+        lock(file)
+        try:
+            yield Control(folder, run)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _make_own(folder: Path) -> None:
+    """Nobody else may write there: a wish is an order."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if hasattr(os, "getuid"):
+        found = folder.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+            raise ConfigError(f"{folder} belongs to somebody else. Point XDG_RUNTIME_DIR to a folder of yours.")
+        folder.chmod(0o700)
+
+
+# From outside
+
+
+@dataclass(frozen=True)
+class Found:
+    folder: Path
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    def state(self) -> State:
+        found = _read(self.folder / STATE)
+        words = [str(found.get(name, "")) for name in ("doing", "sentence", "run")]
+        return State(*words)
+
+    def wish(self, wish: Wish) -> None:
+        try:
+            _write(self.folder / WISH, vars(wish))
+        except OSError as error:
+            raise ConfigError(f"Cannot tell {self.name}: {error.strerror}.") from None
+
+    @property
+    def is_alive(self) -> bool:
+        """Its process holds the lock, however it would end."""
+        try:
+            with (self.folder / LOCK).open("r+") as file:
+                lock(file)
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return True
+        return False
+
+
+def find_joiners(root: Path | None = None) -> list[Found]:
+    """Of this user, on this machine; what those have left behind who were killed is cleared away."""
+    root = root or control_folder()
+    found = []
+    for folder in sorted(root.iterdir()) if root.is_dir() else []:
+        joiner = Found(folder)
+        if joiner.is_alive:
+            found.append(joiner)
+        elif time.time() - folder.stat().st_mtime > 60:  # else it may be about to take its lock
+            shutil.rmtree(folder, ignore_errors=True)
+    return found
+
+
+def _write(path: Path, table: dict[str, Any]) -> None:
+    write_whole(path, json.dumps(table), 0o600)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            found = json.loads(file.read(MOST_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,259 @@
+"""Notices that this machine is taken back: asked of a cloud's metadata service, where somebody switched that on.
+
+Each provider is a function from its answer to a Notice, and one thread asks. Signals are not its affair, nor is what
+follows from a notice. Imports no torch.
+"""
+
+import http.client
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from pathlib import Path
+from typing import Any, ClassVar
+
+from potluck.errors import ConfigError
+from potluck.words import duration
+
+MOST_BYTES = 1 << 20
+"""Of an answer; one of Azure's lists the events of a whole set of machines."""
+TIMEOUT_S = 5.0
+FIRST_TIMEOUT_S = 125.0
+"""Azure switches its service on with the first question, which may take two minutes."""
+WAIT_S = 20
+"""How long Google may hold its answer back until it changes."""
+TOKEN_S = 21_600
+ADDRESS = "POTLUCK_METADATA"
+"""For tests: HOST:PORT in place of the provider's own address."""
+
+
+@dataclass(frozen=True)
+class Notice:
+    source: str
+    at: float | None
+    """When this machine goes, in seconds since 1970; none: it was not said."""
+
+    def seconds(self, now: float) -> float | None:
+        return None if self.at is None else max(0.0, self.at - now)
+
+    def sentence(self, now: float) -> str:
+        seconds = self.seconds(now)
+        when = "" if seconds is None else f" in about {duration(seconds)}"
+        return f"This machine is taken back{when} ({self.source})"
+
+
+# What each provider answers
+
+
+def read_aws(answer: str) -> Notice | None:
+    """spot/instance-action: {"action": "terminate", "time": "2026-01-01T08:22:00Z"}."""
+    found = _table(answer)
+    if found.get("action") not in ("terminate", "stop", "hibernate"):
+        return None
+    return Notice("AWS spot", _iso(found.get("time")))
+
+
+def read_aws_risk(answer: str) -> bool:
+    """events/recommendations/rebalance: {"noticeTime": ...}. A spot machine that is more likely to go than before."""
+    return _iso(_table(answer).get("noticeTime")) is not None
+
+
+def read_gcp(answer: str, now: float) -> Notice | None:
+    """instance/preempted: TRUE or FALSE. What follows is always 30 s."""
+    return Notice("Google Cloud", now + 30) if answer.strip().upper() == "TRUE" else None
+
+
+def read_azure(answer: str, name: str) -> Notice | None:
+    """scheduledevents: of all machines of a set; `name` is this one's. A Freeze is over in seconds, and no notice."""
+    events = _table(answer).get("Events")
+    for event in events if isinstance(events, list) else []:
+        if not isinstance(event, dict) or event.get("EventType") not in ("Preempt", "Terminate", "Redeploy", "Reboot"):
+            continue
+        resources = event.get("Resources")
+        is_ours = isinstance(resources, list) and name.lower() in [str(each).lower() for each in resources]
+        if is_ours and event.get("EventStatus") in ("Scheduled", "Started"):
+            return Notice(f"Azure, {str(event['EventType']).lower()}", _http_date(event.get("NotBefore")))
+    return None
+
+
+def decide_provider(told: Mapping[str, str]) -> str | None:
+    """Which cloud this machine is of, by what its firmware says; none: of none that we know. Nobody is asked."""
+    words = " ".join(told.values())
+    if "Amazon EC2" in words:
+        return "aws"
+    if "Google" in words:
+        return "gcp"
+    return "azure" if AZURE_TAG in words else None
+
+
+AZURE_TAG = "7783-7084-3265-9085-8269-3286-77"
+
+
+def firmware() -> dict[str, str]:
+    found = {}
+    for name in ("sys_vendor", "product_name", "bios_vendor", "chassis_asset_tag"):
+        try:
+            found[name] = Path("/sys/class/dmi/id", name).read_text(encoding="ascii", errors="replace").strip()
+        except OSError:
+            continue
+    return found
+
+
+def _table(answer: str) -> dict[str, Any]:
+    try:
+        found = json.loads(answer)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _iso(text: object) -> float | None:
+    try:
+        found = datetime.fromisoformat(str(text))
+    except ValueError:
+        return None
+    return (found if found.tzinfo is not None else found.replace(tzinfo=UTC)).timestamp()
+
+
+def _http_date(text: object) -> float | None:
+    try:
+        return parsedate_to_datetime(str(text)).timestamp()
+    except (ValueError, TypeError):
+        return None
+
+
+# Asking
+
+
+@dataclass
+class Metadata:
+    """One provider's service, by plain HTTP on the machine's own link: no proxy, and no redirect is followed."""
+
+    address: str
+    port: int = 80
+
+    def ask(
+        self, path: str, headers: Mapping[str, str], *, method: str = "GET", timeout_s: float = TIMEOUT_S
+    ) -> tuple[str, str] | None:
+        """The answer and its tag; none where there is nothing at this path, or nobody answers."""
+        connection = http.client.HTTPConnection(self.address, self.port, timeout=timeout_s)
+        try:
+            connection.request(method, path, headers=dict(headers))
+            response = connection.getresponse()
+            text = response.read(MOST_BYTES).decode("utf-8", errors="replace")
+            return (text, response.getheader("ETag") or "") if response.status == 200 else None
+        except (OSError, http.client.HTTPException):
+            return None
+        finally:
+            connection.close()
+
+
+@dataclass
+class Aws:
+    service: Metadata
+    say: Callable[[str], None]
+    every_s: ClassVar[float] = 5.0
+    _token: str = ""
+    _token_until: float = 0.0
+    _has_warned: bool = False
+
+    def ask(self) -> Notice | None:
+        if time.monotonic() > self._token_until:
+            ttl = {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_S)}
+            found = self.service.ask("/latest/api/token", ttl, method="PUT")
+            if found is None:
+                return None
+            self._token, self._token_until = found[0].strip(), time.monotonic() + TOKEN_S / 2
+        headers = {"X-aws-ec2-metadata-token": self._token}
+        found = self.service.ask("/latest/meta-data/spot/instance-action", headers)
+        if found is not None and (notice := read_aws(found[0])) is not None:
+            return notice
+        risk = self.service.ask("/latest/meta-data/events/recommendations/rebalance", headers)
+        if risk is not None and read_aws_risk(risk[0]) and not self._has_warned:
+            self._has_warned = True
+            self.say("AWS says that this spot machine may soon be taken back. It works until the notice comes.")
+        return None
+
+
+@dataclass
+class Gcp:
+    service: Metadata
+    say: Callable[[str], None]
+    every_s: ClassVar[float] = 1.0
+    _tag: str = ""
+
+    def ask(self) -> Notice | None:
+        """The first answer comes at once; each later one when it changes, or after a while."""
+        waiting = f"?wait_for_change=true&timeout_sec={WAIT_S}&last_etag={self._tag}" if self._tag else ""
+        path = f"/computeMetadata/v1/instance/preempted{waiting}"
+        found = self.service.ask(path, {"Metadata-Flavor": "Google"}, timeout_s=WAIT_S + TIMEOUT_S)
+        self._tag = found[1] if found is not None and found[1].isalnum() else ""
+        return read_gcp(found[0], time.time()) if found is not None else None
+
+
+@dataclass
+class Azure:
+    service: Metadata
+    say: Callable[[str], None]
+    every_s: ClassVar[float] = 2.0
+    _name: str = ""
+    _is_first: bool = True
+
+    def ask(self) -> Notice | None:
+        headers = {"Metadata": "true"}
+        if not self._name:
+            found = self.service.ask("/metadata/instance/compute/name?api-version=2021-02-01&format=text", headers)
+            if found is None:
+                return None
+            self._name = found[0].strip()
+        timeout_s = FIRST_TIMEOUT_S if self._is_first else TIMEOUT_S
+        found = self.service.ask("/metadata/scheduledevents?api-version=2020-07-01", headers, timeout_s=timeout_s)
+        self._is_first &= found is None
+        return read_azure(found[0], self._name) if found is not None else None
+
+
+PROVIDERS: dict[str, type[Aws] | type[Gcp] | type[Azure]] = {"aws": Aws, "gcp": Gcp, "azure": Azure}
+METADATA = "169.254.169.254"
+"""Of all three: an address that leads no further than the machine's own link."""
+WATCHES = ("off", "auto", *PROVIDERS)
+
+
+def check_watch(watch: str) -> str:
+    if watch not in WATCHES:
+        raise ConfigError(f"--watch takes one of {', '.join(WATCHES)}, not {watch!r}.")
+    return watch
+
+
+def start_watch(watch: str, say: Callable[[str], None]) -> "NoticeWatch":
+    """`auto`: of the cloud that this machine's firmware names, if it names one."""
+    provider: str | None = watch if watch in PROVIDERS else None
+    if watch == "auto" and (provider := decide_provider(firmware())) is None:
+        say("The firmware of this machine names no cloud that gives notices; SIGTERM and SIGUSR1 are heard.")
+    found = NoticeWatch()
+    if provider is not None:
+        host, _, port = os.environ.get(ADDRESS, METADATA).partition(":")
+        found.start(PROVIDERS[provider](Metadata(host, int(port or 80)), say))
+    return found
+
+
+@dataclass
+class NoticeWatch:
+    """The thread that asks, until there is a notice or the process ends."""
+
+    notice: Notice | None = None
+    _over: threading.Event = field(default_factory=threading.Event)
+
+    def start(self, provider: Aws | Gcp | Azure) -> None:
+        def run() -> None:
+            while not self._over.is_set() and self.notice is None:
+                self.notice = provider.ask()
+                self._over.wait(provider.every_s if self.notice is None else 0)
+
+        threading.Thread(target=run, name="notices", daemon=True).start()
+
+    def close(self) -> None:
+        self._over.set()

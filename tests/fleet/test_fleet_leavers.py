@@ -1,0 +1,71 @@
+"""Workers that leave in the middle of a window: what they have done of it counts, and others do the rest."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from potluck.agree.policy import Cadence
+from potluck.events import Decided, WorkerWent
+from tests.fleet.faults import at
+from tests.fleet.fleet import Fleet, wait_until
+from tests.fleet.test_fleet_windows import assert_close, judge
+
+pytestmark = pytest.mark.timeout(90)
+LONG = Cadence.published(anchor=4, max_anchor=4)
+
+
+def asked_to_leave(place: Path) -> None:
+    """While it takes the first of its batches in the first window."""
+
+    def ask(step: int, worker: Any, done: int) -> None:
+        if step == 1 and done == 0:
+            (place / "asked").touch()
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    at("batch", ask)
+
+
+def test_what_a_leaver_has_done_of_a_window_counts_and_another_does_the_rest(tmp_path: Path) -> None:
+    """As plain PyTorch computes it: each range by a replica of its own, and their mean by rows."""
+    fleet = Fleet(tmp_path, at_least=2)
+    fleet.add("stayer", policy=LONG, bare=True, slow_s=0.15)
+    wait_until(lambda: len(fleet.server.core.membership.members) == 1)  # so the judge, too, has the rest after its own
+    leaver = fleet.add("leaver", asked_to_leave, policy=LONG, bare=True)
+    weights = fleet.finish()
+    assert (tmp_path / "asked").exists() and leaver.process.exitcode == 0
+    first = fleet.records[0]
+    assert [(end - start, who) for start, end, who in first.ranges] == [(32, 0), (16, 1), (16, 0)]
+    (went,) = [e for e in fleet.events if isinstance(e, WorkerWent) and e.name == "leaver"]
+    assert went.polite and went.reason == "asked to stop"
+    assert fleet.server.core.refused.total() == 0
+    planned = {e.version + 1: len(e.rows) for e in fleet.events if isinstance(e, Decided)}
+    assert_close(weights, judge(fleet, workers=planned))
+
+
+def test_the_window_of_a_worker_that_is_alone_ends_where_it_leaves(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path)
+    leaver = fleet.add("leaver", asked_to_leave, policy=LONG)
+    wait_until(lambda: leaver.process.exitcode is not None)
+    assert (tmp_path / "asked").exists()
+    (first,) = fleet.records
+    assert first.rows == 32  # of 128
+    fleet.add("successor", policy=LONG)
+    fleet.finish()  # from what it left behind, and each row once
+    assert (fleet.records[1].step, fleet.records[1].row) == (2, 32)
+    assert fleet.server.core.refused.total() == 0
+
+
+@pytest.mark.slow
+def test_a_node_leaves_in_the_middle_of_a_window_as_one(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, at_least=2)
+    fleet.add("stayer", policy=LONG, slow_s=0.15)
+    fleet.add_node("leaver", 2, {0: asked_to_leave}, policy=LONG)
+    fleet.finish()
+    assert (tmp_path / "asked").exists()
+    assert sorted(end - start for start, end, _ in fleet.records[0].ranges) == [16, 16, 32]
+    assert fleet.server.core.refused.total() == 0
+    (went,) = [e for e in fleet.events if isinstance(e, WorkerWent) and e.name == "leaver"]
+    assert went.polite

@@ -1,0 +1,206 @@
+"""When a worker on a person's own machine is away: hours, pauses, yielding; and how its owner finds it."""
+
+import os
+import subprocess
+import sys
+import time
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+from potluck.errors import ConfigError
+from potluck.launch.absence import decide_absence
+from potluck.launch.control import Wish, control_folder, controlled, find_joiners
+from potluck.launch.hours import Hours, parse_length, tell_length
+from potluck.launch.pausing import choose
+from potluck.launch.yielding import (
+    BUSY_S,
+    FREE_S,
+    ProcessorUse,
+    Sample,
+    Verdict,
+    decide_yield,
+    family,
+    read_busy,
+    share_of_cards,
+    ticks_of,
+)
+from potluck.waiting import wait_until
+
+FRIDAY = datetime(2026, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "clock", "is_open", "opens"),
+    [
+        ("22:00-07:00", "21:59", False, "Fri 22:00"),
+        ("22:00-07:00", "22:00", True, ""),
+        ("22:00-07:00", "06:59", True, ""),
+        ("22:00-07:00", "07:00", False, "Fri 22:00"),
+        ("09:00-12:00, 13:00-17:30", "12:30", False, "Fri 13:00"),
+        ("09:00-12:00,13:00-17:30", "18:00", False, "Sat 09:00"),
+        ("00:00-24:00", "12:00", True, ""),
+        ("Sat,Sun", "12:00", False, "Sat 00:00"),
+        ("Fri,22:00-23:00", "12:00", True, ""),
+        ("Thu", "23:59", False, "Thu 00:00"),
+    ],
+)
+def test_hours_open_and_close_in_local_time(text: str, clock: str, is_open: bool, opens: str) -> None:
+    hours, (hour, minute) = Hours.parse(text), map(int, clock.split(":"))
+    now = FRIDAY.replace(hour=hour, minute=minute, second=30)
+    assert hours.is_open(now) is is_open
+    assert hours.opens_at(now).strftime("%a %H:%M") == (opens or now.strftime("%a %H:%M"))
+
+
+@pytest.mark.parametrize(
+    "text", ["", "22-7", "22:00", "25:00-07:00", "22:60-07:00", "07:00-07:00", "Sa", "22:00-07:00,"]
+)
+def test_what_are_no_hours_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="are no hours"):
+        Hours.parse(text)
+
+
+def test_lengths_are_read_and_said() -> None:
+    assert [parse_length(text) for text in ("90s", "45min", "45m", "1.5h", "2d")] == [90, 2700, 2700, 5400, 172_800]
+    assert [tell_length(s) for s in (90, 2700, 3600, 5400, 172_800)] == ["1.5 min", "45 min", "1 h", "1.5 h", "2 d"]
+    for text in ("", "1", "-1h", "0h", "1e9d", "10000d", "nan h"):
+        with pytest.raises(ConfigError, match="is no length of time"):
+            parse_length(text)
+
+
+def test_the_first_reason_to_be_away_is_told_to_both_sides() -> None:
+    now = FRIDAY.replace(hour=12).timestamp()
+    hours, use = Hours.parse("22:00-07:00"), Verdict(True, "the card is in use")
+    nothing = Wish(False)
+    assert decide_absence(nothing, None, None, now) is None
+    assert decide_absence(nothing, Hours.parse("09:00-17:00"), Verdict(False, ""), now) is None
+    paused = decide_absence(Wish(True, now + 3600, 3600.0), hours, use, now)
+    assert paused is not None and paused.reason == "paused by its owner for 1 h"
+    assert paused.sentence == "Paused for 1 h, until 13:00; potluck resume ends it sooner."
+    forever = decide_absence(Wish(True), hours, use, now)
+    assert forever is not None and forever.sentence == "Paused until potluck resume."
+    closed = decide_absence(Wish(True, now - 1, 3600.0), hours, use, now)
+    assert closed is not None and closed.sentence == "Outside of its hours (22:00-07:00), until 22:00."
+    yields = decide_absence(nothing, None, use, now)
+    assert yields is not None and yields.reason == "yields its machine, which others use"
+
+
+def samples(*shares: float, every_s: float = 2.0) -> list[Sample]:
+    return [Sample(number * every_s, share, "the card") for number, share in enumerate(shares)]
+
+
+@pytest.mark.parametrize(
+    ("shares", "is_away", "yields"),
+    [
+        ([], False, False),
+        ([], True, True),
+        ([1.0], False, False),  # too short
+        ([0.0, 0.9, 0.9, 0.9], False, True),
+        ([0.9, 0.9, 0.2, 0.9], False, False),  # a short rest
+        ([0.5] * 3 + [0.0], False, False),
+        ([0.3] * 10, False, True),
+        ([0.2] * 10, False, False),  # neither in use nor free: as it is
+        ([0.2] * 60, True, True),
+        ([0.0] * 10, True, True),  # not for long enough yet
+        ([0.0] * 31, True, False),
+        ([0.9] + [0.0] * 31, True, False),
+        ([0.0] * 20 + [0.5] + [0.0] * 12, True, True),
+    ],
+)
+def test_it_yields_after_seconds_of_use_and_comes_back_after_a_minute_without(
+    shares: list[float], is_away: bool, yields: bool
+) -> None:
+    assert BUSY_S == 6 and FREE_S == 60
+    assert decide_yield(samples(*shares), is_away=is_away).yields is yields
+
+
+def test_why_it_yields_is_a_sentence() -> None:
+    away = decide_yield(samples(0.4, 0.9, 0.8, 0.5), is_away=False)
+    assert away.reason == "the card is in use by others, who have used 50% of it or more for 6 s"
+    back = decide_yield(samples(*[0.05] * 31), is_away=True)
+    assert back == Verdict(False, "the card is free: others have used 5% at most for 60 s")
+
+
+def test_a_card_is_in_use_by_whoever_holds_much_of_it_or_computes_while_we_are_away() -> None:
+    seen = "GPU-a, 97, 30000\nGPU-b, 3, 200\n"
+    held = "GPU-a, 10, 30000\nGPU-b, 20, 200\n"
+    assert share_of_cards(seen, held, ours={10}) == 0.0  # the load is our own
+    assert share_of_cards(seen, held, ours={20}) == 1.0
+    assert share_of_cards("GPU-b, 42, 200\n", "", ours=()) == 0.42  # a desktop that plays a film
+    assert share_of_cards("GPU-b, 0, 4000\n", "", ours=()) == 1.0  # in a container no process is named
+    assert share_of_cards("GPU-b, [N/A], [N/A]\nrubbish\n", "a,b\n", ours=()) == 0.0
+
+
+def test_ticks_that_no_process_used_are_not_counted() -> None:
+    assert read_busy("cpu  10 1 5 1000 50 2 3 99 0 0\ncpu0 1 1 1 1 1 1 1 1 1 1\n") == 21
+
+
+@pytest.mark.skipif(not Path("/proc/stat").exists(), reason="there is no /proc here")
+def test_a_busy_process_of_somebody_else_is_seen_and_one_of_ours_is_not() -> None:
+    """On the real processor, which may have more to do besides."""
+    burn = [sys.executable, "-c", "while True: pass"]
+    busy = subprocess.Popen([sys.executable, "-c", f"import subprocess; subprocess.run({burn!r})"])
+    try:
+        assert wait_until(lambda: len(family([busy.pid])) > 1, 20)
+        both = family([busy.pid])
+        burner = max(both - {busy.pid})
+        theirs, ours = ProcessorUse(cores=1000), ProcessorUse(cores=1000)  # no share is cut off at the whole
+        assert theirs.look(began := time.monotonic(), ()) is None and ours.look(began, both) is None
+        before = ticks_of(burner) or 0
+        assert wait_until(lambda: (ticks_of(burner) or 0) - before >= 50, 60)
+        with_it, without = theirs.look(now := time.monotonic(), ()), ours.look(now, both)
+        assert with_it is not None and without is not None
+        assert (with_it.share - without.share) * 1000 * os.sysconf("SC_CLK_TCK") * (now - began) >= 45
+    finally:
+        for pid in family([busy.pid]):
+            os.kill(pid, 9)
+        busy.wait()
+
+
+# How it is found
+
+
+def test_a_joiner_is_found_by_its_user_alone_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    with pytest.raises(ConfigError, match="No worker of yours has joined a run from this machine"):
+        choose(find_joiners(), None, "pause")
+    with controlled("laptop-1", "host port 1") as one:
+        one.tell("working", "It works.")
+        assert (
+            (control_folder() / "laptop-1").stat().st_mode & 0o777 == control_folder().stat().st_mode & 0o777 == 0o700
+        )
+        (found,) = choose(find_joiners(), None, "pause")
+        assert found.name == "laptop-1" and found.state().sentence == "It works."
+        assert one.wish() == Wish(False)
+        found.wish(Wish(True, 10.0, 5.0))
+        assert one.wish() == Wish(True, 10.0, 5.0)
+        with controlled("laptop-2", "host port 2"):
+            with pytest.raises(
+                ConfigError, match=r"Say which: .*There are:\n  laptop-1  host port 1: It works\.\n  lap"
+            ):
+                choose(find_joiners(), None, "pause")
+            assert len(choose(find_joiners(), "all", "pause")) == 2
+            with pytest.raises(ConfigError, match="is called 'desktop'"):
+                choose(find_joiners(), "desktop", "pause")
+    assert find_joiners() == []
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"pauses": 1, "until": "soon"}', "x" * 100_000])
+def test_a_wish_that_cannot_be_read_is_none(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    with controlled("laptop-1", "") as one:
+        assert one.folder is not None
+        (one.folder / "wish.json").write_text(text)
+        assert one.wish() == Wish(False)
+
+
+def test_where_no_folder_can_be_written_a_worker_joins_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "potluck").write_text("")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    with controlled("laptop-1", "") as one:
+        one.tell("working", "It works.")
+        assert one.wish() == Wish(False)
+    assert "potluck pause will not find this worker" in capsys.readouterr().err
