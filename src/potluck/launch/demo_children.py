@@ -101,21 +101,20 @@ class Children:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Politely first: a worker that leaves, or a host that saves, ends its own."""
+        """Politely first: a worker that leaves, or a host that saves, ends its own. Another Ctrl-C ends all now."""
         living = [child for child in self._all if not child.has_ended]
         computing = [pid for child in living for pid in children_of(child.process.pid)]
-        for child in living:
-            child.is_doomed = True
-            child.process.send_signal(signal.SIGTERM)
-        wait_until(self.have_ended, GRACE_S)
-        for child in living:
-            if not child.has_ended:
-                computing += children_of(child.process.pid)
+        try:
+            for child in living:
+                child.is_doomed = True
+                child.process.send_signal(signal.SIGTERM)
+            wait_until(self.have_ended, GRACE_S)
+        finally:
+            for child in living:
                 child.process.kill()
                 child.process.wait()
-        ours = [pid for pid in computing if _is_ours(pid)]
-        for pid in ours:
-            _signal(pid, KILL)
+            for pid in filter(_is_ours, computing):
+                _signal(pid, KILL)
 
 
 def _is_ours(pid: int) -> bool:

@@ -82,7 +82,7 @@ def demo_fleet(order: FleetOrder) -> int:
                 advice = f"Make it longer: potluck demo fleet --set fit.epochs={epochs}"
                 if attempt == ATTEMPTS - 1:
                     raise PotluckError(f"{error} {advice}") from None
-                teller.tell(f"{error} Once more, with {plural(epochs, 'epoch')}.", "yellow")
+                teller.tell(f"{error} Once more, with {epochs} epochs.", "yellow")
                 order = replace(order, settings=(*order.settings, f"fit.epochs={epochs}"))
                 (folder / DISTURBED).rename(folder / f"too-short-{attempt + 1}")
     raise AssertionError("unreachable")
@@ -258,7 +258,7 @@ class _FleetDemo:
             joiners = [self._join() for _ in range(self.order.joiners)]
             names = together([each.name for each in joiners])
             self.teller.tell(f"A host and {names} are started; each loads PyTorch.")
-            self._tell_of_page(host)
+            self.watch.wait("anybody joined", lambda: self._tells_of_page(host) or bool(story.present))
             self.watch.wait("it was well under way", lambda: story.run.step >= KILL_AFTER_STEP)
             self._kill_joiner(joiners[1])
             self._bring_another(epochs)
@@ -340,11 +340,12 @@ class _FleetDemo:
         self.names[joiner.process.pid] = name
         return joiner
 
-    def _tell_of_page(self, host: Child) -> None:
-        """Where the run can be watched, if the host says that it serves a page."""
+    def _tells_of_page(self, host: Child) -> bool:
+        """Where the run can be watched, once the host says that it serves a page."""
         found = re.search(r"^The page of this run: (\S+)", host.log.read_text(encoding="utf-8"), re.MULTILINE)
         if found is not None:
             self.teller.tell(f"Watch it live: {found[1]}", "bold cyan")
+        return found is not None
 
 
 def epochs_of(order: FleetOrder) -> int:
