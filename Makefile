@@ -8,10 +8,13 @@ MINUTES ?= 60
 
 SOAK ?= --policy cadence --seeds 100 --minutes 60
 
-.PHONY: demo test test-slow chaos soak simulate differential trackers check fuzz bench docs clean
+.PHONY: demo demo-fleet test test-slow chaos soak simulate differential trackers check fuzz bench docs clean
 
 demo: $(READY)  ## three workers, one of them three times slower: Sync against Cadence, in under three minutes
 	$(BIN)/potluck demo
+
+demo-fleet: $(READY)  ## a worker and the host are killed with -9, another joins, and no bit changes: about a minute
+	$(BIN)/potluck demo fleet
 
 test: $(READY)-to-test  ## everything that takes seconds, three tests at a time: most of them wait
 	$(BIN)/pytest -n 3 --dist worksteal

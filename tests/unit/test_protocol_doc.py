@@ -15,7 +15,7 @@ from potluck.data.rows import mix
 from potluck.engine import slices, weight_hash
 from potluck.errors import TheirProtocolError
 from potluck.events import EpochDone
-from potluck.fleet import connection, description, file_stream, host_connector, lobby, step_dispatcher, transfers
+from potluck.fleet import connection, description, file_stream, host_connector, lobby, transfers
 from potluck.fleet.coordinator import LEGAL
 from potluck.fleet.description import Description
 from potluck.fleet.membership import WorkerPhase
@@ -174,7 +174,7 @@ def test_the_example_of_an_optimizers_state_is_what_torchs_becomes() -> None:
 
 def test_what_committed_tells_is_told() -> None:
     done = EpochDone(epoch=0, used=1, total=1, same_weights=True, sentence="")
-    assert [row[0] for row in table("key of an epoch", "meaning")] == [*step_dispatcher.as_table(done)]
+    assert [row[0] for row in table("key of an epoch", "meaning")] == [*vars(done)]
 
 
 def test_every_sentence_of_a_refusal_is_told() -> None:

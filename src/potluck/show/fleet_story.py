@@ -1,0 +1,251 @@
+"""FleetStory: what happens to a fleet, told in sentences as its events arrive; and what two runs came to, side by side.
+
+Reads records of events and what was done to the processes. Knows nothing of how: it starts and ends nothing, and says
+only what a record has shown.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from potluck.words import count, plural
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """A sentence, when it was true, and how it looks."""
+
+    at: float
+    """By the clock of the events."""
+    text: str
+    style: str = ""
+
+
+@dataclass(slots=True)
+class Blow:
+    """A process that was killed, and what has been seen of it since."""
+
+    name: str
+    at: float
+    step: int
+    """The last that was done before."""
+    is_host: bool = False
+    is_noticed: bool = False
+    """The events show it: a worker that went without a word, or a host that resumes."""
+    next_step: int | None = None
+    """The first that was done afterwards."""
+    seconds: float = 0.0
+    """Until then."""
+
+    @property
+    def repeated(self) -> int:
+        return max(0, self.step - self.next_step + 1) if self.next_step is not None else 0
+
+
+@dataclass(slots=True)
+class Progression:
+    """How far a run is, by its events."""
+
+    step: int = 0
+    total: int = 0
+    loss: float | None = None
+    validation: float | None = None
+    rows: dict[str, int] = field(default_factory=dict)
+    """Who computed how many rows of the last step."""
+    proofs: dict[int, Record] = field(default_factory=dict)
+    """Of each epoch, the record of its end."""
+    ended: Record | None = None
+    repeated: int = 0
+    """Steps that were done again, whoever lost them."""
+
+    def hear(self, record: Record) -> None:
+        match record["event"]:
+            case "run_started":
+                self.total = record["steps_total"]
+            case "step_done":
+                self.repeated += record["step"] <= self.step
+                self.step, self.loss = record["step"], record["loss"]
+                self.rows = {worker["name"]: worker["rows"] for worker in record["workers"]}
+            case "validated":
+                self.validation = record["loss"]
+            case "epoch_done":
+                self.proofs[record["epoch"]] = record
+            case "run_ended":
+                self.ended = record
+
+    @property
+    def is_finished(self) -> bool:
+        return self.ended is not None and self.ended["reason"] == "finished"
+
+
+class FleetStory:
+    """`shown`: what a worker is called here, by the name that it has in the events."""
+
+    def __init__(self, shown: Callable[[str], str] = str) -> None:
+        self.run = Progression()
+        self.blows: list[Blow] = []
+        self.present: list[str] = []
+        self.joined_late: dict[str, int] = {}
+        """Workers that came when the run was under way, and after which step."""
+        self.shown = shown
+        self._done_at: list[tuple[float, int]] = []
+
+    def hear(self, record: Record) -> list[Told]:
+        """What it means, as sentences; of most records, none."""
+        told = self._told(record)
+        self.run.hear(record)
+        return [Told(record["time"], text, style) for text, style in told]
+
+    def strike(self, name: str, at: float, *, is_host: bool = False) -> Told:
+        """It was killed. Call it once the events up to then have been heard."""
+        step = max((step for when, step in self._done_at if when <= at), default=0)
+        self.blows.append(Blow(name, at, step, is_host))
+        return Told(at, f"{_capital(name)} is killed (-9), after step {step}.", "bold red")
+
+    def _told(self, record: Record) -> list[tuple[str, str]]:
+        match record["event"]:
+            case "worker_came":
+                return self._came(record)
+            case "worker_went":
+                return self._went(record)
+            case "run_started":
+                return self._started(record)
+            case "step_done":
+                return self._stepped(record)
+            case "epoch_done":
+                return [(record["sentence"], "" if record["used"] == record["total"] else "red")]
+            case "went_back":
+                return [(f"The run goes back from step {record['from_step']} to step {record['step']}.", "yellow")]
+            case "stalled":
+                return [(f"{self.shown(record['name'])} keeps the others waiting: {record['doing']}.", "yellow")]
+            case "run_ended":
+                return [(f"The run has ended after step {record['step']}: {record['reason']}.", "bold")]
+        return []
+
+    def _came(self, record: Record) -> list[tuple[str, str]]:
+        name, now = self.shown(record["name"]), plural(record["workers"], "worker")
+        is_back = name in self.present or name in self.joined_late
+        self.present = [*(each for each in self.present if each != name), name]
+        if self._blow(is_host=True) is not None and is_back:
+            return [(f"{name} is back by itself; {now} now.", "")]
+        if not self.run.step:
+            return [(f"{name} joins ({record['kind']}); {now} now.", "")]
+        self.joined_late[name] = self.run.step
+        return [(f"{name} joins in the middle of the run, after step {self.run.step}; {now} now.", "green")]
+
+    def _went(self, record: Record) -> list[tuple[str, str]]:
+        name, now = self.shown(record["name"]), plural(record["workers"], "worker")
+        self.present = [each for each in self.present if each != name]
+        if record["polite"]:
+            return []
+        for blow in self.blows:
+            if blow.name == name and not blow.is_host:
+                blow.is_noticed = True
+        return [(f"{name} is gone: {record['reason']}. {now} now.", "")]
+
+    def _started(self, record: Record) -> list[tuple[str, str]]:
+        blow = self._blow(is_host=True)
+        if blow is not None:
+            blow.is_noticed = True
+            return [(f"The host has read its journal, and resumes after step {record['from_step']}.", "")]
+        parameters, batch = count(record["parameters"]), plural(record["batch_size"], "row")
+        return [(f"Training {parameters} parameters: {plural(record['steps_total'], 'step')} of {batch}.", "")]
+
+    def _stepped(self, record: Record) -> list[tuple[str, str]]:
+        """Of most steps nothing is said; of the first one after somebody was lost, that it was done and by whom."""
+        step, told = record["step"], []
+        self._done_at.append((record["time"], step))
+        for blow in self.blows:
+            if blow.is_noticed and blow.next_step is None:
+                blow.next_step, blow.seconds = step, record["time"] - blow.at
+                told.append((self._continued(blow, record), "green"))
+        return told
+
+    def _continued(self, blow: Blow, record: Record) -> str:
+        who = together([self.shown(worker["name"]) for worker in record["workers"]])
+        done = f"Step {blow.next_step} is done {blow.seconds:.1f} s after the kill, by {who}"
+        if blow.repeated:
+            return f"{done}: {plural(blow.repeated, 'step')} had to be done again."
+        if blow.is_host and blow.next_step is not None and blow.next_step > blow.step + 1:
+            return f"{done}; those since step {blow.step} were in the journal. No step was done twice."
+        return f"{done}. No step was lost, and none was done twice."
+
+    def _blow(self, *, is_host: bool) -> Blow | None:
+        """The last of its kind."""
+        return next((blow for blow in reversed(self.blows) if blow.is_host == is_host), None)
+
+
+def _capital(name: str) -> str:
+    """At the beginning of a sentence: of words, and not of names."""
+    return name[0].upper() + name[1:] if " " in name else name
+
+
+def together(names: list[str]) -> str:
+    """a, b and c."""
+    return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]])) or "nobody"
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Of a run that was disturbed with the same one undisturbed."""
+
+    story: FleetStory
+    undisturbed: Progression
+    hashes: tuple[str, str]
+    """Of the weights: disturbed, undisturbed."""
+
+    def faults(self) -> list[str]:
+        """Why the promise was not kept, or not shown; empty if it was."""
+        run, other = self.story.run, self.undisturbed
+        found = []
+        if self.hashes[0] != self.hashes[1]:
+            found.append("The weights of the disturbed run are not those of the undisturbed one.")
+        for name, each in (("disturbed", run), ("undisturbed", other)):
+            if not each.is_finished:
+                found.append(f"The {name} run did not finish.")
+            found += [
+                f"Of epoch {epoch + 1} of the {name} run there is no proof that each sample was used exactly once."
+                for epoch in sorted({*run.proofs, *other.proofs})
+                if not _is_proof(each.proofs.get(epoch))
+            ]
+        found += [
+            f"{_capital(blow.name)} was killed, and the events do not show how the run continued."
+            for blow in self.story.blows
+            if not blow.is_noticed or blow.next_step is None
+        ]
+        return found
+
+    def rows(self) -> list[tuple[str, str, str]]:
+        """What is said of both: a name, of the disturbed one, of the undisturbed one."""
+        run, other = self.story.run, self.undisturbed
+        done = [(blow.step, f"{blow.name} killed (-9)") for blow in self.story.blows]
+        done += [(step, f"{name} joined") for name, step in self.story.joined_late.items()]
+        said = "\n".join(f"step {step}: {what}" for step, what in sorted(done))
+        rows = [("what was done to it", said or "nothing", "nothing")]
+        rows.append(("steps", f"{run.step:,}", f"{other.step:,}"))
+        rows.append(("steps done again", f"{run.repeated:,}", f"{other.repeated:,}"))
+        rows += [
+            (f"epoch {epoch + 1}: used exactly once", _proof(run.proofs.get(epoch)), _proof(other.proofs.get(epoch)))
+            for epoch in sorted({*run.proofs, *other.proofs})
+        ]
+        rows.append(("loss of the last step", _exact(run.loss), _exact(other.loss)))
+        rows.append(("validation loss", _exact(run.validation), _exact(other.validation)))
+        rows.append(("SHA-256 of the weights", f"{self.hashes[0][:16]} ...", f"{self.hashes[1][:16]} ..."))
+        return rows
+
+
+def _is_proof(record: Record | None) -> bool:
+    return record is not None and bool(record["used"] == record["total"] > 0 and record["same_weights"])
+
+
+def _proof(record: Record | None) -> str:
+    if record is None:
+        return "no record"
+    return f"{record['used']:,} of {record['total']:,} rows" if _is_proof(record) else record["sentence"]
+
+
+def _exact(value: float | None) -> str:
+    """Every digit: two that differ anywhere look different."""
+    return "none" if value is None else repr(value)
