@@ -19,7 +19,7 @@ HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 @dataclass
-class Told:
+class RunSummary:
     """What a run's events come to, however often it was resumed."""
 
     begun: dict[str, Any] = field(default_factory=dict)
@@ -34,7 +34,7 @@ class Told:
     skipped: int = 0
 
     @classmethod
-    def read(cls, events: Path) -> "Told":
+    def read(cls, events: Path) -> "RunSummary":
         told = cls()
         if events.is_file():
             for record in read_events(events):
@@ -84,7 +84,7 @@ class Pushed:
 
 def model_card(run: Path, recipe: dict[str, Any], pushed: Pushed) -> str:
     """`recipe`: what run.toml says; of a model from Hugging Face, it names its base."""
-    told, name = Told.read(run / "events.jsonl"), without_paths(str(recipe.get("name", "model")))
+    told, name = RunSummary.read(run / "events.jsonl"), without_paths(str(recipe.get("name", "model")))
     base = without_paths(str(recipe.get("model", {}).get("hf", "")))
     return "\n".join(
         [
@@ -114,14 +114,14 @@ def _front(base: str, *, is_adapter: bool) -> str:
     return "\n".join(["---", *lines, "tags:", "- potluck", "---", ""])
 
 
-def _how(told: Told, base: str, *, is_adapter: bool) -> str:
+def _how(told: RunSummary, base: str, *, is_adapter: bool) -> str:
     what = f"{'An adapter (LoRA) for' if is_adapter else 'Fine-tuned from'} `{base}`" if base else "A small llama"
     by = "a fleet of machines that could come and go" if told.kinds else plural(told.most_workers, "worker")
     resumed = f" The run was resumed {plural(told.resumed, 'time')}." if told.resumed else ""
     return f"{what}, trained with Potluck on {by}.{resumed}"
 
 
-def _figures(told: Told) -> dict[str, str]:
+def _figures(told: RunSummary) -> dict[str, str]:
     last, unit = told.last, str(told.begun.get("unit", "rows"))
     found: dict[str, str] = {}
     if told.begun:
@@ -156,7 +156,7 @@ def _proof(epoch: dict[str, Any]) -> str:
     return f"{sentence}; all workers held the same weights{others}."
 
 
-def _who(told: Told) -> str:
+def _who(told: RunSummary) -> str:
     if not told.kinds:
         return (
             f"{plural(told.most_workers, 'worker')} of one machine, on {told.begun.get('device', 'an unknown device')}."

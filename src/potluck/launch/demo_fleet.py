@@ -26,7 +26,7 @@ from potluck.launch.demo_children import Child, Children
 from potluck.save import checkpoint_folder
 from potluck.save.export import write_plain
 from potluck.save.run_folder import holds_run, make_run_folder
-from potluck.show.fleet_story import Comparison, FleetStory, Progression, Record, Told, together
+from potluck.show.fleet_story import Comparison, FleetStory, Progression, Record, StoryLine, together
 from potluck.signals import END, handling
 from potluck.train.arguments import TrainArgs, find_recipe, workers_of
 from potluck.waiting import POLL_S
@@ -156,9 +156,9 @@ class _Teller:
         )
 
     def tell(self, text: str, style: str = "") -> None:
-        self.print(Told(time.time(), text, style))
+        self.print(StoryLine(time.time(), text, style))
 
-    def print(self, told: Told) -> None:
+    def print(self, told: StoryLine) -> None:
         seconds = max(0, int(told.at - self.began))
         stamp, text = Text(f"{seconds // 60:02}:{seconds % 60:02}  ", style="dim"), Text(told.text, style=told.style)
         if not self.console.is_terminal:

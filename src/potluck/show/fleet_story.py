@@ -14,7 +14,7 @@ Record = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class StoryLine:
     """A sentence, when it was true, and how it looks."""
 
     at: float
@@ -92,17 +92,17 @@ class FleetStory:
         self.shown = shown
         self._done_at: list[tuple[float, int]] = []
 
-    def hear(self, record: Record) -> list[Told]:
+    def hear(self, record: Record) -> list[StoryLine]:
         """What it means, as sentences; of most records, none."""
         told = self._told(record)
         self.run.hear(record)
-        return [Told(record["time"], text, style) for text, style in told]
+        return [StoryLine(record["time"], text, style) for text, style in told]
 
-    def strike(self, name: str, at: float, *, is_host: bool = False) -> Told:
+    def strike(self, name: str, at: float, *, is_host: bool = False) -> StoryLine:
         """It was killed. Call it once the events up to then have been heard."""
         step = max((step for when, step in self._done_at if when <= at), default=0)
         self.blows.append(Blow(name, at, step, is_host))
-        return Told(at, f"{_capital(name)} is killed (-9), after step {step}.", "bold red")
+        return StoryLine(at, f"{_capital(name)} is killed (-9), after step {step}.", "bold red")
 
     def _told(self, record: Record) -> list[tuple[str, str]]:
         match record["event"]:
