@@ -13,6 +13,7 @@ from potluck.commands.doctor import Doctor
 from potluck.commands.export import Export
 from potluck.commands.finetune import Finetune
 from potluck.commands.host import Host
+from potluck.commands.invite import MakeInvite
 from potluck.commands.join import Join
 from potluck.commands.run import Run
 from potluck.commands.train import Train
@@ -26,6 +27,7 @@ COMMANDS = (
     | Annotated[Chat, tyro.conf.subcommand("chat")]
     | Annotated[Run, tyro.conf.subcommand("run")]
     | Annotated[Host, tyro.conf.subcommand("host")]
+    | Annotated[MakeInvite, tyro.conf.subcommand("invite")]
     | Annotated[Join, tyro.conf.subcommand("join")]
     | Annotated[Export, tyro.conf.subcommand("export")]
     | Annotated[Doctor, tyro.conf.subcommand("doctor")]
