@@ -24,7 +24,7 @@ dist: $(READY)-to-dist  ## wheel and sdist, in dist/
 	$(BIN)/python -m build
 
 test-dist: $(READY)-to-dist  ## the package in an environment of its own; files for CI and clusters against their schemas
-	$(BIN)/pytest -m slow tests/dist
+	$(BIN)/pytest -m slow tests/packaged
 
 chaos: $(READY)-to-test  ## workers and coordinators killed, stopped, joined and left for minutes; the weights must not change
 	$(BIN)/pytest -m slow tests/fleet
