@@ -1,6 +1,8 @@
 """The package as a stranger gets it: built, put into an environment of its own, and used without this repository."""
 
 import os
+import re
+import shutil
 import subprocess
 import sys
 import venv
@@ -81,6 +83,19 @@ def test_the_sdist_makes_the_wheel_that_the_repository_makes(wheel: Path, tmp_pa
     run([sys.executable, "-m", "build", "--wheel", "--outdir", tmp_path, ROOT], cwd=tmp_path)
     (direct,) = tmp_path.glob("*.whl")
     assert contents(direct) == contents(wheel)
+
+
+def test_what_an_image_is_built_from_makes_that_wheel_too(wheel: Path, tmp_path: Path) -> None:
+    """The Dockerfile's first stage, on what .dockerignore lets through. No engine runs here."""
+    context = tmp_path / "context"
+    context.mkdir()
+    for name in re.findall(r"^!(\S+)$", (ROOT / ".dockerignore").read_text(), re.M):
+        (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(ROOT / name, context / name)
+    (command,) = re.findall(r"^RUN (pip wheel .*)$", (ROOT / "Dockerfile").read_text(), re.M)
+    words = [str(tmp_path / "made") if word == "/wheel" else word for word in command.split()]
+    run([sys.executable, "-m", *words], cwd=context)
+    (made,) = (tmp_path / "made").glob("*.whl")
+    assert contents(made) == contents(wheel)
 
 
 def test_what_is_installed_agrees_with_itself_and_brings_no_extra(installed: Path, tmp_path: Path) -> None:
