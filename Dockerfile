@@ -11,9 +11,7 @@ COPY . .
 RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheel .
 
 FROM python:${PYTHON}-slim AS base
-RUN useradd --uid 1000 --create-home potluck \
-    && mkdir /work \
-    && chown potluck:potluck /work
+RUN useradd --uid 1000 --create-home potluck
 COPY constraints.txt /tmp/constraints.txt
 ENV PYTHONUNBUFFERED=1
 
@@ -23,7 +21,7 @@ COPY --from=wheel /wheel /tmp/wheel
 RUN pip install --no-cache-dir --constraint /tmp/constraints.txt /tmp/wheel/*.whl
 ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 USER potluck
-WORKDIR /work
+WORKDIR /home/potluck
 ENTRYPOINT ["potluck"]
 CMD ["--help"]
 
@@ -34,6 +32,6 @@ RUN pip install --no-cache-dir --constraint /tmp/constraints.txt --index-url \
 COPY --from=wheel /wheel /tmp/wheel
 RUN pip install --no-cache-dir --constraint /tmp/constraints.txt /tmp/wheel/*.whl
 USER potluck
-WORKDIR /work
+WORKDIR /home/potluck
 ENTRYPOINT ["potluck"]
 CMD ["--help"]
