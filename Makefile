@@ -8,7 +8,7 @@ MINUTES ?= 60
 
 SOAK ?= --policy cadence --seeds 100 --minutes 60
 
-.PHONY: demo demo-fleet test test-slow chaos soak simulate differential trackers check fuzz bench docs clean
+.PHONY: demo demo-fleet test test-slow test-dist dist chaos soak simulate differential trackers check fuzz bench docs clean
 
 demo: $(READY)  ## three workers, one of them three times slower: Sync against Cadence, in under three minutes
 	$(BIN)/potluck demo
@@ -21,6 +21,13 @@ test: $(READY)-to-test  ## everything that takes seconds, three tests at a time:
 
 test-slow: $(READY)-to-test  ## everything that takes minutes
 	$(BIN)/pytest -m slow
+
+dist: $(READY)-to-dist  ## wheel and sdist, in dist/
+	rm -rf dist
+	$(BIN)/python -m build
+
+test-dist: $(READY)-to-dist  ## the package in an environment of its own; files for CI and clusters against their schemas
+	$(BIN)/pytest -m slow tests/packaged
 
 chaos: $(READY)-to-test  ## workers and coordinators killed, stopped, joined and left for minutes; the weights must not change
 	$(BIN)/pytest -m slow tests/fleet
@@ -52,7 +59,7 @@ docs: $(READY)-to-document  ## the pages as a site: build/site/index.html; every
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
-	rm -rf $(VENV) build/site .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) build/site dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 # torch is installed first and pinned: an unpinned one may bring gigabytes of CUDA along.
 $(READY): pyproject.toml constraints.txt
@@ -67,6 +74,10 @@ $(READY): pyproject.toml constraints.txt
 $(READY)-to-test: $(READY)
 	@echo "Setting up what the tests need: peers, S3 servers (once; about a minute and a half)"
 	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+$(READY)-to-dist: $(READY)-to-test
+	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dist]'
 	@touch $@
 
 $(READY)-to-fuzz: $(READY)-to-test

@@ -13,6 +13,7 @@ from potluck.commands.doctor import Doctor
 from potluck.commands.export import Export
 from potluck.commands.finetune import Finetune
 from potluck.commands.host import Host
+from potluck.commands.invite import MakeInvite
 from potluck.commands.join import Join
 from potluck.commands.pause import Pause, Resume
 from potluck.commands.push import Push
@@ -28,6 +29,7 @@ COMMANDS = (
     | Annotated[Chat, tyro.conf.subcommand("chat")]
     | Annotated[Run, tyro.conf.subcommand("run")]
     | Annotated[Host, tyro.conf.subcommand("host")]
+    | Annotated[MakeInvite, tyro.conf.subcommand("invite")]
     | Annotated[Join, tyro.conf.subcommand("join")]
     | Annotated[Pause, tyro.conf.subcommand("pause")]
     | Annotated[Resume, tyro.conf.subcommand("resume")]

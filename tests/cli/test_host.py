@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -309,3 +310,34 @@ def test_a_rank_killed_ends_its_node_and_no_other_and_the_line_joins_again(place
     assert again.returncode == 0, again.stderr
     assert steps(run)[-2:] == [done + 1, done + 2]
     assert all(r["used"] == r["total"] for r in events(run) if r["event"] == "epoch_done")
+
+
+@pytest.mark.slow
+def test_a_host_with_a_given_identity_is_joined_by_an_invite_that_is_older_than_it_and_says_it_nowhere(
+    place: Path, expected: dict[str, torch.Tensor]
+) -> None:
+    """And started again by the same command, as a cluster would, it resumes what it led."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    made = run_command(place, "invite", "--address", "127.0.0.1", "--port", str(port), "--out", "made")
+    line = (place / "made" / "invite").read_text().strip()
+    secret, _ = line.rsplit("/", 1)[1].split(".")
+    led = ("host", "tiny.toml", "-n", "0", "--identity", "made", "--out", "here", "--or-resume", *SETTINGS)
+    worker = join(place, *TEXT, "made/invite")  # before there is a host
+    host = start(place, *led)
+    wait_until(lambda: len(steps(place / "here")) >= 8)
+    host.kill()
+    before, _ = host.communicate()
+    out, error = start(place, *led).communicate(timeout=90)
+    _, said = worker.communicate(timeout=60)
+    assert worker.returncode == 0 and "Finished 60 steps" in out, out + error + said
+    assert_same(weights(place / "here"), expected)
+    assert f"127.0.0.1:{port}/..." in out and secret not in made + before + out + error + said
+    assert not (place / "here" / "identity").exists()
+
+
+def run_command(place: Path, *arguments: str) -> str:
+    done = subprocess.run([*POTLUCK, *arguments], cwd=place, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr

@@ -19,6 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from potluck.commands.invite import MakeInvite
 from potluck.errors import ConfigError, TheirProtocolError
 from potluck.fleet.invite import (
     INVITE,
@@ -421,3 +422,41 @@ def test_loopback_is_told_from_the_network() -> None:
     ]
     assert [host for host in here if not is_loopback(host)] == []
     assert [host for host in elsewhere if is_loopback(host)] == []
+
+
+# An invite that is older than its host
+
+
+def test_an_invite_is_made_before_its_host_and_only_its_file_holds_the_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "made"
+    assert MakeInvite(address="potluck-host", port=4100, out=str(folder))() == 0
+    made = read_invite(str(folder / "invite"))
+    said = capsys.readouterr().out
+    assert (made.host, made.port) == ("potluck-host", 4100) and made.secret not in said
+    assert Identity.load(folder).invite("potluck-host", 4100, encrypted=True) == made
+    assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in folder.iterdir())
+    MakeInvite(address="elsewhere", port=4101, out=str(folder))()
+    assert read_invite(str(folder / "invite")).secret == made.secret, "the identity stays"
+
+
+def test_an_identity_that_is_mounted_is_read_and_never_made(tmp_path: Path) -> None:
+    """As a cluster mounts a secret: links into a folder beside them, and nothing may be written."""
+    made = Identity.load_or_make(tmp_path / "made")
+    mounted = tmp_path / "mounted"
+    mounted.mkdir()
+    for name in ("secret", "key.pem", "cert.pem"):
+        (mounted / name).symlink_to(made.folder / name)
+    mounted.chmod(0o555)
+    assert Identity.load(mounted).pin == made.pin and stat.S_IMODE(mounted.stat().st_mode) == 0o555
+    with pytest.raises(ConfigError, match="potluck invite --address NAME"):
+        Identity.load(tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize(("address", "port"), [("two words", 1), ("", 1), ("box", 0), ("box", 65536)])
+def test_an_address_that_nobody_can_reach_makes_nothing(tmp_path: Path, address: str, port: int) -> None:
+    with pytest.raises(ConfigError, match="--address is a plain name"):
+        MakeInvite(address=address, port=port, out=str(tmp_path / "none"))()
+    assert not (tmp_path / "none").exists()

@@ -1,6 +1,7 @@
 """`potluck host`."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated
 
 import tyro
@@ -29,12 +30,23 @@ class Host:
     ranks: Ranks = None
     out: Out = None
     resume: Annotated[bool, tyro.conf.arg(help="Continue the run of the run folder.")] = False
+    or_resume: Annotated[
+        bool, tyro.conf.arg(help="Continue the run of the run folder if it holds one; else begin it.")
+    ] = False
     host: Annotated[
         str, tyro.conf.arg(metavar="ADDRESS", help="Where to listen; 0.0.0.0 lets other machines join, encrypted.")
     ] = "127.0.0.1"
     port: Annotated[int, tyro.conf.arg(metavar="N", help="0: any that is free, and the same again on --resume.")] = 0
     address: Annotated[
         str | None, tyro.conf.arg(metavar="NAME", help="How others reach this machine, for the invite.")
+    ] = None
+    identity: Annotated[
+        str | None,
+        tyro.conf.arg(
+            metavar="FOLDER",
+            help="What `potluck invite` made: its invite is in others' hands, and is not printed here.",
+            help_behavior_hint="(default: the run folder's own)",
+        ),
     ] = None
     patience: Annotated[
         float, tyro.conf.arg(metavar="SECONDS", help="How long a worker may be silent before it is given up.")
@@ -59,6 +71,7 @@ class Host:
             ranks=self.ranks,
             out=self.out,
             resume=self.resume,
+            or_resume=self.or_resume,
             listening=Listening(
                 host=self.host,
                 port=self.port,
@@ -66,6 +79,7 @@ class Host:
                 patience_s=self.patience,
                 at_least=self.at_least,
                 insecure=self.insecure,
+                identity=Path(self.identity) if self.identity is not None else None,
             ),
         )
         return host(with_base(args))

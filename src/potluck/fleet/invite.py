@@ -134,21 +134,38 @@ class Identity:
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             folder.chmod(0o700)
-            secret = _keep(folder / "secret", lambda: secrets.token_urlsafe(24).encode()).decode().strip()
+            _keep(folder / "secret", lambda: secrets.token_urlsafe(24).encode())
             key = _keep(folder / "key.pem", _new_key)
-            certificate = _keep(folder / "cert.pem", lambda: _new_certificate(key)).decode()
-            if not secret or not _SECRET.fullmatch(secret):
-                raise ValueError("the secret is not one")
-            identity = cls(folder, secret, _pin_of(ssl.PEM_cert_to_DER_cert(certificate)))
-            identity.server_context()  # refuses a key that is not the certificate's: now, and not when a helper comes
+            _keep(folder / "cert.pem", lambda: _new_certificate(key))
+            return cls._read(folder)
         except (ssl.SSLError, ValueError):
-            raise ConfigError(
-                f"The identity in {folder} is damaged. Remove that folder to make a new one, and hand out new invites."
-            ) from None
+            raise _damaged(folder) from None
         except OSError as error:
             raise ConfigError(
                 f"The identity in {folder} can be neither read nor made ({error.strerror}). Choose another folder."
             ) from None
+
+    @classmethod
+    def load(cls, folder: Path) -> "Identity":
+        """One that is there already, and that this process may only be able to read, as what a cluster mounts."""
+        try:
+            return cls._read(folder)
+        except (ssl.SSLError, ValueError):
+            raise _damaged(folder) from None
+        except OSError as error:
+            raise ConfigError(
+                f"There is no identity in {folder} that can be read ({error.strerror}). Make one with:"
+                f" potluck invite --address NAME --port N --out {folder}"
+            ) from None
+
+    @classmethod
+    def _read(cls, folder: Path) -> "Identity":
+        secret = (folder / "secret").read_bytes().decode().strip()
+        certificate = (folder / "cert.pem").read_bytes().decode()
+        if not secret or not _SECRET.fullmatch(secret):
+            raise ValueError("the secret is not one")
+        identity = cls(folder, secret, _pin_of(ssl.PEM_cert_to_DER_cert(certificate)))
+        identity.server_context()  # refuses a key that is not the certificate's: now, and not when a helper comes
         return identity
 
     def invite(self, host: str, port: int, *, encrypted: bool) -> Invite:
@@ -164,6 +181,12 @@ class Identity:
         _offer_sealing(context)
         context.load_cert_chain(self.folder / "cert.pem", self.folder / "key.pem")
         return context
+
+
+def _damaged(folder: Path) -> ConfigError:
+    return ConfigError(
+        f"The identity in {folder} is damaged. Remove that folder to make a new one, and hand out new invites."
+    )
 
 
 def client_context() -> ssl.SSLContext:

@@ -37,7 +37,7 @@ from potluck.finetune.settings import is_finetune
 from potluck.fleet.coordinator import Coordinator
 from potluck.fleet.description import Description
 from potluck.fleet.effects import Finish, StepRecord
-from potluck.fleet.invite import INVITE, Identity, Invite, is_loopback
+from potluck.fleet.invite import INVITE, Identity, Invite, is_loopback, read_invite
 from potluck.fleet.journal import Journal, set_aside
 from potluck.fleet.server import Server
 from potluck.launch.processes import WorkerPool
@@ -113,7 +113,9 @@ class _Host:
 
     def run(self) -> int:
         args = self.args
-        invite = self._invite(self.listening.address or _reachable(self.listening.host))
+        invited = self._invited()
+        address = self.listening.address or (invited.host if invited else _reachable(self.listening.host))
+        invite = self._invite(address)
         self._show(invite)
         self.server.start()
         here = self.listening.host if self.listening.host not in ("0.0.0.0", "::") else "127.0.0.1"
@@ -143,7 +145,8 @@ class _Host:
 
     def _serve(self) -> Server:
         args, journal = self.args, self.journal
-        identity = Identity.load_or_make(self.folder / "identity")
+        given = self.listening.identity
+        identity = Identity.load(given) if given is not None else Identity.load_or_make(self.folder / "identity")
         self.identity = identity
         standing = journal.standing()
         newest = self.receiver.newest() if args.resume and not (standing and standing.step) else None
@@ -167,7 +170,9 @@ class _Host:
             plain_peers=self.listening.insecure,
             resumed=resumed,
         )
-        port = self.listening.port or int(journal.fact("port") or 0) or self._port_before()
+        invited = self._invited()
+        named = self.listening.port or (invited.port if invited else 0)
+        port = named or int(journal.fact("port") or 0) or self._port_before()
         server = Server(
             coordinator,
             host=self.listening.host,
@@ -190,6 +195,11 @@ class _Host:
 
     def _invite(self, address: str) -> Invite:
         return self.identity.invite(address, self.server.port, encrypted=not self.listening.insecure)
+
+    def _invited(self) -> Invite | None:
+        """What `potluck invite` has put beside the identity: where those who have it will look for this host."""
+        given = self.listening.identity
+        return read_invite(str(given / "invite")) if given is not None and (given / "invite").is_file() else None
 
     def _open_journal(self) -> Journal:
         """A damaged one is set aside where there is a checkpoint to resume from."""
@@ -227,6 +237,9 @@ class _Host:
                 f"INSECURE: anybody who reaches {self.listening.host} port {self.server.port} can take part, read the"
                 " weights and change them, and nothing is encrypted. Use this on a network that you fully trust."
             )
+        if self.listening.identity is not None:  # what is printed is kept in logs, which others may read
+            print(f"Waiting for those who have the invite of {invite}", flush=True)
+            return
         where = "another terminal here" if is_loopback(invite.host) else "another machine"
         print(f"To join from {where} (the line is a secret; it is also in the file below it):", flush=True)
         print(f"  potluck join {invite.line()}{'' if self.args.recipe else ' SCRIPT'}", flush=True)

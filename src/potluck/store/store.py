@@ -225,8 +225,10 @@ def _place_of(url: str, patience_s: float) -> Place:
     if url.startswith("file://"):
         return Folder(folder_of(url))
     if url.startswith("s3://"):
-        from potluck.store.bucket import Bucket  # obstore is for those who need it
-
+        try:
+            from potluck.store.bucket import Bucket
+        except ModuleNotFoundError:
+            raise StoreError("A store at s3:// needs the library obstore: pip install 'potluck[s3]'.") from None
         return Bucket(*bucket_of(url), patience_s=patience_s)
     raise StoreError(f"A store's url is file:///some/folder or s3://bucket/prefix, not {url!r}.")
 

@@ -67,6 +67,8 @@ class Listening:
     patience_s: float
     at_least: int
     insecure: bool
+    identity: Path | None = None
+    """Where `potluck invite` made the identity that invites name; none: the run folder's own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -186,10 +188,13 @@ def host_args(
     listening: Listening,
     ranks: int | None = None,
     track: Sequence[str] = (),
+    or_resume: bool = False,
 ) -> HostArgs:
-    """What `potluck host` is asked for, checked before anything is started."""
+    """What `potluck host` is asked for, checked before anything is started. `or_resume`: resumes if there is a run."""
     if workers < 0 or listening.at_least < 1 or not 0 <= listening.port < 1 << 16:
         raise ConfigError("--workers is at least 0, --at-least 1, and --port below 65,536.")
+    if listening.insecure and listening.identity is not None:
+        raise ConfigError("--identity holds a secret, and a host with --insecure has none. Leave out one of them.")
     if what.endswith(".py"):
         if not Path(what).is_file():
             raise ConfigError(f"There is no script {what}.")
@@ -211,7 +216,8 @@ def host_args(
         own += base_setting(model.get("hf")) if isinstance(model := table.get("model"), dict) else ()
         recipe, command = tomli_w.dumps(table), ("--join", json.dumps(own))
     folder = Path(out) if out else Path("runs") / name
-    if out is None and not resume:
+    resume = resume or (or_resume and holds_run(folder))
+    if out is None and not resume and not or_resume:
         folder = first_free(folder, holds_run)  # a new run never takes over a folder that holds one
     if resume and not holds_run(folder):
         raise ConfigError(f"There is no run to resume in {folder}. Leave out --resume, or name its folder with --out.")
