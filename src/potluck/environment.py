@@ -18,6 +18,8 @@ PARENT_PIPE = "POTLUCK_PARENT_PIPE"
 ONLY = "POTLUCK_ONLY"
 """Set for a worker whose others are elsewhere."""
 
+PAGE_POINTER = "POTLUCK_PAGE_POINTER"
+"""Tells whoever keeps the run folder where to write which one it is: for the page that shows it."""
 QUIET = "POTLUCK_QUIET"
 """Set for workers whose host shows the run."""
 

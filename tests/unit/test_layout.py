@@ -24,13 +24,14 @@ BELOW = {
     "composition": "agree sharding stages",
     "fleet": "agree wire",
     "data": "agree fleet",
+    "page": "agree fleet wire",
     "save": "agree fleet link sharding stages store",
     "engine": "agree composition data fleet link save sharding show stages store wire",
     "train": "agree composition data engine fleet link save sharding show stages store wire",
     "integrations": "agree composition data engine fleet link save sharding show stages store wire",
     "finetune": "agree composition data engine fleet link save sharding show stages store train wire",
-    "launch": "agree composition data engine finetune fleet link save sharding show stages store train wire",
-    "top": "agree composition data engine finetune fleet launch link save sharding show stages store train wire",
+    "launch": "agree composition data engine finetune fleet link page save sharding show stages store train wire",
+    "top": "agree composition data engine finetune fleet launch link page save sharding show stages store train wire",
 }
 MAY_IMPORT = {room: {"ground", room, *below.split()} for room, below in BELOW.items()}
 GROUND = {
@@ -84,6 +85,13 @@ PURE = [
     "fleet/tree.py",
     "fleet/weights.py",
     "train/schedule.py",
+    "fleet/orders.py",
+    "page/fold.py",
+    "page/metrics.py",
+    "page/peaks.py",
+    "page/sentences.py",
+    "page/series.py",
+    "page/view.py",
 ]
 IMPURE = {"socket", "asyncio", "threading", "time", "torch.distributed", "subprocess", "random"}
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from potluck.commands.options import Out, Settings, Workers
+from potluck.commands.options import Out, Page, Settings, Workers
 from potluck.commands.train import launch_recipe
 from potluck.words import say
 
@@ -48,6 +48,7 @@ class Finetune:
         str | None,
         tyro.conf.arg(metavar="FILE.toml", help="Only write the recipe, for potluck train and potluck host."),
     ] = None
+    page: Page = None
     settings: Settings = field(default_factory=list)
 
     def __call__(self) -> int:
@@ -65,4 +66,4 @@ class Finetune:
         if self.write is not None:
             return write_recipe(args, Path(self.write))
         say(f"Fine-tuning {self.model} on {', '.join(self.rows)}. First PyTorch and transformers are loaded.")
-        return launch_recipe(replace(args, out=self.out, resume=self.resume), None)
+        return launch_recipe(replace(args, out=self.out, resume=self.resume), None, self.page)

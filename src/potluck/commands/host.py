@@ -1,11 +1,11 @@
 """`potluck host`."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 import tyro
 
-from potluck.commands.options import Data, Out, Ranks, Settings, Threads
+from potluck.commands.options import Data, Out, Page, Ranks, Settings, Threads
 from potluck.train.arguments import data_setting
 
 
@@ -43,6 +43,10 @@ class Host:
     insecure: Annotated[
         bool, tyro.conf.arg(help="No encryption and no secret; plain peers of the published protocol may join.")
     ] = False
+    page: Page = None
+    control: Annotated[
+        bool, tyro.conf.arg(help="Let whoever sees the page pause the run, save it, and let workers go.")
+    ] = False
     settings: Settings = field(default_factory=list)
 
     def __call__(self) -> int:
@@ -66,4 +70,4 @@ class Host:
                 insecure=self.insecure,
             ),
         )
-        return host(with_base(args))
+        return host(with_base(replace(args, page=self.page, control=self.control)))

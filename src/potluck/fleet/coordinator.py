@@ -23,6 +23,7 @@ from potluck.fleet.evaluation import Evaluations
 from potluck.fleet.gathering import Gatherings
 from potluck.fleet.invite import is_right_secret
 from potluck.fleet.membership import WorkerPhase, WorkerRecord
+from potluck.fleet.orders import Orders
 from potluck.fleet.plain_peers import PlainPeers
 from potluck.fleet.planning import StepUnderWay
 from potluck.fleet.rejoin_limiter import RejoinLimiter
@@ -92,6 +93,8 @@ class Coordinator(CoordinatorState):
             self, self.digests, self.rounds, self.transfers, self.saving, self.evaluations, self.plain_peers
         )
         self.ending = Ending(self, self.rounds, self.saving, self.evaluations, self.gatherings, self.weights)
+        self.orders = Orders(self, self.rounds, self.saving, self.ending)
+        self.at_least = at_least
         self._hear: dict[type[Message], Callable[[WorkerRecord, Any], list[Effect]]] = {
             Heartbeat: lambda member, beat: [],  # a thousand who wait would get as many answers that nobody reads
             Ready: self.weights.on_ready,

@@ -64,6 +64,8 @@ class CoordinatorState:
         self.description = described
         self.membership = Membership(resumed.next_id)
         self.stopping = False
+        self.paused = False
+        """A person has paused the run: no other step begins."""
         self.finished: str | None = None
         self.refused: Counter[str] = Counter()
         """What was turned away, by kind."""

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from potluck.errors import ConfigError, PotluckError
 from potluck.events import Event
@@ -28,6 +28,7 @@ from potluck.fleet.exchange import Exchange, Outgoing, PeerConnection, PeerWrite
 from potluck.fleet.file_stream import stream_chunks, stream_header
 from potluck.fleet.journal import Journal
 from potluck.fleet.lobby import Guest, Lobby
+from potluck.fleet.now import Travelled, standing_now
 from potluck.fleet.phases import enter_phase
 from potluck.fleet.pipe import LOOPBACK, Pipe, listen_local
 from potluck.fleet.reading import PeerReader
@@ -85,6 +86,7 @@ class Server:
         self._lock = threading.RLock()
         self._ended = threading.Event()
         self._threads: list[threading.Thread] = []
+        self._travelled = Travelled()
         self._restored: tuple[Path, int] | None = None
         listener = _listen(host, port)
         self.port: int = listener.getsockname()[1]
@@ -139,6 +141,15 @@ class Server:
 
     def request_stop(self) -> None:
         self._act(lambda now: self.core.at(now).ending.request_stop())
+
+    def order(self, action: str, worker: int | None) -> None:
+        """What a person wants who may have it."""
+        self._act(lambda now: self.core.at(now).orders.carry_out(action, worker))
+
+    def now(self) -> dict[str, Any]:
+        """How things stand, as the page shows them."""
+        with self._lock:
+            return standing_now(self.core, self.connections, self._travelled, time.monotonic(), time.time())
 
     # Deciding and doing
 
@@ -247,6 +258,7 @@ class Server:
         connection = PeerConnection(Pipe(guest.socket), guest.codec, peer=guest.peer, plain=plain, since=effect.since)
         connection.pipe.give_up_link(self.core.patience_s)
         self.connections[guest.peer] = connection
+        self._travelled.add(guest.peer, connection.pipe)
         if connection.pipe.is_local and not plain:
             connection.put(Outgoing(ShareMemory()))
         if connection.pipe.can_seal and not plain:

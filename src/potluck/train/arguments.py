@@ -82,6 +82,10 @@ class HostArgs:
     listening: Listening
     base: Path | None = None
     """The folder of the base model, for workers that lack it."""
+    page: str | None = None
+    """Where the live page is, as --page says it."""
+    control: bool = False
+    """Whether a person may pause the run, save it and let workers go on that page."""
 
 
 def data_setting(paths: Sequence[str]) -> tuple[str, ...]:

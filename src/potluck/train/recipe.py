@@ -148,6 +148,8 @@ def train_recipe(config: RunConfig, args: TrainArgs, engine: Engine) -> tuple[Su
 def fit_recipe(config: RecipeConfig, parts: RecipeParts, args: TrainArgs, engine: Engine) -> Summary:
     """Trains what a recipe names, in its run folder. Called on every worker."""
     engine.run.caller.samples_per_row = parts.samples_per_row
+    if parts.unit == "tokens":
+        engine.run.caller.flops_per_sample = flops_per_token(parts.model)
     engine.introduce(
         parts.model,
         parts.optimizer,
@@ -256,6 +258,12 @@ def _run_folder(config: RecipeConfig, args: TrainArgs, engine: Engine) -> Path |
             f"{wanted} already holds a run. Continue it with --resume, or name another folder with --out."
         )
     return first_free(wanted, holds_run)
+
+
+def flops_per_token(model: nn.Module) -> float:
+    """Two for each number in the forward, and as many for the gradients of what flows and of what is trained."""
+    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
+    return float(sum((6 if is_trained else 4) * numbers for numbers, is_trained in sizes))
 
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
