@@ -16,6 +16,7 @@ from potluck.commands.host import Host
 from potluck.commands.join import Join
 from potluck.commands.run import Run
 from potluck.commands.train import Train
+from potluck.commands.watch import WatchRun
 from potluck.errors import ConfigError, PotluckError
 from potluck.words import say
 
@@ -27,6 +28,7 @@ COMMANDS = (
     | Annotated[Run, tyro.conf.subcommand("run")]
     | Annotated[Host, tyro.conf.subcommand("host")]
     | Annotated[Join, tyro.conf.subcommand("join")]
+    | Annotated[WatchRun, tyro.conf.subcommand("watch")]
     | Annotated[Export, tyro.conf.subcommand("export")]
     | Annotated[Doctor, tyro.conf.subcommand("doctor")]
 )

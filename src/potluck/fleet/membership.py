@@ -77,6 +77,8 @@ class WorkerRecord:
     relieved_of: str = ""
     """What it was doing when that happened."""
     leaving: bool = False
+    let_go: bool = False
+    """By a person, and not by itself."""
     shut_at: float | None = None
     """When it was told that the run is over for it."""
     warned_at: float = 0.0

@@ -69,4 +69,5 @@ class Orders:
             return [self._tell("let_go", "That worker is not here any more.", worker, done=False)]
         (member,) = found
         told = self._tell("let_go", f"{member.name} was let go by a person.", worker)
+        member.let_go = True
         return [told, *self.ending.on_leave(member, Leave(0, "it was let go by a person"))]

@@ -212,6 +212,7 @@ class _Host:
         )
         if args.base is not None:
             server.serve_base(args.base)
+        server.show_watchers(self.folder / "events.jsonl", self.folder / NOW)
         server.on_step = self._on_step
         server.on_described = self._on_described
         if described is not None:

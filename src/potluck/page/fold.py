@@ -131,17 +131,18 @@ class Fold:
         self.recent.clear()
 
     def _on_step(self, record: Record, time: float) -> None:
-        if self._begun_at is None:
-            self._begun_at = time - record["seconds"]
-        self.trained_s = self._begun_s + max(0.0, time - self._begun_at)
-        self.last = {name: value for name, value in record.items() if name != "workers"}
+        """All of it is looked at before anything is changed: a line that is no step changes nothing."""
+        for part in record["workers"]:
+            _ = part["rank"], part["rows"] + 0, part["samples"] + 0, part["busy_s"] + part["wait_s"]
+        begun_at = time - record["seconds"] if self._begun_at is None else self._begun_at
+        trained_s = self._begun_s + max(0.0, time - begun_at)
         loss, norm = float(record["loss"]), float(record["grad_norm"])
         is_finite = short(loss) is not None
         point = Point(
             record["step"],
             record["step"],
             record["rows_seen"],
-            self.trained_s,
+            trained_s,
             float(record["lr"]),
             norm,
             record["seconds"],
@@ -151,8 +152,10 @@ class Fold:
             most=loss if is_finite else float("-inf"),
             most_norm=norm if short(norm) is not None else float("-inf"),
         )
+        self.recent.append((time, record["step"], record["samples"] + 0))
+        self._begun_at, self.trained_s = begun_at, trained_s
+        self.last = {name: value for name, value in record.items() if name != "workers"}
         self.series.add(point)
-        self.recent.append((time, record["step"], record["samples"]))
         self._take_parts(record["workers"], time)
 
     def _take_parts(self, parts: list[Record], time: float) -> None:

@@ -62,12 +62,6 @@ def _stalled(event: Record) -> tuple[str, str]:
     return "notice", f"Waiting for {event['name']}: {event['doing']}{for_s}{then}."
 
 
-def _validated(event: Record) -> tuple[str, str]:
-    loss = {"loss": event["loss"]} if event.get("loss") is not None else {}
-    figures = ", ".join(f"{name} {value:.4f}" for name, value in (loss | event.get("metrics", {})).items())
-    return "plain", f"Validation at step {event['step']:,}: {figures}."
-
-
 def _ended(event: Record) -> tuple[str, str]:
     took, step = duration(event["seconds"]), f"{plural(int(event['step']), 'step')}"
     match event["reason"]:
@@ -87,7 +81,6 @@ _SENTENCES = {
     "run_started": _started,
     "decided": lambda e: ("plain", _sentence(e["reason"])),
     "step_skipped": lambda e: ("notice", f"Step {e['step']:,} was skipped on all workers: {e['reason']}."),
-    "validated": _validated,
     "epoch_done": _epoch,
     "checkpoint_saved": lambda e: ("plain", f"Saved step {e['step']:,} ({size(e['bytes'])}) in {e['folder']}."),
     "checkpoint_failed": lambda e: ("bad", f"{_sentence(e['reason'])} Training continues, and it is tried again."),

@@ -98,20 +98,23 @@ class Lanes:
 
     most: int = MOST_CELLS
     span: int = 1
-    cells: list[tuple[float, int, Cell]] = field(default_factory=list)
-    """(seconds of training at its end, steps, what each worker did)"""
+    cells: list[tuple[float, float, int, Cell]] = field(default_factory=list)
+    """(seconds of training at its beginning, and at its end, steps, what each worker did)"""
     generation: int = 0
 
     def add(self, at_s: float, done: Cell) -> None:
-        if self.cells and self.cells[-1][1] < self.span:
-            _, steps, before = self.cells[-1]
-            self.cells[-1] = at_s, steps + 1, _sum(before, done)
+        """A step that ended then. It began when its first worker did: before that, nobody had anything to do."""
+        if self.cells and self.cells[-1][2] < self.span:
+            start, _, steps, before = self.cells[-1]
+            self.cells[-1] = start, at_s, steps + 1, _sum(before, done)
             return
-        self.cells.append((at_s, 1, done))
+        before_s = self.cells[-1][1] if self.cells else 0.0
+        start = max(before_s, at_s - max(map(sum, done.values()), default=0.0))
+        self.cells.append((start, at_s, 1, done))
         if len(self.cells) > self.most:
             pairs = zip(self.cells[::2], self.cells[1::2], strict=False)
             odd = self.cells[-1:] if len(self.cells) % 2 else []
-            self.cells = [(b[0], a[1] + b[1], _sum(a[2], b[2])) for a, b in pairs] + odd
+            self.cells = [(a[0], b[1], a[2] + b[2], _sum(a[3], b[3])) for a, b in pairs] + odd
             self.span *= 2
             self.generation += 1
 

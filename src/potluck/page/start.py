@@ -45,6 +45,8 @@ class PageWanted:
     identity: Path | None = None
     """Where the key and the certificate of an encrypted page are, or will be."""
     led: bool = False
+    keeps_place: bool = True
+    """Whether the run folder says where the page is, so that it is there again."""
     on_order: Callable[[Record], None] | None = None
     """Hears what a person orders; None: the page only shows."""
 
@@ -68,7 +70,8 @@ def prepare_page(address: PageAddress, wanted: PageWanted) -> tuple[PagePlace, P
     identity = None
     if address.is_for_others and wanted.identity is not None:
         identity = Identity.load_or_make(wanted.identity)
-    place = open_place(address, wanted.kept_in or wanted.folder, encrypted=identity is not None)
+    kept_in = (wanted.kept_in or wanted.folder) if wanted.keeps_place else None
+    place = open_place(address, kept_in, encrypted=identity is not None)
     if identity is not None:
         place.fingerprint = fingerprint_of(identity)
     settings = PageSettings(
@@ -82,6 +85,7 @@ def prepare_page(address: PageAddress, wanted: PageWanted) -> tuple[PagePlace, P
         identity=_text(identity.folder if identity is not None else None),
         led=wanted.led,
         control=wanted.on_order is not None,
+        keeps_place=wanted.keeps_place,
     )
     return place, settings
 

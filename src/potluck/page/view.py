@@ -141,15 +141,15 @@ def run_of(fold: Fold) -> Record:
 
 
 def cells_of(fold: Fold, start: int) -> list[list[Any]]:
-    """Of each stretch of time: when it ends, and for each lane how much of it was busy and how much sending."""
+    """Of each stretch of time: its beginning, its end, and for each lane how much of it was busy, and sending."""
     told = []
-    for at_s, _, done in fold.timeline.cells[start:]:
+    for start_s, at_s, _, done in fold.timeline.cells[start:]:
         shares: list[Any] = []
         for lane in fold.lanes:
             seconds = done.get(lane)
             whole = sum(seconds) if seconds is not None else 0.0
             shares.append([round(100 * seconds[0] / whole), round(100 * seconds[2] / whole)] if whole else None)  # type: ignore[index]
-        told.append([short(at_s), shares])
+        told.append([short(start_s), short(at_s), shares])
     return told
 
 

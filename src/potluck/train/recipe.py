@@ -31,6 +31,7 @@ from potluck.sharding.strategy import NoShard, ShardingStrategy
 from potluck.stages.protocol import Stages
 from potluck.train.arguments import TrainArgs, WorkersConfig
 from potluck.train.model import GPT, ModelConfig, next_token_loss
+from potluck.train.sampler import Sampler, may_sample, writing
 from potluck.train.slowdown import Brake
 from potluck.train.text import DataConfig, read_rows
 from potluck.train.trainer import FitConfig, Summary, Trainer
@@ -140,6 +141,8 @@ def train_recipe(config: RunConfig, args: TrainArgs, engine: Engine) -> tuple[Su
         loss=loss,
         samples_per_row=float(config.model.context),
     )
+    if may_sample(engine) and (write := writing(model, validation, pieces)) is not None:
+        engine.events.listeners.append(Sampler(engine, write))
     if pieces is not None and engine.lifecycle.keeps_folder:
         engine.events.listeners.append(partial(_keep_pieces, pieces))
     return fit_recipe(config, parts, args, engine), model

@@ -424,16 +424,14 @@ function drawTimeline() {
   write($("lanes-note"), state.workers.size > lanes.length && lanes.length >= 48 ? `the first ${lanes.length} of ${whole(state.workers.size)}` : "");
   if (!cells.length) { pen.fillStyle = style("--muted"); pen.fillText("Nothing yet", 8, 30); return; }
   const names = Math.min(170, Math.max(60, ...laneNames.map((name) => pen.measureText(name).width + 18)), width * .34);
-  const end = cells[cells.length - 1][0] || 1e-9, x = (seconds) => names + seconds / end * (width - names - 6);
+  const end = cells[cells.length - 1][1] || 1e-9, x = (seconds) => names + seconds / end * (width - names - 6);
   pen.textBaseline = "middle"; pen.textAlign = "left";
   lanes.forEach((id, lane) => {
     const top = lane * (each + gap);
     pen.fillStyle = style("--muted");
     pen.fillText(fitted(pen, laneNames[lane], names - 12), 0, top + each / 2);
-    let before = 0;
-    for (const [at, shares] of cells) {
+    for (const [before, at, shares] of cells) {
       const share = shares[lane], from = x(before), to = x(at);
-      before = at;
       if (!share) continue;
       const wide = Math.max(.6, to - from - (to - from > 5 ? 1 : 0)), busy = each * share[0] / 100, send = each * share[1] / 100;
       pen.fillStyle = style("--wait"); pen.fillRect(from, top, wide, each - busy - send);
