@@ -12,11 +12,12 @@ MIXED = ("mixed_speeds", "time_to_loss", "following", "convergence", "overlap", 
 SHARDED = ("shard_memory", "shard_step", "uneven_memory", "buddy")
 STAGED = ("pipeline", "uneven_stages", "direct", "datastore")
 """One model over several workers."""
+WATCHED = ("page",)
 GPU = ("h200", "h200_mixed", "h200_shard", "h200_stages", "h200_learning", "h200_lora")
 DATA = ("fetching",)
 TUNING = ("lora", "trainers")
 """Fine-tuning, and other people's trainers with ours inside."""
-NAMES = (*BY_DEFAULT, *DATA, *TUNING, *MIXED, *SHARDED, *STAGED, *GPU)
+NAMES = (*BY_DEFAULT, *DATA, *TUNING, *MIXED, *SHARDED, *STAGED, *WATCHED, *GPU)
 
 
 def main() -> None:

@@ -92,6 +92,8 @@ class Fold:
     """... how long it had been trained then."""
     _told: str = ""
     lanes: list[int] = field(default_factory=list)
+    working: frozenset[int] = frozenset()
+    """Who had part in the last step."""
 
     def take(self, record: Record) -> None:
         """One event. What is not as it should be is passed over: a page never fails for a line."""
@@ -160,6 +162,7 @@ class Fold:
 
     def _take_parts(self, parts: list[Record], time: float) -> None:
         done: Cell = {}
+        self.working = frozenset(part["rank"] for part in parts)
         for part in parts:
             row = self.workers.get(part["rank"])
             if row is None:
@@ -173,9 +176,8 @@ class Fold:
             if part["rank"] in self.lanes:
                 done[part["rank"]] = [part["busy_s"], part["wait_s"], part.get("send_s", 0.0)]
         if len(parts) < sum(row.is_in for row in self.workers.values()):
-            here = {part["rank"] for part in parts}
             for row in self.workers.values():
-                if row.is_in and row.id not in here and row.rows_seen:
+                if row.is_in and row.id not in self.working and row.rows_seen:
                     row.is_in = False
             self._forget_gone()
         self.timeline.add(self.trained_s, done)
@@ -253,6 +255,10 @@ class Fold:
             left * (part[-1][0] - part[0][0]) / max(1, part[-1][1] - part[0][1]) for part in halves if len(part) > 1
         ]
         return found[0], min(found), max(found)
+
+    def takes_part(self, row: WorkerRow) -> bool:
+        """Of a run that has ended: to its end."""
+        return row.id in self.working if self.ended else row.is_in
 
     def usage(self, devices: list[str]) -> float | None:
         """MFU: what is computed of what all these devices could, at best; None where one of them is not known."""

@@ -23,7 +23,7 @@ def head_of(fold: Fold, now: Record) -> Record:
     left = fold.left_s()
     total = run.get("steps_total", 0)
     rows = list(fold.workers.values())
-    inside = [row for row in rows if row.is_in]
+    inside = [row for row in rows if fold.takes_part(row)]
     devices = [row.device or run.get("device_name", "") for row in inside]
     step = max(last.get("step", 0), run.get("from_step", 0)) if last else run.get("from_step", 0)
     return {
@@ -72,13 +72,14 @@ def rows_of(fold: Fold, now: Record) -> dict[int, list[Any]]:
     """Of each worker: name, device, rows, share, speed, busy, wait, send, link, phase, doing, heard at, why, is in."""
     told = {row["id"]: row for row in now.get("workers", ())}
     is_told, told_at = bool(now.get("workers") is not None and now), now.get("time", 0.0)
-    inside = [row for row in fold.workers.values() if row.is_in]
+    inside = [row for row in fold.workers.values() if fold.takes_part(row)]
     rows_now = sum(row.rows for row in inside)
     speeds = sum(row.speed or 0.0 for row in inside)
     found: dict[int, list[Any]] = {}
     for row in list(fold.workers.values())[-MOST_ROWS:]:
         live = told.pop(row.id, None)
-        is_in = row.is_in and not (is_told and live is None and told_at > row.at + 2.0)
+        is_lost = is_told and live is None and told_at > row.at + 2.0  # the host does not know it any more
+        is_in = fold.takes_part(row) and (bool(fold.ended) or not is_lost)
         found[row.id] = _row(fold, row, live, is_in, (rows_now, speeds), told_at)
     for live in list(told.values())[:MOST_ROWS]:  # those that are not ready yet
         fresh = WorkerRow(live["id"], live["name"], live.get("kind", ""))
@@ -103,7 +104,7 @@ def _row(
         short(row.wait / took) if took else None,
         short(row.send / took) if took else None,
         link_of(live) if live is not None else "",
-        (live["phase"] if live is not None else "in") if is_in else "gone",
+        "done" if is_in and fold.ended else (live["phase"] if live is not None else "in") if is_in else "gone",
         live["doing"] if live is not None and is_in else "",
         round(heard_at, 1),
         why_of(fold, row, share, speeds) if is_in else "",

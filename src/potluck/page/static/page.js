@@ -4,7 +4,7 @@
 const $ = (id) => document.getElementById(id);
 const NAME = 0, DEVICE = 1, ROWS = 2, SHARE = 3, SPEED = 4, BUSY = 5, WAIT = 6, SEND = 7, LINK = 8, PHASE = 9, DOING = 10, HEARD = 11, WHY = 12, IN = 13;
 const X_ROWS = 0, X_TIME = 1, LOSS = 2, LEAST = 3, MOST = 4, LR = 5, NORM = 6, MOST_NORM = 7, FIRST = 8, LAST = 9;
-const PAGE_OF_ROWS = 60, MOST_STORY = 300;
+const PAGE_OF_ROWS = 25, MOST_STORY = 300;
 
 const fresh = () => ({ run: {}, head: {}, looks: [], epochs: [], samples: [], points: [], span: 1, lanes: [], laneNames: [], cells: [], workers: new Map(), story: [], can: {} });
 let state = fresh();
@@ -358,7 +358,7 @@ function ordered() {
 function drawRows() {
   const all = ordered(), rows = all.slice(0, shown), body = $("rows");
   const inside = all.filter(([, row]) => row[IN]).length;
-  write($("crowd"), state.workers.size ? `${plural(inside, "worker")}${all.length > inside ? `, ${whole(all.length - inside)} gone` : ""}${query ? ` found of ${whole(state.workers.size)}` : ""}` : "Nobody is here yet");
+  write($("crowd"), state.workers.size ? `${plural(inside, "worker")}${state.head.ended ? " at the end" : ""}${all.length > inside ? `, ${whole(all.length - inside)} gone` : ""}${query ? ` found of ${whole(state.workers.size)}` : ""}` : "Nobody is here yet");
   $("search").hidden = state.workers.size < 8;
   $("more").hidden = all.length <= shown;
   write($("show-more"), `Show more: ${whole(rows.length)} of ${whole(all.length)} are shown`);
