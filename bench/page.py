@@ -61,6 +61,13 @@ def measure(quick: bool) -> Result:
     if tab:
         comparisons += [
             Comparison(what="first paint, 1,000 workers", unit="s", ours=tab["paints_s"], bare=[], target=1.0),
+            Comparison(
+                what="processor time of the page's process, 1,000 workers and a tab, of each second",
+                unit="s",
+                ours=tab["busy"],
+                bare=[],
+                target=None,
+            ),
             _growth("the tab's heap after minutes of updates, to its first minute", tab["heap_mb"]),
             _growth("the server's memory after minutes of updates, to its first minute", tab["server_mb"]),
         ]
@@ -189,15 +196,23 @@ def _tab(crowd: _Crowd, minutes: float) -> dict[str, list[float]]:
             tab.close()
         tab = browser.new_page()
         tab.goto(page.place.link)
-        until = time.monotonic() + 60 * minutes
+        began, busy_s = time.monotonic(), _busy_s(page.process.pid)
+        until = began + 60 * minutes
         while time.monotonic() < until:
             tab.wait_for_timeout(5000)
             tab.evaluate("gc()")
             heap.append(tab.evaluate("performance.memory.usedJSHeapSize") / 1e6)
             status = Path(f"/proc/{page.process.pid}/status").read_text()
             server.append(int(re.search(r"VmRSS:\s+(\d+)", status)[1]) / 1000)  # type: ignore[index]
+        busy = (_busy_s(page.process.pid) - busy_s) / (time.monotonic() - began)
         browser.close()
-    return {"paints_s": paints, "heap_mb": heap, "server_mb": server}
+    return {"busy": [busy], "paints_s": paints, "heap_mb": heap, "server_mb": server}
+
+
+def _busy_s(pid: int) -> float:
+    """Of the processor, so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _until(holds: Callable[[], bool], seconds: float = 300.0) -> None:
