@@ -14,7 +14,7 @@ STAGED = ("pipeline", "uneven_stages", "direct", "datastore")
 """One model over several workers."""
 GPU = ("h200", "h200_mixed", "h200_shard", "h200_stages", "h200_learning", "h200_lora")
 DATA = ("fetching",)
-BESIDE = ("trackers",)
+BESIDE = ("trackers", "page")
 """What listens to a run, and must not slow it down."""
 TUNING = ("lora", "trainers")
 """Fine-tuning, and other people's trainers with ours inside."""

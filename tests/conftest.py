@@ -1,3 +1,4 @@
+import os
 from collections import defaultdict
 
 import pytest
@@ -5,6 +6,8 @@ import torch
 
 REAL = ("tests.ranks", "tests.bare", "tests.fleet.fleet", "tests.fleet.faults")
 """Where tests have helpers from that start processes."""
+
+os.environ.setdefault("POTLUCK_PAGE", "off")  # tests that look at the page say so
 
 
 @pytest.fixture(autouse=True)

@@ -19,6 +19,7 @@ from potluck.commands.pause import Pause, Resume
 from potluck.commands.push import Push
 from potluck.commands.run import Run
 from potluck.commands.train import Train
+from potluck.commands.watch import WatchRun
 from potluck.errors import ConfigError, PotluckError
 from potluck.words import say
 
@@ -33,6 +34,7 @@ COMMANDS = (
     | Annotated[Join, tyro.conf.subcommand("join")]
     | Annotated[Pause, tyro.conf.subcommand("pause")]
     | Annotated[Resume, tyro.conf.subcommand("resume")]
+    | Annotated[WatchRun, tyro.conf.subcommand("watch")]
     | Annotated[Export, tyro.conf.subcommand("export")]
     | Annotated[Push, tyro.conf.subcommand("push")]
     | Annotated[Doctor, tyro.conf.subcommand("doctor")]

@@ -26,6 +26,8 @@ LEAVING = "POTLUCK_LEAVING"
 
 TAKEN_BACK = "its machine is taken back (SIGTERM)"
 
+PAGE_POINTER = "POTLUCK_PAGE_POINTER"
+"""Tells whoever keeps the run folder where to write which one it is: for the page that shows it."""
 QUIET = "POTLUCK_QUIET"
 """Set for workers whose host shows the run."""
 

@@ -54,6 +54,16 @@ class RunStarted(Event):
     """Where a resumed run continues; 0 for a new one."""
     layout: str = ""
     """Which layers each stage of a model has that is cut, and in what order they work: lines to be shown."""
+    strategy: str = ""
+    """What of a replica is split over its ranks: no_shard, shard_grad_op, full_shard, hybrid_shard; empty: not told."""
+    policy: str = ""
+    """When replicas agree: sync, cadence, async or auto; empty: not told."""
+    wire: str = ""
+    """In which form replicas send each other their numbers: fp32, bf16, int8, int4 or auto; empty: not told."""
+    device_name: str = ""
+    """What the device of the first worker is called, such as NVIDIA H200; empty: not told."""
+    flops_per_sample: float = 0.0
+    """Floating-point operations that a sample costs, forward and backward; 0: not known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -274,6 +284,31 @@ class Stalled(Event):
     """Since then."""
     then: str = ""
     """What is done about it."""
+
+
+class Sampled(Event):
+    """What the model writes now, from a fixed beginning: shown beside its loss."""
+
+    step: int
+    prompt: str
+    """What it was given to continue."""
+    text: str
+    """What it wrote after that."""
+
+
+class Ordered(Event):
+    """A person asked for something on the live page, which allowed it (`--control`), and it was done or refused."""
+
+    action: str
+    """pause, resume, save or let_go."""
+    step: int
+    """The last that was done."""
+    done: bool
+    """Whether it was carried out."""
+    sentence: str
+    """What came of it."""
+    worker: int | None = None
+    """The id of the worker that it was about; None: all of them."""
 
 
 class RunEnded(Event):

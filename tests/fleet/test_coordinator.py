@@ -62,6 +62,7 @@ from potluck.wire.messages import (
     JoinAccepted,
     JoinRequest,
     Leave,
+    LookOn,
     Message,
     PartAt,
     Ready,
@@ -77,8 +78,10 @@ from potluck.wire.messages import (
     StateChunk,
     StateMore,
     StateRequest,
+    Watched,
     Welcome,
     Work,
+    Wrote,
 )
 from tests.fleet.virtual import (
     BATCH,
@@ -1049,7 +1052,7 @@ def test_a_wrong_secret_gets_nothing_but_a_close() -> None:
     assert not core.membership.members
 
 
-@pytest.mark.parametrize("kind", [kind for kind in OURS if kind is not Hello])
+@pytest.mark.parametrize("kind", [kind for kind in OURS if kind not in (Hello, LookOn)])
 def test_whoever_has_not_said_hello_gets_nothing_but_a_close(kind: type[Message]) -> None:
     core = Coordinator(patience_s=10, secret=SECRET)
     assert effects_of(core, (1, example(kind))) == [Close(1, "unknown")]
@@ -1136,6 +1139,9 @@ def example(kind: type[Message]) -> Message:
         ShardAssignment: (1, 0, 1),
         Heartbeat: ("w", 1),
         Shutdown: (),
+        LookOn: (PROTOCOL, SECRET),
+        Watched: (0, b""),
+        Wrote: (0, "a", "b"),
     }
     return kind(*values[kind]) if kind in values else kind(1, 0, 1)
 

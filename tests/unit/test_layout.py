@@ -26,13 +26,14 @@ BELOW = {
     "composition": "agree sharding stages",
     "fleet": "agree wire",
     "data": "agree fleet",
+    "page": "agree fleet wire",
     "save": "agree fleet link sharding stages store",
     "engine": "agree composition data fleet link save sharding show stages store trackers wire",
     "train": "agree composition data engine fleet link save sharding show stages store trackers wire",
     "integrations": "agree composition data engine fleet link save sharding show stages store trackers wire",
     "finetune": "agree composition data engine fleet link save sharding show stages store trackers train wire",
-    "launch": "agree composition data engine finetune fleet link save sharding show stages store trackers train wire",
 }
+BELOW["launch"] = f"{BELOW['finetune']} finetune page"
 BELOW["top"] = f"{BELOW['launch']} hub launch"
 MAY_IMPORT = {room: {"ground", room, *below.split()} for room, below in BELOW.items()}
 GROUND = {
@@ -87,6 +88,13 @@ PURE = [
     "fleet/weights.py",
     "train/schedule.py",
     "trackers/scalars.py",
+    "fleet/orders.py",
+    "page/fold.py",
+    "page/metrics.py",
+    "page/peaks.py",
+    "page/sentences.py",
+    "page/series.py",
+    "page/view.py",
 ]
 IMPURE = {"socket", "asyncio", "threading", "time", "torch.distributed", "subprocess", "random"}
 

@@ -21,7 +21,7 @@ from potluck.fleet.description import Description
 from potluck.fleet.membership import WorkerPhase
 from potluck.save.state import optimizer_state
 from potluck.wire import codec
-from potluck.wire.messages import MESSAGES, PUBLISHED, Hello, JoinRequest, Kind, Message, layout
+from potluck.wire.messages import MESSAGES, PUBLISHED, Hello, JoinRequest, Kind, LookOn, Message, layout
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text(encoding="utf-8")
 FLAT = " ".join(DOCUMENT.split())
@@ -76,7 +76,7 @@ def test_no_message_is_told_that_does_not_exist() -> None:
 
 def test_the_first_bytes_are_those_that_are_taken() -> None:
     told = [tuple(row) for row in table("first byte", "the first message", "encoding from then on")]
-    openings = [(JoinRequest, "bincode"), (JoinRequest, "entrenar"), (Hello, "bincode")]
+    openings = [(JoinRequest, "bincode"), (JoinRequest, "entrenar"), (Hello, "bincode"), (LookOn, "bincode")]
     first = [codec.CODECS[name].first_tag + MESSAGES.index(message) for message, name in openings]
     expected = zip(first, openings, strict=True)
     assert told == [(str(byte), message.__name__, name) for byte, (message, name) in expected]

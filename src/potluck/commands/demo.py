@@ -5,7 +5,8 @@ from typing import Annotated, Literal
 
 import tyro
 
-from potluck.commands.options import Data, Out, Settings, Workers
+from potluck.commands.options import Data, Out, Page, Settings, Workers
+from potluck.page.where import page_address
 from potluck.train.arguments import data_setting
 
 
@@ -28,6 +29,7 @@ class Demo:
     data: Data = ()
     workers: Workers = None
     out: Out = None
+    page: Page = None
     settings: Settings = field(default_factory=list)
 
     def __call__(self) -> int:
@@ -44,4 +46,4 @@ class Demo:
             )
         from potluck.launch.demo import demo
 
-        return demo((*self.settings, *data_setting(self.data)), self.workers, self.out)
+        return demo((*self.settings, *data_setting(self.data)), self.workers, self.out, page_address(self.page))

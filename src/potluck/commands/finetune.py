@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from potluck.commands.options import Out, Settings, Track, Workers
+from potluck.commands.options import Out, Page, Settings, Track, Workers
 from potluck.commands.train import launch_recipe
 from potluck.words import say
 
@@ -49,6 +49,7 @@ class Finetune:
         tyro.conf.arg(metavar="FILE.toml", help="Only write the recipe, for potluck train and potluck host."),
     ] = None
     track: Track = field(default_factory=list)
+    page: Page = None
     settings: Settings = field(default_factory=list)
 
     def __call__(self) -> int:
@@ -66,4 +67,4 @@ class Finetune:
         if self.write is not None:
             return write_recipe(args, Path(self.write))
         say(f"Fine-tuning {self.model} on {', '.join(self.rows)}. First PyTorch and transformers are loaded.")
-        return launch_recipe(replace(args, out=self.out, resume=self.resume), None)
+        return launch_recipe(replace(args, out=self.out, resume=self.resume), None, self.page)

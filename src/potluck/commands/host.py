@@ -1,12 +1,12 @@
 """`potluck host`."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
-from potluck.commands.options import Data, Out, Ranks, Settings, Threads, Track
+from potluck.commands.options import Data, Out, Page, Ranks, Settings, Threads, Track
 from potluck.train.arguments import data_setting, track_setting
 
 
@@ -56,6 +56,10 @@ class Host:
         bool, tyro.conf.arg(help="No encryption and no secret; plain peers of the published protocol may join.")
     ] = False
     track: Track = field(default_factory=list)
+    page: Page = None
+    control: Annotated[
+        bool, tyro.conf.arg(help="Let whoever sees the page pause the run, save it, and let workers go.")
+    ] = False
     settings: Settings = field(default_factory=list)
 
     def __call__(self) -> int:
@@ -82,4 +86,4 @@ class Host:
                 identity=Path(self.identity) if self.identity is not None else None,
             ),
         )
-        return host(with_base(args))
+        return host(with_base(replace(args, page=self.page, control=self.control)))

@@ -64,6 +64,15 @@ Only = Annotated[
     ),
 ]
 
+Page = Annotated[
+    str | None,
+    tyro.conf.arg(
+        metavar="WHERE",
+        help="Where the live page is: off, a port, or ADDRESS:PORT such as 0.0.0.0:8080.",
+        help_behavior_hint="(default: this machine, any free port; or what POTLUCK_PAGE says)",
+    ),
+]
+
 
 def workers_config(count: int, threads: int | None, ranks: int | None = None) -> WorkersConfig:
     return checked(lambda: WorkersConfig(count=count, threads=threads, ranks=ranks), "Workers: ")

@@ -6,9 +6,11 @@ from typing import Annotated
 
 import tyro
 
-from potluck.commands.options import Data, Only, Out, Settings, Track, Workers
+from potluck.commands.options import Data, Only, Out, Page, Settings, Track, Workers
 from potluck.config import to_dict
 from potluck.launch.processes import launch
+from potluck.page.start import page_of_training
+from potluck.page.where import page_address
 from potluck.train.arguments import TrainArgs, built_in_recipes, data_setting, track_setting, workers_of
 
 
@@ -26,14 +28,17 @@ class Train:
     resume: Annotated[bool, tyro.conf.arg(help="Continue from the newest checkpoint of the run folder.")] = False
     only: Only = None
     track: Track = field(default_factory=list)
+    page: Page = None
     settings: Settings = field(default_factory=list)
 
     def __call__(self) -> int:
         workers = () if self.workers is None else (f"workers.count={self.workers}",)
         settings = (*self.settings, *data_setting(self.data), *track_setting(self.track), *workers)
         args = TrainArgs(recipe=self.recipe, settings=settings, out=self.out, resume=self.resume)
-        return launch_recipe(args, self.only)
+        return launch_recipe(args, self.only, self.page)
 
 
-def launch_recipe(args: TrainArgs, only: int | None) -> int:
-    return launch(["--recipe", json.dumps(to_dict(args))], workers_of(args), only)
+def launch_recipe(args: TrainArgs, only: int | None, page: str | None) -> int:
+    config, address = workers_of(args), page_address(page)
+    with page_of_training(address, args.out):
+        return launch(["--recipe", json.dumps(to_dict(args))], config, only)

@@ -30,6 +30,7 @@ from potluck.engine.run_state import RunState
 from potluck.engine.saved_position import check_position, restore_position, take_position
 from potluck.environment import QUIET, TAKEN_BACK, why_leaving
 from potluck.errors import ConfigError, Interrupted, PotluckError
+from potluck.events import Sampled
 from potluck.fleet.client import Client
 from potluck.fleet.description import Description
 from potluck.fleet.gathering import MOST_BYTES
@@ -42,6 +43,7 @@ from potluck.tensor_bytes import join_bytes, split_bytes
 if TYPE_CHECKING:
     from potluck.engine.host_rounds import HostWork
     from potluck.engine.joined_view import JoinedView
+from potluck.wire.messages import Wrote
 
 
 class HostLifecycle:
@@ -168,6 +170,9 @@ class HostLifecycle:
             lost = f" {fault.removesuffix('.')}, and this worker may have had the only weights." if fault else ""
             return f"Left the run after step {step}; it continues without this worker.{lost}"
         return f"The host stopped the run after step {step}, {fault or 'and has saved it.'}"
+
+    def show_sample(self, sample: Sampled) -> None:
+        self.client.send(Wrote(sample.step, sample.prompt, sample.text))
 
     def request_stop(self) -> None:
         self.client.ask_to_stop()

@@ -74,6 +74,8 @@ class LoopSettings:
     """A function from rows seen to the share of its peak that the learning rate has; None: the rate is yours."""
     samples_per_row: float = 1.0
     """How many samples a row counts as; only for plain peers of a host, which cannot say so themselves."""
+    flops_per_sample: float = 0.0
+    """Floating-point operations that a sample costs, forward and backward; 0: not known. It is only shown."""
     training: dict[str, Any] = field(default_factory=dict)
     """What every worker's step must do alike: the optimizer's settings, clipping, the schedule."""
     told: dict[str, Any] = field(default_factory=dict)

@@ -20,9 +20,11 @@ from potluck.finetune.encoding import load_tokenizer
 from potluck.finetune.objective import answer_loss, label_figures, label_loss, packs_apart
 from potluck.finetune.rows import PreparedRows, prepare_rows
 from potluck.finetune.settings import AdapterConfig, PretrainedConfig, RowsConfig
+from potluck.finetune.talking import continue_row
 from potluck.finetune.token_rows import TokenCollate, TokenRow
 from potluck.train.arguments import TrainArgs
 from potluck.train.recipe import RecipeConfig, RecipeParts, fit_recipe, make_optimizer, memory_here
+from potluck.train.sampler import Sampler, may_sample
 from potluck.train.trainer import Summary
 from potluck.words import count, plural, size
 
@@ -72,6 +74,8 @@ def train_finetune(config: FinetuneConfig, args: TrainArgs, engine: Engine) -> S
         samples_per_row=rows.answers_per_row,
         unit="rows" if is_labelled else "tokens",
     )
+    if not is_labelled and len(rows.validation) and may_sample(engine):
+        engine.events.listeners.append(Sampler(engine, lambda: continue_row(model, tokenizer, rows.validation[0])))
     return fit_recipe(config, parts, args, engine)
 
 

@@ -6,6 +6,10 @@ from typing import Any
 import torch
 
 from potluck.finetune.libraries import transformers
+from potluck.finetune.token_rows import TokenRow
+
+PROMPT, BEGINNING = 64, 16
+"""Tokens of a row that is continued, at most; and where it has no answer of its own."""
 
 
 @torch.no_grad()
@@ -37,6 +41,29 @@ def answer(
         **chooses,
     )
     return printable(tokenizer.decode(written[0, tokens.shape[1] :], skip_special_tokens=True))
+
+
+@torch.no_grad()
+def continue_row(model: Any, tokenizer: Any, row: TokenRow) -> tuple[str, str]:
+    """A row up to its first answer, and what the model says then, in the time that it has. It is left as it was."""
+    first = int(row.answers.int().argmax()) or BEGINNING
+    given = row.tokens[:first][-PROMPT:].long().unsqueeze(0).to(next(model.parameters()).device)
+    was_training = model.training
+    model.eval()
+    try:
+        written = model.generate(
+            input_ids=given,
+            attention_mask=torch.ones_like(given),
+            max_new_tokens=PROMPT,
+            max_time=0.5,
+            do_sample=False,
+            pad_token_id=tokenizer.pad_token_id,
+            eos_token_id=_ends(model, tokenizer),
+        )
+    finally:
+        model.train(was_training)
+    shown, said = given[0], written[0, given.shape[1] :]
+    return tokenizer.decode(shown, skip_special_tokens=True), tokenizer.decode(said, skip_special_tokens=True)
 
 
 def room_of(model: Any, length: int) -> int:

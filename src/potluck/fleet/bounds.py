@@ -14,16 +14,22 @@ from potluck.wire.messages import (
     Hello,
     JoinRequest,
     Leave,
+    LookOn,
     Message,
     Ready,
     SliceReport,
     StateBegin,
+    Wrote,
 )
 
 MOST_WORKERS = 4096
 """At once, those included who are not ready yet."""
+MOST_WATCHERS = 16
+"""At once, of those who take no part."""
 MOST_NAME, MOST_TEXT = 255, 4096
 """Characters of a name or a hash, and of a sentence."""
+MOST_WRITTEN = 1000
+"""Characters of what the model writes."""
 MOST_NAMES = 1 << 13
 """Of an evaluation's figures, together."""
 MOST_HEADER = 1 << 16
@@ -41,6 +47,8 @@ _MOST: dict[type[Message], dict[str, int]] = {
     EvaluateNext: {"names": MOST_NAMES},
     StateBegin: {"header": MOST_HEADER},
     BaseFiles: {"header": 0},
+    LookOn: {"secret": MOST_NAME},
+    Wrote: {"prompt": MOST_WRITTEN, "text": MOST_WRITTEN},
 }
 """Characters of each text that is kept, told or compared."""
 

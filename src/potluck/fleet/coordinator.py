@@ -13,16 +13,17 @@ from collections.abc import Callable
 from typing import Any
 
 from potluck.errors import TheirProtocolError
-from potluck.events import Stalled, WentBack, WorkerWent
+from potluck.events import Sampled, Stalled, WentBack, WorkerWent
 from potluck.fleet import bounds
 from potluck.fleet.coordinator_state import CoordinatorState, Resumed, RunPosition
 from potluck.fleet.digests import Digests
-from potluck.fleet.effects import Close, Effect, Emit, Send, SendBase
+from potluck.fleet.effects import Close, Effect, Emit, Send, SendBase, ShowTo
 from potluck.fleet.ending import Ending
 from potluck.fleet.evaluation import Evaluations
 from potluck.fleet.gathering import Gatherings
 from potluck.fleet.invite import is_right_secret
 from potluck.fleet.membership import WorkerPhase, WorkerRecord
+from potluck.fleet.orders import Orders
 from potluck.fleet.plain_peers import PlainPeers
 from potluck.fleet.planning import StepUnderWay
 from potluck.fleet.rejoin_limiter import RejoinLimiter
@@ -44,6 +45,7 @@ from potluck.wire.messages import (
     Hello,
     JoinRequest,
     Leave,
+    LookOn,
     Message,
     Ready,
     Refusal,
@@ -52,9 +54,14 @@ from potluck.wire.messages import (
     StateBegin,
     StateChunk,
     Welcome,
+    Wrote,
 )
+from potluck.wire.words import clean
 
-_INSIDE = (Applied, SliceReport, EvaluateNext, Gather, SaveDue, StateBegin, StateChunk, Heartbeat, Leave)
+WRITTEN_EVERY_S = 5.0
+"""How often it is told what the model writes, at most."""
+
+_INSIDE = (Applied, SliceReport, EvaluateNext, Gather, SaveDue, StateBegin, StateChunk, Heartbeat, Leave, Wrote)
 LEGAL: dict[WorkerPhase, tuple[type[Message], ...]] = {
     WorkerPhase.GREETED: (Ready, BaseFiles, BaseWanted, Heartbeat, Leave),
     WorkerPhase.CATCHING_UP: _INSIDE,  # it may not know yet that its weights will be replaced
@@ -79,6 +86,8 @@ class Coordinator(CoordinatorState):
         self._secret = secret
         self._returns = RejoinLimiter(patience_s)
         self._ticked_at: float | None = None
+        self._watchers: set[int] = set()
+        self._wrote_at: float | None = None
         # Each knows those above it, and none below.
         self.digests = Digests(self, dict(resumed.agreed))
         self.evaluations = Evaluations(self)
@@ -92,6 +101,8 @@ class Coordinator(CoordinatorState):
             self, self.digests, self.rounds, self.transfers, self.saving, self.evaluations, self.plain_peers
         )
         self.ending = Ending(self, self.rounds, self.saving, self.evaluations, self.gatherings, self.weights)
+        self.orders = Orders(self, self.rounds, self.saving, self.ending)
+        self.at_least = at_least
         self._hear: dict[type[Message], Callable[[WorkerRecord, Any], list[Effect]]] = {
             Heartbeat: lambda member, beat: [],  # a thousand who wait would get as many answers that nobody reads
             Ready: self.weights.on_ready,
@@ -105,6 +116,7 @@ class Coordinator(CoordinatorState):
             StateBegin: self.transfers.on_begin,
             StateChunk: self.transfers.on_chunk,
             Leave: self.ending.on_leave,
+            Wrote: self._on_wrote,
         }
 
     @property
@@ -138,6 +150,8 @@ class Coordinator(CoordinatorState):
                     return self._on_hello(peer, message, address)
                 case JoinRequest():
                     return self.plain_peers.on_join_request(peer, message, address)
+                case LookOn():
+                    return self._on_watch(peer, message)
             return self.refuse(peer, "unknown", "")
         member.heard_at = now
         if member.plain:
@@ -170,6 +184,29 @@ class Coordinator(CoordinatorState):
         member = self.membership.add(self.clock, peer, hello.name, hello.kind, plain=False, address=address)
         return [Send(peer, Welcome(member.worker_id, int(self.patience_s * 1000), self._recipe))]
 
+    def _on_watch(self, peer: int, watch: LookOn) -> list[Effect]:
+        """It takes no part, has no id, and is known by nothing but its connection."""
+        if not is_right_secret(watch.secret, self._secret):
+            return self.refuse(peer, "wrong secret", "")
+        if watch.protocol != PROTOCOL:
+            return self.refuse(
+                peer, "wrong version", f"This host speaks protocol {PROTOCOL}, and you speak {watch.protocol}."
+            )
+        if len(self._watchers) >= bounds.MOST_WATCHERS:
+            return self.refuse(
+                peer, "too many", f"{bounds.MOST_WATCHERS} watch this host, the most at once. Come again later."
+            )
+        self._watchers.add(peer)
+        return [Send(peer, Welcome(0, int(self.patience_s * 1000), "")), ShowTo(peer)]
+
+    def _on_wrote(self, member: WorkerRecord, wrote: Wrote) -> list[Effect]:
+        """Shown now and then, however often it is told."""
+        if self._wrote_at is not None and self.clock - self._wrote_at < WRITTEN_EVERY_S:
+            return []
+        self._wrote_at = self.clock
+        prompt, text = ("\n".join(map(clean, told.splitlines())) for told in (wrote.prompt, wrote.text))
+        return [Emit(Sampled(step=min(wrote.step, self.steps_done), prompt=prompt, text=text))]
+
     def on_heard(self, now: float, peer: int) -> None:
         """Notes that the peer is alive: any byte counts."""
         if (member := self.membership.members.get(peer)) is not None:
@@ -178,6 +215,7 @@ class Coordinator(CoordinatorState):
     def on_closed(self, now: float, peer: int, why: str) -> list[Effect]:
         """The connection is gone, no matter which side closed it."""
         self.clock = now
+        self._watchers.discard(peer)
         member = self.membership.remove(peer)
         self.weights.forget(peer)
         if member is None:

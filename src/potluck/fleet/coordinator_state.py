@@ -15,7 +15,7 @@ from potluck.fleet.description import Description
 from potluck.fleet.effects import Close, Effect, Emit, Send
 from potluck.fleet.ledger import Range
 from potluck.fleet.membership import Membership, WorkerRecord
-from potluck.wire.messages import Refusal, Shutdown
+from potluck.wire.messages import LET_GO, Refusal, Shutdown
 
 
 @dataclass
@@ -64,6 +64,8 @@ class CoordinatorState:
         self.description = described
         self.membership = Membership(resumed.next_id)
         self.stopping = False
+        self.paused = False
+        """A person has paused the run: no other step begins."""
         self.finished: str | None = None
         self.refused: Counter[str] = Counter()
         """What was turned away, by kind."""
@@ -146,6 +148,9 @@ class CoordinatorState:
         """Sends Shutdown: the run is over for this worker, which has `patience` to go."""
         member.leaving = True
         member.shut_at = self.clock if member.shut_at is None else member.shut_at
+        if member.let_go and not self.finished and not member.plain:
+            sentence = "A person let this worker go. The run continues without it."
+            return [Send(member.peer, Refusal(LET_GO, sentence))]
         return [Send(member.peer, Shutdown()), *([Close(member.peer, "the run is over")] if member.plain else [])]
 
 

@@ -170,6 +170,12 @@ class SendBase(Effect):
     asked: BaseFiles | BaseWanted
 
 
+class ShowTo(Effect):
+    """The peer only watches: it is told all that happens, from the beginning."""
+
+    peer: int
+
+
 class Finish(Effect):
     """The run is over."""
 

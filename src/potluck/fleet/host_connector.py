@@ -108,7 +108,7 @@ class HostConnector:
             pipe = Pipe(connection)
             enter_phase("connected", 0)
             pipe.give_up_link(patience_s)
-            pipe.send(encode_parts(Hello(PROTOCOL, self.invite.secret, self.name, self.kind)))
+            pipe.send(encode_parts(self.opening()))
             answer = self._first_answer(pipe, patience_s)
             if not isinstance(answer, Welcome):
                 raise TheirProtocolError(f"The host answered with a {type(answer).__name__}.")
@@ -122,6 +122,10 @@ class HostConnector:
             raise
         self._backoff_s = FIRST_WAIT_S
         return pipe, answer
+
+    def opening(self) -> Message:
+        """The first words: who this is, and the secret."""
+        return Hello(PROTOCOL, self.invite.secret, self.name, self.kind)
 
     def _reach_host(self) -> socket.socket:
         """By a socket of this machine, where the system tells whose process is at its other end; else over TCP.

@@ -36,6 +36,7 @@ from potluck.fleet.member_effects import (
 )
 from potluck.wire.messages import (
     FOR_ALL,
+    LET_GO,
     SAVE,
     Admitted,
     Committed,
@@ -120,8 +121,7 @@ class Member:
         """In the order in which they came, until the loop asks for them."""
         self._asked: list[StateRequest] = []
         self._transfer, self._left_bytes = -1, 0
-        self._deadline = 0.0
-        self._was_asked = False
+        self._deadline, self._was_asked = 0.0, False
         self._due_at = self._kept_at = self._keeping_s = 0.0
         """When a save was asked for, when the host last had one, and how long that took."""
         self._drifts: list[int] = []
@@ -286,7 +286,8 @@ class Member:
         if self.phase is MemberPhase.LEAVING:
             return self._hear_at_the_end(now, message)
         match message:
-            case Shutdown():
+            case Shutdown() | Refusal() if getattr(message, "code", LET_GO) == LET_GO:
+                self.left |= isinstance(message, Refusal)
                 dropped = self._drop_state()
                 self.end()
                 return dropped

@@ -79,6 +79,8 @@ class WorkerRecord:
     leaving: bool = False
     goodbye: str = ""
     """Why it leaves, as it said itself."""
+    let_go: bool = False
+    """By a person, and not by itself."""
     shut_at: float | None = None
     """When it was told that the run is over for it."""
     warned_at: float = 0.0

@@ -6,6 +6,7 @@ import os
 import socket
 import ssl
 import struct
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +18,8 @@ from potluck.system import CAN_SHARE, is_ready, send_some
 LOOPBACK = ("127.0.0.1", "::1")
 _CREDENTIALS = struct.Struct("3i")
 """Process, user, group."""
+_RTT_AT = 68
+"""Where in Linux's tcp_info the round trip is, in microseconds."""
 _MOST_DESCRIPTORS = 4
 _MOST_PARTS = 64
 """The most parts of one sendmsg; the system takes 1,024."""
@@ -41,6 +44,9 @@ class Pipe:
         self._socket = connection
         self.is_closed = False
         self.heard_at = time.monotonic()
+        self.sent_bytes = 0
+        self.received_bytes = 0
+        """Of messages, before they are encrypted."""
         self._tls = connection if isinstance(connection, ssl.SSLSocket) else None
         self.is_local = CAN_SHARE and self._tls is None and connection.family == socket.AF_UNIX
         """Whether the peer is a process of this machine with which memory can be shared."""
@@ -62,6 +68,15 @@ class Pipe:
         """Whose process a local peer is."""
         told = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         return int(_CREDENTIALS.unpack(told)[1])
+
+    @property
+    def rtt_s(self) -> float | None:
+        """How long the system finds that a byte takes to the other machine and back; None: it does not say."""
+        try:
+            told = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RTT_AT + 4)
+            return int.from_bytes(told[_RTT_AT:], sys.byteorder) / 1e6 if len(told) == _RTT_AT + 4 else None
+        except (OSError, AttributeError):
+            return None
 
     def seal_sending(self, key: bytes | memoryview) -> None:
         """What was sent so far was the last inside TLS. Call it from the thread that sends."""
@@ -129,10 +144,12 @@ class Pipe:
                 return False
             self.heard_at = time.monotonic()
             have += count
+        self.received_bytes += have
         return True
 
     def send(self, parts: Sequence[bytes | memoryview]) -> None:
         """All of the parts, one after the other, without joining them."""
+        self.sent_bytes += sum(memoryview(part).nbytes for part in parts)
         if self._sealer is not None:
             for records in self._sealer.seal(parts):
                 self._send_plain([records])
@@ -152,7 +169,9 @@ class Pipe:
         """As much as the system takes without waiting; what it did not take."""
         data = b"".join(parts)
         try:
-            return data[self._socket.send(data, socket.MSG_DONTWAIT) :]
+            sent = self._socket.send(data, socket.MSG_DONTWAIT)
+            self.sent_bytes += sent
+            return data[sent:]
         except OSError:  # it is full, or broken: the thread that waits will know
             return data
 

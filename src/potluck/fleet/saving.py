@@ -88,6 +88,12 @@ class Saving:
         # What it has now, if that is news: it may be waiting for a save itself, and apply nothing before it.
         return [Send(asked.peer, StateRequest(SAVE, max(self.saved.step + 1, asked.applied)))]
 
+    def save_now(self) -> list[Effect]:
+        """Somebody wants one, though none is due."""
+        self.due, self._again_at = SaveDue(self._run.standing.step, self._keep_last), None
+        self._asked, self._moved_at = NOBODY, self._run.clock
+        return self.ask()
+
     def let_go(self, member: WorkerRecord) -> list[Effect]:
         """The last who has the weights leaves them behind: those it has, for it will apply no other step."""
         others = [m for m in self._run.membership.holders if m is not member and not m.leaving]

@@ -13,11 +13,12 @@ import ssl
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from potluck.errors import ConfigError, PotluckError
-from potluck.events import Event
+from potluck.events import Event, Noticed
 from potluck.fleet import effects
 from potluck.fleet.base_folder import BaseFolder, BaseSender
 from potluck.fleet.coordinator import Coordinator
@@ -28,10 +29,12 @@ from potluck.fleet.exchange import Exchange, Outgoing, PeerConnection, PeerWrite
 from potluck.fleet.file_stream import stream_chunks, stream_header
 from potluck.fleet.journal import Journal
 from potluck.fleet.lobby import Guest, Lobby
+from potluck.fleet.now import Travelled, standing_now
 from potluck.fleet.phases import enter_phase
 from potluck.fleet.pipe import LOOPBACK, Pipe, listen_local
 from potluck.fleet.reading import PeerReader
 from potluck.fleet.sealing import new_key
+from potluck.fleet.watchers import STUCK_S, WatcherFeed
 from potluck.wire.codec import decode
 from potluck.wire.messages import SAVE, Message, SealKey, ShareMemory, StateBegin, StateChunk
 from potluck.wire.words import heard
@@ -85,6 +88,9 @@ class Server:
         self._lock = threading.RLock()
         self._ended = threading.Event()
         self._threads: list[threading.Thread] = []
+        self._travelled = Travelled()
+        self._told_in: tuple[Path, Path] | None = None
+        self._feeds: dict[int, WatcherFeed] = {}
         self._restored: tuple[Path, int] | None = None
         listener = _listen(host, port)
         self.port: int = listener.getsockname()[1]
@@ -115,6 +121,10 @@ class Server:
         """To workers that lack the base model and ask for it. Before start()."""
         self._base = BaseSender(BaseFolder(folder), self._lobby.send)
 
+    def show_watchers(self, events: Path, now: Path) -> None:
+        """What those are told who only watch: these files, as they grow. Before start()."""
+        self._told_in = events, now
+
     def wait(self, timeout_s: float | None = None) -> effects.Finish | None:
         """Waits until the run is over. None if it is not over within the timeout."""
         self._ended.wait(timeout_s)
@@ -124,6 +134,8 @@ class Server:
         """Closes everything, once what is queued has been sent."""
         self._ended.set()
         self._base.end()
+        for feed in list(self._feeds.values()):
+            feed.end()
         deadline = time.monotonic() + 2.0
         for connection in list(self.connections.values()):
             connection.end()
@@ -139,6 +151,15 @@ class Server:
 
     def request_stop(self) -> None:
         self._act(lambda now: self.core.at(now).ending.request_stop())
+
+    def order(self, action: str, worker: int | None) -> None:
+        """What a person wants who may have it."""
+        self._act(lambda now: self.core.at(now).orders.carry_out(action, worker))
+
+    def now(self) -> dict[str, Any]:
+        """How things stand, as the page shows them."""
+        with self._lock:
+            return standing_now(self.core, self.connections, self._travelled, time.monotonic(), time.time())
 
     # Deciding and doing
 
@@ -185,6 +206,8 @@ class Server:
                 self._spawn(lambda: self._send_checkpoint(effect.peer, effect.transfer), "checkpoint sender")
             case effects.SendBase():
                 self._base.ask(effect.peer, effect.asked)
+            case effects.ShowTo():
+                self._show_to(effect.peer)
             case effects.Finish():
                 self.finished = self.finished or effect
                 self._ended.set()
@@ -247,6 +270,7 @@ class Server:
         connection = PeerConnection(Pipe(guest.socket), guest.codec, peer=guest.peer, plain=plain, since=effect.since)
         connection.pipe.give_up_link(self.core.patience_s)
         self.connections[guest.peer] = connection
+        self._travelled.add(guest.peer, connection.pipe)
         if connection.pipe.is_local and not plain:
             connection.put(Outgoing(ShareMemory()))
         if connection.pipe.can_seal and not plain:
@@ -257,6 +281,25 @@ class Server:
             connection.queue.appendleft(Outgoing(None, raw=bytes(guest.out)))
         self._spawn(PeerReader(connection, self.exchange).run, f"reader {guest.peer}")
         self._spawn(PeerWriter(connection, self.exchange).run, f"writer {guest.peer}")
+
+    def _show_to(self, peer: int) -> None:
+        """To one who only watches: a thread reads the files of the run folder as fast as that one takes them."""
+        guest = self._lobby.take_out(peer)
+        if guest is None:
+            return
+        pipe = Pipe(guest.socket)
+        pipe.give_up_link(self.core.patience_s)
+        if self._told_in is None:
+            pipe.close()
+            return
+
+        def end(why: str) -> None:
+            self._feeds.pop(peer, None)
+            self._act(lambda now: self.core.on_closed(now, peer, why))
+
+        feed = WatcherFeed(pipe, *self._told_in, bytes(guest.out), end)
+        self._feeds[peer] = feed
+        self._spawn(feed.run, f"watcher {peer}")
 
     def _send(self, effect: effects.Send) -> None:
         connection = self.connections.get(effect.peer)
@@ -285,6 +328,10 @@ class Server:
             self._act(self._on_tick)
 
     def _on_tick(self, now: float) -> list[Effect]:
+        for feed in list(self._feeds.values()):
+            if feed.part_if_stuck(now):
+                dropped = Noticed(sentence=f"One who watched read nothing for {STUCK_S:g} s, and is told no more.")
+                _tell(partial(self.on_event, dropped))
         for connection in self.connections.values():
             if connection.closing_at is not None and now - connection.closing_at > LAST_WORDS_S:
                 connection.close()  # it does not read, and averages that wait for it keep the others waiting

@@ -60,6 +60,8 @@ class StepDispatcher:
         ready = run.membership.ready
         if self.now is not None or run.finished or not ready or run.description is None or run.is_complete:
             return []
+        if run.paused and self._next is None:  # what workers have in hand is still taken
+            return []
         if run.stopping if standing.step else len(ready) < self._at_least:
             return []
         working = self._working(standing.step + 1)
@@ -101,7 +103,7 @@ class StepDispatcher:
         """The window after this one, for those who will have done their part of it. None beyond an epoch, after which
         all hold what was agreed on and nothing else."""
         policy = self._run.described.windowed
-        if policy is None or not policy.overlap or self._run.stopping or not under.batch:
+        if policy is None or not policy.overlap or self._run.stopping or self._run.paused or not under.batch:
             return []
         working = self._working(under.step + 1)
         plan = self._next = self._planner.plan(working, after=under) if working else None

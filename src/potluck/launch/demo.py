@@ -14,8 +14,10 @@ from potluck.config import to_dict
 from potluck.environment import usable_cores
 from potluck.errors import ConfigError
 from potluck.launch.processes import launch
+from potluck.page.start import page_of_training
+from potluck.page.where import PageAddress
 from potluck.show.picture import draw_comparison, gain_sentence, read_timeline
-from potluck.train.arguments import TrainArgs, workers_of
+from potluck.train.arguments import TrainArgs, WorkersConfig, workers_of
 from potluck.train.slowdown import slowing
 
 RECIPE = "demo"
@@ -40,7 +42,7 @@ POLICIES = {
 }
 
 
-def demo(settings: tuple[str, ...], workers: int | None, out: str | None) -> int:
+def demo(settings: tuple[str, ...], workers: int | None, out: str | None, page: PageAddress | None = None) -> int:
     """Returns the exit code."""
     if any(setting.startswith("policy") for setting in settings):
         raise ConfigError(
@@ -64,21 +66,25 @@ def demo(settings: tuple[str, ...], workers: int | None, out: str | None) -> int
         f"Potluck: {config.count} processes on this machine become one training run. Twice, to compare; each loads"
         " PyTorch first."
     )
-    for number, (policy, folder) in enumerate(folders.items(), 1):
-        console.print(f"\n{number} of {len(folders)}. {said[policy]}", style="bold")
-        with slowing(config.count, usable_cores()) as slowdown:
-            args = TrainArgs(
-                recipe=RECIPE,
-                settings=(*settings, *POLICIES[policy]),
-                out=str(folder),
-                slowdown=slowdown,
-                summary="paragraph" if number == len(folders) else "none",
-            )
-            code = launch(["--recipe", json.dumps(to_dict(args))], config)
-        if code:
-            return code
+    with page_of_training(page, None):
+        for number, (policy, folder) in enumerate(folders.items(), 1):
+            console.print(f"\n{number} of {len(folders)}. {said[policy]}", style="bold")
+            if code := _train(config, (*settings, *POLICIES[policy]), folder, is_last=number == len(folders)):
+                return code
     show_comparison(console, folders, slow=config.count - 1)
     return 0
+
+
+def _train(config: WorkersConfig, settings: tuple[str, ...], folder: Path, *, is_last: bool) -> int:
+    with slowing(config.count, usable_cores()) as slowdown:
+        args = TrainArgs(
+            recipe=RECIPE,
+            settings=settings,
+            out=str(folder),
+            slowdown=slowdown,
+            summary="paragraph" if is_last else "none",
+        )
+        return launch(["--recipe", json.dumps(to_dict(args))], config)
 
 
 def find_folders(out: str | None) -> dict[str, Path]:

@@ -4,7 +4,7 @@ The run folder holds all that a host which is started again needs: the journal o
 the identity that its invites name. Imports no torch: whatever computes is a worker, also on this machine.
 """
 
-import socket
+import json
 import subprocess
 import sys
 import time
@@ -41,6 +41,9 @@ from potluck.fleet.invite import INVITE, Identity, Invite, is_loopback, read_inv
 from potluck.fleet.journal import Journal, set_aside
 from potluck.fleet.server import Server
 from potluck.launch.processes import WorkerPool
+from potluck.page.reader import NOW
+from potluck.page.start import PageProcess, PageWanted, start_page
+from potluck.page.where import page_address, reachable
 from potluck.save import checkpoint_folder
 from potluck.save.checkpoint_receiver import CheckpointReceiver
 from potluck.save.run_folder import hold, make_run_folder
@@ -54,6 +57,8 @@ from potluck.words import duration, plural, say
 
 LOCAL = "host-worker-"
 """Names of workers that end with the host."""
+NOW_S = 1.0
+"""How often it is written down how things stand."""
 
 
 def host(args: HostArgs) -> int:
@@ -79,6 +84,7 @@ def with_base(args: HostArgs) -> HostArgs:
 class _Host:
     def __init__(self, args: HostArgs, stack: ExitStack) -> None:
         self.args, self.listening = args, args.listening
+        self._page_address = page_address(args.page)
         self.folder = args.folder
         make_run_folder(self.folder)
         stack.enter_context(hold(self.folder))
@@ -96,6 +102,7 @@ class _Host:
         self.started = time.monotonic()
         self._step_at = time.monotonic()
         self._has_started = False
+        self._told_now_at = -NOW_S
         self._stack = stack
         self.server = self._serve()
         stack.callback(self.server.stop)
@@ -114,10 +121,11 @@ class _Host:
     def run(self) -> int:
         args = self.args
         invited = self._invited()
-        address = self.listening.address or (invited.host if invited else _reachable(self.listening.host))
+        address = self.listening.address or (invited.host if invited else reachable(self.listening.host))
         invite = self._invite(address)
         self._show(invite)
         self.server.start()
+        page = self._start_page()
         here = self.listening.host if self.listening.host not in ("0.0.0.0", "::") else "127.0.0.1"
         pool = WorkerPool(list(args.command), args.workers, {INVITE: self._invite(here).line(), QUIET: "1"})
         self._stack.callback(pool.close)
@@ -125,6 +133,8 @@ class _Host:
         with self.interrupts.handled():
             finish = self._watch(pool)
         self._end(finish)
+        if page is not None:
+            page.end()
         self.server.stop()
         wait_until(lambda: not pool.is_alive, 5.0)
         return self._summarize(finish)
@@ -132,6 +142,7 @@ class _Host:
     def _watch(self, pool: WorkerPool) -> Finish:
         """Until the run is over, or nobody can take part in it."""
         while True:
+            self._tell_now()
             finish = self.server.wait(0.1)
             if finish is not None:
                 return finish
@@ -142,6 +153,32 @@ class _Host:
                     return Finish(sentence, failed=True)  # the last words say it
                 if sentence:
                     self._progress.say(f"potluck: {sentence}", style="yellow")
+
+    def _start_page(self) -> PageProcess | None:
+        """It shows what is in the run folder, and tells us what a person orders, if that is allowed."""
+        self._tell_now()
+        wanted = PageWanted(
+            folder=self.folder,
+            invite=self.folder / "invite",
+            identity=self.listening.identity or self.folder / "identity",
+            led=True,
+            on_order=self._on_order if self.args.control else None,
+        )
+        page = start_page(self._page_address, wanted)
+        if page is not None:
+            self._stack.callback(page.close)
+        return page
+
+    def _on_order(self, order: dict[str, Any]) -> None:
+        self.server.order(str(order.get("action")), order.get("worker"))
+
+    def _tell_now(self) -> None:
+        """What no event tells, for those who look: at most once a second, and never in the way of a step."""
+        if time.monotonic() < self._told_now_at + NOW_S:
+            return
+        self._told_now_at = time.monotonic()
+        with suppress(OSError):  # a full disk: what must be written says so
+            write_whole(self.folder / NOW, json.dumps(self.server.now()))
 
     def _serve(self) -> Server:
         args, journal = self.args, self.journal
@@ -184,6 +221,7 @@ class _Host:
         )
         if args.base is not None:
             server.serve_base(args.base)
+        server.show_watchers(self.folder / "events.jsonl", self.folder / NOW)
         server.on_step = self._on_step
         server.on_described = self._on_described
         if described is not None:
@@ -272,6 +310,10 @@ class _Host:
                 batch_size=description.batch,
                 steps_total=core.steps_total,
                 from_step=from_step,
+                strategy=str(told.get("strategy") or ""),
+                policy=description.policy,
+                wire=description.wire,
+                flops_per_sample=_figure(told.get("flops_per_sample")),
             )
         )
 
@@ -392,13 +434,6 @@ class _Host:
         return f" Saved in {path}."
 
 
-def _reachable(host: str) -> str:
-    """The address that others can use: of every address, the one that leads out of this machine."""
-    if host not in ("0.0.0.0", "::"):
-        return host
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # nothing is sent: the system only chooses the interface
-            return str(probe.getsockname()[0])
-        except OSError:
-            return socket.gethostname()
+def _figure(told: object) -> float:
+    """What a worker says: it may say anything."""
+    return float(told) if isinstance(told, int | float) and 0 <= told < 1e30 else 0.0

@@ -39,7 +39,7 @@ def join(
         raise ConfigError(f"There is no script {script[0]}.")
     found.check_has_pin()
     if HAS_GROUPS and invite != HIDDEN and invite != "-" and not Path(invite).is_file():
-        _hide(found.line(), invite)  # where programs cannot be replaced, arguments are the user's own to read
+        hide_invite(found.line(), invite)  # where programs cannot be replaced, arguments are the user's own to read
     if fetches_base:
         settings = (*settings, *base_setting(str(_fetched(found))))
     name = f"{platform.node()}-{os.getpid()}"
@@ -101,7 +101,7 @@ HIDDEN = "@"
 """In place of an invite that has moved to the environment."""
 
 
-def _hide(line: str, argument: str) -> None:
+def hide_invite(line: str, argument: str) -> None:
     """Starts this command again without the secret among its arguments, which every user of the machine can read."""
     os.environ[INVITE] = line
     arguments = [HIDDEN if word == argument else word for word in sys.argv[1:]]

@@ -7,10 +7,13 @@ was there before keeps the permissions that somebody gave it.
 import os
 import shutil
 import unicodedata
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
+from potluck.environment import PAGE_POINTER
 from potluck.errors import ConfigError
+from potluck.files import write_whole
 from potluck.system import lock
 from potluck.words import size
 
@@ -49,6 +52,13 @@ def make_run_folder(folder: Path) -> None:
         raise ConfigError(
             f"Cannot write to the run folder {folder}: {error.strerror}. Choose another with --out."
         ) from None
+
+
+def point_page_to(folder: Path) -> None:
+    """For a page that was started before anybody knew which folder it would be."""
+    if (pointer := os.environ.get(PAGE_POINTER)) is not None:
+        with suppress(OSError):  # the page is gone, and nobody looks
+            write_whole(Path(pointer), str(folder.absolute()))
 
 
 def check_room(folder: Path, needed_bytes: int) -> None:

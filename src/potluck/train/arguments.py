@@ -87,6 +87,10 @@ class HostArgs:
     """The folder of the base model, for workers that lack it."""
     track: tuple[str, ...] = ()
     """The trackers that the host reports the run to; its workers report to none."""
+    page: str | None = None
+    """Where the live page is, as --page says it."""
+    control: bool = False
+    """Whether a person may pause the run, save it and let workers go on that page."""
 
 
 def track_setting(names: Sequence[str]) -> tuple[str, ...]:

@@ -31,6 +31,7 @@ from potluck.sharding.strategy import NoShard, ShardingStrategy
 from potluck.stages.protocol import Stages
 from potluck.train.arguments import TrainArgs, WorkersConfig
 from potluck.train.model import GPT, ModelConfig, next_token_loss
+from potluck.train.sampler import Sampler, may_sample, writing
 from potluck.train.slowdown import Brake
 from potluck.train.text import DataConfig, read_rows
 from potluck.train.trainer import FitConfig, Summary, Trainer
@@ -140,6 +141,8 @@ def train_recipe(config: RunConfig, args: TrainArgs, engine: Engine) -> tuple[Su
         loss=loss,
         samples_per_row=float(config.model.context),
     )
+    if may_sample(engine) and (write := writing(model, validation, pieces)) is not None:
+        engine.events.listeners.append(Sampler(engine, write))
     if pieces is not None and engine.lifecycle.keeps_folder:
         engine.events.listeners.append(partial(_keep_pieces, pieces))
     return fit_recipe(config, parts, args, engine), model
@@ -148,6 +151,8 @@ def train_recipe(config: RunConfig, args: TrainArgs, engine: Engine) -> tuple[Su
 def fit_recipe(config: RecipeConfig, parts: RecipeParts, args: TrainArgs, engine: Engine) -> Summary:
     """Trains what a recipe names, in its run folder. Called on every worker."""
     engine.run.caller.samples_per_row = parts.samples_per_row
+    if parts.unit == "tokens":
+        engine.run.caller.flops_per_sample = flops_per_token(parts.model)
     engine.introduce(
         parts.model,
         parts.optimizer,
@@ -256,6 +261,12 @@ def _run_folder(config: RecipeConfig, args: TrainArgs, engine: Engine) -> Path |
             f"{wanted} already holds a run. Continue it with --resume, or name another folder with --out."
         )
     return first_free(wanted, holds_run)
+
+
+def flops_per_token(model: nn.Module) -> float:
+    """Two for each number in the forward, and as many for the gradients of what flows and of what is trained."""
+    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
+    return float(sum((6 if is_trained else 4) * numbers for numbers, is_trained in sizes))
 
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:

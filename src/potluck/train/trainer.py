@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 
 from potluck.data.plan import BatchConfig
 from potluck.data.source import AskedData, held_out, source_of
+from potluck.devices import name_of
 from potluck.engine.engine import Engine
 from potluck.engine.look_sums import Figures
 from potluck.engine.losses import LossFunction
@@ -39,7 +40,7 @@ from potluck.events import (
 )
 from potluck.save.checkpoint import CheckpointConfig
 from potluck.save.checkpoint_folder import BEST, best_of, found, holds_any
-from potluck.save.run_folder import check_room, hold, make_run_folder
+from potluck.save.run_folder import check_room, hold, make_run_folder, point_page_to
 from potluck.show.progress import Progress
 from potluck.signals import on_interrupt
 from potluck.trackers.known import name_fault
@@ -393,6 +394,11 @@ class Trainer:
             steps_total=self.steps_total,
             from_step=engine.step_number,
             layout=engine.run.layout,
+            strategy=engine.run.wanted.strategy.kind,
+            policy=engine.run.wanted.policy.kind,
+            wire=engine.run.wanted.wire,
+            device_name=name_of(engine.device),
+            flops_per_sample=self._caller.flops_per_sample,
         )
 
     def _emit_end(self, reason: str, seconds: float) -> None:
@@ -441,6 +447,7 @@ class Trainer:
         stack.enter_context(hold(self.folder))
         file = EventFile(self.folder / "events.jsonl")
         stack.callback(file.close)
+        point_page_to(self.folder)
         wanted = (*self.config.track, *(["tensorboard"] if self.config.tensorboard else []))
         tracking = Tracking(wanted, self.folder, self.engine.run.notice)
         stack.callback(tracking.close)

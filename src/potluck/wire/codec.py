@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from potluck.errors import OurProtocolError, TheirProtocolError
-from potluck.wire.messages import MESSAGES, PUBLISHED, Hello, Kind, Message, layout
+from potluck.wire.messages import MESSAGES, PUBLISHED, Hello, Kind, LookOn, Message, layout
 
 _FIXED = {Kind.U8: struct.Struct("<B"), Kind.U32: struct.Struct("<I"), Kind.U64: struct.Struct("<Q")}
 _F64 = struct.Struct("<d")
@@ -62,12 +62,13 @@ ENTRENAR = Codec(
 CODECS = {codec.name: codec for codec in (BINCODE, ENTRENAR)}
 _NUMBERS = {message: number for number, message in enumerate(MESSAGES)}
 _HELLO = _NUMBERS[Hello]
+_LOOK_ON = _NUMBERS[LookOn]
 
 
 def codec_of(payload: bytes | memoryview) -> str:
-    """Which encoding a joiner speaks, from the first byte of its first payload: a JoinRequest in either, or a Hello."""
+    """Which encoding a peer speaks, from the first byte of its first payload: JoinRequest in either, Hello, LookOn."""
     first = payload[0] if len(payload) else None
-    if first in (0, _HELLO):
+    if first in (0, _HELLO, _LOOK_ON):
         return BINCODE.name
     if first == 1:
         return ENTRENAR.name

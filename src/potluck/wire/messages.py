@@ -1,7 +1,6 @@
 """Every message, in the order of its declaration, which is its number on the wire: the published eleven, then ours.
 
-A field's annotation says how it travels; the codecs know nothing else of a message. Floats are numpy's, since Python's
-own would lose the payload of a NaN.
+A field's annotation says how it travels, and codecs know nothing else. Floats are numpy's: a NaN keeps its payload.
 """
 
 import struct
@@ -16,6 +15,8 @@ PROTOCOL = 4
 """Of our own messages: a Hello says which one its sender speaks."""
 TOO_SOON = 5
 """The code of a Refusal after which a worker waits, and comes again."""
+LET_GO = 6
+"""The code of a Refusal in place of Shutdown: the run continues without this worker, which a person let go."""
 FOR_ALL = 2
 """Leave.finished of a worker whose run ends where it is, though rows are left."""
 SAVE = 0
@@ -212,10 +213,8 @@ class Admitted(Message):
 
 
 class Work(Message):
-    """coordinator -> worker: compute these nodes of this step's tree of slices.
-
-    With overlap also of the step after the one under way; without nodes, it calls such a one back.
-    """
+    """coordinator -> worker: compute these nodes of this step's tree of slices. With overlap also of the step after the
+    one under way; without nodes, it calls such a one back."""
 
     step: U64
     epoch: U64
@@ -281,8 +280,7 @@ class Applied(Message):
 
 
 class Leave(Message):
-    """worker -> coordinator. `finished`: 1: I have done all that I was to do, and the run is over once all have. 2: so
-    it is here, though rows are left: no other step is taken."""
+    """worker -> coordinator. `finished` 1: I have done all I was to do; 2: so have all, though rows are left."""
 
     finished: U8
     reason: String
@@ -435,8 +433,7 @@ class Gathered(Message):
 
 
 class BaseFiles(Message):
-    """both ways, before Ready: which files has the base model that you serve? And the answer: name, bytes and SHA-256
-    of each, as JSON; empty: none."""
+    """both ways, before Ready: which files has the base model? And name, bytes and SHA-256 of each, as JSON."""
 
     header: String
 
@@ -455,6 +452,28 @@ class BasePiece(Message):
     file: U32
     start: U64
     data: Bytes
+
+
+class LookOn(Message):
+    """watcher -> coordinator, the first of all: let me see the run, in which I take no part."""
+
+    protocol: U32
+    secret: String
+
+
+class Watched(Message):
+    """coordinator -> watcher: a piece of the run's events (`what` 0), or how things stand (1)."""
+
+    what: U8
+    data: Bytes
+
+
+class Wrote(Message):
+    """worker -> coordinator: what the model writes now, for people to read."""
+
+    step: U64
+    prompt: String
+    text: String
 
 
 MESSAGES: tuple[type[Message], ...] = tuple(Message.__subclasses__())

@@ -1,0 +1,284 @@
+"""Events in, one view out: all that the page shows of a run, of bounded size whatever the run's length. Pure.
+
+The same lines in the same order give the same view, so that a page which is opened late, or again, shows what one that
+was open all the time does. Knows nothing of files, of clocks, nor of who looks.
+"""
+
+import re
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from potluck.page.peaks import peak_of
+from potluck.page.sentences import Record, sentence_of
+from potluck.page.series import Cell, Lanes, Point, Series, short
+
+MOST_STORY = 300
+"""Sentences that are kept."""
+MOST_LOOKS = 512
+MOST_EPOCHS = 50
+MOST_SAMPLES = 5
+MOST_LANES = 48
+"""Workers whose time is drawn."""
+MOST_GONE = 50
+"""Workers that have left, and are still listed."""
+RECENT = 400
+"""Steps from which the run's speed is taken."""
+SPANS = (20, 60, 200, RECENT)
+"""Over so many of the last steps each, the time left is estimated; the band is from the least to the most."""
+SMOOTH = 0.3
+
+
+@dataclass(slots=True)
+class WorkerRow:
+    """One worker, from what events say of it."""
+
+    id: int
+    name: str
+    device: str = ""
+    rows: int = 0
+    """Of the last step or window."""
+    speed: float | None = None
+    """Samples a second while it computes, smoothed."""
+    busy: float = 0.0
+    wait: float = 0.0
+    send: float = 0.0
+    """Seconds in the last steps, smoothed."""
+    rows_seen: int = 0
+    is_in: bool = True
+    at: float = 0.0
+    """When an event last told of it."""
+
+    def take(self, part: Record, time: float) -> None:
+        busy, wait, send = part["busy_s"], part["wait_s"], part.get("send_s", 0.0)
+        is_first = not self.rows_seen and not self.busy
+        keep = 0.0 if is_first else 1 - SMOOTH
+        self.busy = keep * self.busy + (1 - keep) * busy
+        self.wait = keep * self.wait + (1 - keep) * wait
+        self.send = keep * self.send + (1 - keep) * send
+        self.rows, self.rows_seen, self.at, self.is_in = part["rows"], self.rows_seen + part["rows"], time, True
+        if busy > 0 and part["samples"] > 0:
+            speed = part["samples"] / busy
+            self.speed = speed if self.speed is None else (1 - SMOOTH) * self.speed + SMOOTH * speed
+
+
+@dataclass(slots=True)
+class Fold:
+    run: Record = field(default_factory=dict)
+    series: Series = field(default_factory=Series)
+    timeline: Lanes = field(default_factory=Lanes)
+    workers: dict[int, WorkerRow] = field(default_factory=dict)
+    story: deque[list[Any]] = field(default_factory=lambda: deque(maxlen=MOST_STORY))
+    """[number, time, step, kind, tone, text]"""
+    stories: int = 0
+    """How many there were."""
+    looks: list[list[Any]] = field(default_factory=list)
+    """Validations: [rows, seconds, loss, step, {name: figure}]"""
+    epochs: deque[Record] = field(default_factory=lambda: deque(maxlen=MOST_EPOCHS))
+    samples: deque[Record] = field(default_factory=lambda: deque(maxlen=MOST_SAMPLES))
+    ended: Record | None = None
+    last: Record = field(default_factory=dict)
+    """The last step."""
+    decided: str = ""
+    skipped: int = 0
+    recent: deque[tuple[float, int, float]] = field(default_factory=lambda: deque(maxlen=RECENT))
+    """(time, step, samples) of the last steps."""
+    first_at: float | None = None
+    trained_s: float = 0.0
+    _begun_at: float | None = None
+    """When the run began, or was continued, and ..."""
+    _begun_s: float = 0.0
+    """... how long it had been trained then."""
+    _told: str = ""
+    lanes: list[int] = field(default_factory=list)
+    working: frozenset[int] = frozenset()
+    """Who had part in the last step."""
+
+    def take(self, record: Record) -> None:
+        """One event. What is not as it should be is passed over: a page never fails for a line."""
+        try:
+            self._take(record)
+        except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError):
+            return
+
+    def _take(self, record: Record) -> None:
+        kind, time = record["event"], float(record.get("time", 0.0))
+        self.first_at = time if self.first_at is None else self.first_at
+        if kind in _HEARD:
+            _HEARD[kind](self, record, time)
+        self._tell(record, kind, time)
+
+    def _tell(self, record: Record, kind: str, time: float) -> None:
+        told = sentence_of(record)
+        if told is None:
+            return
+        if kind == "decided":  # that a figure in it has moved is no news
+            if (without := re.sub(r"\d[\d.,]*", "", told.text)) == self._told:
+                return
+            self._told = without
+        self.stories += 1
+        step = record.get("step", self.last.get("step", 0))
+        self.story.append([self.stories, time, step, told.kind, told.tone, told.text])
+
+    # What happened
+
+    def _on_started(self, record: Record, time: float) -> None:
+        if record.get("from_step") and self.last and record["from_step"] < self.last["step"]:
+            self.series.go_back(record["from_step"])
+        if not record.get("from_step") and self.last:  # it begins anew
+            self.series.go_back(-1)
+        self.run, self.ended = record, None
+        self._begun_at, self._begun_s = time, self.trained_s
+        self.recent.clear()
+
+    def _on_step(self, record: Record, time: float) -> None:
+        """All of it is looked at before anything is changed: a line that is no step changes nothing."""
+        for part in record["workers"]:
+            _ = part["rank"], part["rows"] + 0, part["samples"] + 0, part["busy_s"] + part["wait_s"]
+        begun_at = time - record["seconds"] if self._begun_at is None else self._begun_at
+        trained_s = self._begun_s + max(0.0, time - begun_at)
+        loss, norm = float(record["loss"]), float(record["grad_norm"])
+        is_finite = short(loss) is not None
+        point = Point(
+            record["step"],
+            record["step"],
+            record["rows_seen"],
+            trained_s,
+            float(record["lr"]),
+            norm,
+            record["seconds"],
+            loss_sum=loss if is_finite else 0.0,
+            losses=int(is_finite),
+            least=loss if is_finite else float("inf"),
+            most=loss if is_finite else float("-inf"),
+            most_norm=norm if short(norm) is not None else float("-inf"),
+        )
+        self.recent.append((time, record["step"], record["samples"] + 0))
+        self._begun_at, self.trained_s = begun_at, trained_s
+        self.last = {name: value for name, value in record.items() if name != "workers"}
+        self.series.add(point)
+        self._take_parts(record["workers"], time)
+
+    def _take_parts(self, parts: list[Record], time: float) -> None:
+        done: Cell = {}
+        self.working = frozenset(part["rank"] for part in parts)
+        for part in parts:
+            row = self.workers.get(part["rank"])
+            if row is None:
+                row = self.workers[part["rank"]] = WorkerRow(
+                    part["rank"], part.get("name") or f"worker {part['rank']}", self.run.get("device_name") or ""
+                )
+            row.take(part, time)
+            if part["rank"] not in self.lanes and len(self.lanes) < MOST_LANES:
+                self.lanes.append(part["rank"])
+                self.timeline.generation += 1
+            if part["rank"] in self.lanes:
+                done[part["rank"]] = [part["busy_s"], part["wait_s"], part.get("send_s", 0.0)]
+        if len(parts) < sum(row.is_in for row in self.workers.values()):
+            for row in self.workers.values():
+                if row.is_in and row.id not in self.working and row.rows_seen:
+                    row.is_in = False
+            self._forget_gone()
+        self.timeline.add(self.trained_s, done)
+
+    def _forget_gone(self) -> None:
+        gone = sorted((row for row in self.workers.values() if not row.is_in), key=lambda row: row.at)
+        for row in gone[: max(0, len(gone) - MOST_GONE)]:
+            del self.workers[row.id]
+
+    def _on_look(self, record: Record, time: float) -> None:
+        if self.looks and self.looks[-1][3] >= record["step"]:
+            self.looks = [look for look in self.looks if look[3] < record["step"]]
+        rows = self.last.get("rows_seen", 0)
+        loss = record.get("loss")
+        metrics = {name: short(float(value)) for name, value in record.get("metrics", {}).items()}
+        self.looks.append(
+            [rows, short(self.trained_s), short(None if loss is None else float(loss)), record["step"], metrics]
+        )
+        if len(self.looks) > MOST_LOOKS:
+            self.looks = self.looks[1::2] if len(self.looks) % 2 == 0 else self.looks[::2]
+
+    def _on_came(self, record: Record, time: float) -> None:
+        self.workers[record["worker"]] = WorkerRow(record["worker"], record["name"], record["kind"], at=time)
+
+    def _on_went(self, record: Record, time: float) -> None:
+        if (row := self.workers.get(record["worker"])) is not None:
+            row.is_in, row.at = False, time
+            self._forget_gone()
+
+    def _on_back(self, record: Record, time: float) -> None:
+        self.series.go_back(record["step"])
+        self.looks = [look for look in self.looks if look[3] <= record["step"]]
+
+    def _on_ended(self, record: Record, time: float) -> None:
+        self.ended = record
+
+    def _on_sample(self, record: Record, time: float) -> None:
+        self.samples.append({name: record[name] for name in ("time", "step", "prompt", "text")})
+
+    def _on_decided(self, record: Record, time: float) -> None:
+        self.decided = record["reason"]
+
+    def _on_skipped(self, record: Record, time: float) -> None:
+        self.skipped += 1
+
+    def _on_epoch(self, record: Record, time: float) -> None:
+        wanted = ("epoch", "used", "total", "same_weights", "sentence")
+        self.epochs.append({name: record[name] for name in wanted} | {"time": time})
+
+    # Figures of it
+
+    @property
+    def rate(self) -> float | None:
+        """Samples a second over the last steps."""
+        steps = list(self.recent)[-SPANS[0] :]
+        if len(steps) < 2:
+            return None
+        return sum(samples for _, _, samples in steps[1:]) / max(steps[-1][0] - steps[0][0], 1e-9)
+
+    def left_s(self) -> tuple[float, float, float] | None:
+        """Seconds until the end, if it is known where that is: from the last steps; and the band, least and most."""
+        total = self.run.get("steps_total", 0)
+        if not total or len(self.recent) < 2 or self.ended:
+            return None
+        steps, left = list(self.recent), max(0, total - self.recent[-1][1])
+        found = []
+        for span in SPANS:
+            part = steps[-span:]
+            each = (part[-1][0] - part[0][0]) / max(1, part[-1][1] - part[0][1])
+            found.append(each * left)
+            if span >= len(steps):
+                break
+        halves = steps[: len(steps) // 2 + 1], steps[len(steps) // 2 :]
+        found += [
+            left * (part[-1][0] - part[0][0]) / max(1, part[-1][1] - part[0][1]) for part in halves if len(part) > 1
+        ]
+        return found[0], min(found), max(found)
+
+    def takes_part(self, row: WorkerRow) -> bool:
+        """Of a run that has ended: to its end."""
+        return row.id in self.working if self.ended else row.is_in
+
+    def usage(self, devices: list[str]) -> float | None:
+        """MFU: what is computed of what all these devices could, at best; None where one of them is not known."""
+        each, peaks = self.run.get("flops_per_sample", 0.0), [peak_of(device) for device in devices]
+        if not each or not devices or self.rate is None:
+            return None
+        known = [peak for peak in peaks if peak is not None]
+        return self.rate * each / sum(known) if len(known) == len(peaks) else None
+
+
+_HEARD: dict[str, Callable[[Fold, Record, float], None]] = {
+    "run_started": Fold._on_started,
+    "step_done": Fold._on_step,
+    "validated": Fold._on_look,
+    "worker_came": Fold._on_came,
+    "worker_went": Fold._on_went,
+    "went_back": Fold._on_back,
+    "run_ended": Fold._on_ended,
+    "sampled": Fold._on_sample,
+    "decided": Fold._on_decided,
+    "step_skipped": Fold._on_skipped,
+    "epoch_done": Fold._on_epoch,
+}

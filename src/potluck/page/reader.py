@@ -1,0 +1,128 @@
+"""RunReader: follows a run folder that somebody else writes: its events, line by line, and how things stand now.
+
+Reads, and never writes or locks: whatever becomes of the page, the run does not notice.
+"""
+
+import json
+from pathlib import Path
+from typing import IO
+
+from potluck.page.fold import Fold
+from potluck.page.sentences import Record
+
+PIECE_BYTES = 1 << 20
+"""At most so much is read at once, so that a long run does not keep those waiting who look."""
+LONGEST_LINE = 16 << 20
+"""A step of thousands of workers has less."""
+NOW = "now.json"
+"""Beside the events: what is not one, such as how long a worker has been silent. Its writer replaces it whole."""
+EVENTS = "events.jsonl"
+
+
+class RunReader:
+    def __init__(self, folder: Path | None, pointer: Path | None = None) -> None:
+        """`pointer`: a file that names the folder, once it is known, and another when another run follows."""
+        self.folder = folder
+        self.fold = Fold()
+        self.now: Record = {}
+        self.number = 0
+        """Changes when another run, or another file of it, is followed."""
+        self.is_caught_up = False
+        self._pointer = pointer
+        self._file: IO[bytes] | None = None
+        self._inode = 0
+        self._rest = b""
+        self._now_seen: tuple[int, int] = (0, 0)
+
+    def read_on(self) -> bool:
+        """A piece of what is new; whether there may be more of it at once."""
+        self._follow_pointer()
+        if self.folder is None:
+            return False
+        try:
+            self._read_now()
+            return self._read_events()
+        except OSError:  # it is not there yet, or it is gone
+            self.is_caught_up = True
+            return False
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _follow_pointer(self) -> None:
+        if self._pointer is None:
+            return
+        try:
+            named = self._pointer.read_text(encoding="utf-8").strip()
+        except OSError:
+            return
+        if named and Path(named) != self.folder:
+            self.folder = Path(named)
+            self._begin()
+
+    def _begin(self) -> None:
+        self.close()
+        self.fold, self.now, self._rest, self.is_caught_up = Fold(), {}, b"", False
+        self.number += 1
+
+    def _read_events(self) -> bool:
+        assert self.folder is not None
+        path = self.folder / EVENTS
+        if self._file is None:
+            self._file = path.open("rb")
+            self._inode = path.stat().st_ino
+        data = self._file.read(PIECE_BYTES)
+        if not data:
+            self.is_caught_up = True
+            told = path.stat()
+            if told.st_ino != self._inode or told.st_size < self._file.tell():  # another file, or it was cut
+                self._begin()
+                return True
+            return False
+        lines = (self._rest + data).split(b"\n")
+        self._rest = lines.pop()
+        if len(self._rest) > LONGEST_LINE:
+            self._rest = b""
+        for line in lines:
+            record = _record(line)
+            if record is not None:
+                self.fold.take(record)
+        return len(data) == PIECE_BYTES
+
+    def _read_now(self) -> None:
+        assert self.folder is not None
+        path = self.folder / NOW
+        try:
+            told = path.stat()
+        except OSError:
+            return
+        if (seen := (told.st_mtime_ns, told.st_ino)) != self._now_seen:
+            self._now_seen = seen
+            self.now = now_record(path.read_bytes()) or self.now
+
+
+def now_record(data: bytes) -> Record | None:
+    """What now.json says, if it says it as it should: it may come from another machine."""
+    record = _record(data)
+    if record is None or not isinstance(record.get("time"), int | float):
+        return None
+    workers = record.get("workers", [])
+    if not isinstance(workers, list):
+        return None
+    wanted = {"id": int, "name": str, "phase": str, "doing": str, "silent_s": (int, float)}
+    record["workers"] = [
+        row
+        for row in workers
+        if isinstance(row, dict) and all(isinstance(row.get(name), kind) for name, kind in wanted.items())  # type: ignore[arg-type]
+    ]
+    return record
+
+
+def _record(line: bytes) -> Record | None:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) else None

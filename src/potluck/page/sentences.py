@@ -1,0 +1,96 @@
+"""Events as sentences, for the page's story of a run: what was decided, who came and went, what was saved. Pure."""
+
+from typing import Any, NamedTuple
+
+from potluck.words import duration, plural, size
+
+Record = dict[str, Any]
+"""One event, as events.jsonl has it."""
+
+
+class Sentence(NamedTuple):
+    kind: str
+    tone: str
+    """plain, good, notice or bad: how it is coloured."""
+    text: str
+
+
+def sentence_of(record: Record) -> Sentence | None:
+    """None: it is shown elsewhere, such as a step."""
+    kind = str(record.get("event"))
+    told = _SENTENCES.get(kind)
+    return Sentence(kind, *told(record)) if told is not None else None
+
+
+def _started(event: Record) -> tuple[str, str]:
+    where = f"Continuing from step {event['from_step']:,}" if event.get("from_step") else "The run begins"
+    return "plain", f"{where}, on {plural(int(event['workers']), 'worker')}."
+
+
+def _epoch(event: Record) -> tuple[str, str]:
+    is_right = event["same_weights"] and event["used"] == event["total"]
+    return ("good" if is_right else "bad"), str(event["sentence"])
+
+
+def _went(event: Record) -> tuple[str, str]:
+    now = f"{plural(int(event['workers']), 'worker')} now."
+    if event["polite"]:
+        return "plain", f"{event['name']} left; {now}"
+    return "bad", f"{event['name']} is lost ({event['reason']}); the others compute its part again; {now}"
+
+
+def _went_back(event: Record) -> tuple[str, str]:
+    source = f"from the checkpoint of step {event['step']:,}" if event["step"] else "from the start: none was saved"
+    lost = event["from_step"] - event["step"]
+    return "bad", (
+        f"Nobody has the weights of step {event['from_step']:,} any more. The run continues {source};"
+        f" {plural(int(lost), 'step')} trained again."
+    )
+
+
+def _recovered(event: Record) -> tuple[str, str]:
+    lost = ", ".join(map(str, event["lost"]))
+    return "notice", (
+        f"Lost worker {lost}; the others continue from step {event['step']:,}, which they had kept in memory;"
+        f" {plural(int(event['workers']), 'worker')} now."
+    )
+
+
+def _stalled(event: Record) -> tuple[str, str]:
+    for_s = f" for {event['seconds']:.0f} s" if event["seconds"] else ""
+    then = f"; {event['then']}" if event.get("then") else ""
+    return "notice", f"Waiting for {event['name']}: {event['doing']}{for_s}{then}."
+
+
+def _ended(event: Record) -> tuple[str, str]:
+    took, step = duration(event["seconds"]), f"{plural(int(event['step']), 'step')}"
+    match event["reason"]:
+        case "finished":
+            return "good", f"Finished after {step}, in {took}."
+        case "interrupted":
+            return "notice", f"Stopped after {step}, in {took}."
+        case reason:
+            return "bad", f"Ended after {step}: {reason}"
+
+
+def _sentence(words: str) -> str:
+    return words[:1].upper() + words[1:].removesuffix(".") + "."
+
+
+_SENTENCES = {
+    "run_started": _started,
+    "decided": lambda e: ("plain", _sentence(e["reason"])),
+    "step_skipped": lambda e: ("notice", f"Step {e['step']:,} was skipped on all workers: {e['reason']}."),
+    "epoch_done": _epoch,
+    "checkpoint_saved": lambda e: ("plain", f"Saved step {e['step']:,} ({size(e['bytes'])}) in {e['folder']}."),
+    "checkpoint_failed": lambda e: ("bad", f"{_sentence(e['reason'])} Training continues, and it is tried again."),
+    "checkpoint_passed_over": lambda e: ("notice", f"Passed over a checkpoint: {e['reason']}"),
+    "noticed": lambda e: ("notice", e["sentence"]),
+    "worker_came": lambda e: ("plain", f"{e['name']} joined; {plural(int(e['workers']), 'worker')} now."),
+    "worker_went": _went,
+    "recovered": _recovered,
+    "went_back": _went_back,
+    "stalled": _stalled,
+    "ordered": lambda e: ("notice", e["sentence"]),
+    "run_ended": _ended,
+}

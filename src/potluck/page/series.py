@@ -1,0 +1,132 @@
+"""Series of bounded length: however many steps a run has, a page draws at most so many points of it. Pure.
+
+A point stands for `span` steps that follow each other. Once there are too many, each two become one and the span
+doubles, so that the cost of a step does not depend on how many there were, and no figure of any step is lost from the
+least, the most and the mean.
+"""
+
+import math
+from dataclasses import dataclass, field
+
+MOST_POINTS = 1024
+MOST_CELLS = 256
+"""Of a timeline, along its time."""
+
+
+@dataclass(slots=True)
+class Point:
+    """Some steps that follow each other, of which the last one's place is the point's."""
+
+    first: int
+    last: int
+    rows: int
+    """Rows seen after the last of them."""
+    at_s: float
+    """Seconds of training after the last of them, pauses left out."""
+    lr: float
+    norm: float
+    seconds: float
+    steps: int = 1
+    loss_sum: float = 0.0
+    losses: int = 0
+    """Of how many steps the loss is finite."""
+    least: float = math.inf
+    most: float = -math.inf
+    most_norm: float = -math.inf
+
+    @property
+    def loss(self) -> float | None:
+        return self.loss_sum / self.losses if self.losses else None
+
+    def join(self, other: "Point") -> "Point":
+        return Point(
+            self.first,
+            other.last,
+            other.rows,
+            other.at_s,
+            other.lr,
+            other.norm,
+            self.seconds + other.seconds,
+            self.steps + other.steps,
+            self.loss_sum + other.loss_sum,
+            self.losses + other.losses,
+            min(self.least, other.least),
+            max(self.most, other.most),
+            max(self.most_norm, other.most_norm),
+        )
+
+    def told(self) -> list[float | int | None]:
+        """As the page reads it: rows, seconds, loss, its least and most, rate, norm, its most, first and last step."""
+        figures = (self.at_s, self.loss, self.least, self.most, self.lr, self.norm, self.most_norm)
+        return [self.rows, *(short(figure) for figure in figures), self.first, self.last]
+
+
+@dataclass(slots=True)
+class Series:
+    most: int = MOST_POINTS
+    span: int = 1
+    points: list[Point] = field(default_factory=list)
+    generation: int = 0
+    """Changes whenever points that were told are no longer what they were, but for the last."""
+
+    def add(self, point: Point) -> None:
+        if self.points and self.points[-1].steps < self.span:
+            self.points[-1] = self.points[-1].join(point)
+            return
+        self.points.append(point)
+        if len(self.points) > self.most:
+            pairs = zip(self.points[::2], self.points[1::2], strict=False)
+            odd = self.points[-1:] if len(self.points) % 2 else []
+            self.points = [first.join(second) for first, second in pairs] + odd
+            self.span *= 2
+            self.generation += 1
+
+    def go_back(self, step: int) -> None:
+        """Steps after this one are done again."""
+        while self.points and self.points[-1].first > step:
+            self.points.pop()
+            self.generation += 1
+
+
+Cell = dict[int, list[float]]
+"""Of some steps, for each worker by its id: seconds busy, waiting, sending."""
+
+
+@dataclass(slots=True)
+class Lanes:
+    """Who computed and who waited, over the whole run."""
+
+    most: int = MOST_CELLS
+    span: int = 1
+    cells: list[tuple[float, float, int, Cell]] = field(default_factory=list)
+    """(seconds of training at its beginning, and at its end, steps, what each worker did)"""
+    generation: int = 0
+
+    def add(self, at_s: float, done: Cell) -> None:
+        """A step that ended then. It began when its first worker did: before that, nobody had anything to do."""
+        if self.cells and self.cells[-1][2] < self.span:
+            start, _, steps, before = self.cells[-1]
+            self.cells[-1] = start, at_s, steps + 1, _sum(before, done)
+            return
+        before_s = self.cells[-1][1] if self.cells else 0.0
+        start = max(before_s, at_s - max(map(sum, done.values()), default=0.0))
+        self.cells.append((start, at_s, 1, done))
+        if len(self.cells) > self.most:
+            pairs = zip(self.cells[::2], self.cells[1::2], strict=False)
+            odd = self.cells[-1:] if len(self.cells) % 2 else []
+            self.cells = [(a[0], b[1], a[2] + b[2], _sum(a[3], b[3])) for a, b in pairs] + odd
+            self.span *= 2
+            self.generation += 1
+
+
+def _sum(one: Cell, other: Cell) -> Cell:
+    summed = {worker: list(seconds) for worker, seconds in one.items()}
+    for worker, seconds in other.items():
+        had = summed.setdefault(worker, [0.0] * len(seconds))
+        summed[worker] = [a + b for a, b in zip(had, seconds, strict=True)]
+    return summed
+
+
+def short(figure: float | None) -> float | None:
+    """In six digits, for JSON: what is not finite is none."""
+    return float(f"{figure:.6g}") if figure is not None and math.isfinite(figure) else None

@@ -1,0 +1,207 @@
+"""The page's server: three files, one stream of what has changed, and the figures as Prometheus reads them.
+
+Reads a run folder through RunReader. What a person orders goes to whoever started this process, if that allowed it.
+"""
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from potluck.fleet.invite import is_right_secret
+from potluck.page.access import HEADERS, Access
+from potluck.page.metrics import CONTENT_TYPE, exposition
+from potluck.page.reader import RunReader
+from potluck.page.sentences import Record
+from potluck.page.view import Viewer
+
+UPDATE_S = 1.0
+"""A page hears of what has changed this often at most."""
+ROWS_PER_S = 250
+"""Of a crowd, rows of workers are sent less often."""
+LOOK_S = 0.5
+MOST_VIEWERS = 32
+MOST_ORDER = 1000
+"""Bytes of an order."""
+ACTIONS = ("pause", "resume", "save", "let_go")
+FILES = {"/": "index.html", "/page.js": "page.js", "/page.css": "page.css", "/icon.svg": "icon.svg"}
+TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
+
+
+@dataclass(slots=True)
+class Allowed:
+    """What a person may do on this page, beside looking."""
+
+    invite: Path | None = None
+    """Where the line to join is; None: there is none."""
+    order: Callable[[Record], None] | None = None
+    """Passes on what was ordered; None: the page only shows."""
+    order_token: str = ""
+    led: bool = False
+    """Whether a host leads the run."""
+
+
+@dataclass(slots=True)
+class PageServer:
+    reader: RunReader
+    access: Access
+    allowed: Allowed = field(default_factory=Allowed)
+    viewers: int = 0
+    ending: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def app(self) -> Starlette:
+        routes = [Route(path, self._file, methods=["GET"]) for path in FILES]
+        routes += [
+            Route("/events", self._events, methods=["GET"]),
+            Route("/metrics", self._metrics, methods=["GET"]),
+            Route("/invite", self._invite, methods=["POST"]),
+            Route("/order", self._order, methods=["POST"]),
+        ]
+        return Starlette(routes=routes, lifespan=self._lifespan)
+
+    @contextlib.asynccontextmanager
+    async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        reading = asyncio.create_task(self._read())
+        yield
+        reading.cancel()
+        self.reader.close()
+
+    async def _read(self) -> None:
+        """Follows the folder. Between two pieces whoever looks has a turn."""
+        while True:
+            has_more = self.reader.read_on()
+            await asyncio.sleep(0 if has_more else LOOK_S)
+
+    def _refused(self, request: Request) -> Response | None:
+        peer = (request.client.host, request.client.port) if request.client is not None else None
+        sentence = self.access.refusal(request.headers, request.query_params, peer)
+        return PlainTextResponse(sentence + "\n", 403, HEADERS) if sentence else None
+
+    async def _file(self, request: Request) -> Response:
+        if (refused := self._refused(request)) is not None:
+            return refused
+        name = FILES[request.url.path]
+        data = (resources.files("potluck.page") / "static" / name).read_bytes()
+        answer = Response(data, headers=HEADERS, media_type=TYPES[name[name.rindex(".") :]])
+        if self.access.token:
+            answer.set_cookie(
+                self.access.cookie,
+                self.access.token,
+                httponly=True,
+                samesite="strict",
+                secure=self.access.encrypted,
+                path="/",
+            )
+        return answer
+
+    async def _events(self, request: Request) -> Response:
+        if (refused := self._refused(request)) is not None:
+            return refused
+        if self.viewers >= MOST_VIEWERS:
+            return PlainTextResponse(
+                f"{MOST_VIEWERS} pages look at this run, the most at once. Close one.\n", 503, HEADERS
+            )
+        return StreamingResponse(self._updates(), headers=HEADERS, media_type="text/event-stream")
+
+    async def _updates(self) -> AsyncIterator[str]:
+        """What has changed, for one page, until it is closed."""
+        self.viewers += 1
+        try:
+            yield "retry: 1000\n\n"
+            number, viewer, rows_at = -1, Viewer(), 0.0
+            while True:
+                reader, now = self.reader, time.time()
+                if number != reader.number:
+                    number, viewer, rows_at = reader.number, Viewer(), 0.0
+                    first = {"reset": True}
+                else:
+                    first = {}
+                is_due = now >= rows_at
+                sent = first | viewer.update(reader.fold, reader.now, self._more(), with_rows=is_due)
+                if is_due:
+                    rows_at = now + len(viewer.rows) / ROWS_PER_S
+                # Also where nothing has changed: the page knows by it that somebody is there, and what time it is here.
+                yield f"data: {json.dumps(sent | {'time': round(now, 2)}, separators=(',', ':'))}\n\n"
+                if self.ending.is_set():
+                    return
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self.ending.wait(), UPDATE_S if reader.is_caught_up else LOOK_S)
+        finally:
+            self.viewers -= 1
+
+    def _more(self) -> Record:
+        allowed, now = self.allowed, self.reader.now
+        has_invite = allowed.invite is not None and allowed.invite.exists()
+        can = {
+            "order": allowed.order_token if allowed.order is not None else None,
+            "invite": has_invite,
+            "led": allowed.led or bool(now),
+        }
+        return {"can": can, "caught_up": self.reader.is_caught_up, "host_at": now.get("time")}
+
+    async def _metrics(self, request: Request) -> Response:
+        if (refused := self._refused(request)) is not None:
+            return refused
+        text = exposition(self.reader.fold, self.reader.now, time.time())
+        return Response(text, headers=HEADERS | {"Content-Type": CONTENT_TYPE})
+
+    async def _invite(self, request: Request) -> Response:
+        if (refused := self._refused(request)) is not None:
+            return refused
+        if not self.access.is_same_origin(request.headers):
+            return PlainTextResponse("The line to join is shown on this page alone.\n", 403, HEADERS)
+        try:
+            line = self.allowed.invite.read_text(encoding="utf-8").strip() if self.allowed.invite is not None else ""
+        except OSError:
+            line = ""
+        if not line:
+            return PlainTextResponse("There is no line to join this run.\n", 404, HEADERS)
+        return PlainTextResponse(f"potluck join {line}", headers=HEADERS)
+
+    async def _order(self, request: Request) -> Response:
+        if (refused := self._refused(request)) is not None:
+            return refused
+        allowed = self.allowed
+        if allowed.order is None:
+            return PlainTextResponse(
+                "This page only shows. Start the host with --control to allow more.\n", 403, HEADERS
+            )
+        is_ours = is_right_secret(request.headers.get("x-potluck-order", ""), allowed.order_token)
+        if not is_ours or not self.access.is_same_origin(request.headers):
+            return PlainTextResponse("Orders are taken from this page alone.\n", 403, HEADERS)
+        order = await _read_order(request)
+        if order is None:
+            return PlainTextResponse(f"An order is one of: {', '.join(ACTIONS)}.\n", 400, HEADERS)
+        try:
+            allowed.order(order)
+        except OSError:
+            return PlainTextResponse("Whoever leads the run does not hear this page any more.\n", 503, HEADERS)
+        return PlainTextResponse("It was passed on.\n", 202, HEADERS)
+
+
+async def _read_order(request: Request) -> Record | None:
+    body = b""
+    async for piece in request.stream():
+        body += piece
+        if len(body) > MOST_ORDER:
+            return None
+    try:
+        found: Any = json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(found, dict) or found.get("action") not in ACTIONS:
+        return None
+    worker = found.get("worker")
+    if (found["action"] == "let_go") != isinstance(worker, int) or isinstance(worker, bool):
+        return None
+    return {"action": found["action"], "worker": worker}

@@ -1,0 +1,191 @@
+"""How a command starts its page: says where it is at once, and that it is gone if it ends before the run does.
+
+A page never makes a run fail. Imports neither Starlette nor uvicorn: the process that serves it does.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import ssl
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from potluck.environment import PAGE_POINTER
+from potluck.errors import ConfigError
+from potluck.fleet.invite import Identity
+from potluck.page.sentences import Record
+from potluck.page.settings import PageSettings
+from potluck.page.where import PageAddress, PagePlace, open_place
+from potluck.system import HAS_GROUPS
+from potluck.waiting import wait_until
+from potluck.words import say
+
+ENDS_WITHIN_S = 2.0
+LONGEST_ORDER = 4096
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PageWanted:
+    """What is shown, and what may be done there."""
+
+    folder: Path | None = None
+    pointer: Path | None = None
+    """A file that names the folder, once it is known."""
+    kept_in: Path | None = None
+    """The folder that says where the page was before."""
+    invite: Path | None = None
+    identity: Path | None = None
+    """Where the key and the certificate of an encrypted page are, or will be."""
+    led: bool = False
+    keeps_place: bool = True
+    """Whether the run folder says where the page is, so that it is there again."""
+    on_order: Callable[[Record], None] | None = None
+    """Hears what a person orders; None: the page only shows."""
+
+
+def start_page(address: PageAddress | None, wanted: PageWanted) -> "PageProcess | None":
+    """None: there is none, and a sentence has said why if one was asked for."""
+    if address is None:
+        return None
+    try:
+        place, settings = prepare_page(address, wanted)
+        return PageProcess(place, settings, wanted)
+    except (OSError, ConfigError) as error:
+        why = error.strerror or str(error) if isinstance(error, OSError) else str(error)
+        at = f"{address.host} port {address.port}" if address.port else address.host
+        say(f"There is no page: it cannot be served at {at} ({why}). The run is not concerned; see --page.")
+        return None
+
+
+def prepare_page(address: PageAddress, wanted: PageWanted) -> tuple[PagePlace, PageSettings]:
+    """Its socket, and what its process is told. Beyond this machine it is encrypted."""
+    identity = None
+    if address.is_for_others and wanted.identity is not None:
+        identity = Identity.load_or_make(wanted.identity)
+    kept_in = (wanted.kept_in or wanted.folder) if wanted.keeps_place else None
+    place = open_place(address, kept_in, encrypted=identity is not None)
+    if identity is not None:
+        place.fingerprint = fingerprint_of(identity)
+    settings = PageSettings(
+        host=address.host,
+        port=place.access.port,
+        token=place.access.token,
+        descriptor=place.listener.fileno() if HAS_GROUPS else -1,
+        folder=_text(wanted.folder),
+        pointer=_text(wanted.pointer),
+        invite=_text(wanted.invite),
+        identity=_text(identity.folder if identity is not None else None),
+        led=wanted.led,
+        control=wanted.on_order is not None,
+        keeps_place=wanted.keeps_place,
+    )
+    return place, settings
+
+
+def _text(path: Path | None) -> str:
+    return str(path.absolute()) if path is not None else ""
+
+
+def fingerprint_of(identity: Identity) -> str:
+    """Of its certificate, as browsers show it."""
+    der = ssl.PEM_cert_to_DER_cert((identity.folder / "cert.pem").read_text(encoding="ascii"))
+    digest = hashlib.sha256(der).hexdigest().upper()
+    return ":".join(digest[at : at + 2] for at in range(0, len(digest), 2))
+
+
+def tell_of(place: PagePlace) -> None:
+    """One line that says where; and what a browser will ask."""
+    print(f"The page of this run: {place.link}", flush=True)
+    if place.fingerprint:
+        print(
+            "  Browsers do not know its certificate, which is the run's own. Compare the SHA-256 that they show with"
+            f"\n  {place.fingerprint}",
+            flush=True,
+        )
+
+
+class PageProcess:
+    def __init__(self, place: PagePlace, settings: PageSettings, wanted: PageWanted) -> None:
+        self.place = place
+        self._wanted = wanted
+        self._is_ending = False
+        self._complaints: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 # closed with the process
+        with place.listener:
+            if not HAS_GROUPS:
+                place.listener.close()  # the process opens it again
+            apart: dict[str, Any] = {"pass_fds": (settings.descriptor,), "start_new_session": True}
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "potluck.page.serve"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._complaints,
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+                **(apart if HAS_GROUPS else {}),
+            )
+        assert self.process.stdin is not None
+        with contextlib.suppress(OSError):  # the thread below says so
+            self.process.stdin.write(settings.line().encode())
+            self.process.stdin.flush()
+        self._thread = threading.Thread(target=self._watch, name="page watch", daemon=True)
+        self._thread.start()
+        tell_of(place)
+
+    def _watch(self) -> None:
+        assert self.process.stdout is not None
+        while line := self.process.stdout.readline(LONGEST_ORDER):
+            if self._wanted.on_order is not None:
+                with contextlib.suppress(ValueError):
+                    self._wanted.on_order(json.loads(line))
+        code = self.process.wait()
+        if not self._is_ending:
+            self._complaints.seek(0)
+            words = self._complaints.read(1 << 20).decode(errors="replace").strip().splitlines()
+            why = f" ({words[-1][:300]})" if words else ""
+            say(f"The page has ended, with exit code {code}{why}. The run continues without it.")
+
+    def end(self) -> None:
+        """It shows the last of the run to whoever looks, and ends. Does not wait for it."""
+        self._is_ending = True
+        assert self.process.stdin is not None
+        with contextlib.suppress(OSError):
+            self.process.stdin.close()
+
+    def close(self) -> None:
+        self.end()
+        if not wait_until(lambda: self.process.poll() is not None, ENDS_WITHIN_S):
+            self.process.kill()
+            self.process.wait()
+        self._thread.join(timeout=1.0)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        self._complaints.close()
+
+
+@contextmanager
+def page_of_training(address: PageAddress | None, out: str | None) -> Iterator[None]:
+    """The page of runs that are started within, one after the other: whoever keeps a run's folder says which it is."""
+    if address is None:
+        yield
+        return
+    before = os.environ.get(PAGE_POINTER)
+    with tempfile.TemporaryDirectory(prefix="potluck-page-") as aside:
+        pointer = Path(aside) / "folder"
+        kept_in = Path(out) if out else None
+        page = start_page(address, PageWanted(pointer=pointer, kept_in=kept_in, identity=Path(aside) / "identity"))
+        os.environ[PAGE_POINTER] = str(pointer)
+        try:
+            yield
+        finally:
+            os.environ.pop(PAGE_POINTER)
+            if before is not None:
+                os.environ[PAGE_POINTER] = before
+            if page is not None:
+                page.close()

@@ -1,0 +1,222 @@
+"""What the page is sent: all of a view at first, and from then on only what has changed. Pure.
+
+A view is of bounded size. Of a thousand workers' rows only those travel whose figures differ from what was sent.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from potluck.page.fold import Fold, WorkerRow
+from potluck.page.sentences import Record
+from potluck.page.series import short
+from potluck.words import count
+
+MOST_ROWS = 2000
+"""Workers that are listed."""
+BYTES_OF = {"": 4.0, "fp32": 4.0, "bf16": 2.0, "int8": 1.03, "int4": 0.53}
+"""About how many bytes a number takes on its way; of `auto` nobody knows."""
+
+
+def head_of(fold: Fold, now: Record) -> Record:
+    """The figures at the top: where the run stands."""
+    run, last = fold.run, fold.last
+    left = fold.left_s()
+    total = run.get("steps_total", 0)
+    rows = list(fold.workers.values())
+    inside = [row for row in rows if fold.takes_part(row)]
+    devices = [row.device or run.get("device_name", "") for row in inside]
+    step = max(last.get("step", 0), run.get("from_step", 0)) if last else run.get("from_step", 0)
+    return {
+        "step": step,
+        "total": total,
+        "epoch": last.get("epoch", 0),
+        "rows": last.get("rows_seen", 0),
+        "loss": short(_number(last.get("loss"))),
+        "lr": short(_number(last.get("lr"))),
+        "norm": short(_number(last.get("grad_norm"))),
+        "rate": short(fold.rate),
+        "left": [short(figure) for figure in left] if left else None,
+        "mfu": short(fold.usage(devices)),
+        "trained_s": short(fold.trained_s),
+        "step_at": last.get("time"),
+        "step_s": short(last.get("seconds")),
+        "skipped": fold.skipped,
+        "workers": len(inside),
+        "ended": fold.ended and {name: fold.ended[name] for name in ("reason", "step", "seconds", "time")},
+        "decided": fold.decided,
+        "paused": bool(now.get("paused")),
+        "saving": bool(now.get("saving")),
+        "bytes": bytes_of(fold, now),
+        "waits_for": now.get("waits_for", 0),
+    }
+
+
+def bytes_of(fold: Fold, now: Record) -> Record | None:
+    """What has travelled: counted by a host; of a group computed, from the model's size and its steps."""
+    if told := now.get("bytes"):
+        return {"sent": told["sent"], "received": told["received"], "saved": told["saved"], "counted": True}
+    run, wire = fold.run, fold.run.get("wire", "")
+    world, steps = run.get("workers", 0), sum(point.steps for point in fold.series.points)
+    if world < 2 or wire not in BYTES_OF or run.get("layout") or run.get("policy") not in ("sync", ""):
+        return None
+    each = 2 * (world - 1) * run.get("parameters", 0) * steps
+    return {
+        "sent": each * BYTES_OF[wire],
+        "received": None,
+        "saved": each * (4.0 - BYTES_OF[wire]) * (wire not in ("", "fp32")),
+        "counted": False,
+    }
+
+
+def rows_of(fold: Fold, now: Record) -> dict[int, list[Any]]:
+    """Of each worker: name, device, rows, share, speed, busy, wait, send, link, phase, doing, heard at, why, is in."""
+    told = {row["id"]: row for row in now.get("workers", ())}
+    is_told, told_at = bool(now.get("workers") is not None and now), now.get("time", 0.0)
+    inside = [row for row in fold.workers.values() if fold.takes_part(row)]
+    rows_now = sum(row.rows for row in inside)
+    speeds = sum(row.speed or 0.0 for row in inside)
+    found: dict[int, list[Any]] = {}
+    for row in list(fold.workers.values())[-MOST_ROWS:]:
+        live = told.pop(row.id, None)
+        is_lost = is_told and live is None and told_at > row.at + 2.0  # the host does not know it any more
+        is_in = fold.takes_part(row) and (bool(fold.ended) or not is_lost)
+        found[row.id] = _row(fold, row, live, is_in, (rows_now, speeds), told_at)
+    for live in list(told.values())[:MOST_ROWS]:  # those that are not ready yet
+        fresh = WorkerRow(live["id"], live["name"], live.get("kind", ""))
+        found[fresh.id] = _row(fold, fresh, live, True, (0, 0.0), told_at)
+    return found
+
+
+def _row(
+    fold: Fold, row: WorkerRow, live: Record | None, is_in: bool, sums: tuple[int, float], told_at: float
+) -> list[Any]:
+    rows_now, speeds = sums
+    took = row.busy + row.wait + row.send
+    share = row.rows / rows_now if rows_now and is_in else 0.0
+    heard_at = told_at - live["silent_s"] if live is not None else row.at
+    return [
+        row.name,
+        row.device.split(";")[0].strip() or fold.run.get("device_name") or fold.run.get("device", ""),
+        row.rows,
+        short(share),
+        short(row.speed),
+        short(row.busy / took) if took else None,
+        short(row.wait / took) if took else None,
+        short(row.send / took) if took else None,
+        link_of(live) if live is not None else "",
+        "done" if is_in and fold.ended else (live["phase"] if live is not None else "in") if is_in else "gone",
+        live["doing"] if live is not None and is_in else "",
+        round(heard_at, 1),
+        why_of(fold, row, share, speeds) if is_in else "",
+        is_in,
+    ]
+
+
+def link_of(live: Record) -> str:
+    """Where it is, and how far away."""
+    if not live.get("address"):
+        return "this machine"
+    rtt = live.get("rtt_s")
+    return f"{live['address']}, {1000 * rtt:.3g} ms" if rtt else str(live["address"])
+
+
+def why_of(fold: Fold, row: WorkerRow, share: float, speeds: float) -> str:
+    """Why it has this share, as a sentence."""
+    if not row.rows_seen and row.speed is None:
+        return "It has computed nothing yet."
+    unit = fold.run.get("unit", "rows")
+    if row.speed is None or not speeds or len(fold.workers) < 2:
+        return ""
+    of_speed = row.speed / speeds
+    told = f"It computes {count(row.speed)} {unit}/s, {of_speed:.0%} of what all do together"
+    if abs(share - of_speed) <= 0.02 + 0.1 * of_speed:
+        return f"{told}, and so has {share:.0%} of the rows."
+    return f"{told}, and has {share:.0%} of the rows: shares are whole slices, and change slowly."
+
+
+def run_of(fold: Fold) -> Record:
+    run = fold.run
+    names = ("name", "folder", "workers", "device", "parameters", "unit", "batch_size", "steps_total", "from_step")
+    more = ("layout", "strategy", "policy", "wire", "device_name")
+    return {name: run.get(name) for name in (*names, *more)} | {"at": run.get("time"), "known": bool(run)}
+
+
+def cells_of(fold: Fold, start: int) -> list[list[Any]]:
+    """Of each stretch of time: its beginning, its end, and for each lane how much of it was busy, and sending."""
+    told = []
+    for start_s, at_s, _, done in fold.timeline.cells[start:]:
+        shares: list[Any] = []
+        for lane in fold.lanes:
+            seconds = done.get(lane)
+            whole = sum(seconds) if seconds is not None else 0.0
+            shares.append([round(100 * seconds[0] / whole), round(100 * seconds[2] / whole)] if whole else None)  # type: ignore[index]
+        told.append([short(start_s), short(at_s), shares])
+    return told
+
+
+@dataclass(slots=True)
+class Viewer:
+    """What one page has been sent so far."""
+
+    series: tuple[int, int] = (-1, 0)
+    """(generation, points)"""
+    cells: tuple[int, int] = (-1, 0)
+    rows: dict[int, list[Any]] = field(default_factory=dict)
+    stories: int = 0
+    sections: dict[str, Any] = field(default_factory=dict)
+
+    def update(self, fold: Fold, now: Record, more: Record, *, with_rows: bool = True) -> Record:
+        """What has changed since the last one. `more`: what is not of the run, such as what a person may do here.
+        `with_rows`: of workers too; there may be many."""
+        sent: Record = {}
+        sections = {
+            "run": run_of(fold),
+            "head": head_of(fold, now),
+            "looks": fold.looks,
+            "epochs": list(fold.epochs),
+            "samples": list(fold.samples),
+            **more,
+        }
+        for name, section in sections.items():
+            if self.sections.get(name) != section:
+                sent[name] = section
+                self.sections[name] = list(section) if isinstance(section, list) else section
+        self._add_series(fold, sent)
+        self._add_cells(fold, sent)
+        if with_rows:
+            self._add_rows(fold, now, sent)
+        if fold.stories > self.stories:
+            sent["story"] = [told for told in fold.story if told[0] > self.stories]
+            self.stories = fold.stories
+        return sent
+
+    def _add_series(self, fold: Fold, sent: Record) -> None:
+        series = fold.series
+        start = max(0, self.series[1] - 1) if self.series[0] == series.generation else 0
+        points = [point.told() for point in series.points[start:]]
+        if start == 0 or len(points) > 1 or self.sections.get("last point") != points:
+            sent["series"] = {"start": start, "span": series.span, "points": points}
+        self.sections["last point"] = points[-1:]
+        self.series = series.generation, len(series.points)
+
+    def _add_cells(self, fold: Fold, sent: Record) -> None:
+        line = fold.timeline
+        start = max(0, self.cells[1] - 1) if self.cells[0] == line.generation else 0
+        cells = cells_of(fold, start)
+        if start == 0 or len(cells) > 1 or self.sections.get("last cell") != cells:
+            names = [fold.workers[lane].name if lane in fold.workers else str(lane) for lane in fold.lanes]
+            sent["timeline"] = {"start": start, "lanes": fold.lanes, "names": names, "cells": cells}
+        self.sections["last cell"] = cells[-1:]
+        self.cells = line.generation, len(line.cells)
+
+    def _add_rows(self, fold: Fold, now: Record, sent: Record) -> None:
+        rows = rows_of(fold, now)
+        changed = {id: row for id, row in rows.items() if self.rows.get(id) != row}
+        gone = [id for id in self.rows if id not in rows]
+        if changed or gone:
+            sent["workers"] = {"changed": changed, "gone": gone}
+        self.rows = rows
+
+
+def _number(value: Any) -> float | None:
+    return None if value is None else float(value)

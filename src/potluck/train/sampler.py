@@ -1,0 +1,83 @@
+"""Sampler: what the model writes, shown beside its validations: now and then, briefly, and without a trace in the run.
+
+It draws from random numbers of its own, and changes neither weights nor modes. Where a model computes only with others,
+or is compiled for the shapes of its rows, nothing is written.
+"""
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from potluck.engine.engine import Engine
+from potluck.environment import PAGE_POINTER
+from potluck.events import Event, Sampled, Validated
+from potluck.train.model import GPT
+from potluck.train.word_pieces import WordPieces
+
+EVERY_S = 60.0
+"""At most so often: the others may wait for the worker that writes."""
+MOST_S = 0.25
+"""For so long, at most, but for the last few tokens."""
+BEGINNING, AT_ONCE, MOST_TOKENS, MOST_SHOWN = 48, 8, 160, 400
+
+Write = Callable[[], tuple[str, str]]
+"""What the model was given, and what it wrote after that."""
+
+
+class Sampler:
+    """A listener."""
+
+    def __init__(self, engine: Engine, write: Write) -> None:
+        self._engine = engine
+        self._write = write
+        self._wrote_at: float | None = None
+
+    def __call__(self, event: Event) -> None:
+        if not isinstance(event, Validated) or self._engine.rank != 0 or self._engine.lifecycle.is_replaying:
+            return
+        now = time.monotonic()
+        if self._wrote_at is not None and now - self._wrote_at < EVERY_S:
+            return
+        self._wrote_at = now
+        devices = [self._engine.device] if self._engine.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):
+            prompt, text = self._write()
+        prompt, text = (_printable(told)[:MOST_SHOWN] for told in (prompt, text))
+        self._engine.lifecycle.show_sample(Sampled(step=event.step, prompt=prompt, text=text))
+
+
+def may_sample(engine: Engine) -> bool:
+    """Whether somebody may look, and this worker's model computes by itself, as it is."""
+    wanted, looks = engine.run.wanted, os.environ.get("POTLUCK_PAGE") != "off"
+    is_shown = looks if engine.is_led else looks and PAGE_POINTER in os.environ
+    is_whole = wanted.strategy.kind == "no_shard" and wanted.stages is None
+    return is_shown and is_whole and not engine.run.config.compile
+
+
+def writing(model: GPT, validation: Any, pieces: WordPieces | None) -> Write | None:
+    """From the beginning of a row that is not trained on; None where there is none."""
+    if not len(validation):
+        return None
+
+    def decode(tokens: list[int]) -> str:
+        if pieces is not None:
+            return pieces.decode(tokens)
+        return bytes(min(token, 255) for token in tokens).decode("utf-8", errors="replace")
+
+    def write() -> tuple[str, str]:
+        start = torch.as_tensor(validation[0]).long()[:BEGINNING]
+        tokens, began = start.to(next(model.parameters()).device), time.monotonic()
+        for turn in range(MOST_TOKENS // AT_ONCE):
+            tokens = model.write(tokens, AT_ONCE, temperature=0.8, seed=turn)
+            if time.monotonic() - began > MOST_S:
+                break
+        return decode(start.tolist()), decode(tokens[len(start) :].tolist())
+
+    return write
+
+
+def _printable(text: str) -> str:
+    return "".join(letter for letter in text if letter.isprintable() or letter == "\n")

@@ -1,0 +1,80 @@
+"""What one who watches is told over a real socket: all of it, as it is written; and that it holds up nobody."""
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from potluck.fleet.connection import Connection
+from potluck.fleet.pipe import Pipe
+from potluck.fleet.watchers import EVENTS, NOW, STUCK_S, WatcherFeed
+from potluck.waiting import wait_until
+from potluck.wire.messages import Message, Watched
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
+    near, far = socket.socketpair()
+    with near, far:
+        yield near, far
+
+
+def started(connection: socket.socket, folder: Path, whys: list[str]) -> WatcherFeed:
+    feed = WatcherFeed(Pipe(connection), folder / "events", folder / "now", b"", whys.append)
+    threading.Thread(target=feed.run, daemon=True).start()
+    return feed
+
+
+def heard(connection: socket.socket) -> Iterator[Message]:
+    end = Connection(Pipe(connection))
+    return (end.read_message(head, length) for head, length in end.frames(lambda: 1 << 20))
+
+
+def test_all_is_told_from_the_beginning_and_the_last_of_it_before_the_end(
+    ends: tuple[socket.socket, socket.socket], tmp_path: Path
+) -> None:
+    whys: list[str] = []
+    events = b"".join(b"line %d\n" % number for number in range(100_000))
+    (tmp_path / "events").write_bytes(events)
+    (tmp_path / "now").write_bytes(b"{}")
+    feed, told, taken = started(ends[0], tmp_path, whys), heard(ends[1]), b""
+    while len(taken) < len(events):
+        message = next(told)
+        assert isinstance(message, Watched) and message.what == EVENTS
+        taken += bytes(message.data)
+    assert taken == events and next(told) == Watched(NOW, b"{}")
+    with (tmp_path / "events").open("ab") as file:
+        file.write(b"the last line\n")
+    feed.end()
+    assert Watched(EVENTS, b"the last line\n") in list(told)
+    assert wait_until(lambda: whys == ["it has seen all"], 10)
+
+
+def test_one_that_reads_nothing_is_parted_with_and_one_that_reads_is_not(
+    ends: tuple[socket.socket, socket.socket], tmp_path: Path
+) -> None:
+    whys: list[str] = []
+    (tmp_path / "events").write_bytes(bytes(32 << 20))
+    feed = started(ends[0], tmp_path, whys)
+    assert wait_until(lambda: feed.part_if_stuck(time.monotonic() + STUCK_S + 1), 10)
+    assert not feed.part_if_stuck(time.monotonic() - STUCK_S)
+    assert wait_until(lambda: whys == ["it closed the connection"], 10)
+
+
+def test_one_that_goes_is_forgotten(ends: tuple[socket.socket, socket.socket], tmp_path: Path) -> None:
+    whys: list[str] = []
+    (tmp_path / "events").write_bytes(b"a line\n")
+    started(ends[0], tmp_path, whys)
+    assert next(heard(ends[1])) == Watched(EVENTS, b"a line\n")
+    ends[1].shutdown(socket.SHUT_RDWR)
+    ends[1].close()
+
+    def is_forgotten() -> bool:
+        with (tmp_path / "events").open("ab") as file:
+            file.write(b"another\n")
+        return whys == ["it closed the connection"]
+
+    assert wait_until(is_forgotten, 10)

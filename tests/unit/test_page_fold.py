@@ -1,0 +1,172 @@
+"""What the page shows is what a plain recomputation from all events gives, of bounded size however long the run is."""
+
+import json
+import math
+import random
+from typing import Any
+
+from potluck.page.fold import MOST_GONE, MOST_LOOKS, MOST_STORY, Fold
+from potluck.page.metrics import exposition
+from potluck.page.peaks import peak_of
+from potluck.page.series import MOST_CELLS, MOST_POINTS
+from potluck.page.view import Viewer, rows_of
+
+START = 1_790_000_000.0
+
+
+def started(**more: Any) -> dict[str, Any]:
+    told = {"name": "a", "folder": "runs/a", "workers": 2, "device": "cpu", "parameters": 1000, "unit": "tokens"}
+    return {"event": "run_started", "time": START, **told, "batch_size": 8, "steps_total": 0, "from_step": 0, **more}
+
+
+def step(number: int, workers: int = 2, *, loss: float | str = 1.0, at: float | None = None) -> dict[str, Any]:
+    parts = [
+        {"rank": rank, "rows": 4, "samples": 40.0, "busy_s": 0.1 * (rank + 1), "wait_s": 0.1, "name": f"w{rank}"}
+        for rank in range(workers)
+    ]
+    place = {"step": number, "epoch": 0, "rows_seen": 8 * number, "samples": 80.0, "loss": loss, "lr": 0.1}
+    time = START + (number if at is None else at)
+    return {"event": "step_done", "time": time, **place, "grad_norm": 2.0, "seconds": 1.0, "workers": parts}
+
+
+def folded(*records: dict[str, Any]) -> Fold:
+    fold = Fold()
+    for record in records:
+        fold.take(json.loads(json.dumps(record)))
+    return fold
+
+
+def view(fold: Fold) -> dict[str, Any]:
+    return Viewer().update(fold, {}, {})
+
+
+def test_points_of_a_long_run_are_a_plain_recomputation_of_it() -> None:
+    draw = random.Random(3)
+    losses = [draw.uniform(1, 5) for _ in range(10_000)]
+    fold = folded(started(), *(step(number + 1, loss=loss) for number, loss in enumerate(losses)))
+    series = fold.series
+    assert series.span == 16 and len(series.points) <= MOST_POINTS
+    for index, point in enumerate(series.points):
+        part = losses[index * series.span : (index + 1) * series.span]
+        assert (point.first, point.last) == (index * series.span + 1, index * series.span + len(part))
+        assert (point.least, point.most) == (min(part), max(part))
+        assert point.loss is not None and math.isclose(point.loss, sum(part) / len(part))
+        assert point.rows == 8 * point.last and point.at_s == point.last
+    assert sum(point.steps for point in series.points) == len(losses)
+
+
+def test_the_timeline_adds_up_to_what_each_worker_did() -> None:
+    fold = folded(started(), *(step(number, workers=3) for number in range(1, 1001)))
+    assert len(fold.timeline.cells) <= MOST_CELLS
+    for rank in range(3):
+        busy = sum(cell[3][rank][0] for cell in fold.timeline.cells)
+        assert math.isclose(busy, 1000 * 0.1 * (rank + 1), rel_tol=1e-9)
+
+
+def test_a_view_that_was_sent_in_pieces_is_the_one_that_is_sent_at_once() -> None:
+    """As the page puts them together: it must not matter when it was opened."""
+    records = [started(), *(step(number) for number in range(1, 1500))]
+    records[700:700] = [{"event": "validated", "time": START, "step": 699, "loss": 0.5, "metrics": {}}]
+    fold, viewer, page = Fold(), Viewer(), dict[str, Any]()
+    points, cells, rows = list[Any](), list[Any](), dict[int, Any]()
+    for number, record in enumerate(records):
+        fold.take(record)
+        if number % 97 and number != len(records) - 1:
+            continue
+        sent = json.loads(json.dumps(viewer.update(fold, {}, {})))
+        page |= {name: sent[name] for name in ("run", "head", "looks") if name in sent}
+        if "series" in sent:
+            points[sent["series"]["start"] :] = sent["series"]["points"]
+        if "timeline" in sent:
+            cells[sent["timeline"]["start"] :] = sent["timeline"]["cells"]
+        rows |= sent.get("workers", {}).get("changed", {})
+    whole = json.loads(json.dumps(view(fold)))
+    assert points == whole["series"]["points"] and cells == whole["timeline"]["cells"]
+    assert rows == whole["workers"]["changed"]
+    assert all(page[name] == whole[name] for name in ("run", "head", "looks"))
+
+
+def test_nothing_is_sent_of_what_has_not_changed() -> None:
+    fold, viewer = folded(started(), step(1), step(2)), Viewer()
+    assert {"run", "head", "series", "timeline", "workers", "story"} <= viewer.update(fold, {}, {}).keys()
+    assert viewer.update(fold, {}, {}) == {}
+
+
+def test_a_thousand_workers_and_many_events_stay_small() -> None:
+    fold = folded(started(), *(step(number, workers=1000) for number in range(1, 40)))
+    assert len(json.dumps(view(fold))) < 500_000
+    for number in range(5000):
+        fold.take({"event": "noticed", "time": START, "sentence": "x" * 100})
+        fold.take({"event": "validated", "time": START, "step": number, "loss": 1.0, "metrics": {}})
+        came = {"event": "worker_came", "time": START + number, "worker": 5000 + number, "name": "x", "kind": "cpu"}
+        fold.take(came | {"step": 0, "workers": 1})
+        fold.take(
+            {"event": "worker_went", "time": START, "worker": 5000 + number, "name": "x", "reason": "", "polite": 1}
+        )
+    assert len(fold.story) == MOST_STORY and len(fold.looks) <= MOST_LOOKS
+    assert sum(not row.is_in for row in fold.workers.values()) <= MOST_GONE
+
+
+def test_steps_that_are_done_again_take_the_place_of_those_before() -> None:
+    back = {"event": "went_back", "time": START + 20, "from_step": 20, "step": 12}
+    fold = folded(started(), *(step(n) for n in range(1, 21)), back, *(step(n, at=n + 10) for n in range(13, 16)))
+    assert [point.last for point in fold.series.points] == list(range(1, 16))
+
+
+def test_the_time_between_a_stop_and_a_restart_is_not_training() -> None:
+    ended = {"event": "run_ended", "time": START + 10, "reason": "interrupted", "step": 10, "seconds": 10.0}
+    again = started(time=START + 5000, from_step=10)
+    fold = folded(started(), *(step(n) for n in range(1, 11)), ended, again, step(11, at=5001))
+    assert fold.trained_s == 11 and fold.ended is None
+
+
+def test_the_predicted_end_has_a_band_from_how_the_speed_has_changed() -> None:
+    slow = [step(n, at=2.0 * n) for n in range(1, 101)]
+    quick = [step(n, at=200 + 0.5 * (n - 100)) for n in range(101, 201)]
+    left = folded(started(steps_total=300), *slow, *quick).left_s()
+    assert left is not None
+    best, least, most = left
+    assert math.isclose(best, 50.0, rel_tol=0.01) and math.isclose(least, 50.0, rel_tol=0.01)
+    assert 100 < most <= 200 + 1e-6
+
+
+def test_lines_that_are_no_events_change_nothing() -> None:
+    fold = folded(started(), step(1))
+    before = json.dumps(view(fold))
+    odd: list[Any] = [{}, {"event": 3}, {"event": "step_done"}, {"event": "step_done", "time": "x", "workers": 3}]
+    for record in [*odd, {"event": "worker_went", "worker": []}, {"event": "unheard of", "time": 0.0}]:
+        fold.take(record)
+    assert json.dumps(view(fold)) == before
+
+
+def test_a_loss_that_is_no_number_leaves_a_gap_and_no_nan_in_what_is_sent() -> None:
+    fold = folded(started(), step(1), step(2, loss="nan"), step(3))
+    points = view(fold)["series"]["points"]
+    assert [point[2] for point in points] == [1.0, None, 1.0]
+    json.dumps(view(fold), allow_nan=False)
+
+
+def test_mfu_is_told_where_every_device_is_known_and_nowhere_else() -> None:
+    run = started(device_name="NVIDIA H200", flops_per_sample=1e12)
+    fold = folded(run, step(1), step(2), step(3))
+    assert fold.usage(["NVIDIA H200, torch 2.13.0", "NVIDIA H200"]) == 80 * 1e12 / (2 * 989e12)
+    assert fold.usage(["NVIDIA H200", "AMD EPYC, 2 threads"]) is None
+    assert peak_of("NVIDIA L40S") == 362e12 and peak_of("NVIDIA L4") == 121e12 and peak_of("NVIDIA A1000") is None
+
+
+def test_a_silent_worker_is_told_with_when_it_was_last_heard() -> None:
+    fold = folded(started(), step(1), step(2))
+    silent = {"id": 0, "name": "w0", "phase": "ready", "doing": "computing", "silent_s": 12.5, "address": "10.0.0.7"}
+    now = {"time": START + 20, "workers": [silent | {"rtt_s": 0.0021}]}
+    rows = rows_of(fold, now)
+    assert rows[0][8:12] == ["10.0.0.7, 2.1 ms", "ready", "computing", START + 7.5]
+    assert rows[0][13] and not rows[1][13]  # the host no longer knows the other
+
+
+def test_figures_for_prometheus_escape_what_people_have_named() -> None:
+    record = step(1)
+    record["workers"][0]["name"] = 'a"b\\c\nd'
+    text = exposition(folded(started(), record), {}, START + 3)
+    assert 'potluck_worker_share_ratio{worker="0",name="a\\"b\\\\c\\nd"} 0.5' in text.splitlines()
+    assert "potluck_steps_total 1" in text.splitlines() and "# TYPE potluck_steps_total counter" in text
+    assert all(line.startswith(("#", "potluck_")) for line in text.splitlines())
