@@ -290,6 +290,7 @@ class Sampled(Event):
     """What the model writes now, from a fixed beginning: shown beside its loss."""
 
     step: int
+    """After which it wrote this."""
     prompt: str
     """What it was given to continue."""
     text: str

@@ -10,7 +10,8 @@ def say(sentence: str) -> None:
 
 def plural(number: int, noun: str) -> str:
     """plural(1, "worker") is "1 worker", plural(2000, "batch") "2,000 batches"."""
-    ending = "" if number == 1 else "es" if noun.endswith(("ch", "sh", "s", "x")) else "s"
+    hisses = noun.endswith(("ch", "sh", "s", "x")) and not noun.endswith("epoch")
+    ending = "" if number == 1 else "es" if hisses else "s"
     return f"{number:,} {noun}{ending}"
 
 

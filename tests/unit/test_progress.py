@@ -201,6 +201,7 @@ def test_numbers_that_are_not_finite_come_back_as_numbers_and_words_as_words(tmp
 def test_one_of_something_is_not_several() -> None:
     assert [plural(n, "worker") for n in (0, 1, 2, 1200)] == ["0 workers", "1 worker", "2 workers", "1,200 workers"]
     assert [plural(n, "micro-batch") for n in (1, 2)] == ["1 micro-batch", "2 micro-batches"]
+    assert plural(2, "epoch") == "2 epochs"
     console = Console(file=io.StringIO(), width=200)
     alone = RunStarted(name="x", folder="runs/x", workers=1, device="cpu", parameters=9, unit="rows", batch_size=1,
                        steps_total=1, from_step=0)  # fmt: skip

@@ -42,6 +42,7 @@ class Demo:
                     data=self.data,
                     joiners=3 if self.workers is None else self.workers,
                     out=self.out,
+                    page=self.page,
                 )
             )
         from potluck.launch.demo import demo

@@ -52,6 +52,8 @@ class FleetOrder:
     data: tuple[str, ...] = ()
     joiners: int = 3
     out: str | None = None
+    page: str | None = None
+    """Where the page of the disturbed run is, as --page says it."""
     undisturbed: tuple[str, ...] = ()
     """Settings of the undisturbed run alone. For tests: with another seed the weights must differ, and be found to."""
 
@@ -315,7 +317,7 @@ class _FleetDemo:
         self.teller.tell("The same run once more, undisturbed, by one worker.", "bold")
         settings = (*self._settings(), *_set(self.order.undisturbed))
         with self.teller.showing(watch.story):
-            alone = ("-n", "1", "--threads", self.threads)
+            alone = ("-n", "1", "--threads", self.threads, "--page", "off")
             self.children.start("undisturbed host", "host", RECIPE, "--out", str(run), *alone, *settings)
             watch.wait_for_end()
         return watch.story.run
@@ -328,7 +330,8 @@ class _FleetDemo:
     def _host(self, *, resume: bool = False) -> Child:
         what = [str(self.run / "run.toml"), "--resume"] if resume else [RECIPE, *self._settings()]
         least = ("--at-least", "1" if resume else str(self.order.joiners))
-        host = self.children.start("the host", "host", *what, "--out", str(self.run), "-n", "0", *least)
+        page = ("--page", self.order.page) if self.order.page is not None else ()
+        host = self.children.start("the host", "host", *what, "--out", str(self.run), "-n", "0", *least, *page)
         invite = self.run / "invite"
         self.watch.wait("the host listened", lambda: invite.exists() and invite.read_bytes().endswith(b"\n"))
         return host
