@@ -18,6 +18,9 @@ PARENT_PIPE = "POTLUCK_PARENT_PIPE"
 ONLY = "POTLUCK_ONLY"
 """Set for a worker whose others are elsewhere."""
 
+LED = "POTLUCK_LED"
+"""Set for workers whose parent alone tells them to end: a scheduler signals every process of a job at once."""
+
 QUIET = "POTLUCK_QUIET"
 """Set for workers whose host shows the run."""
 

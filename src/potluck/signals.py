@@ -5,8 +5,18 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 
-END = (signal.SIGINT, signal.SIGTERM, *([signal.SIGBREAK] if hasattr(signal, "SIGBREAK") else []))
+END = [signal.SIGINT, signal.SIGTERM, *([signal.SIGBREAK] if hasattr(signal, "SIGBREAK") else [])]
 """Ctrl-C, and what the system sends when it wants a process to end."""
+
+
+def leave_ending_to_parent() -> None:
+    """From now on SIGTERM is nothing to this process: its parent hears it too, and says with SIGINT what is to be done.
+
+    Otherwise a signal to all processes of a job would reach a worker twice, and the second means at once.
+    """
+    if signal.SIGTERM in END:
+        END.remove(signal.SIGTERM)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 @contextmanager

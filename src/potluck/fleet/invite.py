@@ -29,7 +29,8 @@ from potluck.errors import ConfigError, TheirProtocolError
 from potluck.fleet.sealing import PROTOCOL, can_seal
 
 INVITE = "POTLUCK_INVITE"
-"""The environment variable that may hold the line: other users of a machine can see arguments, but not this."""
+"""The environment variable that may hold the line, or the path of a file that does: other users of a machine can see
+arguments, but not this."""
 
 _LINE = re.compile(
     r"potluck://(?:\[(?P<address>[^\]/]+)\]|(?P<name>[^:/\[\]]+)):(?P<port>[0-9]{1,5})"
@@ -110,6 +111,8 @@ def read_invite(argument: str | None) -> Invite:
                 "There is no invite. Give the line that the host printed, or a file that holds it, "
                 f"or - to paste it, or set {INVITE}."
             )
+        if "://" not in text:
+            text = _first_line(text.strip())
     elif "://" in argument:
         text = argument
     else:

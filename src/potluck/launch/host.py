@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any
@@ -55,9 +56,10 @@ LOCAL = "host-worker-"
 """Names of workers that end with the host."""
 
 
-def host(args: HostArgs) -> int:
+def host(args: HostArgs, hand_over: Callable[[Invite], object] | None = None) -> int:
+    """`hand_over`: gets the invite as soon as the host listens, in place of the terminal."""
     with ExitStack() as stack:
-        return _Host(args, stack).run()
+        return _Host(args, stack).run(hand_over)
 
 
 def with_base(args: HostArgs) -> HostArgs:
@@ -107,11 +109,13 @@ class _Host:
         stack.callback(progress.close)
         self._progress = progress
 
-    def run(self) -> int:
+    def run(self, hand_over: Callable[[Invite], object] | None) -> int:
         args = self.args
-        invite = self._invite(self.listening.address or _reachable(self.listening.host))
-        self._show(invite)
+        invite = self._invite(self.listening.address or reachable(self.listening.host))
+        self._show(invite, to_terminal=hand_over is None)
         self.server.start()
+        if hand_over is not None:
+            hand_over(invite)
         here = self.listening.host if self.listening.host not in ("0.0.0.0", "::") else "127.0.0.1"
         pool = WorkerPool(list(args.command), args.workers, {INVITE: self._invite(here).line(), QUIET: "1"})
         self._stack.callback(pool.close)
@@ -215,7 +219,7 @@ class _Host:
                 " --out."
             ) from None
 
-    def _show(self, invite: Invite) -> None:
+    def _show(self, invite: Invite, *, to_terminal: bool) -> None:
         path = self.folder / "invite"
         self._write(path.name, invite.line() + "\n", 0o600)
         if self.listening.insecure:
@@ -223,6 +227,8 @@ class _Host:
                 f"INSECURE: anybody who reaches {self.listening.host} port {self.server.port} can take part, read the"
                 " weights and change them, and nothing is encrypted. Use this on a network that you fully trust."
             )
+        if not to_terminal:
+            return
         where = "another terminal here" if is_loopback(invite.host) else "another machine"
         print(f"To join from {where} (the line is a secret; it is also in the file below it):", flush=True)
         print(f"  potluck join {invite.line()}{'' if self.args.recipe else ' SCRIPT'}", flush=True)
@@ -373,7 +379,7 @@ class _Host:
         return f" Saved in {path}."
 
 
-def _reachable(host: str) -> str:
+def reachable(host: str) -> str:
     """The address that others can use: of every address, the one that leads out of this machine."""
     if host not in ("0.0.0.0", "::"):
         return host

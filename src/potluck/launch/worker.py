@@ -14,13 +14,16 @@ import threading
 import traceback
 from pathlib import Path
 
-from potluck.environment import LAST_WORDS, PARENT_PIPE
+from potluck.environment import LAST_WORDS, LED, PARENT_PIPE
 from potluck.errors import Interrupted, PotluckError, WorkerLost
 from potluck.save.memory import clear_away
+from potluck.signals import leave_ending_to_parent
 
 
 def main() -> None:
     _end_with_parent()
+    if LED in os.environ:
+        leave_ending_to_parent()
     code = 0
     try:
         _run(sys.argv[1:])

@@ -1,0 +1,173 @@
+"""`potluck up`, on one task of a job: the first leads, the others follow, and all of them train one run.
+
+Knows places and plans, and no scheduler but what SLURM has to be asked for. Imports no torch.
+"""
+
+import json
+import os
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+from potluck.cluster import slurm
+from potluck.cluster.asked import Asked
+from potluck.cluster.brings import own_brings
+from potluck.cluster.finding import find
+from potluck.cluster.meeting import Meeting, Reply
+from potluck.cluster.place import JobPlace
+from potluck.cluster.plan import Decision, plan, plan_early
+from potluck.cluster.reaching import free_port, reach
+from potluck.environment import LED, QUIET
+from potluck.errors import ConfigError
+from potluck.fleet.invite import read_invite
+from potluck.launch.host import host, reachable, with_base
+from potluck.launch.join import join
+from potluck.launch.processes import RankSpan, launch
+from potluck.save.run_folder import holds_run, make_run_folder
+from potluck.waiting import wait_until
+from potluck.words import say
+
+
+def up(asked: Asked, on: str | None) -> int:
+    """Returns the exit code."""
+    place = find(os.environ, on)
+    if asked.is_script and not Path(asked.what).is_file():
+        raise ConfigError(f"There is no script {asked.what}.")
+    if place.channel == "actors":
+        from potluck.cluster.ray import up_on_ray
+
+        return up_on_ray(asked, place.leader)
+    if place.spread:
+        say(f"Found {place.scheduler}: on all nodes of job {place.job}, with {' '.join(place.spread)}")
+        os.execvp(place.spread[0], [*place.spread, sys.executable, "-m", "potluck.cli", *sys.argv[1:]])
+    os.environ[LED] = "1"
+    return _Task(asked, place).run()
+
+
+class _Task:
+    def __init__(self, asked: Asked, place: JobPlace) -> None:
+        self.asked, self.place = asked, place
+        self.folder = asked.folder(place.job)
+        self.brings = own_brings(place.cores, os.environ.get("CUDA_VISIBLE_DEVICES"))
+        self.workers = asked.workers_here(self.brings, place.local_tasks)
+
+    def run(self) -> int:
+        if self.place.group is not None and self.asked.led != "host":
+            return self._as_rank()
+        make_run_folder(self.folder)
+        meeting = Meeting(self.folder, self.place.attempt)
+        return self._lead(meeting) if self.place.task == 0 else self._follow(meeting)
+
+    def _as_rank(self) -> int:
+        """In the group that torchrun has made: this process becomes the worker."""
+        self._tell(f"{self.place.sentence()} A fixed group, which {self.place.scheduler} has made.")
+        command = self.asked.group_command(self.folder, resume=holds_run(self.folder))
+        del os.environ[LED]  # torchrun signals its workers itself, once
+        os.execv(sys.executable, [sys.executable, "-m", "potluck.launch.worker", *command])
+
+    # The first
+
+    def _lead(self, meeting: Meeting) -> int:
+        resume = holds_run(self.folder)
+        if resume:
+            say(f"{self.folder} holds a run, which resumes.")
+        try:
+            requeued = self.place.scheduler == "SLURM" and self.asked.led is None and slurm.may_be_requeued(self.place)
+            decided = plan_early(self.place, self.asked.led, may_be_requeued=requeued)
+            if decided is None or decided.led == "group":
+                decided = self._hear(meeting, decided)
+            say(f"{self.place.sentence()} {decided.sentence}")
+            if decided.led == "group":
+                return self._lead_group(meeting, resume)
+            config = self.asked.workers_config(max(1, self.workers), self.brings, self.place.local_tasks)
+            args = self.asked.host_args(self.folder, config, local=self.workers, address=self._address())
+            return host(with_base(args), lambda invite: meeting.hand_over(invite, self.place.tasks))
+        finally:
+            meeting.close()
+
+    def _hear(self, meeting: Meeting, decided: Decision | None) -> Decision:
+        """Waits for all others, for half as long as they wait for an answer; a group that was asked for needs all."""
+        others = (self.place.tasks or 1) - 1
+        patience_s = self.asked.patience_s * (0.5 if decided is None else 10)
+        wait_until(lambda: len(meeting.greetings(self.place.tasks)) >= others, patience_s)
+        came = meeting.greetings(self.place.tasks)
+        if decided is None:
+            nodes = [(self.place.node, self.brings), *((each.node, each.brings) for each in came.values())]
+            return plan(self.place, nodes)
+        if len(came) < others:
+            missing = sorted({*range(1, others + 1)} - {*came})
+            raise ConfigError(
+                f"A fixed group was asked for, and tasks {', '.join(map(str, missing))} have not come within"
+                f" {patience_s:.0f} s. Leave out --as group, and those who come late will join."
+            )
+        return decided
+
+    def _lead_group(self, meeting: Meeting, resume: bool) -> int:
+        came = meeting.greetings(self.place.tasks)
+        world = self.workers + sum(each.workers for each in came.values())
+        address, port, first = self._address(), self.asked.port or free_port(), self.workers
+        for task, each in came.items():
+            reply = Reply(
+                word=each.word, led="group", address=address, port=port, first=first, world=world, resume=resume
+            )
+            meeting.answer(task, reply)
+            first += each.workers
+        return self._launch(Reply(word="", led="group", address=address, port=port, world=world, resume=resume))
+
+    def _address(self) -> str:
+        found = slurm.address_of(self.place) if self.place.scheduler == "SLURM" else None
+        return self.asked.address or found or self.place.leader or reachable("0.0.0.0")
+
+    # The others
+
+    def _follow(self, meeting: Meeting) -> int:
+        greeting = meeting.greet(self.place.task, self.place.node, self.workers, self.brings)
+        reply = meeting.wait_for_answer(self.place.task, greeting, self.asked.patience_s, say)
+        if reply.led == "group":
+            self._tell_if_unreachable(reply)
+            return self._launch(reply)
+        return self._join(meeting)
+
+    def _join(self, meeting: Meeting) -> int:
+        invite = read_invite(str(meeting.invite))
+        reach(self.place.node, invite.host, invite.port, self.asked.patience_s)
+        config = self.asked.workers_config(self.workers, self.brings, self.place.local_tasks)
+        os.environ[QUIET] = "1"  # all tasks have one log, and the host shows the run in it
+        if self.asked.is_script:
+            return join(str(meeting.invite), [self.asked.what, *self.asked.arguments], config, ())
+        args = self.asked.host_args(self.folder, config, local=0, address=invite.host)
+        return join(str(meeting.invite), [], config, tuple(json.loads(args.command[1])))
+
+    def _tell_if_unreachable(self, reply: Reply) -> None:
+        """Beside the workers, which are loading torch."""
+
+        def look() -> None:
+            try:
+                reach(self.place.node, reply.address, reply.port, self.asked.patience_s)
+            except ConfigError as error:
+                say(str(error))
+
+        threading.Thread(target=look, name="reach", daemon=True).start()
+
+    # Both
+
+    def _launch(self, reply: Reply) -> int:
+        count = self.workers
+        config = self.asked.workers_config(count, self.brings, self.place.local_tasks)
+        command = self.asked.group_command(self.folder, resume=reply.resume)
+        if reply.world == count:
+            return launch(command, config)
+        span = RankSpan(
+            first=reply.first,
+            world=reply.world,
+            address=reply.address,
+            port=reply.port,
+            place=self.place.local * count,
+            places=self.place.local_tasks * count,
+        )
+        return launch(command, replace(config, count=count), span=span)
+
+    def _tell(self, sentence: str) -> None:
+        if self.place.task == 0:
+            say(sentence)
