@@ -71,20 +71,8 @@ def _names() -> list[str]:
     return [next(info.name for info in each.__metadata__ if hasattr(info, "name")) for each in get_args(COMMANDS)]
 
 
-TAKES_VALUE = {
-    "-n",
-    "--workers",
-    "--threads",
-    "--ranks",
-    "--data",
-    "--base",
-    "--only",
-    "--out",
-    "--set",
-    "--as",
-    "--on",
-}
-TAKES_VALUE |= {"--port", "--address", "--patience", "--at-least"}
+TAKES_VALUE = {"-n", "--workers", "--threads", "--ranks", "--data", "--base", "--only", "--out", "--set"}
+TAKES_VALUE |= {"--as", "--on", "--port", "--address", "--patience", "--at-least"}
 """Options of `run`, `join` and `up`, whose value may be mistaken for the script or the invite."""
 
 

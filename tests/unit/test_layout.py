@@ -31,7 +31,8 @@ BELOW = {
     "finetune": "agree composition data engine fleet link save sharding show stages store train wire",
     "launch": "agree composition data engine finetune fleet link save sharding show stages store train wire",
     "cluster": "agree fleet launch save train",
-    "top": "agree cluster composition data engine finetune fleet launch link save sharding stages store train wire",
+    "top": "agree cluster composition data engine finetune fleet launch link save sharding show stages store train"
+    " wire",
 }
 MAY_IMPORT = {room: {"ground", room, *below.split()} for room, below in BELOW.items()}
 GROUND = {

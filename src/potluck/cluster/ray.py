@@ -10,7 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -92,6 +92,12 @@ def _lead(asked: Asked) -> int:
 class Holder:
     """What an actor is: workers on its node, as long as the run lasts or it lives."""
 
+    def __init__(self, folder: str) -> None:
+        """`folder`: where the command was given. What is named relative to it is there, on nodes that have it too."""
+        with suppress(OSError):
+            os.chdir(folder)
+        os.environ |= {QUIET: "1", LED: "1"}
+
     def meet(self) -> tuple[str, int]:
         """Where the ranks of a group may meet, if the first is here."""
         import ray
@@ -103,7 +109,6 @@ class Holder:
     ) -> int:
         import ray
 
-        os.environ |= {QUIET: "1", LED: "1"}
         with tempfile.TemporaryDirectory(prefix="potluck-") as folder:
             write_whole(place := Path(folder) / "invite", line + "\n", 0o600)
             try:
@@ -115,7 +120,7 @@ class Holder:
                 return error.exit_code
 
     def run_ranks(self, command: list[str], config: dict[str, Any], span: RankSpan) -> int:
-        os.environ[LED] = "1"
+        os.environ.pop(QUIET, None)  # rank 0 shows the run
         try:
             return launch(command, from_dict(WorkersConfig, config, "workers"), span=span)
         except PotluckError as error:
@@ -165,7 +170,7 @@ class Crew:
         ray = _library()
         strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node_id=seat.node, soft=False)
         options = {"num_cpus": seat.cpus, "num_gpus": seat.gpus, "scheduling_strategy": strategy, "max_restarts": 0}
-        seat.actor = ray.remote(Holder).options(**options).remote()
+        seat.actor = ray.remote(Holder).options(**options).remote(str(Path.cwd()))
         if self._begin is not None:
             seat.work = self._begin(seat.actor, seat)
 

@@ -5,8 +5,10 @@ Knows places and plans, and no scheduler but what SLURM has to be asked for. Imp
 
 import json
 import os
+import signal
 import sys
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +22,7 @@ from potluck.cluster.plan import Decision, plan, plan_early
 from potluck.cluster.reaching import free_port, reach
 from potluck.environment import LED, QUIET
 from potluck.errors import ConfigError
-from potluck.fleet.invite import read_invite
+from potluck.fleet.invite import Invite, read_invite
 from potluck.launch.host import host, reachable, with_base
 from potluck.launch.join import join
 from potluck.launch.processes import RankSpan, launch
@@ -134,6 +136,8 @@ class _Task:
         reach(self.place.node, invite.host, invite.port, self.asked.patience_s)
         config = self.asked.workers_config(self.workers, self.brings, self.place.local_tasks)
         os.environ[QUIET] = "1"  # all tasks have one log, and the host shows the run in it
+        if self.place.scheduler == "SLURM":
+            self._watch_first_node(invite)
         if self.asked.is_script:
             return join(str(meeting.invite), [self.asked.what, *self.asked.arguments], config, ())
         args = self.asked.host_args(self.folder, config, local=0, address=invite.host)
@@ -149,6 +153,25 @@ class _Task:
                 say(str(error))
 
         threading.Thread(target=look, name="reach", daemon=True).start()
+
+    def _watch_first_node(self, invite: Invite) -> None:
+        """SLURM starts no task again, so a host that is gone stays away; and of a job that may outlive a node it does
+        not ask whose node that was. Started again, the job resumes."""
+
+        def look() -> None:
+            while True:
+                time.sleep(min(5.0, self.asked.patience_s / 3))
+                try:
+                    reach(self.place.node, invite.host, invite.port, self.asked.patience_s)
+                except ConfigError as error:
+                    say(f"The first node is lost: {error}")
+                    if slurm.may_be_requeued(self.place) and slurm.requeue(self.place):
+                        say(f"Job {self.place.job} is requeued, and resumes from what was saved.")
+                    for _ in range(2):
+                        os.kill(os.getpid(), signal.SIGTERM)
+                        time.sleep(1.0)
+
+        threading.Thread(target=look, name="first node", daemon=True).start()
 
     # Both
 
