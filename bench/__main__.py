@@ -16,7 +16,9 @@ GPU = ("h200", "h200_mixed", "h200_shard", "h200_stages", "h200_learning", "h200
 DATA = ("fetching",)
 TUNING = ("lora", "trainers")
 """Fine-tuning, and other people's trainers with ours inside."""
-NAMES = (*BY_DEFAULT, *DATA, *TUNING, *MIXED, *SHARDED, *STAGED, *GPU)
+CLUSTERS = ("up",)
+"""Under schedulers, where they are installed."""
+NAMES = (*BY_DEFAULT, *DATA, *TUNING, *CLUSTERS, *MIXED, *SHARDED, *STAGED, *GPU)
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ an extra (`potluck[ray]`), and only this file imports it.
 
 import json
 import os
+import re
 import tempfile
 import threading
 import time
@@ -19,7 +20,7 @@ from potluck.cluster.asked import Asked
 from potluck.cluster.brings import Brings
 from potluck.cluster.place import JobPlace
 from potluck.cluster.plan import plan_early
-from potluck.cluster.reaching import free_port, reach
+from potluck.cluster.reaching import connect, free_port, reach
 from potluck.config import from_dict, to_dict
 from potluck.environment import LED, QUIET
 from potluck.errors import ConfigError, Interrupted, PotluckError, WorkerLost
@@ -41,10 +42,12 @@ def up_on_ray(asked: Asked, address: str) -> int:
     """Returns the exit code. `address`: of the cluster; `auto` for that of this machine."""
     ray = _library()
     try:
+        if found := re.fullmatch(r"(?:ray://)?\[?([^\[\]/]+)\]?:([0-9]{1,5})", address):
+            connect(found[1], int(found[2]), asked.patience_s)  # Ray itself would try for minutes
         ray.init(address=address, logging_level="warning")
-    except (ConnectionError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(
-            f"There is no Ray cluster at {address}: {str(error).splitlines()[0]} Start one with ray start --head, or"
+            f"There is no Ray cluster at {address}: {str(error).splitlines()[0]}. Start one with ray start --head, or"
             " name its address with --on."
         ) from None
     try:

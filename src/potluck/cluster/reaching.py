@@ -8,19 +8,27 @@ from potluck.errors import ConfigError
 
 def reach(node: str, address: str, port: int, patience_s: float) -> None:
     """Refuses with a sentence where a node cannot open a connection to the first one."""
+    try:
+        connect(address, port, patience_s)
+    except OSError as error:
+        raise ConfigError(
+            f"{node} cannot reach the first node at {address} port {port}: {error.strerror or error}, for"
+            f" {patience_s:.0f} s. Let nodes open that port among themselves (--port chooses it), or say with --address"
+            " how they reach the first."
+        ) from None
+
+
+def connect(address: str, port: int, patience_s: float) -> None:
+    """Tries again until patience is over; then the last trouble is the caller's."""
     deadline = time.monotonic() + patience_s
     while True:
         left = deadline - time.monotonic()
         try:
             socket.create_connection((address, port), timeout=max(0.1, min(left, patience_s / 3))).close()
             return
-        except OSError as error:
-            why = str(error.strerror or error)
-        if time.monotonic() >= deadline - 0.1:
-            raise ConfigError(
-                f"{node} cannot reach the first node at {address} port {port}: {why}, for {patience_s:.0f} s. Let nodes"
-                " open that port among themselves (--port chooses it), or say with --address how they reach the first."
-            )
+        except OSError:
+            if time.monotonic() >= deadline - 0.1:
+                raise
         time.sleep(min(0.1, max(0.0, left)))
 
 
