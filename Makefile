@@ -8,7 +8,7 @@ MINUTES ?= 60
 
 SOAK ?= --policy cadence --seeds 100 --minutes 60
 
-.PHONY: demo test test-slow chaos soak simulate differential check fuzz bench docs clean
+.PHONY: demo test test-slow test-clusters chaos soak simulate differential check fuzz bench docs clean
 
 demo: $(READY)  ## three workers, one of them three times slower: Sync against Cadence, in under three minutes
 	$(BIN)/potluck demo
@@ -21,6 +21,9 @@ test-slow: $(READY)-to-test  ## everything that takes minutes
 
 chaos: $(READY)-to-test  ## workers and coordinators killed, stopped, joined and left for minutes; the weights must not change
 	$(BIN)/pytest -m slow tests/fleet
+
+test-clusters: $(READY)-to-cluster  ## real SLURM and Ray clusters on this machine; what is not installed is skipped, and said
+	$(BIN)/pytest -m slow -rs tests/clusters
 
 soak: $(READY)-to-test  ## random schedules of real processes, by default under Cadence: 100, or an hour of them; SOAK="--policy sync"
 	$(BIN)/python -m tests.fleet.soak $(SOAK)
@@ -61,6 +64,10 @@ $(READY): pyproject.toml constraints.txt
 $(READY)-to-test: $(READY)
 	@echo "Setting up what the tests need: peers, S3 servers (once; about a minute and a half)"
 	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+$(READY)-to-cluster: $(READY)-to-test
+	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,ray]'
 	@touch $@
 
 $(READY)-to-fuzz: $(READY)-to-test

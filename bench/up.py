@@ -26,7 +26,7 @@ STEPS = 16
 
 
 def measure(quick: bool) -> Result:
-    rounds, found = (1 if quick else 5), []
+    rounds, found = (1 if quick else 3), []
     if sentence := missing():
         say(f"up: {sentence}")
     else:
@@ -107,6 +107,7 @@ def _compare(
                     raise SystemExit(f"{' '.join(words)} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
                 told = json.loads(file.read_text())
                 steps.setdefault(name, []).append(1e3 * median(told["steps_s"][3:]))
+                say(f"{where}: {name}: {steps[name][-1]:.1f} ms a step")
                 return float(told["first_at"]) - started_s
 
         return start
