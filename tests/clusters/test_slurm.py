@@ -125,6 +125,20 @@ def test_a_batch_job_outlives_a_node_and_what_was_saved_at_its_signal_resumes_wh
     assert "Traceback" not in said(place)
 
 
+def test_a_group_stops_at_the_jobs_signal_and_resumes_when_it_is_requeued(cluster: Cluster, place: Path) -> None:
+    run = place / "run"
+    batch(place, "#SBATCH -N2", "up", "--as", "group", "tiny.toml", "--out", "run", *LONG)
+    job = submit(cluster, place)
+    wait_for(lambda: len(steps(run)) > 5, lambda: said(place))
+    cluster.run("scancel", "--signal=TERM", job)
+    wait_for(lambda: "ended with 130" in said(place), lambda: said(place))
+    wait_for(lambda: "ended with 0" in said(place), lambda: said(place), 150)
+    assert "run holds a run, which resumes." in said(place)
+    done = steps(run)
+    assert done[-1] == 400 and len(done) == len(set(done)) == 400
+    assert "Traceback" not in said(place)
+
+
 def test_a_job_whose_first_node_dies_is_requeued_and_resumes(cluster: Cluster, place: Path) -> None:
     run = place / "run"
     batch(place, "#SBATCH -N2", "up", "tiny.toml", "--out", "run", "--patience", "5", *LONG)

@@ -16,7 +16,7 @@ from potluck.cluster.meeting import Meeting, Reply
 from potluck.cluster.place import JobPlace
 from potluck.cluster.plan import plan, plan_early
 from potluck.cluster.ray import seats_of
-from potluck.cluster.reaching import reach
+from potluck.cluster.reaching import interface_to, reach
 from potluck.errors import ConfigError
 from potluck.fleet.invite import Invite
 from tests.clusters.slurm import free_ports
@@ -181,6 +181,13 @@ def test_a_node_that_cannot_reach_the_first_says_so_within_patience_by_name_and_
     assert time.monotonic() - started < 2
     with socket.create_server(("127.0.0.1", 0)) as server:
         reach("n2", "127.0.0.1", server.getsockname()[1], 0.5)
+
+
+def test_gloo_is_helped_only_where_it_would_take_the_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert interface_to("127.0.0.1") is None  # all is on this machine
+    monkeypatch.setattr(socket, "gethostname", lambda: "127.0.1.1")
+    found = interface_to("192.0.2.9")  # nothing is sent there
+    assert found is None or found in [name for _, name in socket.if_nameindex()]
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,8 @@ class Reply:
     """The lowest rank on the node that is answered."""
     world: int = 1
     resume: bool = False
+    is_over: bool = False
+    """The first node could not begin, and has said why."""
 
 
 class Meeting:

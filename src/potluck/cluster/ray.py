@@ -20,7 +20,7 @@ from potluck.cluster.asked import Asked
 from potluck.cluster.brings import Brings
 from potluck.cluster.place import JobPlace
 from potluck.cluster.plan import plan_early
-from potluck.cluster.reaching import connect, free_port, reach
+from potluck.cluster.reaching import connect, free_port, interface_to, reach
 from potluck.config import from_dict, to_dict
 from potluck.environment import LED, QUIET
 from potluck.errors import ConfigError, Interrupted, PotluckError, WorkerLost
@@ -124,6 +124,8 @@ class Holder:
 
     def run_ranks(self, command: list[str], config: dict[str, Any], span: RankSpan) -> int:
         os.environ.pop(QUIET, None)  # rank 0 shows the run
+        if "GLOO_SOCKET_IFNAME" not in os.environ and (name := interface_to(span.address)):
+            os.environ["GLOO_SOCKET_IFNAME"] = name
         try:
             return launch(command, from_dict(WorkersConfig, config, "workers"), span=span)
         except PotluckError as error:

@@ -19,9 +19,9 @@ from potluck.cluster.finding import find
 from potluck.cluster.meeting import Meeting, Reply
 from potluck.cluster.place import JobPlace
 from potluck.cluster.plan import Decision, plan, plan_early
-from potluck.cluster.reaching import free_port, reach
+from potluck.cluster.reaching import free_port, interface_to, reach
 from potluck.environment import LED, QUIET
-from potluck.errors import ConfigError
+from potluck.errors import ConfigError, PotluckError, WorkerLost
 from potluck.fleet.invite import Invite, read_invite
 from potluck.launch.host import host, reachable, with_base
 from potluck.launch.join import join
@@ -29,6 +29,9 @@ from potluck.launch.processes import RankSpan, launch
 from potluck.save.run_folder import holds_run, make_run_folder
 from potluck.waiting import wait_until
 from potluck.words import say
+
+TURNED_AWAY_S = 5.0
+"""How long a first node that cannot begin waits for those whom it tells so."""
 
 
 def up(asked: Asked, on: str | None) -> int:
@@ -55,16 +58,31 @@ class _Task:
         self.workers = asked.workers_here(self.brings, place.local_tasks)
 
     def run(self) -> int:
-        if self.place.group is not None and self.asked.led != "host":
-            return self._as_rank()
         make_run_folder(self.folder)
         meeting = Meeting(self.folder, self.place.attempt)
-        return self._lead(meeting) if self.place.task == 0 else self._follow(meeting)
+        if self.place.group is not None and self.asked.led != "host":
+            return self._as_rank(meeting)
+        if self.place.task:
+            return self._follow(meeting)
+        try:
+            return self._lead(meeting)
+        except PotluckError:
+            self._turn_away(meeting)
+            raise
+        finally:
+            meeting.close()
 
-    def _as_rank(self) -> int:
-        """In the group that torchrun has made: this process becomes the worker."""
-        self._tell(f"{self.place.sentence()} A fixed group, which {self.place.scheduler} has made.")
-        command = self.asked.group_command(self.folder, resume=holds_run(self.folder))
+    def _as_rank(self, meeting: Meeting) -> int:
+        """In the group that torchrun has made: this process becomes the worker. All resume, or none does."""
+        if self.place.task == 0:
+            say(f"{self.place.sentence()} A fixed group, which {self.place.scheduler} has made.")
+            resume = holds_run(self.folder)
+            self._hear(meeting, Decision("group", ""))
+            for task, each in meeting.greetings(self.place.tasks).items():
+                meeting.answer(task, Reply(word=each.word, led="group", resume=resume))
+        else:
+            resume = self._greet(meeting).resume
+        command = self.asked.group_command(self.folder, resume=resume)
         del os.environ[LED]  # torchrun signals its workers itself, once
         os.execv(sys.executable, [sys.executable, "-m", "potluck.launch.worker", *command])
 
@@ -74,19 +92,24 @@ class _Task:
         resume = holds_run(self.folder)
         if resume:
             say(f"{self.folder} holds a run, which resumes.")
-        try:
-            requeued = self.place.scheduler == "SLURM" and self.asked.led is None and slurm.may_be_requeued(self.place)
-            decided = plan_early(self.place, self.asked.led, may_be_requeued=requeued)
-            if decided is None or decided.led == "group":
-                decided = self._hear(meeting, decided)
-            say(f"{self.place.sentence()} {decided.sentence}")
-            if decided.led == "group":
-                return self._lead_group(meeting, resume)
-            config = self.asked.workers_config(max(1, self.workers), self.brings, self.place.local_tasks)
-            args = self.asked.host_args(self.folder, config, local=self.workers, address=self._address())
-            return host(with_base(args), lambda invite: meeting.hand_over(invite, self.place.tasks))
-        finally:
-            meeting.close()
+        requeued = self.place.scheduler == "SLURM" and self.asked.led is None and slurm.may_be_requeued(self.place)
+        decided = plan_early(self.place, self.asked.led, may_be_requeued=requeued)
+        if decided is None or decided.led == "group":
+            decided = self._hear(meeting, decided)
+        say(f"{self.place.sentence()} {decided.sentence}")
+        if decided.led == "group":
+            return self._lead_group(meeting, resume)
+        config = self.asked.workers_config(max(1, self.workers), self.brings, self.place.local_tasks)
+        args = self.asked.host_args(self.folder, config, local=self.workers, address=self._address())
+        return host(with_base(args), lambda invite: meeting.hand_over(invite, self.place.tasks))
+
+    def _turn_away(self, meeting: Meeting) -> None:
+        """Those who wait for an answer need not wait any longer."""
+        others = (self.place.tasks or 1) - 1
+        wait_until(lambda: len(meeting.greetings(self.place.tasks)) >= others, TURNED_AWAY_S)
+        for task, each in meeting.greetings(self.place.tasks).items():
+            meeting.answer(task, Reply(word=each.word, led="host", is_over=True))
+        time.sleep(1.0)  # they look many times a second, and then the answers go
 
     def _hear(self, meeting: Meeting, decided: Decision | None) -> Decision:
         """Waits for all others, for half as long as they wait for an answer; a group that was asked for needs all."""
@@ -124,12 +147,18 @@ class _Task:
     # The others
 
     def _follow(self, meeting: Meeting) -> int:
-        greeting = meeting.greet(self.place.task, self.place.node, self.workers, self.brings)
-        reply = meeting.wait_for_answer(self.place.task, greeting, self.asked.patience_s, say)
+        reply = self._greet(meeting)
         if reply.led == "group":
             self._tell_if_unreachable(reply)
             return self._launch(reply)
         return self._join(meeting)
+
+    def _greet(self, meeting: Meeting) -> Reply:
+        greeting = meeting.greet(self.place.task, self.place.node, self.workers, self.brings)
+        reply = meeting.wait_for_answer(self.place.task, greeting, self.asked.patience_s, say)
+        if reply.is_over:
+            raise WorkerLost(f"{self.place.node} has nothing to do: the first node could not begin, and said why.")
+        return reply
 
     def _join(self, meeting: Meeting) -> int:
         invite = read_invite(str(meeting.invite))
@@ -189,8 +218,6 @@ class _Task:
             place=self.place.local * count,
             places=self.place.local_tasks * count,
         )
+        if "GLOO_SOCKET_IFNAME" not in os.environ and (name := interface_to(reply.address)):
+            os.environ["GLOO_SOCKET_IFNAME"] = name
         return launch(command, replace(config, count=count), span=span)
-
-    def _tell(self, sentence: str) -> None:
-        if self.place.task == 0:
-            say(sentence)
