@@ -8,7 +8,8 @@ MINUTES ?= 60
 
 SOAK ?= --policy cadence --seeds 100 --minutes 60
 
-.PHONY: demo demo-fleet test test-slow test-dist dist chaos soak simulate differential trackers check fuzz bench docs clean
+.PHONY: demo demo-fleet test test-slow test-clusters test-dist dist chaos soak simulate differential trackers check fuzz bench docs \
+  clean
 
 demo: $(READY)  ## three workers, one of them three times slower: Sync against Cadence, in under three minutes
 	$(BIN)/potluck demo
@@ -31,6 +32,9 @@ test-dist: $(READY)-to-dist  ## the package in an environment of its own; files 
 
 chaos: $(READY)-to-test  ## workers and coordinators killed, stopped, joined and left for minutes; the weights must not change
 	$(BIN)/pytest -m slow tests/fleet
+
+test-clusters: $(READY)-to-cluster  ## real SLURM and Ray clusters on this machine; what is not installed is skipped, and said
+	$(BIN)/pytest -m slow -rs tests/clusters
 
 soak: $(READY)-to-test  ## random schedules of real processes, by default under Cadence: 100, or an hour of them; SOAK="--policy sync"
 	$(BIN)/python -m tests.fleet.soak $(SOAK)
@@ -78,6 +82,10 @@ $(READY)-to-test: $(READY)
 
 $(READY)-to-dist: $(READY)-to-test
 	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dist]'
+	@touch $@
+
+$(READY)-to-cluster: $(READY)-to-test
+	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,ray]'
 	@touch $@
 
 $(READY)-to-fuzz: $(READY)-to-test

@@ -18,7 +18,9 @@ BESIDE = ("trackers", "page")
 """What listens to a run, and must not slow it down."""
 TUNING = ("lora", "trainers")
 """Fine-tuning, and other people's trainers with ours inside."""
-NAMES = (*BY_DEFAULT, *DATA, *BESIDE, *TUNING, *MIXED, *SHARDED, *STAGED, *GPU)
+CLUSTERS = ("up",)
+"""Under schedulers, where they are installed."""
+NAMES = (*BY_DEFAULT, *DATA, *BESIDE, *TUNING, *CLUSTERS, *MIXED, *SHARDED, *STAGED, *GPU)
 
 
 def main() -> None:

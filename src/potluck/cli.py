@@ -19,6 +19,7 @@ from potluck.commands.pause import Pause, Resume
 from potluck.commands.push import Push
 from potluck.commands.run import Run
 from potluck.commands.train import Train
+from potluck.commands.up import Up
 from potluck.commands.watch import WatchRun
 from potluck.errors import ConfigError, PotluckError
 from potluck.words import say
@@ -35,6 +36,7 @@ COMMANDS = (
     | Annotated[Pause, tyro.conf.subcommand("pause")]
     | Annotated[Resume, tyro.conf.subcommand("resume")]
     | Annotated[WatchRun, tyro.conf.subcommand("watch")]
+    | Annotated[Up, tyro.conf.subcommand("up")]
     | Annotated[Export, tyro.conf.subcommand("export")]
     | Annotated[Push, tyro.conf.subcommand("push")]
     | Annotated[Doctor, tyro.conf.subcommand("doctor")]
@@ -65,7 +67,7 @@ def main() -> None:
         config=(tyro.conf.FlagCreatePairsOff,),
     )
     try:
-        code = command(*scripts) if isinstance(command, Run | Join) else command()
+        code = command(*scripts) if isinstance(command, Run | Join | Up) else command()
     except PotluckError as error:
         say(str(error))
         code = error.exit_code
@@ -78,17 +80,20 @@ def _names() -> list[str]:
     return [next(info.name for info in each.__metadata__ if hasattr(info, "name")) for each in get_args(COMMANDS)]
 
 
-TAKES_VALUE = ("-n", "--workers", "--threads", "--ranks", "--data", "--base", "--only", "--watch", "--hours")
-"""Options of `run` and `join`, whose value may be mistaken for the script or the invite."""
+TAKES_VALUE = {"-n", "--workers", "--threads", "--ranks", "--data", "--base", "--only", "--out", "--set"}
+TAKES_VALUE |= {"--as", "--on", "--port", "--address", "--patience", "--at-least", "--watch", "--hours"}
+"""Options of `run`, `join` and `up`, whose value may be mistaken for the script or the invite."""
 
 
 def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Ours, and what follows the script of `run`, or the invite of `join`: those are the script's own."""
-    if not arguments or arguments[0] not in ("run", "join"):
+    """Ours, and what follows the script of `run` or `up`, or the invite of `join`: those are the script's own."""
+    if not arguments or arguments[0] not in ("run", "join", "up"):
         return arguments, []
     index = 1
     while index < len(arguments) and arguments[index].startswith("-") and arguments[index] != "-":
         index += 2 if arguments[index] in TAKES_VALUE else 1
+    if arguments[0] == "up" and not "".join(arguments[index : index + 1]).endswith(".py"):
+        return arguments, []  # a recipe has no arguments of its own, and options may follow it
     return arguments[: index + 1], arguments[index + 1 :]
 
 

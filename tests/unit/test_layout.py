@@ -34,7 +34,8 @@ BELOW = {
     "finetune": "agree composition data engine fleet link save sharding show stages store trackers train wire",
 }
 BELOW["launch"] = f"{BELOW['finetune']} finetune page"
-BELOW["top"] = f"{BELOW['launch']} hub launch"
+BELOW["cluster"] = "agree fleet launch save train"
+BELOW["top"] = f"{BELOW['launch']} cluster hub launch"
 MAY_IMPORT = {room: {"ground", room, *below.split()} for room, below in BELOW.items()}
 GROUND = {
     "batch_shapes",

@@ -16,6 +16,7 @@ import ipaddress
 import os
 import re
 import secrets
+import socket
 import ssl
 import sys
 import tempfile
@@ -29,7 +30,8 @@ from potluck.errors import ConfigError, TheirProtocolError
 from potluck.fleet.sealing import PROTOCOL, can_seal
 
 INVITE = "POTLUCK_INVITE"
-"""The environment variable that may hold the line: other users of a machine can see arguments, but not this."""
+"""The environment variable that may hold the line, or the path of a file that does: other users of a machine can see
+arguments, but not this."""
 
 _LINE = re.compile(
     r"potluck://(?:\[(?P<address>[^\]/]+)\]|(?P<name>[^:/\[\]]+)):(?P<port>[0-9]{1,5})"
@@ -110,6 +112,8 @@ def read_invite(argument: str | None) -> Invite:
                 "There is no invite. Give the line that the host printed, or a file that holds it, "
                 f"or - to paste it, or set {INVITE}."
             )
+        if "://" not in text:
+            text = _first_line(text.strip())
     elif "://" in argument:
         text = argument
     else:
@@ -303,3 +307,15 @@ def _new_certificate(key_pem: bytes) -> bytes:
         .sign(key, hashes.SHA256())
     )
     return certificate.public_bytes(serialization.Encoding.PEM)
+
+
+def reachable(host: str) -> str:
+    """The address that others can use: of every address, the one that leads out of this machine."""
+    if host not in ("0.0.0.0", "::"):
+        return host
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # nothing is sent: the system only chooses the interface
+            return str(probe.getsockname()[0])
+        except OSError:
+            return socket.gethostname()

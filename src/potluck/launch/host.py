@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any
@@ -37,13 +38,13 @@ from potluck.finetune.settings import is_finetune
 from potluck.fleet.coordinator import Coordinator
 from potluck.fleet.description import Description
 from potluck.fleet.effects import Finish, StepRecord
-from potluck.fleet.invite import INVITE, Identity, Invite, is_loopback, read_invite
+from potluck.fleet.invite import INVITE, Identity, Invite, is_loopback, reachable, read_invite
 from potluck.fleet.journal import Journal, set_aside
 from potluck.fleet.server import Server
 from potluck.launch.processes import WorkerPool
 from potluck.page.reader import NOW
 from potluck.page.start import PageProcess, PageWanted, start_page
-from potluck.page.where import page_address, reachable
+from potluck.page.where import page_address
 from potluck.save import checkpoint_folder
 from potluck.save.checkpoint_receiver import CheckpointReceiver
 from potluck.save.run_folder import hold, make_run_folder
@@ -61,9 +62,10 @@ NOW_S = 1.0
 """How often it is written down how things stand."""
 
 
-def host(args: HostArgs) -> int:
+def host(args: HostArgs, hand_over: Callable[[Invite], object] | None = None) -> int:
+    """`hand_over`: gets the invite as soon as the host listens, in place of the terminal."""
     with ExitStack() as stack:
-        return _Host(args, stack).run()
+        return _Host(args, stack).run(hand_over)
 
 
 def with_base(args: HostArgs) -> HostArgs:
@@ -118,14 +120,16 @@ class _Host:
         stack.callback(tracking.close)
         self.events.listeners.append(tracking)
 
-    def run(self) -> int:
+    def run(self, hand_over: Callable[[Invite], object] | None) -> int:
         args = self.args
         invited = self._invited()
         address = self.listening.address or (invited.host if invited else reachable(self.listening.host))
         invite = self._invite(address)
-        self._show(invite)
+        self._show(invite, to_terminal=hand_over is None)
         self.server.start()
         page = self._start_page()
+        if hand_over is not None:
+            hand_over(invite)
         here = self.listening.host if self.listening.host not in ("0.0.0.0", "::") else "127.0.0.1"
         pool = WorkerPool(list(args.command), args.workers, {INVITE: self._invite(here).line(), QUIET: "1"})
         self._stack.callback(pool.close)
@@ -267,7 +271,7 @@ class _Host:
                 " --out."
             ) from None
 
-    def _show(self, invite: Invite) -> None:
+    def _show(self, invite: Invite, *, to_terminal: bool) -> None:
         path = self.folder / "invite"
         self._write(path.name, invite.line() + "\n", 0o600)
         if self.listening.insecure:
@@ -277,6 +281,7 @@ class _Host:
             )
         if self.listening.identity is not None:  # what is printed is kept in logs, which others may read
             print(f"Waiting for those who have the invite of {invite}", flush=True)
+        if self.listening.identity is not None or not to_terminal:
             return
         where = "another terminal here" if is_loopback(invite.host) else "another machine"
         print(f"To join from {where} (the line is a secret; it is also in the file below it):", flush=True)

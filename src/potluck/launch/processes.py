@@ -21,6 +21,8 @@ from typing import IO
 
 from potluck.environment import LAST_WORDS, ONLY, PARENT_PIPE, RENDEZVOUS, machine_bytes, usable_cores
 from potluck.errors import ConfigError, Interrupted, WorkerLost
+from potluck.files import write_whole
+from potluck.fleet.invite import INVITE
 from potluck.link.ranks import NODE, RANKS, Request
 from potluck.save.memory import MEMORY, Recovery, Start, first_start
 from potluck.signals import Interrupts
@@ -62,16 +64,43 @@ class Worker:
             return ""
 
 
-def launch(command: list[str], config: WorkersConfig, only: int | None = None) -> int:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankSpan:
+    """The ranks of a group that are on this machine, where others are elsewhere."""
+
+    first: int
+    world: int
+    address: str
+    """Where all of them meet: of the machine of rank 0."""
+    port: int
+    place: int = 0
+    """Of the first among all ranks on this machine, where several commands start some."""
+    places: int = 1
+    """How many ranks this machine has in all."""
+
+    def environment(self) -> dict[str, str]:
+        return {
+            "WORLD_SIZE": str(self.world),
+            "LOCAL_WORLD_SIZE": str(self.places),
+            "MASTER_ADDR": self.address,
+            "MASTER_PORT": str(self.port),
+        }
+
+
+def launch(command: list[str], config: WorkersConfig, only: int | None = None, span: RankSpan | None = None) -> int:
     """Runs `command` (for potluck.launch.worker) on every worker until all have ended. Returns the exit code.
 
-    `only`: this one of them, whom the others, elsewhere, meet in a store.
+    `only`: this one of them, whom the others, elsewhere, meet in a store. `span`: as part of a larger group.
     """
     check_room(config.count if only is None else 1)
     if only is not None:
         if not 0 <= only < config.count:
             raise ConfigError(f"--only takes one of the workers 0 to {config.count - 1}, not {only}.")
         ended = _run_team(command, config, None, only)
+        assert isinstance(ended, int)
+        return ended
+    if span is not None:
+        ended = _run_team(command, config, None, span=span)
         assert isinstance(ended, int)
         return ended
     with first_start(config.count) as start:
@@ -83,19 +112,29 @@ def launch(command: list[str], config: WorkersConfig, only: int | None = None) -
 
 
 def _run_team(
-    command: list[str], config: WorkersConfig, start: Start | None, only: int | None = None
+    command: list[str],
+    config: WorkersConfig,
+    start: Start | None,
+    only: int | None = None,
+    span: RankSpan | None = None,
 ) -> int | Recovery:
     """The exit code; or what those who are left can resume from."""
     with tempfile.TemporaryDirectory(prefix="potluck-") as folder:
         read_end, write_end = os.pipe()
         team: list[Worker] = []
         try:
-            environment = worker_environment(config) | group_environment(config.count, Path(folder) / "rendezvous")
+            if span is None:
+                group = group_environment(config.count, Path(folder) / "rendezvous")
+            else:
+                group = span.environment()
+            environment = worker_environment(config) | group
             environment |= {PARENT_PIPE: heard_by(read_end), MEMORY: str(start.folder) if start is not None else ""}
             if only is not None:
                 environment |= {ONLY: "1", "LOCAL_WORLD_SIZE": "1"}
-            for rank in range(config.count) if only is None else [only]:
-                team.append(start_worker(rank, command, environment, Path(folder), read_end))
+            begin = span.first if span is not None else 0
+            first = span.place - begin if span is not None else 0
+            for rank in range(begin, begin + config.count) if only is None else [only]:
+                team.append(start_worker(rank, command, environment, Path(folder), read_end, first=first))
             return _watch(team, start)
         finally:
             end_workers(team, KILL)
@@ -324,6 +363,9 @@ class WorkerPool:
         self._read_end, self._write_end = os.pipe()
         self._environment = worker_environment(config) | environment | {PARENT_PIPE: heard_by(self._read_end)}
         self._environment |= {RANKS: str(config.ranks)} if config.ranks is not None else {}
+        if INVITE in environment:  # in a file: what is in an environment is in whatever shows one
+            write_whole(place := Path(self._folder.name) / "invite", environment[INVITE] + "\n", 0o600)
+            self._environment[INVITE] = str(place)
         for name in (RENDEZVOUS, "WORLD_SIZE"):  # of a group that started us: our workers are in none
             self._environment.pop(name, None)
         self._teams: list[Team] = []

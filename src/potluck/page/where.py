@@ -12,7 +12,7 @@ from typing import Any
 
 from potluck.errors import ConfigError
 from potluck.files import write_whole
-from potluck.fleet.invite import is_loopback
+from potluck.fleet.invite import is_loopback, reachable
 from potluck.page.access import Access, new_token
 
 ASKED = "POTLUCK_PAGE"
@@ -106,15 +106,3 @@ def _listen(host: str, port: int) -> socket.socket:
         listener.close()
         raise
     return listener
-
-
-def reachable(host: str) -> str:
-    """The address that others can use: of every address, the one that leads out of this machine."""
-    if host not in ("0.0.0.0", "::"):
-        return host
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # nothing is sent: the system only chooses the interface
-            return str(probe.getsockname()[0])
-        except OSError:
-            return socket.gethostname()

@@ -1,0 +1,1 @@
+"""Schedulers: where `potluck up` runs, and one run over all the nodes that it was given."""

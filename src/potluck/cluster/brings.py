@@ -1,0 +1,63 @@
+"""What a node brings, as far as it decides how a run over several is led: cores and GPUs. Loads no torch."""
+
+import platform
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from potluck.environment import usable_cores
+from potluck.words import plural
+
+NVIDIA = Path("/proc/driver/nvidia/gpus")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Brings:
+    cores: int = 1
+    processor: str = ""
+    gpus: tuple[str, ...] = ()
+    """The kind of each."""
+
+    def words(self) -> str:
+        cores = f"{plural(self.cores, 'core')} of {self.processor or 'an unknown kind'}"
+        kinds = ", ".join(f"{self.gpus.count(kind)} × {kind}" for kind in sorted(set(self.gpus)))
+        return f"{cores} and {kinds}" if kinds else cores
+
+
+def own_brings(cores: int | None, visible: str | None) -> Brings:
+    """Of this machine. `cores`: by the scheduler's word, where it has one; `visible`: CUDA_VISIBLE_DEVICES."""
+    usable = usable_cores()
+    return Brings(cores=min(usable, cores) if cores else usable, processor=_processor(), gpus=_gpus(NVIDIA, visible))
+
+
+def _processor() -> str:
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def _gpus(folder: Path, visible: str | None) -> tuple[str, ...]:
+    """Those of NVIDIA's driver which this process may use."""
+    kinds = []
+    for path in sorted(folder.glob("*/information")):
+        with suppress(OSError):
+            for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+                if line.startswith("Model:"):
+                    kinds.append(line.partition(":")[2].strip())
+    if visible is None:
+        return tuple(kinds)
+    asked = [word for word in visible.split(",") if word.strip() not in ("", "-1", "NoDevFiles")]
+    named = [kinds[int(word)] for word in asked if word.strip().isdigit() and int(word) < len(kinds)]
+    return tuple(named) if len(named) == len(asked) else tuple(kinds[: len(asked)])
+
+
+def difference(nodes: Sequence[tuple[str, Brings]]) -> str:
+    """How the first that differs does so, as a sentence; empty where all are alike."""
+    first, its = nodes[0]
+    for name, brings in nodes[1:]:
+        if brings != its:
+            return f"{name} has {brings.words()}, and {first} {its.words()}"
+    return ""

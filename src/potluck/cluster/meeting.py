@@ -1,0 +1,148 @@
+"""Meeting: nodes that share a file system find each other in the run folder, in files for their owner alone.
+
+Each greets with a word that it has just made up, and the first answers with that word: so nobody takes what lies
+there from an earlier start of the job for an answer. The invite is in a file of its own. Knows no scheduler.
+"""
+
+import json
+import secrets
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from potluck.cluster.brings import Brings
+from potluck.cluster.plan import As
+from potluck.config import from_dict
+from potluck.errors import ConfigError
+from potluck.files import write_whole
+from potluck.fleet.invite import Invite
+from potluck.waiting import POLL_S, wait_until
+
+MOST_BYTES = 1 << 16
+INVITE_FILE = "invite"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Greeting:
+    word: str
+    node: str
+    workers: int
+    brings: Brings
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reply:
+    word: str
+    led: As
+    address: str = ""
+    """Of a group: where its ranks meet."""
+    port: int = 0
+    first: int = 0
+    """The lowest rank on the node that is answered."""
+    world: int = 1
+    resume: bool = False
+    is_over: bool = False
+    """The first node could not begin, and has said why."""
+
+
+class Meeting:
+    def __init__(self, run: Path, attempt: str) -> None:
+        self.folder = run / "meeting"
+        name = "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in attempt)[:100]
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.folder.chmod(0o700)
+            if name:
+                self.folder /= name.strip(".") or "one"
+                self.folder.mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"Nodes cannot meet in {self.folder}: {error.strerror}. Name a run folder that all of them share, and"
+                " that is yours alone, with --out."
+            ) from None
+        self._answered: dict[int, str] = {}
+        self._ended = threading.Event()
+
+    @property
+    def invite(self) -> Path:
+        return self.folder / INVITE_FILE
+
+    # The first node
+
+    def greetings(self, tasks: int | None) -> dict[int, Greeting]:
+        """Of all others so far, by their task."""
+        found = {}
+        for path in self.folder.glob("greeting-*.json"):
+            number = path.stem.removeprefix("greeting-")
+            if number.isdigit() and 0 < int(number) < (tasks or 1 << 31):
+                found[int(number)] = from_dict(Greeting, _read(path), f"{path}")
+        return dict(sorted(found.items()))
+
+    def answer(self, task: int, answer: Reply) -> None:
+        self._write(f"answer-{task}.json", json.dumps(asdict(answer)))
+        self._answered[task] = answer.word
+
+    def hand_over(self, invite: Invite, tasks: int | None) -> threading.Thread:
+        """To those who have come, and until close() to whoever comes."""
+        self._write(INVITE_FILE, invite.line() + "\n")
+
+        def look() -> None:
+            while True:
+                for task, greeting in self.greetings(tasks).items():
+                    if self._answered.get(task) != greeting.word:
+                        self.answer(task, Reply(word=greeting.word, led="host"))
+                if self._ended.wait(POLL_S if len(self._answered) < (tasks or 1 << 31) - 1 else 1.0):
+                    return
+
+        thread = threading.Thread(target=look, name="meeting", daemon=True)
+        thread.start()
+        return thread
+
+    def close(self) -> None:
+        self._ended.set()
+        for path in self.folder.glob("*"):
+            path.unlink(missing_ok=True)
+
+    # The others
+
+    def greet(self, task: int, node: str, workers: int, brings: Brings) -> Greeting:
+        greeting = Greeting(word=secrets.token_hex(8), node=node, workers=workers, brings=brings)
+        self._write(f"greeting-{task}.json", json.dumps(asdict(greeting)))
+        return greeting
+
+    def wait_for_answer(self, task: int, greeting: Greeting, seconds: float, say: Callable[[str], None]) -> Reply:
+        """Says that it waits once `seconds` are over, and gives up after ten times as long."""
+        path = self.folder / f"answer-{task}.json"
+        found: list[Reply] = []
+
+        def is_here() -> bool:
+            if path.exists():
+                answer = from_dict(Reply, _read(path), f"{path}")
+                found.extend([answer] if answer.word == greeting.word else [])
+            return bool(found)
+
+        trouble = (
+            f"{greeting.node} has waited {seconds:.0f} s for the first node, which leaves its answer in {self.folder}."
+            " Is that folder on a file system that all nodes share, and has the first node started?"
+        )
+        if not wait_until(is_here, seconds):
+            say(trouble)
+            if not wait_until(is_here, 9 * seconds):
+                raise ConfigError(f"{trouble} Gave up after {10 * seconds:.0f} s.")
+        return found[0]
+
+    def _write(self, name: str, text: str) -> None:
+        write_whole(self.folder / name, text, 0o600)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            table = json.loads(file.read(MOST_BYTES))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"Cannot read {path}: {error}. Remove {path.parent}, and start the job again.") from None
+    if not isinstance(table, dict):
+        raise ConfigError(f"{path} is no answer of Potluck's. Remove {path.parent}, and start the job again.")
+    return table

@@ -1,0 +1,44 @@
+"""JobPlace: what a scheduler says of this process: which task it is, of how many, on which node.
+
+Knows no scheduler, and starts nothing.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Scheduler = Literal["SLURM", "Ray", "torchrun", "MPI", "Kubernetes", "SkyPilot", "dstack"]
+Channel = Literal["files", "actors"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobPlace:
+    scheduler: Scheduler
+    task: int = 0
+    """This one, counted from 0 over all nodes. The first leads."""
+    tasks: int | None = 1
+    """None: nobody has said how many will come, and more may come at any time."""
+    local: int = 0
+    """This task among those of its node."""
+    local_tasks: int = 1
+    node: str
+    """The name of this node."""
+    cores: int | None = None
+    """That the scheduler has given on this node, if it says so."""
+    leader: str = ""
+    """How others reach the first node, if the scheduler says so; empty: the first node says it by itself."""
+    attempt: str = ""
+    """Tells this start of the job from others with the same run folder, if the scheduler does."""
+    channel: Channel = "files"
+    """By what the invite travels: files in the run folder, for their owner alone; or calls of Ray's own actors."""
+    job: str = ""
+    """The job's number, of which the run folder may have its name: the same when the job is started again."""
+    spread: tuple[str, ...] = ()
+    """Of a job whose command runs on one node only so far: the command that runs it on all, to be put before it."""
+    group: tuple[str, int] | None = None
+    """Where the ranks of a group meet that the scheduler has made already: address and port."""
+
+    def sentence(self) -> str:
+        if self.channel == "actors":
+            return f"Found {self.scheduler}."
+        among = f" of {self.tasks}" if self.tasks is not None else ""
+        return f"Found {self.scheduler}: this is task {self.task}{among}, on {self.node}."

@@ -1,0 +1,281 @@
+"""Ray: an actor on every node, or for every GPU, that holds workers of one run; more come with nodes that come.
+
+The invite goes to actors in calls, over Ray's own connections, and on each node into a file for its owner alone. Ray is
+an extra (`potluck[ray]`), and only this file imports it.
+"""
+
+import json
+import os
+import re
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from potluck.cluster.asked import Asked
+from potluck.cluster.brings import Brings
+from potluck.cluster.place import JobPlace
+from potluck.cluster.plan import plan_early
+from potluck.cluster.reaching import connect, free_port, interface_to, reach
+from potluck.config import from_dict, to_dict
+from potluck.environment import IGNORED, QUIET
+from potluck.errors import ConfigError, Interrupted, PotluckError, WorkerLost
+from potluck.files import write_whole
+from potluck.fleet.invite import read_invite
+from potluck.launch.host import host, with_base
+from potluck.launch.join import join
+from potluck.launch.processes import RankSpan, launch
+from potluck.save.run_folder import holds_run, make_run_folder
+from potluck.train.arguments import WorkersConfig
+from potluck.words import plural, say
+
+LOOK_S = 0.5
+AGAIN_S = 2.0
+"""Before a seat whose workers were lost is filled again."""
+
+
+def up_on_ray(asked: Asked, address: str) -> int:
+    """Returns the exit code. `address`: of the cluster; `auto` for that of this machine."""
+    ray = _library()
+    try:
+        if found := re.fullmatch(r"(?:ray://)?\[?([^\[\]/]+)\]?:([0-9]{1,5})", address):
+            connect(found[1], int(found[2]), asked.patience_s)  # Ray itself would try for minutes
+        ray.init(address=address, logging_level="warning")
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"There is no Ray cluster at {address}: {str(error).splitlines()[0]}. Start one with ray start --head, or"
+            " name its address with --on."
+        ) from None
+    try:
+        if address.startswith("ray://"):  # this process is outside of the cluster, and nodes cannot reach it
+            inside = ray.remote(_lead).options(num_cpus=0, max_retries=0)
+            return int(ray.get(inside.remote(asked)))
+        return _lead(asked)
+    finally:
+        ray.shutdown()
+
+
+def _library() -> Any:
+    try:
+        import ray
+    except ImportError:
+        raise ConfigError("Ray is not installed. Get it with: pip install 'potluck[ray]'") from None
+    return ray
+
+
+def _lead(asked: Asked) -> int:
+    folder = asked.folder("").absolute()
+    make_run_folder(folder)
+    resume = holds_run(folder)
+    if resume:
+        say(f"{folder} holds a run, which resumes.")
+    place = JobPlace(scheduler="Ray", node="", tasks=None, channel="actors")
+    decided = plan_early(place, asked.led, may_be_requeued=False)
+    assert decided is not None  # nobody knows how many nodes will come
+    crew = Crew(asked)
+    crew.fill()
+    say(f"Found Ray, with {plural(len(crew.seats), 'seat')} for workers. {decided.sentence}")
+    with ExitStack() as stack:
+        stack.callback(crew.close)
+        if decided.led == "group":
+            return crew.run_group(asked.group_command(folder, resume=resume))
+        import ray
+
+        address = ray.util.get_node_ip_address()
+        args = asked.host_args(folder, WorkersConfig(count=1), local=0, address=address)
+        script = [str(Path(asked.what).absolute()), *asked.arguments] if asked.is_script else []
+        settings = () if asked.is_script else tuple(json.loads(args.command[1]))
+        return host(with_base(args), lambda invite: crew.follow(invite.line(), script, settings, asked.patience_s))
+
+
+class Holder:
+    """What an actor is: workers on its node, as long as the run lasts or it lives."""
+
+    def __init__(self, folder: str) -> None:
+        """`folder`: where the command was given. What is named relative to it is there, on nodes that have it too."""
+        with suppress(OSError):
+            os.chdir(folder)
+        os.environ |= {QUIET: "1", IGNORED: "SIGTERM"}
+
+    def meet(self) -> tuple[str, int]:
+        """Where the ranks of a group may meet, if the first is here."""
+        import ray
+
+        return ray.util.get_node_ip_address(), free_port()
+
+    def take_part(
+        self, line: str, script: list[str], config: dict[str, Any], settings: tuple[str, ...], patience_s: float
+    ) -> int:
+        import ray
+
+        with tempfile.TemporaryDirectory(prefix="potluck-") as folder:
+            write_whole(place := Path(folder) / "invite", line + "\n", 0o600)
+            try:
+                invite = read_invite(str(place))
+                reach(ray.util.get_node_ip_address(), invite.host, invite.port, patience_s)
+                return join(str(place), script, from_dict(WorkersConfig, config, "workers"), settings)
+            except PotluckError as error:
+                say(str(error))
+                return error.exit_code
+
+    def run_ranks(self, command: list[str], config: dict[str, Any], span: RankSpan) -> int:
+        os.environ.pop(QUIET, None)  # rank 0 shows the run
+        if "GLOO_SOCKET_IFNAME" not in os.environ and (name := interface_to(span.address)):
+            os.environ["GLOO_SOCKET_IFNAME"] = name
+        try:
+            return launch(command, from_dict(WorkersConfig, config, "workers"), span=span)
+        except PotluckError as error:
+            say(str(error))
+            return error.exit_code
+
+
+@dataclass
+class Seat:
+    """Room for one actor."""
+
+    node: str
+    """Ray's id of it."""
+    name: str
+    cpus: float
+    gpus: float
+    config: WorkersConfig
+    actor: Any = None
+    work: Any = None
+    """What the actor is doing, as Ray's reference."""
+    is_free_at: float = 0.0
+    is_over: bool = False
+    """Whether nobody is to be placed here again: its workers said why."""
+
+
+@dataclass
+class Crew:
+    asked: Asked
+    seats: dict[tuple[str, int], Seat] = field(default_factory=dict)
+    _begin: Callable[[Any, Seat], Any] | None = None
+    _ended: threading.Event = field(default_factory=threading.Event)
+    _thread: threading.Thread | None = None
+
+    def fill(self) -> None:
+        """An actor on every seat that has none, of every node that is there. Ray starts them as there is room."""
+        nodes = {node["NodeID"]: node for node in _library().nodes() if node["Alive"]}
+        for key in [key for key in self.seats if key[0] not in nodes]:
+            del self.seats[key]
+        for name, node in nodes.items():
+            for number, seat in enumerate(seats_of(self.asked, node)):
+                self.seats.setdefault((name, number), seat)
+        for seat in self.seats.values():
+            if seat.actor is None and not seat.is_over and time.monotonic() >= seat.is_free_at:
+                self._place(seat)
+
+    def _place(self, seat: Seat) -> None:
+        ray = _library()
+        strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node_id=seat.node, soft=False)
+        options = {"num_cpus": seat.cpus, "num_gpus": seat.gpus, "scheduling_strategy": strategy, "max_restarts": 0}
+        seat.actor = ray.remote(Holder).options(**options).remote(str(Path.cwd()))
+        if self._begin is not None:
+            seat.work = self._begin(seat.actor, seat)
+
+    def follow(self, line: str, script: list[str], settings: tuple[str, ...], patience_s: float) -> None:
+        """All who are seated join, and until close() whoever comes."""
+
+        def begin(actor: Any, seat: Seat) -> Any:
+            return actor.take_part.remote(line, script, to_dict(seat.config), settings, patience_s)
+
+        def watch() -> None:
+            while not self._ended.wait(LOOK_S):
+                self._note_ends()
+                self.fill()
+
+        self._begin = begin
+        for seat in self.seats.values():
+            seat.work = begin(seat.actor, seat)
+        self._thread = threading.Thread(target=watch, name="crew", daemon=True)
+        self._thread.start()
+
+    def _note_ends(self) -> None:
+        ray = _library()
+        works = {seat.work: seat for seat in self.seats.values() if seat.work is not None}
+        done = ray.wait(list(works), num_returns=len(works), timeout=0)[0] if works else []
+        for work in done:
+            seat = works[work]
+            try:
+                code = int(ray.get(work))
+                # What was refused would be refused again; and who has left, or is done, has its reasons.
+                seat.is_over = code in (0, ConfigError.exit_code, Interrupted.exit_code)
+            except ray.exceptions.RayError as error:
+                say(f"The workers on {seat.name} are lost: {type(error).__name__}. The run continues without them.")
+            if not seat.is_over:
+                seat.is_free_at = time.monotonic() + AGAIN_S
+            self._leave(seat)
+
+    def _leave(self, seat: Seat) -> None:
+        if seat.actor is not None:
+            _library().kill(seat.actor)
+        seat.actor = seat.work = None
+
+    def run_group(self, command: list[str]) -> int:
+        """Until all ranks have ended, or one has failed and the rest have been ended."""
+        ray = _library()
+        seats = list(self.seats.values())
+        if not seats:
+            raise ConfigError("No node of the Ray cluster has a CPU or a GPU to give. Start one with ray start.")
+        world, first = sum(seat.config.count for seat in seats), 0
+        address, port = ray.get(seats[0].actor.meet.remote())
+        works = []
+        for seat in seats:
+            count = seat.config.count
+            span = RankSpan(
+                first=first, world=world, address=self.asked.address or address, port=self.asked.port or port,
+                places=count,
+            )  # fmt: skip
+            works.append(seat.actor.run_ranks.remote(command, to_dict(seat.config), span))
+            first += count
+        try:
+            while works:
+                done, works = ray.wait(works)
+                if code := int(ray.get(done[0])):
+                    return code
+        except ray.exceptions.RayError as error:
+            raise WorkerLost(
+                f"A node of the group is lost ({type(error).__name__}), and with it the group. Start the command again:"
+                " it resumes from the newest checkpoint. With --as host a run continues without a node."
+            ) from None
+        return 0
+
+    def close(self) -> None:
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
+        for seat in self.seats.values():
+            self._leave(seat)
+
+
+def seats_of(asked: Asked, node: dict[str, Any]) -> list[Seat]:
+    """Of a node as Ray describes it: one for each GPU; without any, or where all hold one model together, one for all.
+
+    A seat takes as many of Ray's CPUs as its workers have threads.
+    """
+    resources = node["Resources"]
+    cpus, gpus = int(resources.get("CPU", 0)), int(resources.get("GPU", 0))
+    if not cpus and not gpus:
+        return []
+    kind = next((name.partition(":")[2] for name in resources if name.startswith("accelerator_type:")), "GPU")
+    is_for_each = gpus > 1 and asked.workers is None and asked.workers_here(Brings(gpus=(kind,) * gpus), 1) == gpus
+    seats = gpus if is_for_each else 1
+    share = Brings(cores=max(1, cpus // seats), gpus=(kind,) * (gpus // seats))
+    config = asked.workers_config(asked.workers_here(share, 1), share, 1)
+    assert config.threads is not None
+    return [
+        Seat(
+            node=node["NodeID"],
+            name=node.get("NodeManagerHostname") or node["NodeManagerAddress"],
+            cpus=min(config.threads * config.count, cpus // seats),
+            gpus=gpus // seats,
+            config=config,
+        )
+        for _ in range(seats)
+    ]

@@ -1,0 +1,69 @@
+"""Whether a node reaches the first one, and a port that is free. Knows nothing of what is said there."""
+
+import ipaddress
+import socket
+import struct
+import time
+
+from potluck.errors import ConfigError
+from potluck.system import fcntl
+
+GET_ADDRESS = 0x8915
+"""Linux's number for "which IPv4 address has this interface"."""
+
+
+def reach(node: str, address: str, port: int, patience_s: float) -> None:
+    """Refuses with a sentence where a node cannot open a connection to the first one."""
+    try:
+        connect(address, port, patience_s)
+    except OSError as error:
+        raise ConfigError(
+            f"{node} cannot reach the first node at {address} port {port}: {error.strerror or error}, for"
+            f" {patience_s:.0f} s. Let nodes open that port among themselves (--port chooses it), or say with --address"
+            " how they reach the first."
+        ) from None
+
+
+def connect(address: str, port: int, patience_s: float) -> None:
+    """Tries again until patience is over; then the last trouble is the caller's."""
+    deadline = time.monotonic() + patience_s
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            socket.create_connection((address, port), timeout=max(0.1, min(left, patience_s / 3))).close()
+            return
+        except OSError:
+            if time.monotonic() >= deadline - 0.1:
+                raise
+        time.sleep(min(0.1, max(0.0, left)))
+
+
+def interface_to(address: str) -> str | None:
+    """The interface that leads there, where Gloo would take the loopback: it asks for the address of this machine's own
+    name, and many systems give every machine 127.0.1.1 for that. None: it needs no help, or there is none."""
+    try:
+        if not _is_loopback(socket.gethostname()) or _is_loopback(address) or fcntl is None:
+            return None
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((address, 9))  # nothing is sent: the system only chooses the interface
+            own = socket.inet_aton(probe.getsockname()[0])
+            for _, name in socket.if_nameindex():
+                try:
+                    found = fcntl.ioctl(probe.fileno(), GET_ADDRESS, struct.pack("256s", name.encode()[:15]))
+                except OSError:  # it has no IPv4 address
+                    continue
+                if found[20:24] == own:
+                    return name
+    except OSError:
+        pass
+    return None
+
+
+def _is_loopback(name: str) -> bool:
+    return ipaddress.ip_address(socket.gethostbyname(name)).is_loopback
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])

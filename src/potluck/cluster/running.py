@@ -1,0 +1,223 @@
+"""`potluck up`, on one task of a job: the first leads, the others follow, and all of them train one run.
+
+Knows places and plans, and no scheduler but what SLURM has to be asked for. Imports no torch.
+"""
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from potluck.cluster import slurm
+from potluck.cluster.asked import Asked
+from potluck.cluster.brings import own_brings
+from potluck.cluster.finding import find
+from potluck.cluster.meeting import Meeting, Reply
+from potluck.cluster.place import JobPlace
+from potluck.cluster.plan import Decision, plan, plan_early
+from potluck.cluster.reaching import free_port, interface_to, reach
+from potluck.environment import IGNORED, QUIET
+from potluck.errors import ConfigError, PotluckError, WorkerLost
+from potluck.fleet.invite import Invite, reachable, read_invite
+from potluck.launch.host import host, with_base
+from potluck.launch.join import join
+from potluck.launch.processes import RankSpan, launch
+from potluck.save.run_folder import holds_run, make_run_folder
+from potluck.waiting import wait_until
+from potluck.words import say
+
+TURNED_AWAY_S = 5.0
+"""How long a first node that cannot begin waits for those whom it tells so."""
+
+
+def up(asked: Asked, on: str | None) -> int:
+    """Returns the exit code."""
+    place = find(os.environ, on)
+    if asked.is_script and not Path(asked.what).is_file():
+        raise ConfigError(f"There is no script {asked.what}.")
+    if place.channel == "actors":
+        from potluck.cluster.ray import up_on_ray
+
+        return up_on_ray(asked, place.leader)
+    if place.spread:
+        say(f"Found {place.scheduler}: on all nodes of job {place.job}, with {' '.join(place.spread)}")
+        os.execvp(place.spread[0], [*place.spread, sys.executable, "-m", "potluck.cli", *sys.argv[1:]])
+    os.environ[IGNORED] = "SIGTERM"  # SLURM sends it to all; this process passes on what is meant
+    return _Task(asked, place).run()
+
+
+class _Task:
+    def __init__(self, asked: Asked, place: JobPlace) -> None:
+        self.asked, self.place = asked, place
+        self.folder = asked.folder(place.job)
+        self.brings = own_brings(place.cores, os.environ.get("CUDA_VISIBLE_DEVICES"))
+        self.workers = asked.workers_here(self.brings, place.local_tasks)
+
+    def run(self) -> int:
+        make_run_folder(self.folder)
+        meeting = Meeting(self.folder, self.place.attempt)
+        if self.place.group is not None and self.asked.led != "host":
+            return self._as_rank(meeting)
+        if self.place.task:
+            return self._follow(meeting)
+        try:
+            return self._lead(meeting)
+        except PotluckError:
+            self._turn_away(meeting)
+            raise
+        finally:
+            meeting.close()
+
+    def _as_rank(self, meeting: Meeting) -> int:
+        """In the group that torchrun has made: this process becomes the worker. All resume, or none does."""
+        if self.place.task == 0:
+            say(f"{self.place.sentence()} A fixed group, which {self.place.scheduler} has made.")
+            resume = holds_run(self.folder)
+            self._hear(meeting, Decision("group", ""))
+            for task, each in meeting.greetings(self.place.tasks).items():
+                meeting.answer(task, Reply(word=each.word, led="group", resume=resume))
+        else:
+            resume = self._greet(meeting).resume
+        command = self.asked.group_command(self.folder, resume=resume)
+        del os.environ[IGNORED]  # torchrun signals its workers itself, once
+        os.execv(sys.executable, [sys.executable, "-m", "potluck.launch.worker", *command])
+
+    # The first
+
+    def _lead(self, meeting: Meeting) -> int:
+        resume = holds_run(self.folder)
+        if resume:
+            say(f"{self.folder} holds a run, which resumes.")
+        requeued = self.place.scheduler == "SLURM" and self.asked.led is None and slurm.may_be_requeued(self.place)
+        decided = plan_early(self.place, self.asked.led, may_be_requeued=requeued)
+        if decided is None or decided.led == "group":
+            decided = self._hear(meeting, decided)
+        say(f"{self.place.sentence()} {decided.sentence}")
+        if decided.led == "group":
+            return self._lead_group(meeting, resume)
+        config = self.asked.workers_config(max(1, self.workers), self.brings, self.place.local_tasks)
+        args = self.asked.host_args(self.folder, config, local=self.workers, address=self._address())
+        return host(with_base(args), lambda invite: meeting.hand_over(invite, self.place.tasks))
+
+    def _turn_away(self, meeting: Meeting) -> None:
+        """Those who wait for an answer need not wait any longer."""
+        others = (self.place.tasks or 1) - 1
+        wait_until(lambda: len(meeting.greetings(self.place.tasks)) >= others, TURNED_AWAY_S)
+        for task, each in meeting.greetings(self.place.tasks).items():
+            meeting.answer(task, Reply(word=each.word, led="host", is_over=True))
+        time.sleep(1.0)  # they look many times a second, and then the answers go
+
+    def _hear(self, meeting: Meeting, decided: Decision | None) -> Decision:
+        """Waits for all others, for half as long as they wait for an answer; a group that was asked for needs all."""
+        others = (self.place.tasks or 1) - 1
+        patience_s = self.asked.patience_s * (0.5 if decided is None else 10)
+        wait_until(lambda: len(meeting.greetings(self.place.tasks)) >= others, patience_s)
+        came = meeting.greetings(self.place.tasks)
+        if decided is None:
+            nodes = [(self.place.node, self.brings), *((each.node, each.brings) for each in came.values())]
+            return plan(self.place, nodes)
+        if len(came) < others:
+            missing = sorted({*range(1, others + 1)} - {*came})
+            raise ConfigError(
+                f"A fixed group was asked for, and tasks {', '.join(map(str, missing))} have not come within"
+                f" {patience_s:.0f} s. Leave out --as group, and those who come late will join."
+            )
+        return decided
+
+    def _lead_group(self, meeting: Meeting, resume: bool) -> int:
+        came = meeting.greetings(self.place.tasks)
+        world = self.workers + sum(each.workers for each in came.values())
+        address, port, first = self._address(), self.asked.port or free_port(), self.workers
+        for task, each in came.items():
+            reply = Reply(
+                word=each.word, led="group", address=address, port=port, first=first, world=world, resume=resume
+            )
+            meeting.answer(task, reply)
+            first += each.workers
+        return self._launch(Reply(word="", led="group", address=address, port=port, world=world, resume=resume))
+
+    def _address(self) -> str:
+        found = slurm.address_of(self.place) if self.place.scheduler == "SLURM" else None
+        return self.asked.address or found or self.place.leader or reachable("0.0.0.0")
+
+    # The others
+
+    def _follow(self, meeting: Meeting) -> int:
+        reply = self._greet(meeting)
+        if reply.led == "group":
+            self._tell_if_unreachable(reply)
+            return self._launch(reply)
+        return self._join(meeting)
+
+    def _greet(self, meeting: Meeting) -> Reply:
+        greeting = meeting.greet(self.place.task, self.place.node, self.workers, self.brings)
+        reply = meeting.wait_for_answer(self.place.task, greeting, self.asked.patience_s, say)
+        if reply.is_over:
+            raise WorkerLost(f"{self.place.node} has nothing to do: the first node could not begin, and said why.")
+        return reply
+
+    def _join(self, meeting: Meeting) -> int:
+        invite = read_invite(str(meeting.invite))
+        reach(self.place.node, invite.host, invite.port, self.asked.patience_s)
+        config = self.asked.workers_config(self.workers, self.brings, self.place.local_tasks)
+        os.environ[QUIET] = "1"  # all tasks have one log, and the host shows the run in it
+        if self.place.scheduler == "SLURM":
+            self._watch_first_node(invite)
+        if self.asked.is_script:
+            return join(str(meeting.invite), [self.asked.what, *self.asked.arguments], config, ())
+        args = self.asked.host_args(self.folder, config, local=0, address=invite.host)
+        return join(str(meeting.invite), [], config, tuple(json.loads(args.command[1])))
+
+    def _tell_if_unreachable(self, reply: Reply) -> None:
+        """Beside the workers, which are loading torch."""
+
+        def look() -> None:
+            try:
+                reach(self.place.node, reply.address, reply.port, self.asked.patience_s)
+            except ConfigError as error:
+                say(str(error))
+
+        threading.Thread(target=look, name="reach", daemon=True).start()
+
+    def _watch_first_node(self, invite: Invite) -> None:
+        """SLURM starts no task again, so a host that is gone stays away; and of a job that may outlive a node it does
+        not ask whose node that was. Started again, the job resumes."""
+
+        def look() -> None:
+            while True:
+                time.sleep(min(5.0, self.asked.patience_s / 3))
+                try:
+                    reach(self.place.node, invite.host, invite.port, self.asked.patience_s)
+                except ConfigError as error:
+                    say(f"The first node is lost: {error}")
+                    if slurm.may_be_requeued(self.place) and slurm.requeue(self.place):
+                        say(f"Job {self.place.job} is requeued, and resumes from what was saved.")
+                    for _ in range(2):
+                        os.kill(os.getpid(), signal.SIGTERM)
+                        time.sleep(1.0)
+
+        threading.Thread(target=look, name="first node", daemon=True).start()
+
+    # Both
+
+    def _launch(self, reply: Reply) -> int:
+        count = self.workers
+        config = self.asked.workers_config(count, self.brings, self.place.local_tasks)
+        command = self.asked.group_command(self.folder, resume=reply.resume)
+        if reply.world == count:
+            return launch(command, config)
+        span = RankSpan(
+            first=reply.first,
+            world=reply.world,
+            address=reply.address,
+            port=reply.port,
+            place=self.place.local * count,
+            places=self.place.local_tasks * count,
+        )
+        if "GLOO_SOCKET_IFNAME" not in os.environ and (name := interface_to(reply.address)):
+            os.environ["GLOO_SOCKET_IFNAME"] = name
+        return launch(command, replace(config, count=count), span=span)
