@@ -14,7 +14,7 @@ import torch
 
 from potluck.train.model import GPT, ModelConfig, next_token_loss
 
-ROWS, BATCH = 512, 8
+BATCH = 8
 
 
 class Clock:
@@ -37,16 +37,15 @@ def ours(file: str, steps: int) -> None:
     torch.manual_seed(1)
     model = GPT(ModelConfig())
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
-    rows = torch.randint(256, (ROWS, 257))
+    rows = torch.randint(256, (BATCH * steps, 257))
     model, optimizer, loader = fleet.prepare(model, optimizer, rows, batch_size=BATCH)
     clock = Clock(file, fleet.rank == 0)
-    for number, batch in enumerate(loader):
+    fleet.after_step.append(clock.tick)  # under a host a pass of this loop may be a part of a step
+    for batch in loader:
         loss, samples = next_token_loss(model, batch)
         fleet.backward(loss, samples=samples)
         fleet.step()
-        clock.tick()
-        if number + 1 == steps:
-            break
+    assert len(clock.done_at) == steps, f"{len(clock.done_at)} steps, and not {steps}"
     clock.write()
     fleet.close()
 
@@ -63,10 +62,10 @@ def bare(file: str, steps: int, prepare: Callable[[torch.nn.Module], torch.nn.Mo
     plain = GPT(ModelConfig())
     model = prepare(plain) if prepare else DistributedDataParallel(plain, gradient_as_bucket_view=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
-    rows = TensorDataset(torch.randint(256, (ROWS, 257)))
+    rows = TensorDataset(torch.randint(256, (BATCH * steps, 257)))
     clock = Clock(file, dist.get_rank() == 0)
     loader = DataLoader(rows, batch_size=BATCH // dist.get_world_size(), sampler=DistributedSampler(rows))
-    for number, (batch,) in enumerate(loader):
+    for (batch,) in loader:
         loss, _ = next_token_loss(model, batch)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -74,8 +73,7 @@ def bare(file: str, steps: int, prepare: Callable[[torch.nn.Module], torch.nn.Mo
         optimizer.zero_grad(set_to_none=True)
         loss.item()
         clock.tick()
-        if number + 1 == steps:
-            break
+    assert len(clock.done_at) == steps, f"{len(clock.done_at)} steps, and not {steps}"
     clock.write()
     if prepare is None:
         dist.destroy_process_group()

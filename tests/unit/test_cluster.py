@@ -106,7 +106,9 @@ def test_what_was_found_is_a_sentence() -> None:
 
 def test_a_ray_cluster_may_be_named() -> None:
     assert find(STEP, "ray").leader == "auto"
-    assert find({}, "ray://10.0.0.1:10001").leader == "ray://10.0.0.1:10001"
+    assert find({}, "10.0.0.1:6379").leader == "10.0.0.1:6379"
+    with pytest.raises(ConfigError, match="Submit it as a job"):
+        find({}, "ray://10.0.0.1:10001")
     with pytest.raises(ConfigError, match="--on takes ray"):
         find({}, "slurm")
 

@@ -39,7 +39,12 @@ VARIABLES = {
 def find(environ: Mapping[str, str], on: str | None = None) -> JobPlace:
     """`on`: a Ray cluster that was named, instead of whatever started this."""
     if on is not None:
-        if on not in RAY and not on.startswith("ray://") and ":" not in on:
+        if on.startswith("ray://"):
+            raise ConfigError(
+                "The host has to be inside of the cluster, where nodes reach it, and ray:// leads in from outside."
+                " Submit it as a job: ray job submit --address http://HEAD:8265 -- potluck up RECIPE"
+            )
+        if on not in RAY and ":" not in on:
             raise ConfigError(f"--on takes ray, for the cluster of this machine, or the address of one; not {on!r}.")
         return JobPlace(scheduler="Ray", node="", leader="auto" if on in RAY else on, channel="actors")
     for look in LOOKS.values():

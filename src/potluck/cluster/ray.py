@@ -42,7 +42,7 @@ def up_on_ray(asked: Asked, address: str) -> int:
     """Returns the exit code. `address`: of the cluster; `auto` for that of this machine."""
     ray = _library()
     try:
-        if found := re.fullmatch(r"(?:ray://)?\[?([^\[\]/]+)\]?:([0-9]{1,5})", address):
+        if found := re.fullmatch(r"\[?([^\[\]/]+)\]?:([0-9]{1,5})", address):
             connect(found[1], int(found[2]), asked.patience_s)  # Ray itself would try for minutes
         ray.init(address=address, logging_level="warning")
     except (OSError, ValueError, RuntimeError) as error:
@@ -51,9 +51,6 @@ def up_on_ray(asked: Asked, address: str) -> int:
             " name its address with --on."
         ) from None
     try:
-        if address.startswith("ray://"):  # this process is outside of the cluster, and nodes cannot reach it
-            inside = ray.remote(_lead).options(num_cpus=0, max_retries=0)
-            return int(ray.get(inside.remote(asked)))
         return _lead(asked)
     finally:
         ray.shutdown()
