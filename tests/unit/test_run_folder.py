@@ -53,7 +53,7 @@ def hosting(order: HostArgs) -> Iterator[_Host]:
     """A host that listens, and has not yet let anybody in."""
     with ExitStack() as stack:
         host = _Host(order, stack)
-        host._show(host._invite("127.0.0.1"))
+        host._show(host._invite("127.0.0.1"), to_terminal=True)
         host.server.start()
         yield host
 
