@@ -141,12 +141,16 @@ def test_one_that_fails_is_said_once_and_left_out(start: Callable[..., Reporter]
 def test_a_notice_from_a_trackers_thread_and_a_step_do_not_wait_for_each_other(said: list[str]) -> None:
     """The notice is an event, which this reporter hears too."""
     told: list[Reporter] = []
-    mine = Reporter(
-        "mine",
-        [sys.executable, "-c", "print('mine: this run is at home', flush=True)\n" + TAKES],
-        lambda words: (said.append(words), told[0](Noticed(sentence=words)))[0],
-    )
+    is_there = threading.Event()
+
+    def notice(words: str) -> None:
+        is_there.wait(30)
+        told[0](Noticed(sentence=words))
+        said.append(words)
+
+    mine = Reporter("mine", [sys.executable, "-c", "print('mine: this run is at home', flush=True)\n" + TAKES], notice)
     told.append(mine)
+    is_there.set()
     wait_until(lambda: bool(said))
     mine(ENDED)
     mine.end()
