@@ -273,5 +273,6 @@ def test_what_is_kept_beside_the_run_is_for_its_owner_alone(tmp_path: Path) -> N
         host.wait_for("step_done")
         assert wait_until((tmp_path / "run" / "page.json").exists, 20)
         assert (tmp_path / "run" / "page.json").stat().st_mode & 0o077 == 0
-        now = json.loads((tmp_path / "run" / "now.json").read_text())
-        assert now["workers"][0]["name"] == "host-worker-0" and now["bytes"]["received"] > 0
+        now = tmp_path / "run" / "now.json"
+        assert wait_until(lambda: json.loads(now.read_text())["bytes"]["received"] > 0, 20)  # told once a second
+        assert json.loads(now.read_text())["workers"][0]["name"] == "host-worker-0"
