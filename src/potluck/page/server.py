@@ -83,8 +83,9 @@ class PageServer:
             await asyncio.sleep(0 if has_more else LOOK_S)
 
     def _refused(self, request: Request) -> Response | None:
-        peer = (request.client.host, request.client.port) if request.client is not None else None
-        sentence = self.access.refusal(request.headers, request.query_params, peer)
+        peer, own = request.scope.get("client"), request.scope.get("server")
+        ends = ((peer[0], peer[1]), (own[0], own[1])) if peer and own else None
+        sentence = self.access.refusal(request.headers, request.query_params, ends)
         return PlainTextResponse(sentence + "\n", 403, HEADERS) if sentence else None
 
     async def _file(self, request: Request) -> Response:
