@@ -5,11 +5,11 @@ import math
 import random
 from typing import Any
 
-from potluck.page.fold import MOST_GONE, MOST_LOOKS, MOST_STORY, Fold
+from potluck.page.fold import MOST_EPOCHS, MOST_GONE, MOST_LOOKS, MOST_STORY, Fold
 from potluck.page.metrics import exposition
 from potluck.page.peaks import peak_of
 from potluck.page.series import MOST_CELLS, MOST_POINTS
-from potluck.page.view import Viewer, rows_of
+from potluck.page.view import Viewer, head_of, rows_of
 
 START = 1_790_000_000.0
 
@@ -118,6 +118,36 @@ def test_the_time_between_a_stop_and_a_restart_is_not_training() -> None:
     again = started(time=START + 5000, from_step=10)
     fold = folded(started(), *(step(n) for n in range(1, 11)), ended, again, step(11, at=5001))
     assert fold.trained_s == 11 and fold.ended is None
+
+
+def test_a_pause_is_no_training_and_tells_nothing_of_the_speed() -> None:
+    before, after = [step(n) for n in range(1, 21)], [step(n, at=5000 + n) for n in range(21, 24)]
+    resumed = {"event": "ordered", "time": START + 5020, "action": "resume", "step": 20, "done": True, "sentence": "s"}
+    fold = folded(started(steps_total=100), *before, resumed, *after)
+    assert fold.trained_s == 23 and fold.rate == 80.0 and fold.left_s() == (77.0, 77.0, 77.0)
+
+
+def test_steps_that_are_done_again_do_not_spoil_the_predicted_end() -> None:
+    lost = {"event": "recovered", "time": START + 20, "step": 12, "lost": [1], "workers": 1}
+    again = [step(n, at=n + 8) for n in range(13, 16)]
+    fold = folded(started(steps_total=100), *(step(n) for n in range(1, 21)), lost, *again)
+    assert [point.last for point in fold.series.points] == list(range(1, 16))
+    assert fold.left_s() == (85.0, 85.0, 85.0)
+
+
+def test_epochs_are_counted_beyond_those_that_are_kept_and_one_that_is_done_again_once() -> None:
+    told = {"event": "epoch_done", "time": START, "total": 9, "same_weights": True, "sentence": "s"}
+    fold = folded(*(told | {"epoch": n, "used": 9 - (n == 3)} for n in (*range(70), 69)))
+    assert view(fold)["head"]["epochs"] == [69, 70] and len(fold.epochs) == MOST_EPOCHS
+    assert "potluck_epochs_total 70" in exposition(fold, {}, START).splitlines()
+
+
+def test_one_that_the_host_does_not_know_any_more_is_not_counted() -> None:
+    """It came, and its host was killed before it had computed anything or gone."""
+    came = {"event": "worker_came", "time": START, "worker": 7, "name": "x", "kind": "cpu", "step": 0, "workers": 3}
+    fold = folded(started(), came, step(1), step(2))
+    rows = [{"id": n, "name": f"w{n}", "phase": "ready", "doing": "", "silent_s": 0.0} for n in range(2)]
+    assert head_of(fold, {"time": START + 9, "workers": rows})["workers"] == 2
 
 
 def test_the_predicted_end_has_a_band_from_how_the_speed_has_changed() -> None:

@@ -76,6 +76,9 @@ class Fold:
     looks: list[list[Any]] = field(default_factory=list)
     """Validations: [rows, seconds, loss, step, {name: figure}]"""
     epochs: deque[Record] = field(default_factory=lambda: deque(maxlen=MOST_EPOCHS))
+    epochs_done: int = 0
+    epochs_right: int = 0
+    """Also of those that are not kept: how many there were, and of how many exactly once was proved."""
     samples: deque[Record] = field(default_factory=lambda: deque(maxlen=MOST_SAMPLES))
     ended: Record | None = None
     last: Record = field(default_factory=dict)
@@ -208,8 +211,16 @@ class Fold:
             self._forget_gone()
 
     def _on_back(self, record: Record, time: float) -> None:
+        """Also where workers were lost and the others had kept an earlier step."""
         self.series.go_back(record["step"])
         self.looks = [look for look in self.looks if look[3] <= record["step"]]
+        self.recent.clear()
+
+    def _on_ordered(self, record: Record, time: float) -> None:
+        """The time of a pause is no training, and says nothing of the run's speed."""
+        if record["action"] == "resume" and record["done"]:
+            self._begun_at, self._begun_s = time, self.trained_s
+            self.recent.clear()
 
     def _on_ended(self, record: Record, time: float) -> None:
         self.ended = record
@@ -224,8 +235,17 @@ class Fold:
         self.skipped += 1
 
     def _on_epoch(self, record: Record, time: float) -> None:
+        """One that is done again, after a restart, takes the place of what it was."""
         wanted = ("epoch", "used", "total", "same_weights", "sentence")
-        self.epochs.append({name: record[name] for name in wanted} | {"time": time})
+        told = {name: record[name] for name in wanted} | {"time": time}
+        while self.epochs and self.epochs[-1]["epoch"] >= told["epoch"]:
+            self._count_epoch(self.epochs.pop(), -1)
+        self.epochs.append(told)
+        self._count_epoch(told, 1)
+
+    def _count_epoch(self, told: Record, number: int) -> None:
+        self.epochs_done += number
+        self.epochs_right += number * (told["used"] == told["total"] and told["same_weights"])
 
     # Figures of it
 
@@ -276,6 +296,8 @@ _HEARD: dict[str, Callable[[Fold, Record, float], None]] = {
     "worker_came": Fold._on_came,
     "worker_went": Fold._on_went,
     "went_back": Fold._on_back,
+    "recovered": Fold._on_back,
+    "ordered": Fold._on_ordered,
     "run_ended": Fold._on_ended,
     "sampled": Fold._on_sample,
     "decided": Fold._on_decided,
