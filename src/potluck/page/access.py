@@ -11,6 +11,7 @@ import secrets
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
 
@@ -82,7 +83,13 @@ class Access:
             ipaddress.ip_address(name)
             return True  # no name that somebody else could have lead here
         except ValueError:
-            return name in {"localhost", self.host.lower(), socket.gethostname().lower(), socket.getfqdn().lower()}
+            return name in {"localhost", self.host.lower(), *_names_of_this_machine()}
+
+
+@cache
+def _names_of_this_machine() -> frozenset[str]:
+    """Once: to look one up may take seconds, during which nobody is answered."""
+    return frozenset({socket.gethostname().lower(), socket.getfqdn().lower()})
 
 
 def new_token(host: str) -> str:

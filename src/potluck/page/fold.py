@@ -28,6 +28,9 @@ RECENT = 400
 SPANS = (20, 60, 200, RECENT)
 """Over so many of the last steps each, the time left is estimated; the band is from the least to the most."""
 SMOOTH = 0.3
+_COUNTS = ("steps_total", "from_step", "workers", "parameters", "flops_per_sample")
+_WORDS = ("unit", "wire", "policy", "device", "device_name")
+"""Of a run's beginning, what figures are made of: a line in which one is not of its kind is none."""
 
 
 @dataclass(slots=True)
@@ -127,6 +130,7 @@ class Fold:
     # What happened
 
     def _on_started(self, record: Record, time: float) -> None:
+        _ = [record.get(name, 0) + 0 for name in _COUNTS], [record.get(name, "") + "" for name in _WORDS]
         if record.get("from_step") and self.last and record["from_step"] < self.last["step"]:
             self.series.go_back(record["from_step"])
         if not record.get("from_step") and self.last:  # it begins anew
@@ -203,7 +207,8 @@ class Fold:
             self.looks = self.looks[1::2] if len(self.looks) % 2 == 0 else self.looks[::2]
 
     def _on_came(self, record: Record, time: float) -> None:
-        self.workers[record["worker"]] = WorkerRow(record["worker"], record["name"], record["kind"], at=time)
+        name, kind = record["name"] + "", record["kind"] + ""
+        self.workers[record["worker"]] = WorkerRow(record["worker"], name, kind, at=time)
 
     def _on_went(self, record: Record, time: float) -> None:
         if (row := self.workers.get(record["worker"])) is not None:
@@ -223,6 +228,7 @@ class Fold:
             self.recent.clear()
 
     def _on_ended(self, record: Record, time: float) -> None:
+        _ = record["reason"] + "", record["step"] + record["seconds"] + record["time"]
         self.ended = record
 
     def _on_sample(self, record: Record, time: float) -> None:

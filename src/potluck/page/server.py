@@ -132,7 +132,7 @@ class PageServer:
                 if is_due:
                     rows_at = now + len(viewer.rows) / ROWS_PER_S
                 # Also where nothing has changed: the page knows by it that somebody is there, and what time it is here.
-                yield f"data: {json.dumps(sent | {'time': round(now, 2)}, separators=(',', ':'))}\n\n"
+                yield f"data: {_as_json(sent | {'time': round(now, 2)})}\n\n"
                 if self.ending.is_set():
                     return
                 with contextlib.suppress(TimeoutError):
@@ -188,6 +188,14 @@ class PageServer:
         except OSError:
             return PlainTextResponse("Whoever leads the run does not hear this page any more.\n", 503, HEADERS)
         return PlainTextResponse("It was passed on.\n", 202, HEADERS)
+
+
+def _as_json(sent: Record) -> str:
+    """A browser stumbles over a number that is not finite, and a host elsewhere may tell anything."""
+    try:
+        return json.dumps(sent, separators=(",", ":"), allow_nan=False)
+    except ValueError:
+        return json.dumps(json.loads(json.dumps(sent), parse_constant=lambda word: None), separators=(",", ":"))
 
 
 async def _read_order(request: Request) -> Record | None:

@@ -75,7 +75,8 @@ def _told(now: Record) -> dict[int, Record]:
 
 def _is_in(fold: Fold, row: WorkerRow, told: dict[int, Record], now: Record) -> bool:
     """Not one that its host no longer knows, such as one that came before that was killed, and computed nothing."""
-    is_lost = "workers" in now and row.id not in told and now["time"] > row.at + 2.0
+    is_whole = "workers" in now and len(told) >= now.get("members", 0)  # of a crowd, not all are told of
+    is_lost = is_whole and row.id not in told and now["time"] > row.at + 2.0
     return fold.takes_part(row) and (bool(fold.ended) or not is_lost)
 
 
