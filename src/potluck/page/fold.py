@@ -86,7 +86,6 @@ class Fold:
     ended: Record | None = None
     last: Record = field(default_factory=dict)
     """The last step."""
-    decided: str = ""
     skipped: int = 0
     recent: deque[tuple[float, int, float]] = field(default_factory=lambda: deque(maxlen=RECENT))
     """(time, step, samples) of the last steps."""
@@ -234,9 +233,6 @@ class Fold:
     def _on_sample(self, record: Record, time: float) -> None:
         self.samples.append({name: record[name] for name in ("time", "step", "prompt", "text")})
 
-    def _on_decided(self, record: Record, time: float) -> None:
-        self.decided = record["reason"]
-
     def _on_skipped(self, record: Record, time: float) -> None:
         self.skipped += 1
 
@@ -306,7 +302,6 @@ _HEARD: dict[str, Callable[[Fold, Record, float], None]] = {
     "ordered": Fold._on_ordered,
     "run_ended": Fold._on_ended,
     "sampled": Fold._on_sample,
-    "decided": Fold._on_decided,
     "step_skipped": Fold._on_skipped,
     "epoch_done": Fold._on_epoch,
 }

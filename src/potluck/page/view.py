@@ -44,7 +44,6 @@ def head_of(fold: Fold, now: Record) -> Record:
         "epochs": [fold.epochs_right, fold.epochs_done],
         "workers": len(inside),
         "ended": fold.ended and {name: fold.ended[name] for name in ("reason", "step", "seconds", "time")},
-        "decided": fold.decided,
         "paused": bool(now.get("paused")),
         "saving": bool(now.get("saving")),
         "bytes": bytes_of(fold, now),
