@@ -410,10 +410,11 @@ class _Guest:
         return True
 
 
-def record_of(event: Event) -> dict[str, Any]:
-    """An event as docs/events.md has it. JSON has no NaN: a reader of another language would stumble over it."""
+def record_of(event: Event, at: float | None = None) -> dict[str, Any]:
+    """An event as docs/events.md has it; `at`: when it happened, if not now. JSON has no NaN: a reader of another
+    language would stumble over it."""
     told: dict[str, Any] = _finite(asdict(event))
-    return {"event": kind_of(event), "time": round(time.time(), 3), "schema": SCHEMA} | told
+    return {"event": kind_of(event), "time": round(time.time() if at is None else at, 3), "schema": SCHEMA} | told
 
 
 class EventFile:

@@ -9,10 +9,15 @@ from pathlib import Path
 import pytest
 
 from potluck.fleet.connection import Connection
+from potluck.fleet.coordinator import Coordinator
+from potluck.fleet.journal import Journal
 from potluck.fleet.pipe import Pipe
+from potluck.fleet.server import Server
 from potluck.fleet.watchers import EVENTS, NOW, STUCK_S, WatcherFeed
+from potluck.save.checkpoint_receiver import CheckpointReceiver
 from potluck.waiting import wait_until
-from potluck.wire.messages import Message, Watched
+from potluck.wire.codec import encode
+from potluck.wire.messages import PROTOCOL, LookOn, Message, Watched
 
 
 @pytest.fixture
@@ -78,3 +83,24 @@ def test_one_that_goes_is_forgotten(ends: tuple[socket.socket, socket.socket], t
         return whys == ["it closed the connection"]
 
     assert wait_until(is_forgotten, 10)
+
+
+def test_those_who_read_nothing_do_not_hold_up_the_end_of_a_run(tmp_path: Path) -> None:
+    (tmp_path / "events").write_bytes(bytes(32 << 20))
+    saver = CheckpointReceiver(tmp_path, lambda path, reason: None)
+    core, journal = Coordinator(patience_s=60, secret="s"), Journal(Path(":memory:"))
+    server = Server(core, host="127.0.0.1", port=0, tls=None, journal=journal, saver=saver)
+    server.show_watchers(tmp_path / "events", tmp_path / "now")
+    server.start()
+    deaf = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(3)]
+    try:
+        for one in deaf:
+            one.sendall(encode(LookOn(PROTOCOL, "s")))
+        assert wait_until(lambda: sum(feed._is_sending for feed in server._feeds.values()) == 3, 10)
+    finally:
+        began = time.monotonic()
+        server.stop()
+        took = time.monotonic() - began
+    assert not server._feeds and took < 5.0  # 2 s for all of them together
+    for one in deaf:
+        one.close()

@@ -5,11 +5,13 @@ import math
 import random
 from typing import Any
 
-from potluck.page.fold import MOST_GONE, MOST_LOOKS, MOST_STORY, Fold
+from potluck.page.fold import MOST_EPOCHS, MOST_GONE, MOST_LOOKS, MOST_STORY, Fold
 from potluck.page.metrics import exposition
 from potluck.page.peaks import peak_of
+from potluck.page.reader import now_record
 from potluck.page.series import MOST_CELLS, MOST_POINTS
-from potluck.page.view import Viewer, rows_of
+from potluck.page.server import _as_json
+from potluck.page.view import Viewer, head_of, rows_of
 
 START = 1_790_000_000.0
 
@@ -120,6 +122,36 @@ def test_the_time_between_a_stop_and_a_restart_is_not_training() -> None:
     assert fold.trained_s == 11 and fold.ended is None
 
 
+def test_a_pause_is_no_training_and_tells_nothing_of_the_speed() -> None:
+    before, after = [step(n) for n in range(1, 21)], [step(n, at=5000 + n) for n in range(21, 24)]
+    resumed = {"event": "ordered", "time": START + 5020, "action": "resume", "step": 20, "done": True, "sentence": "s"}
+    fold = folded(started(steps_total=100), *before, resumed, *after)
+    assert fold.trained_s == 23 and fold.rate == 80.0 and fold.left_s() == (77.0, 77.0, 77.0)
+
+
+def test_steps_that_are_done_again_do_not_spoil_the_predicted_end() -> None:
+    lost = {"event": "recovered", "time": START + 20, "step": 12, "lost": [1], "workers": 1}
+    again = [step(n, at=n + 8) for n in range(13, 16)]
+    fold = folded(started(steps_total=100), *(step(n) for n in range(1, 21)), lost, *again)
+    assert [point.last for point in fold.series.points] == list(range(1, 16))
+    assert fold.left_s() == (85.0, 85.0, 85.0)
+
+
+def test_epochs_are_counted_beyond_those_that_are_kept_and_one_that_is_done_again_once() -> None:
+    told = {"event": "epoch_done", "time": START, "total": 9, "same_weights": True, "sentence": "s"}
+    fold = folded(*(told | {"epoch": n, "used": 9 - (n == 3)} for n in (*range(70), 69)))
+    assert view(fold)["head"]["epochs"] == [69, 70] and len(fold.epochs) == MOST_EPOCHS
+    assert "potluck_epochs_total 70" in exposition(fold, {}, START).splitlines()
+
+
+def test_one_that_the_host_does_not_know_any_more_is_not_counted() -> None:
+    """It came, and its host was killed before it had computed anything or gone."""
+    came = {"event": "worker_came", "time": START, "worker": 7, "name": "x", "kind": "cpu", "step": 0, "workers": 3}
+    fold = folded(started(), came, step(1), step(2))
+    rows = [{"id": n, "name": f"w{n}", "phase": "ready", "doing": "", "silent_s": 0.0} for n in range(2)]
+    assert head_of(fold, {"time": START + 9, "workers": rows})["workers"] == 2
+
+
 def test_the_predicted_end_has_a_band_from_how_the_speed_has_changed() -> None:
     slow = [step(n, at=2.0 * n) for n in range(1, 101)]
     quick = [step(n, at=200 + 0.5 * (n - 100)) for n in range(101, 201)]
@@ -134,6 +166,8 @@ def test_lines_that_are_no_events_change_nothing() -> None:
     fold = folded(started(), step(1))
     before = json.dumps(view(fold))
     odd: list[Any] = [{}, {"event": 3}, {"event": "step_done"}, {"event": "step_done", "time": "x", "workers": 3}]
+    odd += [started(steps_total="x"), started(wire=[]), {"event": "run_ended", "time": START, "reason": "finished"}]
+    odd += [{"event": "worker_came", "time": START, "worker": 5, "name": "x", "kind": 3, "step": 0, "workers": 1}]
     for record in [*odd, {"event": "worker_went", "worker": []}, {"event": "unheard of", "time": 0.0}]:
         fold.take(record)
     assert json.dumps(view(fold)) == before
@@ -151,6 +185,8 @@ def test_mfu_is_told_where_every_device_is_known_and_nowhere_else() -> None:
     fold = folded(run, step(1), step(2), step(3))
     assert fold.usage(["NVIDIA H200, torch 2.13.0", "NVIDIA H200"]) == 80 * 1e12 / (2 * 989e12)
     assert fold.usage(["NVIDIA H200", "AMD EPYC, 2 threads"]) is None
+    assert peak_of("NVIDIA GeForce RTX 3080") == 59.5e12 and peak_of("NVIDIA H200 NVL") == 835e12
+    assert not any(map(peak_of, ("NVIDIA GeForce RTX 3080 Ti", "NVIDIA GeForce RTX 4090 Laptop GPU")))
     assert peak_of("NVIDIA L40S") == 362e12 and peak_of("NVIDIA L4") == 121e12 and peak_of("NVIDIA A1000") is None
 
 
@@ -161,6 +197,19 @@ def test_a_silent_worker_is_told_with_when_it_was_last_heard() -> None:
     rows = rows_of(fold, now)
     assert rows[0][8:12] == ["10.0.0.7, 2.1 ms", "ready", "computing", START + 7.5]
     assert rows[0][13] and not rows[1][13]  # the host no longer knows the other
+    assert rows_of(fold, now | {"members": 5000})[1][13]  # of a crowd it does not tell of all
+
+
+def test_how_things_stand_is_taken_from_another_machine_only_as_it_should_be() -> None:
+    row = {"id": 0, "name": "w0", "phase": "ready", "doing": "", "silent_s": 1.0}
+    told = now_record(json.dumps({"time": 1.0, "workers": [row, row | {"rtt_s": "x"}, row | {"kind": 3}, 7]}).encode())
+    assert told == {"time": 1.0, "workers": [row]}
+    for odd in ({"time": "x"}, {"time": 1, "bytes": {}}, {"time": 1, "bytes": 3}, {"time": 1, "members": "x"}, []):
+        assert now_record(json.dumps(odd).encode()) is None
+
+
+def test_a_number_that_is_not_finite_does_not_reach_a_browser() -> None:
+    assert json.loads(_as_json({"a": [float("inf"), 1.5], "b": float("nan")})) == {"a": [None, 1.5], "b": None}
 
 
 def test_figures_for_prometheus_escape_what_people_have_named() -> None:

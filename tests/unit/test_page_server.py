@@ -129,6 +129,19 @@ def test_a_name_that_leads_here_from_elsewhere_is_refused(page: PageProcess) -> 
         assert ask(port, Host=name)[0] == 200
 
 
+def test_whoever_asks_does_not_say_who_that_is(page: PageProcess) -> None:
+    """Another user of the machine could name the connection of a browser that may look."""
+    for said in ("127.0.0.1:1", "10.0.0.1"):
+        assert ask(page.place.access.port, X_Forwarded_For=said)[0] == 200  # it is we who ask, whatever is said
+
+
+def test_what_is_no_request_leaves_nothing_behind(page: PageProcess) -> None:
+    with socket.create_connection(("127.0.0.1", page.place.access.port), timeout=20) as stranger:
+        stranger.sendall(b"\x00\x01\r\n\r\n")
+        assert b"400" in stranger.recv(4096)
+    assert os.fstat(page._complaints.fileno()).st_size == 0
+
+
 def test_the_line_to_join_is_shown_to_the_page_itself_when_asked_for(page: PageProcess) -> None:
     port = page.place.access.port
     assert ask(port, "/invite")[0] == 405
@@ -180,7 +193,22 @@ def test_the_system_tells_whose_process_is_at_the_other_end() -> None:
             assert owner_of(near.getsockname(), own) == os.getuid()
             assert owner_of(("127.0.0.1", 1), own) is None
     access = Access("127.0.0.1", 1, "")
-    assert access.refusal({"host": "127.0.0.1:1"}, {}, ("127.0.0.1", 1)) == "This page is for the user who started it."
+    ends = ("127.0.0.1", 1), ("127.0.0.1", 1)
+    assert access.refusal({"host": "127.0.0.1:1"}, {}, ends) == "This page is for the user who started it."
+
+
+@pytest.mark.skipif(not can_tell_owners(), reason="this system does not tell whose process a connection is")
+def test_a_connection_that_nobody_holds_any_more_speaks_for_nobody() -> None:
+    """It is listed as root's: another user could leave one behind at a port, and come again from there."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        own = listener.getsockname()
+        near = socket.create_connection(own)
+        end = near.getsockname()
+        with listener.accept()[0]:
+            near.close()
+            assert owner_of(end, own) is None
+        with socket.create_connection(own) as near:
+            assert owner_of(near.getsockname(), ("127.0.0.2", own[1])) is None
 
 
 def test_a_token_is_taken_from_the_link_from_the_cookie_and_from_a_scraper_and_from_nowhere_else() -> None:
@@ -190,7 +218,7 @@ def test_a_token_is_taken_from_the_link_from_the_cookie_and_from_a_scraper_and_f
     assert access.refusal(named | {"cookie": "a=b; potluck-8080=right"}, {}, None) == ""
     assert access.refusal(named | {"authorization": "Bearer right"}, {}, None) == ""
     for headers, query in (({}, {}), ({"cookie": "potluck-8080=wrong"}, {}), ({"cookie": "\x00"}, {"token": "righ"})):
-        assert "needs the token" in access.refusal(named | headers, query, ("127.0.0.1", 5))
+        assert "needs the token" in access.refusal(named | headers, query, (("127.0.0.1", 5), ("127.0.0.1", 8080)))
     assert "does not have that name" in access.refusal({"host": "evil.example"}, {"token": "right"}, None)
 
 

@@ -1,5 +1,6 @@
 """A tracker cannot hold up a run: real processes that hang, fail, fall behind or end."""
 
+import json
 import sys
 import threading
 import time
@@ -76,6 +77,22 @@ def test_all_that_is_told_arrives_in_order_and_the_end_waits_for_it(
     assert len(heard) == 102 and '"step": 57' in heard[57] and said == []
 
 
+def test_what_had_to_wait_is_told_with_the_time_at_which_it_happened(
+    start: Callable[..., Reporter], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(reporter, "MOST_UNDER_WAY", 0)  # nothing is sent yet
+    mine = start(KEEPS, str(tmp_path / "heard"))
+    mine(step(1))
+    told_at = time.time()
+    wait_until(lambda: time.time() > told_at + 0.1)
+    monkeypatch.setattr(reporter, "MOST_UNDER_WAY", 8)
+    mine(ENDED)
+    mine.end()
+    mine.wait(30)
+    first, last = (json.loads(line)["time"] for line in (tmp_path / "heard").read_text().splitlines())
+    assert first <= told_at + 0.001 and last >= told_at + 0.099
+
+
 def test_one_that_hangs_costs_a_step_nothing_and_is_said_once(
     start: Callable[..., Reporter], said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,10 +134,10 @@ def test_of_what_waits_too_long_the_oldest_goes_and_neither_the_beginning_nor_th
     mine = start(TAKES)
     for event in (STARTED, *map(step, range(1, 11)), ENDED):
         mine(event)
-    assert [event.step for event in mine._queue if isinstance(event, StepDone)] == [5, 6, 7, 8, 9, 10]
-    assert mine._queue[0] is STARTED and mine._queue[-1] is ENDED and mine._left_out == 4
+    assert [event.step for _, event in mine._queue if isinstance(event, StepDone)] == [5, 6, 7, 8, 9, 10]
+    assert mine._queue[0][1] is STARTED and mine._queue[-1][1] is ENDED and mine._left_out == 4
     mine(step(11, workers=5))  # large ones count as what they are
-    assert [event.step for event in mine._queue if isinstance(event, StepDone)] == [11]
+    assert [event.step for _, event in mine._queue if isinstance(event, StepDone)] == [11]
 
 
 def test_one_that_fails_is_said_once_and_left_out(start: Callable[..., Reporter], said: list[str]) -> None:

@@ -4,11 +4,13 @@ TensorBoard's is there wherever tests are. The others are large: `make trackers`
 """
 
 import importlib.util
+import io
 import json
 import os
 import sqlite3
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,9 @@ from potluck.events import (
     WorkerStep,
     record_of,
 )
+from potluck.trackers import process
 from potluck.trackers.known import LIBRARIES, TrackedRun
+from potluck.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(120)
 OFFLINE = {"WANDB_MODE": "offline", "MLFLOW_ALLOW_FILE_STORE": "true"}
@@ -37,6 +41,20 @@ def needs(library: str) -> None:
         is_there = False
     if not is_there:
         pytest.skip(f"{library} is not installed here; make trackers installs it")
+
+
+def test_a_long_run_may_be_told_afterwards_however_long_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All lines are there at once, and the tracker takes each in its time."""
+    ended: list[int] = []
+    monkeypatch.setattr(process, "FINISH_S", 0.5)
+    monkeypatch.setattr(process.os, "_exit", ended.append)
+    monkeypatch.setattr(process.sys, "stdin", io.StringIO("a line\n" * 8))
+    began = time.monotonic()
+    for number, _ in enumerate(process._lines(), 1):
+        wait_until(lambda done=number: time.monotonic() > began + 0.1 * done, 5)  # type: ignore[misc]
+        assert not ended
+    assert time.monotonic() - began > process.FINISH_S
+    assert wait_until(lambda: ended == [1], 5)  # it does not finish
 
 
 def part_of_a_run(from_step: int, reason: str) -> list[Event]:

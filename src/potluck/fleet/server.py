@@ -139,10 +139,12 @@ class Server:
         deadline = time.monotonic() + 2.0
         for connection in list(self.connections.values()):
             connection.end()
-        while self.connections and time.monotonic() < deadline:
+        while (self.connections or self._feeds) and time.monotonic() < deadline:
             time.sleep(0.01)
         for connection in list(self.connections.values()):
             connection.close()
+        for feed in list(self._feeds.values()):
+            feed.close()
         self.exchange.do(effects.AbandonStep())
         self._lobby.stop()
         for thread in self._threads:

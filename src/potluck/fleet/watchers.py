@@ -80,8 +80,12 @@ class WatcherFeed:
         """Once all that there is has been sent."""
         self._closing.set()
 
+    def close(self) -> None:
+        """At once."""
+        self._pipe.close()
+
     def part_if_stuck(self, now: float) -> bool:
         is_stuck = self._is_sending and now - self._moved_at > STUCK_S
         if is_stuck:
-            self._pipe.close()
+            self.close()
         return is_stuck

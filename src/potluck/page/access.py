@@ -11,6 +11,7 @@ import secrets
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
 
@@ -28,6 +29,10 @@ HEADERS = {
 """Of every answer: nothing is fetched from elsewhere, nobody shows it inside of their own page, nothing is kept."""
 
 
+End = tuple[str, int]
+"""Of a connection: an address and a port."""
+
+
 @dataclass(frozen=True, slots=True)
 class Access:
     host: str
@@ -42,15 +47,15 @@ class Access:
         """Its name: browsers keep cookies of all ports of a machine together."""
         return f"potluck-{self.port}"
 
-    def refusal(self, headers: Mapping[str, str], query: Mapping[str, str], peer: tuple[str, int] | None) -> str:
-        """Why this request is not answered, as a sentence; empty if it is."""
+    def refusal(self, headers: Mapping[str, str], query: Mapping[str, str], ends: tuple[End, End] | None) -> str:
+        """Why this is not answered, as a sentence; empty if it is. `ends`: of its connection, the peer's first."""
         if not self._is_our_name(headers.get("host", "")):
             return "This page does not have that name. Use the address that was printed."
         if self.token:
             if self._has_token(headers, query):
                 return ""
             return "This page needs the token of its link. Use the whole link that was printed."
-        if peer is None or owner_of(peer, (self.host, self.port)) not in (0, os.getuid()):
+        if ends is None or owner_of(*ends) not in (0, os.getuid()):
             return "This page is for the user who started it."
         return ""
 
@@ -78,7 +83,13 @@ class Access:
             ipaddress.ip_address(name)
             return True  # no name that somebody else could have lead here
         except ValueError:
-            return name in {"localhost", self.host.lower(), socket.gethostname().lower(), socket.getfqdn().lower()}
+            return name in {"localhost", self.host.lower(), *_names_of_this_machine()}
+
+
+@cache
+def _names_of_this_machine() -> frozenset[str]:
+    """Once: to look one up may take seconds, during which nobody is answered."""
+    return frozenset({socket.gethostname().lower(), socket.getfqdn().lower()})
 
 
 def new_token(host: str) -> str:
@@ -90,22 +101,25 @@ def can_tell_owners() -> bool:
     return Path("/proc/net/tcp").exists()
 
 
-def owner_of(peer: tuple[str, int], own: tuple[str, int]) -> int | None:
-    """The user whose process is at the other end of a connection within this machine; None: the system does not say."""
+def owner_of(peer: End, own: End) -> int | None:
+    """The user whose process is at the other end of a connection within this machine; None: the system does not say.
+
+    A connection that no process holds any more is listed as root's, and its port may be somebody else's by now.
+    """
     for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
         try:
             lines = Path(f"/proc/net/{table}").read_text(encoding="ascii").splitlines()[1:]
         except OSError:
             continue
-        ends = {_as_listed(peer, family)}
+        ends = [_as_listed(peer, family), _as_listed(own, family)]
         for line in lines:
             fields = line.split()
-            if fields[1] in ends and int(fields[2].rsplit(":", 1)[1], 16) == own[1]:
+            if fields[1:3] == ends and fields[9] != "0":  # its inode
                 return int(fields[7])
     return None
 
 
-def _as_listed(end: tuple[str, int], family: socket.AddressFamily) -> str:
+def _as_listed(end: End, family: socket.AddressFamily) -> str:
     """As /proc/net/tcp has it: words of the machine's own byte order, in hexadecimal."""
     try:
         packed = socket.inet_pton(family, end[0] if family == socket.AF_INET or ":" in end[0] else f"::ffff:{end[0]}")

@@ -28,6 +28,9 @@ RECENT = 400
 SPANS = (20, 60, 200, RECENT)
 """Over so many of the last steps each, the time left is estimated; the band is from the least to the most."""
 SMOOTH = 0.3
+_COUNTS = ("steps_total", "from_step", "workers", "parameters", "flops_per_sample")
+_WORDS = ("unit", "wire", "policy", "device", "device_name")
+"""Of a run's beginning, what figures are made of: a line in which one is not of its kind is none."""
 
 
 @dataclass(slots=True)
@@ -76,11 +79,13 @@ class Fold:
     looks: list[list[Any]] = field(default_factory=list)
     """Validations: [rows, seconds, loss, step, {name: figure}]"""
     epochs: deque[Record] = field(default_factory=lambda: deque(maxlen=MOST_EPOCHS))
+    epochs_done: int = 0
+    epochs_right: int = 0
+    """Also of those that are not kept: how many there were, and of how many exactly once was proved."""
     samples: deque[Record] = field(default_factory=lambda: deque(maxlen=MOST_SAMPLES))
     ended: Record | None = None
     last: Record = field(default_factory=dict)
     """The last step."""
-    decided: str = ""
     skipped: int = 0
     recent: deque[tuple[float, int, float]] = field(default_factory=lambda: deque(maxlen=RECENT))
     """(time, step, samples) of the last steps."""
@@ -124,6 +129,7 @@ class Fold:
     # What happened
 
     def _on_started(self, record: Record, time: float) -> None:
+        _ = [record.get(name, 0) + 0 for name in _COUNTS], [record.get(name, "") + "" for name in _WORDS]
         if record.get("from_step") and self.last and record["from_step"] < self.last["step"]:
             self.series.go_back(record["from_step"])
         if not record.get("from_step") and self.last:  # it begins anew
@@ -200,7 +206,8 @@ class Fold:
             self.looks = self.looks[1::2] if len(self.looks) % 2 == 0 else self.looks[::2]
 
     def _on_came(self, record: Record, time: float) -> None:
-        self.workers[record["worker"]] = WorkerRow(record["worker"], record["name"], record["kind"], at=time)
+        name, kind = record["name"] + "", record["kind"] + ""
+        self.workers[record["worker"]] = WorkerRow(record["worker"], name, kind, at=time)
 
     def _on_went(self, record: Record, time: float) -> None:
         if (row := self.workers.get(record["worker"])) is not None:
@@ -208,24 +215,39 @@ class Fold:
             self._forget_gone()
 
     def _on_back(self, record: Record, time: float) -> None:
+        """Also where workers were lost and the others had kept an earlier step."""
         self.series.go_back(record["step"])
         self.looks = [look for look in self.looks if look[3] <= record["step"]]
+        self.recent.clear()
+
+    def _on_ordered(self, record: Record, time: float) -> None:
+        """The time of a pause is no training, and says nothing of the run's speed."""
+        if record["action"] == "resume" and record["done"]:
+            self._begun_at, self._begun_s = time, self.trained_s
+            self.recent.clear()
 
     def _on_ended(self, record: Record, time: float) -> None:
+        _ = record["reason"] + "", record["step"] + record["seconds"] + record["time"]
         self.ended = record
 
     def _on_sample(self, record: Record, time: float) -> None:
         self.samples.append({name: record[name] for name in ("time", "step", "prompt", "text")})
 
-    def _on_decided(self, record: Record, time: float) -> None:
-        self.decided = record["reason"]
-
     def _on_skipped(self, record: Record, time: float) -> None:
         self.skipped += 1
 
     def _on_epoch(self, record: Record, time: float) -> None:
+        """One that is done again, after a restart, takes the place of what it was."""
         wanted = ("epoch", "used", "total", "same_weights", "sentence")
-        self.epochs.append({name: record[name] for name in wanted} | {"time": time})
+        told = {name: record[name] for name in wanted} | {"time": time}
+        while self.epochs and self.epochs[-1]["epoch"] >= told["epoch"]:
+            self._count_epoch(self.epochs.pop(), -1)
+        self.epochs.append(told)
+        self._count_epoch(told, 1)
+
+    def _count_epoch(self, told: Record, number: int) -> None:
+        self.epochs_done += number
+        self.epochs_right += number * (told["used"] == told["total"] and told["same_weights"])
 
     # Figures of it
 
@@ -276,9 +298,10 @@ _HEARD: dict[str, Callable[[Fold, Record, float], None]] = {
     "worker_came": Fold._on_came,
     "worker_went": Fold._on_went,
     "went_back": Fold._on_back,
+    "recovered": Fold._on_back,
+    "ordered": Fold._on_ordered,
     "run_ended": Fold._on_ended,
     "sampled": Fold._on_sample,
-    "decided": Fold._on_decided,
     "step_skipped": Fold._on_skipped,
     "epoch_done": Fold._on_epoch,
 }

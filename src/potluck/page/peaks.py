@@ -6,6 +6,7 @@ From the makers' data sheets. Of a device that is not listed nothing is said.
 PEAKS: tuple[tuple[str, float], ...] = (
     ("GB200", 2.5e15),
     ("B200", 2.25e15),
+    ("H200 NVL", 835e12),
     ("H200", 989e12),
     ("GH200", 989e12),
     ("H100 PCIe", 756e12),
@@ -33,12 +34,15 @@ PEAKS: tuple[tuple[str, float], ...] = (
     ("MI250X", 383e12),
 )
 """The first whose name is part of the device's, as a word."""
+OTHERS = {"Ti", "SUPER", "Laptop", "Max", "D"}
+"""A word after the name by which it is another device, whose peak is not listed."""
 
 
 def peak_of(device: str) -> float | None:
     """`device`: its name, and perhaps more, as a worker's kind has it."""
     words = f" {device.replace(',', ' ').replace('-', ' ').replace(';', ' ')} "
     for name, peak in PEAKS:
-        if f" {name} " in words:
-            return peak
+        _, found, after = words.partition(f" {name} ")
+        if found:
+            return None if OTHERS.intersection(after.split()[:1]) else peak
     return None

@@ -5,7 +5,7 @@ Reads, and never writes or locks: whatever becomes of the page, the run does not
 
 import json
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from potluck.page.fold import Fold
 from potluck.page.sentences import Record
@@ -17,6 +17,13 @@ LONGEST_LINE = 16 << 20
 NOW = "now.json"
 """Beside the events: what is not one, such as how long a worker has been silent. Its writer replaces it whole."""
 EVENTS = "events.jsonl"
+
+Kinds = dict[str, type | tuple[type, ...]]
+NUMBER = (int, float)
+OF_NOW: Kinds = {"members": int, "waits_for": int}
+OF_BYTES: Kinds = {"sent": NUMBER, "received": NUMBER, "saved": NUMBER}
+OF_WORKER: Kinds = {"id": int, "name": str, "phase": str, "doing": str, "silent_s": NUMBER}
+MORE_OF_WORKER: Kinds = {"kind": str, "address": str, "rtt_s": NUMBER}
 
 
 class RunReader:
@@ -106,18 +113,24 @@ class RunReader:
 def now_record(data: bytes) -> Record | None:
     """What now.json says, if it says it as it should: it may come from another machine."""
     record = _record(data)
-    if record is None or not isinstance(record.get("time"), int | float):
+    if record is None:
         return None
     workers = record.get("workers", [])
-    if not isinstance(workers, list):
+    if not isinstance(workers, list) or not _is_like(record, {"time": NUMBER}, OF_NOW):
         return None
-    wanted = {"id": int, "name": str, "phase": str, "doing": str, "silent_s": (int, float)}
-    record["workers"] = [
-        row
-        for row in workers
-        if isinstance(row, dict) and all(isinstance(row.get(name), kind) for name, kind in wanted.items())  # type: ignore[arg-type]
-    ]
+    if "bytes" in record and not _is_like(record["bytes"], OF_BYTES):
+        return None
+    record["workers"] = [row for row in workers if _is_like(row, OF_WORKER, MORE_OF_WORKER)]
     return record
+
+
+def _is_like(found: Any, must: Kinds, may: Kinds | None = None) -> bool:
+    """Whether it has all that it must have, and whatever it has is of the right kind."""
+    return (
+        isinstance(found, dict)
+        and all(isinstance(found.get(name), kind) for name, kind in must.items())
+        and all(isinstance(found[name], kind) for name, kind in (may or {}).items() if name in found)
+    )
 
 
 def _record(line: bytes) -> Record | None:

@@ -49,6 +49,8 @@ def serve(settings: PageSettings, listener: socket.socket, *, until_input_ends: 
         http="h11",
         ws="none",
         server_header=False,
+        proxy_headers=False,  # who asks is whose connection it is, and not who it says
+        log_level="error",  # what strangers send that is no request is no news, and would fill what is kept of it
         limit_concurrency=256,
         h11_max_incomplete_event_size=16 << 10,
         timeout_graceful_shutdown=1,

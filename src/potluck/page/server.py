@@ -83,8 +83,9 @@ class PageServer:
             await asyncio.sleep(0 if has_more else LOOK_S)
 
     def _refused(self, request: Request) -> Response | None:
-        peer = (request.client.host, request.client.port) if request.client is not None else None
-        sentence = self.access.refusal(request.headers, request.query_params, peer)
+        peer, own = request.scope.get("client"), request.scope.get("server")
+        ends = ((peer[0], peer[1]), (own[0], own[1])) if peer and own else None
+        sentence = self.access.refusal(request.headers, request.query_params, ends)
         return PlainTextResponse(sentence + "\n", 403, HEADERS) if sentence else None
 
     async def _file(self, request: Request) -> Response:
@@ -131,7 +132,7 @@ class PageServer:
                 if is_due:
                     rows_at = now + len(viewer.rows) / ROWS_PER_S
                 # Also where nothing has changed: the page knows by it that somebody is there, and what time it is here.
-                yield f"data: {json.dumps(sent | {'time': round(now, 2)}, separators=(',', ':'))}\n\n"
+                yield f"data: {_as_json(sent | {'time': round(now, 2)})}\n\n"
                 if self.ending.is_set():
                     return
                 with contextlib.suppress(TimeoutError):
@@ -187,6 +188,14 @@ class PageServer:
         except OSError:
             return PlainTextResponse("Whoever leads the run does not hear this page any more.\n", 503, HEADERS)
         return PlainTextResponse("It was passed on.\n", 202, HEADERS)
+
+
+def _as_json(sent: Record) -> str:
+    """A browser stumbles over a number that is not finite, and a host elsewhere may tell anything."""
+    try:
+        return json.dumps(sent, separators=(",", ":"), allow_nan=False)
+    except ValueError:
+        return json.dumps(json.loads(json.dumps(sent), parse_constant=lambda word: None), separators=(",", ":"))
 
 
 async def _read_order(request: Request) -> Record | None:

@@ -22,8 +22,8 @@ def head_of(fold: Fold, now: Record) -> Record:
     run, last = fold.run, fold.last
     left = fold.left_s()
     total = run.get("steps_total", 0)
-    rows = list(fold.workers.values())
-    inside = [row for row in rows if fold.takes_part(row)]
+    known = _told(now)
+    inside = [row for row in fold.workers.values() if _is_in(fold, row, known, now)]
     devices = [row.device or run.get("device_name", "") for row in inside]
     step = max(last.get("step", 0), run.get("from_step", 0)) if last else run.get("from_step", 0)
     return {
@@ -41,9 +41,9 @@ def head_of(fold: Fold, now: Record) -> Record:
         "step_at": last.get("time"),
         "step_s": short(last.get("seconds")),
         "skipped": fold.skipped,
+        "epochs": [fold.epochs_right, fold.epochs_done],
         "workers": len(inside),
         "ended": fold.ended and {name: fold.ended[name] for name in ("reason", "step", "seconds", "time")},
-        "decided": fold.decided,
         "paused": bool(now.get("paused")),
         "saving": bool(now.get("saving")),
         "bytes": bytes_of(fold, now),
@@ -68,19 +68,27 @@ def bytes_of(fold: Fold, now: Record) -> Record | None:
     }
 
 
+def _told(now: Record) -> dict[int, Record]:
+    return {row["id"]: row for row in now.get("workers", ())}
+
+
+def _is_in(fold: Fold, row: WorkerRow, told: dict[int, Record], now: Record) -> bool:
+    """Not one that its host no longer knows, such as one that came before that was killed, and computed nothing."""
+    is_whole = "workers" in now and len(told) >= now.get("members", 0)  # of a crowd, not all are told of
+    is_lost = is_whole and row.id not in told and now["time"] > row.at + 2.0
+    return fold.takes_part(row) and (bool(fold.ended) or not is_lost)
+
+
 def rows_of(fold: Fold, now: Record) -> dict[int, list[Any]]:
     """Of each worker: name, device, rows, share, speed, busy, wait, send, link, phase, doing, heard at, why, is in."""
-    told = {row["id"]: row for row in now.get("workers", ())}
-    is_told, told_at = bool(now.get("workers") is not None and now), now.get("time", 0.0)
-    inside = [row for row in fold.workers.values() if fold.takes_part(row)]
-    rows_now = sum(row.rows for row in inside)
-    speeds = sum(row.speed or 0.0 for row in inside)
+    told, told_at = _told(now), now.get("time", 0.0)
+    inside = {row.id: row for row in fold.workers.values() if _is_in(fold, row, told, now)}
+    rows_now = sum(row.rows for row in inside.values())
+    speeds = sum(row.speed or 0.0 for row in inside.values())
     found: dict[int, list[Any]] = {}
     for row in list(fold.workers.values())[-MOST_ROWS:]:
         live = told.pop(row.id, None)
-        is_lost = is_told and live is None and told_at > row.at + 2.0  # the host does not know it any more
-        is_in = fold.takes_part(row) and (bool(fold.ended) or not is_lost)
-        found[row.id] = _row(fold, row, live, is_in, (rows_now, speeds), told_at)
+        found[row.id] = _row(fold, row, live, row.id in inside, (rows_now, speeds), told_at)
     for live in list(told.values())[:MOST_ROWS]:  # those that are not ready yet
         fresh = WorkerRow(live["id"], live["name"], live.get("kind", ""))
         found[fresh.id] = _row(fold, fresh, live, True, (0, 0.0), told_at)

@@ -11,6 +11,7 @@ import queue
 import signal
 import sys
 import threading
+import time
 import tomllib
 from collections import deque
 from collections.abc import Iterator
@@ -25,7 +26,9 @@ TAKEN = "."
 BEGIN = {"run_started", "step_done", "step_skipped", "validated", "run_ended"}
 """What a tracker is started with; a loop of one's own tells no beginning."""
 FINISH_S = 60.0
-"""How long a tracker may take to finish once nobody tells it anything more; then this process ends."""
+"""How long a tracker may take for a record, or to finish, once nobody tells it anything more; then this ends."""
+MOST_AHEAD = 1024
+"""Lines that are read before the tracker has taken those before them; more than a run that is under way sends ahead."""
 
 
 class _Feeding:
@@ -84,19 +87,22 @@ def _recipe_of(folder: Path) -> dict[str, Any]:
 
 def _lines() -> Iterator[str]:
     """From a thread, so that a tracker which hangs does not keep us from hearing that the run is gone."""
-    found: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+    found: queue.Queue[str | None] = queue.Queue(MOST_AHEAD)
+    moved_at = time.monotonic()
 
     def read() -> None:
         for line in sys.stdin:
             found.put(line)
         found.put(None)
-        clock = threading.Timer(FINISH_S, os._exit, [1])
-        clock.daemon = True
-        clock.start()
+        while (left_s := moved_at + FINISH_S - time.monotonic()) > 0:
+            time.sleep(left_s)
+        os._exit(1)
 
     threading.Thread(target=read, daemon=True).start()
     while (line := found.get()) is not None:
+        moved_at = time.monotonic()
         yield line
+    moved_at = time.monotonic()
 
 
 def main(name: str, folder: Path) -> int:

@@ -42,7 +42,8 @@ class Reporter:
             start_new_session=HAS_GROUPS,  # Ctrl-C is for the run, which then says so
         )
         self._changed = threading.Condition()
-        self._queue: deque[Event] = deque()
+        self._queue: deque[tuple[float, Event]] = deque()
+        """With when each happened: what waits is told later."""
         self._weight = 0
         self._heard = self._sent = self._taken = self._left_out = 0
         self._sign_at = time.monotonic()
@@ -59,7 +60,7 @@ class Reporter:
             if self._is_gone or self._is_closing:
                 return
             self._heard += 1
-            self._queue.append(event)
+            self._queue.append((time.time(), event))
             self._weight += _weight(event)
             while self._weight > MOST_WAITING and self._leave_one_out():
                 pass
@@ -68,7 +69,7 @@ class Reporter:
 
     def _leave_one_out(self) -> bool:
         """The oldest; but a tracker must hear of the beginning and of the end."""
-        for place, event in enumerate(self._queue):
+        for place, (_, event) in enumerate(self._queue):
             if not isinstance(event, RunStarted | RunEnded):
                 del self._queue[place]
                 self._weight -= _weight(event)
@@ -101,23 +102,24 @@ class Reporter:
         stdin = self._process.stdin
         assert stdin is not None
         with contextlib.suppress(OSError, ValueError):  # it has ended, which the reader sees
-            while (event := self._next()) is not None:
-                stdin.write(json.dumps(record_of(event), default=_as_plain).encode() + b"\n")
+            while (told := self._next()) is not None:
+                at, event = told
+                stdin.write(json.dumps(record_of(event, at), default=_as_plain).encode() + b"\n")
                 stdin.flush()
         with contextlib.suppress(OSError):
             stdin.close()
 
-    def _next(self) -> Event | None:
+    def _next(self) -> tuple[float, Event] | None:
         with self._changed:
             self._changed.wait_for(lambda: self._is_gone or self._may_send or (self._is_closing and not self._queue))
             if self._is_gone or not self._queue:
                 return None
-            event = self._queue.popleft()
+            at, event = self._queue.popleft()
             self._weight -= _weight(event)
             if self._sent == self._taken:
                 self._sign_at = time.monotonic()
             self._sent += 1
-            return event
+            return at, event
 
     @property
     def _may_send(self) -> bool:

@@ -162,7 +162,7 @@ function ending() {
 }
 
 function drawFigures() {
-  const { head, run, looks, epochs } = state;
+  const { head, run, looks } = state;
   const unit = run.unit || "rows", look = looks[looks.length - 1], found = [];
   const best = looks.reduce((least, one) => one[2] !== null && (least === null || one[2] < least) ? one[2] : least, null);
   found.push(["Loss", figure(head.loss), head.norm === null || head.norm === undefined ? "" : `gradient norm ${figure(head.norm)}`]);
@@ -174,8 +174,8 @@ function drawFigures() {
   if (head.left && !head.ended) found.push(["Time left", duration(head.left[0]), `${duration(head.left[1])} to ${duration(head.left[2])}`]);
   found.push([head.ended ? "Took" : "Trained", duration(head.trained_s || 0), head.ended ? "" : `since ${run.at ? clock(run.at, false) : "–"}`]);
   found.push(["Workers", whole(head.workers || 0), head.paused ? "paused" : ""]);
-  const right = epochs.filter((one) => one.used === one.total && one.same_weights).length;
-  found.push(["Exactly once", epochs.length ? (right === epochs.length ? "Proved" : "Broken") : "–", epochs.length ? `${plural(right, "epoch")} of ${epochs.length}` : "at each epoch's end"]);
+  const [right, ended] = head.epochs || [0, 0];
+  found.push(["Exactly once", ended ? (right === ended ? "Proved" : "Broken") : "–", ended ? `${plural(right, "epoch")} of ${whole(ended)}` : "at each epoch's end"]);
   if (head.bytes) found.push([head.bytes.counted ? "Sent and received" : "Sent, computed", bytes(head.bytes.sent + (head.bytes.received || 0)), head.bytes.saved > 0 ? `${bytes(head.bytes.saved)} saved by ${run.wire}` : "in full precision"]);
   const list = $("figures");
   while (list.children.length > found.length) list.lastChild.remove();
