@@ -408,6 +408,9 @@ class PeerWriter:
         try:
             message = self.exchange.average(out.step, out.part, plain=connection.plain)
             if message is not None:
+                if isinstance(message, CodedAverage):
+                    floats = int(self.exchange.layout.tails[out.part].sum(dtype=np.uint64))
+                    connection.pipe.spared_sent_bytes += 4 * floats - message.numbers.nbytes
                 connection.send_pieces(encode_parts(message, connection.codec))
         finally:
             self.exchange.release(out.part)

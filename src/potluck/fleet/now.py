@@ -16,14 +16,14 @@ class Travelled:
     """Bytes of messages between a host and all who take part, also those who are gone."""
 
     def __init__(self) -> None:
-        self._before = (0, 0)
+        self._before = (0, 0, 0)
         self._pipes: dict[int, Pipe] = {}
 
     def add(self, peer: int, pipe: Pipe) -> None:
         self._pipes[peer] = pipe
 
-    def count(self, here: Collection[int]) -> tuple[int, int]:
-        """Sent and received. `here`: who is still there. Numbers in shared memory do not travel."""
+    def count(self, here: Collection[int]) -> tuple[int, int, int]:
+        """Sent, received, and spared by codings. `here`: who is still there. Numbers in shared memory do not travel."""
         for peer in [peer for peer in self._pipes if peer not in here]:
             self._before = _sum(self._before, self._pipes.pop(peer))
         found = self._before
@@ -32,8 +32,10 @@ class Travelled:
         return found
 
 
-def _sum(before: tuple[int, int], pipe: Pipe) -> tuple[int, int]:
-    return before[0] + pipe.sent_bytes, before[1] + pipe.received_bytes
+def _sum(before: tuple[int, int, int], pipe: Pipe) -> tuple[int, int, int]:
+    sent, received, spared = before
+    spared += pipe.spared_sent_bytes + pipe.spared_received_bytes
+    return sent + pipe.sent_bytes, received + pipe.received_bytes, spared
 
 
 def standing_now(
@@ -41,8 +43,7 @@ def standing_now(
 ) -> dict[str, Any]:
     """Under the server's lock. `clock`: the coordinator's; `time`: everybody's."""
     members = list(core.membership.members.values())
-    sent, received = travelled.count(connections.keys())
-    saved = _saved_share(core)
+    sent, received, spared = travelled.count(connections.keys())
     return {
         "time": round(time, 3),
         "step": core.steps_done,
@@ -50,7 +51,7 @@ def standing_now(
         "saving": core.saving.is_under_way,
         "waits_for": max(0, core.at_least - len(core.membership.ready)) if not core.standing.step else 0,
         "members": len(members),
-        "bytes": {"sent": sent, "received": received, "saved": int((sent + received) * saved)},
+        "bytes": {"sent": sent, "received": received, "saved": spared},
         "workers": [_row(core, member, connections, clock) for member in members[:MOST_TOLD]],
     }
 
@@ -70,15 +71,3 @@ def _row(
         "address": member.address,
         **({"rtt_s": rtt_s} if rtt_s is not None else {}),
     }
-
-
-def _saved_share(core: Coordinator) -> float:
-    """Beyond each byte that travelled, about how many more it would have been as fp32."""
-    described = core.description
-    if described is None or described.wire == "fp32":
-        return 0.0
-    plain = coded = 0
-    for part, coding in zip(described.parts, described.codings, strict=True):
-        plain += 4 * part.floats
-        coded += coding.coded_bytes(part.floats) if coding is not None else 4 * part.floats
-    return plain / coded - 1 if coded else 0.0

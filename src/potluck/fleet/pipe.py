@@ -46,6 +46,8 @@ class Pipe:
         self.heard_at = time.monotonic()
         self.sent_bytes = 0
         self.received_bytes = 0
+        self.spared_sent_bytes = self.spared_received_bytes = 0
+        """How many more they would have been, had what was coded travelled as floats."""
         """Of messages, before they are encrypted."""
         self._tls = connection if isinstance(connection, ssl.SSLSocket) else None
         self.is_local = CAN_SHARE and self._tls is None and connection.family == socket.AF_UNIX

@@ -110,6 +110,7 @@ class PeerReader:
 
     def _read_coded(self, bulk: Bulk, over: memoryview, length: int) -> None:
         part, _ = self._exchange.layout.check_coded(bulk)
+        self._connection.pipe.spared_received_bytes += 4 * self._mean.sizes[part] - bulk.nbytes
         expected, slot = self._open_next(bulk.fields["step"], part, self._mean.sizes[part], coded=True)
         try:
             over = self._pour(slot, over)
