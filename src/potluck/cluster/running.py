@@ -27,6 +27,7 @@ from potluck.launch.host import host, with_base
 from potluck.launch.join import join
 from potluck.launch.processes import RankSpan, launch
 from potluck.save.run_folder import holds_run, make_run_folder
+from potluck.signals import ECHO_S
 from potluck.waiting import wait_until
 from potluck.words import say
 
@@ -198,7 +199,7 @@ class _Task:
                         say(f"Job {self.place.job} is requeued, and resumes from what was saved.")
                     for _ in range(2):
                         os.kill(os.getpid(), signal.SIGTERM)
-                        time.sleep(1.0)
+                        time.sleep(2 * ECHO_S)  # sooner, the second would be the first's echo
 
         threading.Thread(target=look, name="first node", daemon=True).start()
 

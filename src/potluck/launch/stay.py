@@ -70,7 +70,7 @@ class Stay:
             stack.enter_context(self._interrupts.handled())
             if self._watch != "off" and NOTICE_SIGNAL is not None:
                 stack.enter_context(handling((NOTICE_SIGNAL,), self._on_notice_signal))
-                environment[IGNORED] = signal.Signals(NOTICE_SIGNAL).name
+                environment[IGNORED] = f"{os.environ.get(IGNORED, '')} {signal.Signals(NOTICE_SIGNAL).name}"
             self._notices = stack.enter_context(closing(start_watch(self._watch, say)))
             while True:
                 if not self._await_turn():
