@@ -14,10 +14,11 @@ import pytest
 
 from potluck.errors import ConfigError
 from potluck.launch import control
-from potluck.launch.absence import decide_absence
+from potluck.launch.absence import Absence, decide_absence
 from potluck.launch.control import Wish, control_folder, controlled, find_joiners
 from potluck.launch.hours import Hours, parse_length, tell_length
-from potluck.launch.pausing import choose
+from potluck.launch.pausing import choose, pause
+from potluck.launch.stay import Stay, Terms
 from potluck.launch.yielding import (
     BUSY_S,
     FREE_S,
@@ -31,6 +32,7 @@ from potluck.launch.yielding import (
     ticks_of,
 )
 from potluck.system import lock
+from potluck.train.arguments import WorkersConfig
 from potluck.waiting import wait_until
 
 FRIDAY = datetime(2026, 1, 2)
@@ -214,6 +216,40 @@ def test_a_joiner_begins_also_while_somebody_looks_for_joiners(
     with controlled("laptop-1", "") as one:
         assert begun.is_set() and one.folder is not None
         assert [found.name for found in find_joiners()] == ["laptop-1"]
+
+
+def test_all_are_told_to_pause_at_once_and_one_that_is_away_says_until_when_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    with controlled("laptop-1", "") as one, controlled("laptop-2", "") as two:
+        one.tell("working", "It works.")
+        two.tell("paused", "Paused for 1 h.")
+
+        def answer() -> None:
+            assert wait_until(lambda: two.wish().pauses, 20.0)
+            two.tell("paused", "Paused for 2 h.")
+            one.tell("paused", "Away.")  # only once the other was told, too
+
+        answering = threading.Thread(target=answer)
+        answering.start()
+        assert pause("all", "2h") == 0
+        answering.join(20)
+    said = capsys.readouterr().err
+    assert "laptop-1: Away." in said and "laptop-2: Paused for 2 h." in said
+
+
+def test_one_that_is_away_says_why_once_however_the_use_of_others_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    looks = iter([Absence("yields", f"Yields: {use} %.") for use in (30, 40, 50)])
+    with controlled("laptop-1", "") as one:
+        stay = Stay(WorkersConfig(count=1), Terms(), one, ["laptop-1"])
+        monkeypatch.setattr(stay._absences, "look", lambda ours: next(looks, None))
+        assert stay._await_turn()
+        assert find_joiners()[0].state().doing == "working"
+    assert capsys.readouterr().err.splitlines() == ["potluck: Yields: 30 %.", "potluck: Back: joining again."]
 
 
 def test_where_files_cannot_be_locked_a_worker_joins_all_the_same(

@@ -17,6 +17,8 @@ from potluck.cluster.place import JobPlace
 from potluck.cluster.plan import plan, plan_early
 from potluck.cluster.ray import seats_of
 from potluck.cluster.reaching import interface_to, reach
+from potluck.cluster.running import up
+from potluck.cluster.slurm import requeue
 from potluck.errors import ConfigError
 from potluck.fleet.invite import Invite
 from potluck.waiting import wait_until
@@ -192,6 +194,13 @@ def test_what_named_starts_have_left_in_a_meeting_is_not_in_the_way(tmp_path: Pa
     unnamed.greetings(2)
     unnamed.close()
     assert [path.name for path in unnamed.folder.iterdir()] == ["17.0.0"]
+
+
+def test_a_job_without_srun_and_scontrol_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.environ", {"PATH": str(tmp_path), "SLURM_JOB_ID": "17"})
+    with pytest.raises(ConfigError, match="Cannot run srun: No such file"):
+        up(Asked(what="small"), None)
+    assert not requeue(PLACE)
 
 
 def test_a_node_that_hears_nothing_of_the_first_says_where_it_looked(tmp_path: Path) -> None:

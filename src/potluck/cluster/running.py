@@ -46,7 +46,13 @@ def up(asked: Asked, on: str | None) -> int:
         return up_on_ray(asked, place.leader)
     if place.spread:
         say(f"Found {place.scheduler}: on all nodes of job {place.job}, with {' '.join(place.spread)}")
-        os.execvp(place.spread[0], [*place.spread, sys.executable, "-m", "potluck.cli", *sys.argv[1:]])
+        try:
+            os.execvp(place.spread[0], [*place.spread, sys.executable, "-m", "potluck.cli", *sys.argv[1:]])
+        except OSError as error:  # in a container, say
+            raise ConfigError(
+                f"Cannot run {place.spread[0]}: {error.strerror}. Where there is none, as in a container, start the"
+                f" command on every node from outside: srun --ntasks-per-node=1 ... potluck up {asked.what}"
+            ) from None
     os.environ[IGNORED] = "SIGTERM"  # SLURM sends it to all; this process passes on what is meant
     return _Task(asked, place).run()
 

@@ -110,8 +110,9 @@ class Stay:
         """Until nothing speaks against working; whether that came."""
         told: Absence | None = None
         while (absence := self._absences.look(tuple)) is not None:
-            if absence != told:
+            if told is None or absence.reason != told.reason:  # others' use alone changes every few seconds
                 say(absence.sentence)
+            if absence != told:
                 self._control.tell("paused", absence.sentence)
                 told = absence
             if self._end() is not None:
