@@ -32,28 +32,34 @@ def is_taken_back() -> bool:
     return signal.SIGTERM in _asked
 
 
+ECHO_S = 1.0
+"""A SIGTERM this soon after a signal is the same request: a scheduler sends it, and so does its launcher."""
+
+
 @contextmanager
 def on_interrupt(request_stop: Callable[[], None]) -> Iterator[None]:
     """The first Ctrl-C or SIGTERM asks for a stop; the same one again has its usual effect.
 
-    A scheduler's SIGTERM reaches all processes of a machine, and a worker's parent passes its own on as Ctrl-C:
-    together they are one request, by which nothing must be lost.
+    A scheduler's SIGTERM reaches all processes of a machine, and a worker's parent passes its own on, as Ctrl-C, or as
+    torchrun does, as it is: together they are one request, by which nothing must be lost.
     """
+    heard: dict[int, float] = {}
     with ExitStack() as ours:
         each = {number: ours.enter_context(ExitStack()) for number in END}
 
         def stop(number: int) -> None:
-            _asked.add(number)
-            request_stop()
-            each[number].close()
+            now = time.monotonic()
+            if number not in heard:
+                heard[number] = now
+                _asked.add(number)
+                request_stop()
+            elif number != signal.SIGTERM or now - heard[number] >= ECHO_S:
+                each[number].close()
+                signal.raise_signal(number)
 
         for number, stack in each.items():
             stack.enter_context(handling((number,), stop))
         yield
-
-
-ECHO_S = 1.0
-"""A SIGTERM this soon after a signal is the same request: a scheduler sends it, and so does its launcher."""
 
 
 class Interrupts:

@@ -51,6 +51,8 @@ BAD = {
     "half an emoji in a chat": (lines({"messages": [{"role": "user", "content": "\ude00"}]}), r"has \\ude00, which is"),
     "no call": (lines({"messages": [{"role": "assistant", "tool_calls": [{"x": 1}]}]}), r"tool_calls is a list of \{"),
     "no content": (lines({"messages": [{"role": "assistant", "content": None}]}), "of a message is text, not null"),
+    "half an emoji in a tool": (lines(CHAT | {"tools": [{"name": "\ud83d"}]}), r"has \\ud83d, which is"),
+    "tools without an end": (lines(CHAT | {"tools": "[" * 100_000}), r"Line 1 of .*: tools is a list of functions"),
     "no tools": (lines(CHAT | {"tools": "{"}), r"Line 1 of .*: tools is a list of functions, as JSON schemas: "),
     "half an emoji in a call": (
         lines({"messages": [{"role": "assistant", "tool_calls": [{"name": "a", "arguments": "\ude00"}]}]}),

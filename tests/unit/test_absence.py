@@ -1,19 +1,24 @@
 """When a worker on a person's own machine is away: hours, pauses, yielding; and how its owner finds it."""
 
+import errno
 import os
 import subprocess
 import sys
+import threading
 import time
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from potluck.errors import ConfigError
-from potluck.launch.absence import decide_absence
+from potluck.launch import control
+from potluck.launch.absence import Absence, decide_absence
 from potluck.launch.control import Wish, control_folder, controlled, find_joiners
 from potluck.launch.hours import Hours, parse_length, tell_length
-from potluck.launch.pausing import choose
+from potluck.launch.pausing import choose, pause
+from potluck.launch.stay import Stay, Terms
 from potluck.launch.yielding import (
     BUSY_S,
     FREE_S,
@@ -26,6 +31,8 @@ from potluck.launch.yielding import (
     share_of_cards,
     ticks_of,
 )
+from potluck.system import lock
+from potluck.train.arguments import WorkersConfig
 from potluck.waiting import wait_until
 
 FRIDAY = datetime(2026, 1, 2)
@@ -54,7 +61,7 @@ def test_hours_open_and_close_in_local_time(text: str, clock: str, is_open: bool
 
 
 @pytest.mark.parametrize(
-    "text", ["", "22-7", "22:00", "25:00-07:00", "22:60-07:00", "07:00-07:00", "Sa", "22:00-07:00,"]
+    "text", ["", "22-7", "22:00", "25:00-07:00", "22:60-07:00", "07:00-07:00", "24:00-00:00", "Sa", "22:00-07:00,"]
 )
 def test_what_are_no_hours_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="are no hours"):
@@ -78,6 +85,9 @@ def test_the_first_reason_to_be_away_is_told_to_both_sides() -> None:
     paused = decide_absence(Wish(True, now + 3600, 3600.0), hours, use, now)
     assert paused is not None and paused.reason == "paused by its owner for 1 h"
     assert paused.sentence == "Paused for 1 h, until 13:00; potluck resume ends it sooner."
+    for days, until in ((1, "Sat 12:00"), (6, "Thu 12:00"), (7, "Fri 2026-01-09 12:00")):
+        paused = decide_absence(Wish(True, FRIDAY.replace(day=2 + days, hour=12).timestamp()), hours, use, now)
+        assert paused is not None and f"until {until};" in paused.sentence
     forever = decide_absence(Wish(True), hours, use, now)
     assert forever is not None and forever.sentence == "Paused until potluck resume."
     closed = decide_absence(Wish(True, now - 1, 3600.0), hours, use, now)
@@ -184,6 +194,75 @@ def test_a_joiner_is_found_by_its_user_alone_and_told(tmp_path: Path, monkeypatc
             with pytest.raises(ConfigError, match="is called 'desktop'"):
                 choose(find_joiners(), "desktop", "pause")
     assert find_joiners() == []
+
+
+def test_a_joiner_begins_also_while_somebody_looks_for_joiners(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    begun, place = threading.Event(), control_folder() / "laptop-1" / "lock"
+    usual_open = Path.open
+
+    def open_late(path: Path, *args: Any, **named: Any) -> Any:
+        """Between a joiner's opening its lock and its taking it, somebody else has it."""
+        file = usual_open(path, *args, **named)
+        if path == place and not begun.is_set():
+            begun.set()
+            lock(other := usual_open(path))
+            threading.Timer(0.05, other.close).start()
+        return file
+
+    monkeypatch.setattr(Path, "open", open_late)
+    with controlled("laptop-1", "") as one:
+        assert begun.is_set() and one.folder is not None
+        assert [found.name for found in find_joiners()] == ["laptop-1"]
+
+
+def test_all_are_told_to_pause_at_once_and_one_that_is_away_says_until_when_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    with controlled("laptop-1", "") as one, controlled("laptop-2", "") as two:
+        one.tell("working", "It works.")
+        two.tell("paused", "Paused for 1 h.")
+
+        def answer() -> None:
+            assert wait_until(lambda: two.wish().pauses, 20.0)
+            two.tell("paused", "Paused for 2 h.")
+            one.tell("paused", "Away.")  # only once the other was told, too
+
+        answering = threading.Thread(target=answer)
+        answering.start()
+        assert pause("all", "2h") == 0
+        answering.join(20)
+    said = capsys.readouterr().err
+    assert "laptop-1: Away." in said and "laptop-2: Paused for 2 h." in said
+
+
+def test_one_that_is_away_says_why_once_however_the_use_of_others_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    looks = iter([Absence("yields", f"Yields: {use} %.") for use in (30, 40, 50)])
+    with controlled("laptop-1", "") as one:
+        stay = Stay(WorkersConfig(count=1), Terms(), one, ["laptop-1"])
+        monkeypatch.setattr(stay._absences, "look", lambda ours: next(looks, None))
+        assert stay._await_turn()
+        assert find_joiners()[0].state().doing == "working"
+    assert capsys.readouterr().err.splitlines() == ["potluck: Yields: 30 %.", "potluck: Back: joining again."]
+
+
+def test_where_files_cannot_be_locked_a_worker_joins_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*args: Any, **named: Any) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr(control, "lock", refuse)  # as NFS without a lock daemon
+    with controlled("laptop-1", "") as one:
+        assert one.folder is None
+    assert "potluck pause will not find this worker" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"pauses": 1, "until": "soon"}', "x" * 100_000])

@@ -17,8 +17,11 @@ from potluck.cluster.place import JobPlace
 from potluck.cluster.plan import plan, plan_early
 from potluck.cluster.ray import seats_of
 from potluck.cluster.reaching import interface_to, reach
+from potluck.cluster.running import up
+from potluck.cluster.slurm import requeue
 from potluck.errors import ConfigError
 from potluck.fleet.invite import Invite
+from potluck.waiting import wait_until
 from tests.clusters.slurm import free_ports
 
 STEP = {
@@ -150,11 +153,12 @@ def test_nodes_meet_in_files_for_their_owner_alone_and_take_no_answer_from_befor
     first, other = Meeting(tmp_path / "run", "17.0.0"), Meeting(tmp_path / "run", "17.0.0")
     (first.folder / "answer-1.json").write_text('{"word": "old", "led": "group"}')
     greeting = other.greet(1, "n2", 1, TWO)
-    assert first.greetings(3) == {1: greeting} and first.greetings(1) == {}
     said: list[str] = []
     found: list[Reply] = []
     waiting = threading.Thread(target=lambda: found.append(other.wait_for_answer(1, greeting, 30.0, said.append)))
     waiting.start()
+    assert wait_until(lambda: 1 in first.greetings(3), 20.0)
+    assert first.greetings(3)[1].word == greeting.word and first.greetings(1) == {}
     first.hand_over(Invite("n1", 4000, "s3cret", "A" * 43), 3)
     waiting.join(20)
     assert [reply.led for reply in found] == ["host"] and not said
@@ -165,6 +169,38 @@ def test_nodes_meet_in_files_for_their_owner_alone_and_take_no_answer_from_befor
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     first.close()
     assert not list(first.folder.iterdir())
+
+
+def test_a_first_node_takes_no_greeting_from_before(tmp_path: Path) -> None:
+    before, first, other = (Meeting(tmp_path, "none.0") for _ in range(3))  # as torchrun's, whose starts have no name
+    before.greetings(2)
+    stale = other.greet(1, "n2", 1, TWO)
+    with pytest.raises(ConfigError, match="Gave up"):  # it heard the call, and was ended then
+        other.wait_for_answer(1, stale, 0.01, lambda sentence: None)
+    assert before.greetings(2) and first.greetings(2) == {}
+    greeting = other.greet(1, "n2", 1, TWO)
+    found: list[Reply] = []
+    waiting = threading.Thread(target=lambda: found.append(other.wait_for_answer(1, greeting, 30.0, lambda said: None)))
+    waiting.start()
+    assert wait_until(lambda: 1 in first.greetings(2), 20.0)
+    first.answer(1, Reply(word=first.greetings(2)[1].word, led="group", resume=True))
+    waiting.join(20)
+    assert [reply.resume for reply in found] == [True]
+
+
+def test_what_named_starts_have_left_in_a_meeting_is_not_in_the_way(tmp_path: Path) -> None:
+    Meeting(tmp_path, "17.0.0").greetings(2)
+    unnamed = Meeting(tmp_path, "")
+    unnamed.greetings(2)
+    unnamed.close()
+    assert [path.name for path in unnamed.folder.iterdir()] == ["17.0.0"]
+
+
+def test_a_job_without_srun_and_scontrol_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.environ", {"PATH": str(tmp_path), "SLURM_JOB_ID": "17"})
+    with pytest.raises(ConfigError, match="Cannot run srun: No such file"):
+        up(Asked(what="small"), None)
+    assert not requeue(PLACE)
 
 
 def test_a_node_that_hears_nothing_of_the_first_says_where_it_looked(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import importlib.util
 import io
 import json
 import os
+import signal
 import sqlite3
 import subprocess
 import sys
@@ -130,6 +131,21 @@ def test_tensorboard_has_every_number_and_drops_what_is_done_again(tmp_path: Pat
     assert [entry.step for entry in found.Scalars("worker_came/workers")] == [2], "though it came before the run began"
     assert {"workers/fast-one/busy_s", "workers/1/rows"} <= names
     assert not (tmp_path / "run" / "trackers" / "tensorboard.log").read_text(), "it had something to complain about"
+
+
+def test_a_signal_to_all_processes_of_a_machine_does_not_keep_the_end_from_a_tracker(tmp_path: Path) -> None:
+    command = [sys.executable, "-P", "-m", "potluck.trackers.process", "tensorboard", "."]
+    with subprocess.Popen(command, cwd=tmp_path, stdin=-1, stdout=-1, text=True) as process:
+        assert process.stdin is not None and process.stdout is not None
+        *begun, ended = part_of_a_run(0, "interrupted")
+        for event in begun:
+            process.stdin.write(json.dumps(record_of(event)) + "\n")
+        process.stdin.flush()
+        assert process.stdout.readline()  # it has begun
+        process.send_signal(signal.SIGTERM)
+        process.stdin.write(json.dumps(record_of(ended)) + "\n")
+        process.stdin.close()
+        assert process.wait(60) == 0 and process.stdout.read().splitlines().count(".") == len(begun) + 1
 
 
 def test_a_trackers_process_imports_no_torch() -> None:

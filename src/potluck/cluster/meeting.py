@@ -1,14 +1,16 @@
 """Meeting: nodes that share a file system find each other in the run folder, in files for their owner alone.
 
-Each greets with a word that it has just made up, and the first answers with that word: so nobody takes what lies
-there from an earlier start of the job for an answer. The invite is in a file of its own. Knows no scheduler.
+The first calls with a word that it has just made up, each other greets with that word and one of its own, and the first
+answers with the latter: so neither takes what lies there from an earlier start of the job for the other's. The invite
+is in a file of its own. Knows no scheduler.
 """
 
 import json
 import secrets
 import threading
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from potluck.waiting import POLL_S, wait_until
 
 MOST_BYTES = 1 << 16
 INVITE_FILE = "invite"
+CALL = "call"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,6 +33,8 @@ class Greeting:
     node: str
     workers: int
     brings: Brings
+    call: str = ""
+    """The first node's word, as far as it was heard."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,8 +67,10 @@ class Meeting:
                 f"Nodes cannot meet in {self.folder}: {error.strerror}. Name a run folder that all of them share, and"
                 " that is yours alone, with --out."
             ) from None
+        self._call = ""
         self._answered: dict[int, str] = {}
         self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
 
     @property
     def invite(self) -> Path:
@@ -72,19 +79,22 @@ class Meeting:
     # The first node
 
     def greetings(self, tasks: int | None) -> dict[int, Greeting]:
-        """Of all others so far, by their task."""
+        """Of all others that have heard the call so far, by their task."""
+        if not self._call:
+            self._call = secrets.token_hex(8)
+            self._write(CALL, self._call)
         found = {}
         for path in self.folder.glob("greeting-*.json"):
             number = path.stem.removeprefix("greeting-")
             if number.isdigit() and 0 < int(number) < (tasks or 1 << 31):
                 found[int(number)] = from_dict(Greeting, _read(path), f"{path}")
-        return dict(sorted(found.items()))
+        return {task: each for task, each in sorted(found.items()) if each.call == self._call}
 
     def answer(self, task: int, answer: Reply) -> None:
         self._write(f"answer-{task}.json", json.dumps(asdict(answer)))
         self._answered[task] = answer.word
 
-    def hand_over(self, invite: Invite, tasks: int | None) -> threading.Thread:
+    def hand_over(self, invite: Invite, tasks: int | None) -> None:
         """To those who have come, and until close() to whoever comes."""
         self._write(INVITE_FILE, invite.line() + "\n")
 
@@ -96,14 +106,16 @@ class Meeting:
                 if self._ended.wait(POLL_S if len(self._answered) < (tasks or 1 << 31) - 1 else 1.0):
                     return
 
-        thread = threading.Thread(target=look, name="meeting", daemon=True)
-        thread.start()
-        return thread
+        self._thread = threading.Thread(target=look, name="meeting", daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
         self._ended.set()
+        if self._thread is not None:  # it reads what goes now
+            self._thread.join()
         for path in self.folder.glob("*"):
-            path.unlink(missing_ok=True)
+            if not path.is_dir():  # of a start that had a name
+                path.unlink(missing_ok=True)
 
     # The others
 
@@ -112,12 +124,22 @@ class Meeting:
         self._write(f"greeting-{task}.json", json.dumps(asdict(greeting)))
         return greeting
 
+    def _heed_call(self, task: int, greeting: Greeting) -> Greeting:
+        """The greeting with the word that the first node calls with now."""
+        with suppress(OSError, UnicodeDecodeError):
+            if (call := (self.folder / CALL).read_text(encoding="ascii")) != greeting.call:
+                greeting = replace(greeting, call=call)
+                self._write(f"greeting-{task}.json", json.dumps(asdict(greeting)))
+        return greeting
+
     def wait_for_answer(self, task: int, greeting: Greeting, seconds: float, say: Callable[[str], None]) -> Reply:
         """Says that it waits once `seconds` are over, and gives up after ten times as long."""
         path = self.folder / f"answer-{task}.json"
         found: list[Reply] = []
 
         def is_here() -> bool:
+            nonlocal greeting
+            greeting = self._heed_call(task, greeting)
             if path.exists():
                 answer = from_dict(Reply, _read(path), f"{path}")
                 found.extend([answer] if answer.word == greeting.word else [])

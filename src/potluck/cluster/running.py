@@ -27,6 +27,7 @@ from potluck.launch.host import host, with_base
 from potluck.launch.join import join
 from potluck.launch.processes import RankSpan, launch
 from potluck.save.run_folder import holds_run, make_run_folder
+from potluck.signals import ECHO_S
 from potluck.waiting import wait_until
 from potluck.words import say
 
@@ -45,7 +46,13 @@ def up(asked: Asked, on: str | None) -> int:
         return up_on_ray(asked, place.leader)
     if place.spread:
         say(f"Found {place.scheduler}: on all nodes of job {place.job}, with {' '.join(place.spread)}")
-        os.execvp(place.spread[0], [*place.spread, sys.executable, "-m", "potluck.cli", *sys.argv[1:]])
+        try:
+            os.execvp(place.spread[0], [*place.spread, sys.executable, "-m", "potluck.cli", *sys.argv[1:]])
+        except OSError as error:  # in a container, say
+            raise ConfigError(
+                f"Cannot run {place.spread[0]}: {error.strerror}. Where there is none, as in a container, start the"
+                f" command on every node from outside: srun --ntasks-per-node=1 ... potluck up {asked.what}"
+            ) from None
     os.environ[IGNORED] = "SIGTERM"  # SLURM sends it to all; this process passes on what is meant
     return _Task(asked, place).run()
 
@@ -198,7 +205,7 @@ class _Task:
                         say(f"Job {self.place.job} is requeued, and resumes from what was saved.")
                     for _ in range(2):
                         os.kill(os.getpid(), signal.SIGTERM)
-                        time.sleep(1.0)
+                        time.sleep(2 * ECHO_S)  # sooner, the second would be the first's echo
 
         threading.Thread(target=look, name="first node", daemon=True).start()
 

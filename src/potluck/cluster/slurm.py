@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 
 from potluck.cluster.place import JobPlace
 
@@ -77,7 +78,9 @@ def may_be_requeued(place: JobPlace) -> bool:
 
 def requeue(place: JobPlace) -> bool:
     """Whether SLURM takes the job back, to start it again from its beginning."""
-    return subprocess.run(["scontrol", "requeue", place.job], check=False, timeout=ASK_S).returncode == 0
+    with suppress(OSError, subprocess.TimeoutExpired):
+        return subprocess.run(["scontrol", "requeue", place.job], check=False, timeout=ASK_S).returncode == 0
+    return False
 
 
 def _ask(kind: str, name: str) -> str:

@@ -24,9 +24,10 @@ def check_chat(fields: Mapping[str, Any], where: str) -> None:
             " learn from it. Add the answer, or remove the row."
         )
     try:
-        tools_of(fields)
-    except ValueError as error:
+        tools = tools_of(fields)
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where}: tools is a list of functions, as JSON schemas: {first_line(error)}.") from None
+    check_letters(json.dumps(tools, ensure_ascii=False, default=str), where)
 
 
 def _check_message(message: Any, where: str) -> None:
@@ -40,8 +41,7 @@ def _check_message(message: Any, where: str) -> None:
         )
     if not isinstance(content, str) and not (content is None and calls):
         raise ConfigError(f"{where}: the content of a message is text, not {shown(content)}.")
-    check_letters(content or "", where)
-    check_letters(json.dumps(calls, ensure_ascii=False, default=str), where)
+    check_letters(json.dumps(message, ensure_ascii=False, default=str), where)  # a template may show any of it
 
 
 def check_letters(text: str, where: str) -> None:
@@ -85,7 +85,7 @@ def _call(call: dict[str, Any]) -> dict[str, Any]:
     """Some write its arguments as JSON within a text; a template would put that in quotes once more."""
     function = dict(call.get("function", call))
     if isinstance(arguments := function.get("arguments"), str):
-        with suppress(ValueError):  # else it is a text of its own
+        with suppress(ValueError, RecursionError):  # else it is a text of its own
             function["arguments"] = json.loads(arguments)
     return {"type": "function"} | {k: v for k, v in call.items() if k in ("id", "type") and v} | {"function": function}
 

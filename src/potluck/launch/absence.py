@@ -1,6 +1,6 @@
 """Why a worker on a person's own machine is to be away now: paused, outside of its hours, or yielding. Decided purely.
 
-Whoever asks has the clock, the wish and the measurements; what follows from the answer is launch/join.py's affair.
+Whoever asks has the clock, the wish and the measurements; what follows from the answer is launch/stay.py's affair.
 """
 
 import time
@@ -41,7 +41,8 @@ def decide_absence(wish: Wish, hours: Hours | None, use: Verdict | None, now: fl
 
 def _clock(at: float, now: float) -> str:
     found, today = datetime.fromtimestamp(at), datetime.fromtimestamp(now)
-    return found.strftime("%H:%M" if found.date() == today.date() else "%a %H:%M")
+    days = (found.date() - today.date()).days
+    return found.strftime("%H:%M" if days == 0 else "%a %H:%M" if days < 7 else "%a %Y-%m-%d %H:%M")
 
 
 @dataclass

@@ -89,12 +89,12 @@ def controlled(name: str, run: str) -> Iterator[Control]:
         shutil.rmtree(folder, ignore_errors=True)  # of a process that had this number before
         folder.mkdir(mode=0o700)
         file: IO[Any] = (folder / LOCK).open("w")
-    except OSError as error:  # in a container, say, without a home
+        lock(file, wait=True)  # whoever looks for joiners holds it for a moment
+    except OSError as error:  # in a container, say, without a home; or on a file system without locks
         say(f"potluck pause will not find this worker: cannot write {folder}: {error.strerror}.")
         yield Control(None, run)
         return
     with file:
-        lock(file)
         try:
             yield Control(folder, run)
         finally:
@@ -154,8 +154,10 @@ def find_joiners(root: Path | None = None) -> list[Found]:
         joiner = Found(folder)
         if joiner.is_alive:
             found.append(joiner)
-        elif time.time() - folder.stat().st_mtime > 60:  # else it may be about to take its lock
-            shutil.rmtree(folder, ignore_errors=True)
+            continue
+        with suppress(FileNotFoundError):  # it has just ended, and cleared it away itself
+            if time.time() - folder.stat().st_mtime > 60:  # else it may be about to take its lock
+                shutil.rmtree(folder, ignore_errors=True)
     return found
 
 

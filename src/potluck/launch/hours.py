@@ -37,7 +37,7 @@ class Hours:
             found = _RANGE.fullmatch(word)
             numbers = [int(number) for number in found.groups()] if found is not None else [99] * 4
             start, end = 60 * numbers[0] + numbers[1], 60 * numbers[2] + numbers[3]
-            if max(numbers[1], numbers[3]) > 59 or max(start, end) > DAY_MIN or start == end:
+            if max(numbers[1], numbers[3]) > 59 or start >= DAY_MIN or end > DAY_MIN or start == end:
                 raise ConfigError(f"{word!r} are no hours. {EXAMPLE}")
             ranges.append((start, end))
         return cls(text, tuple(ranges), frozenset(days))

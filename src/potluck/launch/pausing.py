@@ -18,11 +18,17 @@ ALL = "all"
 
 def pause(name: str | None, length: str | None) -> int:
     seconds = parse_length(length) if length is not None else None
-    for joiner in choose(find_joiners(), name, "pause"):
+    joiners = [(joiner, joiner.state()) for joiner in choose(find_joiners(), name, "pause")]
+    for joiner, _ in joiners:  # all of them hear it now, however long one takes to go
         joiner.wish(Wish(True, time.time() + seconds if seconds is not None else None, seconds))
-        is_away = _await(joiner, "paused")
-        sentence = joiner.state().sentence if is_away else "It finishes what it holds, and is away then."
-        say(f"{joiner.name}: {sentence}")
+    for joiner, before in joiners:
+        if before.doing == "paused":  # then it has only another time to come back
+            state = _next_state(joiner, before)
+        else:
+            state = _await(joiner, "paused")
+        is_away = state.doing == "paused"
+        sentence = state.sentence if is_away else "It finishes what it holds, and is away then."
+        say(f"{joiner.name}: {sentence if joiner.is_alive else 'It has ended.'}")
     return 0
 
 
@@ -60,6 +66,6 @@ def _tell(joiner: Found) -> str:
     return f"{state.run}: {state.sentence}"
 
 
-def _await(joiner: Found, doing: str) -> bool:
+def _await(joiner: Found, doing: str) -> State:
     wait_until(lambda: joiner.state().doing == doing or not joiner.is_alive, WAIT_S)
-    return joiner.state().doing == doing
+    return joiner.state()

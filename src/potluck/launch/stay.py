@@ -70,7 +70,7 @@ class Stay:
             stack.enter_context(self._interrupts.handled())
             if self._watch != "off" and NOTICE_SIGNAL is not None:
                 stack.enter_context(handling((NOTICE_SIGNAL,), self._on_notice_signal))
-                environment[IGNORED] = signal.Signals(NOTICE_SIGNAL).name
+                environment[IGNORED] = f"{os.environ.get(IGNORED, '')} {signal.Signals(NOTICE_SIGNAL).name}"
             self._notices = stack.enter_context(closing(start_watch(self._watch, say)))
             while True:
                 if not self._await_turn():
@@ -110,8 +110,9 @@ class Stay:
         """Until nothing speaks against working; whether that came."""
         told: Absence | None = None
         while (absence := self._absences.look(tuple)) is not None:
-            if absence != told:
+            if told is None or absence.reason != told.reason:  # others' use alone changes every few seconds
                 say(absence.sentence)
+            if absence != told:
                 self._control.tell("paused", absence.sentence)
                 told = absence
             if self._end() is not None:

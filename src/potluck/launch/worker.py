@@ -93,7 +93,8 @@ def _hear_early() -> None:
     if INVITE in os.environ:
         signal.signal(signal.SIGTERM, signal.default_int_handler)
     for name in os.environ.get(IGNORED, "").split():
-        signal.signal(signal.Signals[name], signal.SIG_IGN)
+        # Not SIG_IGN: whatever a script starts would have that too, and could not be ended.
+        signal.signal(signal.Signals[name], lambda number, frame: None)
 
 
 def _leave_words(words: str) -> None:

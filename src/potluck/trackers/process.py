@@ -106,7 +106,8 @@ def _lines() -> Iterator[str]:
 
 
 def main(name: str, folder: Path) -> int:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run ends first, and then says so
+    for number in (signal.SIGINT, signal.SIGTERM):  # the run ends first, and then says so
+        signal.signal(number, signal.SIG_IGN)
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     (folder / "trackers").mkdir(exist_ok=True)
     log = os.open(folder / "trackers" / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
