@@ -19,7 +19,8 @@ ONLY = "POTLUCK_ONLY"
 """Set for a worker whose others are elsewhere."""
 
 IGNORED = "POTLUCK_IGNORED"
-"""Names signals that reach all processes of a machine, and that a worker's parent alone answers."""
+"""Names signals that reach all processes of a machine. A worker that has nothing to hand over yet leaves the answer to
+its parent."""
 
 LEAVING = "POTLUCK_LEAVING"
 """Tells workers the file in which their parent says why they are to leave, before it asks them to."""

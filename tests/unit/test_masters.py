@@ -102,3 +102,23 @@ def test_a_part_of_the_model_a_copy_and_a_failed_forward_see_bf16_and_leave_mast
     assert all(mine.grad is None and twin.grad is not None for mine, twin in zip(own, other.parameters(), strict=True))
     with torch.no_grad():
         assert losses(other, batch).item() == losses(model, batch).item()
+
+
+def test_a_forward_that_was_interrupted_leaves_no_old_copies_for_the_next() -> None:
+    model = nn.Sequential(nn.Linear(2, 1, bias=False), nn.Identity())
+    Masters(model, list(model.parameters()))
+    ones = torch.ones(1, 2, dtype=torch.bfloat16)
+
+    def interrupt(module: nn.Module, args: Any) -> None:
+        raise KeyboardInterrupt
+
+    hook = model[1].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(ones)
+    hook.remove()
+    assert model[0].weight.dtype == torch.bfloat16  # torch has called no hook
+    model(ones)
+    assert isinstance(model[0].weight, nn.Parameter) and model[0].weight.dtype == torch.float32
+    with torch.no_grad():
+        model[0].weight.fill_(3.0)
+    assert float(model(ones)) == 6.0

@@ -206,6 +206,7 @@ class _Task:
                     for _ in range(2):
                         os.kill(os.getpid(), signal.SIGTERM)
                         time.sleep(2 * ECHO_S)  # sooner, the second would be the first's echo
+                    return
 
         threading.Thread(target=look, name="first node", daemon=True).start()
 

@@ -8,7 +8,9 @@ and autograd leads their gradients back to the masters, where they are added up 
 Knows nothing of who keeps the run, nor of how replicas agree.
 """
 
+import sys
 from collections.abc import Iterator
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -33,8 +35,10 @@ class MasterPlace(NamedTuple):
 class Entered:
     """A module whose forward runs, and which was called by no other one that has copies for it."""
 
-    def __init__(self, module: nn.Module, places: list[MasterPlace]) -> None:
+    def __init__(self, module: nn.Module, places: list[MasterPlace], caller: FrameType | None) -> None:
         self.module, self.places = module, places
+        self.caller = caller
+        """Where it was called; None: within what is compiled."""
         self.within = set(module.modules())
         self.depth = 1
         """How often its forward runs now: it may call itself."""
@@ -58,7 +62,7 @@ class Masters:
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         if not torch.compiler.is_compiling():
-            self._begin(module)
+            self._begin(module, sys._getframe(1))
         elif not self._entered:  # else a compiled block has its copies from the model around it
             quiet(self._begin)(module)
 
@@ -68,12 +72,15 @@ class Masters:
         elif self._entered and self._entered[-1].module is module:
             quiet(self._end)(module)
 
-    def _begin(self, module: nn.Module) -> None:
+    def _begin(self, module: nn.Module, caller: FrameType | None = None) -> None:
+        while self._entered and module is self._entered[-1].module and not _is_running(self._entered[-1].caller):
+            self._entered[-1].depth = 1  # Ctrl-C in the middle of a forward, after which torch calls no hooks
+            self._end(module)
         around = self._entered[-1] if self._entered else None
         if around is not None and module in around.within:
             around.depth += module is around.module
             return
-        entered = Entered(module, list(self._places(module)))
+        entered = Entered(module, list(self._places(module)), caller)
         self._entered.append(entered)
         copies: dict[int, Tensor] = {}  # one for all places of a tied weight, which adds up its gradients as plain bf16
         for place in entered.places:
@@ -91,6 +98,14 @@ class Masters:
             for place in around.places:
                 place.module._parameters[place.name] = place.master
             _refresh(around)
+
+
+def _is_running(frame: FrameType | None) -> bool:
+    """Whether what runs now was called from there."""
+    at: FrameType | None = sys._getframe(1)
+    while at is not None and at is not frame:
+        at = at.f_back
+    return frame is None or at is not None
 
 
 def _refresh(entered: Entered) -> None:
