@@ -8,25 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.clusters.runs import POTLUCK, SETTINGS, alone, assert_same, furnish, losses, weights, workers
+from tests.clusters.runs import POTLUCK, SETTINGS, assert_same, losses, weights, workers
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 MPIRUN = ("mpirun", "-n", "2", "--oversubscribe", "--allow-run-as-root", "--bind-to", "none")
 needs_mpi = pytest.mark.skipif(
     shutil.which("mpirun") is None, reason="Open MPI is not installed. On Debian: apt-get install openmpi-bin"
 )
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> Path:
-    return furnish(tmp_path / "place")
-
-
-@pytest.fixture(scope="module")
-def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = furnish(tmp_path_factory.mktemp("here"))
-    alone(place, "train", "tiny.toml", "-n", "2", "--out", "of-2", *SETTINGS)
-    return place
 
 
 def run(place: Path, *command: str) -> str:

@@ -13,11 +13,9 @@ from tests.clusters.runs import (
     POTLUCK,
     SETTINGS,
     STEPS,
-    alone,
     assert_same,
     events,
     files_that_show,
-    furnish,
     losses,
     processes_that_show,
     secret_of,
@@ -39,20 +37,6 @@ def cluster() -> Iterator[Any]:
         yield made
     finally:
         made.shutdown()
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> Path:
-    return furnish(tmp_path / "place")
-
-
-@pytest.fixture(scope="module")
-def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = furnish(tmp_path_factory.mktemp("here"))
-    for count in ("1", "2"):
-        alone(place, "train", "tiny.toml", "-n", count, "--out", f"of-{count}", *SETTINGS)
-    alone(place, "host", "tiny.toml", "--out", "hosted", *SETTINGS)
-    return place
 
 
 def up(cluster: Any, place: Path, *arguments: str) -> subprocess.Popen[str]:

@@ -15,7 +15,6 @@ from tests.clusters.runs import (
     alone,
     assert_same,
     files_that_show,
-    furnish,
     losses,
     processes_that_show,
     secret_of,
@@ -40,20 +39,9 @@ def cluster() -> Iterator[Cluster]:
         yield made
 
 
-@pytest.fixture
-def place(tmp_path: Path, cluster: Cluster) -> Path:
+@pytest.fixture(autouse=True)
+def is_idle(cluster: Cluster) -> None:
     wait_for(lambda: cluster.idle() == set(cluster.cores), "a job is still there")
-    return furnish(tmp_path / "place")
-
-
-@pytest.fixture(scope="module")
-def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run on this machine: of one worker, of two, and led by a host."""
-    place = furnish(tmp_path_factory.mktemp("here"))
-    for count in ("1", "2"):
-        alone(place, "train", "tiny.toml", "-n", count, "--out", f"of-{count}", *SETTINGS)
-    alone(place, "host", "tiny.toml", "--out", "hosted", *SETTINGS)
-    return place
 
 
 def test_nodes_that_are_alike_are_a_group_with_the_numbers_of_one_machine(

@@ -70,7 +70,9 @@ def test_a_frozen_base_in_fewer_bits_is_that_of_a_plain_loop(load: str, tmp_path
         judged = judge(place, load={"dtype": torch.bfloat16})
         tolerance, settings = 2e-2, ()  # sums of bf16 numbers in batches of another shape
     else:
-        pytest.importorskip("bitsandbytes" if load == "4bit" else "torchao")
+        library = pytest.importorskip("bitsandbytes.functional" if load == "4bit" else "torchao")
+        if load == "4bit" and library.has_avx512bf16():
+            pytest.skip("with AVX512-BF16, bitsandbytes changes what it has quantised when a model is first looked at")
         place = make_place(tmp_path)
         if load == "4bit":
             how: Any = t.BitsAndBytesConfig(
