@@ -4,7 +4,6 @@ Real commands and real kills; what is told is read from the run's events. Import
 """
 
 import hashlib
-import json
 import re
 import tempfile
 import time
@@ -23,6 +22,7 @@ from potluck.config import parse_toml
 from potluck.errors import ConfigError, PotluckError
 from potluck.files import first_free
 from potluck.launch.demo_children import Child, Children
+from potluck.page.reader import EVENTS, record_in
 from potluck.save import checkpoint_folder
 from potluck.save.export import write_plain
 from potluck.save.run_folder import holds_run, make_run_folder
@@ -132,15 +132,7 @@ class EventTail:
             return []
         self._at += len(new)
         *lines, self._rest = (self._rest + new).split(b"\n")
-        return [record for line in lines if (record := _record(line)) is not None]
-
-
-def _record(line: bytes) -> Record | None:
-    try:
-        found = json.loads(line)
-    except ValueError:
-        return None
-    return found if isinstance(found, dict) and "event" in found else None
+        return [record for line in lines if (record := record_in(line)) is not None and "event" in record]
 
 
 class _Teller:
@@ -202,7 +194,7 @@ class _Watch:
 
     def __init__(self, folder: Path, children: Children, teller: _Teller, names: dict[int, str]) -> None:
         self.story = FleetStory(lambda name: shown_name(name, names))
-        self._tail = EventTail(folder / "events.jsonl")
+        self._tail = EventTail(folder / EVENTS)
         self._children, self._teller = children, teller
         self._heard_at = time.monotonic()
 

@@ -42,7 +42,7 @@ from potluck.fleet.invite import INVITE, Identity, Invite, is_loopback, reachabl
 from potluck.fleet.journal import Journal, set_aside
 from potluck.fleet.server import Server
 from potluck.launch.processes import WorkerPool
-from potluck.page.reader import NOW
+from potluck.page.reader import EVENTS, NOW
 from potluck.page.start import PageProcess, PageWanted, start_page
 from potluck.page.where import page_address
 from potluck.save import checkpoint_folder
@@ -110,7 +110,7 @@ class _Host:
         stack.callback(self.server.stop)
         if args.recipe:  # only now: a host that was refused must not change what the folder says
             self._write("run.toml", args.recipe, 0o666)
-        file = EventFile(self.folder / "events.jsonl")
+        file = EventFile(self.folder / EVENTS)
         progress = Progress()
         self.events.listeners += [file, self._on_event, progress]
         stack.callback(file.close)
@@ -225,7 +225,7 @@ class _Host:
         )
         if args.base is not None:
             server.serve_base(args.base)
-        server.show_watchers(self.folder / "events.jsonl", self.folder / NOW)
+        server.show_watchers(self.folder / EVENTS, self.folder / NOW)
         server.on_step = self._on_step
         server.on_described = self._on_described
         if described is not None:
@@ -420,7 +420,7 @@ class _Host:
             return 1
         with suppress(OSError):  # no room for a picture
             if step:
-                curve = draw_losses(self.folder / "events.jsonl", self.folder / "loss.png")
+                curve = draw_losses(self.folder / EVENTS, self.folder / "loss.png")
                 print(f"  loss curve   {curve}", flush=True)
         table = parse_toml(self.args.recipe, source="the recipe")
         if is_finetune(table) or table.get("data", {}).get("tokenizer") == "bpe":

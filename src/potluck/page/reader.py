@@ -93,7 +93,7 @@ class RunReader:
         if len(self._rest) > LONGEST_LINE:
             self._rest = b""
         for line in lines:
-            record = _record(line)
+            record = record_in(line)
             if record is not None:
                 self.fold.take(record)
         return len(data) == PIECE_BYTES
@@ -112,7 +112,7 @@ class RunReader:
 
 def now_record(data: bytes) -> Record | None:
     """What now.json says, if it says it as it should: it may come from another machine."""
-    record = _record(data)
+    record = record_in(data)
     if record is None:
         return None
     workers = record.get("workers", [])
@@ -133,7 +133,8 @@ def _is_like(found: Any, must: Kinds, may: Kinds | None = None) -> bool:
     )
 
 
-def _record(line: bytes) -> Record | None:
+def record_in(line: bytes) -> Record | None:
+    """None where it is none: a kill may have cut it short, or it comes from another machine."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
