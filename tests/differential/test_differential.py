@@ -171,6 +171,11 @@ FOUND = {
             ),
         ),
     ),
+    "an optimizer that steps parameters whole may hold frozen ones": Case(
+        model="vectors/6/mlp,mlp/frozen",
+        optimizer="Adafactor(lr=0.01)",
+        legs=(Leg(world=2, strategy="FullShard(weights=(2.0, 1.0))"),),
+    ),
     "BatchNorm under bf16 and FullShard": Case(
         model="images/4/conv,conv/", dtype="float32", legs=(Leg(strategy="FullShard()", switches="precision='bf16'"),)
     ),

@@ -89,6 +89,7 @@ class Sharded:
             return
         group_of = {name: number for number, own in enumerate(self.group_names) for name in own}
         runs = [run for _, run in numbered if run.span.name in names]
+        names &= whole.keys()  # a frozen one may be in the optimizer's groups, and is not stepped
         specs = {name: spec for name, spec in self.split.items() if name in names and 0 not in spec.shape}
         device = next(iter(whole.values())).device
         steps = self.whole_steps = WholeSteps(specs, runs, self.collectives, device)
