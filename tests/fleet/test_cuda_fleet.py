@@ -5,11 +5,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional as F
 
 from potluck.agree.policy import Cadence
 from potluck.engine.switches import StepConfig
 from potluck.sharding.strategy import FullShard, ShardGradOp, ShardingStrategy
-from tests.fleet.fleet import STEPS, Fleet, assert_same
+from tests.fleet.faults import PHASES
+from tests.fleet.fleet import BATCH, EPOCHS, ROWS, STEPS, Fleet, assert_same
 from tests.fleet.test_fleet_ranks import plain
 from tests.fleet.test_fleet_together import judge as judge_both
 from tests.fleet.test_fleet_windows import SHORT, assert_close, judge
@@ -60,9 +63,55 @@ def test_cpu_and_gpu_workers_mix_in_one_run(tmp_path: Path) -> None:
         torch.testing.assert_close(a[name].cpu(), b[name].cpu(), rtol=1e-3, atol=1e-4, equal_nan=True)
 
 
-def test_a_killed_gpu_worker_changes_no_bit(tmp_path: Path) -> None:
-    from tests.fleet.faults import PHASES
+class Attends(nn.Module):
+    """A small causal transformer: fused attention, layer norms, an embedding whose gradient adds up repeated words."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, 64)
+        layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True, norm_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(64, 50)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], device=x.device)
+        return self.head(self.encoder(self.embed(x), mask=mask, is_causal=True))
+
+
+def attend(fleet: Any) -> nn.Module:
+    torch.use_deterministic_algorithms(True)
+    torch.manual_seed(3)
+    model = Attends()
+    words = torch.randint(0, 50, (ROWS, 65), generator=torch.Generator().manual_seed(5))
+    data = (words[:, :-1], words[:, 1:])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model, _, loader = fleet.prepare(model, optimizer, data, batch_size=BATCH, seed=1)
+    for _ in fleet.epochs(EPOCHS):
+        for x, y in loader:
+            loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten())
+            fleet.backward(loss, samples=len(x))
+            fleet.step()
+    return model
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_attention_with_deterministic_algorithms_has_the_same_bits_after_a_kill(precision: Any, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"job": attend, "gpu": True, "step": StepConfig(precision=precision)}
+    options["group"] = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # without it torch refuses cuBLAS as not deterministic
+    found = []
+    for name, fault in (("calm", None), ("killed", PHASES["half"])):
+        folder = tmp_path / name
+        folder.mkdir()
+        fleet = Fleet(folder, at_least=2 if fault else 1)
+        if fault:
+            fleet.add("victim", fault, **options)
+        fleet.add("survivor", **options)
+        found.append(fleet.finish(150))
+    assert_same(*found)
+    assert (tmp_path / "killed" / "fired-half").exists()
+
+
+def test_a_killed_gpu_worker_changes_no_bit(tmp_path: Path) -> None:
     undisturbed, disturbed = tmp_path / "a", tmp_path / "b"
     for folder in (undisturbed, disturbed):
         folder.mkdir()

@@ -47,7 +47,7 @@ def code_in_sentences(page: Path) -> list[str]:
 
 
 def test_the_readme_is_short() -> None:
-    assert len(README.read_text(encoding="utf-8").splitlines()) <= 200
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= 150
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -156,14 +156,10 @@ def test_the_api_page_names_nothing_that_is_not_there() -> None:
 
 def test_what_was_never_run_is_said() -> None:
     text = " ".join(README.read_text(encoding="utf-8").split())
-    for said in (
-        "NCCL between several GPUs",
-        "cards of other vendors",
-        "more than one real machine",
-        "used as such; untested",
-        "macOS | untested",
-        "untested there. Hosts need Unix",
-    ):
+    for said in ("NCCL between several GPUs", "cards of other vendors", "macOS; Windows", "more than one real machine"):
         assert said in text
+    platforms = (ROOT / "docs" / "guide" / "installing.md").read_text(encoding="utf-8")
+    for said in ("used as such; untested", "macOS | untested", "untested there. Hosts need Unix"):
+        assert said in platforms
     pages = " ".join(page.read_text(encoding="utf-8") for page in PAGES)
     assert "nobody else ships" not in pages and "no released FSDP takes weights per rank" in " ".join(pages.split())
