@@ -3,11 +3,16 @@ from collections import defaultdict
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 REAL = ("tests.ranks", "tests.bare", "tests.fleet.fleet", "tests.fleet.faults")
 """Where tests have helpers from that start processes."""
 
 os.environ.setdefault("POTLUCK_PAGE", "off")  # tests that look at the page say so
+
+# A busy machine is not a failure: Hypothesis would take 200 ms for one example, or 2 s to draw a few, for one.
+settings.register_profile("busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy machine")
 
 
 @pytest.fixture(autouse=True)

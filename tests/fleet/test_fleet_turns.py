@@ -13,6 +13,7 @@ from potluck.data.rows import mix
 from potluck.events import WorkerWent
 from tests.fleet import fleet as fleets
 from tests.fleet.fleet import BATCH, EPOCHS, ROWS, STEPS, Fleet, wait_until
+from tests.fleet.test_undisturbed import plain_run
 from tests.parity import test_optimizers as kinds
 from tests.parity import test_turns as turns
 from tests.quick import first_of
@@ -187,5 +188,8 @@ def test_any_optimizer_under_a_host_with_a_kill_and_a_late_joiner(tmp_path: Path
     weights, looked = judged_kind(kind)
     tolerance = 2 * kinds.TOLERANCE[kind]
     assert told["looked"] == pytest.approx(looked, rel=tolerance)
+    if kind == "muon":  # rounds to bfloat16 on its way, so that another order of the same sum shows in the first digits
+        fleets.assert_same(told["state"], plain_run(make=lambda: (*kinds.build(kind), data_of(kind))))
+        return
     for name, tensor in weights.items():
         torch.testing.assert_close(told["state"][name], tensor, rtol=tolerance, atol=tolerance)

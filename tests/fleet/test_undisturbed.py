@@ -33,13 +33,14 @@ def plain_run(
     schedule: Callable[[torch.optim.Optimizer], Any] | None = None,
     slices_of_step: int = SLICES,
     rounded: Callable[[Gradients], Gradients] = lambda gradients: gradients,
+    make: Callable[[], tuple[Any, Any, Any]] = build,
 ) -> dict[str, torch.Tensor]:
     """One process and no Potluck: a step's slices one after the other, their gradients added in the tree.
 
-    `rounded`: what arrives of the gradients of a node of the tree, and of their mean.
+    `rounded`: what arrives of the gradients of a node of the tree, and of their mean. `make`: model, optimizer, data.
     """
     torch.set_num_threads(1)
-    model, optimizer, (x, y) = build()
+    model, optimizer, (x, y) = make()
     scheduler = schedule(optimizer) if schedule is not None else None
     step = 0
     for epoch in range(epochs):
@@ -85,7 +86,7 @@ def plain_run(
                 if buffer.is_floating_point() and before[name].isfinite().all():
                     value = torch.where(moved[name] == 0, before[name], before[name] + moved[name])
                 buffer.set_(value)
-    return model.state_dict()
+    return dict(model.state_dict())
 
 
 @pytest.fixture(scope="module")

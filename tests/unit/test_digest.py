@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from potluck.engine.weight_hash import digest, digest_and_quick_digest, digest_sums_of_piece, hash_sums, quick_digest
@@ -12,7 +12,6 @@ from potluck.engine.weight_hash import digest, digest_and_quick_digest, digest_s
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 3000), min_size=1, max_size=3), st.lists(st.integers(0, 3000), max_size=4))
 def test_pieces_add_up_to_the_whole(sizes: list[int], cuts: list[int]) -> None:
     torch.manual_seed(sum(sizes))
@@ -47,7 +46,6 @@ def test_a_flipped_bit_shows() -> None:
     assert digest([parameter]) == before and torch.equal(quick_digest([parameter]), seen)
 
 
-@settings(deadline=None)
 @given(st.integers(0, 2499), st.integers(0, 2499), st.integers(0, 31), st.booleans())
 def test_two_flips_that_would_make_up_for_each_other_show(a: int, b: int, bit: int, up: bool) -> None:
     """The same bit of two words, one set and one cleared, or two signs: the sum of a row cannot tell."""

@@ -31,7 +31,7 @@ def read(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
 @given(files=contents, cut=st.integers(1, 97))
 def test_a_parcel_comes_out_whole_however_it_is_cut(
     tmp_path_factory: pytest.TempPathFactory, files: dict[str, bytes], cut: int
