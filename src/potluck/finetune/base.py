@@ -11,6 +11,7 @@ from potluck.errors import ConfigError
 from potluck.finetune.base_files import numbers_in
 from potluck.finetune.libraries import SAFELY, first_line, need, transformers
 from potluck.finetune.settings import AdapterConfig, PretrainedConfig
+from potluck.finetune.shown_folder import shown, weight_files
 
 MOST_CONTEXT = 1024
 """Tokens of a row, unless the recipe asks for more: memory grows with them."""
@@ -18,7 +19,7 @@ MOST_CONTEXT = 1024
 
 def context_of(folder: Path, config: PretrainedConfig) -> int:
     """The most tokens of a row."""
-    about = _about(folder).get_text_config()
+    about = settings_of(folder).get_text_config()
     most = getattr(about, "max_position_embeddings", None) or getattr(about, "n_positions", None) or 1 << 24
     if config.context is not None and config.context > most:
         raise ConfigError(f"model.context is {config.context:,}, and {folder.name} takes {most:,} tokens at the most.")
@@ -32,7 +33,7 @@ def load_base(
 
     `labels`: of a model that classifies. `is_frozen`: an adapter is trained in its place.
     """
-    library, about = transformers(), _about(folder)
+    library, about = transformers(), settings_of(folder)
     if getattr(about, "is_encoder_decoder", False):
         raise ConfigError(
             f"{folder.name} is a model of an encoder and a decoder ({about.model_type}), which potluck finetune does"
@@ -49,7 +50,9 @@ def load_base(
         options |= {"quantization_config": _quantization(config.load, device), "device_map": {"": device}}
     kind = library.AutoModelForCausalLM if labels is None else library.AutoModelForSequenceClassification
     try:
-        model, told = kind.from_pretrained(str(folder), **SAFELY, **options)
+        with shown(folder, weights=True) as place:
+            model, told = kind.from_pretrained(str(place), **SAFELY, **options)
+        model.config._name_or_path = model.name_or_path = str(folder)
     except ConfigError:
         raise
     except (MemoryError, torch.OutOfMemoryError):
@@ -69,9 +72,13 @@ def load_base(
     return model, fresh
 
 
-def _about(folder: Path) -> Any:
+def settings_of(folder: Path) -> Any:
+    """The model's settings, as transformers has them."""
     try:
-        return transformers().AutoConfig.from_pretrained(str(folder), **SAFELY)
+        with shown(folder) as place:
+            about = transformers().AutoConfig.from_pretrained(str(place), **SAFELY)
+        about._name_or_path = str(folder)
+        return about
     except ConfigError:
         raise
     except Exception as error:
@@ -130,14 +137,14 @@ def bytes_of_frozen(folder: Path, config: PretrainedConfig) -> int:
     numbers = numbers_in(folder)
     each = {"4bit": 0.55, "int8": 1.0}.get(config.load)
     if each is None:
-        on_disk = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+        on_disk = sum(file.stat().st_size for file in weight_files(folder))
         each = {"fp32": 4.0, "bf16": 2.0}.get(config.dtype, on_disk / max(1, numbers))
     return int(numbers * each)
 
 
 def known_labels(folder: Path) -> list[str] | None:
     """Of a base that classifies already, and names its labels."""
-    names: dict[int, str] = _about(folder).id2label or {}
+    names: dict[int, str] = settings_of(folder).id2label or {}
     if all(name == f"LABEL_{number}" for number, name in names.items()):
         return None
     return [names[number] for number in sorted(names)]
@@ -145,7 +152,7 @@ def known_labels(folder: Path) -> list[str] | None:
 
 def shape_of(folder: Path, labels: list[str] | None) -> Any:
     """The model without its numbers: it takes no memory."""
-    library, about = transformers(), _about(folder)
+    library, about = transformers(), settings_of(folder)
     kind = library.AutoModelForCausalLM
     if labels is not None:
         about.id2label = dict(enumerate(labels))

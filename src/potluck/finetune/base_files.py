@@ -5,6 +5,7 @@ from pathlib import Path
 
 from potluck.errors import ConfigError
 from potluck.finetune.libraries import first_line, need
+from potluck.finetune.shown_folder import weight_files
 from potluck.sharding.stored import TensorFiles
 from potluck.words import say
 
@@ -62,10 +63,11 @@ def _checked(folder: Path, name: str) -> Path:
             f"{name} has no *.safetensors. Weights of another kind are not read: convert them once, with"
             " model.save_pretrained(FOLDER) of transformers."
         )
+    weight_files(folder)
     return folder
 
 
 def numbers_in(folder: Path) -> int:
     """How many numbers the weights have, by the heads of their files."""
-    with TensorFiles(sorted(folder.glob("*.safetensors"))) as files:
+    with TensorFiles(weight_files(folder)) as files:
         return sum(stored.size for stored in files.tensors.values())

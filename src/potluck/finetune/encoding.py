@@ -10,6 +10,8 @@ from potluck.errors import ConfigError
 from potluck.finetune.libraries import SAFELY, first_line, transformers
 from potluck.finetune.messages import is_answer, messages_of, name_of, tools_of
 from potluck.finetune.records import Form, TextRecord
+from potluck.finetune.rendering import template_process
+from potluck.finetune.shown_folder import shown
 
 PLAIN_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] | capitalize }}: {{ message['content'] }}"
@@ -41,7 +43,9 @@ class Encoded:
 def load_tokenizer(folder: Path) -> Any:
     """The model's own; one that has no token for padding pads with the one that ends a text."""
     try:
-        tokenizer = transformers().AutoTokenizer.from_pretrained(str(folder), **SAFELY)
+        with shown(folder) as place:
+            tokenizer = transformers().AutoTokenizer.from_pretrained(str(place), **SAFELY)
+        tokenizer.name_or_path = str(folder)
     except ConfigError:
         raise
     except Exception as error:
@@ -160,10 +164,15 @@ class Encoder:
         if not messages and not asks:
             return ""
         template = self.tokenizer.get_chat_template(tools=tools)
-        how: dict[str, Any] = {"tokenize": False, "add_generation_prompt": asks, "tools": tools}
         if "strftime_now" in template:
-            how["chat_template"] = DATE + template
-        return str(self.tokenizer.apply_chat_template(messages, **how, date_string=DAY.strftime("%d %b %Y")))
+            template = DATE + template
+        return template_process().render(
+            conversations=[messages],
+            tools=tools,
+            chat_template=template,
+            add_generation_prompt=asks,
+            **{**self.tokenizer.special_tokens_map, "date_string": DAY.strftime("%d %b %Y")},
+        )
 
     def _without_end(self, text: str) -> str:
         """A template's line break after the token that ends an answer is not a part of it."""

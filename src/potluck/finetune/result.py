@@ -15,13 +15,14 @@ from torch import nn
 
 from potluck.config import from_toml
 from potluck.errors import ConfigError
-from potluck.finetune.base import adapter_settings, known_labels, load_base, shape_of
+from potluck.finetune.base import adapter_settings, known_labels, load_base, settings_of, shape_of
 from potluck.finetune.base_files import find_base
 from potluck.finetune.encoding import give_template, load_tokenizer
 from potluck.finetune.libraries import SAFELY, need, transformers
 from potluck.finetune.recipe import FinetuneConfig
 from potluck.finetune.records import TextRecord, read_records
 from potluck.finetune.rows import names_of
+from potluck.finetune.shown_folder import shown
 from potluck.save.checkpoint_folder import found
 from potluck.save.export import write_plain
 
@@ -125,13 +126,13 @@ def load_result(run: Path, config: FinetuneConfig, device: torch.device) -> tupl
     """The fine-tuned model and its tokenizer, ready to be asked."""
     folder, library = write_result(run, config), transformers()
     tokenizer = load_tokenizer(folder)
-    about: Any = (
-        library.AutoConfig.from_pretrained(str(folder), **SAFELY) if (folder / "config.json").is_file() else None
-    )
+    about: Any = settings_of(folder) if (folder / "config.json").is_file() else None
     if config.lora is None:
         classifies = about.architectures[0].endswith("Classification")
         kind = library.AutoModelForSequenceClassification if classifies else library.AutoModelForCausalLM
-        return kind.from_pretrained(str(folder), **SAFELY).to(device).eval(), tokenizer
+        with shown(folder, weights=True) as place:
+            model = kind.from_pretrained(str(place), use_safetensors=True, **SAFELY)
+        return model.to(device).eval(), tokenizer
     labels = [about.id2label[number] for number in sorted(about.id2label)] if about is not None else None
     base, _ = load_base(find_base(config.model.hf), config.model, device, labels=labels, is_frozen=True)
     own: Any = base.config
