@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,7 +19,7 @@ from potluck.config import from_toml, parse_toml
 from potluck.engine.engine import Engine
 from potluck.errors import ConfigError
 from potluck.events import EventFile, WorkerCame, WorkerWent
-from potluck.hub.card import without_paths
+from potluck.hub.card import Pushed, model_card, without_paths
 from potluck.train.arguments import TrainArgs
 from potluck.train.recipe import RunConfig, train_recipe
 from tests.hub import TOKEN, Hub, serve
@@ -96,6 +98,36 @@ def test_the_card_tells_figures_proof_and_recipe_and_nothing_that_is_nobodys_bus
     everything = b"".join(data for name, data in hub.repos["me/tiny"].items() if name != "model.safetensors")
     for private in (str(run.parent), "private-place", "annas-laptop", "/home", "potluck://", "notforanybody", TOKEN):
         assert private.encode() not in everything, private
+
+
+HOSTILE = [
+    "[free tokens](https://evil.example/claim)",
+    "![x](https://evil.example/x.png)",
+    '<a href="//evil.example">x</a><img src=//evil.example>',
+    "x | 9 |\n\n# Title\n\n| y",
+    "<https://evil.example> https://evil.example www.evil.example WWW.evil.example me@evil.example",
+    "`x` **y** &lt;script&gt; \\| \u2028 ![x][y]",
+]
+
+
+@pytest.mark.parametrize("words", HOSTILE)
+def test_no_word_of_a_worker_becomes_a_link_an_image_or_html_in_the_card(run: Path, tmp_path: Path, words: str) -> None:
+    shutil.copytree(run, tmp_path / "run")
+    file = tmp_path / "run" / "events.jsonl"
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    for record in records:
+        record |= {name: words for name in ("unit", "kind", "device", "name", "reason") if name in record}
+        if record["event"] == "validated":
+            record["metrics"] = {words: 0.01} | {f"m{number}": 1.0 for number in range(1000)}
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    plain = model_card(run, {}, Pushed("me/x", is_adapter=False, classifies=False))
+    card = model_card(tmp_path / "run", {}, Pushed("me/x", is_adapter=False, classifies=False))
+    table = card.split("## Figures\n\n")[1].split("\n\n")[0].splitlines()
+    assert all(line.count("|") == 3 for line in table) and len(table) < 70 and "| validation " in card
+    headings = [line for line in card.splitlines() if line.startswith("#")]
+    assert headings == [line for line in plain.splitlines() if line.startswith("#")]
+    prose = re.sub(r"```.*?```", "", card, flags=re.DOTALL)
+    assert not re.search(r"[\[\]<>@&\\!*]|://|www\.", prose, re.IGNORECASE), prose
 
 
 def test_a_second_push_replaces_the_first_and_other_content_is_left_alone(

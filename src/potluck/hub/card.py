@@ -1,6 +1,7 @@
 """A model card from a run's events and its recipe: figures, proof, who took part, and how it was trained.
 
-It is made to be shown to anybody: no path of this machine, no name of a worker, no address and no invite is in it.
+It is made to be shown to anybody: no path of this machine, no name of a worker, no address and no invite is in it, and
+words that a worker chose, as all of the events may be, make no link, image or HTML.
 Knows nothing of the hub, nor of torch.
 """
 
@@ -15,6 +16,7 @@ import tomli_w
 from potluck.events import read_events
 from potluck.words import count, duration, plural
 
+MOST_FIGURES = 50
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -122,7 +124,7 @@ def _how(told: RunSummary, base: str, *, is_adapter: bool) -> str:
 
 
 def _figures(told: RunSummary) -> dict[str, str]:
-    last, unit = told.last, str(told.begun.get("unit", "rows"))
+    last, unit = told.last, as_words(told.begun.get("unit", "rows"))
     found: dict[str, str] = {}
     if told.begun:
         found["trained parameters"] = count(told.begun["parameters"])
@@ -136,7 +138,9 @@ def _figures(told: RunSummary) -> dict[str, str]:
     if told.validation:
         loss = told.validation["loss"]
         figures = ({"loss": loss} if loss is not None else {}) | told.validation["metrics"]
-        found |= {f"validation {name}": f"{value:.4f}" for name, value in figures.items()}
+        found |= {
+            f"validation {as_words(name)}": f"{value:.4f}" for name, value in list(figures.items())[:MOST_FIGURES]
+        }
     return found
 
 
@@ -159,16 +163,19 @@ def _proof(epoch: dict[str, Any]) -> str:
 def _who(told: RunSummary) -> str:
     if not told.kinds:
         return (
-            f"{plural(told.most_workers, 'worker')} of one machine, on {told.begun.get('device', 'an unknown device')}."
+            f"{plural(told.most_workers, 'worker')} of one machine, on"
+            f" {as_words(told.begun.get('device', 'an unknown device'))}."
         )
-    kinds = "".join(f"\n- {number} × {_as_words(kind)}" for kind, number in told.kinds.most_common(20))
+    kinds = "".join(f"\n- {number} × {as_words(kind)}" for kind, number in told.kinds.most_common(20))
     lost = f" {plural(told.lost, 'time')} one was lost, and others did its work." if told.lost else ""
     return f"At most {plural(told.most_workers, 'worker')} at once.{lost} Those who came:\n{kinds}"
 
 
-def _as_words(kind: str) -> str:
-    """What a peer said of itself, without anything that a page could take for a link or a command."""
-    return re.sub(r"[^\w .,;:+()-]", "", kind)[:120]
+def as_words(said: object) -> str:
+    """Words of a peer, without anything that a page could take for a link, an image or a command."""
+    words = re.sub(r"[^\w .,;:+()-]", "", str(said))[:120]
+    # Markdown makes a link of www.something, too.
+    return re.sub(r"(?i)www(?=\.)", "www ", words)
 
 
 def _use(base: str, pushed: Pushed) -> str:
