@@ -11,8 +11,9 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 
 import torch
 
-from tests.differential.cases import Case, draw_case, read_case
+from tests.differential.cases import Case, read_case
 from tests.differential.matrix import PAGE, UNTRIED, Cell, cells, mark, page, read_page
+from tests.differential.odd_cases import draw_any
 from tests.differential.verdict import Verdict, verdict_of
 
 
@@ -24,7 +25,7 @@ def main() -> int:
         return _report(list(judged(_named(options), 1)), quiet=False)
     deadline, found = time.monotonic() + options.minutes * 60, []
     seeds = itertools.takewhile(lambda seed: time.monotonic() < deadline, itertools.count(options.seed))
-    for verdict in judged((draw_case(seed, options.only) for seed in seeds), options.jobs):
+    for verdict in judged((draw_any(seed, options.only) for seed in seeds), options.jobs):
         found.append(verdict)
         if verdict.is_fault:
             _show(verdict)
@@ -38,7 +39,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0, help="the first of the seeds")
     parser.add_argument("--seeds", type=int, nargs="*", help="these and no others")
-    parser.add_argument("--only", choices=["", "sync", "stages", "windows", "legs"], default="")
+    parser.add_argument("--only", choices=["", "sync", "stages", "windows", "legs", "usual"], default="")
     parser.add_argument("--case", help="a line that was printed: Case(...)")
     parser.add_argument("--cell", help="a cell of the matrix: 'experts x FullShard'")
     parser.add_argument(
@@ -58,7 +59,7 @@ def _named(options: argparse.Namespace) -> list[Case]:
         return [read_case(options.case)]
     if options.cell:
         return [cell.case for cell in cells() if cell.name == options.cell and cell.case is not None]
-    return [draw_case(seed, options.only) for seed in options.seeds]
+    return [draw_any(seed, options.only) for seed in options.seeds]
 
 
 def judged(cases: Iterable[Case], jobs: int) -> Iterator[Verdict]:

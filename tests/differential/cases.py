@@ -8,7 +8,9 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from tests.differential.models import BLOCKS, TRAITS
+from tests.differential.models import BLOCKS, COUNTED
+from tests.differential.nets import TRAITS
+from tests.differential.optimizers import OPTIMIZERS, SCHEDULERS, STEADY
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +28,8 @@ class Leg:
     wire: str = "fp32"
     """In which form replicas send each other their numbers."""
     fetchers: int = 0
+    slow: str = ""
+    """A rank that is slowed: `1/before-forward/0.15` sleeps that long at most, at random steps."""
     until: int | None = None
     """The step after which the next leg takes over; none: the end."""
 
@@ -44,35 +48,12 @@ class Case:
     scale: float = 1.0
     """That the loss is multiplied by."""
     faults: tuple[str, ...] = ()
+    habits: tuple[str, ...] = ()
     legs: tuple[Leg, ...] = field(default_factory=lambda: (Leg(),))
 
     def line(self) -> str:
         """That repeats it, given to --case."""
         return repr(self)
-
-
-OPTIMIZERS = (
-    "SGD(lr=0.1)",
-    "SGD(lr=0.05, momentum=0.9, weight_decay=0.01)",
-    "SGD(lr=0.05, momentum=0.9, nesterov=True)",
-    "Adam(lr=0.01)",
-    "Adam(lr=0.01, amsgrad=True)",
-    "AdamW(lr=0.01, weight_decay=0.1)",
-    "AdamW(lr=0.01, fused=True)",
-    "AdamW(lr=0.01, maximize=True)",
-    "Adagrad(lr=0.05)",
-    "Adadelta(lr=1.0)",
-    "Adamax(lr=0.01)",
-    "NAdam(lr=0.01)",
-    "RAdam(lr=0.01)",
-    "RMSprop(lr=0.003, momentum=0.5)",
-    "ASGD(lr=0.05)",
-    "Adafactor(lr=0.01)",
-)
-SCHEDULERS = ("StepLR(step_size=2, gamma=0.5)", "CosineAnnealingLR(T_max=5)", "LinearLR(total_iters=4)")
-"""Stepped once per step. Where replicas step by themselves each follows it at its own pace, which is not judged."""
-STEADY = ("SGD(lr=0.1)", "SGD(lr=0.05, momentum=0.9, weight_decay=0.01)", "Adam(lr=0.01, eps=0.01)")
-"""Of which the last digit of a gradient stays the last digit of a weight: for float32."""
 
 
 def read_case(line: str) -> Case:
@@ -86,8 +67,8 @@ def draw_case(seed: int, only: str = "") -> Case:
     kind = only or draw.choices(("sync", "stages", "windows", "legs"), (4, 3, 2, 2))[0]
     legs = tuple(_draw_leg(draw, kind) for _ in range(draw.choice((2, 2, 3)) if kind == "legs" else 1))
     model = draw_model(draw)
-    if "conv" in model or "odd" in model:  # computed again, they change their buffers twice, as in plain PyTorch
-        legs = tuple(_without(leg, "checkpoint_activations=True") for leg in legs)
+    if any(kind in model for kind in COUNTED):  # computed again, they change their buffers twice, as in plain PyTorch
+        legs = tuple(without(leg, "checkpoint_activations=True") for leg in legs)
     dtype = "float32" if any("bf16" in leg.switches for leg in legs) or draw.random() < 0.15 else "float64"
     largest = max(leg.world for leg in legs)
     rows, batch = draw.randint(9, 34), draw.randint(largest, 13)
@@ -142,7 +123,7 @@ def _draw_faults(draw: random.Random, rows: int, model: str) -> tuple[str, ...]:
     return tuple(f"{draw.choice(kinds)}@{draw.randrange(rows)}" for _ in range(draw.choice((1, 1, 2))))
 
 
-def _without(leg: Leg, switch: str) -> Leg:
+def without(leg: Leg, switch: str) -> Leg:
     return replace(leg, switches=", ".join(word for word in leg.switches.split(", ") if word != switch))
 
 

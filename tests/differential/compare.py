@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.differential.cases import Case
-from tests.differential.judge import Expected
+from tests.differential.judge import Expected, precision_of
 
 
 class Tolerance(NamedTuple):
@@ -32,7 +32,7 @@ def is_chaotic(case: Case, expected: Expected, shaken: Expected) -> bool:
     limit = _tolerance(case)
     got, want = shaken.evaluated, expected.evaluated
     return bool(
-        _compare_tensors(expected, shaken.tensors, limit)
+        _compare_tensors(expected.tensors, shaken.tensors, expected.start, limit)
         or (got is not None and want is not None and not abs(got - want) <= limit.loss * abs(want))
         or any(
             _compare_steps(steps, others, limit, is_sync=leg.policy.startswith("Sync"))
@@ -42,7 +42,7 @@ def is_chaotic(case: Case, expected: Expected, shaken: Expected) -> bool:
 
 
 def _tolerance(case: Case) -> Tolerance:
-    return TOLERANCES["bf16" if any("bf16" in leg.switches for leg in case.legs) else case.dtype]
+    return TOLERANCES[precision_of(case)]
 
 
 def compare(case: Case, expected: Expected, told: list[list[dict[str, Any]]], found: dict[str, Tensor]) -> list[str]:
@@ -58,7 +58,11 @@ def compare(case: Case, expected: Expected, told: list[list[dict[str, Any]]], fo
         complaints += [f"leg {number}: {told}" for told in _compare_steps(steps, events, limit, is_sync=is_sync)]
         drifted = [proof for rank in ranks for proof in rank["proofs"] if not proof[2]]
         complaints += [f"leg {number}: the weights had drifted apart at the end of an epoch"] if drifted else []
-    complaints += _compare_tensors(expected, found, limit)
+    complaints += _compare_tensors(expected.tensors, found, expected.start, limit)
+    averages = {f"the average of {name}": tensor for name, tensor in expected.average.items()}
+    means = {f"the average of {name}": tensor for name, tensor in told[-1][0]["average"].items()}
+    start = {f"the average of {name}": expected.start[name] for name in expected.average}
+    complaints += _compare_tensors(averages, means, start, limit)
     got, want = told[-1][0]["evaluated"], expected.evaluated
     if want is not None and not (abs(got - want) <= limit.loss * abs(want) or (math.isnan(got) and math.isnan(want))):
         complaints.append(f"evaluate() gave {got!r}, and the judge {want!r}")
@@ -83,20 +87,26 @@ def _compare_steps(
     return []
 
 
-def _compare_tensors(expected: Expected, found: dict[str, Tensor], limit: Tolerance) -> list[str]:
+def _compare_tensors(
+    expected: dict[str, Tensor], found: dict[str, Tensor], start: dict[str, Tensor], limit: Tolerance
+) -> list[str]:
     complaints = []
-    for name, want in expected.tensors.items():
+    for name, want in expected.items():
         got = found.get(name)
         if got is None:
             complaints.append(f"{name} is not in the checkpoint")
         elif got.shape != want.shape:
             complaints.append(f"{name} has the shape {tuple(got.shape)}, not {tuple(want.shape)}")
-        elif not want.is_floating_point():
+        elif not want.is_floating_point() and not want.is_complex():
             if not torch.equal(got, want.to(got.dtype)) or got.dtype != want.dtype:
                 complaints.append(f"{name} is {got.tolist()}, not {want.tolist()}")
-        elif told := _compare_numbers(got.double(), want.double(), expected.start[name].double(), limit):
+        elif told := _compare_numbers(_wide(got), _wide(want), _wide(start[name]), limit):
             complaints.append(f"{name} {told}")
     return complaints
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor).double() if tensor.is_complex() else tensor.double()
 
 
 def _compare_numbers(got: Tensor, want: Tensor, start: Tensor, limit: Tolerance) -> str:

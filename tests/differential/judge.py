@@ -17,7 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from tests.differential.cases import Case, Leg
-from tests.differential.models import BY_BATCH, build, loss_of, make_data, make_optimizer, make_scheduler
+from tests.differential.habits import Loop, other_model
+from tests.differential.models import BY_BATCH, build, loss_of, make_data
+from tests.differential.optimizers import make_optimizer, make_scheduler
 
 Micros = list[list[int]]
 """The rows of each micro-batch that one worker did in one step."""
@@ -35,6 +37,8 @@ class Expected:
     """Of each leg, of each of its steps or windows: the mean loss, the gradient's norm, the samples; NaN if skipped."""
     evaluated: float | None = None
     """The mean loss over all rows at the end; none where it depends on how they are cut into batches."""
+    average: dict[str, Tensor] = field(default_factory=dict)
+    """Of the weights, where the loop takes one of its own."""
     complaints: list[str] = field(default_factory=list)
 
     @property
@@ -48,19 +52,34 @@ class Replica:
     """A model and its optimizer, that take one step at a time."""
 
     def __init__(self, case: Case, dtype: torch.dtype) -> None:
+        self.case, self.dtype = case, dtype
         self.model = build(case.model, dtype, case.seed)
         self.optimizer = make_optimizer(self.model, case.optimizer)
         self.scheduler = make_scheduler(self.optimizer, case.scheduler)
         self.data = make_data(case.model, case.rows, case.seed, dtype, case.samples, case.faults)
         self.scale = case.scale
+        self.loop = Loop(case.habits, self.model, self.optimizer)
+        self.loop.before_prepare()
+        self.loop.after_prepare(self.model, lambda: other_model(case.model, dtype, case.seed))
+        self.done = 0
+
+    def twin(self) -> "Replica":
+        """Another one in the same state: a copy would have neither hooks nor weights that are computed."""
+        other = Replica(self.case, self.dtype)
+        other.model.load_state_dict(self.model.state_dict())
+        other.optimizer.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))
+        if self.scheduler is not None and other.scheduler is not None:
+            other.scheduler.load_state_dict(copy.deepcopy(self.scheduler.state_dict()))
+        return other
 
     def step(self, lanes: list[Micros], switches: SimpleNamespace) -> list[float]:
         """What all lanes did, as one step: (mean loss, norm, samples); skipped if something is not finite."""
         before, ends, weights, total = buffers(self.model), [], [], 0.0
+        is_whole = sum(bool(rows) for micros in lanes for rows in micros) == 1 and not switches.buckets
         sent: list[dict[str, Tensor]] = []
         for micros in lanes:
             put_buffers(self.model, before)
-            found = [self._micro(rows, switches) for rows in micros if rows]
+            found = [self._micro(rows, switches, is_whole=is_whole) for rows in micros if rows]
             if switches.buckets:
                 sent.append({name: p.grad for name, p in self.model.named_parameters() if p.grad is not None})
                 self.optimizer.zero_grad()
@@ -71,9 +90,9 @@ class Replica:
             self.model.get_parameter(name).grad = gradient
         samples = sum(weights)
         trained = [p for p in self.model.parameters() if p.grad is not None]
-        for parameter in trained:
+        for parameter in trained if not is_whole else ():
             parameter.grad /= samples  # type: ignore[operator]
-        norm = math.sqrt(sum(float(p.grad.double().square().sum()) for p in trained))  # type: ignore[union-attr]
+        norm = math.sqrt(sum(float(_wide(p.grad).square().sum()) for p in trained))  # type: ignore[union-attr]
         is_good = samples > 0 and math.isfinite(total) and math.isfinite(norm)
         if is_good:
             if switches.clip is not None:
@@ -85,22 +104,30 @@ class Replica:
             self.scheduler.step()
         shares = [weight / samples for weight in weights] if is_good else []
         put_buffers(self.model, mean_buffers(before, ends, shares) if is_good else before)
+        self.done += 1
+        self.loop.after_step(self.done, self.data[0][:3])
         return [total / samples, norm, samples] if is_good else [math.nan, math.nan, 0.0]
 
     @torch.no_grad()
     def evaluate(self, switches: SimpleNamespace) -> float:
         with _autocast(switches):
-            loss, _ = loss_of(self.model.eval(), self.data, self.scale)
+            loss, _ = loss_of(self.model.eval(), self.data, self.scale, self.case.habits)
         return float(loss)
 
-    def _micro(self, rows: list[int], switches: SimpleNamespace) -> tuple[float, float]:
-        """(the sum of the losses, the samples): what has no samples has no gradient."""
+    def _micro(self, rows: list[int], switches: SimpleNamespace, *, is_whole: bool) -> tuple[float, float]:
+        """(the sum of the losses, the samples): what has no samples has no gradient. `is_whole`: it is a whole step."""
         with _autocast(switches):
-            loss, samples = loss_of(self.model, tuple(tensor[rows] for tensor in self.data), self.scale)
+            loss, samples = loss_of(
+                self.model, tuple(tensor[rows] for tensor in self.data), self.scale, self.case.habits
+            )
         if not samples:
             return 0.0, 0.0
-        (loss * samples).backward()
+        (loss if is_whole else loss * samples).backward()
         return float(loss.detach()) * float(samples), float(samples)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor).double() if tensor.is_complex() else tensor.double()
 
 
 def sum_rounded(parameters: dict[str, Any], sent: list[dict[str, Tensor]], switches: SimpleNamespace) -> Any:
@@ -173,7 +200,7 @@ def judge(case: Case, told: list[list[dict[str, Any]]], *, is_shaken: bool = Fal
     replica = Replica(case, dtype)
     expected.start = _state(replica.model)
     if is_shaken:
-        _shake(replica.model, SHAKES["bf16" if dtype == torch.float32 else case.dtype], case.seed)
+        _shake(replica.model, SHAKES[precision_of(case)], case.seed)
     done = 0
     for leg, ranks in zip(case.legs, told, strict=True):
         lanes, complaints = _lanes(ranks)
@@ -192,10 +219,19 @@ def judge(case: Case, told: list[list[dict[str, Any]]], *, is_shaken: bool = Fal
         assert not any(math.isnan(loss) for steps in expected.steps for loss, _, samples in steps), (
             "skipped for nothing"
         )
-    expected.tensors = _state(replica.model)
+    expected.tensors, expected.average = _state(replica.model), replica.loop.average
     if not case.faults and not any(kind in case.model for kind in BY_BATCH):
         expected.evaluated = replica.evaluate(_switches(case.legs[-1]))
     return expected
+
+
+def precision_of(case: Case) -> str:
+    """The least of what the run's numbers are rounded to."""
+    if any("precision" in leg.switches for leg in case.legs):
+        return "bf16"
+    if "types" in case.model.rpartition("/")[2].split(","):
+        return "float32" if case.dtype == "float64" else "bf16"
+    return case.dtype
 
 
 def _shake(model: nn.Module, by: float, seed: int) -> None:
@@ -270,7 +306,7 @@ def _judge_windows(
     """Replicas step by themselves, and become one at the end of each window; or, of some, all take one step."""
     names: dict[str, Callable[..., SimpleNamespace]] = dict.fromkeys(("Cadence", "Async", "Outer"), _settings)
     policy = eval(leg.policy, names)  # type: ignore[arg-type]
-    group = Group([copy.deepcopy(first) for _ in replicas], policy)
+    group = Group([first.twin() for _ in replicas], policy)
     switches, found = _switches(leg), []
     for number in range(len(replicas[0][0])):
         if told["anchors"][number] == 0:

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tests.differential.cases import OPTIMIZERS, Case, Leg
+from tests.differential.cases import Case, Leg
+from tests.differential.optimizers import OPTIMIZERS
 from tests.differential.verdict import Verdict
 
 PAGE = Path(__file__).parents[2] / "docs" / "matrix.md"

@@ -7,7 +7,9 @@ weights are read from the files that it saved, as `potluck export` gives them.
 import functools
 import math
 import multiprocessing
+import random
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,9 @@ from potluck.events import Decided, EpochDone, StepDone, StepSkipped
 from potluck.save import checkpoint_folder
 from potluck.save.export import write_plain
 from tests.differential.cases import Case, Leg
-from tests.differential.models import build, loss_of, make_data, make_optimizer, make_scheduler
+from tests.differential.habits import Loop, other_model, whole
+from tests.differential.models import build, loss_of, make_data
+from tests.differential.optimizers import make_optimizer, make_scheduler
 from tests.ranks import Outcome, run_ranks, try_ranks
 
 Told = dict[str, Any]
@@ -122,8 +126,13 @@ def _train(case: Case, leg: Leg, number: int, folder: str, phase: list[str]) -> 
         optimizer = make_optimizer(model, case.optimizer)
         data = make_data(case.model, case.rows, case.seed, dtype, case.samples, case.faults)
 
+        loop = Loop(case.habits, model, optimizer)
+        loop.before_prepare()
+        delay = Delay(leg.slow, case.seed)
+
         def loss(model: Any, batch: Any) -> Any:
-            mean, samples = loss_of(model, batch, case.scale)
+            mean, samples = loss_of(model, batch, case.scale, case.habits)
+            delay.hook(mean)
             return mean if case.samples == "rows" else (mean, samples)
 
         options: dict[str, Any] = {"loss": loss} if stages is not None else {"micro_batch_size": leg.micro}
@@ -132,15 +141,31 @@ def _train(case: Case, leg: Leg, number: int, folder: str, phase: list[str]) -> 
             model, optimizer, data, batch_size=case.batch, seed=case.seed, **options
         )
         fleet.run.caller.rows_limit = case.epochs * case.rows if leg.until is None else None
+        delay.rank = fleet.link.rank
+        loop.after_prepare(model, lambda: other_model(case.model, dtype, case.seed))
         log = Log(fleet, loader)
         if number:
             assert fleet.load(Path(folder) / "saved"), "there is nothing to load"
-        phase[0] = "trained"
+        some = data[0][:3]
         while loader.position.epoch < case.epochs and not log.is_over(leg):
             for batch in loader:
-                log.note(batch)
-                fleet.train(loss, batch)
-                fleet.step()
+                if not log.in_step:
+                    loop.begin_step()
+                for part, is_last in _parts(case, fleet, batch):
+                    log.note(part, is_last=is_last)
+                    delay("before-forward")
+                    if is_last and not _is_parted(case):
+                        fleet.train(loss, part)
+                    else:
+                        found = loss(model, part)
+                        mean, samples = found if isinstance(found, tuple) else (found, len(part[0]))
+                        fleet.backward(mean, samples=float(samples), last=None if is_last else False)
+                delay("before-step")
+                loop.before_step()
+                if fleet.step() is not None:
+                    phase[0] = "trained"
+                    loop.after_step(fleet.step_number, some)
+                    delay("after-step")
                 if log.is_over(leg):
                     if isinstance(policy, potluck.Sync):
                         break
@@ -150,7 +175,40 @@ def _train(case: Case, leg: Leg, number: int, folder: str, phase: list[str]) -> 
         fleet.save(Path(folder) / "saved")
         fleet.wait_for_saves()
         phase[0] = "evaluated"
-        return log.told() | {"evaluated": fleet.evaluate(loss, data, case.batch)}
+        average = whole(loop.average)
+        return log.told() | {"evaluated": fleet.evaluate(loss, data, case.batch), "average": average}
+
+
+def _is_parted(case: Case) -> bool:
+    return bool({"halves", "uneven"} & set(case.habits))
+
+
+def _parts(case: Case, fleet: Any, batch: Any) -> list[tuple[Any, bool]]:
+    """A batch, or parts of it where the loop accumulates by itself; and whether it is the last one."""
+    count = 1
+    if "halves" in case.habits:
+        count = 2
+    elif "uneven" in case.habits:
+        count = 1 + fleet.link.rank % 3
+    size = -(-len(batch[0]) // count)
+    parts = [tuple(tensor[at : at + size] for tensor in batch) for at in range(0, len(batch[0]), size)]
+    return [(part, number == len(parts) - 1) for number, part in enumerate(parts)]
+
+
+class Delay:
+    """Slows this rank by a random time, at random steps, if it is the one: only so do races show."""
+
+    def __init__(self, word: str, seed: int) -> None:
+        self.slow, self.place, most = word.split("/") if word else ("-1", "", "0")
+        self.most_s, self.rank, self._draw = float(most), -2, random.Random(seed)
+
+    def __call__(self, place: str) -> None:
+        if self.place == place and self.rank == int(self.slow) and self._draw.random() < 0.6:
+            time.sleep(self._draw.uniform(0.02, self.most_s))
+
+    def hook(self, loss: Any) -> None:
+        if self.place == "hook" and loss.requires_grad:
+            loss.register_hook(lambda gradient: self("hook"))
 
 
 def _read(word: str, **names: Any) -> Any:
@@ -179,12 +237,17 @@ class Log:
         fleet.after_agreement.append(lambda: self.windows.append([]))
         fleet.events.listeners.append(self._hear)
 
-    def note(self, batch: Any) -> None:
+    @property
+    def in_step(self) -> bool:
+        return bool(self._step)
+
+    def note(self, batch: Any, *, is_last: bool) -> None:
+        """`is_last`: of the parts of a micro-batch."""
         micro = self.loader.current
         rows = batch[-1].tolist() if micro.counts else []
         self.epochs += [[self.loader.position.epoch, row] for row in rows]
         self._step.append(rows)
-        if micro.last:
+        if micro.last and is_last:
             self.windows[-1].append(self._step)
             self._step = []
 

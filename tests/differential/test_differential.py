@@ -10,10 +10,22 @@ from pathlib import Path
 
 import pytest
 
-from tests.differential import cases, judge, models
-from tests.differential.cases import OPTIMIZERS, Case, Leg, draw_case, read_case
+from tests.differential import (
+    blocks,
+    cases,
+    habits,
+    judge,
+    models,
+    nets,
+    odd_blocks,
+    odd_cases,
+    odd_nets,
+    optimizers,
+)
+from tests.differential.cases import Case, Leg, draw_case, read_case
 from tests.differential.compare import compare
 from tests.differential.matrix import PAGE, RIGHT, UNTRIED, Cell, cells, mark, page, read_page
+from tests.differential.optimizers import OPTIMIZERS
 from tests.differential.verdict import Verdict, verdict_of
 
 SECONDS = {"sync": 7, "stages": 7, "windows": 7, "legs": 7}
@@ -66,7 +78,8 @@ def test_some_cells_of_the_page_are_as_it_says() -> None:
 
 
 def test_the_judge_shares_no_code_with_potluck() -> None:
-    for module in (judge, models, cases):
+    zoo = (models, blocks, odd_blocks, nets, odd_nets, optimizers, habits)
+    for module in (judge, cases, odd_cases, *zoo):
         tree = ast.parse(Path(module.__file__).read_text(encoding="utf-8"))
         names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
         names |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
@@ -82,6 +95,18 @@ def test_a_case_is_repeated_by_its_line() -> None:
         assert word in words, word
 
 
+def test_odd_cases_are_repeated_by_their_lines_and_have_all_that_is_odd() -> None:
+    drawn = [odd_cases.draw_any(seed) for seed in range(2000)]
+    assert [read_case(case.line()) for case in drawn] == drawn
+    words = {word for case in drawn for word in case.model.replace("/", ",").split(",")}
+    assert words >= {kind.__name__.lower() for kind in (*odd_blocks.ANY, *odd_blocks.IMAGES)}
+    assert words >= set(odd_nets.ODD_TRAITS)
+    assert {habit.partition("@")[0] for case in drawn for habit in case.habits} >= set(habits.HABITS)
+    assert {case.optimizer for case in drawn} >= {*OPTIMIZERS, *optimizers.ODD_OPTIMIZERS}
+    assert {case.scheduler for case in drawn} >= {*optimizers.SCHEDULERS, *optimizers.ODD_SCHEDULERS}
+    assert {leg.slow.split("/")[1] for case in drawn for leg in case.legs if leg.slow} == set(odd_cases.PLACES)
+
+
 def told(
     losses: list[list[float]], windows: list[list[list[list[int]]]], evaluated: float | None = 0.0
 ) -> dict[str, object]:
@@ -95,6 +120,7 @@ def told(
         "events": losses,
         "proofs": [],
         "evaluated": evaluated,
+        "average": {},
     }
 
 

@@ -1,0 +1,113 @@
+"""Odd cases: a usual one, made odd: its model, its loop, its optimizer, and a slow rank. Knows nothing of potluck.
+
+What is drawn here is drawn beside the usual case of the same seed, so a usual case does not change when this does.
+"""
+
+import random
+from dataclasses import replace
+
+from tests.differential.cases import Case, Leg, draw_case, without
+from tests.differential.habits import HOOKS, LOOPS, NONLINEAR, STARTS, TIMED
+from tests.differential.models import COUNTED, LOSSES
+from tests.differential.odd_blocks import ANY, IMAGES
+from tests.differential.odd_nets import HEADS, PATHS, WHOLES, WORDS
+from tests.differential.optimizers import ODD_OPTIMIZERS, ODD_SCHEDULERS, STEADY
+
+PLACES = ("before-forward", "before-step", "after-step", "hook")
+MOST_S = 0.2
+
+
+def draw_any(seed: int, only: str = "") -> Case:
+    """A usual case, or more often an odd one. `only`: sync, stages, windows, legs, or usual."""
+    is_usual = only == "usual" or random.Random(f"usual {seed}").random() < 0.3
+    case = draw_case(seed, "" if only == "usual" else only)
+    return case if is_usual else make_odd(case)
+
+
+def make_odd(case: Case) -> Case:
+    draw = random.Random(f"odd {case.seed}")
+    case = replace(case, legs=tuple(replace(leg, slow=_draw_slow(draw, leg)) for leg in case.legs))
+    if draw.random() < 0.75:
+        case = replace(case, model=_draw_model(draw, case))
+    if draw.random() < 0.6:
+        case = _with_habits(draw, case)
+    is_sync = all(leg.policy.startswith("Sync") for leg in case.legs)
+    if draw.random() < 0.25 and case.dtype == "float64" and case.scale == 1.0:
+        case = replace(case, optimizer=draw.choice(ODD_OPTIMIZERS))
+    if draw.random() < 0.2 and is_sync and case.scale == 1.0:
+        case = replace(case, scheduler=draw.choice(ODD_SCHEDULERS))
+    return _as_torch_can(case)
+
+
+def _draw_slow(draw: random.Random, leg: Leg) -> str:
+    if leg.world == 1 or draw.random() < 0.3:
+        return ""
+    return f"{draw.randrange(leg.world)}/{draw.choice(PLACES)}/{draw.choice((0.05, 0.1, MOST_S))}"
+
+
+def _draw_model(draw: random.Random, case: Case) -> str:
+    inputs, width, blocks, traits = case.model.split("/")
+    kinds = [kind.__name__.lower() for kind in (IMAGES if inputs == "images" else ANY)]
+    chosen = blocks.split(",")
+    for _ in range(draw.choice((0, 1, 1, 2))):
+        chosen[draw.randrange(len(chosen))] = draw.choice(kinds)
+    odd = set()
+    if draw.random() < 0.4:
+        odd.add(draw.choice(PATHS))
+    if draw.random() < 0.3:
+        odd.add(draw.choice(HEADS))
+    if draw.random() < 0.3:
+        odd.add(draw.choice((*WHOLES, *(WORDS if inputs == "tokens" else ()), *_only_images(inputs))))
+    known = set(filter(None, traits.split(",")))
+    if odd & set(PATHS) or "types" in odd:
+        known.discard("residual")
+    if "types" in odd:
+        odd -= set(PATHS)
+        known.discard("twins")
+    return f"{inputs}/{width}/{','.join(chosen)}/{','.join(sorted(known | odd))}"
+
+
+def _only_images(inputs: str) -> tuple[str, ...]:
+    return ("channels", "channels") if inputs == "images" else ()
+
+
+def _with_habits(draw: random.Random, case: Case) -> Case:
+    """Where replicas step by themselves a loop's writes happen between two agreements, which is not judged."""
+    is_sync = all(leg.policy.startswith("Sync") for leg in case.legs)
+    has_stages = any(leg.stages for leg in case.legs)
+    known = [*LOSSES, *(habit for habit in HOOKS if is_sync or habit != "clamp-after")]
+    if is_sync:
+        known += STARTS
+        known += [habit for habit in LOOPS if not has_stages or habit not in ("eval", "halves", "uneven", "average")]
+        known += TIMED if len(case.legs) == 1 else ()
+    habits = set(draw.sample(known, draw.choice((1, 1, 2))))
+    if draw.random() < 0.15:
+        habits = {draw.choice(NONLINEAR)}
+        case = replace(case, legs=(Leg(strategy=draw.choice(("NoShard()", "ShardGradOp()", "FullShard()"))),))
+    timed = {habit: f"{habit}@{draw.randint(1, 3)}" for habit in TIMED}
+    case = replace(case, habits=tuple(sorted(timed.get(habit, habit) for habit in habits)))
+    if habits & {*TIMED, *STARTS, "average", "clamp", "clamp-data"}:  # a step that is skipped is counted in two ways
+        case = replace(case, faults=(), samples=case.samples if case.samples in ("rows", "tokens") else "rows")
+    if "halves" in habits or "uneven" in habits:
+        case = replace(case, legs=tuple(replace(leg, wire="fp32") for leg in case.legs))
+    if len(case.legs) > 1 and "average" in habits:
+        case = replace(case, legs=(replace(case.legs[0], until=None),))
+    return case
+
+
+def _as_torch_can(case: Case) -> Case:
+    """Without what plain PyTorch refuses, or computes in another way than a judge of float64 may."""
+    words = case.model.replace("/", ",").split(",")
+    if any(kind in case.model for kind in (*COUNTED, "recompute", "reentrant")):
+        case = replace(case, legs=tuple(without(leg, "checkpoint_activations=True") for leg in case.legs))
+    if "types" in words and case.dtype != "float64":
+        case = replace(case, model=",".join(word for word in case.model.split(",") if word != "types"))
+    if {"complex", "types"} & set(words) or "penalty" in case.habits:
+        case = replace(case, optimizer=STEADY[1] if case.scale == 1.0 else case.optimizer)
+    if "sparse" in words:
+        case = replace(case, optimizer="SGD(lr=0.1)")
+    if "tokens" in words or "reentrant" in words or {"lstm", "gru"} & set(words):  # no derivative, or no second one
+        case = replace(case, habits=tuple(habit for habit in case.habits if habit != "penalty"))
+    if "tensor" in case.optimizer:
+        case = replace(case, scheduler="", habits=tuple(habit for habit in case.habits if "lr" not in habit))
+    return case
