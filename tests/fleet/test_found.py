@@ -34,6 +34,7 @@ from tests.fleet.simulation import simulate
 from tests.fleet.test_coordinator import effects_of, hello, ready
 from tests.fleet.virtual import EPOCHS, PATIENCE_S, ROWS, SECRET, STEPS, FaultScript, Fleet, described
 from tests.fleet.virtual.process import Receive
+from tests.fleet.virtual.watch import Watch
 
 pytestmark = pytest.mark.timeout(30)
 KNOWN_LENGTH = described(rows_limit=EPOCHS * ROWS)
@@ -317,6 +318,49 @@ def test_those_who_gather_values_wait_for_one_that_evaluates_at_that_step(ranges
     assert bool(core.gatherings.open) == is_waited_for
 
 
+@pytest.mark.parametrize("plain_peers", [True, False])
+def test_a_step_of_before_the_run_went_back_is_not_the_one_that_has_its_number_now(plain_peers: bool) -> None:
+    """Where plain peers may have been in it, it has other bits; and nobody has told the new one's digest yet."""
+    run = Fleet(workers=1, plain_peers=plain_peers, slice_s=0.001, latency_s=0.5)
+    run.run_until(lambda: run.standing().step == 1 and run.member("w0").applied == 0)
+    line = run.stranger()
+    for message in (hello("away"), replace(ready(step=1, holds=1), digest="of another life")):
+        line.send(message)
+    run.run_for(0.1)
+    (admitted,) = [message for message in line.received if isinstance(message, Admitted)]
+    assert run.member("w0").applied == 0 and bool(admitted.wait) == plain_peers
+
+
+def test_a_window_does_not_end_before_rows_of_which_a_lost_worker_has_sent_something() -> None:
+    """It has told all of its part, and died while it sent that; who was given it leaves in its middle, as the last."""
+    described = replace(WINDOWED, settings=settings_of(Cadence.published(anchor=3)), batch=6)
+    faults = FaultScript().kill("w1", at_step=1, phase="half")
+    run = Fleet(workers=2, faults=faults, description=described)
+    Watch(run)
+    last = run.workers["w0"]
+    run.run_until(lambda: run.member("w1") is None and last.doing is not None and 2 in last.doing.nodes)
+    last.ask_to_leave()
+    run.run_until(lambda: last.done)
+    assert faults.fired == ["kill w1"] and not run.records  # newcomers compute all of it again
+    run.add("w2", description=described)
+    run.add("w3", description=described)
+    run.finish()
+
+
+def test_a_newcomer_continues_that_was_given_the_weights_before_a_step_that_was_being_computed_again() -> None:
+    """By the last who held them, as it left: the step counts as it is on record, and nobody sends its average."""
+    faults = FaultScript().cut("w0", at_step=2, phase="sent")
+    run = Fleet(workers=1, faults=faults)
+    run.run_until(lambda: bool(faults.fired))
+    newcomer = run.add("newcomer")
+    run.run_until(lambda: bool(run.core.weights.waiting))
+    assert newcomer.line is not None
+    newcomer.line.latency_s = 1.0
+    run.workers["w0"].ask_to_leave()
+    run.finish(limit_s=20 * PATIENCE_S)
+    assert newcomer.state.step == STEPS
+
+
 @pytest.mark.parametrize(
     ("seed", "policy"),
     [
@@ -327,6 +371,7 @@ def test_those_who_gather_values_wait_for_one_that_evaluates_at_that_step(ranges
         pytest.param(7007029, "sync", id="two hang and nobody else is left, so that both are given work"),
         pytest.param(7008540, "sync", id="a step is begun anew without the plain peer that was in its first means"),
         pytest.param(8101685, "sync", id="a step that the journal lost is computed again without its plain peer"),
+        pytest.param(9300005611, "cadence", id="one that came again is measured by a slow one, in rows"),
         pytest.param(2611171126, "async", id="the last worker is so far away that it evaluates for half a minute"),
     ],
 )

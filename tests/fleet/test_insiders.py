@@ -20,7 +20,7 @@ from potluck.fleet.client import Client
 from potluck.fleet.coordinator import Coordinator
 from potluck.fleet.coordinator_state import Resumed, RunPosition
 from potluck.fleet.description import Description
-from potluck.fleet.effects import Close, Finish, SaveBegin, Send
+from potluck.fleet.effects import Close, Effect, Finish, Restore, SaveBegin, Send
 from potluck.fleet.invite import INVITE, Invite
 from potluck.fleet.journal import Journal
 from potluck.fleet.rejoin_limiter import FREE, FREE_OF_ADDRESS, MOST_KNOWN, RejoinLimiter
@@ -34,6 +34,7 @@ from potluck.wire.messages import (
     PROTOCOL,
     SAVE,
     TOO_SOON,
+    Admitted,
     Applied,
     EvaluateNext,
     Heartbeat,
@@ -77,6 +78,66 @@ def hello(name: str = "insider", kind: str = "cpu") -> Hello:
 
 def ready(**changes: object) -> Ready:
     return Ready(described(**changes).to_json(), 0, digest_of(fresh_weights()), 0)
+
+
+# Other weights than the run's
+
+
+RIGHT, FORGED = "a" * 32, "f" * 32
+
+
+def restarted(*, kept: bool = False) -> Coordinator:
+    """A host that was started again: its journal has the digests of the last two steps."""
+    standing, previous = RunPosition(4, 1, 16, ROWS + 16), RunPosition(3, 1, 8, ROWS + 8)
+    agreed = {4: {"torch": RIGHT}, 3: {"torch": "b" * 32}}
+    known = Resumed(standing=standing, previous=previous, description=described(), next_id=5, expected=3, agreed=agreed)
+    core = Coordinator(patience_s=PATIENCE_S, secret=SECRET, resumed=known)
+    if kept:
+        core.found(RunPosition(4, 1, 16, ROWS + 16), "a folder")
+    return core
+
+
+def comes_back(core: Coordinator, peer: int, digest: str, kind: str, now: float = 100.0) -> list[int]:
+    """The peers that are let in with the weights that they have."""
+    core.on_message(now, peer, hello(f"w{peer}", kind))
+    effects = core.on_message(now, peer, Ready(described().to_json(), 4, digest, 1))
+    return admitted(effects)
+
+
+def admitted(effects: list[Effect]) -> list[int]:
+    sends = [effect for effect in effects if isinstance(effect, Send)]
+    return [send.peer for send in sends if isinstance(send.message, Admitted) and not send.message.wait]
+
+
+@pytest.mark.parametrize("kind", ["of its own; alien", "cpu; torch"])
+def test_after_a_restart_of_the_host_those_with_the_weights_of_its_journal_go_first(kind: str) -> None:
+    core = restarted()
+    assert comes_back(core, 1, FORGED, kind) == []
+    assert comes_back(core, 2, RIGHT, "cpu; torch") == [2] and comes_back(core, 3, RIGHT, "cpu; torch") == [3]
+    assert [transfer.to for transfer in core.transfers.under_way.values()] == [1]
+
+
+def test_a_worker_with_the_weights_of_the_journal_keeps_them_though_one_of_an_unknown_kind_is_in() -> None:
+    core = restarted()
+    core.digests.agreed[4]["alien"] = FORGED  # as it told when it had computed the step
+    assert comes_back(core, 1, FORGED, "of its own; alien") == [1]
+    assert comes_back(core, 2, RIGHT, "cpu; torch") == [2] and comes_back(core, 3, "c" * 32, "cpu; torch") == []
+
+
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("kind", ["of its own; alien", "cpu; torch"])
+def test_weights_that_nobody_can_check_are_taken_only_if_nobody_else_comes_and_no_checkpoint_has_them(
+    kind: str, kept: bool
+) -> None:
+    core = restarted(kept=kept)
+    assert comes_back(core, 1, FORGED, kind) == []
+    core.on_message(100 + 2 * PATIENCE_S, 1, Heartbeat("w1", 0))
+    effects = core.on_tick(100 + 2 * PATIENCE_S)
+    is_unknown = kind.endswith("alien")
+    assert (admitted(effects) == [1]) == (is_unknown and not kept)
+    assert (Restore() in effects) == (kept or not is_unknown)
+    if is_unknown and not kept:
+        assert comes_back(core, 2, RIGHT, "cpu; torch", now=100 + 2 * PATIENCE_S) == [2]
 
 
 # Ending the run

@@ -69,11 +69,16 @@ class Digests:
             return ""
         return kind if kind in self.apart else kind.rpartition("; ")[2]
 
-    def is_believed(self, member: WorkerRecord, ready: Ready) -> bool:
+    def is_believed(self, ready: Ready) -> bool:
         """Whether the weights that it comes with are those that were agreed on, as far as anybody knows."""
-        agreed = self.agreed.get(ready.step, {})
-        is_unknown = self.compared_as(member.kind) not in agreed
-        return bool(ready.digest) and (is_unknown or ready.digest in agreed.values())
+        return bool(ready.digest) and (not self.agreed.get(ready.step) or self.is_agreed(ready))
+
+    def is_agreed(self, ready: Ready) -> bool:
+        return ready.digest in self.agreed.get(ready.step, {}).values()
+
+    def is_of_unknown_kind(self, member: WorkerRecord, ready: Ready) -> bool:
+        """Whether nothing was agreed on of the weights that a worker of its kind should have after that step."""
+        return bool(ready.digest) and self.compared_as(member.kind) not in self.agreed.get(ready.step, {})
 
     def agree(self, step: int, kind: str, digest: str) -> list[Effect]:
         agreed = self.agreed.setdefault(step, {})

@@ -297,7 +297,9 @@ class StepDispatcher:
     def _cut(self, under: StepUnderWay, member: WorkerRecord, node: Node, row: int) -> list[Effect]:
         """It leaves in the middle of a window. Another does the rest; the window ends if nobody can and none follow."""
         others = [m for m in self._able(under) if m is not member]
-        if not others and node[1] == under.slices:
+        # A worker that was lost has reported the whole: of the rows that are left, changes may be in the sums.
+        is_in_sums = not under.reports.keys().isdisjoint(range(*node))
+        if not others and node[1] == under.slices and not is_in_sums:
             under.cut(node, row, ended_by=member.worker_id)
             member.reported.add(node[1] - 1)  # of which nothing is left
             told = [effect for m in self._run.membership.members.values() for effect in self.call_back(m)]

@@ -163,6 +163,13 @@ class Transfers:
         why = "it was given steps that are computed again"
         return [effect for peer in whole for effect in self.run.close(peer, why)]
 
+    def part_with_those_before(self, step: int) -> list[Effect]:
+        """Those who have all of a state, and wait for the average of a step that nobody sends: they come again, with
+        the weights that they have."""
+        whole = [transfer.to for transfer in self.under_way.values() if transfer.is_whole]
+        behind = [peer for peer in whole if self.run.membership.members[peer].since <= step]
+        return [effect for peer in behind for effect in self.run.close(peer, "the step that it waits for is over")]
+
     def on_gone(self, peer: int) -> list[Effect]:
         """Nobody need send to it, and those whom it was to send to get theirs from another."""
         effects: list[Effect] = []

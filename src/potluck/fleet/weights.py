@@ -86,15 +86,14 @@ class Weights:
     def _place(self, member: WorkerRecord, ready: Ready) -> list[Effect]:
         """Whether a worker that has built its model may continue with its own weights, or where it gets the run's."""
         run, step = self.run, self.run.standing.step
-        holds = bool(ready.holds) and self.digests.is_believed(member, ready)
+        holds = bool(ready.holds) and self.digests.is_believed(ready)
         if not run.membership.holders:
             return self._place_first(member, ready, holds)
-        is_window = run.described.windowed is not None  # one that is computed again has other bits
-        if holds and run.ahead is not None and ready.step == run.ahead.step and not is_window:
+        if holds and run.ahead is not None and ready.step == run.ahead.step and self._is_repeatable:
             return self._admit(member, ready, since=ready.step + 1)
         known = self.digests.told.get(ready.step, {})
-        same = any(ready.digest == told.digest for told in known.values())
-        if ready.step == step and (same or (holds and not known and not is_window)):
+        same = any(ready.digest == told.digest for told in known.values()) or self.digests.is_agreed(ready)
+        if ready.step == step and (same or (holds and not known and self._is_repeatable)):
             return self._admit(member, ready, since=step + 1)
         return self.transfers.catch_up(member)
 
@@ -103,7 +102,7 @@ class Weights:
         run, skipped = self.run, list[Effect]()
         if holds and run.previous is not None and ready.step == run.previous.step and not self._may_have_the_last():
             # The step after it is on record, but nobody came back who had applied it: it is computed again.
-            if run.described.windowed is not None:
+            if not self._is_repeatable:
                 self.digests.forget(run.standing.step)
                 skipped = self.transfers.part_with_receivers()
             run.ahead, run.standing, run.previous = run.standing, run.previous, None
@@ -128,14 +127,20 @@ class Weights:
         return effects + (self.on_tick() if not self.run.expected else [self._tell_nobody_holds(member)])
 
     def _may_have_the_last(self) -> bool:
-        """Whether the last step may come from a checkpoint, or from somebody who has yet to come back: a window that
-        is computed again has other bits, and workers that have ended with it would have other weights than the rest."""
-        if self.run.described.windowed is None:
+        """Whether the last step may come from a checkpoint, or from somebody who has yet to come back: where it would
+        have other bits, workers that have ended with it would have other weights than the rest."""
+        if self._is_repeatable:
             return False
         if self.saving.is_last_kept:
             return True
         came = 1 + sum(bool(theirs.holds) for _, theirs in self.waiting)
         return self._is_anybody_expected(besides=came)
+
+    @property
+    def _is_repeatable(self) -> bool:
+        """Whether a step that is computed again comes to the same bits. A window depends on who computes what in it,
+        and so does a step with plain peers, whose sums are in no tree."""
+        return self.run.described.windowed is None and not self.plain_peers.are_welcome
 
     def _is_anybody_expected(self, besides: int = 0) -> bool:
         """Whether somebody may yet hold the last step: of those who were in, or a newcomer that has all of a state."""
@@ -186,10 +191,10 @@ class Weights:
 
     def on_nobody_holds(self, *, may_come_back: bool) -> list[Effect]:
         self.alone_since = self.run.clock
-        effects = self.rounds.abandon()
+        effects, ahead = self.rounds.abandon(), self.run.ahead
         self.run.skip_ahead()  # those who come back may have applied what was being computed again
         self.run.expected = int(may_come_back)
-        return effects
+        return effects + (self.transfers.part_with_those_before(ahead.step) if ahead is not None else [])
 
     def has_waited_in_vain(self) -> bool:
         """Those who were in when this host, or their connection, was lost have not come back."""
@@ -213,15 +218,21 @@ class Weights:
         return self._continue_without_them()
 
     def _continue_without_them(self) -> list[Effect]:
-        """Nobody came who has the last step: from a checkpoint, or from the step before if somebody has that."""
+        """Nobody came who is known to have the last step: from a checkpoint, from the step before if somebody has that,
+        or from one whose kind nobody knows, and so whose weights nobody can check."""
         run = self.run
         self.run.expected = 0
-        step = run.previous.step if run.previous is not None and not self.saving.is_last_kept else -1
-        for peer, ready in self.waiting:
-            member = run.membership.members[peer]
-            if ready.holds and ready.step == step and self.digests.is_believed(member, ready):
-                self.waiting.remove((peer, ready))
+        waiting = [(run.membership.members[peer], ready) for peer, ready in self.waiting if ready.holds]
+        if self.saving.is_last_kept:
+            return self.restore()
+        for member, ready in waiting:
+            if run.previous is not None and ready.step == run.previous.step and self.digests.is_believed(ready):
+                self.forget(member.peer)
                 return self._place(member, ready)
+        for member, ready in waiting:
+            if ready.step == run.standing.step and self.digests.is_of_unknown_kind(member, ready):
+                self.forget(member.peer)
+                return self._admit(member, ready, since=ready.step + 1)
         return self.restore()
 
     def restore(self) -> list[Effect]:

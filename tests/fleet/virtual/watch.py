@@ -117,8 +117,11 @@ class Watch:
         if not staying or any(member.nodes or member.evaluating for member in staying):
             self._idle_since = now
         computing = [member for member in staying if member.is_computing]
-        is_slow = any(m.speed and m.speed < SLICES / run.patience_s for m in ready)  # others are measured by it, too
-        step = run.core.now.step if run.core.now is not None else 0
+        under = run.core.now
+        # Those whose speed is not known are measured by the slowest other; a window's slices are measured in rows.
+        most = under.rows if under is not None and under.decision is not None else SLICES
+        is_slow = any(m.speed and m.speed < most / run.patience_s for m in ready)
+        step = under.step if under is not None else 0
         # Each step may wait for one that saves, or is far away: as long as one follows the other, nobody hangs.
         is_next, self._waiting_in = step != self._waiting_in, step
         if is_next or is_slow or not computing or not any(_is_free(run, member) for member in staying):
