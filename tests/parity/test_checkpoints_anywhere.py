@@ -118,8 +118,6 @@ def look(fleet: potluck.Engine) -> dict[str, Any]:
     replica = fleet.run.replica
     assert replica is not None
     sharded = getattr(replica, "sharded", None)
-    if sharded is not None:
-        sharded.settle()
     model = whole(replica.model, sharded)
     found: list[list[Any]] = []
     for run in sharded.runs if sharded is not None else ():
@@ -300,7 +298,6 @@ def hand_over(folder: str, first: ShardingStrategy, second: ShardingStrategy) ->
             parts.load_model_part(two, weights)
             parts.load_optimizer_part(two, state, state.notes)
         two.share()
-        two.settle()
         loaded = whole(other, two)
         step_by_hand(model, one, 2)
         step_by_hand(other, two, 2)
@@ -314,7 +311,6 @@ def step_by_hand(model: nn.Module, sharded: Any, steps: int) -> None:
         model(rows).square().mean().backward()
         sharded.step()
         sharded.share()
-    sharded.settle()
 
 
 @pytest.mark.parametrize(

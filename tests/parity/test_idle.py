@@ -182,7 +182,6 @@ def by_hand(strategies: list[ShardingStrategy]) -> list[dict[str, Tensor]]:
                 loss_of(model, rows_of(step)[mine], step).backward()
                 sharded.step()
                 sharded.share()
-            sharded.settle()
             whole = {name: torch.zeros(spec.shape, dtype=spec.dtype) for name, spec in sharded.split.items()}
             for run in sharded.runs:
                 whole[run.span.name].view(-1)[run.span.start : run.span.end] = run.parameter.detach().view(-1)

@@ -220,7 +220,6 @@ def sharded(strategy: Any) -> dict[str, Any]:
         loss_of(model, batch.chunk(world)[rank]).backward()
         split.step()
         split.share()
-    split.settle()
     return whole(model)
 
 
@@ -243,7 +242,6 @@ def skipping(strategy: Any) -> dict[str, Any]:
         same = all(torch.equal(value, before[name]) for name, value in whole(model).items())
         fleet.backward(loss_of(model, data(fleet.device)[:3]), samples=3)
         fleet.step()
-        fleet.run.replica.sharded.settle()  # type: ignore[union-attr]
         return {"skipped": isinstance(event, StepSkipped), "same": same, "weights": whole(model)}
 
 

@@ -186,7 +186,6 @@ def parts_of(fleet: potluck.Engine) -> list[Any]:
     part: Any = replica.part or getattr(replica, "sharded", None)
     if part is None:
         return [[name, 0, p.detach().clone().view(-1)] for name, p in replica.model.named_parameters()]
-    part.settle()
     whole = [[name, 0, p.detach().clone().view(-1)] for name, p in replica.model.named_parameters()]
     return [one for one in whole if replica.part is None and one[0] not in part.split] + [
         [run.span.name, run.span.start, run.parameter.detach().view(-1).clone()]

@@ -152,7 +152,6 @@ class ShardedReplica(Replica):
 
     @contextmanager
     def optimizer_writes(self) -> Iterator[None]:
-        self.sharded.settle()  # what is still being sent must not change
         yield
         self.on_parts_written()
 

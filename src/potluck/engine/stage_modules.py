@@ -232,7 +232,3 @@ class StageShard(Sharded):
     def share(self) -> None:
         if self._inner is not None:
             self._inner.share()
-
-    def settle(self) -> None:
-        if self._inner is not None:
-            self._inner.settle()

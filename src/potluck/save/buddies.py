@@ -99,7 +99,6 @@ def recover(recovery: Recovery, sharded: Sharded, base: "FrozenBase | None" = No
         parts.check_part(sharded, model, optimizer, optimizer.notes, source, without)
         parts.load_part(sharded, model, optimizer, optimizer.notes, without)
     sharded.share()
-    sharded.settle()
     return recovery.standing
 
 

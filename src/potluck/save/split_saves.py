@@ -249,7 +249,6 @@ def load(
         together(link, look)
         together(link, fill)
         sharded.share()
-        sharded.settle()
         return load_beside(link, standing, opened)
 
 

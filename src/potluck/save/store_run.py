@@ -65,7 +65,6 @@ class StoredProgress:
                 without = check_left_out(base, self.notes, model.tensors, "What this worker had kept of itself")
                 parts.load_part(sharded, model, optimizer, optimizer.notes, without)
         sharded.share()
-        sharded.settle()
 
 
 class StoreRun:

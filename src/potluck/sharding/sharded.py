@@ -173,10 +173,8 @@ class Sharded:
         raise NotImplementedError
 
     def share(self) -> None:
-        """After step(), or when this rank's runs were written: sends new parameters to where they are kept whole."""
-
-    def settle(self) -> None:
-        """Until all that share() began has arrived."""
+        """After step(), or when this rank's runs were written: sends new parameters to where they are kept whole, and
+        returns when they are there."""
 
     @property
     def has_unused(self) -> bool:

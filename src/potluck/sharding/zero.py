@@ -3,14 +3,15 @@
     sharded = ShardedOptimizer(model, torch.optim.AdamW(model.parameters()))
     loss_of(model, batch).backward()      # gradients go to their owners while the backward still runs, and are freed
     sharded.step()                        # each owner steps its own range
-    sharded.broadcast_updated_params()    # the ranges go back, while the next forward begins
+    sharded.broadcast_updated_params()    # the ranges go back, and all parameters are whole again on every rank
 
 Parameters lie end to end in one flat tensor, in the model's order, and each rank owns a range of it
 (optimizer_shard.py). The given optimizer is pointed at that range, so whatever sets its learning rate still does.
+Between steps a loop may read and write parameters as it likes, by whatever name it has them: docs/decisions/0093.
 With `keep_gradients` each rank has its whole gradient until the step, as ZeRO-1 says, and it travels once a step.
 """
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -115,15 +116,14 @@ class ShardedOptimizer(Sharded):
         self._memory: list[Tensor] = []
         """Of buckets that have arrived, for the next ones: fresh memory would cost more than what is sent in it."""
         self._on_their_way: list[_Bucket] = []
-        self._updates: list[tuple[int, int, Pending]] = []
         self._is_stale = False
         for bucket in self._buckets:
             for index in bucket.parameters:
                 self.parameters[index].register_post_accumulate_grad_hook(self._hook(bucket, index))  # type: ignore[no-untyped-call]
         for module in model.modules():
             if any(p.requires_grad for p in module.parameters(recurse=False)):
-                module.register_forward_pre_hook(self._before_forward(module))
-        model.register_state_dict_pre_hook(lambda *_: self.wait())  # type: ignore[no-untyped-call]
+                module.register_forward_pre_hook(self._check_fresh, prepend=True)
+        model.register_state_dict_pre_hook(self._check_fresh)  # type: ignore[no-untyped-call]
 
     # A step
 
@@ -187,11 +187,11 @@ class ShardedOptimizer(Sharded):
     @torch.no_grad()
     def step(self, scale: float = 1.0) -> None:
         """Steps this rank's range, on its gradient times `scale`. The others do not see it before the broadcast."""
-        if self._is_stale:
-            raise ConfigError(_FORGOTTEN)
+        self._check_fresh()
         self.finish()
         with scaling(self.optimizer, self.gradients(), scale):
             if self._host is not None:
+                self._host.copy_(self._own)  # what a loop has written into the parameters since the last step counts
                 self._host_gradient.copy_(self.gradient)
             self._step_used()
         self._forget()
@@ -208,24 +208,34 @@ class ShardedOptimizer(Sharded):
 
     @torch.no_grad()
     def broadcast_updated_params(self) -> None:
-        """Begins to send each owner's range to all; a layer's forward waits for its own parameters alone."""
+        """Sends each owner's range to all, and returns when every range is here: whatever reads a parameter next,
+        in a forward or outside of one, must not find the old numbers."""
         if self._host is not None:
-            self.flat[self.shard.param_start : self.shard.param_end].copy_(self._host)
+            self._own.copy_(self._host)
         self._is_stale = False
-        for bucket in reversed(self._buckets):  # the forward needs the first layers first
-            for shard in self.shards:
-                start, end = max(shard.param_start, bucket.start), min(shard.param_end, bucket.end)
-                if start < end:
-                    pending = self.collectives.start_broadcast(self.flat[start:end], shard.rank)
-                    self._updates.append((start, end, pending))
+        pending = [
+            self.collectives.start_broadcast(self.flat[start:end], owner)
+            for bucket in self._buckets
+            for owner, start, end in self._parts_of(bucket)
+        ]
+        for each in pending:
+            each.wait()
 
-    def wait(self) -> None:
-        """Until all parameters are whole here."""
-        for _, _, pending in self._updates:
-            pending.wait()
-        self._updates.clear()
+    share = broadcast_updated_params  # what every way to split calls it
 
-    share, settle = broadcast_updated_params, wait  # what every way to split calls them
+    def _parts_of(self, bucket: _Bucket) -> Iterator[tuple[int, int, int]]:
+        """Each owner of a part of it, and where that part starts and ends."""
+        for shard in self.shards:
+            start, end = max(shard.param_start, bucket.start), min(shard.param_end, bucket.end)
+            if start < end:
+                yield shard.rank, start, end
+
+    def _check_fresh(self, *_: Any) -> None:
+        if self._is_stale:
+            raise ConfigError(
+                "The parameters here are out of date: broadcast_updated_params() was not called after step(), so each"
+                " rank has only its own range of the new ones. Call it after every step()."
+            )
 
     def _parameters(self) -> list[Tensor]:
         return [self.flat]
@@ -258,7 +268,8 @@ class ShardedOptimizer(Sharded):
 
     def _point_optimizer(self) -> None:
         """Its groups hold what this rank's range has of each parameter, instead of the parameters."""
-        own, gradient = self.flat[self.shard.param_start : self.shard.param_end], self.gradient
+        self._own = own = self.flat[self.shard.param_start : self.shard.param_end]
+        gradient = self.gradient
         self._host: Tensor | None = None
         if self._offloads:
             own = self._host = in_host_memory(own)
@@ -297,8 +308,7 @@ class ShardedOptimizer(Sharded):
         @torch.no_grad()
         def on_gradient(parameter: Tensor) -> None:
             assert parameter.grad is not None
-            if self._is_stale:
-                raise ConfigError(_FORGOTTEN)
+            self._check_fresh()
             if (index not in bucket.missing or self._has_ended) and not self._keeps:
                 self.finish()  # another backward before the step: the first one leaves now
             self._is_summed = False
@@ -348,11 +358,9 @@ class ShardedOptimizer(Sharded):
         bucket.is_sent = True
         while len(self._on_their_way) >= MOST_ON_THEIR_WAY:
             self._take_in(self._on_their_way[0])
-        for shard in self.shards:
-            start, end = max(shard.param_start, bucket.start), min(shard.param_end, bucket.end)
-            if start < end:
-                part = bucket.gradient[start - bucket.start : end - bucket.start]
-                bucket.pending.append(self.collectives.start_reduce(part, shard.rank))
+        for owner, start, end in self._parts_of(bucket):
+            part = bucket.gradient[start - bucket.start : end - bucket.start]
+            bucket.pending.append(self.collectives.start_reduce(part, owner))
         self._on_their_way.append(bucket)
 
     def _take_in(self, bucket: _Bucket) -> None:
@@ -375,29 +383,3 @@ class ShardedOptimizer(Sharded):
         if not self._keeps and len(self._memory) <= MOST_ON_THEIR_WAY:
             self._memory.append(bucket.gradient)
         bucket.gradient, bucket.pending, bucket.is_taken = None, [], True
-
-    # Parameters
-
-    def _before_forward(self, module: nn.Module) -> Callable[..., None]:
-        own = [
-            index for index, p in enumerate(self.parameters) if any(p is q for q in module.parameters(recurse=False))
-        ]
-        ranges = [(self._starts[index], self._starts[index] + self.parameters[index].numel()) for index in own]
-        low, high = min((a for a, _ in ranges), default=0), max((b for _, b in ranges), default=0)
-
-        def wait(module: nn.Module, inputs: Any) -> None:
-            if self._is_stale:
-                raise ConfigError(_FORGOTTEN)
-            if self._updates:
-                needed = [update for update in self._updates if update[0] < high and low < update[1]]
-                for update in needed:
-                    update[2].wait()
-                    self._updates.remove(update)
-
-        return wait
-
-
-_FORGOTTEN = (
-    "The parameters here are out of date: broadcast_updated_params() was not called after step(), so each rank has only"
-    " its own range of the new ones. Call it after every step()."
-)
