@@ -372,6 +372,7 @@ def test_a_newcomer_continues_that_was_given_the_weights_before_a_step_that_was_
         pytest.param(7008540, "sync", id="a step is begun anew without the plain peer that was in its first means"),
         pytest.param(8101685, "sync", id="a step that the journal lost is computed again without its plain peer"),
         pytest.param(9300005611, "cadence", id="one that came again is measured by a slow one, in rows"),
+        pytest.param(9300001377, "async", id="those who gather values wait for one that hangs, and then for another"),
         pytest.param(2611171126, "async", id="the last worker is so far away that it evaluates for half a minute"),
     ],
 )

@@ -36,7 +36,9 @@ from potluck.wire.messages import (
     TOO_SOON,
     Admitted,
     Applied,
+    Evaluated,
     EvaluateNext,
+    EvaluateRange,
     Heartbeat,
     Hello,
     Leave,
@@ -268,6 +270,45 @@ def test_evaluations_of_one_worker_are_at_most_one_and_do_not_disturb_the_others
     run.finish()
     assert not run.core.evaluations.open and len(run.core.evaluations.done) <= 4
     assert run.workers["w0"].validated == Fleet(workers=1, evaluate_every=2).finish().workers["w0"].validated
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["in first", "in last"])
+def test_one_that_tells_of_other_figures_is_left_out_of_the_evaluation_and_ends_nobody(is_first: bool) -> None:
+    """It is the first to tell, too."""
+    run, odd = Fleet(at_least=3), {"names": '["loss", "x"]', "slice_s": 0.05}
+    for name in ["odd", "w0", "w1"] if is_first else ["w0", "w1", "odd"]:
+        run.add(name, evaluate_every=2, **(odd if name == "odd" else {}))
+    run.finish()
+    assert not [went for went in run.told(WorkerWent) if not went.polite] and not run.core.refused
+    right = Fleet(workers=1, evaluate_every=2).finish().workers["w0"].validated
+    assert run.workers["w0"].validated == run.workers["w1"].validated == right
+    assert not run.workers["odd"].validated and run.workers["odd"].has_finished
+    told = [event for event in run.told(Stalled) if "other figures" in event.doing]
+    assert {event.name for event in told} == {"odd"} and "loss, two" in told[0].doing
+
+
+def test_whose_figures_count_is_decided_by_most_and_then_by_who_was_in_first() -> None:
+    core = Coordinator(patience_s=PATIENCE_S, secret=SECRET)
+    for peer in (1, 2):
+        for message in (hello(f"w{peer}"), ready()):
+            core.on_message(100.0, peer, message)
+        core.on_message(100.0, peer, EvaluateNext(0, 2, 1, 0, 0, 0.0, 0.0))
+    core.on_message(100.0, 2, EvaluateNext(0, 2, 1, 1, 2, 9.0, 1.0, '["x", "y"]', np.ones(1)))
+    effects = core.on_message(100.0, 1, EvaluateNext(0, 2, 1, 0, 1, 1.0, 1.0))
+    sent = [(effect.peer, effect.message) for effect in effects if isinstance(effect, Send)]
+    assert sent == [(2, Evaluated(0, 0.0, 0.0, '["loss"]')), (1, EvaluateRange(0, 1, 2))]
+    effects = core.on_message(100.0, 1, EvaluateNext(0, 2, 1, 1, 2, 3.0, 1.0))
+    assert [effect.message for effect in effects if isinstance(effect, Send)] == [Evaluated(0, 4.0, 2.0)]
+    assert len(core.membership.ready) == 2 and not core.evaluations.open
+
+
+def test_one_that_tells_of_other_figures_than_before_in_one_evaluation_is_refused_itself() -> None:
+    core = Coordinator(patience_s=PATIENCE_S, secret=SECRET)
+    for message in (hello(), ready(), EvaluateNext(0, 3, 1, 0, 0, 0.0, 0.0), EvaluateNext(0, 3, 1, 0, 1, 1.0, 1.0)):
+        core.on_message(100.0, 1, message)
+    effects = core.on_message(100.0, 1, EvaluateNext(0, 3, 1, 1, 2, 1.0, 1.0, '["loss", "x"]', np.ones(1)))
+    (refusal,) = [effect.message for effect in effects if isinstance(effect, Send)]
+    assert isinstance(refusal, Refusal) and "other figures than you told before" in refusal.sentence
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,12 @@
 import json
 import math
 from array import array
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from potluck.events import Validated, loss_among
+from potluck.events import Stalled, Validated, loss_among
 from potluck.fleet.coordinator_state import CoordinatorState, exact_sum
 from potluck.fleet.effects import Effect, Emit, Send
 from potluck.fleet.ledger import Range
@@ -19,6 +20,8 @@ MOST_ROWS, MOST_RANGES = 1 << 48, 1 << 20
 """Each range that is done is kept as two numbers until all are: their sum must not depend on their order."""
 MOST_FIGURES, MOST_SUMS = 64, 1 << 22
 """Of one evaluation, and of all its ranges: those are kept too."""
+LOSS = '["loss"]'
+"""The names of figures where there is only the loss."""
 MOST_AT_ONE_STEP = 64
 """Sets that one worker may look at in turn without a step between them."""
 MOST_DONE = 4
@@ -28,18 +31,29 @@ SLOW = 4
 
 
 @dataclass
+class Told:
+    """What ranges came to, as some workers told it under the same names."""
+
+    workers: set[int] = field(default_factory=set)
+    """Their ids."""
+    starts: "array[int]" = field(default_factory=lambda: array("q"))
+    """The first row of each range."""
+    loss_sums: "array[float]" = field(default_factory=lambda: array("d"))
+    samples: "array[float]" = field(default_factory=lambda: array("d"))
+    sums: "list[array[float]]" = field(default_factory=list)
+    """Of each figure but the loss."""
+
+
+@dataclass
 class Evaluation:
     rows: int
     size: int
     next: int = 0
     returned: list[Range] = field(default_factory=list)
     rows_done: int = 0
-    loss_sums: "array[float]" = field(default_factory=lambda: array("d"))
-    samples: "array[float]" = field(default_factory=lambda: array("d"))
-    names: str | None = None
-    """Of all figures, as JSON, once somebody has told them; empty: there is only the loss."""
-    sums: "list[array[float]]" = field(default_factory=list)
-    """Of each figure but the loss."""
+    told: dict[str, Told] = field(default_factory=dict)
+    """By the names of all figures, as JSON; empty: there is only the loss. Whose are right is decided once all is done:
+    the first who tells may be the only one who has others."""
     waiting: list[int] = field(default_factory=list)
     """Peers that asked when no range was left."""
     longest_s: float = 0.0
@@ -54,30 +68,47 @@ class Evaluation:
         self.next = min(self.rows, start + self.size)
         return start, self.next
 
-    def is_like(self, ask: EvaluateNext) -> bool:
-        """Whether its figures are those that were told before; or, if none were, such as can be kept."""
-        if self.names is not None:
-            return ask.names == self.names and len(ask.sums) == len(self.sums)
+    def is_like(self, ask: EvaluateNext, worker_id: int) -> bool:
+        """Whether its figures are those that it told before, and such as can be kept."""
+        if any(worker_id in told.workers for names, told in self.told.items() if names != ask.names):
+            return False
+        if (known := self.told.get(ask.names)) is not None:
+            return len(ask.sums) == len(known.sums)
         if not ask.names:
             return not len(ask.sums)
         names = names_in(ask.names)
         ranges = -(-self.rows // self.size)
-        return len(names) == 1 + len(ask.sums) <= MOST_FIGURES and ranges * len(ask.sums) <= MOST_SUMS
+        is_few = len(self.told) < MOST_FIGURES and ranges * len(ask.sums) <= MOST_SUMS
+        return is_few and len(names) == 1 + len(ask.sums) <= MOST_FIGURES
 
-    def add(self, ask: EvaluateNext, seconds: float) -> None:
+    def add(self, ask: EvaluateNext, worker_id: int, seconds: float) -> None:
         """A range that was given to one worker, and to nobody else, is done."""
-        if self.names is None:
-            self.names, self.sums = ask.names, [array("d") for _ in ask.sums]
+        told = self.told.setdefault(ask.names, Told(sums=[array("d") for _ in ask.sums]))
+        told.workers.add(worker_id)
         self.rows_done += ask.end - ask.start
-        self.loss_sums.append(ask.loss_sum)
-        for kept, told in zip(self.sums, ask.sums, strict=True):
-            kept.append(float(told))
-        self.samples.append(ask.samples)
+        told.starts.append(ask.start)
+        told.loss_sums.append(ask.loss_sum)
+        for kept, value in zip(told.sums, ask.sums, strict=True):
+            kept.append(float(value))
+        told.samples.append(ask.samples)
         self.longest_s = max(self.longest_s, seconds)
 
     @property
     def is_done(self) -> bool:
         return self.rows_done >= self.rows
+
+    def agree_on_names(self, present: Collection[int]) -> set[int]:
+        """Of several names those stay that most workers told, of those who are there, or the one that was in first. The
+        ids of all others: what they looked at is left for somebody else."""
+        there = {names: told.workers & {*present} for names, told in self.told.items()}
+        right = max(there, key=lambda names: (len(there[names]), -min(there[names], default=0)))
+        others = {names: told for names, told in self.told.items() if names != right}
+        for names, told in others.items():
+            ranges = [(start, min(self.rows, start + self.size)) for start in told.starts]
+            self.returned += ranges
+            self.rows_done -= sum(end - start for start, end in ranges)
+            del self.told[names]
+        return {worker_id for told in others.values() for worker_id in told.workers}
 
 
 @dataclass
@@ -103,17 +134,37 @@ class Evaluations:
         effects: list[Effect] = []
         evaluation = self.open.get(look)
         if evaluation is not None and member.evaluating == (look, ask.start, ask.end):
-            if not evaluation.is_like(ask):
-                sentence = "EvaluateNext tells of other figures than were told before, or of too many."
+            if not evaluation.is_like(ask, member.worker_id):
+                sentence = "EvaluateNext tells of other figures than you told before, or of too many."
                 return self.run.refuse(member.peer, "illegal", sentence)
-            evaluation.add(ask, self.run.clock - member.evaluating_since)
+            evaluation.add(ask, member.worker_id, self.run.clock - member.evaluating_since)
             member.evaluating = None
         else:
             effects = self.give_back(member)
             evaluation = self.open.setdefault(look, Evaluation(ask.rows, ask.size))
-        if evaluation.is_done:
-            return effects + self._end(member, look, evaluation)
-        return effects + self._give_next(member, look, evaluation)
+        if not evaluation.is_done:
+            return effects + self._give_next(member, look, evaluation)
+        evaluation.waiting.append(member.peer)
+        if len(evaluation.told) > 1:
+            effects += self._leave_out(look, evaluation)
+        return effects if not evaluation.is_done else effects + self._end(look, evaluation)
+
+    def _leave_out(self, look: Look, evaluation: Evaluation) -> list[Effect]:
+        """Of workers that tell of other figures than most, nothing counts. They take part in all else: one of them must
+        not end the others, nor they it."""
+        members = self.run.membership.members
+        odd = evaluation.agree_on_names({member.worker_id for member in members.values()})
+        names = next(iter(evaluation.told))
+        waiting, evaluation.waiting = [members[peer] for peer in evaluation.waiting], []
+        effects: list[Effect] = []
+        for member in [m for m in waiting if m.worker_id in odd]:
+            doing = f"it reports other figures of the held-out rows than {tell_names(names)}, which the others report"
+            then = "it is left out of this validation"
+            told = Stalled(worker=member.worker_id, name=member.name, doing=doing, seconds=0.0, then=then)
+            effects += [Emit(told), Send(member.peer, Evaluated(look[0], 0.0, 0.0, names or LOSS))]
+        for member in [m for m in waiting if m.worker_id not in odd]:
+            effects += self._give_next(member, look, evaluation)
+        return effects
 
     def _may_look(self, member: WorkerRecord, step: int, *, is_new: bool) -> bool:
         """One worker keeps no more than one set open, and begins only some at one step."""
@@ -122,10 +173,10 @@ class Evaluations:
         member.looks = step, count
         return step <= self.run.latest and count <= MOST_AT_ONE_STEP
 
-    def _end(self, member: WorkerRecord, look: Look, evaluation: Evaluation) -> list[Effect]:
-        step = look[0]
-        total, samples = exact_sum(evaluation.loss_sums), exact_sum(evaluation.samples)
-        sums, names = [exact_sum(each) for each in evaluation.sums], evaluation.names or ""
+    def _end(self, look: Look, evaluation: Evaluation) -> list[Effect]:
+        step, ((names, told),) = look[0], evaluation.told.items()
+        total, samples = exact_sum(told.loss_sums), exact_sum(told.samples)
+        sums = [exact_sum(each) for each in told.sums]
         done = Evaluated(step, total, samples, names, np.array(sums, "<f8"))
         self.done[look] = done
         for old in list(self.done)[:-MOST_DONE]:
@@ -135,7 +186,7 @@ class Evaluations:
         metrics = dict(zip(map(clean, names_in(names)), means, strict=True)) if names else {}
         loss = loss_among(metrics or means[0])
         validated = Validated(step=self.run.steps.get(step, step), loss=loss, metrics=metrics)
-        return [Emit(validated), *(Send(peer, done) for peer in (member.peer, *evaluation.waiting))]
+        return [Emit(validated), *(Send(peer, done) for peer in evaluation.waiting)]
 
     def _give_next(self, member: WorkerRecord, look: Look, evaluation: Evaluation) -> list[Effect]:
         found = evaluation.take()
@@ -189,3 +240,9 @@ def names_in(text: str) -> list[str]:
         return []
     is_right = isinstance(found, list) and all(isinstance(name, str) for name in found)
     return found if is_right and len({*found}) == len(found) else []
+
+
+def tell_names(text: str) -> str:
+    """The first few, for people to read."""
+    names = [clean(name)[:40] for name in names_in(text or LOSS)]
+    return ", ".join(names if len(names) <= 4 else [*names[:3], f"{len(names) - 3} more"])

@@ -396,8 +396,7 @@ class Member:
             return []
         if isinstance(message, EvaluateRange):
             return [LookAt(message.start, message.end)]
-        found.take(message)
-        return []
+        return found.take(message)
 
     # Values of one's own
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from potluck.fleet.member_effects import SendToHost
+from potluck.fleet.member_effects import MemberEffect, Say, SendToHost
 from potluck.wire.messages import Evaluated, EvaluateNext, Gather, Gathered
 
 
@@ -34,9 +34,13 @@ class MemberEvaluation:
         further = np.array(others, "<f8")
         return SendToHost(EvaluateNext(self.step, self.rows, self.size, start, end, first, samples, names, further))
 
-    def take(self, done: Evaluated) -> None:
+    def take(self, done: Evaluated) -> list[MemberEffect]:
         self.is_under_way, self.names, self.samples = False, done.names, done.samples
         self.figures = done.loss_sum, *map(float, done.sums)
+        if done.samples or not done.names:
+            return []
+        told = f"The others report other figures of the held-out rows than this worker: {done.names[:200]}."
+        return [Say(f"{told} It has no part in this validation; let its script report the same.")]
 
     def end(self) -> None:
         """There will be no answer."""

@@ -39,8 +39,8 @@ class Watch:
         self._slices = 0
         """Of that step."""
         self._idle_since = self._waiting_since = run.clock.now
-        self._waiting_in = 0
-        """The step in which somebody waits."""
+        self._waiting_in = 0, 0
+        """The step in which somebody waits, and how many values were given to those who gather some."""
         self._looked_at = run.clock.now
         self.events = 0
         run.on_record = self._on_record
@@ -122,8 +122,10 @@ class Watch:
         most = under.rows if under is not None and under.decision is not None else SLICES
         is_slow = any(m.speed and m.speed < most / run.patience_s for m in ready)
         step = under.step if under is not None else 0
-        # Each step may wait for one that saves, or is far away: as long as one follows the other, nobody hangs.
-        is_next, self._waiting_in = step != self._waiting_in, step
+        # Each step may wait for one that saves, or is far away: as long as one follows the other, nobody hangs. So may
+        # those who gather values, from each one that gives its own to the next.
+        given = sum(len({*found.first_ids.values()}) for found in run.core.gatherings.open.values())
+        is_next, self._waiting_in = (step, given) != self._waiting_in, (step, given)
         if is_next or is_slow or not computing or not any(_is_free(run, member) for member in staying):
             self._waiting_since = now
         assert now - self._idle_since < IDLE_TIMES * run.patience_s, f"all wait: {run.describe()}"

@@ -48,6 +48,7 @@ class Worker(Client):
         super().__init__(fleet, name, options.pop("latency_s", 0.001), options.pop("kind", "cpu"))
         self.slice_s: float = options.pop("slice_s", 0.1)
         self.evaluate_every: int = options.pop("evaluate_every", 0)
+        self.names: str = options.pop("names", NAMES)
         self.gather_every: int = options.pop("gather_every", 0)
         self.ends_at: int = options.pop("ends_at", 0)
         """The step after which its loop finds that the run is over, though rows are left."""
@@ -234,7 +235,7 @@ class Worker(Client):
                     yield Sleep(self.slice_s)
                     rows = float(effect.end - effect.start)
                     figures = [validation_of(effect.start, effect.end), 2 * rows]
-                    yield from self._do(self.member.looked(effect, NAMES, figures, rows))
+                    yield from self._do(self.member.looked(effect, self.names, figures, rows))
 
     def _present(self) -> Life:
         yield from self._at("joined", self.state.step + 1)
