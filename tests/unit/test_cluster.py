@@ -188,6 +188,40 @@ def test_a_first_node_takes_no_greeting_from_before(tmp_path: Path) -> None:
     assert [reply.resume for reply in found] == [True]
 
 
+def test_a_second_job_in_a_folder_is_refused_and_leaves_the_first_ones_meeting_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As two jobs of an MPI that tells no attempt. The first one's late node still finds its answer."""
+    first = Meeting(tmp_path / "run", "")
+    with first.hold():
+        first.greetings(2)
+        first.hand_over(Invite("n1", 4000, "s3cret", "A" * 43), 2)
+        there = {path.name: path.read_text() for path in first.folder.iterdir()}
+        environment = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "HOME": str(tmp_path)}
+        monkeypatch.setattr("os.environ", environment | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"})
+        with pytest.raises(ConfigError, match=r"Another run is using .*/run right now"):
+            up(Asked(what="small", out=str(tmp_path / "run"), led="host"), None)
+        assert {path.name: path.read_text() for path in first.folder.iterdir()} == there
+        late = Meeting(tmp_path / "run", "")
+        greeting = late.greet(1, "n2", 1, TWO)
+        assert late.wait_for_answer(1, greeting, 30.0, lambda said: None).led == "host"
+        first.close()
+    assert not list(first.folder.iterdir())
+
+
+def test_a_meeting_removes_nothing_of_anothers(tmp_path: Path) -> None:
+    """Where locks do nothing, as on some file systems: another job has called since."""
+    first, second = Meeting(tmp_path, ""), Meeting(tmp_path, "")
+    for each in (first, second):
+        each.greetings(2)
+    first.hand_over(Invite("n1", 4000, "first", "A" * 43), 2)
+    second.hand_over(Invite("n1", 4001, "second", "A" * 43), 2)
+    first.close()
+    assert "second" in second.invite.read_text() and (second.folder / "call").exists()
+    second.close()
+    assert not list(second.folder.iterdir())
+
+
 def test_what_named_starts_have_left_in_a_meeting_is_not_in_the_way(tmp_path: Path) -> None:
     Meeting(tmp_path, "17.0.0").greetings(2)
     unnamed = Meeting(tmp_path, "")

@@ -2,7 +2,8 @@
 
 The first calls with a word that it has just made up, each other greets with that word and one of its own, and the first
 answers with the latter: so neither takes what lies there from an earlier start of the job for the other's. The invite
-is in a file of its own. Knows no scheduler.
+is in a file of its own. A first node holds the meeting before it writes, and removes only what is its own: where starts
+have no name, another job may meet in the same folder. Knows no scheduler.
 """
 
 import json
@@ -12,7 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from potluck.cluster.brings import Brings
 from potluck.cluster.plan import As
@@ -20,6 +21,7 @@ from potluck.config import from_dict
 from potluck.errors import ConfigError
 from potluck.files import write_whole
 from potluck.fleet.invite import Invite
+from potluck.save.run_folder import hold
 from potluck.waiting import POLL_S, wait_until
 
 MOST_BYTES = 1 << 16
@@ -67,7 +69,9 @@ class Meeting:
                 f"Nodes cannot meet in {self.folder}: {error.strerror}. Name a run folder that all of them share, and"
                 " that is yours alone, with --out."
             ) from None
+        self._run, self._lock_name = run, f".meeting{'-' if name else ''}{name}.lock"
         self._call = ""
+        self._written: dict[str, str] = {}
         self._answered: dict[int, str] = {}
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
@@ -77,6 +81,10 @@ class Meeting:
         return self.folder / INVITE_FILE
 
     # The first node
+
+    def hold(self) -> IO[bytes]:
+        """While it leads: a second job that meets in this folder is refused before it writes anything."""
+        return hold(self._run, self._lock_name)
 
     def greetings(self, tasks: int | None) -> dict[int, Greeting]:
         """Of all others that have heard the call so far, by their task."""
@@ -114,8 +122,10 @@ class Meeting:
         if self._thread is not None:  # it reads what goes now
             self._thread.join()
         for path in self.folder.glob("*"):
-            if not path.is_dir():  # of a start that had a name
-                path.unlink(missing_ok=True)
+            with suppress(OSError, UnicodeDecodeError):  # the folder of a start that had a name, or none of our files
+                text = path.read_text(encoding="utf-8")
+                if self._written.get(path.name) == text or (self._call and f'"call": "{self._call}"' in text):
+                    path.unlink()
 
     # The others
 
@@ -157,6 +167,7 @@ class Meeting:
 
     def _write(self, name: str, text: str) -> None:
         write_whole(self.folder / name, text, 0o600)
+        self._written[name] = text
 
 
 def _read(path: Path) -> dict[str, Any]:

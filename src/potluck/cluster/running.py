@@ -71,13 +71,14 @@ class _Task:
             return self._as_rank(meeting)
         if self.place.task:
             return self._follow(meeting)
-        try:
-            return self._lead(meeting)
-        except PotluckError:
-            self._turn_away(meeting)
-            raise
-        finally:
-            meeting.close()
+        with meeting.hold():
+            try:
+                return self._lead(meeting)
+            except PotluckError:
+                self._turn_away(meeting)
+                raise
+            finally:
+                meeting.close()
 
     def _as_rank(self, meeting: Meeting) -> int:
         """In the group that torchrun has made: this process becomes the worker. All resume, or none does."""

@@ -71,10 +71,10 @@ def check_room(folder: Path, needed_bytes: int) -> None:
         )
 
 
-def hold(folder: Path) -> IO[bytes]:
+def hold(folder: Path, name: str = ".lock") -> IO[bytes]:
     """Held while the run lives, whatever leads it; the system lets go of it however the run ends."""
     try:
-        file = (folder / ".lock").open("ab")
+        file = (folder / name).open("ab")
     except OSError as error:
         raise ConfigError(f"Cannot write to the run folder {folder}: {error.strerror}.") from None
     try:
