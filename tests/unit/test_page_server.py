@@ -1,5 +1,6 @@
 """The page's process, as a browser and a stranger meet it: what it serves, to whom, and that no run fails for it."""
 
+import asyncio
 import http.client
 import json
 import os
@@ -10,7 +11,7 @@ import ssl
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,52 @@ def test_what_is_no_request_leaves_nothing_behind(page: PageProcess) -> None:
         stranger.sendall(b"\x00\x01\r\n\r\n")
         assert b"400" in stranger.recv(4096)
     assert os.fstat(page._complaints.fileno()).st_size == 0
+
+
+HALVES = {
+    "nothing": b"",
+    "half a head": b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n",
+    "half a body": b"POST /order HTTP/1.1\r\nHost: evil.example\r\nContent-Length: 1000000\r\n\r\n",
+    "a second half": b"GET / HTTP/1.1\r\nHost: evil.example\r\n\r\nGET / HT",
+}
+
+
+@pytest.mark.parametrize("half", ["half a head", "half a body"])
+def test_those_who_send_half_a_request_do_not_keep_the_owner_out(page: PageProcess, half: str) -> None:
+    port = page.place.access.port
+    with ExitStack() as stack, stream(port) as seen:
+        next(seen)
+        for _ in range(270):
+            stranger = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=20))
+            stranger.sendall(HALVES[half])
+        for _ in range(3):
+            assert ask(port)[0] == 200
+        next(seen)  # a page that is open stays so
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_what_is_no_whole_request_in_time_is_closed(half: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import uvicorn
+    from starlette.applications import Starlette
+
+    from potluck.page import connections
+
+    monkeypatch.setattr(connections, "HEAD_S", 0.05)
+
+    async def visit() -> None:
+        config = uvicorn.Config(Starlette(), http=connections.PageConnection, log_config=None, timeout_keep_alive=600)
+        server = uvicorn.Server(config)
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            serving = asyncio.create_task(server.serve(sockets=[listener]))
+            heard, said = await asyncio.open_connection(*listener.getsockname())
+            said.write(HALVES[half])
+            await asyncio.wait_for(heard.read(), 20)
+            said.close()
+            server.should_exit = True
+            await serving
+
+    with suppress(ConnectionResetError):
+        asyncio.run(visit())
 
 
 def test_the_line_to_join_is_shown_to_the_page_itself_when_asked_for(page: PageProcess) -> None:

@@ -6,6 +6,7 @@ standard output, a line each. It gives way to whatever trains on the same machin
 
 import asyncio
 import contextlib
+import functools
 import json
 import os
 import secrets
@@ -17,6 +18,7 @@ from pathlib import Path
 import uvicorn
 
 from potluck.page.access import Access
+from potluck.page.connections import BACKLOG, HEAD_S, PageConnection
 from potluck.page.reader import RunReader
 from potluck.page.sentences import Record
 from potluck.page.server import Allowed, PageServer
@@ -46,12 +48,12 @@ def serve(settings: PageSettings, listener: socket.socket, *, until_input_ends: 
         access_log=False,
         lifespan="on",
         loop="asyncio",
-        http="h11",
+        http=PageConnection,
         ws="none",
         server_header=False,
         proxy_headers=False,  # who asks is whose connection it is, and not who it says
         log_level="error",  # what strangers send that is no request is no news, and would fill what is kept of it
-        limit_concurrency=256,
+        backlog=BACKLOG,
         h11_max_incomplete_event_size=16 << 10,
         timeout_graceful_shutdown=1,
         ssl_certfile=str(Path(settings.identity) / "cert.pem") if settings.identity else None,
@@ -69,6 +71,8 @@ async def _run(
     until_input_ends: bool,
 ) -> None:
     loop = asyncio.get_running_loop()
+    if settings.identity:  # a stranger's half handshake, too, ends
+        loop.create_server = functools.partial(loop.create_server, ssl_handshake_timeout=HEAD_S)  # type: ignore[method-assign]
     tasks = []
     if until_input_ends:
         ended = asyncio.Event()
