@@ -25,6 +25,10 @@ its parent."""
 LEAVING = "POTLUCK_LEAVING"
 """Tells workers the file in which their parent says why they are to leave, before it asks them to."""
 
+RETURNING = "POTLUCK_RETURNING"
+"""Tells workers the file in which they keep the host's patience, in seconds. Where it is there before one connects, the
+machine was away: paused, or outside of its hours."""
+
 TAKEN_BACK = "its machine is taken back (SIGTERM)"
 
 PAGE_POINTER = "POTLUCK_PAGE_POINTER"

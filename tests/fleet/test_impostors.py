@@ -144,6 +144,58 @@ def test_a_worker_where_nobody_listens_hears_so_in_the_end(monkeypatch: pytest.M
         helper(Invite("127.0.0.1", port, "", None), []).connect()
 
 
+@contextlib.contextmanager
+def forwarder() -> Iterator[int]:
+    """As `ssh -L` to a host that has ended: connections are taken, and closed. Gives its port."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):  # it is closed
+                while True:
+                    listener.accept()[0].close()
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield listener.getsockname()[1]
+        listener.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize("encrypted", [True, False])
+def test_a_newcomer_behind_a_forwarder_hears_that_nobody_listens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encrypted: bool
+) -> None:
+    monkeypatch.setattr(host_connector, "NOBODY_S", 0.3)
+    identity = Identity.load_or_make(tmp_path / "ours")
+    with forwarder() as port:
+        invite = identity.invite("127.0.0.1", port, encrypted=encrypted)
+        with pytest.raises(ConfigError, match=r"Nobody listens behind .* closed at once\. Is the host running"):
+            helper(replace(invite, secret=invite.secret if encrypted else ""), []).connect()
+
+
+def test_a_worker_that_was_away_waits_for_its_host_as_one_that_was_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_connector, "NOBODY_S", -1)
+    process, invite = start_coordinator(tmp_path, encrypted=True)
+    process.kill()
+    process.join()
+    said: list[str] = []
+    client = helper(invite, said)
+    client.return_to(30.0)
+    joining = threading.Thread(target=client.connect, daemon=True)
+    joining.start()
+    wait_until(lambda: bool(said), tell=lambda: f"joining: {joining.is_alive()}")
+    assert said == [f"The host at 127.0.0.1:{invite.port} is not there yet; trying again."]
+    start_coordinator(tmp_path, port=invite.port, encrypted=True)
+    joining.join(20)
+    assert not joining.is_alive() and client.welcome is not None
+    client.close()
+    monkeypatch.setattr(host_connector, "GIVE_UP", 0.01)
+    with forwarder() as port, pytest.raises(WorkerLost, match=r"The host has not been back for"):
+        gone = helper(replace(invite, port=port), said)
+        gone.return_to(30.0)
+        gone.connect()
+
+
 def test_a_worker_gives_up_in_the_end_where_an_impostor_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_connector, "GIVE_UP", 0.05)  # times a patience of 10 s
     with impostor(0, Identity.load_or_make(tmp_path / "stranger").server_context()) as thief:

@@ -6,14 +6,17 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from potluck.errors import ConfigError
+from potluck.errors import ConfigError, Interrupted
 from potluck.launch import control
+from potluck.launch import stay as stay_module
 from potluck.launch.absence import Absence, decide_absence
 from potluck.launch.control import Wish, control_folder, controlled, find_joiners
 from potluck.launch.hours import Hours, parse_length, tell_length
@@ -250,6 +253,54 @@ def test_one_that_is_away_says_why_once_however_the_use_of_others_changes(
         assert stay._await_turn()
         assert find_joiners()[0].state().doing == "working"
     assert capsys.readouterr().err.splitlines() == ["potluck: Yields: 30 %.", "potluck: Back: joining again."]
+
+
+def test_workers_know_whether_their_machine_was_away_and_how_patient_the_host_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a file: as one that never was in waits for its hours, and as one that was in is paused."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    told: list[str | None] = []
+
+    class Pool:
+        pids: tuple[int, ...] = ()
+
+        def __init__(self, command: list[str], config: WorkersConfig, environment: dict[str, str]) -> None:
+            self.kept = Path(environment["POTLUCK_RETURNING"])
+
+        def start(self, names: list[str]) -> None:
+            told.append(self.kept.read_text() if self.kept.exists() else None)
+
+        def interrupt(self) -> None:
+            self.kept.write_text("12.0")  # its worker was in, and leaves
+
+        def news(self) -> list[tuple[Any, str]]:
+            return [(SimpleNamespace(code=Interrupted.exit_code if absent else 0), "")]
+
+        def close(self) -> None:
+            pass
+
+    for script, expected in [
+        ([None, "away", "away", None], [None, "12.0"]),
+        (["away", None, "away", "away", None], ["30.0", "12.0"]),
+    ]:
+        told.clear()
+        folder = tmp_path / str(len(script))
+        folder.mkdir()
+        absent = False
+
+        def look(ours: Any, looks: Iterator[str | None] = iter(script)) -> Absence | None:
+            nonlocal absent
+            found = next(looks, None)
+            absent = found is not None
+            return Absence(found, f"{found}.") if found is not None else None
+
+        with controlled("laptop-1", "") as one:
+            stay = Stay(WorkersConfig(count=1), Terms(), one, ["laptop-1"])
+            monkeypatch.setattr(stay._absences, "look", look)
+            monkeypatch.setattr(stay_module, "WorkerPool", Pool)
+            assert stay.run(["x"], {}, folder) == 0
+        assert told == expected
 
 
 def test_where_files_cannot_be_locked_a_worker_joins_all_the_same(

@@ -3,6 +3,7 @@
 import os
 import socket
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -15,7 +16,8 @@ from potluck.devices import choose_device
 from potluck.engine.engine import Engine
 from potluck.engine.engine_parts import in_stages, under_host
 from potluck.engine.switches import StepConfig
-from potluck.environment import PATIENCE_S, check_patience
+from potluck.environment import PATIENCE_S, RETURNING, check_patience
+from potluck.files import write_whole
 from potluck.fleet.client import Client
 from potluck.fleet.invite import INVITE, Invite, read_invite
 from potluck.link.link import Alone, GroupLink, Link, placed
@@ -100,7 +102,12 @@ def connect(invite: Invite, device: torch.device, ranks: int) -> Client:
     from potluck.words import say
 
     client = Client(invite, name=name_of_worker(), kind=kind_of(device, ranks), say=say)
+    kept = os.environ.pop(RETURNING, None)
+    if kept is not None and Path(kept).exists():
+        client.return_to(float(Path(kept).read_text(encoding="utf-8")))
     client.connect()
+    if kept is not None:
+        write_whole(Path(kept), str(client.patience_s))
     return client
 
 

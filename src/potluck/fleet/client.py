@@ -110,7 +110,12 @@ class Client:
         self._since = 0
         self.is_closed = False
         self._door = HostConnector(invite, name=name, kind=kind, say=say)
+        self._patience_before_s = 10.0
         self._memory: SharedMemory | None = None
+
+    def return_to(self, patience_s: float) -> None:
+        """This machine was away, and its host has this patience: wait for it as one that has lost it."""
+        self._patience_before_s, self._door.returns = patience_s, True
 
     def make_room(self, floats: int) -> None:
         """Allocates memory for this many numbers that a host on this machine can read. Call it before ready()."""
@@ -145,7 +150,7 @@ class Client:
 
     @property
     def patience_s(self) -> float:
-        return self.welcome.patience_ms / 1000 if self.welcome is not None else 10.0
+        return self.welcome.patience_ms / 1000 if self.welcome is not None else self._patience_before_s
 
     @property
     def worker_id(self) -> int:

@@ -41,6 +41,12 @@ class _NotTheHost(ConnectionError):
     """The peer that answers is not the one that the invite names, or does not speak as a host does."""
 
 
+def _is_nobody(error: OSError) -> bool:
+    """Whether there is no host: nobody listens, or a forwarder does (ssh -L, a load balancer) and closes at once."""
+    closed = (ConnectionRefusedError, ConnectionResetError, ConnectionAbortedError, BrokenPipeError)
+    return isinstance(error, (*closed, ssl.SSLEOFError, ssl.SSLZeroReturnError))
+
+
 class HostConnector:
     def __init__(self, invite: Invite, *, name: str, kind: str, say: Callable[[str], None]) -> None:
         invite.check_has_pin()
@@ -48,6 +54,8 @@ class HostConnector:
         self.name = name
         self.kind = kind
         self.say = say
+        self.returns = False
+        """Whether this machine was away for a while. Nobody may sit there to join again, so it waits for its host."""
         self.is_here = CAN_SHARE and invite.host in (*LOOPBACK, "localhost")
         self._backoff_s = FIRST_WAIT_S
         self._draw = random.Random()
@@ -84,11 +92,12 @@ class HostConnector:
                 "The host closed the connection without a word, again and again: the invite's secret is not (or no"
                 " longer) the right one. Ask for a new invite."
             ) from None
-        if isinstance(error, ConnectionRefusedError | _ClosedInSilence) and waited > NOBODY_S:
-            raise ConfigError(
-                f"Nobody listens at {self.invite.host} port {self.invite.port}. Is the host running, and is the invite"
-                " its newest?"
-            ) from None
+        if _is_nobody(error) and waited > NOBODY_S and not self.returns:
+            where = f"{self.invite.host} port {self.invite.port}"
+            begin = f"Nobody listens at {where}."
+            if not isinstance(error, ConnectionRefusedError):
+                begin = f"Nobody listens behind {where}: connections are taken there, and closed at once."
+            raise ConfigError(f"{begin} Is the host running, and is the invite its newest?") from None
 
     def _trouble(self, error: OSError) -> str:
         if isinstance(error, HeldOff):

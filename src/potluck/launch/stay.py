@@ -12,7 +12,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from potluck.environment import IGNORED, LEAVING, usable_cores
+from potluck.environment import IGNORED, LEAVING, RETURNING, usable_cores
 from potluck.errors import Interrupted
 from potluck.launch.absence import Absence, AbsenceWatch
 from potluck.launch.control import Control
@@ -29,6 +29,8 @@ GRACE_S = 25.0
 """What is left after SIGTERM where nobody says how much is: less than the 30 s of Kubernetes and of SLURM."""
 MARGIN_S = 2.0
 """Before the end of a notice: a host that loses a machine without a word waits for it in vain."""
+USUAL_PATIENCE_S = 30.0
+"""Of a host that has not told its own."""
 NOTICE_SIGNAL = getattr(signal, "SIGUSR1", None)
 """With --watch: what `sbatch --signal=USR1@120` sends, to all processes of a job."""
 
@@ -61,11 +63,12 @@ class Stay:
         self._notice: Notice | None = None
         self._is_going = False
         """For good: it was said."""
+        self._was_away = False
 
     def run(self, command: list[str], environment: dict[str, str], folder: Path) -> int:
         """Until the run is over for this machine. `folder`: for what parent and workers tell each other."""
-        why = folder / "leaving"
-        environment = environment | {LEAVING: str(why)}
+        why, kept = folder / "leaving", folder / "patience"
+        environment = environment | {LEAVING: str(why), RETURNING: str(kept)}
         with ExitStack() as stack:
             stack.enter_context(self._interrupts.handled())
             if self._watch != "off" and NOTICE_SIGNAL is not None:
@@ -76,6 +79,8 @@ class Stay:
                 if not self._await_turn():
                     return Interrupted.exit_code
                 why.unlink(missing_ok=True)
+                if self._was_away and not kept.exists():  # none of ours was in yet
+                    kept.write_text(str(USUAL_PATIENCE_S), encoding="utf-8")
                 code = self._work(WorkerPool(command, self._config, environment), why)
                 if code is not None:
                     return code
@@ -119,6 +124,7 @@ class Stay:
                 say("Ended while it was away.")
                 return False
             time.sleep(POLL_S)
+        self._was_away = self._was_away or told is not None
         if told is not None:
             say("Back: joining again.")
         self._control.tell("working", "It works.")
