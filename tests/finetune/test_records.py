@@ -58,6 +58,17 @@ BAD = {
         lines({"messages": [{"role": "assistant", "tool_calls": [{"name": "a", "arguments": "\ude00"}]}]}),
         r"has \\ude00, which is",
     ),
+    "a rejected answer": (
+        lines(*({"prompt": "a", "completion": "b", "label": label} for label in (True, False))),
+        r"Line 2 of .*: label is false, so its answer was rejected, .*Remove the rows whose label is false",
+    ),
+    "a rejected answer by number": (lines({"prompt": "a", "completion": "b", "label": 0}), "label is 0, so its answer"),
+    "a rejected chat": (lines(CHAT | {"label": False}), "label is false, so its answer was rejected"),
+    "a pair": (
+        lines({"prompt": "a", "chosen": "b", "rejected": "c"}),
+        r"Line 1 of .* is a pair of answers, .*Keep the chosen ones as .*DPOTrainer",
+    ),
+    "a pair beside a chat": (lines(CHAT | {"chosen": "b", "rejected": "c"}), "is a pair of answers"),
     "deep": ("[" * 100_000 + "\n", r"Line 1 of .* is not valid JSON"),
 }
 
@@ -68,6 +79,21 @@ def test_what_is_wrong_with_a_row_is_said_with_its_place(case: str, tmp_path: Pa
     (tmp_path / "rows.jsonl").write_text(text)
     with pytest.raises(ConfigError, match=said):
         read(tmp_path / "rows.jsonl")
+
+
+def test_a_rejected_answer_in_a_table_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("prompt,completion,label\na,b,True\nc,d,False\n")
+    with pytest.raises(ConfigError, match=r'Row 2 of .*: label is "False", so its answer was rejected'):
+        read(tmp_path / "rows.csv")
+
+
+def test_answers_that_are_wanted_are_read_whatever_stands_beside_them(tmp_path: Path) -> None:
+    told = {"prompt": "a", "completion": "b"}
+    pair = CHAT | {"chosen": CHAT["messages"], "rejected": []}
+    (tmp_path / "a.jsonl").write_text(lines(told, told | {"label": True}, told | {"label": "sports"}))
+    (tmp_path / "b.jsonl").write_text(lines(pair))
+    assert len(read(tmp_path / "a.jsonl")) == 3
+    assert len(read(tmp_path / "b.jsonl")) == 1
 
 
 def test_what_is_not_there_or_not_text_is_said(tmp_path: Path) -> None:

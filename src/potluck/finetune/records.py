@@ -38,6 +38,8 @@ WHOLE = re.compile(r"0|-?[1-9][0-9]{0,17}")
 MOST_LETTERS = 1 << 30
 """Of a cell."""
 KNOWN = f"{', '.join(sorted(READ))}, and those but .parquet with {PACKED}"
+REJECTED = ("false", "0")
+"""How a `label` beside an answer says, in small letters, that the answer is a bad one, as in TRL's rows for KTO."""
 HELD_OUT = ("validation", "valid", "dev", "eval", "test")
 """Names of splits that are never trained on; the first of them that is there is looked at."""
 
@@ -238,6 +240,7 @@ def record_of(fields: Any, where: str) -> TextRecord:
     """One row, checked; a ConfigError says where it is, and what was expected."""
     if not isinstance(fields, dict):
         raise ConfigError(f"{where} is no table of fields. Expected is {EXPECTED}.")
+    _check_is_wanted(fields, where)
     if "messages" in fields:
         check_chat(fields, where)
         return TextRecord(where, "chat", fields)
@@ -256,6 +259,23 @@ def record_of(fields: Any, where: str) -> TextRecord:
         return TextRecord(where, "label", fields)
     has = ", ".join(map(str, list(fields)[:8])) or "no fields"
     raise ConfigError(f"{where} has {has}. Expected is {EXPECTED}.")
+
+
+def _check_is_wanted(fields: dict[str, Any], where: str) -> None:
+    """Refuse rows with answers that a model should not give: here, every answer in a row is learnt."""
+    answer = fields.get("completion", fields.get("messages"))
+    if answer is not None and str(fields.get("label")).strip().lower() in REJECTED:
+        raise ConfigError(
+            f"{where}: label is {shown(fields['label'])}, so its answer was rejected, and potluck finetune learns every"
+            " answer that it is given. Remove the rows whose label is false; or learn from both kinds with TRL's"
+            " KTOTrainer and potluck.hf.Elastic (docs/guide/other-trainers.md)."
+        )
+    if "rejected" in fields and (answer is None or answer != fields.get("chosen")):
+        raise ConfigError(
+            f"{where} is a pair of answers, of which one was rejected, and potluck finetune learns every answer that it"
+            ' is given. Keep the chosen ones as {"prompt": ..., "completion": ...} or {"messages": [...]}; or learn'
+            " from the pairs with TRL's DPOTrainer and potluck.hf.Elastic (docs/guide/other-trainers.md)."
+        )
 
 
 def _check_text(fields: dict[str, Any], name: str, where: str, *, may_be_empty: bool = False) -> None:
