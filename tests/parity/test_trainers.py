@@ -407,7 +407,12 @@ def test_a_trainers_run_stops_early_and_is_resumed(tmp_path: Path) -> None:
 
 
 def lightning(
-    folder: str, strategy: str, resume: str | None = None, together: int = 1, is_split: bool = False
+    folder: str,
+    strategy: str,
+    resume: str | None = None,
+    together: int = 1,
+    is_split: bool = False,
+    options: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     import lightning as L
     from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
@@ -452,7 +457,7 @@ def lightning(
         strategy=potluck.integrations.lightning.PotluckStrategy(strategy=potluck.FullShard()) if is_split else strategy,
         accelerator="cpu",
         devices=1,
-        gradient_clip_val=0.5,
+        **{"gradient_clip_val": 0.5} | (options or {}),
         accumulate_grad_batches=together,
         callbacks=[saving, EarlyStopping("val", patience=3)],
         logger=False,
@@ -486,6 +491,35 @@ def test_lightnings_trainer_has_its_own_losses(tmp_path: Path) -> None:
     pytest.importorskip("lightning")
     expected = lightning(str(tmp_path / "plain"), "auto", None, 3)
     assert_same_fit(lightning(str(tmp_path / "ours"), "potluck", None, 3), expected)
+
+
+HABITS: list[dict[str, Any]] = [
+    {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value", "limit_train_batches": 0.5},
+    {"limit_train_batches": 5},
+    {"overfit_batches": 2},
+]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("options", HABITS, ids=lambda options: list(options)[-1] + str(len(options)))
+def test_lightnings_trainer_clips_and_cuts_epochs_as_it_was_told(tmp_path: Path, options: dict[str, Any]) -> None:
+    pytest.importorskip("lightning")
+    expected = lightning(str(tmp_path / "plain"), "auto", None, 1, False, options)
+    assert_same_fit(lightning(str(tmp_path / "ours"), "potluck", None, 1, False, options), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("is_split", [False, True])
+@pytest.mark.parametrize("options", HABITS, ids=lambda options: list(options)[-1] + str(len(options)))
+def test_two_workers_clip_and_cut_epochs_as_lightning_does(
+    tmp_path: Path, options: dict[str, Any], is_split: bool
+) -> None:
+    pytest.importorskip("lightning")
+    expected = lightning(str(tmp_path / "plain"), "auto", None, 1, False, options)
+    arguments = (str(tmp_path / "ours"), "potluck", None, 1, is_split, options)
+    for each in run_ranks(2, lightning, *arguments, timeout_s=120):
+        assert_same_fit(each, expected | ({"weights": {}} if is_split else {}))
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from potluck.batch_shapes import rows_of
 from potluck.data.loader import Loader
@@ -33,7 +33,7 @@ try:
     from lightning.pytorch.plugins.precision import Precision
     from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
     from lightning.pytorch.trainer.states import TrainerFn
-    from lightning.pytorch.utilities import rank_zero
+    from lightning.pytorch.utilities import GradClipAlgorithmType, rank_zero
 except ImportError:
     raise ConfigError("potluck.integrations.lightning needs Lightning: pip install lightning.") from None
 
@@ -51,6 +51,8 @@ class PotluckStrategy(SingleDeviceStrategy):
         self._options = fleet_options
         self.fleet: Engine | None = None
         self.steps: StepsOfLoader | None = None
+        self._clip_value: float | None = None
+        """What each number of a gradient is limited to; a limit of its norm is the fleet's to keep."""
         self._samples: float | None = None
         self._last_loss = torch.zeros(())
 
@@ -68,11 +70,11 @@ class PotluckStrategy(SingleDeviceStrategy):
     def setup_environment(self) -> None:
         trainer = self._trainer
         if self.fleet is None and trainer.state.fn == TrainerFn.FITTING:
-            if trainer.gradient_clip_val and str(trainer.gradient_clip_algorithm or "norm").endswith("value"):
-                raise ConfigError("A fleet clips gradients by their norm. Leave out gradient_clip_algorithm='value'.")
             is_fp16 = str(trainer.precision).startswith("16")
-            step = StepConfig(clip=trainer.gradient_clip_val or None, precision="fp16" if is_fp16 else "fp32")
-            trainer.gradient_clip_val = None  # it is done where the whole gradient is
+            clip, trainer.gradient_clip_val = trainer.gradient_clip_val or None, None  # done where the whole gradient is
+            if trainer.gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
+                self._clip_value, clip = clip, None
+            step = StepConfig(clip=clip, precision="fp16" if is_fp16 else "fp32")
             self.fleet = fleet_until_exit(**{"step": step} | self._options)
             self._root_device = self.fleet.device
             self._take_rank()
@@ -97,7 +99,11 @@ class PotluckStrategy(SingleDeviceStrategy):
         if not isinstance(dataloader, DataLoader) or len(self.optimizers) != 1 or not module.automatic_optimization:
             raise ConfigError("A fleet trains a LightningModule with one DataLoader and one optimizer, by itself.")
         together, trainer.accumulate_grad_batches = trainer.accumulate_grad_batches, 1
-        data = step_loader(dataloader, together, to_end=False)
+        most_batches = self._batches_of_epoch(dataloader)
+        trainer.limit_train_batches = 1.0  # the epoch of the fleet is cut already
+        data = step_loader(dataloader, together, most=most_batches)
+        if self._clip_value is not None:
+            self.optimizers[0].register_step_pre_hook(self._clip_by_value)
         _, _, loader = fleet.prepare(
             module,
             self.optimizers[0],
@@ -123,6 +129,27 @@ class PotluckStrategy(SingleDeviceStrategy):
             fleet.load(Path())  # joins
         steps.shown = fleet.step_number
         return steps
+
+    def _batches_of_epoch(self, dataloader: "DataLoader[Any]") -> int:
+        """Count the batches of an epoch, by Lightning's own rule: an epoch ends after them, and the next begins anew."""
+        limit, count = self._trainer.limit_train_batches, len(dataloader)
+        most = min(limit, count) if isinstance(limit, int) else int(count * limit)
+        if most < count and isinstance(dataloader.dataset, IterableDataset):
+            raise ConfigError(
+                "limit_train_batches and overfit_batches cut no stream of a fleet's. Let the dataset itself end after"
+                " as many rows as an epoch should have, for instance with itertools.islice in its __iter__."
+            )
+        if not most:
+            raise ConfigError(
+                f"limit_train_batches is {limit}, which is less than one of the {count} batches of an epoch."
+            )
+        return most
+
+    def _clip_by_value(self, optimizer: Optimizer, *told: Any) -> None:
+        """Limit each number by itself, which is the same whichever rank holds it."""
+        assert self._clip_value is not None
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        torch.nn.utils.clip_grad_value_(parameters, self._clip_value)
 
     def _scheduler(self, per_epoch: int) -> LRScheduler | None:
         found = [each for each in self.lr_scheduler_configs if not each.reduce_on_plateau]

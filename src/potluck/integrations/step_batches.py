@@ -14,38 +14,39 @@ from potluck.errors import ConfigError
 
 
 class StepBatches(Sampler[list[int]]):
-    """Several batches of a sampler as one. `to_end`: the sampler is asked until it has no more; else, as a trainer that
-    counts does, until it has given as many as it said, and what it would draw at its end is never drawn."""
+    """Several batches of a sampler as one. `most`: how many of the sampler's batches an epoch has, as a trainer counts
+    them; what the sampler would draw after them is never drawn. None: the sampler is asked until it has no more."""
 
-    def __init__(self, batches: Iterable[list[int]], together: int, *, to_end: bool = True) -> None:
-        self.batches, self.together, self.to_end = batches, together, to_end
+    def __init__(self, batches: Iterable[list[int]], together: int, *, most: int | None = None) -> None:
+        self.batches, self.together, self.most = batches, together, most
         self.sampler = getattr(batches, "sampler", None)  # whose generators are found there
         own = getattr(batches, "batch_size", None)
         self.batch_size = own * together if isinstance(own, int) else None
 
     def __iter__(self) -> Iterator[list[int]]:
-        left = iter(self.batches) if self.to_end else islice(self.batches, len(self.batches))  # type: ignore[arg-type]
+        left = islice(self.batches, self.most)
         while several := list(islice(left, self.together)):
             yield [row for batch in several for row in batch]
 
     def __len__(self) -> int:
-        return -(-len(self.batches) // self.together)  # type: ignore[arg-type]
+        count = len(self.batches) if self.most is None else self.most  # type: ignore[arg-type]
+        return -(-count // self.together)
 
     def set_epoch(self, epoch: int) -> None:
         if callable(tell := getattr(self.batches, "set_epoch", None)):
             tell(epoch)
 
 
-def step_loader(loader: "DataLoader[Any]", together: int, *, to_end: bool = True) -> "DataLoader[Any]":
-    """Of which one batch is `together` of this one's. `to_end`: as StepBatches has it."""
-    if together == 1 and to_end:
+def step_loader(loader: "DataLoader[Any]", together: int, *, most: int | None = None) -> "DataLoader[Any]":
+    """Of which one batch is `together` of this one's. `most`: as StepBatches has it; a stream has all of its batches."""
+    if together == 1 and most is None:
         return loader
     if isinstance(loader.dataset, IterableDataset):
         by: dict[str, Any] = {"batch_size": (loader.batch_size or 1) * together, "drop_last": loader.drop_last}
     elif loader.batch_sampler is None:
         raise ConfigError(ONE_BY_ONE)
     else:
-        by = {"batch_sampler": StepBatches(loader.batch_sampler, together, to_end=to_end)}
+        by = {"batch_sampler": StepBatches(loader.batch_sampler, together, most=most)}
     return DataLoader(
         loader.dataset,
         **by,
