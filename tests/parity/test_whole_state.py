@@ -17,7 +17,7 @@ from potluck.engine import stage_planner
 from potluck.environment import RENDEZVOUS
 from potluck.errors import ConfigError
 from potluck.events import Noticed
-from potluck.link import link
+from potluck.link import link, whereabouts
 from potluck.save import checkpoint_folder, whole_state
 from potluck.save.export import write_plain
 from tests.fleet.fleet import Fleet, assert_same
@@ -185,7 +185,7 @@ def test_save_pretrained_of_transformers_loads_elsewhere_from_every_strategy(tmp
 
 
 def only_rank_0(strategy: Any) -> list[str]:
-    link.MEETING_S = 0.1
+    link.MEETING_S, whereabouts.QUIET_S = 0.1, 60.0
     heard: list[str] = []
     with potluck.init(strategy=strategy, patience_s=1.0) as fleet:
         model = Own()

@@ -53,6 +53,8 @@ class Loader:
         """Batches that were given so far."""
         self.on_stand_in: Callable[[], None] = lambda: None
         """Called before rows that do not count."""
+        self.on_step: Callable[[], None] = lambda: None
+        """Called before the batches of each step."""
         self.on_epoch_end: Callable[[], None] = lambda: None
         self.fault: str | None = None
         """Why the next epoch cannot be: workers would see it in different orders."""
@@ -115,6 +117,7 @@ class Loader:
                     shares = self.shares
                     fetched = self._fetched = self._fetch(order, self.position.row)
                     self._ahead = None
+                self.on_step()
                 yield from self._in_turns(self._step_at(self.position.row), order, fetched)
         finally:
             if fetched is self._fetched:

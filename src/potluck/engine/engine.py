@@ -225,6 +225,8 @@ class Engine(Handle):
         loader.on_epoch_end = self.lifecycle.end_of_epoch
         loader.on_stand_in = lambda: run.stand_in.enter_context(replica.buffers_kept())
         loader.is_stopped = lambda: run.stopping
+        if run.composition.window is None and not self.is_led:
+            loader.on_step = run.link.note_call
         self.lifecycle.begin()
         run.start_of_step()
         self.layers.settle_in()
@@ -337,21 +339,22 @@ class Engine(Handle):
         A worker whose weight is 0 does not count, whatever its value is. Each rank counts by itself, also those that
         hold parts of one replica: where they give the same value and weight, the mean does not change.
         """
-        return own_values.mean(self._exchange, value, weight)
+        return own_values.mean(partial(self._exchange, "fleet.mean()"), value, weight)
 
     def gather(self, value: Any) -> Any:
         """All workers' values in order of rank, on every worker: tensors one after the other along their first
         dimension, which may differ; numbers as a list; of a dictionary, each by its name. Called as mean() is."""
-        return own_values.gather(self._exchange, value)
+        return own_values.gather(partial(self._exchange, "fleet.gather()"), value)
 
-    def _exchange(self, data: bytes) -> list[bytes]:
+    def _exchange(self, call: str, data: bytes) -> list[bytes]:
         if self.rounds.is_under_way:
             raise ConfigError(
                 "fleet.mean() and fleet.gather() need all workers at the same place, and within a step or a window each"
                 " is somewhere else. Call them once fleet.step() has ended one, in fleet.after_step or"
                 " fleet.after_agreement, or after an epoch."
             )
-        return self.lifecycle.exchange(data)
+        with self.run.link.within(call, self.run.step_number):
+            return self.lifecycle.exchange(data)
 
     def save(self, folder: str | Path, *, keep_last: int = 2) -> None:
         """Saves a checkpoint below `folder`: call it on every worker. Under a host it is the host that saves.

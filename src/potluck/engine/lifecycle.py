@@ -65,6 +65,10 @@ class GroupLifecycle:
         """Agreements so far."""
         return self._run.version
 
+    def _within(self, call: str) -> AbstractContextManager[None]:
+        """A call that every worker must make: where some have not, the others say so."""
+        return self._run.link.within(call, self._run.step_number)
+
     def begin(self) -> None:
         """The replica is there, and the loader if the data are ours."""
         self._copies.begin()
@@ -84,7 +88,8 @@ class GroupLifecycle:
         comes_next = run.loader.digest_of_next()
         weights_now = self._layers.fingerprint(run.prepared())
         mine = json.dumps([weights_now, run.ledger.ranges, comes_next, run.loader.seen()]).encode()
-        told = [json.loads(data) for data in run.link.gather_bytes(mine)]
+        with self._within("the end of an epoch"):
+            told = [json.loads(data) for data in run.link.gather_bytes(mine)]
         ranges = ((a, b) for _, ranges, _, _ in told for a, b in ranges)
         proof = prove(ranges, run.loader.rows, run.loader.order.counted)
         same = len({row[0] for row in told}) == 1
@@ -174,6 +179,10 @@ class GroupLifecycle:
         self._run.seed_random(seed)
 
     def evaluate(self, loss_of: LossFunction, looked_at: HeldOut) -> Figures:
+        with self._within("fleet.evaluate()"):
+            return self._evaluate(loss_of, looked_at)
+
+    def _evaluate(self, loss_of: LossFunction, looked_at: HeldOut) -> Figures:
         self._rounds.settle()
         run, pipelines = self._run, self._layers.pipelines
         replica, rows = run.prepared(), looked_at.rows
@@ -193,28 +202,31 @@ class GroupLifecycle:
         return self._run.link.gather_bytes(data)
 
     def save(self, folder: Path, keep_last: int) -> None:
-        self._rounds.settle()
         run = self._run
-        standing, kept = take_position(run)
-        run.saves.save(folder, run.prepared(), standing, keep_last, kept)
+        with self._within("fleet.save()"):
+            self._rounds.settle()
+            standing, kept = take_position(run)
+            run.saves.save(folder, run.prepared(), standing, keep_last, kept)
         self._saved_last = folder, standing["step"]
         self._layers.on_saved()
 
     def state_dict(self) -> dict[str, Any]:
         run, looking = self._run, self.looking
         assert looking is not None
-        if is_in_parts(run.prepared()) or run.composition.window is not None or looking:
-            run.link.meet("fleet.state_dict()", run.notice)
-        self._rounds.settle()
-        with looking.in_place():
-            return whole_state(run.link, run.prepared(), run.names)
+        with self._within("fleet.state_dict()"):
+            if is_in_parts(run.prepared()) or run.composition.window is not None or looking:
+                run.link.meet("fleet.state_dict()", run.notice)
+            self._rounds.settle()
+            with looking.in_place():
+                return whole_state(run.link, run.prepared(), run.names)
 
     def load(self, folder: Path) -> bool:
         self._folder = folder
         if self._copies.has_just_recovered:
             return True
         run = self._run
-        standing = run.saves.load(folder, run.prepared(), partial(check_position, run))
+        with self._within("fleet.load()"):
+            standing = run.saves.load(folder, run.prepared(), partial(check_position, run))
         if standing is None:
             return False
         restore_position(run, standing)
@@ -228,7 +240,8 @@ class GroupLifecycle:
         return True
 
     def wait_for_saves(self) -> None:
-        self._run.saves.wait_together()
+        with self._within("fleet.wait_for_saves()"):
+            self._run.saves.wait_together()
 
     def close(self, error: BaseException | None) -> None:
         """Finishes what is still being written, and leaves. `error`: what ended the loop."""
@@ -238,5 +251,7 @@ class GroupLifecycle:
         self._layers.close(has_failed=error is not None and not isinstance(error, Interrupted))
         try:
             run.saves.wait()
+            if error is None:
+                run.link.end_well()
         finally:
             run.link.close()

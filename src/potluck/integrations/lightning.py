@@ -71,7 +71,10 @@ class PotluckStrategy(SingleDeviceStrategy):
         trainer = self._trainer
         if self.fleet is None and trainer.state.fn == TrainerFn.FITTING:
             is_fp16 = str(trainer.precision).startswith("16")
-            clip, trainer.gradient_clip_val = trainer.gradient_clip_val or None, None  # done where the whole gradient is
+            clip, trainer.gradient_clip_val = (
+                trainer.gradient_clip_val or None,
+                None,
+            )  # done where the whole gradient is
             if trainer.gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
                 self._clip_value, clip = clip, None
             step = StepConfig(clip=clip, precision="fp16" if is_fp16 else "fp32")
@@ -131,7 +134,7 @@ class PotluckStrategy(SingleDeviceStrategy):
         return steps
 
     def _batches_of_epoch(self, dataloader: "DataLoader[Any]") -> int:
-        """Count the batches of an epoch, by Lightning's own rule: an epoch ends after them, and the next begins anew."""
+        """Count the batches of an epoch, by Lightning's own rule: it ends after them, and the next begins anew."""
         limit, count = self._trainer.limit_train_batches, len(dataloader)
         most = min(limit, count) if isinstance(limit, int) else int(count * limit)
         if most < count and isinstance(dataloader.dataset, IterableDataset):

@@ -217,7 +217,7 @@ def _watch(team: list[Worker], start: Start | None) -> int | Recovery:
         recovery = "" if start is None or interrupts.count or _has_said_why(failed) else _recover(start, failed)
         if isinstance(recovery, Recovery):
             return recovery
-        code = _report(failed[0] if failed else _speaker(ended))
+        code = _report(_explained(failed) if failed else _speaker(ended))
         if recovery:
             say(recovery)
         return code
@@ -227,6 +227,11 @@ def _failed(ended: list[Worker], interrupts: Interrupts) -> list[Worker]:
     """Those who failed by themselves. One that only lost a peer, or was asked to stop, did not."""
     excused = {0, WorkerLost.exit_code} | ({Interrupted.exit_code} if interrupts.count else set())
     return [worker for worker in ended if worker.code not in excused]
+
+
+def _explained(failed: list[Worker]) -> Worker:
+    """The first that failed; but one that says why goes before one that was ended without a word."""
+    return next((worker for worker in failed if worker.words().startswith("potluck: ")), failed[0])
 
 
 def _has_said_why(failed: list[Worker]) -> bool:
@@ -276,6 +281,8 @@ def _report(worker: Worker) -> int:
     if code < 0:
         name = signal.Signals(-code).name
         hint = " This is often the system running out of memory." if -code == KILL else ""
+        if -code == signal.SIGABRT:
+            hint = " If some workers alone called what all must call, such as fleet.save(), call it on every worker."
         say(f"Worker {worker.rank} was ended by {name}, so the others stopped too.{hint} {words}".rstrip())
         return 128 - code
     if words.startswith("potluck: "):

@@ -4,10 +4,11 @@ A link of one answers at once, so callers never ask how many ranks there are.
 Nothing that travels is pickled: only tensors and bytes.
 """
 
+import atexit
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Protocol
 
@@ -22,6 +23,7 @@ from potluck.devices import travels
 from potluck.environment import ONLY, PATIENCE_S, RENDEZVOUS
 from potluck.errors import ConfigError, WorkerLost
 from potluck.link.coded_sums import CodedSums
+from potluck.link.whereabouts import LOOK_S, QUIET_S, GroupWatch
 from potluck.sharding.collectives import Done as Done
 from potluck.sharding.collectives import Pending as Pending
 from potluck.tensor_bytes import from_bytes, raw, to_bytes
@@ -77,11 +79,24 @@ class Link(Protocol):
         must make, is not taken for another one where only some have made it. They hear of it in a sentence."""
         return
 
+    def within(self, call: str, after_step: int) -> AbstractContextManager[None]:
+        """Within it, what this rank asks of the others belongs to a call that all must make: by that name they see
+        it, if only some of them have made it."""
+        return nullcontext()
+
+    def note_call(self) -> None:
+        """This rank begins what all ranks must begin alike, in the same order."""
+        return
+
     def start_pass(self, out: Tensor, heard: Tensor) -> Pending:
         """Begins to send bytes to the next rank, and to fill `heard` with those of the rank before. In host memory.
 
         Either may be empty, where the other side's is.
         """
+
+    def end_well(self) -> None:
+        """This rank has done all that it wanted to, and asks nothing more of the others."""
+        return
 
     def close(self) -> None: ...
 
@@ -176,7 +191,14 @@ class _ByHost:
 class GroupLink(Link):
     """All ranks of a process group: the default one, or a part of it."""
 
-    def __init__(self, *, owned: bool, group: dist.ProcessGroup | None = None, patience_s: float = PATIENCE_S) -> None:
+    def __init__(
+        self,
+        *,
+        owned: bool,
+        group: dist.ProcessGroup | None = None,
+        patience_s: float = PATIENCE_S,
+        watch: GroupWatch | None = None,
+    ) -> None:
         self.group = group
         self.rank = dist.get_rank(group)
         self.world = dist.get_world_size(group)
@@ -186,6 +208,8 @@ class GroupLink(Link):
         self.coded: CodedSums | None = None
         """Made with the first of them."""
         self._meetings = 0
+        self._watch = watch
+        """Of the default group, where it is a run's: sees whether all ranks make the same calls."""
 
     def part(self, groups: Sequence[Sequence[int]]) -> "GroupLink":
         assert self.group is None, "only the default group's ranks are numbered as new_group() wants them"
@@ -197,9 +221,17 @@ class GroupLink(Link):
         assert own is not None, f"no group holds rank {self.rank}"
         return GroupLink(owned=False, group=own, patience_s=self._patience_s)
 
+    def within(self, call: str, after_step: int) -> AbstractContextManager[None]:
+        return nullcontext() if self._watch is None else self._watch.calls.within(call, after_step)
+
+    def note_call(self) -> None:
+        if self._watch is not None:
+            self._watch.calls.note()
+
     def start_sum(self, tensor: Tensor) -> Pending:
         if not travels(tensor.device):
             return _ByHost(tensor, self.start_sum)
+        self.note_call()
         with _peers_may_vanish():
             work = dist.all_reduce(tensor, group=self.group, async_op=True)
         assert work is not None
@@ -208,6 +240,7 @@ class GroupLink(Link):
     def start_coded_sum(self, tensor: Tensor, coding: Coding) -> Pending:
         if not travels(tensor.device):
             return _ByHost(tensor, lambda host: self.start_coded_sum(host, coding))
+        self.note_call()
         self.coded = self.coded or CodedSums(self.group)
         with _peers_may_vanish():
             return _Begun(self.coded.start(tensor, coding))
@@ -215,6 +248,7 @@ class GroupLink(Link):
     def start_gather(self, row: Sequence[float]) -> Rows:
         if self.world == 1:
             return Here([list(row)])
+        self.note_call()
         told = torch.tensor(row, dtype=torch.float64)
         found = [torch.empty_like(told) for _ in range(self.world)]
         with _peers_may_vanish():
@@ -230,6 +264,7 @@ class GroupLink(Link):
 
     def broadcast(self, tensor: Tensor) -> None:
         # As bytes: backends know only some types. Of numbers that do not lie end to end, a copy travels.
+        self.note_call()
         flat = raw(tensor if travels(tensor.device) else tensor.cpu())
         with _peers_may_vanish():
             dist.broadcast(flat, group=self.group, group_src=0)
@@ -255,6 +290,7 @@ class GroupLink(Link):
         assert self.group is None, "it is the default group's store through which ranks see each other"
         store = PrefixStore(f"meeting {self._meetings}", dist.distributed_c10d._get_default_store())
         self._meetings += 1
+        self.note_call()
         store.set(str(self.rank), what)
 
         ranks = [str(rank) for rank in range(self.world)]
@@ -273,21 +309,32 @@ class GroupLink(Link):
                 )
 
     def start_pass(self, out: Tensor, heard: Tensor) -> Pending:
+        self.note_call()
         with _peers_may_vanish():
             coming = dist.irecv(heard, src=(self.rank - 1) % self.world) if heard.numel() else None
             going = dist.isend(out, dst=(self.rank + 1) % self.world) if out.numel() else None
         return _Begun(going, coming)
 
+    def end_well(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+
     def close(self) -> None:
+        if self._watch is not None:
+            self._watch.close(is_well=False)
         if self._owned and dist.is_initialized():
             dist.destroy_process_group()
 
     def _gather(self, tensor: Tensor) -> list[Tensor]:
+        self.note_call()
         found = [torch.empty_like(tensor) for _ in range(self.world)]
         with _peers_may_vanish():
             dist.all_gather(found, tensor, group=self.group)
         return found
 
+
+_watch: GroupWatch | None = None
+"""Over the default group of this process."""
 
 _GONE = re.compile("closed|reset|timed out|timeout|aborted|refused|broken pipe|unreachable", re.IGNORECASE)
 
@@ -298,7 +345,13 @@ def _peers_may_vanish() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if not _tells_of_loss(error):
+        is_loss = _tells_of_loss(error)
+        # Of two calls that do not fit, one may fail before the other rank has told of its own.
+        wait_s = QUIET_S + 2 * LOOK_S if "mismatch" in str(error) else 0.0
+        mistake = _watch.explain(wait_s) if _watch is not None else None
+        if mistake is not None:
+            raise ConfigError(mistake) from error
+        if not is_loss:
             raise
         raise WorkerLost(_loss(error)) from error
 
@@ -309,20 +362,23 @@ def _tells_of_loss(error: RuntimeError) -> bool:
 
 
 def _loss(error: RuntimeError) -> str:
-    return f"Another worker stopped answering: {str(error).strip().splitlines()[0]}"
+    hint = _watch.hint() if _watch is not None else ""
+    return f"Another worker stopped answering: {str(error).strip().splitlines()[0]}{hint}"
 
 
 def loss_of_peer(error: BaseException) -> str | None:
     """A sentence, if an error from anywhere in a script comes from a process group that has lost a peer."""
     if not isinstance(error, RuntimeError) or not _tells_of_loss(error):
         return None
-    return _loss(error) if isinstance(error, dist.DistError) or "gloo" in str(error) else None
+    if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+        return None
+    return (_watch.explain() if _watch is not None else None) or _loss(error)
 
 
 def connect(device: torch.device, patience_s: float) -> Link:
     """Joins whatever started us: our launcher, torchrun, or a group the caller made; else we are alone."""
     if dist.is_initialized():
-        return GroupLink(owned=False, patience_s=patience_s)
+        return GroupLink(owned=False, patience_s=patience_s, watch=_watch_over())
     rendezvous = os.environ.get(RENDEZVOUS)
     place = placed()
     if place is None:
@@ -344,7 +400,19 @@ def connect(device: torch.device, patience_s: float) -> Link:
         dist.init_process_group(
             backend, store=PrefixStore("potluck", store), rank=rank, world_size=world, timeout=patience
         )
-    return GroupLink(owned=True, patience_s=patience_s)
+    return GroupLink(owned=True, patience_s=patience_s, watch=_watch_over())
+
+
+def _watch_over() -> GroupWatch | None:
+    """GroupWatch over the default group. A process may have several of them, one after the other, in one store."""
+    global _watch
+    if dist.get_world_size() == 1:
+        return None
+    number = _watch.number + 1 if _watch is not None else 0
+    store = PrefixStore(f"watch {number}", dist.distributed_c10d._get_default_store())
+    _watch = GroupWatch(store, dist.get_rank(), dist.get_world_size(), number)
+    atexit.register(_watch.close_at_exit)
+    return _watch
 
 
 def placed() -> tuple[int, int] | None:

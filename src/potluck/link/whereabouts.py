@@ -1,0 +1,268 @@
+"""Where the ranks of a group are: a call that needs all of them, made by some alone, ends in a sentence.
+
+Every rank of a group makes the same collective calls in the same order. Each rank keeps that order for itself, which
+costs a step next to nothing. A rank that has made no such call for some seconds writes it down in the group's store,
+where the others compare it with their own: where two ranks differ, no waiting helps. That a rank is merely slow shows
+as an order that is the beginning of the others', and is said, but is never taken for a mistake.
+"""
+
+import json
+import os
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple, NoReturn
+
+from torch._C._distributed_c10d import Store
+
+from potluck.environment import LAST_WORDS
+from potluck.errors import ConfigError
+from potluck.waiting import wait_until
+from potluck.words import say
+
+STEP = "fleet.step()"
+END = "the end of its script"
+LOOK_S = 1.0
+QUIET_S = 2.0
+"""After how long in one call a rank tells the others where it is, and compares."""
+WAITING_S = 10.0
+"""How long a call may wait for other ranks before a person hears of it."""
+RUNS = 16
+"""How many changes from one call to another are kept."""
+OURS = f"{Path(__file__).parents[1]}{os.sep}"
+LIBRARIES = (OURS, f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}", f"{sys.base_prefix}{os.sep}lib")
+COLLECTIVES = (f"{OURS}link{os.sep}", f"{os.sep}torch{os.sep}distributed{os.sep}")
+
+
+class Whereabouts(NamedTuple):
+    """What a rank tells of itself."""
+
+    made: int
+    """Collective calls that it has begun."""
+    runs: Sequence[tuple[int, str]]
+    """Within which call of the person's script they were: from which number on, and its name. The last ones."""
+    after_step: int
+    place: str
+    """The line of the script where it is; empty if that is not known."""
+
+    def name_of(self, number: int) -> str | None:
+        """The call within which a collective call was; None if that is no longer, or not yet, known."""
+        if number >= self.made:
+            return None
+        return next((name for first, name in reversed(self.runs) if first <= number), None)
+
+
+class CallLog:
+    """The collective calls of this rank, in order."""
+
+    def __init__(self, on_new: Callable[[], object] = lambda: None) -> None:
+        """`on_new`: called when a call of this name is made for the first time, before it asks others for anything."""
+        self.count = 0
+        self.after_step = 0
+        self.name = STEP
+        self._runs: deque[tuple[int, str]] = deque(maxlen=RUNS)
+        self._last = ""
+        self._names = {STEP}
+        self._on_new = on_new
+
+    def note(self) -> None:
+        if self.name != self._last:
+            self._runs.append((self.count, self.name))
+            self._last = self.name
+        self.count += 1
+        if self.name not in self._names:
+            self._names.add(self.name)
+            self._on_new()
+
+    @contextmanager
+    def within(self, name: str, after_step: int) -> Iterator[None]:
+        outer, self.name, self.after_step = self.name, name, after_step
+        try:
+            yield
+        finally:
+            self.name = outer
+
+    def now(self, place: str = "") -> Whereabouts:
+        count = self.count  # before the runs: one that is noted meanwhile is then none too many
+        return Whereabouts(count, list(self._runs), self.after_step, place)
+
+
+def find_mistake(ranks: Mapping[int, Whereabouts]) -> str | None:
+    """Return a sentence if two ranks have made different calls where all must make the same one. Pure."""
+    bounds = sorted({first for each in ranks.values() for first, _ in each.runs})
+    for number in bounds:
+        names = {rank: name for rank, each in ranks.items() if (name := each.name_of(number)) is not None}
+        if len(set(names.values())) > 1:
+            return _tell_mistake(ranks, names)
+    return None
+
+
+def _tell_mistake(ranks: Mapping[int, Whereabouts], names: Mapping[int, str]) -> str:
+    call = next((name for name in names.values() if name not in (STEP, END)), STEP)
+    callers = [rank for rank, name in names.items() if name == call]
+    others = [rank for rank in names if rank not in callers]
+    first = ranks[callers[0]]
+    when = f" after step {first.after_step}" if call != STEP and first.after_step else ""
+    elsewhere = " and ".join(f"worker {rank} is at {names[rank]}{_at(ranks[rank])}" for rank in others)
+    return (
+        f"{call} was called on {_workers(callers)}{when}{_at(first)}, and not on {_workers(others)}: {elsewhere}. It"
+        " needs all workers, so each would wait for the other. Call it on every worker, and not on rank 0 alone: where"
+        " one of them writes or speaks, fleet sees to that."
+    )
+
+
+def tell_waiting(own: int, ranks: Mapping[int, Whereabouts], world: int) -> str | None:
+    """Return a sentence that names the ranks which have not come yet; None if all are here. Pure."""
+    here = ranks[own]
+    late = [rank for rank in range(world) if rank not in ranks or ranks[rank].made < here.made]
+    if not late:
+        return None
+    known = [f"worker {rank} was last at {ranks[rank].place}" for rank in late if rank in ranks and ranks[rank].place]
+    call = here.name_of(here.made - 1) or STEP
+    return (
+        f"{call} on worker {own} has waited {WAITING_S:g} s for {_workers(late)}"
+        + (f"; {', '.join(known)}" if known else "")
+        + ". It may be slow; if it never calls this, call it on every worker."
+    )
+
+
+def _at(where: Whereabouts) -> str:
+    return f" ({where.place})" if where.place else ""
+
+
+def _workers(ranks: Sequence[int]) -> str:
+    return f"worker {', '.join(map(str, ranks))}"
+
+
+class GroupWatch:
+    """Compares where the ranks of the default group are, in a thread of its own."""
+
+    def __init__(self, store: Store, rank: int, world: int, number: int = 0) -> None:
+        self.calls = CallLog(on_new=self.tell)  # a peer that waits elsewhere may be ended by bytes that do not fit
+        self.number = number
+        self._store, self._rank, self._world = store, rank, world
+        self._over = threading.Event()
+        self._told: Whereabouts | None = None
+        self._said: set[tuple[str | None, int]] = set()
+        self._main = threading.main_thread().ident
+        self._thread = threading.Thread(target=self._look_on, name="whereabouts", daemon=True)
+        self._thread.start()
+
+    def _look_on(self) -> None:
+        seen, since = -1, time.monotonic()
+        while not self._over.wait(LOOK_S):
+            if self.calls.count != seen:
+                seen, since = self.calls.count, time.monotonic()
+            elif (quiet_s := time.monotonic() - since) >= QUIET_S:
+                try:
+                    self._compare(quiet_s)
+                except RuntimeError:  # the store is gone, and with it the group: others say so
+                    return
+
+    def _compare(self, quiet_s: float) -> None:
+        frame = sys._current_frames().get(self._main or 0)
+        waits = _is_in_collective(frame)
+        if not waits and quiet_s < WAITING_S / 2:
+            return  # it computes, and nobody has waited for long: a store need not know of every step
+        here = self.tell(_place(frame))
+        ranks = self._others() | {self._rank: here}
+        if (sentence := find_mistake(ranks)) is not None:
+            end_process(sentence)
+        elif quiet_s >= WAITING_S and waits:
+            call = here.name_of(here.made - 1)
+            first = min(rank for rank, each in ranks.items() if each.made == here.made)
+            if call != STEP and first == self._rank and (call, here.made) not in self._said:
+                self._said.add((call, here.made))
+                if (sentence := tell_waiting(self._rank, ranks, self._world)) is not None:
+                    say(sentence)
+
+    def tell(self, place: str = "") -> Whereabouts:
+        """Write down where this rank is, once for each of its calls."""
+        here = self.calls.now(place)
+        if self._told is None or here.made != self._told.made:
+            self._store.set(self._key(self._rank), json.dumps(here))
+            self._told = here
+        return here
+
+    def _others(self) -> dict[int, Whereabouts]:
+        """What other ranks have told last. It may be old, but an order of calls does not change any more."""
+        keys = {rank: self._key(rank) for rank in range(self._world) if rank != self._rank}
+        return {
+            rank: Whereabouts(*json.loads(self._store.get(key)))
+            for rank, key in keys.items()
+            if self._store.check([key])
+        }
+
+    def hint(self) -> str:
+        """What may be behind the loss of a peer, if this rank is in a call that needs all of them."""
+        name, step = self.calls.name, self.calls.after_step
+        if name == STEP or not name.startswith("fleet."):
+            return ""
+        return f" This worker was in {name} after step {step}, which must be called on every worker."
+
+    def explain(self, wait_s: float = 0.0) -> str | None:
+        """Return a sentence if what went wrong between ranks was such a mistake; others may still have to tell."""
+        found: list[str] = []
+
+        def is_found() -> bool:
+            if (sentence := find_mistake(self._others() | {self._rank: self.tell()})) is not None:
+                found.append(sentence)
+            return bool(found)
+
+        with suppress(RuntimeError):  # of a store that is gone
+            wait_until(is_found, wait_s)
+        return found[0] if found else None
+
+    def close(self, *, is_well: bool = True) -> None:
+        """This rank makes no further call. The others can see that, if it is not because something failed."""
+        if self._over.is_set():
+            return
+        self._over.set()
+        self._thread.join(LOOK_S)
+        if is_well:
+            with suppress(RuntimeError), self.calls.within(END, self.calls.after_step):
+                self.calls.note()
+                self.tell()
+
+    def close_at_exit(self) -> None:
+        """For a script that closes nothing. One that failed says so itself."""
+        self.close(is_well=getattr(sys, "last_value", None) is None)
+
+    def _key(self, rank: int) -> str:
+        return f"whereabouts/{rank}"
+
+
+def _frames(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _place(frame: FrameType | None) -> str:
+    """The innermost line that is the person's own."""
+    for each in _frames(frame):
+        name = each.f_code.co_filename
+        if not name.startswith("<") and not any(part in name for part in LIBRARIES):
+            return f"{Path(name).name}, line {each.f_lineno}"
+    return ""
+
+
+def _is_in_collective(frame: FrameType | None) -> bool:
+    return any(part in each.f_code.co_filename for each in _frames(frame) for part in COLLECTIVES)
+
+
+def end_process(sentence: str) -> NoReturn:
+    """End this process with a sentence: its main thread waits within a library, and no exception would reach it."""
+    words = f"potluck: {sentence}"
+    if (path := os.environ.get(LAST_WORDS)) is not None:
+        Path(path).write_text(words, encoding="utf-8")
+    else:
+        print(words, file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(ConfigError.exit_code)
