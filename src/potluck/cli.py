@@ -22,6 +22,7 @@ from potluck.commands.train import Train
 from potluck.commands.up import Up
 from potluck.commands.watch import WatchRun
 from potluck.errors import ConfigError, PotluckError
+from potluck.event_queue import end_process
 from potluck.words import say
 
 COMMANDS = (
@@ -73,7 +74,7 @@ def main() -> None:
         code = error.exit_code
     except KeyboardInterrupt:
         code = 130
-    sys.exit(code)
+    end_process(code)
 
 
 def _names() -> list[str]:

@@ -424,9 +424,9 @@ class EventFile:
         self._file = path.open("a+", encoding="utf-8")
         self._end_torn_line(path)
 
-    def __call__(self, event: Event) -> None:
+    def __call__(self, event: Event, at: float | None = None) -> None:
         try:
-            self._file.write(json.dumps(record_of(event), allow_nan=False) + "\n")
+            self._file.write(json.dumps(record_of(event, at), allow_nan=False) + "\n")
             self._file.flush()
         except OSError as error:
             raise ConfigError(

@@ -1,11 +1,14 @@
 """A host and those who join it, as a person would: the installed commands, real processes, kill -9 and Ctrl-C."""
 
+import fcntl
 import os
 import re
 import signal
 import socket
 import subprocess
 import sys
+import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -341,3 +344,63 @@ def run_command(place: Path, *arguments: str) -> str:
     done = subprocess.run([*POTLUCK, *arguments], cwd=place, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr
+
+
+class UnreadOutput:
+    """What a host prints, to a pipe that is full: as with Ctrl-S, or `potluck host | less`."""
+
+    def __init__(self, place: Path, *arguments: str) -> None:
+        self._read, self._write = os.pipe()
+        fcntl.fcntl(self._write, fcntl.F_SETPIPE_SZ, 4096)
+        command = [*POTLUCK, "host", "tiny.toml", *arguments]
+        self.host = subprocess.Popen(command, cwd=place, stdout=self._write, stderr=subprocess.STDOUT)
+        wait_until((place / "runs" / "tiny" / "now.json").exists)  # all that comes before the first worker is printed
+        self.text = os.read(self._read, 4096)
+        os.set_blocking(self._write, False)
+        for piece in (b"x" * 4096, b"x"):
+            try:
+                while True:
+                    os.write(self._write, piece)
+            except BlockingIOError:
+                pass
+        os.set_blocking(self._write, True)
+
+    def __enter__(self) -> "UnreadOutput":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.host.kill()
+        self.host.wait()
+
+    def read_all(self) -> str:
+        os.close(self._write)
+        while piece := os.read(self._read, 65536):
+            self.text += piece
+        os.close(self._read)
+        return self.text.decode()
+
+
+def test_steps_continue_while_nobody_reads_what_the_host_prints(place: Path, expected: dict[str, torch.Tensor]) -> None:
+    run = place / "runs" / "tiny"
+    with UnreadOutput(place, "-n", "0", *SETTINGS) as unread, join(place, *TEXT, invite_of(run)) as worker:
+        wait_until(lambda: any(r["event"] == "run_ended" for r in events(run)), 90)
+        out = unread.read_all()
+        assert unread.host.wait(30) == 0 and worker.wait(30) == 0
+    assert steps(run) == list(range(1, 61))
+    assert "joined (" in out and "Finished 60 steps" in out  # all of it, once somebody reads again
+    assert_same(weights(run), expected)
+
+
+@pytest.mark.slow
+def test_a_minute_in_which_nobody_reads_makes_no_step_late_and_the_host_ends_all_the_same(place: Path) -> None:
+    many = ("--set", "fit.max_steps=100000", "--set", "workers.threads=1")
+    run = place / "runs" / "tiny"
+    with UnreadOutput(place, "-n", "0", *many) as unread, join(place, *TEXT, invite_of(run)) as worker:
+        wait_until(lambda: len(steps(run)) > 1, 90)
+        time.sleep(60)
+        unread.host.send_signal(signal.SIGINT)
+        assert unread.host.wait(90) == 130 and worker.wait(30) == 0  # nobody has read a word of it
+        at = [float(str(record["time"])) for record in events(run) if record["event"] == "step_done"]
+        assert max(later - earlier for earlier, later in pairwise(at)) < 10, "of 30 s patience"
+        assert [record["event"] for record in events(run)].count("run_ended") == 1
+        assert "Stopped after step" not in unread.read_all()

@@ -53,7 +53,11 @@ def test_a_host_that_takes_plain_peers_says_what_entrenars_client_cannot_take(
         if not insecure:
             assert not heard("entrenar")
             return
-        assert heard("whole gradient is a message of 104,000,021 bytes, and entrenar's own client refuses messages")
+        wait_until(
+            lambda: heard(
+                "whole gradient is a message of 104,000,021 bytes, and entrenar's own client refuses messages"
+            )
+        )
         assert host.server.core.standing.step == 0
         peer = stack.enter_context(socket.create_connection(("127.0.0.1", host.server.port), timeout=20))
         peer.sendall(encode(JoinRequest("rusty", 0, "cpu"), "entrenar"))

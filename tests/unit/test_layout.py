@@ -45,6 +45,7 @@ GROUND = {
     "devices",
     "environment",
     "errors",
+    "event_queue",
     "events",
     "files",
     "signals",

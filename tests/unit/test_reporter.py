@@ -106,7 +106,7 @@ def test_one_that_hangs_costs_a_step_nothing_and_is_said_once(
         mine(step(number))
         slowest = max(slowest, time.perf_counter() - began)
     assert slowest < 0.5, "a step waited for the tracker"
-    assert mine._weight <= reporter.MOST_WAITING
+    assert mine._queue.weight <= reporter.MOST_WAITING
     mine.end()
     began = time.perf_counter()
     mine.wait(600)
@@ -134,10 +134,10 @@ def test_of_what_waits_too_long_the_oldest_goes_and_neither_the_beginning_nor_th
     mine = start(TAKES)
     for event in (STARTED, *map(step, range(1, 11)), ENDED):
         mine(event)
-    assert [event.step for _, event in mine._queue if isinstance(event, StepDone)] == [5, 6, 7, 8, 9, 10]
-    assert mine._queue[0][1] is STARTED and mine._queue[-1][1] is ENDED and mine._left_out == 4
+    assert [event.step for _, event in mine._queue.items if isinstance(event, StepDone)] == [5, 6, 7, 8, 9, 10]
+    assert mine._queue.items[0][1] is STARTED and mine._queue.items[-1][1] is ENDED and mine._queue.left_out == 4
     mine(step(11, workers=5))  # large ones count as what they are
-    assert [event.step for _, event in mine._queue if isinstance(event, StepDone)] == [11]
+    assert [event.step for _, event in mine._queue.items if isinstance(event, StepDone)] == [11]
 
 
 def test_one_that_fails_is_said_once_and_left_out(start: Callable[..., Reporter], said: list[str]) -> None:

@@ -80,6 +80,7 @@ class Server:
         self.journal = journal
         self.saver = saver
         self.on_event = on_event
+        """Called with the lock held, as all that follow are: none may wait for a terminal, a disk or a process."""
         self.on_step: Callable[[StepRecord, float, float, str], None] = lambda record, lr, norm, fault: None
         self.on_described: Callable[[Description], None] = lambda description: None
         self.on_completed: Callable[[Description], None] = lambda description: None
@@ -154,6 +155,10 @@ class Server:
     def request_stop(self) -> None:
         self._act(lambda now: self.core.at(now).ending.request_stop())
 
+    def fail(self, sentence: str) -> None:
+        """Ends the run: what is told of it cannot be kept, as on a full disk."""
+        self._act(lambda now: [effects.Finish(sentence, failed=True)])
+
     def order(self, action: str, worker: int | None) -> None:
         """What a person wants who may have it."""
         self._act(lambda now: self.core.at(now).orders.carry_out(action, worker))
@@ -173,8 +178,8 @@ class Server:
             except PotluckError as error:  # a sentence: a disk that is full, say
                 self._do(effects.Finish(str(error), failed=True))
             except Exception as error:  # of a thread of ours: nobody would hear of it, and everybody would wait
-                log.exception("the coordinator failed")
                 self._do(effects.Finish(str(error) or type(error).__name__, failed=True))
+                log.exception("the coordinator failed")
 
     def _do(self, effect: Effect) -> None:
         match effect:

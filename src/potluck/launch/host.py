@@ -11,12 +11,14 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from potluck.agree.terms import differing_settings
 from potluck.config import parse_toml
 from potluck.environment import QUIET
 from potluck.errors import ConfigError, Interrupted, JournalError
+from potluck.event_queue import Outlet
 from potluck.events import (
     CheckpointPassedOver,
     Event,
@@ -60,6 +62,10 @@ LOCAL = "host-worker-"
 """Names of workers that end with the host."""
 NOW_S = 1.0
 """How often it is written down how things stand."""
+MOST_SHOWN, MOST_WRITTEN = 4096, 65_536
+"""Records that wait for a terminal which is stopped, or for a disk, before the oldest are left out."""
+STILL_S = 20.0
+"""How long a host that has ended waits for a terminal, or a disk, that takes nothing."""
 
 
 def host(args: HostArgs, hand_over: Callable[[Invite], object] | None = None) -> int:
@@ -91,6 +97,12 @@ class _Host:
         make_run_folder(self.folder)
         stack.enter_context(hold(self.folder))
         self.events = EventLog()
+        # Whatever is emitted below comes from within the coordinator's lock: a terminal or a disk that stands still
+        # there would stop every worker. So each has a thread of its own, and closes after the server has stopped.
+        self._progress = Progress()
+        self.terminal = Outlet("The terminal", lambda event, at: self._progress(event), most=MOST_SHOWN)
+        self._file: Outlet | None = None
+        stack.callback(self._close_outlets)
         self.receiver = CheckpointReceiver(
             self.folder / "checkpoints",
             lambda path, reason: self.events.emit(CheckpointPassedOver(folder=str(path), reason=reason)),
@@ -110,12 +122,11 @@ class _Host:
         stack.callback(self.server.stop)
         if args.recipe:  # only now: a host that was refused must not change what the folder says
             self._write("run.toml", args.recipe, 0o666)
-        file = EventFile(self.folder / EVENTS)
-        progress = Progress()
-        self.events.listeners += [file, self._on_event, progress]
-        stack.callback(file.close)
-        stack.callback(progress.close)
-        self._progress = progress
+        self._event_file = EventFile(self.folder / EVENTS)
+        self._file = Outlet(
+            EVENTS, self._event_file, most=MOST_WRITTEN, on_failure=lambda error: self.server.fail(str(error))
+        )
+        self.events.listeners += [self._on_event, self._file, self.terminal]
         tracking = Tracking(args.track, self.folder, self._notice)
         stack.callback(tracking.close)
         self.events.listeners.append(tracking)
@@ -156,7 +167,7 @@ class _Host:
                 if worker.code == ConfigError.exit_code and not self.server.core.membership.members:
                     return Finish(sentence, failed=True)  # the last words say it
                 if sentence:
-                    self._progress.say(f"potluck: {sentence}", style="yellow")
+                    self.terminal.call(partial(self._progress.say, f"potluck: {sentence}", style="yellow"))
 
     def _start_page(self) -> PageProcess | None:
         """It shows what is in the run folder, and tells us what a person orders, if that is allowed."""
@@ -295,7 +306,7 @@ class _Host:
     def _on_described(self, description: Description) -> None:
         """Before the run: a plain peer that cannot take an average would end in the first step."""
         if self.listening.insecure and (sentence := description.too_large_for_entrenar()) is not None:
-            say(sentence)
+            self._say(sentence)
 
     def _start(self, from_step: int) -> None:
         """With the first step: only then is it known where the run continues, and how long it is."""
@@ -329,7 +340,14 @@ class _Host:
 
     def _notice(self, sentence: str) -> None:
         self.events.emit(Noticed(sentence=sentence))
-        say(sentence)
+        self._say(sentence)
+
+    def _print(self, text: str) -> None:
+        self.terminal.call(partial(print, text, flush=True))
+
+    def _say(self, sentence: str) -> None:
+        """Among what else the terminal shows, without waiting for it."""
+        self.terminal.call(partial(say, sentence))
 
     def _on_event(self, event: Event) -> None:
         match event:
@@ -341,7 +359,7 @@ class _Host:
                 described = self.server.core.description
                 is_plain = isinstance(event, WorkerCame) and event.kind.startswith("plain ")
                 if is_plain and described is not None and (sentence := described.too_large_for_entrenar()) is not None:
-                    say(f"{event.name} is a plain peer. {sentence}")
+                    self._say(f"{event.name} is a plain peer. {sentence}")
             case Validated():
                 self.validation = event
 
@@ -376,7 +394,7 @@ class _Host:
         )
 
     def _on_interrupt(self, number: int) -> None:
-        say("Finishing this step and saving, for all. Ctrl-C again stops at once.")
+        self._say("Finishing this step and saving, for all. Ctrl-C again stops at once.")
         self.server.request_stop()
 
     # The end
@@ -393,39 +411,55 @@ class _Host:
         )
         try:
             self.journal.keep("workers", "0")
-            self.events.emit(ended)
         except ConfigError as error:  # a full disk, say: the last words must be heard all the same
-            if str(error) != finish.reason:
-                say(str(error))
+            self._say_late(str(error), finish)
+        self.events.emit(ended)
+        assert self._file is not None
+        self._file.drain(STILL_S)
+        if self._file.error is not None:
+            self._say_late(str(self._file.error), finish)
+
+    def _say_late(self, sentence: str, finish: Finish) -> None:
+        if sentence != finish.reason:
+            self._say(sentence)
+
+    def _close_outlets(self) -> None:
+        """Last of all: whatever was told until now is written and shown, unless nobody takes it."""
+        if self._file is not None and self._file.close(STILL_S):
+            self._event_file.close()
+        self.terminal.call(self._progress.close)
+        self.terminal.close(STILL_S)
 
     def _summarize(self, finish: Finish) -> int:
         step = self.server.core.steps_done
         if finish.failed:
-            say(finish.reason)
+            self._say(finish.reason)
             return 1
         saved = self._saved()
         fault = self.server.core.saving.fault
         if fault:  # what is saved is older than what was trained
-            say(f"{fault.removesuffix('.')}. What was trained after the newest checkpoint is lost.")
+            self._say(f"{fault.removesuffix('.')}. What was trained after the newest checkpoint is lost.")
         if finish.reason == "interrupted":
             what = f"{self.folder}/run.toml" if self.args.recipe else self.args.command[0]
             again = f" Continue with: potluck host {what} --out {self.folder} --resume" if saved else ""
-            say(f"Stopped after step {step}.{saved or ' Nothing was saved.'}{again}")
+            self._say(f"Stopped after step {step}.{saved or ' Nothing was saved.'}{again}")
             return Interrupted.exit_code
         loss = f", loss {self.loss:.4f}" if self.loss is not None else ""
         validation = f", {self.validation.in_words}" if self.validation is not None else ""
         took = duration(time.monotonic() - self.started)
-        print(f"\nFinished {plural(step, 'step')} in {took}{loss}{validation}.{saved}", flush=True)
+        self._print(f"\nFinished {plural(step, 'step')} in {took}{loss}{validation}.{saved}")
         if fault:
             return 1
         with suppress(OSError):  # no room for a picture
             if step:
                 curve = draw_losses(self.folder / EVENTS, self.folder / "loss.png")
-                print(f"  loss curve   {curve}", flush=True)
+                self._print(f"  loss curve   {curve}")
         table = parse_toml(self.args.recipe, source="the recipe")
         if is_finetune(table) or table.get("data", {}).get("tokenizer") == "bpe":
             # A process of its own, which may load torch and more, writes what the run has come to.
-            subprocess.run([sys.executable, "-m", "potluck.launch.worker", "--finish", str(self.folder)], check=False)
+            out = None if self.terminal.drain(STILL_S) else subprocess.DEVNULL  # it would stand still as we do
+            finish_it = [sys.executable, "-m", "potluck.launch.worker", "--finish", str(self.folder)]
+            subprocess.run(finish_it, stdout=out, stderr=out, check=False)
         return 0
 
     def _saved(self) -> str:

@@ -10,12 +10,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from potluck.events import Event, RunEnded, RunStarted, StepDone, record_of
+from potluck.event_queue import EventQueue
+from potluck.events import Event, record_of
 from potluck.system import HAS_GROUPS
 from potluck.trackers.known import check_trackers
 from potluck.trackers.process import TAKEN
@@ -42,10 +42,8 @@ class Reporter:
             start_new_session=HAS_GROUPS,  # Ctrl-C is for the run, which then says so
         )
         self._changed = threading.Condition()
-        self._queue: deque[tuple[float, Event]] = deque()
-        """With when each happened: what waits is told later."""
-        self._weight = 0
-        self._heard = self._sent = self._taken = self._left_out = 0
+        self._queue = EventQueue(MOST_WAITING)
+        self._heard = self._sent = self._taken = 0
         self._sign_at = time.monotonic()
         self._is_closing = self._is_gone = self._has_failed = self._is_said = False
         self._last_words = ""
@@ -60,22 +58,9 @@ class Reporter:
             if self._is_gone or self._is_closing:
                 return
             self._heard += 1
-            self._queue.append((time.time(), event))
-            self._weight += _weight(event)
-            while self._weight > MOST_WAITING and self._leave_one_out():
-                pass
+            self._queue.append(event)
             self._changed.notify_all()
         self._look_for_a_sign()
-
-    def _leave_one_out(self) -> bool:
-        """The oldest; but a tracker must hear of the beginning and of the end."""
-        for place, (_, event) in enumerate(self._queue):
-            if not isinstance(event, RunStarted | RunEnded):
-                del self._queue[place]
-                self._weight -= _weight(event)
-                self._left_out += 1
-                return True
-        return False
 
     def _look_for_a_sign(self) -> None:
         if self._is_said or self._silent_s < HANGS_S:
@@ -115,7 +100,7 @@ class Reporter:
             if self._is_gone or not self._queue:
                 return None
             at, event = self._queue.popleft()
-            self._weight -= _weight(event)
+            assert isinstance(event, Event)
             if self._sent == self._taken:
                 self._sign_at = time.monotonic()
             self._sent += 1
@@ -162,7 +147,7 @@ class Reporter:
         if self._reader.is_alive():
             self._process.kill()
             self._reader.join()
-        left = self._left_out + len(self._queue) + self._sent - self._taken
+        left = self._queue.left_out + len(self._queue) + self._sent - self._taken
         if left and not self._has_failed:
             self._notice(
                 f"The tracker {self.name} did not take {plural(left, 'record')} of {self._heard:,}. They are in"
@@ -173,10 +158,6 @@ class Reporter:
 def _as_plain(value: Any) -> Any:
     """What a figure of one's own may be: a number of numpy's or torch's."""
     return float(value) if hasattr(value, "__float__") else str(value)
-
-
-def _weight(event: Event) -> int:
-    return 1 + len(event.workers) if isinstance(event, StepDone) else 1
 
 
 class Tracking:
