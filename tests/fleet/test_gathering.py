@@ -6,7 +6,9 @@ from potluck.events import Stalled
 from potluck.fleet.coordinator import Coordinator
 from potluck.fleet.effects import Effect, Send
 from potluck.fleet.gathering import MOST_BYTES, MOST_DONE, MOST_TOTAL_BYTES
-from potluck.wire.messages import Gather, Gathered, Refusal
+from potluck.fleet.member import Member, MemberPhase
+from potluck.fleet.member_effects import SendToHost
+from potluck.wire.messages import Gather, Gathered, Refusal, Welcome
 from tests.fleet.test_coordinator import KNOWN_LENGTH, effects_of, hello, ready
 from tests.fleet.test_insiders import insider, refused
 from tests.fleet.virtual import PATIENCE_S, SECRET, STEPS, FaultScript, Fleet
@@ -93,6 +95,43 @@ def test_what_no_honest_worker_gives_is_refused(ask: Gather) -> None:
     liar.send(ask)
     run.finish()
     assert refused(liar).startswith("Gather") and not run.core.gatherings.open
+
+
+@pytest.mark.parametrize("is_heard", [True, False])
+@pytest.mark.parametrize(("name", "address"), [("w1", "10.0.0.1"), ("w1", "10.0.0.9"), ("w9", "10.0.0.1")])
+def test_a_value_is_replaced_only_by_its_own_worker(name: str, address: str, is_heard: bool) -> None:
+    """By one that came back, and whose first connection is not known to be gone."""
+    core = Coordinator(patience_s=PATIENCE_S, secret=SECRET)
+    core.on_message(100.0, 2, hello("w2"), "10.0.0.2")
+    for peer, who, where, now in ((1, "w1", "10.0.0.1", 100.0), (9, name, address, 101.0)):
+        core.on_message(now, peer, hello(who), where)
+        core.on_message(now, peer, ready())
+    core.on_message(102.0, 2, ready())
+    first_id = core.membership.members[1].worker_id
+    core.on_message(100.0, 1, Gather(0, 0, first_id, b"first"))
+    if is_heard:
+        core.on_heard(103.0, 1)
+    core.on_message(104.0, 9, Gather(0, 0, first_id, b"second"))
+    (answer, *_) = [e.message for e in core.on_message(104.0, 2, Gather(0, 0, 0, b"third")) if isinstance(e, Send)]
+    assert isinstance(answer, Gathered)
+    is_one = name == "w1" and (address == "10.0.0.1" or not is_heard)
+    assert bytes(answer.data) == (b"thirdsecond" if is_one else b"thirdfirstsecond")
+
+
+def test_the_worker_that_came_first_of_all_is_known_when_it_comes_back() -> None:
+    member = Member()
+    for worker_id in (0, 7):
+        member.present(Welcome(worker_id, 1000, ""), "", "a digest", rows_seen=0, is_same=True)
+    member.phase = MemberPhase.IN
+    assert member.gather(b"")[0] == SendToHost(Gather(0, 0, 0, b""))
+
+
+def test_a_worker_that_names_another_first_id_each_time_does_not_prolong_the_wait() -> None:
+    core = Coordinator(patience_s=PATIENCE_S, secret=SECRET)
+    effects_of(core, *((peer, message) for peer in (1, 2, 3) for message in (hello(f"w{peer}"), ready())))
+    for now, peer, first_id in ((100.0, 1, 0), (101.0, 2, 1), (150.0, 1, 77)):
+        core.on_message(now, peer, Gather(0, 0, first_id, b""))
+    assert core.gatherings.open[0, 0].last_at == 101.0
 
 
 def test_what_is_kept_is_bounded() -> None:

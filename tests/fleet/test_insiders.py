@@ -23,7 +23,7 @@ from potluck.fleet.description import Description
 from potluck.fleet.effects import Close, Effect, Finish, Restore, SaveBegin, Send
 from potluck.fleet.invite import INVITE, Invite
 from potluck.fleet.journal import Journal
-from potluck.fleet.rejoin_limiter import FREE, FREE_OF_ADDRESS, MOST_KNOWN, RejoinLimiter
+from potluck.fleet.rejoin_limiter import FREE, FREE_OF_ADDRESS, FREE_OF_NETWORK, MOST_KNOWN, RejoinLimiter
 from potluck.fleet.server import Server
 from potluck.fleet.transfers import CHUNKS_AHEAD
 from potluck.save import checkpoint_folder
@@ -111,12 +111,12 @@ def admitted(effects: list[Effect]) -> list[int]:
     return [send.peer for send in sends if isinstance(send.message, Admitted) and not send.message.wait]
 
 
-@pytest.mark.parametrize("kind", ["of its own; alien", "cpu; torch"])
-def test_after_a_restart_of_the_host_those_with_the_weights_of_its_journal_go_first(kind: str) -> None:
-    core = restarted()
-    assert comes_back(core, 1, FORGED, kind) == []
-    assert comes_back(core, 2, RIGHT, "cpu; torch") == [2] and comes_back(core, 3, RIGHT, "cpu; torch") == [3]
-    assert [transfer.to for transfer in core.transfers.under_way.values()] == [1]
+def test_after_a_restart_of_the_host_those_with_the_weights_of_its_journal_go_first() -> None:
+    for kind in ("of its own; alien", "cpu; torch"):
+        core = restarted()
+        assert comes_back(core, 1, FORGED, kind) == []
+        assert comes_back(core, 2, RIGHT, "cpu; torch") == [2] and comes_back(core, 3, RIGHT, "cpu; torch") == [3]
+        assert [transfer.to for transfer in core.transfers.under_way.values()] == [1]
 
 
 def test_a_worker_with_the_weights_of_the_journal_keeps_them_though_one_of_an_unknown_kind_is_in() -> None:
@@ -126,20 +126,16 @@ def test_a_worker_with_the_weights_of_the_journal_keeps_them_though_one_of_an_un
     assert comes_back(core, 2, RIGHT, "cpu; torch") == [2] and comes_back(core, 3, "c" * 32, "cpu; torch") == []
 
 
-@pytest.mark.parametrize("kept", [False, True])
-@pytest.mark.parametrize("kind", ["of its own; alien", "cpu; torch"])
-def test_weights_that_nobody_can_check_are_taken_only_if_nobody_else_comes_and_no_checkpoint_has_them(
-    kind: str, kept: bool
-) -> None:
-    core = restarted(kept=kept)
-    assert comes_back(core, 1, FORGED, kind) == []
-    core.on_message(100 + 2 * PATIENCE_S, 1, Heartbeat("w1", 0))
-    effects = core.on_tick(100 + 2 * PATIENCE_S)
-    is_unknown = kind.endswith("alien")
-    assert (admitted(effects) == [1]) == (is_unknown and not kept)
-    assert (Restore() in effects) == (kept or not is_unknown)
-    if is_unknown and not kept:
-        assert comes_back(core, 2, RIGHT, "cpu; torch", now=100 + 2 * PATIENCE_S) == [2]
+def test_weights_that_nobody_can_check_are_taken_only_if_nobody_else_comes_and_no_checkpoint_has_them() -> None:
+    later = 100 + 2 * PATIENCE_S
+    for kind, kept in itertools.product(("of its own; alien", "cpu; torch"), (False, True)):
+        core, is_taken = restarted(kept=kept), kind.endswith("alien") and not kept
+        assert comes_back(core, 1, FORGED, kind) == []
+        core.on_message(later, 1, Heartbeat("w1", 0))
+        effects = core.on_tick(later)
+        assert admitted(effects) == [1] * is_taken and (Restore() in effects) != is_taken
+        if is_taken:
+            assert comes_back(core, 2, RIGHT, "cpu; torch", now=later) == [2]
 
 
 # Ending the run
@@ -272,11 +268,11 @@ def test_evaluations_of_one_worker_are_at_most_one_and_do_not_disturb_the_others
     assert run.workers["w0"].validated == Fleet(workers=1, evaluate_every=2).finish().workers["w0"].validated
 
 
-@pytest.mark.parametrize("is_first", [True, False], ids=["in first", "in last"])
-def test_one_that_tells_of_other_figures_is_left_out_of_the_evaluation_and_ends_nobody(is_first: bool) -> None:
+@pytest.mark.parametrize("names", [("odd", "w0", "w1"), ("w0", "w1", "odd")], ids=["in first", "in last"])
+def test_one_that_tells_of_other_figures_is_left_out_of_the_evaluation_and_ends_nobody(names: tuple[str, ...]) -> None:
     """It is the first to tell, too."""
     run, odd = Fleet(at_least=3), {"names": '["loss", "x"]', "slice_s": 0.05}
-    for name in ["odd", "w0", "w1"] if is_first else ["w0", "w1", "odd"]:
+    for name in names:
         run.add(name, evaluate_every=2, **(odd if name == "odd" else {}))
     run.finish()
     assert not [went for went in run.told(WorkerWent) if not went.polite] and not run.core.refused
@@ -610,6 +606,22 @@ def test_one_that_changes_its_name_each_time_is_held_off_by_its_address() -> Non
         returns.went(number + 0.5, "10.0.0.1", f"name {number}", number)
     assert returns.wait_s(number + 0.5, "10.0.0.1", "another") > 0
     assert returns.wait_s(number + 0.5, "10.0.0.2", "another") == 0
+
+
+def test_one_that_changes_its_address_each_time_is_held_off_by_its_network() -> None:
+    for many, free, same, other in (
+        ("2001:db8::{:x}", FREE_OF_ADDRESS, "2001:db8::ffff:1", "2001:db8:0:1::1"),
+        ("fe80::{:x}%eth0", FREE_OF_ADDRESS, "fe80::ffff", "fe80:0:0:1::1"),
+        ("2001:db8:0:{:x}::1", FREE_OF_NETWORK, "2001:db8:0:ffff::1", "2001:db8:1::1"),
+        ("203.0.113.{}", FREE_OF_NETWORK, "203.0.113.9", "203.0.114.9"),
+        ("::ffff:203.0.113.{}", FREE_OF_NETWORK, "203.0.113.9", "::ffff:203.0.114.9"),
+    ):
+        returns = RejoinLimiter(1000.0)
+        for number in range(free + 1):
+            assert returns.wait_s(number, same, "another") == 0
+            returns.went(number + 0.5, many.format(number % 255), f"name {number}", number)
+        assert returns.wait_s(number + 0.5, same, "another") > 0, many
+        assert returns.wait_s(number + 0.5, other, "another") == 0, many
 
 
 def test_whoever_joined_is_remembered_in_bounded_memory() -> None:

@@ -59,14 +59,21 @@ class Gatherings:
         if member.phase is WorkerPhase.CATCHING_UP:  # the others do not wait for it
             return [*effects, Send(member.peer, _answer(call, {}))]
         found = self.open.setdefault(call, Gathering())
-        if ask.first_id not in found.first_ids.values():  # else one that came back gives it anew
+        first_id = self._first_id_of(member, ask.first_id, found)
+        if member.peer not in found.first_ids and first_id not in found.first_ids.values():  # else it is given anew
             found.last_at = found.told_at = self.run.clock
-        found.given[member.peer], found.first_ids[member.peer] = bytes(ask.data), ask.first_id
+        found.given[member.peer], found.first_ids[member.peer] = bytes(ask.data), first_id
         member.gathering = call
         if sum(len(data) for each in self.open.values() for data in each.given.values()) > MOST_TOTAL_BYTES:
             fault = f"All workers together gave more than {MOST_TOTAL_BYTES:,} bytes."
             return [*effects, *self._end(call, found, fault)]
         return [*effects, *self.settle()]
+
+    def _first_id_of(self, member: WorkerRecord, claimed: int, found: Gathering) -> int:
+        """Its first id as it says, but not that of another worker, whose value it would replace: its own one then."""
+        others = [m for m in self.run.membership.members.values() if m is not member]
+        same = [m for m in others if claimed in (m.worker_id, found.first_ids.get(m.peer))]
+        return claimed if all(_may_be_one(member, other) for other in same) else member.worker_id
 
     def missing(self, call: Call) -> list[WorkerRecord]:
         """Those who take part in the step, and have neither given a value nor moved on."""
@@ -163,3 +170,12 @@ class Gatherings:
 def _answer(call: Call, given: dict[int, bytes], fault: str = "") -> Gathered:
     sizes = np.array([len(data) for data in given.values()], "<u4")
     return Gathered(*call, sizes, b"".join(given.values()), fault)
+
+
+def _may_be_one(one: WorkerRecord, other: WorkerRecord) -> bool:
+    """Whether two connections may be one worker's, which lost the first: from another address only if nothing has come
+    over the first since. A name proves nothing, for everybody may see it."""
+    if (one.name, one.kind) != (other.name, other.kind):
+        return False
+    first, second = sorted((one, other), key=lambda m: m.worker_id)
+    return one.address == other.address or first.heard_at < second.came_at

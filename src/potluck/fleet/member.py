@@ -85,7 +85,7 @@ class MemberPhase(Enum):
 class Member:
     def __init__(self) -> None:
         self.phase = MemberPhase.AWAY
-        self.worker_id = self._first_id = 0
+        self.worker_id, self._first_id = 0, -1
         self.patience_s = 10.0
         self.version = 0
         """Agreements so far, which is what the host calls a step."""
@@ -165,7 +165,7 @@ class Member:
         `is_same`: they are those it last told of."""
         self.phase, self.is_in, self._rows_seen = MemberPhase.PRESENTING, False, rows_seen
         self.worker_id, self.patience_s = welcome.worker_id, welcome.patience_ms / 1000
-        self._first_id = self._first_id or self.worker_id
+        self._first_id = self.worker_id if self._first_id < 0 else self._first_id
         holds, said = self.version > 0, list[MemberEffect]()
         is_changed = self._is_damaged or (self._changed_at == self.version and not self._changes_itself)
         if holds and (is_changed or not is_same):

@@ -4,11 +4,13 @@ Each coming costs those who train: they make room, and one of them sends the wei
 it is started must not cost more than one that trains.
 """
 
+import ipaddress
 import re
 from dataclasses import dataclass
 
-FREE, FREE_OF_ADDRESS = 3, 30
-"""Times that a worker may have gone within `patience` of its coming, and that all of one address may."""
+FREE, FREE_OF_ADDRESS, FREE_OF_NETWORK = 3, 30, 300
+"""Times that a worker may have gone within `patience` of its coming, that all of one address may, and all of one
+network: who has one address of a network often has many. Of IPv6 a whole /64 counts as one address."""
 FIRST_WAIT_S = 0.5
 """After that, twice as long each time, up to `patience`."""
 MOST_KNOWN = 4096
@@ -40,7 +42,7 @@ class RejoinLimiter:
         """How often in a row it has gone soon after it came, and how long it is held off now."""
         found = [
             self._count(now, who, free, is_short=now - came_at < self._patience_s)
-            for who, free in zip(_identities(address, name), (FREE, FREE_OF_ADDRESS), strict=True)
+            for who, free in zip(_identities(address, name), (FREE, FREE_OF_ADDRESS, FREE_OF_NETWORK), strict=True)
         ]
         return found[0].short, self.wait_s(now, address, name)
 
@@ -58,6 +60,22 @@ class RejoinLimiter:
         return visits
 
 
-def _identities(address: str, name: str) -> tuple[Who, Who]:
-    """The worker, whatever its process number is now; and all of its address, for one that changes its name."""
-    return (address, f"named {_NUMBER.sub('', name)}"), (address, "")
+def _identities(address: str, name: str) -> tuple[Who, Who, Who]:
+    """The worker, whatever its process number is now; all of its address, for one that changes its name; and all of its
+    network, for one that changes its address."""
+    near, wide = _networks(address)
+    return (address, f"named {_NUMBER.sub('', name)}"), (near, ""), (wide, "")
+
+
+def _networks(address: str) -> tuple[str, str]:
+    """What one customer of a provider has at least, and what one may well have: an address and its /24, or, of IPv6, a
+    /64 and its /48. An address that is none, such as this machine's, is its own."""
+    try:
+        found = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return address, f"all of {address}"
+    if found.version == 6 and found.ipv4_mapped is not None:
+        found = found.ipv4_mapped
+    sizes = (32, 24) if found.version == 4 else (64, 48)
+    near, wide = (str(ipaddress.ip_network((found, size), strict=False)) for size in sizes)
+    return near, wide
