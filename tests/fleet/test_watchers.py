@@ -8,12 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from potluck.errors import TheirProtocolError
 from potluck.fleet.connection import Connection
 from potluck.fleet.coordinator import Coordinator
+from potluck.fleet.invite import Invite
 from potluck.fleet.journal import Journal
 from potluck.fleet.pipe import Pipe
 from potluck.fleet.server import Server
 from potluck.fleet.watchers import EVENTS, NOW, STUCK_S, WatcherFeed
+from potluck.page import remote
 from potluck.save.checkpoint_receiver import CheckpointReceiver
 from potluck.waiting import wait_until
 from potluck.wire.codec import encode
@@ -56,6 +59,18 @@ def test_all_is_told_from_the_beginning_and_the_last_of_it_before_the_end(
     feed.end()
     assert Watched(EVENTS, b"the last line\n") in list(told)
     assert wait_until(lambda: whys == ["it has seen all"], 10)
+
+
+def test_a_watcher_keeps_no_more_of_a_hosts_events_than_it_has_room_for(
+    ends: tuple[socket.socket, socket.socket], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "MOST_BYTES", 10_000)
+    run = remote.RemoteRun(Invite("127.0.0.1", 1, "", None), tmp_path)
+    for _ in range(4):
+        ends[0].sendall(encode(Watched(EVENTS, b"x" * 3000)))
+    with pytest.raises(TheirProtocolError, match="tells more than"):
+        run._hear(Pipe(ends[1]))
+    assert (tmp_path / "events.jsonl").stat().st_size == 9000
 
 
 def test_one_that_reads_nothing_is_parted_with_and_one_that_reads_is_not(

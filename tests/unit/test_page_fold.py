@@ -3,12 +3,13 @@
 import json
 import math
 import random
+from pathlib import Path
 from typing import Any
 
-from potluck.page.fold import MOST_EPOCHS, MOST_GONE, MOST_LOOKS, MOST_STORY, Fold
+from potluck.page.fold import MOST_EPOCHS, MOST_GONE, MOST_LOOKS, MOST_STORY, MOST_WORKERS, Fold
 from potluck.page.metrics import exposition
 from potluck.page.peaks import peak_of
-from potluck.page.reader import now_record
+from potluck.page.reader import LONGEST_LINE, RunReader, now_record
 from potluck.page.series import MOST_CELLS, MOST_POINTS
 from potluck.page.server import _as_json
 from potluck.page.view import Viewer, head_of, rows_of
@@ -107,6 +108,47 @@ def test_a_thousand_workers_and_many_events_stay_small() -> None:
         )
     assert len(fold.story) == MOST_STORY and len(fold.looks) <= MOST_LOOKS
     assert sum(not row.is_in for row in fold.workers.values()) <= MOST_GONE
+
+
+def test_whatever_a_hostile_host_tells_a_watcher_keeps_little_of_it() -> None:
+    """Workers that come and never go, long sentences and names, many figures: each more than is kept of it."""
+    long, many = "x" * 300_000, {f"m{number}": 1.0 for number in range(20_000)}
+    fold = folded(started(), step(1))
+    for number in range(2 * MOST_WORKERS):
+        name = long if number % 100 == 0 else "x"
+        fold.take({"event": "worker_came", "time": START, "worker": number, "name": name, "kind": name, "step": 0})
+    odd = {"reason": long, "step": 1, "seconds": 1, "sentence": long, "prompt": long, "text": long, "more": [long] * 9}
+    odd |= {"epoch": 0, "used": 1, "total": 1, "same_weights": True, "source": long, "workers": 1, "detail": [many] * 9}
+    for number in range(400):
+        fold.take({"event": "noticed", "time": START, **odd})
+        fold.take({"event": "decided", "time": START, **odd, "sentence": f"{number}{long}"})
+        if number < 20:
+            fold.take({"event": "validated", "time": START, "step": number, "loss": 1.0, "metrics": many | {long: 1}})
+            fold.take({"event": "epoch_done", "time": START, **odd, "epoch": number})
+            fold.take({"event": "sampled", "time": START, **odd})
+            fold.take({"event": "step_skipped", "time": START, **odd})
+    fold.take(started(name=long, layout=[many] * 20, device_name=long) | {"more": many})
+    fold.take(step(2) | {"more": many, "name": long})
+    fold.take(step(3) | {"step": [long]})
+    fold.take(step(3, workers=2 * MOST_WORKERS))
+    fold.take({"event": "run_ended", "time": START, **odd})
+    assert len(fold.workers) <= MOST_WORKERS and fold.last["step"] == 2 and fold.ended is not None
+    assert len(repr(fold)) < 4_000_000 and len(exposition(fold, {}, START)) < 4_000_000
+    assert len(json.dumps(view(fold))) < 4_000_000
+    rows = [{"id": n, "name": long[:900], "phase": "in", "doing": long[:900], "silent_s": 0.0} for n in range(5000)]
+    now = now_record(json.dumps({"time": START, "members": 1, "waits_for": 0, "workers": rows, "x": many}).encode())
+    assert now is not None and len(json.dumps(now)) < 4_000_000
+
+
+def test_a_line_that_is_too_long_is_passed_over_and_the_next_is_read(tmp_path: Path) -> None:
+    long = step(1) | {"more": "x" * (3 * LONGEST_LINE)}
+    lines = [json.dumps(each) for each in (started(), long, step(2))]
+    (tmp_path / "events.jsonl").write_text("\n".join(lines) + "\n")
+    reader = RunReader(tmp_path)
+    while reader.read_on():
+        assert len(reader._rest) <= LONGEST_LINE + 1
+    assert [point.last for point in reader.fold.series.points] == [2]
+    reader.close()
 
 
 def test_steps_that_are_done_again_take_the_place_of_those_before() -> None:

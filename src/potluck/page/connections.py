@@ -1,7 +1,8 @@
-"""PageConnection: a browser's connection to the page. Strangers who send half a request do not keep the owner out.
+"""PageConnection: a browser's connection, which is closed when it takes too long to ask.
 
-Whoever may not look can still connect. So a connection has a limited time for the head of each request, and where all
-places are taken, one that waits for a head makes room: the oldest of the peer that has the most of them.
+Anyone who may not look can still connect. So a connection has a limited time for the head of each request; and where
+all places are taken, one that waits for a head makes room: the oldest of the peer that has the most of them. So half
+requests of strangers do not keep the owner out.
 """
 
 import asyncio

@@ -1,13 +1,15 @@
 """Events in, one view out: all that the page shows of a run, of bounded size whatever the run's length. Pure.
 
 The same lines in the same order give the same view, so that a page which is opened late, or again, shows what one that
-was open all the time does. Knows nothing of files, of clocks, nor of who looks.
+was open all the time does. Events may come from a host that nobody here trusts, so whatever is kept of one is cut to a
+size. Knows nothing of files, of clocks, nor of who looks.
 """
 
 import re
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from potluck.page.peaks import peak_of
@@ -23,6 +25,11 @@ MOST_LANES = 48
 """Workers whose time is drawn."""
 MOST_GONE = 50
 """Workers that have left, and are still listed."""
+MOST_WORKERS = 4096
+"""Workers that are listed at all: as many as a host takes at once."""
+MOST_LETTERS, MOST_OF_SAMPLE, MOST_OF_NAME = 2000, 20_000, 200
+MOST_ITEMS = 200
+"""Of a list, or of a table, in what is kept of an event; and of figures that have names."""
 RECENT = 400
 """Steps from which the run's speed is taken."""
 SPANS = (20, 60, 200, RECENT)
@@ -31,6 +38,20 @@ SMOOTH = 0.3
 _COUNTS = ("steps_total", "from_step", "workers", "parameters", "flops_per_sample")
 _WORDS = ("unit", "wire", "policy", "device", "device_name")
 """Of a run's beginning, what figures are made of: a line in which one is not of its kind is none."""
+
+
+def cut(value: Any, letters: int = MOST_LETTERS, depth: int = 4) -> Any:
+    """The value without what is beyond these sizes."""
+    if isinstance(value, str):
+        return value[:letters]
+    if isinstance(value, list | dict) and not depth:
+        return None
+    if isinstance(value, list):
+        return [cut(each, letters, depth - 1) for each in value[:MOST_ITEMS]]
+    if isinstance(value, dict):
+        items = islice(value.items(), MOST_ITEMS)
+        return {name[:MOST_OF_NAME]: cut(each, letters, depth - 1) for name, each in items}
+    return value
 
 
 @dataclass(slots=True)
@@ -118,13 +139,16 @@ class Fold:
         told = sentence_of(record)
         if told is None:
             return
+        text = told.text[:MOST_LETTERS]
         if kind == "decided":  # that a figure in it has moved is no news
-            if (without := re.sub(r"\d[\d.,]*", "", told.text)) == self._told:
+            if (without := re.sub(r"\d[\d.,]*", "", text)) == self._told:
                 return
             self._told = without
+        step: Any = record.get("step", self.last.get("step", 0))
         self.stories += 1
-        step = record.get("step", self.last.get("step", 0))
-        self.story.append([self.stories, time, step, told.kind, told.tone, told.text])
+        self.story.append(
+            [self.stories, time, step if isinstance(step, int | float) else 0, told.kind, told.tone, text]
+        )
 
     # What happened
 
@@ -134,26 +158,28 @@ class Fold:
             self.series.go_back(record["from_step"])
         if not record.get("from_step") and self.last:  # it begins anew
             self.series.go_back(-1)
-        self.run, self.ended = record, None
+        self.run, self.ended = cut(record), None
         self._begun_at, self._begun_s = time, self.trained_s
         self.recent.clear()
 
     def _on_step(self, record: Record, time: float) -> None:
         """All of it is looked at before anything is changed: a line that is no step changes nothing."""
+        if len(record["workers"]) > MOST_WORKERS:
+            raise ValueError("more workers than a host takes")
         for part in record["workers"]:
-            _ = part["rank"], part["rows"] + 0, part["samples"] + 0, part["busy_s"] + part["wait_s"]
+            _ = part["rank"] + 0, part["rows"] + 0, part["samples"] + 0, part["busy_s"] + part["wait_s"]
         begun_at = time - record["seconds"] if self._begun_at is None else self._begun_at
         trained_s = self._begun_s + max(0.0, time - begun_at)
         loss, norm = float(record["loss"]), float(record["grad_norm"])
         is_finite = short(loss) is not None
         point = Point(
+            record["step"] + 0,
             record["step"],
-            record["step"],
-            record["rows_seen"],
+            record["rows_seen"] + 0,
             trained_s,
             float(record["lr"]),
             norm,
-            record["seconds"],
+            record["seconds"] + 0,
             loss_sum=loss if is_finite else 0.0,
             losses=int(is_finite),
             least=loss if is_finite else float("inf"),
@@ -162,7 +188,7 @@ class Fold:
         )
         self.recent.append((time, record["step"], record["samples"] + 0))
         self._begun_at, self.trained_s = begun_at, trained_s
-        self.last = {name: value for name, value in record.items() if name != "workers"}
+        self.last = cut({name: value for name, value in record.items() if name != "workers"})
         self.series.add(point)
         self._take_parts(record["workers"], time)
 
@@ -172,9 +198,9 @@ class Fold:
         for part in parts:
             row = self.workers.get(part["rank"])
             if row is None:
-                row = self.workers[part["rank"]] = WorkerRow(
-                    part["rank"], part.get("name") or f"worker {part['rank']}", self.run.get("device_name") or ""
-                )
+                name = str(part.get("name") or f"worker {part['rank']}")[:MOST_OF_NAME]
+                row = WorkerRow(part["rank"], name, self.run.get("device_name") or "")
+                self._list(row)
             row.take(part, time)
             if part["rank"] not in self.lanes and len(self.lanes) < MOST_LANES:
                 self.lanes.append(part["rank"])
@@ -188,6 +214,12 @@ class Fold:
             self._forget_gone()
         self.timeline.add(self.trained_s, done)
 
+    def _list(self, row: WorkerRow) -> None:
+        """A host may tell of workers that came, and never that they went: the first of those make room."""
+        self.workers[row.id] = row
+        if len(self.workers) > MOST_WORKERS:
+            del self.workers[next(iter(self.workers))]
+
     def _forget_gone(self) -> None:
         gone = sorted((row for row in self.workers.values() if not row.is_in), key=lambda row: row.at)
         for row in gone[: max(0, len(gone) - MOST_GONE)]:
@@ -198,16 +230,17 @@ class Fold:
             self.looks = [look for look in self.looks if look[3] < record["step"]]
         rows = self.last.get("rows_seen", 0)
         loss = record.get("loss")
-        metrics = {name: short(float(value)) for name, value in record.get("metrics", {}).items()}
+        named = islice(record.get("metrics", {}).items(), MOST_ITEMS)
+        metrics = {name[:MOST_OF_NAME]: short(float(value)) for name, value in named}
         self.looks.append(
-            [rows, short(self.trained_s), short(None if loss is None else float(loss)), record["step"], metrics]
+            [rows, short(self.trained_s), short(None if loss is None else float(loss)), record["step"] + 0, metrics]
         )
         if len(self.looks) > MOST_LOOKS:
             self.looks = self.looks[1::2] if len(self.looks) % 2 == 0 else self.looks[::2]
 
     def _on_came(self, record: Record, time: float) -> None:
-        name, kind = record["name"] + "", record["kind"] + ""
-        self.workers[record["worker"]] = WorkerRow(record["worker"], name, kind, at=time)
+        name, kind = record["name"][:MOST_OF_NAME] + "", record["kind"][:MOST_OF_NAME] + ""
+        self._list(WorkerRow(record["worker"] + 0, name, kind, at=time))
 
     def _on_went(self, record: Record, time: float) -> None:
         if (row := self.workers.get(record["worker"])) is not None:
@@ -228,10 +261,11 @@ class Fold:
 
     def _on_ended(self, record: Record, time: float) -> None:
         _ = record["reason"] + "", record["step"] + record["seconds"] + record["time"]
-        self.ended = record
+        self.ended = cut(record)
 
     def _on_sample(self, record: Record, time: float) -> None:
-        self.samples.append({name: record[name] for name in ("time", "step", "prompt", "text")})
+        told = {name: record[name] for name in ("time", "step", "prompt", "text")}
+        self.samples.append(cut(told, MOST_OF_SAMPLE))
 
     def _on_skipped(self, record: Record, time: float) -> None:
         self.skipped += 1
@@ -239,7 +273,7 @@ class Fold:
     def _on_epoch(self, record: Record, time: float) -> None:
         """One that is done again, after a restart, takes the place of what it was."""
         wanted = ("epoch", "used", "total", "same_weights", "sentence")
-        told = {name: record[name] for name in wanted} | {"time": time}
+        told = cut({name: record[name] for name in wanted}) | {"time": time}
         while self.epochs and self.epochs[-1]["epoch"] >= told["epoch"]:
             self._count_epoch(self.epochs.pop(), -1)
         self.epochs.append(told)

@@ -7,13 +7,13 @@ import json
 from pathlib import Path
 from typing import IO, Any
 
-from potluck.page.fold import Fold
+from potluck.page.fold import MOST_OF_NAME, MOST_WORKERS, Fold, cut
 from potluck.page.sentences import Record
 
 PIECE_BYTES = 1 << 20
 """At most so much is read at once, so that a long run does not keep those waiting who look."""
-LONGEST_LINE = 16 << 20
-"""A step of thousands of workers has less."""
+LONGEST_LINE = 2 << 20
+"""A step of thousands of workers has less. Longer ones are passed over: as objects they take twenty times as much."""
 NOW = "now.json"
 """Beside the events: what is not one, such as how long a worker has been silent. Its writer replaces it whole."""
 EVENTS = "events.jsonl"
@@ -89,11 +89,9 @@ class RunReader:
                 return True
             return False
         lines = (self._rest + data).split(b"\n")
-        self._rest = lines.pop()
-        if len(self._rest) > LONGEST_LINE:
-            self._rest = b""
+        self._rest = lines.pop()[: LONGEST_LINE + 1]  # of one that is too long, enough to know it by
         for line in lines:
-            record = record_in(line)
+            record = record_in(line) if len(line) <= LONGEST_LINE else None
             if record is not None:
                 self.fold.take(record)
         return len(data) == PIECE_BYTES
@@ -107,7 +105,8 @@ class RunReader:
             return
         if (seen := (told.st_mtime_ns, told.st_ino)) != self._now_seen:
             self._now_seen = seen
-            self.now = now_record(path.read_bytes()) or self.now
+            with path.open("rb") as file:
+                self.now = now_record(file.read(LONGEST_LINE)) or self.now
 
 
 def now_record(data: bytes) -> Record | None:
@@ -120,8 +119,9 @@ def now_record(data: bytes) -> Record | None:
         return None
     if "bytes" in record and not _is_like(record["bytes"], OF_BYTES):
         return None
-    record["workers"] = [row for row in workers if _is_like(row, OF_WORKER, MORE_OF_WORKER)]
-    return record
+    rows = [cut(row, MOST_OF_NAME) for row in workers[:MOST_WORKERS] if _is_like(row, OF_WORKER, MORE_OF_WORKER)]
+    kept: Record = cut(record) | {"workers": rows}
+    return kept
 
 
 def _is_like(found: Any, must: Kinds, may: Kinds | None = None) -> bool:

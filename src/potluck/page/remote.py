@@ -4,6 +4,7 @@ Knows nothing of how it is shown. What comes is written down as it comes, within
 """
 
 import contextlib
+import shutil
 import threading
 from pathlib import Path
 
@@ -21,8 +22,8 @@ from potluck.words import say, size
 
 FRAME_BYTES = 8 << 20
 """The longest message that is taken."""
-MOST_BYTES = 4 << 30
-"""Of a run's events."""
+MOST_BYTES = 1 << 30
+"""Of a run's events: a million steps have less. And never more than a quarter of what is free."""
 PATIENCE_S = 30.0
 ENDED = b'"event": "run_ended"'
 
@@ -80,14 +81,15 @@ class RemoteRun:
 
     def _hear(self, pipe: Pipe) -> None:
         connection, taken = Connection(pipe), 0
+        most = min(MOST_BYTES, shutil.disk_usage(self._folder).free // 4)
         with (self._folder / EVENTS).open("ab", buffering=0) as file:
             for head, length in connection.frames(lambda: FRAME_BYTES):
                 message = connection.read_message(head, length)
                 match message:
                     case Watched(what=what) if what == EVENTS_TOLD:
                         taken += len(message.data)
-                        if taken > MOST_BYTES:
-                            raise TheirProtocolError(f"The host tells more than {size(MOST_BYTES)} of events.")
+                        if taken > most:
+                            raise TheirProtocolError(f"The host tells more than {size(most)} of events.")
                         file.write(message.data)
                         # In two pieces it would be missed: then it is looked for again, in vain, until it gives up.
                         self._has_ended = ENDED in bytes(message.data)
