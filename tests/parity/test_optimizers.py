@@ -1,6 +1,7 @@
 """Optimizers that are not elementwise, or have other weights for looking: against plain PyTorch, however split."""
 
 import importlib
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 import potluck
 from potluck import Cadence, FullShard, HybridShard, JointOptimizer, NoShard, ShardGradOp
 from potluck.data.rows import mix
+from potluck.errors import ConfigError
 from potluck.events import Noticed
+from potluck.sharding.whole_steps import check_can_split, is_elementwise
 from tests.quick import first_of
 from tests.ranks import run_ranks
 
@@ -39,6 +42,75 @@ class Net(nn.Module):
         return self.leave(x)  # type: ignore[no-any-return]
 
 
+class Lion(torch.optim.Optimizer):
+    """As published: the sign of a mean of gradients."""
+
+    def __init__(self, params: Any, lr: float = 1e-3) -> None:
+        super().__init__(params, {"lr": lr, "betas": (0.9, 0.99), "weight_decay": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                mean = state.setdefault("exp_avg", torch.zeros_like(p))
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                p.add_(mean.lerp(p.grad, 1 - group["betas"][0]).sign_(), alpha=-group["lr"])
+                mean.lerp_(p.grad, 1 - group["betas"][1])
+
+
+class Lamb(torch.optim.Optimizer):
+    """As published: Adam, times the ratio of a parameter's norm to its step's. It counts in Python."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+        self.calls = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.calls += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state |= {"step": 0, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+                state["step"] += 1
+                state["exp_avg"].lerp_(p.grad, 0.1)
+                state["exp_avg_sq"].lerp_(p.grad.square(), 0.001)
+                mean = state["exp_avg"] / (1 - 0.9 ** state["step"])
+                wide = (state["exp_avg_sq"] / (1 - 0.999 ** state["step"])).sqrt() + 1e-6
+                move = mean / wide + 0.01 * p
+                own, other = p.norm(), move.norm()
+                ratio = (own / other).item() if own > 0 and other > 0 else 1.0
+                p.add_(move, alpha=-group["lr"] * ratio)
+
+
+class CentredSGD(torch.optim.SGD):
+    """Derived from an elementwise one, and not elementwise: the mean of each row's gradient is taken off."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None and p.dim() > 1:
+                    p.grad.sub_(p.grad.mean(dim=1, keepdim=True))
+        return super().step(closure)
+
+
+class OwnDefaults(torch.optim.AdamW):
+    """Derived from an elementwise one, with settings of its own alone."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.01, weight_decay=0.1)
+
+
+OWN = {"lion": Lion, "lamb": Lamb, "centred": CentredSGD, "defaults": OwnDefaults}
+
+
 def build(kind: str) -> tuple[Net, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = Net()
@@ -46,6 +118,8 @@ def build(kind: str) -> tuple[Net, torch.optim.Optimizer]:
         matrices = [p for p in model.parameters() if p.dim() == 2]
         vectors = [p for p in model.parameters() if p.dim() != 2]
         return model, JointOptimizer(torch.optim.Muon(matrices, lr=0.01), torch.optim.AdamW(vectors, lr=0.01))
+    if kind in OWN:
+        return model, OWN[kind](model.parameters())
     if kind == "adafactor":
         return model, torch.optim.Adafactor(model.parameters(), lr=0.01)
     module, _, name = {
@@ -130,7 +204,7 @@ def assert_like(found: dict[str, Any], judge: dict[str, Any], tolerance: float) 
         torch.testing.assert_close(found["weights"][name], tensor, rtol=tolerance, atol=tolerance)
 
 
-TOLERANCE = {"muon": 2e-3, "adafactor": 1e-4, "free": 1e-4, "bnb": 5e-3, "ao": 5e-3}
+TOLERANCE = {"muon": 2e-3, "adafactor": 1e-4, "free": 1e-4, "bnb": 5e-3, "ao": 5e-3} | dict.fromkeys(OWN, 1e-4)
 """Muon computes in bfloat16, and 8-bit ones round: a last bit of a gradient may make another code of it."""
 
 
@@ -150,6 +224,59 @@ def test_any_optimizer_under_any_split(kind: str, strategy: Any) -> None:
     check_installed(kind)
     found = run_ranks(2, train, kind, {"strategy": strategy}, timeout_s=110)
     assert_like(found[0], judged(kind), TOLERANCE[kind])
+
+
+@pytest.mark.parametrize("strategy", first_of([ShardGradOp(), FullShard(), FullShard(weights=(3.0, 1.0))]), ids=str)
+@pytest.mark.parametrize("kind", ["lamb", "lion", "centred", "defaults"])
+def test_optimizers_of_ones_own_step_whole_parameters_and_are_saved(kind: str, strategy: Any, tmp_path: Path) -> None:
+    """Begun split, and ended on one rank from its checkpoint."""
+    judge = judged(kind)
+    begun = run_ranks(2, train, kind, {"strategy": strategy}, str(tmp_path / "split"), 5)[0]
+    shutil.copytree(tmp_path / "split", tmp_path / "whole")
+    found = run_ranks(2, train, kind, {"strategy": strategy}, str(tmp_path / "split"))[0]
+    assert_like(found | {"losses": begun["losses"] + found["losses"]}, judge, TOLERANCE[kind])
+    found = train(kind, {}, str(tmp_path / "whole"))
+    assert_like(found | {"losses": begun["losses"] + found["losses"]}, judge, TOLERANCE[kind])
+
+
+def test_which_optimizers_step_numbers_parameters_or_neither() -> None:
+    parameters = list(Net().parameters())
+
+    class NormOfAll(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 1.0)
+            return super().step(closure)
+
+    class Chance(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            for p in self.param_groups[0]["params"]:
+                p.grad.add_(torch.randn_like(p))
+            return super().step(closure)
+
+    class Around(torch.optim.Optimizer):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, {"lr": 0.1})
+            self.inner = torch.optim.SGD(self.param_groups, lr=0.1)
+
+    class Closure(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            closure()
+
+    assert is_elementwise(OwnDefaults(parameters)) and not is_elementwise(CentredSGD(parameters, lr=0.1))
+    for kind in (Lion, Lamb, CentredSGD, OwnDefaults):
+        optimizer: Any = kind(parameters, lr=0.0) if kind is CentredSGD else kind(parameters)
+        before = [parameter.clone() for parameter in parameters]
+        check_can_split(optimizer)
+        assert not optimizer.state and getattr(optimizer, "calls", 0) == 0
+        assert all(torch.equal(a, b) for a, b in zip(before, parameters, strict=True))
+    for kind, why in (
+        (NormOfAll, "depends on the other parameters"),
+        (Chance, "or on chance"),
+        (Around, "self.inner"),
+        (Closure, "ended with TypeError"),
+    ):
+        with pytest.raises(ConfigError, match=f"{kind.__name__} cannot be sharded.*{why}"):
+            check_can_split(kind(parameters))
 
 
 @pytest.mark.slow

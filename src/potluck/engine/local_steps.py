@@ -39,7 +39,9 @@ def backward(run: RunState, loss: Tensor, samples: float, last: bool | None) -> 
     if micro is not None and not micro.weighs:
         samples = 0.0
     if samples:  # a mean over nothing is not a number, and has no gradient
-        (loss * (samples * run.gradient_unit)).backward()  # type: ignore[no-untyped-call]
+        if last and not run.tally.samples and replica.is_summed_alone:
+            run.tally.only_samples = samples
+        (loss * (samples / run.samples_per_gradient)).backward()  # type: ignore[no-untyped-call]
     replica.end_backward()
     tally = run.tally
     if samples:
@@ -89,7 +91,7 @@ def end_batch(
             replica.drop_unused()
         own = layers.samples_in_node([each.samples for each in every])
         done = BatchDone(*(sum(column) for column in zip(*every, strict=True)))._replace(is_over=every[0].is_over)
-    decision = decide_alone(done.samples, done.loss_sum, norm, run.gradient_unit, run.config.clip)
+    decision = decide_alone(done.samples, done.loss_sum, norm, run.samples_per_gradient, run.config.clip)
     run.scale.learn(done.samples, done.rows)
     return done, own, decision
 

@@ -37,6 +37,7 @@ from potluck.sharding.runs import (
     can_skip,
     held_bytes,
     scaling,
+    sees_nothing,
     state_at,
     step_unless,
     total_norm,
@@ -163,7 +164,7 @@ class Replica:
         """What optimizer.step() does in a loop that calls it out of habit."""
         for each in {optimizer, *each_of(optimizer)}:
             each.zero_grad = lambda set_to_none=True: None  # type: ignore[method-assign]
-            each.register_step_pre_hook(lambda *told: self._check_own_step())
+            each.register_step_pre_hook(sees_nothing(lambda *told: self._check_own_step()))
             each.step = MethodType(self._step_of_habit(each.step), each)  # type: ignore[method-assign]
         self.outer = OuterState(optimizer, self.names)
         self._add_group = optimizer.add_param_group
@@ -434,6 +435,11 @@ class Replica:
     def _stepping(self) -> Link:
         """The ranks that take each step together."""
         return self._together
+
+    @property
+    def is_summed_alone(self) -> bool:
+        """Whether the gradient of the step under way is added to nobody else's."""
+        return self._stepping.world == 1 and self._together.world == 1
 
     def align(self, *, with_base: bool = False) -> None:
         """Every rank takes rank 0's values."""

@@ -58,6 +58,8 @@ class StepTally:
     """Whether its last backward is done."""
     is_untouched: bool = False
     """Batches are the caller's own, and there was no backward yet."""
+    only_samples: float | None = None
+    """The samples of the step's only backward, where nobody else's gradient is added to it."""
 
 
 @dataclass(slots=True)
@@ -243,8 +245,24 @@ class RunState:
 
     @property
     def gradient_unit(self) -> float:
-        """What a gradient weighs for each sample, until it is applied."""
+        """What a gradient weighs for each sample where a host adds them up, until it is applied."""
         return self.unit * self.scale.factor
+
+    @property
+    def samples_per_gradient(self) -> float:
+        """By how many samples gradients are divided from their backward on, on all who step together alike.
+
+        It is the step's rows, so that a hook on an activation sees what it would see in one process; or the samples of
+        the only backward, so that its loss is as it was given. What they are short of is made up for by the step.
+        """
+        if (only := self.tally.only_samples) is not None:
+            return only / (self.scale.factor * (self.scale.samples_per_row if self.scale.is_on else 1.0))
+        if self.loader is None:
+            return 1 / self.scale.factor
+        rows, micro = self.loader.batch.size, self.loader.current
+        if micro is not None and self.wanted.policy.steps_together:
+            rows = max(1, micro.step_end - self.loader.position.row)
+        return rows / self.scale.factor
 
     def good_step(self) -> None:
         self.skipped_in_a_row = 0

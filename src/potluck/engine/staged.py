@@ -70,10 +70,10 @@ class _Micro:
 class _Work:
     """What one stage computes of the micro-batches at hand."""
 
-    def __init__(self, stage: CutStage, replica: Replica, unit: Callable[[], float]) -> None:
+    def __init__(self, stage: CutStage, replica: Replica, per: Callable[[], float]) -> None:
         self._stage = stage
         self._replica = replica
-        self._unit = unit
+        self._per = per
         held = replica.model
         self._run: Callable[[Callable[[], Any]], Any] = held if isinstance(held, StageModules) else lambda run: run()
         self.micros: list[_Micro] = []
@@ -106,7 +106,7 @@ class _Work:
         self.samples += samples
         told = loss.detach().reshape(()) * samples
         self.loss_sum = told if self.loss_sum is None else self.loss_sum + told
-        return (loss * (samples * self._unit()),)
+        return (loss * (samples / self._per()),)
 
     def weights(self) -> list[nn.Parameter]:
         return [parameter for parameter in self._stage.model.parameters() if parameter.requires_grad]
@@ -181,7 +181,7 @@ class StagedLayers:
         together = run.link.world if run.composition.splits_all else places.size
         self._part = replica.part = StageShard(replica, held, firsts, rank=rank % together, world=together)
         self._own = StageShard(replica, held, dict.fromkeys(firsts, True), rank=0, world=1)
-        self._work = {stage.index: _Work(stage, replica, lambda: run.gradient_unit) for stage in stages}
+        self._work = {stage.index: _Work(stage, replica, lambda: run.samples_per_gradient) for stage in stages}
         widths = [count_sent(plan.layers[cut - 1].output or {"value": None}) for cut in plan.cuts]
         self._runner = PipelineRunner(self._work, widths, self._make_channel())
         run.layout = planner.describe(plan)

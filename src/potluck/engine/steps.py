@@ -102,7 +102,7 @@ class Steps:
         reports = [StepReport(*row) for row in told.wait()]
         if any(report.has_unused for report in reports):
             replica.drop_unused()
-        decision = decide_step(reports, norm, run.gradient_unit, run.config.clip)
+        decision = decide_step(reports, norm, run.samples_per_gradient, run.config.clip)
         run.advance(sum(int(report.rows) for report in reports))
         run.stopping = any(report.wants_stop for report in reports)
         exchanged = time.perf_counter()
@@ -112,11 +112,11 @@ class Steps:
 
     def _step_ahead(self, replica: Replica, busy_s: float) -> StepDone | StepSkipped:
         """As step(), with the decision reached on the GPU, which has its next work before we know of it."""
-        run, tally = self._run, self._run.tally
+        run, tally, per = self._run, self._run.tally, self._run.samples_per_gradient
         replica.finish()
         run.advance(tally.rows)
         run.set_lr(run.rows_seen)
-        said = replica.apply_unless_bad(tally.loss_sum, 1 / (tally.samples * run.gradient_unit), run.config.clip)
+        said = replica.apply_unless_bad(tally.loss_sum, per / tally.samples, run.config.clip)
         if run.loader is not None:
             run.loader.fetch_ahead()
         norm, was_bad, loss_sum = torch.stack([*said, tally.loss_sum]).tolist()
@@ -126,7 +126,7 @@ class Steps:
             replica.drop()
         reports = [StepReport(*row) for row in self._tell(busy_s, loss_sum).wait()]
         run.stopping = bool(reports[0].wants_stop)
-        decision = decide_step(reports, norm, run.gradient_unit, run.config.clip)
+        decision = decide_step(reports, norm, per, run.config.clip)
         return self._end(self._apply(reports, decision, busy_s, is_done=not was_bad), reports)
 
     def _tell(self, busy_s: float, loss_sum: float | None = None) -> Rows:

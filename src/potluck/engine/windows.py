@@ -285,7 +285,7 @@ class Windows:
         reports = [StepReport(*row) for row in told.wait()]
         if any(report.has_unused for report in reports):
             replica.drop_unused()
-        found = decide_step(reports, norm, run.gradient_unit, run.config.clip)
+        found = decide_step(reports, norm, run.samples_per_gradient, run.config.clip)
         rows, is_last = [int(report.rows) for report in reports], run.turns.is_last
         self._is_open, self._window = not is_last, self._window._replace(rows=tally.rows * is_last)
         run.version += 1

@@ -25,6 +25,7 @@ from potluck.engine.switches import StepConfig
 from potluck.errors import ConfigError
 from potluck.integrations.step_batches import WholeBatches, one_by_one, step_loader
 from potluck.integrations.until_exit import fleet_until_exit
+from potluck.sharding.runs import sees_nothing
 from potluck.signals import on_interrupt
 
 try:
@@ -170,7 +171,7 @@ class Elastic(_Trainer):  # type: ignore[misc]
             loss=self._loss_of if is_cut else None,
         )
         self.accelerator._models.append(self.model_wrapped)  # evaluation would prepare it
-        self.optimizer.register_step_pre_hook(lambda *told: self._say("on_pre_optimizer_step"))
+        self.optimizer.register_step_pre_hook(sees_nothing(lambda *told: self._say("on_pre_optimizer_step")))
         self.optimizer.register_step_post_hook(lambda *told: self._say("on_optimizer_step"))
         whole, rest = divmod(max_steps, loader.steps_of_epoch)
         fleet.run.caller.rows_limit = whole * loader.rows + min(rest * loader.batch.size, loader.rows)

@@ -5,9 +5,10 @@ and its own count of steps, so one that a step has not used is left alone as in 
 Saving, averaging and handing over need nothing else than a rank's runs and the optimizer's state of each.
 """
 
+import inspect
 import math
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -33,9 +34,9 @@ ELEMENTWISE = (
     torch.optim.Rprop,
     torch.optim.ASGD,
 )
-REASONS = {
-    "LBFGS": "it searches along one direction for all parameters together",
-    "SparseAdam": "its gradients are sparse",
+REASONS: dict[type[Optimizer], str] = {
+    torch.optim.LBFGS: "it searches along one direction for all parameters together",
+    torch.optim.SparseAdam: "its gradients are sparse",
 }
 COUNTERS = {"step", "eta", "mu", "mu_product"}
 """What optimizers keep once for a whole parameter. Of one that is a single number, it has the shape of all the rest."""
@@ -73,8 +74,44 @@ def stays_whole(parameter: nn.Parameter) -> bool:
     return not parameter.requires_grad and type(parameter) is not nn.Parameter
 
 
+def is_elementwise(optimizer: Optimizer) -> bool:
+    """Whether it is known to treat each number by itself. A class that is derived from one that does may do anything
+    else, unless it only has a constructor of its own."""
+    kinds = type(optimizer).__mro__
+    if kinds[0].__module__.partition(".")[0] == "schedulefree":
+        return True
+    base = next((index for index, kind in enumerate(kinds) if kind in ELEMENTWISE), None)
+    if base is None:
+        return False
+    known = kinds[base]
+    own = [(name, value) for kind in kinds[:base] for name, value in vars(kind).items() if callable(value)]
+    # torch puts its hooks around a class's step(), also around one that is inherited.
+    return all(
+        name == "__init__" or (hasattr(known, name) and inspect.unwrap(value) is inspect.unwrap(getattr(known, name)))
+        for name, value in own
+    )
+
+
+def sees_nothing(hook: Callable[..., None]) -> Callable[..., None]:
+    """Marks a step_pre_hook of ours, which neither reads nor changes what is stepped."""
+    hook.sees_nothing = True  # type: ignore[attr-defined]
+    return hook
+
+
+def has_own_hooks(optimizer: Optimizer) -> bool:
+    """Whether somebody else's step_pre_hook may read or change gradients before a step."""
+    return any(not hasattr(hook, "sees_nothing") for hook in optimizer._optimizer_step_pre_hooks.values())
+
+
+def _reads_gradients(optimizer: Optimizer) -> bool:
+    """Whether it has to find gradients as they are to be applied, and not with a factor beside them."""
+    return has_own_hooks(optimizer) or not is_elementwise(optimizer)
+
+
 def can_skip(optimizer: Optimizer) -> bool:
     """Whether it can leave out a step by what stands in a tensor on the GPU, so that nobody has to look there first."""
+    if _reads_gradients(optimizer):
+        return False
     return getattr(optimizer, "_step_supports_amp_scaling", False) and all(
         group.get("fused") and all(_is_small_on_gpu(p) for p in group["params"]) and _has_begun(optimizer, group)
         for group in optimizer.param_groups
@@ -123,6 +160,7 @@ def _scales_by_itself(optimizer: Optimizer, gradients: Sequence[Tensor], scale: 
     """It takes the scale in 32 bits, which is too few for gradients of 64."""
     return (
         getattr(optimizer, "_step_supports_amp_scaling", False)
+        and not _reads_gradients(optimizer)
         and all(group.get("fused") for group in optimizer.param_groups)
         and not any(gradient.dtype == torch.float64 for gradient in gradients)
         and SMALLEST < scale < 1 / SMALLEST

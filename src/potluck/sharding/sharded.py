@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from potluck.coded_numbers import Coding
+from potluck.errors import ConfigError
 from potluck.sharding.collectives import Collectives
 from potluck.sharding.ranges import Spec
-from potluck.sharding.runs import FlatRun, held_bytes, repoint, scaling, total_norm
+from potluck.sharding.runs import FlatRun, has_own_hooks, held_bytes, repoint, scaling, total_norm
+from potluck.sharding.united_optimizers import each_of
 from potluck.sharding.whole_steps import WholeSteps, names_stepped_whole
 
 
@@ -83,6 +85,7 @@ class Sharded:
     def _point(self, numbered: Sequence[tuple[int, FlatRun]], whole: Mapping[str, nn.Parameter]) -> None:
         """Its optimizer's groups hold these runs, each with the number of its group; or, of parameters that are stepped
         whole, those that this rank owns. `whole`: by name, as they were."""
+        self._check_hooks()
         names = names_stepped_whole(self.optimizer, self.group_names)
         if not names:
             repoint(self.optimizer, numbered, whole)
@@ -192,6 +195,7 @@ class Sharded:
 
     def _step_used(self) -> None:
         """The optimizer's step, which sees no gradient of what no rank has used: no state of it, no count of steps."""
+        self._check_hooks()
         if self.asks:
             self.drop_unused()
         idle = [run.parameter for run in self.runs if run.span.name in self._idle] if self._idle else []
@@ -207,6 +211,15 @@ class Sharded:
         finally:
             for parameter, gradient in zip(idle, kept, strict=True):
                 parameter.grad = gradient
+
+    def _check_hooks(self) -> None:
+        if self.collectives.world > 1 and any(map(has_own_hooks, (self.optimizer, *each_of(self.optimizer)))):
+            raise ConfigError(
+                f"{type(self.optimizer).__name__} has a step_pre_hook, which would see this rank's part of the gradient"
+                " alone, where the optimizer is split over ranks: a norm would be each rank's own. To clip by norm, use"
+                " StepConfig(clip=...). For anything else, derive a class from the optimizer and do it in its step(),"
+                " which then has whole parameters; or use NoShard."
+            )
 
     def memory_bytes(self) -> dict[str, int]:
         """What this rank holds of the model between backward and step."""

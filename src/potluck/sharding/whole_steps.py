@@ -1,9 +1,10 @@
 """WholeSteps: parameters whose optimizer looks at many of their numbers at once, each stepped whole by one rank.
 
-Muon makes a whole matrix orthogonal, Adafactor keeps means of its rows, and 8-bit optimizers code blocks of it. So each
-such parameter has one owner among the ranks that hold it between them. Before a step all send the owner what they have
-of it and of its gradient; it steps all that it owns, by the optimizer as it is; and all take their parts back. What the
-optimizer keeps of it is the owner's, so that is split over the ranks too, parameter by parameter.
+Muon makes a whole matrix orthogonal, Adafactor keeps means of its rows, 8-bit optimizers code blocks of it, and of most
+others nobody knows more than that they step each parameter by itself (one_by_one.py). So each such parameter has one
+owner among the ranks that hold it between them. Before a step all send the owner what they have of it and of its
+gradient; it steps all that it owns, by the optimizer as it is; and all take their parts back. What the optimizer keeps
+of it is the owner's, so that is split over the ranks too, parameter by parameter.
 """
 
 import math
@@ -16,8 +17,9 @@ from torch.optim import Optimizer
 
 from potluck.errors import ConfigError
 from potluck.sharding.collectives import Collectives
+from potluck.sharding.one_by_one import why_not_one_by_one
 from potluck.sharding.ranges import Spec
-from potluck.sharding.runs import ELEMENTWISE, REASONS, FlatRun, Span
+from potluck.sharding.runs import ELEMENTWISE, REASONS, FlatRun, Span, is_elementwise
 from potluck.sharding.united_optimizers import each_of
 
 
@@ -108,22 +110,19 @@ class WholeSteps:
 def check_can_split(optimizer: Optimizer) -> None:
     """Refuses an optimizer that is neither elementwise nor treats each parameter by itself."""
     for each in each_of(optimizer):
-        if not is_stepped_whole(each):
-            _check_elementwise(each)
-
-
-def _check_elementwise(optimizer: Optimizer) -> None:
-    name = type(optimizer).__name__
-    is_free = type(optimizer).__module__.partition(".")[0] == "schedulefree"
-    if (isinstance(optimizer, ELEMENTWISE) or is_free) and name not in REASONS:
-        if any(each.get("differentiable") for each in optimizer.param_groups):
+        name = type(each).__name__
+        if any(group.get("differentiable") for group in each.param_groups):
             raise ConfigError(f"{name} with differentiable=True cannot be sharded.")
-        return
-    why = REASONS.get(name, "Potluck does not know whether it treats each number of a parameter by itself")
-    known = ", ".join(kind.__name__ for kind in (*ELEMENTWISE, torch.optim.Adafactor, torch.optim.Muon))
-    raise ConfigError(
-        f"{name} cannot be sharded over ranges of the flattened parameters: {why}. Use one of {known}, or NoShard."
-    )
+        why = next((why for kind, why in REASONS.items() if isinstance(each, kind)), None)
+        if why is None and not (is_elementwise(each) or is_known_to_step_whole(each)):
+            why = why_not_one_by_one(each)
+            why = why and f"Potluck does not know that it treats each parameter by itself: {why}"
+        if why is not None:
+            known = ", ".join(kind.__name__ for kind in (*ELEMENTWISE, torch.optim.Adafactor, torch.optim.Muon))
+            raise ConfigError(
+                f"{name} cannot be sharded over ranges of the flattened parameters, nor parameter by parameter:"
+                f" {why}. Use one of {known}, another that steps each parameter by itself, or NoShard."
+            )
 
 
 def names_stepped_whole(optimizer: Optimizer, group_names: Sequence[Sequence[str]]) -> set[str]:
@@ -137,8 +136,12 @@ def names_stepped_whole(optimizer: Optimizer, group_names: Sequence[Sequence[str
 
 
 def is_stepped_whole(optimizer: Optimizer) -> bool:
-    """Whether it treats each parameter by itself, and not each number of it."""
-    return isinstance(optimizer, torch.optim.Adafactor | torch.optim.Muon) or is_quantised(optimizer)
+    """Whether it treats each parameter by itself, and not each number of it. After check_can_split()."""
+    return not is_elementwise(optimizer)
+
+
+def is_known_to_step_whole(optimizer: Optimizer) -> bool:
+    return type(optimizer) in (torch.optim.Adafactor, torch.optim.Muon) or is_quantised(optimizer)
 
 
 def is_quantised(optimizer: Optimizer) -> bool:
