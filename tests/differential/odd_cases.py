@@ -77,7 +77,7 @@ def _with_habits(draw: random.Random, case: Case) -> Case:
     has_stages = any(leg.stages for leg in case.legs)
     known = [*LOSSES, *(habit for habit in HOOKS if is_sync or habit != "clamp-after")]
     if is_sync:
-        known += STARTS
+        known += STARTS if not has_stages else ()  # a worker has the weights of some layers alone
         known += [habit for habit in LOOPS if not has_stages or habit not in ("eval", "halves", "uneven", "average")]
         known += TIMED if len(case.legs) == 1 else ()
     habits = set(draw.sample(known, draw.choice((1, 1, 2))))

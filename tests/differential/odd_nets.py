@@ -92,8 +92,9 @@ class OddNet(Net):
 
     def adjust(self, dtype: torch.dtype) -> None:
         """What a model gets once it has its type."""
+        self.narrow = torch.float32 if dtype == torch.float64 else torch.bfloat16
         if "types" in self.traits:
-            self.blocks[0].to(torch.float32 if dtype == torch.float64 else torch.bfloat16)
+            self.blocks[0].to(self.narrow)
         if "channels" in self.traits:
             self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
@@ -146,8 +147,7 @@ class OddNet(Net):
                 x = checkpoint(block, x, use_reentrant="reentrant" in self.traits)  # type: ignore[assignment]
             return x
         if "types" in self.traits:
-            kind = next(self.blocks[0].parameters()).dtype
-            x = self.blocks[0](x.to(kind)).to(x.dtype)
+            x = self.blocks[0](x.to(self.narrow)).to(x.dtype)
             for block in list(self.blocks)[1:]:
                 x = block(x)
             return x
