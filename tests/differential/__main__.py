@@ -39,7 +39,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0, help="the first of the seeds")
     parser.add_argument("--seeds", type=int, nargs="*", help="these and no others")
-    parser.add_argument("--only", choices=["", "sync", "stages", "windows", "legs", "usual"], default="")
+    parser.add_argument("--only", choices=["", "sync", "stages", "windows", "legs", "hosts", "usual"], default="")
     parser.add_argument("--case", help="a line that was printed: Case(...)")
     parser.add_argument("--cell", help="a cell of the matrix: 'experts x FullShard'")
     parser.add_argument(

@@ -49,6 +49,10 @@ class Case:
     """That the loss is multiplied by."""
     faults: tuple[str, ...] = ()
     habits: tuple[str, ...] = ()
+    data: str = ""
+    """In which form it has its rows, of data.py; empty: tensors."""
+    host: str = ""
+    """What happens to its workers, where a host leads them: `2,join@1,leave@2,kill@3` begins with two."""
     legs: tuple[Leg, ...] = field(default_factory=lambda: (Leg(),))
 
     def line(self) -> str:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.differential.cases import Case, Leg
+from tests.differential.data import plain_batches
 from tests.differential.habits import Loop, other_model
 from tests.differential.models import BY_BATCH, build, loss_of, make_data
 from tests.differential.optimizers import make_optimizer, make_scheduler
@@ -56,7 +57,7 @@ class Replica:
         self.model = build(case.model, dtype, case.seed)
         self.optimizer = make_optimizer(self.model, case.optimizer)
         self.scheduler = make_scheduler(self.optimizer, case.scheduler)
-        self.data = make_data(case.model, case.rows, case.seed, dtype, case.samples, case.faults)
+        self.data = _data(case, dtype)
         self.scale = case.scale
         self.loop = Loop(case.habits, self.model, self.optimizer)
         self.loop.before_prepare()
@@ -124,6 +125,10 @@ class Replica:
             return 0.0, 0.0
         (loss if is_whole else loss * samples).backward()
         return float(loss.detach()) * float(samples), float(samples)
+
+
+def _data(case: Case, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
+    return make_data(case.model, case.rows, case.seed, dtype, case.samples, case.faults)
 
 
 def _wide(tensor: Tensor) -> Tensor:
@@ -195,7 +200,8 @@ def mean_buffers(
 def judge(case: Case, told: list[list[dict[str, Any]]], *, is_shaken: bool = False) -> Expected:
     """Of what the ranks of each leg told. `is_shaken`: begun from weights as rounded as the run's numbers are."""
     expected = Expected()
-    expected.complaints += _rows_used_wrongly(case, told)
+    batches = plain_batches(case, _data(case)) if case.data else None
+    expected.complaints += _rows_used_wrongly(case, told, batches)
     dtype = torch.float32 if any("bf16" in leg.switches for leg in case.legs) else torch.float64
     replica = Replica(case, dtype)
     expected.start = _state(replica.model)
@@ -208,7 +214,7 @@ def judge(case: Case, told: list[list[dict[str, Any]]], *, is_shaken: bool = Fal
         if expected.complaints:
             return expected
         if leg.policy.startswith("Sync"):
-            expected.complaints += _steps_of_wrong_size(case, lanes[0], done)
+            expected.complaints += _steps_of_wrong_size(case, lanes[0], done, batches)
             buckets = ranks[0]["buckets"] if leg.wire != "fp32" else None
             expected.steps.append(_judge_steps(replica, lanes[0], _switches(leg, buckets)))
         else:
@@ -220,7 +226,7 @@ def judge(case: Case, told: list[list[dict[str, Any]]], *, is_shaken: bool = Fal
             "skipped for nothing"
         )
     expected.tensors, expected.average = _state(replica.model), replica.loop.average
-    if not case.faults and not any(kind in case.model for kind in BY_BATCH):
+    if not case.faults and not case.host and not any(kind in case.model for kind in BY_BATCH):
         expected.evaluated = replica.evaluate(_switches(case.legs[-1]))
     return expected
 
@@ -265,13 +271,18 @@ def _lanes(ranks: list[dict[str, Any]]) -> tuple[dict[int, list[list[Any]]], lis
     return {replica: [lanes[lane] for lane in sorted(lanes)] for replica, lanes in sorted(found.items())}, complaints
 
 
-def _rows_used_wrongly(case: Case, told: list[list[dict[str, Any]]]) -> list[str]:
+def _rows_used_wrongly(
+    case: Case, told: list[list[dict[str, Any]]], batches: list[list[list[int]]] | None
+) -> list[str]:
+    """`batches`: of each epoch, where the data say which rows each has."""
     used: Counter[tuple[int, int]] = Counter()
     for ranks in told:
         lanes = {(rank["replica"], rank["lane"]): rank["epochs"] for rank in ranks}
         used.update((epoch, row) for rows in lanes.values() for epoch, row in rows)
-    wanted = {(epoch, row) for epoch in range(case.epochs) for row in range(case.rows)}
-    wrong = sorted(key for key in wanted | set(used) if used[key] != (key in wanted))
+    wanted = Counter((epoch, row) for epoch in range(case.epochs) for row in range(case.rows))
+    if batches is not None:
+        wanted = Counter((epoch, row) for epoch, rows in enumerate(batches) for batch in rows for row in batch)
+    wrong = sorted(key for key in wanted | used if used[key] != wanted[key])
     return [f"(epoch, row) {key} was used {used[key]} times" for key in wrong[:3]]
 
 
@@ -282,14 +293,32 @@ def _sizes(lanes: list[list[Any]]) -> list[int]:
     ]
 
 
-def _steps_of_wrong_size(case: Case, lanes: list[list[Any]], done: int) -> list[str]:
+def _steps_of_wrong_size(
+    case: Case, lanes: list[list[Any]], done: int, batches: list[list[list[int]]] | None
+) -> list[str]:
     """What was left of the epoch, batch after batch, and then whole epochs: the last step of each is short."""
+    if batches is not None:
+        return _steps_of_wrong_rows(lanes, done, [rows for epoch in batches for rows in epoch])
     complaints = []
     for size in _sizes(lanes):
         wanted = min(case.batch, case.rows - done % case.rows)
         if size != wanted:
             complaints.append(f"a step had {size} rows of {wanted}")
         done += size
+    return complaints
+
+
+def _steps_of_wrong_rows(lanes: list[list[Any]], done: int, batches: list[list[int]]) -> list[str]:
+    """Each step has the rows of one batch. `done`: rows of the batches before."""
+    left = iter(batches)
+    while done > 0:
+        done -= len(next(left))
+    complaints = []
+    for steps in zip(*lanes, strict=True):
+        rows = sorted(row for step in steps for micros in step for micro in micros for row in micro)
+        wanted = sorted(next(left))
+        if rows != wanted:
+            complaints.append(f"a step had the rows {rows}, and its batch {wanted}")
     return complaints
 
 

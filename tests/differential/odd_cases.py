@@ -6,9 +6,10 @@ What is drawn here is drawn beside the usual case of the same seed, so a usual c
 import random
 from dataclasses import replace
 
-from tests.differential.cases import Case, Leg, draw_case, without
+from tests.differential.cases import Case, Leg, draw_case, draw_model, without
+from tests.differential.data import KINDS
 from tests.differential.habits import HOOKS, LOOPS, NONLINEAR, STARTS, TIMED
-from tests.differential.models import COUNTED, LOSSES
+from tests.differential.models import BY_BATCH, COUNTED, LOSSES
 from tests.differential.odd_blocks import ANY, IMAGES
 from tests.differential.odd_nets import HEADS, PATHS, WHOLES, WORDS
 from tests.differential.optimizers import ODD_OPTIMIZERS, ODD_SCHEDULERS, STEADY
@@ -18,7 +19,9 @@ MOST_S = 0.2
 
 
 def draw_any(seed: int, only: str = "") -> Case:
-    """A usual case, or more often an odd one. `only`: sync, stages, windows, legs, or usual."""
+    """A usual case, or more often an odd one. `only`: sync, stages, windows, legs, hosts or usual."""
+    if only == "hosts" or (not only and random.Random(f"host {seed}").random() < 0.08):
+        return draw_hosted(seed)
     is_usual = only == "usual" or random.Random(f"usual {seed}").random() < 0.3
     case = draw_case(seed, "" if only == "usual" else only)
     return case if is_usual else make_odd(case)
@@ -32,11 +35,38 @@ def make_odd(case: Case) -> Case:
     if draw.random() < 0.6:
         case = _with_habits(draw, case)
     is_sync = all(leg.policy.startswith("Sync") for leg in case.legs)
+    if draw.random() < 0.25 and is_sync:
+        case = replace(case, data=draw.choice(KINDS), batch=max(case.batch, 4 + max(leg.world for leg in case.legs)))
     if draw.random() < 0.25 and case.dtype == "float64" and case.scale == 1.0:
         case = replace(case, optimizer=draw.choice(ODD_OPTIMIZERS))
     if draw.random() < 0.2 and is_sync and case.scale == 1.0:
         case = replace(case, scheduler=draw.choice(ODD_SCHEDULERS))
     return _as_torch_can(case)
+
+
+def draw_hosted(seed: int) -> Case:
+    """Under a host whose workers come and go. How it cuts a batch is its own affair, so no row may depend on others."""
+    case = make_odd(draw_case(seed, "sync"))
+    draw = random.Random(f"hosted {seed}")
+    while any(word in case.model for word in (*COUNTED, *BY_BATCH, "center", "counter", "maxnorm")):
+        case = replace(case, model=_draw_model(draw, replace(case, model=draw_model(draw))))
+    happenings = [f"{draw.choice(('join', 'join', 'leave', 'kill'))}@{draw.randint(1, 6)}" for _ in range(4)]
+    happenings.sort(key=lambda word: int(word.partition("@")[2]))
+    switches = ", ".join(word for word in case.legs[0].switches.split(", ") if word.startswith("clip"))
+    return _as_torch_can(
+        replace(
+            case,
+            epochs=2,
+            dtype="float32",  # in which all that is trained travels to a host
+            optimizer=draw.choice(STEADY) if case.scale == 1.0 else case.optimizer,
+            data=draw.choice(("loader", "in-order", "weighted", "lengths", "drop-last", "stream")),
+            faults=(),
+            samples=draw.choice(("rows", "tokens")),
+            habits=tuple(habit for habit in case.habits if habit in (*LOSSES, *HOOKS)),
+            host=f"{draw.choice((1, 2, 3))},{','.join(happenings)}",
+            legs=(Leg(switches=switches),),
+        )
+    )
 
 
 def _draw_slow(draw: random.Random, leg: Leg) -> str:
@@ -79,7 +109,7 @@ def _with_habits(draw: random.Random, case: Case) -> Case:
     if is_sync:
         known += STARTS if not has_stages else ()  # a worker has the weights of some layers alone
         known += [habit for habit in LOOPS if not has_stages or habit not in ("eval", "halves", "uneven", "average")]
-        known += TIMED if len(case.legs) == 1 else ()
+        known += (habit for habit in TIMED if len(case.legs) == 1 and not (has_stages and habit == "freeze"))
     habits = set(draw.sample(known, draw.choice((1, 1, 2))))
     if draw.random() < 0.15:
         habits = {draw.choice(NONLINEAR)}

@@ -24,9 +24,12 @@ from potluck.events import Decided, EpochDone, StepDone, StepSkipped
 from potluck.save import checkpoint_folder
 from potluck.save.export import write_plain
 from tests.differential.cases import Case, Leg
+from tests.differential.data import given_data
 from tests.differential.habits import Loop, other_model, whole
+from tests.differential.hosted import run_hosted
 from tests.differential.models import build, loss_of, make_data
 from tests.differential.optimizers import make_optimizer, make_scheduler
+from tests.differential.outcomes import Failed, Refused
 from tests.ranks import Outcome, run_ranks, try_ranks
 
 Told = dict[str, Any]
@@ -36,21 +39,11 @@ GRACE_S = 4.0
 CONSEQUENCES = ("WorkerLost", "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Aborted")
 
 
-class Refused(Exception):
-    """A rank ended with a sentence of potluck's. Before the first step it is a refusal; later it is a fault."""
-
-
-class Failed(Exception):
-    """Something that is neither right nor refused: kind is CRASH, HANG or LATE (refused after the first step)."""
-
-    def __init__(self, kind: str, detail: str) -> None:
-        super().__init__(detail)
-        self.kind = kind
-
-
 def run_case(case: Case, timeout_s: float = TIMEOUT_S) -> tuple[list[list[Told]], dict[str, Tensor]]:
     """What the ranks of each leg told, and the last checkpoint's tensors. Raises Refused or Failed."""
     _start_server()
+    if case.host:
+        return run_hosted(case, timeout_s)
     with tempfile.TemporaryDirectory(prefix="potluck-differential-") as folder:
         told = []
         for number, leg in enumerate(case.legs):
@@ -137,10 +130,10 @@ def _train(case: Case, leg: Leg, number: int, folder: str, phase: list[str]) -> 
 
         options: dict[str, Any] = {"loss": loss} if stages is not None else {"micro_batch_size": leg.micro}
         options |= {"fetchers": leg.fetchers, "scheduler": make_scheduler(optimizer, case.scheduler)}
-        model, optimizer, loader = fleet.prepare(
-            model, optimizer, data, batch_size=case.batch, seed=case.seed, **options
-        )
-        fleet.run.caller.rows_limit = case.epochs * case.rows if leg.until is None else None
+        if case.data in ("", "stream"):
+            options |= {"batch_size": case.batch}
+        model, optimizer, loader = fleet.prepare(model, optimizer, given_data(case, data), seed=case.seed, **options)
+        fleet.run.caller.rows_limit = case.epochs * loader.rows if leg.until is None else None
         delay.rank = fleet.link.rank
         loop.after_prepare(model, lambda: other_model(case.model, dtype, case.seed))
         log = Log(fleet, loader)
@@ -244,7 +237,7 @@ class Log:
     def note(self, batch: Any, *, is_last: bool) -> None:
         """`is_last`: of the parts of a micro-batch."""
         micro = self.loader.current
-        rows = batch[-1].tolist() if micro.counts else []
+        rows = batch[-1].tolist() if micro.weighs else []
         self.epochs += [[self.loader.position.epoch, row] for row in rows]
         self._step.append(rows)
         if micro.last and is_last:

@@ -13,6 +13,7 @@ import pytest
 from tests.differential import (
     blocks,
     cases,
+    data,
     habits,
     judge,
     models,
@@ -78,7 +79,7 @@ def test_some_cells_of_the_page_are_as_it_says() -> None:
 
 
 def test_the_judge_shares_no_code_with_potluck() -> None:
-    zoo = (models, blocks, odd_blocks, nets, odd_nets, optimizers, habits)
+    zoo = (models, blocks, odd_blocks, nets, odd_nets, optimizers, habits, data)
     for module in (judge, cases, odd_cases, *zoo):
         tree = ast.parse(Path(module.__file__).read_text(encoding="utf-8"))
         names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
@@ -104,6 +105,7 @@ def test_odd_cases_are_repeated_by_their_lines_and_have_all_that_is_odd() -> Non
     assert {habit.partition("@")[0] for case in drawn for habit in case.habits} >= set(habits.HABITS)
     assert {case.optimizer for case in drawn} >= {*OPTIMIZERS, *optimizers.ODD_OPTIMIZERS}
     assert {case.scheduler for case in drawn} >= {*optimizers.SCHEDULERS, *optimizers.ODD_SCHEDULERS}
+    assert {case.data for case in drawn} == {"", *data.KINDS}
     assert {leg.slow.split("/")[1] for case in drawn for leg in case.legs if leg.slow} == set(odd_cases.PLACES)
 
 
@@ -201,6 +203,11 @@ FOUND = {
         model="vectors/6/mlp,mlp/frozen",
         optimizer="Adafactor(lr=0.01)",
         legs=(Leg(world=2, strategy="FullShard(weights=(2.0, 1.0))"),),
+    ),
+    "stages of a model in channels_last are saved and loaded": Case(
+        model="images/4/conv,bare/channels",
+        optimizer="Adam(lr=0.01)",
+        legs=(Leg(world=2, stages="Stages(protocol=Direct())", until=1), Leg(stages="Stages(protocol=Direct())")),
     ),
     "BatchNorm under bf16 and FullShard": Case(
         model="images/4/conv,conv/", dtype="float32", legs=(Leg(strategy="FullShard()", switches="precision='bf16'"),)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from tests.differential.cases import Case
 from tests.differential.compare import compare, is_chaotic
 from tests.differential.judge import judge
-from tests.differential.runner import Failed, Refused, run_case
+from tests.differential.outcomes import Failed, Refused
+from tests.differential.runner import run_case
 
 
 @dataclass(frozen=True, slots=True)

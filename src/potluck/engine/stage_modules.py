@@ -223,6 +223,7 @@ class StageShard(Sharded):
         for run in self._having.get(name, ()):
             if run.parameter.grad is None:
                 run.parameter.grad = torch.zeros_like(run.parameter)
+            run.parameter.grad = run.parameter.grad.contiguous()  # of a model in channels_last it is not
             found.append((run.span, run.parameter.grad.view(-1)))
         return found
 

@@ -50,7 +50,7 @@ def model_part(sharded: Sharded, *, copies: bool = True, without: Container[str]
     for run in (*sharded.runs, *sharded.rest):
         if run.span.name in without:
             continue
-        pieces.add(run.span.name, run.span, run.parameter.detach().view(-1))
+        pieces.add(run.span.name, run.span, run.parameter.detach().reshape(-1))
     # On every rank: fully_shard's state_dict() also lets go of what is gathered. A rank that kept it, after a forward
     # without a backward, would not gather it again together with the others.
     whole = whole_tensors(sharded)
@@ -94,7 +94,7 @@ def whole_tensors(sharded: Sharded) -> dict[str, Tensor]:
 def _add_state(pieces: Pieces, said: dict[str, Any], run: FlatRun, known: dict[str, Any]) -> None:
     span, flat = run.span, {key: value for key, value in known.items() if _is_flat(value, run)}
     for key, value in flat.items():
-        pieces.add(f"{span.name}/{key}", span, value.view(-1))
+        pieces.add(f"{span.name}/{key}", span, value.reshape(-1))
     if span.start == 0:  # once for each parameter
         of_all: dict[str, Tensor] = {}
         rest = {str(key): value for key, value in known.items() if key not in flat}
@@ -143,8 +143,11 @@ def load_part(
 def load_model_part(sharded: Sharded, source: Ranges, without: Container[str] = ()) -> None:
     """Straight into the model's own memory. Where parameters are kept whole, the others' parts are still old."""
     for run in (*sharded.runs, *sharded.mirrors, *sharded.rest):
-        if run.span.name not in without:
-            source.read_into(run.parameter.detach().view(-1), run.span.name, run.span.start)
+        own, span = run.parameter.detach(), run.span
+        if span.name not in without and own.is_contiguous():
+            source.read_into(own.view(-1), span.name, span.start)
+        elif span.name not in without:  # a stage has whole parameters, as they lie in the model: channels_last, too
+            own.copy_(source.read(span.name, span.start, span.end).view(own.shape))
     for name, tensor in whole_tensors(sharded).items():
         if name not in without:
             source.fill(tensor, name)

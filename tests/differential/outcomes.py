@@ -1,0 +1,13 @@
+"""How a run ends that did not do what was asked: refused with a sentence, or failed."""
+
+
+class Refused(Exception):
+    """A rank ended with a sentence of potluck's. Before the first step it is a refusal; later it is a fault."""
+
+
+class Failed(Exception):
+    """Something that is neither right nor refused: kind is CRASH, HANG or LATE (refused after the first step)."""
+
+    def __init__(self, kind: str, detail: str) -> None:
+        super().__init__(detail)
+        self.kind = kind
