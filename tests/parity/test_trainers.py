@@ -342,6 +342,66 @@ def test_two_workers_have_the_log_of_one_process(tmp_path: Path, model: str, opt
     ).stat().st_size
 
 
+def test_importing_what_makes_a_trainer_elastic_changes_nothing_of_accelerates(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    import importlib
+    import os
+
+    from accelerate.state import AcceleratorState, PartialState
+    from transformers import TrainingArguments
+
+    import potluck.integrations.hf
+
+    def held() -> list[dict[str, Any]]:
+        return [dict(vars(kind)) for kind in (PartialState, AcceleratorState, TrainingArguments)]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(PartialState, "__init__", PartialState.__init__)  # as it is, also after this test
+        before, environment = held(), dict(os.environ)
+        anew = importlib.reload(potluck.integrations.hf)
+        assert held() == before and dict(os.environ) == environment
+
+        seen: list[str | None] = []
+        patched.setattr(PartialState, "__init__", lambda state, **told: seen.append(os.environ.get("WORLD_SIZE")))
+        patched.setenv("WORLD_SIZE", "2")
+
+        class MyTrainer(anew.Elastic): ...  # type: ignore[misc, name-defined]
+
+        PartialState()  # somebody else's
+        assert seen == ["2"] and os.environ["WORLD_SIZE"] == "2"
+
+        class Arguments(TrainingArguments):
+            def __init__(self) -> None:
+                pass
+
+            def _setup_devices(self) -> None:
+                PartialState(backend="gloo")
+
+        Arguments()._setup_devices()
+        assert seen == ["2", None] and os.environ["WORLD_SIZE"] == "2"
+
+
+def test_losses_of_trl_that_parts_of_a_batch_cannot_compute_are_refused_by_name() -> None:
+    from potluck.errors import ConfigError
+    from potluck.integrations.trl_losses import check_loss_in_parts, check_trainer
+
+    def made(name: str, **settings: Any) -> Any:
+        return type("MyTrainer", (type(name, (), {}),), settings)()
+
+    for trainer, said in (
+        (made("ORPOTrainer"), r"ORPOTrainer's loss adds a mean over tokens to one over rows, .*one worker, or use DPO"),
+        (made("CPOTrainer", cpo_alpha=1.0), "set cpo_alpha=0"),
+        (made("DPOTrainer", loss_types=["sigmoid", "sft"]), 'leave "sft" out'),
+        (made("KTOTrainer", calculate_KL=True), 'loss_type="apo_zero_unpaired"'),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            check_loss_in_parts(trainer)
+    check_loss_in_parts(made("DPOTrainer", loss_types=["sigmoid"]))
+    check_loss_in_parts(made("KTOTrainer", calculate_KL=False))
+    with pytest.raises(ConfigError, match="GRPOTrainer is not supported"):
+        check_trainer(made("GRPOTrainer"))
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_trainers_model_may_be_split_over_workers(tmp_path: Path) -> None:

@@ -268,7 +268,7 @@ def _check_is_wanted(fields: dict[str, Any], where: str) -> None:
         raise ConfigError(
             f"{where}: label is {shown(fields['label'])}, so its answer was rejected, and potluck finetune learns every"
             " answer that it is given. Remove the rows whose label is false; or learn from both kinds with TRL's"
-            " KTOTrainer and potluck.hf.Elastic (docs/guide/other-trainers.md)."
+            " KTOTrainer on one worker, or DPOTrainer with potluck.hf.Elastic (docs/guide/other-trainers.md)."
         )
     if "rejected" in fields and (answer is None or answer != fields.get("chosen")):
         raise ConfigError(

@@ -7,6 +7,7 @@ step has `per_device_train_batch_size * gradient_accumulation_steps` rows over a
 are those of one process. Each worker's part counts by its items, as `num_items_in_batch` does.
 """
 
+import inspect
 import json
 import math
 import os
@@ -24,6 +25,7 @@ from potluck.engine.engine import Engine
 from potluck.engine.switches import StepConfig
 from potluck.errors import ConfigError
 from potluck.integrations.step_batches import WholeBatches, one_by_one, step_loader
+from potluck.integrations.trl_losses import check_loss_in_parts, check_trainer
 from potluck.integrations.until_exit import fleet_until_exit
 from potluck.sharding.runs import sees_nothing
 from potluck.signals import on_interrupt
@@ -32,6 +34,7 @@ try:
     from accelerate.state import AcceleratorState, PartialState  # type: ignore[import-untyped]
     from transformers.trainer_callback import ExportableState
     from transformers.trainer_utils import EvalLoopOutput
+    from transformers.training_args import TrainingArguments
 except ImportError:
     raise ConfigError("potluck.hf needs Hugging Face's libraries: pip install transformers accelerate.") from None
 
@@ -43,18 +46,37 @@ STEPS_AT_ONCE = 8
 """Parts in which a host hands out a batch, unless it is told."""
 
 
-def _alone(state: Any, *told: Any, **more: Any) -> None:
+def _let_arguments_be_alone() -> None:
     """Accelerate makes a process group of its own from the variables by which workers find each other, as soon as there
-    are TrainingArguments. There is one group here, the fleet's, and for Accelerate each worker is alone."""
-    kept = {name: os.environ.pop(name) for name in ("LOCAL_RANK", "WORLD_SIZE") if name in os.environ}
-    try:
-        _plain(state, *told, **{name: value for name, value in more.items() if name != "backend"})
-    finally:
-        os.environ.update(kept)
+    are TrainingArguments. There is one group here, the fleet's: for these arguments, each worker is alone. Whoever else
+    uses Accelerate in this process finds it as it was."""
+    plain = PartialState.__init__
+    if getattr(plain, "is_ours", False):
+        return
+
+    def alone(state: Any, *told: Any, **more: Any) -> None:
+        if not _is_for_arguments():
+            plain(state, *told, **more)
+            return
+        kept = {name: os.environ.pop(name) for name in ("LOCAL_RANK", "WORLD_SIZE") if name in os.environ}
+        try:
+            plain(state, *told, **{name: value for name, value in more.items() if name != "backend"})
+        finally:
+            os.environ.update(kept)
+
+    alone.is_ours = True  # type: ignore[attr-defined]
+    PartialState.__init__ = alone
 
 
-_plain = PartialState.__init__
-PartialState.__init__ = _alone
+def _is_for_arguments() -> bool:
+    """Whether TrainingArguments ask, as in `_setup_devices` they do."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_name == "_setup_devices" and isinstance(frame.f_locals.get("self"), TrainingArguments):
+            return True
+        frame = frame.f_back
+    return False
+
 
 _Trainer: Any = object
 
@@ -67,11 +89,15 @@ class Elastic(_Trainer):  # type: ignore[misc]
     control: Any
     optimizer: Any
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        _let_arguments_be_alone()
+
     # What Trainer's constructor asks for
 
     def create_accelerator_and_postprocess(self) -> None:
         args = self.args
-        if args.world_size > 1:  # its arguments were made before this module was imported
+        if args.world_size > 1:  # its arguments were made before its class
             AcceleratorState._reset_state(reset_partial_state=True)
             args.__dict__.pop("_setup_devices", None)
         assert args.device is not None  # it is set up by asking for it
@@ -113,7 +139,10 @@ class Elastic(_Trainer):  # type: ignore[misc]
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> Any:
+        check_trainer(self)
         fleet, plain = self.fleet, self.get_train_dataloader()
+        if fleet.world > 1 or fleet.is_led:
+            check_loss_in_parts(self)
         epochs, per_epoch, _, samples, _, in_epoch, max_steps = self.set_initial_training_values(args, plain)
         self._per_epoch, self._in_epoch, self._at_looks = per_epoch, in_epoch, (trial, ignore_keys_for_eval)
         epochs = min(epochs, -(-max_steps // per_epoch))
