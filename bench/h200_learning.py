@@ -29,7 +29,7 @@ from bench.ranks import ROOT
 from bench.report import Comparison, Result
 from bench.turns import say
 
-PUBLISHED = ("policy.overhead_target=0.02", "policy.max_anchor=200", "policy.together=0", "policy.moments=false")
+PUBLISHED = ("policy.overhead_target=0.1", "policy.max_anchor=200", "policy.together=0", "policy.moments=false")
 POLICIES: dict[str, tuple[str, ...]] = {
     "Sync": ("policy=sync",),
     "Sync int4": ("policy=sync", "wire=int4"),

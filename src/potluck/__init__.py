@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from potluck.sharding.strategy import FullShard, HybridShard, NoShard, ShardGradOp, ShardingStrategy
     from potluck.sharding.united_optimizers import JointOptimizer
     from potluck.sharding.zero import ShardedOptimizer
-    from potluck.stages.protocol import CommunicationProtocol, DataStore, Direct, Pipeline, Stages
+    from potluck.stages.protocol import CommunicationProtocol, DataStore, Direct, Pipeline, Stages, from_json, to_json
     from potluck.train.recipe import RunConfig
     from potluck.train.schedule import ScheduleConfig
     from potluck.train.trainer import FitConfig, Trainer
@@ -37,7 +37,7 @@ _HOMES = {
     "sharding.strategy": ("FullShard", "HybridShard", "NoShard", "ShardGradOp", "ShardingStrategy"),
     "sharding.united_optimizers": ("JointOptimizer",),
     "sharding.zero": ("ShardedOptimizer",),
-    "stages.protocol": ("CommunicationProtocol", "DataStore", "Direct", "Pipeline", "Stages"),
+    "stages.protocol": ("CommunicationProtocol", "DataStore", "Direct", "Pipeline", "Stages", "from_json", "to_json"),
     "train.recipe": ("RunConfig",),
     "train.schedule": ("ScheduleConfig",),
     "train.trainer": ("FitConfig", "Trainer"),
@@ -72,8 +72,10 @@ __all__ = [
     "StepConfig",
     "Sync",
     "Trainer",
+    "from_json",
     "init",
     "shard",
+    "to_json",
 ]
 
 

@@ -69,7 +69,7 @@ def test_costly_agreement_makes_windows_longer() -> None:
     assert anchors[0] == 1 and max(anchors) > 1 and max(anchors) <= 3
     told = next(d for d in decided(run) if d.anchor > 1)
     assert told.version == 2  # the way back of the first window is known when the second is measured
-    assert told.reason.startswith("Agreeing took 40% of a window and 2% are wanted, so the slowest does 3 batches"), (
+    assert told.reason.startswith("Agreeing took 40% of a window and 10% are wanted, so the slowest does 3 batches"), (
         told
     )
 

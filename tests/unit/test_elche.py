@@ -7,10 +7,15 @@ from typing import Any
 import pytest
 
 from potluck.agree.elche import ElChe
+from potluck.agree.policy import Async, Cadence
 
 FOLDER = Path(__file__).parents[1] / "vectors"
 VECTORS = json.loads((FOLDER / "elche.json").read_text())
-RANDOM = [json.loads(line) for line in (FOLDER / "elche_random.jsonl").read_text().splitlines()]
+RANDOM = [
+    json.loads(line)
+    for name in ("elche_random.jsonl", "elche_unmeasured.jsonl")  # of the published code; and by hand from its rule
+    for line in (FOLDER / name).read_text().splitlines()
+]
 
 
 @pytest.mark.parametrize("number", range(len(VECTORS["elche"])))
@@ -103,6 +108,13 @@ def test_bad_input_is_a_sentence(options: dict[str, Any], sentence: str) -> None
         ElChe(**options)
 
 
+def test_counts_end_where_the_published_ones_do_and_infinite_ratios_fail_nobody() -> None:
+    elche = ElChe(2, 10)
+    elche.report_timing([1e-300, 1e-300], [1, 1], 1e300)
+    assert (elche.anchor, elche.batch_counts) == (200, [200, 200])
+    assert ElChe(2, 500).anchor == 200  # the published one keeps 500, and panics at its first report
+
+
 def test_a_rank_outside_the_world_and_reports_of_another_size_are_refused() -> None:
     with pytest.raises(ValueError, match="there is no rank 2 in a world of 2"):
         ElChe.with_speed_ratio(2, 2, 3.0)
@@ -115,3 +127,7 @@ def test_a_rank_outside_the_world_and_reports_of_another_size_are_refused() -> N
 @pytest.mark.parametrize(("given", "taken"), [(0.0, 0.01), (-1.0, 0.01), (0.9, 0.5), (0.2, 0.2)])
 def test_an_overhead_target_is_clamped_as_published(given: float, taken: float) -> None:
     assert ElChe(2, overhead_target=given).overhead_target == taken
+
+
+def test_the_published_policies_have_the_published_target() -> None:
+    assert Cadence.published().overhead_target == Async.published().overhead_target == ElChe(2).overhead_target == 0.10

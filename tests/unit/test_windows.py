@@ -50,11 +50,11 @@ def test_async_ends_by_counts_and_cadence_by_the_clock() -> None:
 
 def test_costly_agreement_makes_windows_longer() -> None:
     windows = measured(Cadence.published(), 10.0, 10.0, sync_s=0.5)  # of the first window, which is too short to tell
-    windows.report([WindowReport(wall_s=0.1, batches=10)] * 2, 0.004)
+    windows.report([WindowReport(wall_s=0.1, batches=10)] * 2, 0.02)
     decision = windows.decide(MANY, 1)
     assert decision.anchor == 20
     assert decision.reason.startswith(
-        "Agreeing took 4% of a window and 2% are wanted, so the slowest does 20 batches instead of 10"
+        "Agreeing took 20% of a window and 10% are wanted, so the slowest does 20 batches instead of 10"
     )
 
 

@@ -1,18 +1,20 @@
 """ElChe: measured speeds to batches per rank. The slowest anchors the cadence; the others fill the same time. Pure.
 
 As published, to the last bit, also where another rule would be better: `tests/vectors/elche*.json*` hold whole traces.
-Divisions come first where the published ones do, since the other order rounds differently. What Potluck does better is
-in `windows.py`.
+Divisions come first where the published ones do, since the other order rounds differently; counts end at 2^64 - 1. What
+Potluck does better is in `windows.py`. One thing differs: an anchor above `max_anchor` begins at `max_anchor`; the
+published one keeps it, and panics when it is tuned for the first time.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from potluck.agree.shares import share_out
 from potluck.words import check_at_least
 
 LEAST_TARGET, MOST_TARGET = 0.01, 0.50
 LEAST_MS = 0.001
+MOST_COUNT = 2**64 - 1
 
 
 class ElChe:
@@ -84,16 +86,18 @@ class ElChe:
                     alpha = min(0.8, max(0.1, abs(new - old) / old))
                     new = alpha * new + (1 - alpha) * old
                 self.ms_per_batch[rank] = new
+        if max(self.ms_per_batch) <= 0:  # nothing was measured yet: what agreeing took says nothing of windows
+            return
         longest = max(wall_ms)
         if longest > 0 and sync_ms > 0:
             overhead = sync_ms / longest
             if overhead > self.overhead_target:
-                wanted = math.ceil(self.anchor * (overhead / self.overhead_target))
+                wanted = _count_of(self.anchor * (overhead / self.overhead_target), math.ceil)
                 self.anchor = min(self.max_anchor, max(self.initial_anchor, wanted))
             elif overhead < self.overhead_target / 2 and self.anchor > self.initial_anchor:
                 self.anchor -= 1
         self._count()
-        self.is_measured = self.is_measured or any(ms > 0 for ms in self.ms_per_batch)
+        self.is_measured = True
 
     def nudge_anchor_down(self, factor: float) -> None:
         """Shortens windows by `factor`, because the replicas drift apart."""
@@ -151,5 +155,12 @@ def clamp_target(overhead_target: float) -> float:
 
 def _round(value: float) -> int:
     """Halves up. `value + 0.5` would round by itself: just below 0.5 it is 1."""
-    whole = math.floor(value)
-    return whole + (value - whole >= 0.5)
+    whole = _count_of(value, math.floor)
+    return min(MOST_COUNT, whole + (value - whole >= 0.5))
+
+
+def _count_of(value: float, rounded: Callable[[float], int]) -> int:
+    """A float as a count: as large as there are, for one that is larger or infinite, and 0 for no number."""
+    if math.isnan(value):
+        return 0
+    return rounded(value) if value < MOST_COUNT else MOST_COUNT

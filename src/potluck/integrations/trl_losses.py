@@ -1,7 +1,7 @@
 """Which of TRL's losses cannot be computed in parts of a batch, and are refused by name before the first step.
 
-A fleet weighs each part's loss by what it is a mean over, rows or tokens. A loss that adds a mean over tokens to one over
-rows has no such weight, and one that compares a row with all others of its batch needs all of them. Imports no TRL.
+A fleet weighs each part's loss by what it is a mean over, rows or tokens. A loss that adds a mean over tokens to one
+over rows has no such weight, and one that compares a row with all others of its batch needs all. Imports no TRL.
 """
 
 from typing import Any

@@ -1,7 +1,8 @@
 """OptimizerShard: a contiguous range of the flattened parameters, whose owner alone holds the optimizer's state for it.
 
 As published (tests/vectors/zero.jsonl): all ranges together are the whole, no two overlap, and each is within one of
-its exact share. Pure.
+its exact share: the first ranks own one more, as the published code has it, though its page speaks of the last rank.
+What it publishes as methods without arguments, such as shard_size(), are properties here. Pure.
 """
 
 import math
